@@ -1,0 +1,44 @@
+# `make demo` shows the main job, `make test` passes every test; both set up all they need.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: help
+help: ## show what can be made
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+.PHONY: venv
+venv: $(VENV)/.installed ## the development environment, in .venv
+
+.PHONY: lint
+lint: venv ## ruff: lint and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+.PHONY: types
+types: venv ## mypy --strict
+	$(BIN)/mypy .
+
+.PHONY: fast
+fast: venv ## the fast tier: no root, no LVM, no VM
+	$(BIN)/coverage run -m pytest -q
+	$(BIN)/coverage report
+
+.PHONY: proto
+proto: venv ## generate the wire's Python modules anew
+	$(BIN)/python proto/generate.py
+
+.PHONY: lock
+lock: ## resolve the newest versions and write constraints.txt
+	rm -rf .cache/lock && $(PYTHON) -m venv .cache/lock
+	.cache/lock/bin/pip install --quiet --editable '.[dev]'
+	{ echo '# The exact versions that are tested and installed: `make lock` writes this file.'; \
+	  .cache/lock/bin/pip freeze --all --exclude-editable --exclude pip; } > constraints.txt

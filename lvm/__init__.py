@@ -1,0 +1,1 @@
+"""Mechanism: logical volumes, and nothing else."""

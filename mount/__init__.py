@@ -1,0 +1,1 @@
+"""Mechanism: file systems and mounts, and nothing else."""
