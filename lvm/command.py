@@ -1,0 +1,140 @@
+"""Start programs: every process that Carver starts, lvm2 or mkfs, starts here.
+
+The only module that imports sh.
+"""
+
+import contextvars
+import logging
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import sh
+
+from lvm import errors
+
+# sh announces each process at INFO; Carver's own observer does that better.
+logging.getLogger("sh").setLevel(logging.WARNING)
+
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LC_ALL": "C",
+    # gRPC's sockets are open in this process; lvm2 would name each in a warning.
+    "LVM_SUPPRESS_FD_WARNINGS": "1",
+}
+
+# Enters the namespaces in which the host's own lvm2, udev and locks live.
+HOST_NAMESPACES = ("nsenter", "--target", "1", "--mount", "--uts", "--ipc", "--")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a program ended."""
+
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What an observer is told of each program that ended."""
+
+    words: tuple[str, ...]
+    exit_code: int
+    seconds: float
+
+
+class Run(Protocol):
+    """Run a program to its end; the seam at which tests stand in for the machine.
+
+    A non-zero exit code is a result, not an error: only the caller knows what it means.
+    """
+
+    def __call__(self, *words: str) -> Result:
+        """Run the program `words[0]` with the rest as its arguments."""
+        ...
+
+
+_deadline: contextvars.ContextVar[float | None] = contextvars.ContextVar("deadline", default=None)
+
+
+@contextmanager
+def time_limit(seconds: float | None) -> Iterator[None]:
+    """Bound every program that this thread starts inside; None sets no bound."""
+    token = _deadline.set(None if seconds is None else time.monotonic() + seconds)
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+class Programs:
+    """The real `Run`.
+
+    With `lvm_on_host` lvm2 is the host's own, reached from a container that shares the host's
+    process namespace; all other programs are the container's.
+    """
+
+    def __init__(
+        self, *, lvm_on_host: bool = False, observe: Callable[[Finished], None] | None = None
+    ) -> None:
+        self._lvm_prefix: Sequence[str] = HOST_NAMESPACES if lvm_on_host else ()
+        self._observe = observe or (lambda _: None)
+
+    def __call__(self, *words: str) -> Result:
+        """Run a program and return how it ended.
+
+        Raises ProgramMissing, or CommandTimedOut when `time_limit` is over.
+        """
+        if words[0] == "lvm":
+            words = (*self._lvm_prefix, *words)
+        remaining = self._remaining_seconds(words)
+        started = time.monotonic()
+        try:
+            result = _execute(words, remaining)
+        except sh.TimeoutException as error:
+            ended = -signal.SIGTERM if error.exit_code is None else error.exit_code
+            self._observe(Finished(words, ended, time.monotonic() - started))
+            raise errors.CommandTimedOut(words, remaining or 0.0) from None
+        self._observe(Finished(words, result.exit_code, time.monotonic() - started))
+        return result
+
+    @staticmethod
+    def _remaining_seconds(words: Sequence[str]) -> float | None:
+        deadline = _deadline.get()
+        if deadline is None:
+            return None
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            raise errors.CommandTimedOut(words, 0.0)
+        return remaining
+
+
+def _execute(words: Sequence[str], timeout_seconds: float | None) -> Result:
+    try:
+        # Looked up at each call: a program installed meanwhile is found.
+        program = sh.Command(words[0], search_paths=ENVIRONMENT["PATH"].split(":"))
+    except sh.CommandNotFound:
+        raise errors.ProgramMissing(words[0]) from None
+    try:
+        ended = program(
+            *words[1:],
+            _env=ENVIRONMENT,
+            _return_cmd=True,
+            _tty_out=False,
+            _timeout=timeout_seconds,
+            # lvm2 blocks TERM while it holds a group's lock, so TERM lands at a safe point.
+            # KILL could land between two metadata writes.
+            _timeout_signal=signal.SIGTERM,
+        )
+    except sh.ErrorReturnCode as error:
+        return Result(error.exit_code, _text(error.stdout), _text(error.stderr))
+    return Result(ended.exit_code, _text(ended.stdout), _text(ended.stderr))
+
+
+def _text(output: bytes) -> str:
+    return output.decode(errors="backslashreplace")

@@ -1,0 +1,111 @@
+"""What can go wrong with LVM. The one file that understands lvm2's messages."""
+
+import re
+from collections.abc import Sequence
+
+
+class LvmError(Exception):
+    """Any failure of this package."""
+
+
+class ProgramMissing(LvmError):
+    """A program is not installed."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__(f"{program} is not installed on this node, or not on the PATH")
+        self.program = program
+
+
+class CommandTimedOut(LvmError):
+    """The caller's time was over before the command ended."""
+
+    def __init__(self, words: Sequence[str], seconds: float) -> None:
+        super().__init__(f"no time left for {' '.join(words[:3])} (ended after {seconds:.1f} s)")
+        self.words = tuple(words)
+
+
+class CommandFailed(LvmError):
+    """lvm2 refused or failed, for a reason that has no class of its own."""
+
+    def __init__(self, words: Sequence[str], exit_code: int, stderr: str) -> None:
+        super().__init__(
+            f"{' '.join(words[:2])} failed with exit code {exit_code}: {_told(stderr)}"
+        )
+        self.words = tuple(words)
+        self.exit_code = exit_code
+        self.stderr = stderr
+
+
+class NoSpace(CommandFailed):
+    """The group has too few free extents."""
+
+
+class NameTaken(CommandFailed):
+    """A volume or group of that name exists."""
+
+
+class InUse(CommandFailed):
+    """Something has the volume open."""
+
+
+class NoDeviceMapper(CommandFailed):
+    """The kernel's device-mapper does not answer."""
+
+
+class GroupMissing(LvmError):
+    """No group of that name is on this node."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__(
+            f"volume group {group} is not on this node; if its disks are attached, see `pvs`"
+        )
+        self.group = group
+
+
+class VolumeMissing(LvmError):
+    """A successful report of the group does not have the volume."""
+
+    def __init__(self, group: str, name: str) -> None:
+        super().__init__(f"there is no logical volume {name} in volume group {group}")
+        self.group = group
+        self.name = name
+
+
+class Inactive(LvmError):
+    """A volume was activated, yet the kernel does not have its device."""
+
+    def __init__(self, group: str, name: str) -> None:
+        super().__init__(
+            f"logical volume {group}/{name} was activated but has no device; see `dmesg`"
+        )
+
+
+class BadReport(LvmError):
+    """lvm2 reported something that is not understood."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"lvm2's report is not understood: {problem}")
+
+
+# What lvm2 2.03 prints in the C locale. Its exit code is 5 for nearly everything.
+_MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
+    (re.compile(r"insufficient (free|suitable)", re.I), NoSpace),
+    (re.compile(r"already exists", re.I), NameTaken),
+    (re.compile(r"filesystem in use|used by another device| in use[.:]", re.I), InUse),
+    (re.compile(r"device-mapper driver|/dev/mapper/control", re.I), NoDeviceMapper),
+)
+
+
+def classify(words: Sequence[str], exit_code: int, stderr: str) -> CommandFailed:
+    """The error that says what a failed lvm2 command meant."""
+    for pattern, error in _MESSAGES:
+        if pattern.search(stderr):
+            return error(words, exit_code, stderr)
+    return CommandFailed(words, exit_code, stderr)
+
+
+def _told(stderr: str) -> str:
+    """lvm2's own words, less its warnings, on one line."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    telling = [line for line in lines if not line.startswith("WARNING:")] or lines
+    return "; ".join(telling) or "it said nothing"

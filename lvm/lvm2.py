@@ -1,0 +1,42 @@
+"""Call lvm2: one command, its output, or the error that says what went wrong."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lvm import errors
+from lvm.command import Run
+
+_UDEV_CONTROL = Path("/run/udev/control")
+
+
+def without_udev() -> tuple[str, ...]:
+    """lvm.conf(5) settings for a node, or a container, in which udev does not run."""
+    if _UDEV_CONTROL.exists():
+        return ()
+    return (
+        "activation/udev_sync=0",
+        "activation/udev_rules=0",
+        "devices/obtain_device_list_from_udev=0",
+    )
+
+
+@dataclass(frozen=True)
+class Lvm:
+    """lvm2 as this process calls it.
+
+    `devices` confines every command to those block devices, so that no other group is ever seen;
+    empty leaves that to lvm.conf(5). `settings` are lvm.conf(5) settings for every command.
+    """
+
+    run: Run
+    devices: tuple[str, ...] = ()
+    settings: tuple[str, ...] = field(default_factory=without_udev)
+
+    def __call__(self, subcommand: str, *words: str) -> str:
+        """Run one lvm2 command and return what it printed; raises CommandFailed."""
+        confined = ["--devices", ",".join(self.devices)] if self.devices else []
+        settings = ["--config", " ".join(self.settings)] if self.settings else []
+        result = self.run("lvm", subcommand, *confined, *settings, *words)
+        if result.exit_code != 0:
+            raise errors.classify(("lvm", subcommand), result.exit_code, result.stderr)
+        return result.stdout

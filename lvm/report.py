@@ -1,0 +1,163 @@
+"""What LVM knows, read in one command into frozen records.
+
+`lvm fullreport` (lvmreport(7)) gives groups, physical and logical volumes in one process. That a
+successful report lacks a name is the only proof that the name is not there: lvm2's exit code 5
+means many things.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lvm import errors
+from lvm.lvm2 import Lvm
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PhysicalVolume:
+    """A disk of a group."""
+
+    name: str
+    uuid: str
+    extents: int
+    allocated_extents: int
+    missing: bool
+    allocatable: bool
+
+    @property
+    def free_extents(self) -> int:
+        """Extents that new volumes may use."""
+        usable = self.allocatable and not self.missing
+        return self.extents - self.allocated_extents if usable else 0
+
+
+@dataclass(frozen=True)
+class LogicalVolume:
+    """A volume of a group. `active` and `open` are this node's."""
+
+    group: str
+    name: str
+    uuid: str
+    size_bytes: int
+    tags: frozenset[str]
+    active: bool
+    open: bool
+    layout: frozenset[str]
+    pool: str
+    origin: str
+    health: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """A volume group, with all that is in it."""
+
+    name: str
+    uuid: str
+    extent_size_bytes: int
+    tags: frozenset[str]
+    missing_disks: int
+    disks: tuple[PhysicalVolume, ...] = ()
+    volumes: Mapping[str, LogicalVolume] = field(default_factory=dict)
+
+    @property
+    def free_extents(self) -> int:
+        """Extents that new volumes may use, over all disks."""
+        return sum(disk.free_extents for disk in self.disks)
+
+    def volume(self, name: str) -> LogicalVolume:
+        """The volume of that name; raises VolumeMissing."""
+        try:
+            return self.volumes[name]
+        except KeyError:
+            raise errors.VolumeMissing(self.name, name) from None
+
+
+@dataclass(frozen=True)
+class Report:
+    """All groups that lvm2 sees."""
+
+    groups: Mapping[str, Group]
+
+    def group(self, name: str) -> Group:
+        """The group of that name; raises GroupMissing."""
+        try:
+            return self.groups[name]
+        except KeyError:
+            raise errors.GroupMissing(name) from None
+
+
+_COLUMNS = {
+    "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count",
+    "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable",
+    "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_device_open,lv_layout,pool_lv,origin,"
+    "lv_health_status",
+    # Segments are not used; one column each keeps the report short.
+    "pvseg": "pvseg_start",
+    "seg": "seg_start",
+}
+
+
+def read(lvm: Lvm) -> Report:
+    """Ask lvm2 for everything, in one command.
+
+    Raises CommandFailed when there is no report, BadReport when it is not understood.
+    """
+    words = ["--reportformat", "json", "--units", "b", "--nosuffix"]
+    for part, columns in _COLUMNS.items():
+        words += ["--configreport", part, "--options", columns]
+    try:
+        document = json.loads(lvm("fullreport", *words))
+        groups = [_group(part) for part in document["report"] if part["vg"]]
+    except (KeyError, ValueError, TypeError) as error:
+        raise errors.BadReport(f"{type(error).__name__}: {error}") from error
+    return Report({group.name: group for group in groups})
+
+
+def _group(part: Mapping[str, Any]) -> Group:
+    (row,) = part["vg"]
+    name = row["vg_name"]
+    volumes = [_logical_volume(name, volume) for volume in part["lv"]]
+    return Group(
+        name=name,
+        uuid=row["vg_uuid"],
+        extent_size_bytes=int(row["vg_extent_size"]),
+        tags=_words(row["vg_tags"]),
+        missing_disks=int(row["vg_missing_pv_count"]),
+        disks=tuple(_physical_volume(disk) for disk in part["pv"]),
+        volumes={volume.name: volume for volume in volumes},
+    )
+
+
+def _physical_volume(row: Row) -> PhysicalVolume:
+    return PhysicalVolume(
+        name=row["pv_name"],
+        uuid=row["pv_uuid"],
+        extents=int(row["pv_pe_count"]),
+        allocated_extents=int(row["pv_pe_alloc_count"]),
+        missing=bool(row["pv_missing"]),
+        allocatable=bool(row["pv_allocatable"]),
+    )
+
+
+def _logical_volume(group: str, row: Row) -> LogicalVolume:
+    return LogicalVolume(
+        group=group,
+        name=row["lv_name"],
+        uuid=row["lv_uuid"],
+        size_bytes=int(row["lv_size"]),
+        tags=_words(row["lv_tags"]),
+        active=row["lv_active"] == "active",
+        open=row["lv_device_open"] == "open",
+        layout=_words(row["lv_layout"]),
+        pool=row["pool_lv"],
+        origin=row["origin"],
+        health=row["lv_health_status"],
+    )
+
+
+def _words(column: str) -> frozenset[str]:
+    return frozenset(filter(None, column.split(",")))

@@ -1,0 +1,47 @@
+"""Carver's facts about a volume, as LVM tags: `carver.<key>=<value>`."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+PREFIX = "carver."
+
+# lvm(8): a tag is made of these and has at most 1024 characters.
+MAXIMUM_LENGTH = 1024
+_PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+.-/=!:#")
+_ESCAPE = re.compile(r"&([0-9a-f]{2})")
+
+
+def escape(text: str) -> str:
+    """Text as a tag may hold it: any other byte of its UTF-8 becomes `&` and two hex digits."""
+    return "".join(chr(byte) if byte in _PLAIN else f"&{byte:02x}" for byte in text.encode())
+
+
+def unescape(text: str) -> str:
+    """The inverse of `escape`."""
+    raw = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
+    return raw.encode("latin-1").decode()
+
+
+def fits(key: str, value: str) -> bool:
+    """Whether a fact fits in one tag."""
+    return len(format_one(key, value)) <= MAXIMUM_LENGTH
+
+
+def format_one(key: str, value: str) -> str:
+    """One fact as a tag."""
+    return f"{PREFIX}{escape(key)}={escape(value)}"
+
+
+def encode(facts: Mapping[str, str]) -> list[str]:
+    """Facts as tags, in the facts' order."""
+    return [format_one(key, value) for key, value in facts.items()]
+
+
+def decode(tags: Iterable[str]) -> dict[str, str]:
+    """The facts among a volume's tags; tags of others are left out."""
+    facts = {}
+    for tag in tags:
+        key, separator, value = tag.removeprefix(PREFIX).partition("=")
+        if tag.startswith(PREFIX) and separator:
+            facts[unescape(key)] = unescape(value)
+    return facts

@@ -1,0 +1,54 @@
+"""Logical volumes: made, activated, marked, grown and removed, one lvm2 command each."""
+
+from collections.abc import Mapping
+
+from lvm import tags
+from lvm.lvm2 import Lvm
+
+
+def create(lvm: Lvm, group: str, name: str, *, size_bytes: int, facts: Mapping[str, str]) -> None:
+    """Make, tag and activate a linear volume of whole extents (lvcreate(8)).
+
+    Stale signatures are wiped and the first sectors zeroed. The volume is never activated by
+    the system itself: Carver activates what is staged. Raises NoSpace, NameTaken.
+    """
+    tagging = [word for tag in tags.encode(facts) for word in ("--addtag", tag)]
+    lvm(
+        "lvcreate",
+        "--yes",
+        *("--wipesignatures", "y"),
+        *("--zero", "y"),
+        *("--setautoactivation", "n"),
+        *("--size", f"{size_bytes}b"),
+        *tagging,
+        *("--name", name),
+        "--",
+        group,
+    )
+
+
+def activate(lvm: Lvm, group: str, name: str) -> None:
+    """Give the volume its device (lvchange(8)), even where activation is set to be skipped."""
+    lvm("lvchange", "--activate", "y", "--ignoreactivationskip", "--", f"{group}/{name}")
+
+
+def mark(
+    lvm: Lvm, group: str, name: str, *, old: Mapping[str, str], new: Mapping[str, str]
+) -> None:
+    """Replace facts in one metadata write: all of them change, or none (lvchange(8))."""
+    removed = [word for tag in tags.encode(old) for word in ("--deltag", tag)]
+    added = [word for tag in tags.encode(new) for word in ("--addtag", tag)]
+    lvm("lvchange", *removed, *added, "--", f"{group}/{name}")
+
+
+def extend(lvm: Lvm, group: str, name: str, *, size_bytes: int) -> None:
+    """Grow the volume to a size, rounded up to whole extents (lvextend(8)).
+
+    The file system is not touched. Raises NoSpace.
+    """
+    lvm("lvextend", "--size", f"{size_bytes}b", "--", f"{group}/{name}")
+
+
+def remove(lvm: Lvm, group: str, name: str) -> None:
+    """Deactivate and remove the volume (lvremove(8)); raises InUse while something has it open."""
+    lvm("lvremove", "--yes", "--", f"{group}/{name}")
