@@ -1,0 +1,140 @@
+"""What the lab needs of the machine it runs on: packages, root, libvirt, a network of its own."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from vagrant.progress import Step, StepError
+
+PROJECT = Path(__file__).resolve().parent.parent
+LAB = PROJECT / "vagrant" / ".lab"
+NAME = "carver-lab"  # of the machine, of its domain and of the network namespace
+PACKAGES = (
+    "vagrant",
+    "vagrant-libvirt",
+    "libvirt-daemon-system",
+    "libvirt-clients",
+    "qemu-system-x86",
+    "qemu-utils",
+    "mmdebstrap",
+    "rsync",
+    "dnsmasq-base",
+    "e2fsprogs",
+    "iproute2",
+    "iptables",
+    "openssh-client",
+    "python3-venv",
+)
+_NAMESPACE = Path("/run/netns") / NAME
+_URI = "qemu:///system"
+
+
+def as_root(*words: str | Path) -> list[str]:
+    """Say how a command is run as root."""
+    sudo = [] if os.geteuid() == 0 else ["sudo"]
+    return [*sudo, *map(str, words)]
+
+
+def in_network(*words: str | Path) -> list[str]:
+    """Say how a command is run where the guest's address can be reached."""
+    enter = ["ip", "netns", "exec", NAME] if _NAMESPACE.exists() else []
+    return as_root(*enter, *words)
+
+
+def virsh(*words: str) -> subprocess.CompletedProcess[str]:
+    """Ask libvirt; the caller looks at the exit code."""
+    command = as_root("virsh", "--connect", _URI, "--quiet", *words)
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def domain_runs() -> bool:
+    """Tell whether the lab's machine is running."""
+    return virsh("domstate", NAME).stdout.strip() == "running"
+
+
+def driver() -> str:
+    """Name libvirt's driver: kvm only where the processor can, else software emulation.
+
+    /dev/kvm alone proves nothing: it can exist on a machine without the extensions, and then a
+    stock kernel hangs in it.
+    """
+    words = Path("/proc/cpuinfo").read_text().split()
+    return "kvm" if ("vmx" in words or "svm" in words) and Path("/dev/kvm").exists() else "qemu"
+
+
+def missing_packages() -> list[str]:
+    """Name the packages the lab needs that are not installed."""
+    query = ["dpkg-query", "--show", "--showformat", "${db:Status-Status} ${Package}\n", *PACKAGES]
+    answer = subprocess.run(query, capture_output=True, text=True, check=False)  # 1: some unknown
+    lines = (line.split() for line in answer.stdout.splitlines())
+    installed = {name for status, name in lines if status == "installed"}
+    return [name for name in PACKAGES if name not in installed]
+
+
+def install_packages(step: Step, names: list[str]) -> None:
+    """Install Debian packages."""
+    apt = as_root("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "--yes", "--quiet")
+    step.run(*apt, "update")
+    step.run(*apt, "install", "--no-install-recommends", *names)
+
+
+def libvirt_answers() -> bool:
+    """Tell whether a libvirtd answers, the machine's own or the lab's."""
+    try:
+        return virsh("version").returncode == 0
+    except (subprocess.TimeoutExpired, FileNotFoundError):
+        return False
+
+
+def start_libvirt(step: Step) -> None:
+    """Start virtlogd and libvirtd in a network namespace of the lab's own.
+
+    The bridge, the DHCP server and the guest's address live and die in there, and nothing of the
+    machine's own network is touched.
+    """
+    if not _NAMESPACE.exists():
+        step.run(*as_root("ip", "netns", "add", NAME))
+        step.run(*as_root("ip", "-netns", NAME, "link", "set", "lo", "up"))
+    step.run(*in_network("virtlogd", "--daemon"))
+    step.run(*in_network("libvirtd", "--daemon"))
+    for _ in range(60):
+        if libvirt_answers():
+            return
+        time.sleep(0.5)
+    raise StepError(["libvirtd", "--daemon"], "does not answer", step.log)
+
+
+def stop_libvirt() -> None:
+    """End every process in the lab's namespace, then the namespace; without one, do nothing."""
+    if not _NAMESPACE.exists():
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        deadline = time.monotonic() + 10
+        while (pids := _namespace_pids()) and time.monotonic() < deadline:
+            subprocess.run(as_root("kill", f"-{number}", *pids), capture_output=True, check=False)
+            time.sleep(0.3)
+    subprocess.run(as_root("ip", "netns", "delete", NAME), check=True)
+
+
+def _namespace_pids() -> list[str]:
+    command = as_root("ip", "netns", "pids", NAME)
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+
+
+def remove_volumes(prefix: str, keep: str) -> None:
+    """Remove libvirt's copies of boxes whose names start with `prefix`, except `keep`."""
+    for line in virsh("vol-list", "default").stdout.splitlines():
+        name = line.split()[0]
+        if name.startswith(prefix) and not name.startswith(keep):
+            virsh("vol-delete", "--pool", "default", name)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder in which root has written."""
+    with contextlib.suppress(FileNotFoundError):
+        subprocess.run(as_root("rm", "-rf", "--one-file-system", path), check=True)

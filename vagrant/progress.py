@@ -1,0 +1,86 @@
+"""Show what the lab does: one line a step, the whole output in a log, its tail upon failure."""
+
+import contextlib
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+LOGS = Path(__file__).resolve().parent / ".lab" / "logs"
+_TAIL_LINES = 40
+
+
+class StepError(Exception):
+    """A command of a step failed; the message holds the end of the step's log."""
+
+    def __init__(self, words: Sequence[str], why: str, log: Path) -> None:
+        lines = log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+        tail = "".join(f"  | {line}\n" for line in lines)
+        super().__init__(f"{' '.join(words)}: {why}\n{tail}The whole log: {log}")
+
+
+class Step:
+    """One step under way: commands run through it write to its log."""
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+
+    def run(
+        self,
+        *words: str | Path,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> None:
+        """Run a command, its output into the log; raise StepError unless it succeeds."""
+        command = [str(word) for word in words]
+        with self.log.open("a") as log:
+            log.write(f"$ {' '.join(command)}\n")
+            log.flush()
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=cwd,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=timeout_seconds,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired as error:
+                raise StepError(command, f"no end after {timeout_seconds} s", self.log) from error
+        if done.returncode != 0:
+            raise StepError(command, f"exit code {done.returncode}", self.log)
+
+
+@contextlib.contextmanager
+def step(title: str, log_name: str) -> Iterator[Step]:
+    """Announce a step, count its seconds while it runs, say how long it took."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    log = LOGS / f"{log_name}.log"
+    log.write_text("")
+    start = time.monotonic()
+    over = threading.Event()
+    ticker = threading.Thread(target=_tick, args=(title, start, over), daemon=True)
+    if sys.stderr.isatty():
+        ticker.start()
+    outcome = "failed after"
+    try:
+        yield Step(log)
+        outcome = "done in"
+    finally:
+        over.set()
+        if ticker.is_alive():
+            ticker.join()
+        back = "\r" if sys.stderr.isatty() else ""
+        seconds = time.monotonic() - start
+        print(f"{back}lab: {title}: {outcome} {seconds:.1f} s", file=sys.stderr, flush=True)
+
+
+def _tick(title: str, start: float, over: threading.Event) -> None:
+    while not over.wait(0.5):
+        seconds = time.monotonic() - start
+        print(f"\rlab: {title} … {seconds:.0f} s ", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,35 @@
+#!/bin/bash
+# Install Carver as the guest's service, or anew. Runs as root in the guest; builds nothing.
+#
+#   provision.sh TREE WHEEL
+set -euo pipefail
+tree=$1
+wheel=$2
+
+if ! [ -x /opt/carver/venv/bin/python ]; then
+    # A stock box: it has an uplink for Debian's packages, and the wheels were copied to it.
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get --yes --quiet update
+    grep -v '^#' "$tree/vagrant/box/packages" | xargs apt-get --yes --quiet install --no-install-recommends
+    bash "$tree/vagrant/box/setup.sh" /opt/carver/wheels /root/.ssh/authorized_keys
+fi
+
+/opt/carver/venv/bin/python -I "$tree/vagrant/install_wheel.py" "$wheel"
+ln -sfn /opt/carver/venv/bin/carver /usr/local/bin/carver
+
+# While Carver has no unit there is nothing to start.
+if ! [ -e "$tree/systemd/carver.service" ]; then
+    echo "no systemd/carver.service: installed, not started" >&2
+    exit 0
+fi
+unit=/etc/systemd/system/carver.service
+if ! cmp --quiet "$tree/systemd/carver.service" "$unit"; then
+    install -m 644 "$tree/systemd/carver.service" "$unit"
+    systemctl daemon-reload
+    systemctl enable --quiet carver.service
+fi
+# With Type=notify this returns once the socket is served.
+if ! systemctl restart carver.service; then
+    journalctl --unit carver.service --lines 40 --no-pager >&2
+    exit 1
+fi
