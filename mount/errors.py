@@ -1,0 +1,220 @@
+"""What can go wrong with file systems and mounts. Each error carries its data and says what to do.
+
+Nothing here knows of gRPC: agent/status.py maps these classes to codes.
+"""
+
+from collections.abc import Sequence
+
+
+class MountError(Exception):
+    """The root of this package's errors."""
+
+
+class BadPath(MountError):
+    """A path that is not one a mount may have, whatever lies there now."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        self.reason = reason
+        super().__init__(f"path {_short(path)} {reason}; give an absolute, normalised path")
+
+
+class BadOption(MountError):
+    """A mount option or mkfs option that is unknown, contradictory or not allowed here."""
+
+    def __init__(self, option: str, reason: str) -> None:
+        self.option = option
+        self.reason = reason
+        super().__init__(f"option {_short(option)} {reason}")
+
+
+class UnsupportedFileSystem(MountError):
+    """A file system that Carver neither makes nor mounts."""
+
+    def __init__(self, fs_type: str, allowed: Sequence[str]) -> None:
+        self.fs_type = fs_type
+        self.allowed = tuple(allowed)
+        super().__init__(
+            f"file system {_short(fs_type)} is not supported; use one of {', '.join(allowed)}"
+        )
+
+
+class TooSmall(MountError):
+    """A device with less room than its file system needs. Sizes in bytes."""
+
+    def __init__(self, fs_type: str, size_bytes: int, minimum_bytes: int) -> None:
+        self.fs_type = fs_type
+        self.size_bytes = size_bytes
+        self.minimum_bytes = minimum_bytes
+        super().__init__(
+            f"{fs_type} needs {minimum_bytes} bytes, {size_bytes} are too few; "
+            "ask for a larger volume or another file system"
+        )
+
+
+class DeviceMissing(MountError):
+    """There is no block device at a path where one is expected. Never a proof that it is gone."""
+
+    def __init__(self, device: str, why: str) -> None:
+        self.device = device
+        self.why = why
+        super().__init__(
+            f"no usable block device at {device}: {why}; is the logical volume active, and is /dev "
+            "the host's?"
+        )
+
+
+class ProbeFailed(MountError):
+    """What a device holds could not be told, so nothing may be written to it."""
+
+    def __init__(self, device: str, why: str) -> None:
+        self.device = device
+        self.why = why
+        super().__init__(
+            f"cannot tell what {device} holds: {why}; look with `blkid --probe --info {device}` "
+            f"and `wipefs {device}`, and at the kernel log"
+        )
+
+
+class UnexpectedContents(MountError):
+    """A device holds something other than the file system that was asked for."""
+
+    def __init__(self, device: str, found: str, wanted: str) -> None:
+        self.device = device
+        self.found = found
+        self.wanted = wanted
+        super().__init__(
+            f"{device} holds {found}, not {wanted}; it is left untouched: ask for {found}, or "
+            "empty the volume yourself"
+        )
+
+
+class FormatFailed(MountError):
+    """mkfs ended with an error."""
+
+    def __init__(self, device: str, fs_type: str, stderr: str) -> None:
+        self.device = device
+        self.fs_type = fs_type
+        self.stderr = stderr
+        super().__init__(f"making {fs_type} on {device} failed: {_first_lines(stderr)}")
+
+
+class MountFailed(MountError):
+    """The kernel refused a mount."""
+
+    def __init__(self, source: str, path: str, why: str) -> None:
+        self.source = source
+        self.path = path
+        self.why = why
+        super().__init__(
+            f"cannot mount {source} at {path}: {why}; the kernel log (journalctl -k) may say more"
+        )
+
+
+class UnmountFailed(MountError):
+    """The kernel refused to unmount, or something is still mounted afterwards."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path = path
+        self.why = why
+        super().__init__(f"cannot unmount {path}: {why}")
+
+
+class Busy(MountError):
+    """A mount or device is in use."""
+
+    def __init__(self, path: str, users: Sequence[str] = ()) -> None:
+        self.path = path
+        self.users = tuple(users)
+        by = f" by {', '.join(self.users)}" if self.users else ""
+        super().__init__(f"{path} is in use{by}; it is let go when the last user ends")
+
+
+class ForeignMount(MountError):
+    """Something that is not ours is mounted at a path."""
+
+    def __init__(self, path: str, found: str) -> None:
+        self.path = path
+        self.found = found
+        super().__init__(
+            f"{found} is mounted at {path}, and it is not this volume; it is neither hidden nor "
+            f"unmounted: look with `findmnt {path}`"
+        )
+
+
+class MountConflict(MountError):
+    """The volume is mounted at a path already, but otherwise than asked."""
+
+    def __init__(self, path: str, found: str, wanted: str) -> None:
+        self.path = path
+        self.found = found
+        self.wanted = wanted
+        super().__init__(f"{path} is already mounted {found}, asked for {wanted}; unmount it first")
+
+
+class NotMounted(MountError):
+    """Nothing is mounted at a path where something is expected."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        super().__init__(f"nothing is mounted at {path}; stage or publish the volume first")
+
+
+class TargetError(MountError):
+    """The place for a mount could not be made, used or removed."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path = path
+        self.why = why
+        super().__init__(f"{path}: {why}")
+
+
+class NotADirectory(TargetError):
+    """Something other than a directory lies where a directory is wanted."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, "exists and is not a directory; remove it, it is not Carver's")
+
+
+class NotAFile(TargetError):
+    """Something other than a plain file or device lies where a file is wanted."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, "exists and is not a file; remove it, it is not Carver's")
+
+
+class TargetInUse(TargetError):
+    """A target that holds data or is still mounted, so it is not removed."""
+
+
+class GrowFailed(MountError):
+    """A file system could not be grown to its device's size."""
+
+    def __init__(self, path: str, fs_type: str, why: str) -> None:
+        self.path = path
+        self.fs_type = fs_type
+        self.why = why
+        super().__init__(
+            f"cannot grow {fs_type} at {path}: {why}; the volume itself may be larger already, and "
+            "calling again is safe"
+        )
+
+
+class LoopFailed(MountError):
+    """A loop device could not be attached, grown or detached."""
+
+    def __init__(self, path: str, why: str) -> None:
+        self.path = path
+        self.why = why
+        super().__init__(f"loop device for {path}: {why}; look with `losetup --list`")
+
+
+def _short(text: str) -> str:
+    """Quoted and bounded: what a caller sent may be long or unprintable."""
+    return ascii(text if len(text) <= 200 else text[:200] + "…")
+
+
+def _first_lines(text: str) -> str:
+    """The first three lines: mkfs.xfs prints its whole usage after the reason."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return "; ".join(lines[:3]) or "it said nothing"

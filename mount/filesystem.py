@@ -1,0 +1,270 @@
+"""File systems: look at a device, make a file system, grow one.
+
+Every program passes through the injected `run`; nothing here starts a process by itself.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mount import errors, table
+from mount.syscalls import Kernel
+
+_MIB = 1024 * 1024
+
+
+class Result(Protocol):
+    """What a program that ended left behind."""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit status; not zero is no exception here."""
+        ...
+
+    @property
+    def stdout(self) -> str:
+        """What it printed."""
+        ...
+
+    @property
+    def stderr(self) -> str:
+        """What it complained about."""
+        ...
+
+
+class Run(Protocol):
+    """Runs a program to its end. Raises only if it is missing or takes too long."""
+
+    def __call__(self, *words: str) -> Result:
+        """Run `words`, the first of which is the program."""
+        ...
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """How one file system is made, and what it needs.
+
+    `options` are Carver's own (option letter → value), `allowed` the letters users may give, and
+    `merged` those whose values are comma lists, so that a user's words are added to ours.
+    `duplicate_data` are mount options for a copy that has its origin's UUID.
+    """
+
+    program: str
+    minimum_bytes: int
+    options: Mapping[str, str]
+    allowed: str
+    flags: str
+    merged: str
+    duplicate_data: tuple[str, ...] = ()
+
+
+# The features are spelled out: a file system is the same on every node, whatever its mke2fs.conf,
+# and a kernel as old as 4.18 can mount it. All are older than e2fsprogs 1.44 and xfsprogs 5.1. What
+# newer tools switch on (orphan_file, rmapbt, …) a class may ask for.
+FILE_SYSTEMS: Mapping[str, FileSystem] = {
+    "ext4": FileSystem(
+        program="mkfs.ext4",
+        # Below 8 MiB mke2fs leaves the journal out.
+        minimum_bytes=8 * _MIB,
+        options={
+            # The default below 512 MiB is 1 KiB, which is a poor start for a volume that grows.
+            "-b": "4096",
+            # No blocks kept for root: a volume is not a root file system.
+            "-m": "0",
+            # Inode tables are cleared in the background; safe, because metadata_csum marks them.
+            "-E": "lazy_itable_init=1",
+            "-O": "none,has_journal,ext_attr,resize_inode,dir_index,filetype,extent,64bit,flex_bg,"
+            "sparse_super,large_file,huge_file,dir_nlink,extra_isize,metadata_csum",
+        },
+        allowed="-b -i -I -N -O -E -m -L -T -U",
+        flags="",
+        merged="-O -E",
+    ),
+    "xfs": FileSystem(
+        program="mkfs.xfs",
+        # xfsprogs 5.19 refuses less: "Filesystem must be larger than 300MB."
+        minimum_bytes=300 * _MIB,
+        options={"-m": "crc=1,finobt=1,reflink=1,rmapbt=0", "-i": "sparse=1"},
+        allowed="-b -d -i -l -n -s -m -L",
+        flags="-K",
+        merged="-b -d -i -l -n -s -m",
+        duplicate_data=("nouuid",),
+    ),
+    "btrfs": FileSystem(
+        program="mkfs.btrfs",
+        # btrfs_min_dev_size with metadata twice is 109 MiB.
+        minimum_bytes=110 * _MIB,
+        options={"-d": "single", "-m": "dup"},
+        allowed="-d -m -n -s -O -L -U",
+        flags="-K",
+        merged="-O",
+    ),
+}
+
+# Words that lead out of the device, or put the file system where no probe would find it.
+_REFUSED_WORDS = {"offset", "name", "file", "logdev", "rtdev", "test_fs", "root_owner", "device"}
+_VALUE = re.compile(r"[A-Za-z0-9_^.:+=,][A-Za-z0-9_^.:+=,-]*")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a device holds.
+
+    `fs_type` is blkid's TYPE or PTTYPE: ext4, swap, LVM2_member, gpt and so on; `usage` is blkid's
+    USAGE (filesystem, raid, crypto, other) or "partition table".
+    """
+
+    fs_type: str
+    usage: str
+    uuid: str = ""
+    label: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.fs_type} ({self.usage})"
+
+
+def known(fs_type: str) -> FileSystem:
+    """How `fs_type` is made. Raises UnsupportedFileSystem."""
+    try:
+        return FILE_SYSTEMS[fs_type]
+    except KeyError:
+        raise errors.UnsupportedFileSystem(fs_type, tuple(FILE_SYSTEMS)) from None
+
+
+def probe(run: Run, device: str) -> Signature | None:
+    """What the device itself holds, None if it is blank. Raises ProbeFailed when that is unsure.
+
+    The superblocks are read, never udev's database, which is stale or absent at times.
+    """
+    # blkid -p alone answers 2 and nothing else for a blank device, a missing one and one that
+    # cannot be read alike. With --info it answers 0 and the device's I/O limits, but only once it
+    # has opened and read the device: that is what proves a blank one blank (seen on 2.38).
+    usages = ("--usages", "filesystem,raid,crypto,other")
+    result = run("blkid", "--probe", "--info", *usages, "--output", "export", "--", device)
+    if result.exit_code == 8:  # blkid(8): ambivalent
+        raise errors.ProbeFailed(device, "it bears the signatures of more than one thing")
+    tags = _tags(result.stdout)
+    if result.exit_code != 0 or "MINIMUM_IO_SIZE" not in tags:
+        why = result.stderr.strip() or "it is missing, or it cannot be read"
+        raise errors.ProbeFailed(device, f"{why} (blkid: exit {result.exit_code})")
+    uuid, label = tags.get("UUID", ""), tags.get("LABEL", "")
+    if "TYPE" in tags:
+        return Signature(tags["TYPE"], tags.get("USAGE", "unknown"), uuid, label)
+    if "PTTYPE" in tags:
+        return Signature(tags["PTTYPE"], "partition table", tags.get("PTUUID", ""))
+    if unknown := {"USAGE", "UUID", "LABEL"} & tags.keys():
+        raise errors.ProbeFailed(device, f"blkid tells {', '.join(sorted(unknown))} but no type")
+    return None
+
+
+def make(run: Run, device: str, fs_type: str, options: Sequence[str] = ()) -> None:
+    """Make a file system on a device that `probe` has just found blank.
+
+    Call it on the line below that check: mke2fs asks before it overwrites only on a terminal, and
+    there is none. mkfs.xfs and mkfs.btrfs refuse by themselves, for they are never given -f. No
+    tool touches a mounted device. Raises FormatFailed, BadOption, UnsupportedFileSystem.
+    """
+    file_system = known(fs_type)
+    words = _merged(file_system, check_options(fs_type, options))
+    result = run(file_system.program, "-q", *words, "--", device)
+    if result.exit_code != 0:
+        raise errors.FormatFailed(device, fs_type, result.stderr)
+
+
+def check_options(fs_type: str, options: Sequence[str]) -> dict[str, str]:
+    """A user's mkfs options as option → value ("" for one that takes none); else BadOption.
+
+    Given as words: `-m`, `0`, `-K`. It can check a configuration before there is a device.
+    """
+    file_system = known(fs_type)
+    checked: dict[str, str] = {}
+    words = iter(options)
+    for option in words:
+        if option in file_system.flags.split():
+            checked[option] = ""
+            continue
+        if option not in file_system.allowed.split() or option in checked:
+            allowed = f"{file_system.allowed} {file_system.flags}".strip()
+            raise errors.BadOption(
+                option, f"is not allowed for {fs_type} or given twice; allowed are {allowed}"
+            )
+        value = next(words, "")
+        if not _VALUE.fullmatch(value):
+            raise errors.BadOption(f"{option} {value}", "has no value, or one with odd characters")
+        if refused := _REFUSED_WORDS & {word.partition("=")[0] for word in value.split(",")}:
+            raise errors.BadOption(f"{option} {value}", f"may not hold {', '.join(refused)}")
+        checked[option] = value
+    return checked
+
+
+def check_size(fs_type: str, size_bytes: int) -> None:
+    """Raise TooSmall if `fs_type` needs a larger device."""
+    minimum_bytes = known(fs_type).minimum_bytes
+    if size_bytes < minimum_bytes:
+        raise errors.TooSmall(fs_type, size_bytes, minimum_bytes)
+
+
+def grow(kernel: Kernel, mount: table.Mount) -> None:
+    """Have a mounted file system fill its device; nothing happens if it does. Raises GrowFailed.
+
+    `mount` must be writable: the kernel grows through no other.
+    """
+    try:
+        if kernel.device_number(mount.source) != mount.device:
+            raise errors.GrowFailed(mount.path, mount.fs_type, f"{mount.source} is another device")
+        size_bytes = kernel.device_size_bytes(mount.source)
+        if mount.fs_type == "ext4":
+            kernel.grow_ext4(mount.path, size_bytes // kernel.statvfs(mount.path).f_bsize)
+        elif mount.fs_type == "xfs":
+            _grow_xfs(kernel, mount.path, size_bytes)
+        elif mount.fs_type == "btrfs":
+            kernel.grow_btrfs(mount.path)
+        else:
+            raise errors.UnsupportedFileSystem(mount.fs_type, tuple(FILE_SYSTEMS))
+    except OSError as error:
+        raise errors.GrowFailed(mount.path, mount.fs_type, str(error.strerror)) from error
+
+
+def _grow_xfs(kernel: Kernel, path: str, size_bytes: int) -> None:
+    geometry = kernel.xfs_geometry(path)
+    blocks = size_bytes // geometry.block_size_bytes
+    # The same size is EINVAL where a last, too short allocation group was left out before.
+    if blocks > geometry.blocks:
+        kernel.grow_xfs(path, blocks, geometry.max_inode_percent)
+
+
+def _tags(export: str) -> dict[str, str]:
+    """KEY=value lines, blanks and the like escaped with backslashes as for a shell."""
+    pairs = (line.partition("=") for line in export.splitlines())
+    return {key: _unescaped(value) for key, equals, value in pairs if equals}
+
+
+def _unescaped(value: str) -> str:
+    try:
+        return "".join(shlex.split(value))
+    except ValueError:
+        return value
+
+
+def _merged(file_system: FileSystem, chosen: Mapping[str, str]) -> list[str]:
+    """Carver's options with the user's over them, as words."""
+    options = dict(file_system.options)
+    for option, value in chosen.items():
+        if option in file_system.merged.split() and option in options:
+            options[option] = _merged_list(options[option], value)
+        else:
+            options[option] = value
+    return [word for option, value in options.items() for word in (option, value) if word]
+
+
+def _merged_list(ours: str, theirs: str) -> str:
+    """Two comma lists as one; xfs refuses a key that is given twice, so theirs replaces ours."""
+    keys = {_key(word) for word in theirs.split(",")}
+    kept = [word for word in ours.split(",") if _key(word) not in keys]
+    return ",".join([*kept, theirs])
+
+
+def _key(word: str) -> str:
+    return word.removeprefix("^").partition("=")[0]

@@ -1,0 +1,190 @@
+"""Mounts and binds that are as asked, or an error. Each function looks, returns if all is so, acts.
+
+Nothing is ever mounted over something else, unmounted lazily, or unmounted by force. What counts is
+the kernel's table: it is read before and after.
+"""
+
+import errno
+from collections.abc import Collection, Sequence, Set
+
+from mount import errors, table, target
+from mount.options import Options
+from mount.syscalls import Kernel
+from mount.table import DeviceNumber, Mount
+
+# Words of mountinfo that are compared; a file system's own options are told back by the kernel in
+# other words than they were given in, so those are not.
+_ACCESS_TIME = {"noatime", "relatime", "strictatime"}
+_COMPARED = {"nosuid", "nodev", "noexec", "noatime", "relatime", "nodiratime", "nosymfollow"}
+
+
+def ensure_mounted(
+    kernel: Kernel,
+    device: str,
+    path: str,
+    fs_type: str,
+    options: Options,
+    read_only: bool = False,
+    extra_data: Sequence[str] = (),
+) -> None:
+    """Have the file system on `device` mounted at the directory `path`.
+
+    `extra_data` are mount options that the volume needs and nobody asked for (nouuid). Raises
+    DeviceMissing, ForeignMount, MountConflict, MountFailed.
+    """
+    place = target.resolve(kernel, path)
+    number = device_number(kernel, device)
+    attributes = options.attributes | ({"ro"} if read_only else set())
+    wanted = _words(attributes, {"relatime"})
+    if _is_mounted(table.read(kernel), place, number, wanted):
+        return
+    # A read-only mount of a superblock that writes (log recovery, atime) would not be read-only.
+    flags = options.superblock | ({"ro"} if "ro" in attributes else set())
+    parameters = (*sorted(flags), *dict.fromkeys((*options.data, *extra_data)))
+    try:
+        kernel.mount(device, place, fs_type, attributes, parameters)
+    except OSError as error:
+        raise errors.MountFailed(device, path, _why(error)) from error
+    if not _is_mounted(table.read(kernel), place, number, wanted):
+        raise errors.MountFailed(device, path, "the mount table does not show it")
+
+
+def ensure_bound(
+    kernel: Kernel, source: str, path: str, options: Options, read_only: bool = False
+) -> None:
+    """Have `source`, a directory or a block device node, appear at `path` as well.
+
+    A read-only bind is read-only from its first moment. It is never stacked on another: the same
+    one is left alone. Raises NotMounted, ForeignMount, MountConflict, MountFailed.
+    """
+    place = target.resolve(kernel, path)
+    origin = kernel.real_path(source)
+    before = table.read(kernel)
+    holder = before.holding(origin)
+    if holder is None:
+        raise errors.NotMounted(source)
+    attributes = options.attributes | ({"ro"} if read_only else set())
+    wanted = _words(attributes, frozenset(holder.options))
+    root = _root_of(holder, origin)
+    if _is_bound(kernel, before, place, origin, holder, root, wanted):
+        return
+    try:
+        kernel.bind(origin, place, attributes)
+    except OSError as error:
+        raise errors.MountFailed(source, path, _why(error)) from error
+    if not _is_bound(kernel, table.read(kernel), place, origin, holder, root, wanted):
+        raise errors.MountFailed(source, path, "the mount table does not show it")
+
+
+def ensure_unmounted(kernel: Kernel, path: str, devices: Collection[DeviceNumber] = ()) -> None:
+    """Have nothing mounted at `path`. Never lazy, never forced.
+
+    All mounts stacked there go, if each is of one of `devices` (none given: all of one and the
+    same); one that is not means ForeignMount, and all stay. Raises Busy, UnmountFailed.
+    """
+    place = target.resolve(kernel, path)
+    stack = table.read(kernel).at(place)
+    for mount in stack:
+        if not _is_of(kernel, mount, stack[-1], devices):
+            raise errors.ForeignMount(path, str(mount))
+    for _ in stack:
+        _unmount(kernel, place, path)
+    if left := table.read(kernel).at(place):
+        raise errors.UnmountFailed(path, f"{left[-1]} is mounted here again; try once more")
+
+
+def device_number(kernel: Kernel, device: str) -> DeviceNumber:
+    """(major, minor) of the block device at `device`. Raises DeviceMissing."""
+    try:
+        return kernel.device_number(device)
+    except OSError as error:
+        raise errors.DeviceMissing(device, str(error.strerror)) from error
+
+
+def _unmount(kernel: Kernel, place: str, path: str) -> None:
+    try:
+        kernel.unmount(place)
+    except OSError as error:
+        if error.errno == errno.EBUSY:
+            raise errors.Busy(path) from error
+        # EINVAL: no mount point. Someone else unmounted it meanwhile, which is as well.
+        if error.errno != errno.EINVAL:
+            raise errors.UnmountFailed(path, _why(error)) from error
+
+
+def _is_mounted(mounts: table.Table, place: str, number: DeviceNumber, wanted: Set[str]) -> bool:
+    """Whether that is so; raises if something else is."""
+    stack = mounts.at(place)
+    for mount in stack:
+        if mount.device != number or mount.root != "/":
+            raise errors.ForeignMount(place, str(mount))
+    if stack:
+        _check_words(stack[-1], wanted)
+    return bool(stack)
+
+
+def _is_bound(
+    kernel: Kernel,
+    mounts: table.Table,
+    place: str,
+    origin: str,
+    holder: Mount,
+    root: str,
+    wanted: Set[str],
+) -> bool:
+    stack = mounts.at(place)
+    if not stack:
+        return False
+    top = stack[-1]
+    same = (top.device, top.root) == (holder.device, root)
+    # The node of one device may lie in another devtmpfs, or have been made anew since.
+    if not same and node(kernel, place) != (node(kernel, origin) or (-1, -1)):
+        raise errors.ForeignMount(place, str(top))
+    _check_words(top, wanted)
+    return True
+
+
+def _is_of(kernel: Kernel, mount: Mount, top: Mount, devices: Collection[DeviceNumber]) -> bool:
+    if not devices:
+        return mount.device == top.device
+    if mount.device in devices:
+        return True
+    # A bound device node is of devtmpfs by the table; the node at the top tells the device, and
+    # those stacked under it are of the same device if they are of the same node.
+    same_node = (mount.device, mount.root) == (top.device, top.root)
+    return same_node and node(kernel, top.path) in devices
+
+
+def node(kernel: Kernel, path: str) -> DeviceNumber | None:
+    """The device whose node is at `path`; None if there is no such node."""
+    try:
+        return kernel.device_number(path)
+    except OSError:
+        return None
+
+
+def _root_of(holder: Mount, path: str) -> str:
+    """The part of the holder's file system that is seen at `path`."""
+    inside = path[len(holder.path.rstrip("/")) :]
+    return (holder.root.rstrip("/") + inside) or "/"
+
+
+def _words(attributes: Set[str], inherited: Set[str]) -> frozenset[str]:
+    """How mountinfo will show a mount with these attributes made from one with those inherited."""
+    times = attributes & _ACCESS_TIME or inherited & _ACCESS_TIME
+    rest = (attributes | inherited) - _ACCESS_TIME
+    return frozenset((rest | times) - {"strictatime"})
+
+
+def _check_words(mount: Mount, wanted: Set[str]) -> None:
+    found = set(mount.options) | ({"ro"} if mount.read_only else set())
+    if ("ro" in found, found & _COMPARED) != ("ro" in wanted, wanted & _COMPARED):
+        raise errors.MountConflict(mount.path, _shown(found), _shown(wanted))
+
+
+def _shown(words: Set[str]) -> str:
+    return ",".join(["ro" if "ro" in words else "rw", *sorted(words & _COMPARED)])
+
+
+def _why(error: OSError) -> str:
+    return f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"

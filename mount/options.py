@@ -1,0 +1,140 @@
+"""Mount options: the words a user may ask for, and where in the kernel each of them belongs.
+
+An option is an attribute of one mount (noexec), a flag of the superblock (lazytime), or the file
+system's own (discard, commit=30). Only what is listed here is let through: options that name a
+device or file, stop the node (errors=panic), or change what a mount is (bind, remount, propagation)
+are left out on purpose.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mount import errors
+
+ATTRIBUTES = (
+    "ro",
+    "nosuid",
+    "nodev",
+    "noexec",
+    "noatime",
+    "nodiratime",
+    "relatime",
+    "strictatime",
+    "nosymfollow",
+)
+SUPERBLOCK = ("sync", "dirsync", "lazytime", "mand")
+
+# The kernel's default said aloud: nothing to do, but a contradiction beside its opposite.
+_DEFAULTS = {
+    "defaults": (),
+    "rw": ("ro",),
+    "suid": ("nosuid",),
+    "dev": ("nodev",),
+    "exec": ("noexec",),
+    "diratime": ("nodiratime",),
+    "symfollow": ("nosymfollow",),
+    "async": ("sync",),
+    "nolazytime": ("lazytime",),
+}
+_ATIME = {"noatime", "relatime", "strictatime"}
+
+# What each file system may be told, by the kernel's Documentation/filesystems/ext4/, admin-guide/
+# xfs.rst and btrfs(5); a word that ends in "=" takes a value.
+FILE_SYSTEM_DATA = {
+    "ext4": (
+        "acl noacl user_xattr nouser_xattr barrier barrier= nobarrier commit= data= delalloc "
+        "nodelalloc discard nodiscard dioread_lock dioread_nolock auto_da_alloc noauto_da_alloc "
+        "errors=continue errors=remount-ro grpquota usrquota prjquota quota noquota init_itable "
+        "init_itable= noinit_itable inode_readahead_blks= journal_async_commit journal_checksum "
+        "nojournal_checksum journal_ioprio= max_batch_time= max_dir_size_kb= min_batch_time= "
+        "noload norecovery i_version stripe="
+    ),
+    "xfs": (
+        "allocsize= attr2 noattr2 discard nodiscard filestreams grpid nogrpid ikeep noikeep "
+        "inode32 inode64 largeio nolargeio logbsize= logbufs= noalign norecovery nouuid noquota "
+        "quota uquota usrquota uqnoenforce gquota grpquota gqnoenforce pquota prjquota pqnoenforce "
+        "sunit= swidth= swalloc wsync"
+    ),
+    "btrfs": (
+        "acl noacl autodefrag noautodefrag barrier nobarrier commit= compress compress= "
+        "compress-force compress-force= datacow nodatacow datasum nodatasum discard discard= "
+        "nodiscard flushoncommit noflushoncommit fragment= max_inline= metadata_ratio= "
+        "skip_balance space_cache space_cache= nospace_cache ssd nossd ssd_spread nossd_spread "
+        "thread_pool= treelog notreelog user_subvol_rm_allowed"
+    ),
+}
+
+_WORD = re.compile(r"[a-z][a-z0-9_-]*(=[A-Za-z0-9_.:+-]+)?")
+
+
+@dataclass(frozen=True)
+class Options:
+    """Mount options by where they belong. `data` keeps the user's order."""
+
+    attributes: frozenset[str] = frozenset()
+    superblock: frozenset[str] = frozenset()
+    data: tuple[str, ...] = ()
+
+    @property
+    def read_only(self) -> bool:
+        """Whether `ro` was asked for."""
+        return "ro" in self.attributes
+
+
+def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
+    """The options in CSI mount_flags, each an option or several with commas between.
+
+    `fs_type` says whose own options are allowed, None those of every file system we know. Raises
+    BadOption for what is unknown, contradictory or not well formed, UnsupportedFileSystem.
+    """
+    words = tuple(dict.fromkeys(_checked(word) for flag in flags for word in flag.split(",")))
+    _refuse_contradictions(words)
+    allowed = _allowed_data(fs_type)
+    attributes, superblock, data = set(), set(), []
+    for word in words:
+        if word in ATTRIBUTES:
+            attributes.add(word)
+        elif word in SUPERBLOCK:
+            superblock.add(word)
+        elif word in allowed or (word.partition("=")[0] + "=" in allowed and "=" in word):
+            data.append(word)
+        elif word not in _DEFAULTS:
+            raise errors.BadOption(word, f"is not known or not allowed; {_what_is(allowed)}")
+    return Options(frozenset(attributes), frozenset(superblock), tuple(data))
+
+
+def _checked(word: str) -> str:
+    if not _WORD.fullmatch(word):
+        raise errors.BadOption(word, "is not of the form name or name=value")
+    return word
+
+
+def _refuse_contradictions(words: Sequence[str]) -> None:
+    for word in words:
+        for opposite in _DEFAULTS.get(word, ()):
+            if opposite in words:
+                raise errors.BadOption(word, f"contradicts {opposite}; give one of them")
+    atime = [word for word in words if word in _ATIME]
+    if len(atime) > 1:
+        raise errors.BadOption(atime[0], f"contradicts {atime[1]}; give one of them")
+    seen: dict[str, str] = {}
+    for word in words:
+        # `discard` and `nodiscard`, or `commit=5` and `commit=10`.
+        name = word.partition("=")[0]
+        stem = name.removeprefix("no") if name not in ATTRIBUTES else name
+        if stem in seen:
+            raise errors.BadOption(word, f"contradicts {seen[stem]}; give one of them")
+        seen[stem] = word
+
+
+def _allowed_data(fs_type: str | None) -> frozenset[str]:
+    if fs_type is None:
+        return frozenset(" ".join(FILE_SYSTEM_DATA.values()).split())
+    if fs_type not in FILE_SYSTEM_DATA:
+        raise errors.UnsupportedFileSystem(fs_type, tuple(FILE_SYSTEM_DATA))
+    return frozenset(FILE_SYSTEM_DATA[fs_type].split())
+
+
+def _what_is(allowed: frozenset[str]) -> str:
+    return f"allowed are {', '.join((*ATTRIBUTES, *SUPERBLOCK, *sorted(allowed)))}"

@@ -1,0 +1,428 @@
+"""The kernel's mount, block and loop operations. The only module in this package with ctypes.
+
+`Kernel` is the seam to the kernel: every method is one operation, starts no process, and raises
+OSError with the kernel's errno and the paths. Tests put a stateful fake in its place, and a switch
+that fails at the n-th call can wrap it.
+
+Numbers are from the kernel's headers <linux/mount.h>, <linux/fs.h>, <linux/loop.h>,
+<linux/btrfs.h>, fs/ext4/ext4.h and fs/xfs/libxfs/xfs_fs.h, for the architectures with the generic
+ioctl encoding (x86, arm, riscv, s390). System calls from 424 on have one number on all of these.
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+_OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _MOUNT_SETATTR = 428, 429, 430, 431, 432, 442
+_AT_FDCWD = -100
+_AT_EMPTY_PATH = 0x1000
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_F_EMPTY_PATH = 4
+_FSOPEN_CLOEXEC = 1
+_FSMOUNT_CLOEXEC = 1
+_SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
+_UMOUNT_NOFOLLOW = 8
+
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND = 1, 32, 4096
+_ATTR_ATIME = 0x70
+
+# Per-mount attributes by the words of /proc/self/mountinfo: MOUNT_ATTR_*, MS_*.
+ATTRIBUTES: Final = {
+    "ro": (0x1, 1),
+    "nosuid": (0x2, 2),
+    "nodev": (0x4, 4),
+    "noexec": (0x8, 8),
+    "relatime": (0x0, 1 << 21),
+    "noatime": (0x10, 1024),
+    "strictatime": (0x20, 1 << 24),
+    "nodiratime": (0x80, 2048),
+    "nosymfollow": (0x200000, 256),
+}
+_ATIME_WORDS = {"relatime", "noatime", "strictatime"}
+# Superblock flags for mount(2); the new calls take them by name.
+_SUPERBLOCK_MS = {"ro": 1, "sync": 16, "mand": 64, "dirsync": 128, "lazytime": 1 << 25}
+# What statvfs(3) reports and a bind remount would otherwise clear: ST_* and MS_* agree on these.
+_KEPT_BY_REMOUNT = 1 | 2 | 4 | 8 | 1024 | 2048
+
+
+def _ioc(direction: int, kind: int, number: int, size: int) -> int:
+    """An ioctl number by <asm-generic/ioctl.h>; direction is 0 none, 1 write, 2 read, 3 both."""
+    return direction << 30 | size << 16 | kind << 8 | number
+
+
+_BLKROGET = _ioc(0, 0x12, 94, 0)
+_BLKGETSIZE64 = _ioc(2, 0x12, 114, 8)
+_BLKZEROOUT = _ioc(0, 0x12, 127, 0)
+_FIFREEZE = _ioc(3, ord("X"), 119, 4)
+_FITHAW = _ioc(3, ord("X"), 120, 4)
+_EXT4_RESIZE_FS = _ioc(1, ord("f"), 16, 8)
+# struct xfs_fsop_geom_v1 is eight u32, four u64, a uuid and seven more 32-bit fields.
+_XFS_GEOMETRY = struct.Struct("=8I4Q16s7I")
+_XFS_FSGEOMETRY_V1 = _ioc(2, ord("X"), 100, _XFS_GEOMETRY.size)
+# struct xfs_growfs_data: u64 newblocks, u32 imaxpct, padded to 16.
+_XFS_GROWFS = struct.Struct("=QI4x")
+_XFS_FSGROWFSDATA = _ioc(1, ord("X"), 110, _XFS_GROWFS.size)
+# struct btrfs_ioctl_vol_args: s64 fd, char name[4088].
+_BTRFS_VOL_ARGS = struct.Struct("=q4088s")
+_BTRFS_RESIZE = _ioc(1, 0x94, 3, _BTRFS_VOL_ARGS.size)
+
+_LOOP_CLR_FD, _LOOP_GET_STATUS64, _LOOP_SET_CAPACITY = 0x4C01, 0x4C05, 0x4C07
+_LOOP_CONFIGURE, _LOOP_CTL_GET_FREE = 0x4C0A, 0x4C82
+_LO_FLAGS_READ_ONLY, _LO_FLAGS_DIRECT_IO = 1, 16
+# struct loop_info64, and struct loop_config around it.
+_LOOP_INFO = struct.Struct("=5Q4I64s64s32s2Q")
+_LOOP_CONFIG = struct.Struct(f"=2I{_LOOP_INFO.size}s64x")
+
+
+@dataclass(frozen=True)
+class XfsGeometry:
+    """The part of an xfs's geometry that growing it needs."""
+
+    block_size_bytes: int
+    blocks: int
+    max_inode_percent: int
+
+
+@dataclass(frozen=True)
+class LoopStatus:
+    """What a loop device is attached to: st_dev, st_ino and st_rdev of the backing file.
+
+    `backing_device` is not zero where the backing file is a block device itself.
+    """
+
+    device: int
+    inode: int
+    backing_device: int
+    read_only: bool
+    direct_io: bool
+
+
+class Kernel:
+    """The running kernel."""
+
+    def __init__(self, *, old_calls: bool = False) -> None:
+        # True takes the path of kernels before 5.12, so that it can be tested on newer ones.
+        self._old_calls = old_calls
+
+    # The mount table and paths
+
+    def mountinfo(self) -> str:
+        """/proc/self/mountinfo, bytes that are not UTF-8 as surrogates."""
+        # Not read_text: it would turn a carriage return in a path into the end of a line.
+        return Path("/proc/self/mountinfo").read_bytes().decode("utf-8", "surrogateescape")
+
+    def lstat(self, path: str) -> os.stat_result:
+        """What lies at `path` itself, mounts applied, a symbolic link not followed."""
+        return os.lstat(path)
+
+    def real_path(self, path: str) -> str:
+        """`path` with every symbolic link resolved; parts that do not exist are kept."""
+        return os.path.realpath(path)
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        """How large and how full the file system at `path` is (statvfs(3))."""
+        return os.statvfs(path)
+
+    def make_directory(self, path: str, mode: int) -> None:
+        """mkdir(2)."""
+        os.mkdir(path, mode)  # noqa: PTH102 - one system call, not a path library
+
+    def make_file(self, path: str, mode: int) -> None:
+        """open(2) with O_CREAT | O_EXCL, and close."""
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode))
+
+    def remove_directory(self, path: str) -> None:
+        """rmdir(2): only an empty one goes."""
+        os.rmdir(path)  # noqa: PTH106
+
+    def remove_file(self, path: str) -> None:
+        """unlink(2)."""
+        os.unlink(path)  # noqa: PTH108
+
+    # Mounts
+
+    def mount(
+        self,
+        device: str,
+        path: str,
+        fs_type: str,
+        attributes: Set[str],
+        parameters: Sequence[str],
+    ) -> None:
+        """Mount a new instance of the file system on `device` at `path`.
+
+        `attributes` are words of ATTRIBUTES and belong to this mount; `parameters` are superblock
+        flags and the file system's own options, as `name` or `name=value`.
+        """
+        try:
+            self._new_calls()
+            context = _syscall(_FSOPEN, fs_type.encode(), _FSOPEN_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise OSError(error.errno, error.strerror, device, None, path) from error
+            _mount_by_old_call(device, path, fs_type, attributes, parameters)
+            return
+        with _closing(context):
+            try:
+                _fsconfig(context, _SET_STRING, "source", device)
+                for parameter in parameters:
+                    name, equals, value = parameter.partition("=")
+                    _fsconfig(context, _SET_STRING if equals else _SET_FLAG, name, value)
+                _fsconfig(context, _CMD_CREATE)
+                tree = _syscall(_FSMOUNT, context, _FSMOUNT_CLOEXEC, _bits(attributes))
+            except OSError as error:
+                why = _messages(context) or error.strerror
+                raise OSError(error.errno, why, device, None, path) from error
+        with _closing(tree):
+            _move(tree, device, path)
+
+    def bind(self, source: str, path: str, attributes: Set[str]) -> None:
+        """Make `source`, a directory, file or device node, appear at `path` too.
+
+        The attributes are added to those that the source's mount has. The mount has them before it
+        can be seen (mount_setattr(2) on a detached tree, Linux 5.12). Older kernels cannot do that:
+        there the bind is seen without its attributes until a remount adds them.
+        """
+        try:
+            self._new_calls()
+            tree = _syscall(
+                _OPEN_TREE, _AT_FDCWD, os.fsencode(source), _OPEN_TREE_CLONE | os.O_CLOEXEC
+            )
+            with _closing(tree):
+                if attributes:
+                    _set_attributes(tree, attributes)
+                _move(tree, source, path)
+        except OSError as error:
+            if error.errno != errno.ENOSYS:
+                raise OSError(error.errno, error.strerror, source, None, path) from error
+            _bind_by_old_call(source, path, attributes)
+
+    def unmount(self, path: str) -> None:
+        """umount2(2) of the topmost mount at `path`: neither lazy nor forced."""
+        if _libc.umount2(os.fsencode(path), _UMOUNT_NOFOLLOW) == -1:
+            raise _error(path)
+
+    def freeze(self, path: str) -> None:
+        """FIFREEZE: flush and stop writes to the file system mounted at `path`."""
+        _ioctl(path, _FIFREEZE, bytes(4))
+
+    def thaw(self, path: str) -> None:
+        """FITHAW: let writes go on after `freeze`."""
+        _ioctl(path, _FITHAW, bytes(4))
+
+    # Growing
+
+    def grow_ext4(self, path: str, blocks: int) -> None:
+        """EXT4_IOC_RESIZE_FS to so many of the file system's own blocks."""
+        _ioctl(path, _EXT4_RESIZE_FS, struct.pack("=Q", blocks))
+
+    def xfs_geometry(self, path: str) -> XfsGeometry:
+        """XFS_IOC_FSGEOMETRY_V1."""
+        fields = _XFS_GEOMETRY.unpack(_ioctl(path, _XFS_FSGEOMETRY_V1, bytes(_XFS_GEOMETRY.size)))
+        return XfsGeometry(
+            block_size_bytes=fields[0], blocks=fields[8], max_inode_percent=fields[7]
+        )
+
+    def grow_xfs(self, path: str, blocks: int, max_inode_percent: int) -> None:
+        """XFS_IOC_FSGROWFSDATA to so many blocks."""
+        _ioctl(path, _XFS_FSGROWFSDATA, _XFS_GROWFS.pack(blocks, max_inode_percent))
+
+    def grow_btrfs(self, path: str) -> None:
+        """BTRFS_IOC_RESIZE of device 1 to the size of the device."""
+        _ioctl(path, _BTRFS_RESIZE, _BTRFS_VOL_ARGS.pack(0, b"max"))
+
+    # Block devices
+
+    def device_number(self, path: str) -> tuple[int, int]:
+        """(major, minor) of the block device node at `path`, links followed; else ENOTBLK."""
+        found = os.stat(path)  # noqa: PTH116
+        if not stat.S_ISBLK(found.st_mode):
+            raise OSError(errno.ENOTBLK, os.strerror(errno.ENOTBLK), path)
+        return os.major(found.st_rdev), os.minor(found.st_rdev)
+
+    def device_size_bytes(self, device: str) -> int:
+        """BLKGETSIZE64."""
+        size: int = struct.unpack("=Q", _ioctl(device, _BLKGETSIZE64, bytes(8)))[0]
+        return size
+
+    def device_is_read_only(self, device: str) -> bool:
+        """BLKROGET."""
+        return bool(struct.unpack("=i", _ioctl(device, _BLKROGET, bytes(4)))[0])
+
+    def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
+        """BLKZEROOUT: the range reads as zeroes afterwards. EBUSY while mounted or held."""
+        # O_EXCL on a block device is the kernel's own guard: mounted or held means EBUSY (open(2)).
+        span = struct.pack("=2Q", offset_bytes, length_bytes)
+        _ioctl(device, _BLKZEROOUT, span, os.O_WRONLY | os.O_EXCL)
+
+    # Loop devices
+
+    def loop_devices(self) -> list[str]:
+        """Paths of the loop devices that are attached, by number."""
+        attached = Path("/sys/block").glob("loop*/loop/backing_file")
+        names = [path.parent.parent.name for path in attached]
+        return [f"/dev/{name}" for name in sorted(names, key=_number)]
+
+    def loop_free(self) -> str:
+        """LOOP_CTL_GET_FREE: the path of a loop device that nobody has attached just now."""
+        control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
+        with _closing(control):
+            return f"/dev/loop{fcntl.ioctl(control, _LOOP_CTL_GET_FREE)}"
+
+    def loop_configure(self, device: str, file: str, *, read_only: bool, direct_io: bool) -> None:
+        """LOOP_CONFIGURE: attach `file` to the loop device. EBUSY if another was faster."""
+        mode = os.O_RDONLY if read_only else os.O_RDWR
+        flags = read_only * _LO_FLAGS_READ_ONLY | direct_io * _LO_FLAGS_DIRECT_IO
+        name = os.fsencode(file)[:63]
+        info = _LOOP_INFO.pack(0, 0, 0, 0, 0, 0, 0, 0, flags, name, b"", b"", 0, 0)
+        backing = os.open(file, mode | os.O_CLOEXEC)
+        with _closing(backing):
+            _ioctl(device, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(backing, 0, info), mode)
+
+    def loop_status(self, device: str) -> LoopStatus:
+        """LOOP_GET_STATUS64. ENXIO if nothing is attached."""
+        fields = _LOOP_INFO.unpack(_ioctl(device, _LOOP_GET_STATUS64, bytes(_LOOP_INFO.size)))
+        return LoopStatus(
+            device=fields[0],
+            inode=fields[1],
+            backing_device=fields[2],
+            read_only=bool(fields[8] & _LO_FLAGS_READ_ONLY),
+            direct_io=bool(fields[8] & _LO_FLAGS_DIRECT_IO),
+        )
+
+    def loop_clear(self, device: str) -> None:
+        """LOOP_CLR_FD. The kernel answers 0 while others have it open, and detaches later."""
+        _ioctl(device, _LOOP_CLR_FD)
+
+    def loop_set_capacity(self, device: str) -> None:
+        """LOOP_SET_CAPACITY: take over the backing file's present size."""
+        _ioctl(device, _LOOP_SET_CAPACITY)
+
+    def _new_calls(self) -> None:
+        if self._old_calls:
+            raise OSError(errno.ENOSYS, "the old mount calls were asked for")
+
+
+def _error(path: str, other: str | None = None) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, os.strerror(number), path, None, other)
+
+
+def _syscall(number: int, *arguments: int | bytes | None) -> int:
+    """syscall(2); integers go as longs, since a variadic callee reads full registers."""
+    words = [ctypes.c_long(word) if isinstance(word, int) else word for word in arguments]
+    result: int = _libc.syscall(ctypes.c_long(number), *words)
+    if result == -1:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+@contextmanager
+def _closing(descriptor: int) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDONLY) -> bytes:
+    """One ioctl(2) on a freshly opened file; the kernel's copy of the argument comes back."""
+    descriptor = os.open(path, mode | os.O_CLOEXEC)
+    with _closing(descriptor):
+        # fcntl.ioctl copies at most 1024 bytes of an immutable argument, so: a mutable one.
+        buffer = bytearray(argument)
+        try:
+            fcntl.ioctl(descriptor, request, buffer if argument else 0)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from error
+        return bytes(buffer)
+
+
+def _number(name: str) -> int:
+    digits = re.search(r"\d+$", name)
+    return int(digits.group()) if digits else -1
+
+
+def _bits(attributes: Set[str]) -> int:
+    return sum(ATTRIBUTES[word][0] for word in attributes)
+
+
+def _flags(attributes: Set[str]) -> int:
+    return sum(ATTRIBUTES[word][1] for word in attributes)
+
+
+def _fsconfig(context: int, command: int, name: str = "", value: str = "") -> None:
+    key = name.encode() if name else None
+    data = os.fsencode(value) if command == _SET_STRING else None
+    _syscall(_FSCONFIG, context, command, key, data, 0)
+
+
+def _messages(context: int) -> str:
+    """What the file system said; each read(2) gives one line such as `e ext4: bad option`."""
+    lines = []
+    with suppress(OSError):
+        while line := os.read(context, 8192):
+            lines.append(line.decode("utf-8", "replace")[2:].strip())
+    return "; ".join(lines)
+
+
+def _set_attributes(tree: int, attributes: Set[str]) -> None:
+    # EINVAL unless the whole access-time group is cleared when one of it is set: mount_setattr(2).
+    clear = _ATTR_ATIME if attributes & _ATIME_WORDS else 0
+    attr = struct.pack("=4Q", _bits(attributes), clear, 0, 0)
+    _syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, attr, len(attr))
+
+
+def _move(tree: int, source: str, path: str) -> None:
+    try:
+        _syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(path), _MOVE_MOUNT_F_EMPTY_PATH)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, source, None, path) from error
+
+
+def _mount_2(source: str, path: str, fs_type: str | None, flags: int, data: str = "") -> None:
+    result = _libc.mount(
+        os.fsencode(source),
+        os.fsencode(path),
+        fs_type.encode() if fs_type else None,
+        ctypes.c_ulong(flags),
+        os.fsencode(data) if data else None,
+    )
+    if result == -1:
+        raise _error(source, path)
+
+
+def _mount_by_old_call(
+    device: str, path: str, fs_type: str, attributes: Set[str], parameters: Sequence[str]
+) -> None:
+    flags = _flags(attributes)
+    for parameter in parameters:
+        flags |= _SUPERBLOCK_MS.get(parameter, 0)
+    data = ",".join(word for word in parameters if word not in _SUPERBLOCK_MS)
+    _mount_2(device, path, fs_type, flags, data)
+
+
+def _bind_by_old_call(source: str, path: str, attributes: Set[str]) -> None:
+    _mount_2(source, path, None, _MS_BIND)
+    if not attributes:
+        return
+    try:
+        # A bind remount clears what it is not told to keep: mount(2), MS_REMOUNT.
+        kept = os.statvfs(path).f_flag & _KEPT_BY_REMOUNT
+        _mount_2(source, path, None, _MS_REMOUNT | _MS_BIND | kept | _flags(attributes))
+    except OSError:
+        # Rather no mount than one without its attributes.
+        _libc.umount2(os.fsencode(path), _UMOUNT_NOFOLLOW)
+        raise

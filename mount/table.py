@@ -1,0 +1,135 @@
+"""The kernel's mount table: /proc/self/mountinfo, parsed exactly (proc(5))."""
+
+import re
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from mount.syscalls import Kernel
+
+DeviceNumber = tuple[int, int]
+
+_OCTAL = re.compile(r"\\([0-3][0-7]{2})")
+
+
+@dataclass(frozen=True)
+class Mount:
+    """One mount.
+
+    `device` is (major, minor) of the file system's block device. `root` is what of that file system
+    is seen: "/", or the directory, file or device node of a bind. `options` are the mount's own,
+    `super_options` the file system's. `propagation` holds words such as "shared:12".
+    """
+
+    mount_id: int
+    parent_id: int
+    device: DeviceNumber
+    root: str
+    path: str
+    options: tuple[str, ...]
+    propagation: tuple[str, ...]
+    fs_type: str
+    source: str
+    super_options: tuple[str, ...]
+
+    @property
+    def read_only(self) -> bool:
+        """Whether nothing can be written through this mount, by its own or the superblock's ro."""
+        return "ro" in self.options or "ro" in self.super_options
+
+    def __str__(self) -> str:
+        inside = "" if self.root == "/" else f"[{self.root}]"
+        return f"{self.source}{inside} ({self.fs_type}, {'ro' if self.read_only else 'rw'})"
+
+
+@dataclass(frozen=True)
+class Table:
+    """All mounts of this process's mount namespace, in the kernel's order."""
+
+    mounts: tuple[Mount, ...]
+
+    def at(self, path: str) -> tuple[Mount, ...]:
+        """The mounts stacked at `path`, bottom to top."""
+        return _stacked(mount for mount in self.mounts if mount.path == path)
+
+    def of_device(self, device: DeviceNumber) -> tuple[Mount, ...]:
+        """Every mount of the file system on a block device, first mount and binds alike."""
+        return tuple(mount for mount in self.mounts if mount.device == device)
+
+    def under(self, path: str) -> tuple[Mount, ...]:
+        """The mounts below `path`, those at `path` itself not among them."""
+        prefix = path.rstrip("/") + "/"
+        return tuple(
+            mount for mount in self.mounts if mount.path.startswith(prefix) and mount.path != path
+        )
+
+    def holding(self, path: str) -> Mount | None:
+        """The mount through which `path` is seen: the topmost at it or at its nearest parent."""
+        while True:
+            if stack := self.at(path):
+                return stack[-1]
+            if path == "/":
+                return None
+            path = path.rpartition("/")[0] or "/"
+
+
+def parse(text: str) -> Table:
+    """The table in the text of a mountinfo file; ValueError for a line that is not one."""
+    return Table(tuple(_parse_line(line) for line in text.split("\n") if line))
+
+
+def read(kernel: Kernel) -> Table:
+    """The kernel's table now.
+
+    btrfs has a device number of its own making (0:45) in mountinfo, so there the number is looked
+    up by the mount's source; it stays as it is if that node is gone.
+    """
+    table = parse(kernel.mountinfo())
+    return Table(tuple(_with_block_device(mount, kernel.device_number) for mount in table.mounts))
+
+
+def _with_block_device(mount: Mount, device_number: Callable[[str], DeviceNumber]) -> Mount:
+    if mount.fs_type == "btrfs":
+        with suppress(OSError):
+            return replace(mount, device=device_number(mount.source))
+    return mount
+
+
+def _parse_line(line: str) -> Mount:
+    fields = line.split(" ")
+    try:
+        separator = fields.index("-", 6)
+        fs_type, source, super_options = fields[separator + 1 : separator + 4]
+        major, minor = fields[2].split(":")
+        return Mount(
+            mount_id=int(fields[0]),
+            parent_id=int(fields[1]),
+            device=(int(major), int(minor)),
+            root=_decoded(fields[3]),
+            path=_decoded(fields[4]),
+            options=tuple(fields[5].split(",")),
+            propagation=tuple(fields[6:separator]),
+            fs_type=_decoded(fs_type),
+            source=_decoded(source),
+            super_options=tuple(_decoded(option) for option in super_options.split(",")),
+        )
+    except ValueError as error:
+        raise ValueError(f"not a line of mountinfo: {line!r}") from error
+
+
+def _decoded(field: str) -> str:
+    """The kernel writes blank, tab, newline, backslash and # as octal escapes (seq_escape)."""
+    return _OCTAL.sub(lambda match: chr(int(match.group(1), 8)), field)
+
+
+def _stacked(mounts: Iterable[Mount]) -> tuple[Mount, ...]:
+    """Bottom to top: each mount's parent is the one below it (proc(5)), in whatever order read."""
+    rest = list(mounts)
+    ordered: list[Mount] = []
+    while rest:
+        ids = {mount.mount_id for mount in rest}
+        # A mount that is its own parent is the root of the namespace.
+        lowest = [m for m in rest if m.parent_id not in ids or m.parent_id == m.mount_id]
+        ordered += lowest or rest
+        rest = [mount for mount in rest if mount not in ordered]
+    return tuple(ordered)

@@ -1,0 +1,116 @@
+"""The places that mounts are made at: directories and files, made and removed with care.
+
+Nothing here follows a symbolic link in the last place, changes the mode of what exists, or removes
+anything that holds data.
+"""
+
+import errno
+import os
+import stat
+
+from mount import errors, table
+from mount.syscalls import Kernel
+
+_PATH_MAX_BYTES = 4095  # PATH_MAX of <linux/limits.h> counts the closing NUL
+_NAME_MAX_BYTES = 255
+_DIRECTORY_MODE = 0o750
+_FILE_MODE = 0o640
+
+
+def check(path: str) -> str:
+    """`path` itself, if it is absolute, normalised, printable and short enough; else BadPath."""
+    if not path.startswith("/"):
+        raise errors.BadPath(path, "is not absolute")
+    if any(ord(character) < 0x20 or ord(character) == 0x7F for character in path):
+        raise errors.BadPath(path, "holds control characters")
+    if path == "/" or path != os.path.normpath(path) or path.startswith("//"):
+        raise errors.BadPath(path, "is not normalised")
+    try:
+        encoded = path.encode()
+    except UnicodeEncodeError as error:
+        raise errors.BadPath(path, "is not valid UTF-8") from error
+    if len(encoded) > _PATH_MAX_BYTES:
+        raise errors.BadPath(path, f"is longer than {_PATH_MAX_BYTES} bytes")
+    if any(len(name) > _NAME_MAX_BYTES for name in encoded.split(b"/")):
+        raise errors.BadPath(path, f"has a part longer than {_NAME_MAX_BYTES} bytes")
+    return path
+
+
+def resolve(kernel: Kernel, path: str) -> str:
+    """The path under which the kernel's mount table knows `path`: links in its parents resolved.
+
+    /var/lib/kubelet is often a link, and mountinfo names what it leads to. The last part must not
+    be a link itself (BadPath). Confinement to a directory belongs here, too, when it comes.
+    """
+    parent, _, name = check(path).rpartition("/")
+    place = os.path.join(kernel.real_path(parent or "/"), name)  # noqa: PTH118 - strings all along
+    found = _lstat(kernel, place)
+    if found is not None and stat.S_ISLNK(found.st_mode):
+        raise errors.BadPath(path, "is a symbolic link")
+    return place
+
+
+def ensure_directory(kernel: Kernel, path: str) -> None:
+    """Have a directory at `path`; its parent exists. Raises NotADirectory, TargetError."""
+    place = resolve(kernel, path)
+    found = _lstat(kernel, place)
+    if found is None:
+        try:
+            kernel.make_directory(place, _DIRECTORY_MODE)
+        except FileExistsError:
+            found = _lstat(kernel, place)
+        except OSError as error:
+            raise errors.TargetError(path, f"cannot be made: {error.strerror}") from error
+    if found is not None and not stat.S_ISDIR(found.st_mode):
+        raise errors.NotADirectory(path)
+
+
+def ensure_file(kernel: Kernel, path: str) -> None:
+    """Have a file at `path` that a device node can be bound to. Raises NotAFile, TargetError.
+
+    A device node there is one that is bound already.
+    """
+    place = resolve(kernel, path)
+    found = _lstat(kernel, place)
+    if found is None:
+        try:
+            kernel.make_file(place, _FILE_MODE)
+        except FileExistsError:
+            found = _lstat(kernel, place)
+        except OSError as error:
+            raise errors.TargetError(path, f"cannot be made: {error.strerror}") from error
+    if found is not None and not (stat.S_ISREG(found.st_mode) or stat.S_ISBLK(found.st_mode)):
+        raise errors.NotAFile(path)
+
+
+def ensure_absent(kernel: Kernel, path: str) -> None:
+    """Have nothing at `path`. Only an empty directory or an empty file goes; else TargetInUse."""
+    place = resolve(kernel, path)
+    found = _lstat(kernel, place)
+    if found is None:
+        return
+    if mounted := table.read(kernel).at(place):
+        raise errors.TargetInUse(path, f"{mounted[-1]} is still mounted here; unmount it first")
+    try:
+        if stat.S_ISDIR(found.st_mode):
+            kernel.remove_directory(place)
+        elif stat.S_ISREG(found.st_mode) and found.st_size == 0:
+            kernel.remove_file(place)
+        else:
+            raise errors.TargetInUse(path, "is not an empty file or directory; it is left alone")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
+            why = "is not empty or still in use; it is left alone"
+            raise errors.TargetInUse(path, why) from error
+        raise errors.TargetError(path, f"cannot be removed: {error.strerror}") from error
+
+
+def _lstat(kernel: Kernel, path: str) -> os.stat_result | None:
+    try:
+        return kernel.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise errors.TargetError(path, f"cannot be looked at: {error.strerror}") from error
