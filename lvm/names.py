@@ -10,26 +10,33 @@ _RESERVED = re.compile(
 )
 _ALLOWED = re.compile(r"[A-Za-z0-9_+.-]+")
 
-# The device's name is `group-name` with every dash doubled, and lvm2 appends such as "_rmeta_0"
-# or "-cow" to it; device-mapper allows 127 characters in all (DM_NAME_LEN).
-_MAXIMUM_DEVICE_NAME = 127 - len("-rmeta_00-real")
+# The device's name is `group-name` with every dash of both doubled, and lvm2 appends such as
+# "_rmeta_0" or "-cow" to it. device-mapper allows 127 characters in all (DM_NAME_LEN); half of
+# them are the volume's, so that its name does not depend on its group's.
+MAXIMUM_ESCAPED_LENGTH = 63
+MAXIMUM_ESCAPED_GROUP_LENGTH = 127 - len("-") - MAXIMUM_ESCAPED_LENGTH - len("_rmeta_00-real")
 _DIGEST_CHARACTERS = 32
 
 
-def logical_volume(prefix: str, group: str, name: str) -> str:
+def logical_volume(prefix: str, name: str) -> str:
     """The name of the logical volume that holds what the CO calls `name`.
 
     `prefix-name` where lvm(8) allows it, so that a person finds it in `lvs`; otherwise
     `prefix.digest`. The two forms cannot meet, and each name has exactly one.
     """
     readable = f"{prefix}-{name}"
-    plain = _ALLOWED.fullmatch(name) and not _RESERVED.search(readable)
-    if plain and len(device(group, readable)) <= _MAXIMUM_DEVICE_NAME:
+    allowed = _ALLOWED.fullmatch(name) and not _RESERVED.search(readable)
+    if allowed and len(escaped(readable)) <= MAXIMUM_ESCAPED_LENGTH:
         return readable
     digest = hashlib.sha256(name.encode()).hexdigest()
     return f"{prefix}.{digest[:_DIGEST_CHARACTERS]}"
 
 
+def escaped(name: str) -> str:
+    """A group's or a volume's name as it stands in a device's."""
+    return name.replace("-", "--")
+
+
 def device(group: str, name: str) -> str:
-    """The device-mapper name of a logical volume: `group-name`, with dashes of both doubled."""
-    return f"{group.replace('-', '--')}-{name.replace('-', '--')}"
+    """The device-mapper name of a logical volume."""
+    return f"{escaped(group)}-{escaped(name)}"

@@ -1,0 +1,201 @@
+"""Volumes in use: staged, published, measured, grown. What the Node's calls mean.
+
+Publishing, unpublishing, unstaging and statistics start no process: the kernel's mount table and
+sysfs say all that they need.
+"""
+
+from dataclasses import dataclass
+
+from agent import calls, errors, inventory
+from agent.inventory import Inventory, Volume
+from agent.locks import GroupLocks
+from agent.wiping import Wiper
+from lvm import volumes
+from lvm.command import Run
+from lvm.devices import Device
+from lvm.lvm2 import Lvm
+from mount import errors as mount_errors
+from mount import filesystem, loop, mounts, nodes, options, table, target, usage
+from mount.syscalls import Kernel
+
+DEFAULT_FS_TYPE = "ext4"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is known of a volume in use; `usage` is None for a raw block volume."""
+
+    total_bytes: int
+    usage: usage.Usage | None
+
+
+class Access:
+    """Carries out the Node's calls."""
+
+    def __init__(
+        self,
+        run: Run,
+        lvm: Lvm,
+        kernel: Kernel,
+        known: Inventory,
+        groups: GroupLocks,
+        wiper: Wiper,
+    ) -> None:
+        self._run = run
+        self._lvm = lvm
+        self._kernel = kernel
+        self._inventory = known
+        self._groups = groups
+        self._wiper = wiper
+
+    def stage(self, call: calls.Stage) -> None:
+        """Activate the volume; format it, once in its life, and mount it at the staging path.
+
+        Four commands at most, the first time: report, probe, mkfs, tag. None where it is staged.
+        """
+        device = self._device(call.volume_id)
+        if call.capability.is_block:
+            if device is None:
+                self._activate(call.volume_id)
+            return
+        fs_type = call.capability.fs_type or call.parameters.fs_type or DEFAULT_FS_TYPE
+        mounted = self._top(call.staging_path)
+        if device is None or mounted is None or mounted.device != device.number:
+            volume, device = self._activate(call.volume_id)
+            self._ensure_formatted(call, volume, device, fs_type)
+            target.ensure_directory(self._kernel, call.staging_path)
+        elif mounted.fs_type != fs_type:
+            raise errors.Incompatible(
+                f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
+            )
+        flags = (*call.parameters.mount_options, *call.capability.mount_flags)
+        mounts.ensure_mounted(
+            self._kernel,
+            device.path,
+            call.staging_path,
+            fs_type,
+            options.parse(flags, fs_type),
+            read_only=call.capability.read_only,
+        )
+
+    def unstage(self, call: calls.At) -> None:
+        """Unmount the staging path; a path where nothing is mounted is no error."""
+        self._ensure_unmounted(call)
+
+    def publish(self, call: calls.Publish) -> None:
+        """Bind the staged file system, or the device itself, to the target path."""
+        device = self._device(call.volume_id)
+        if device is None:
+            self._inventory.require(call.volume_id)
+            raise errors.NotStaged(call.volume_id, "its logical volume is not active")
+        if call.capability.is_block:
+            source = device.path
+            if call.read_only:
+                # A read-only bind of a device node does not keep the device itself from being
+                # written; a read-only loop device over it does.
+                source = loop.attach(self._kernel, device.path, read_only=True)
+            target.ensure_file(self._kernel, call.target_path)
+            flags = options.Options()
+        else:
+            mounted = self._top(call.staging_path)
+            if mounted is None or mounted.device != device.number:
+                raise errors.NotStaged(call.volume_id, f"it is not at {call.staging_path}")
+            target.ensure_directory(self._kernel, call.target_path)
+            source, flags = call.staging_path, options.parse(call.capability.mount_flags)
+        mounts.ensure_bound(self._kernel, source, call.target_path, flags, call.read_only)
+
+    def unpublish(self, call: calls.At) -> None:
+        """Unmount and remove the target path; a path that is not there is no error."""
+        self._ensure_unmounted(call)
+        target.ensure_absent(self._kernel, call.path)
+
+    def statistics(self, call: calls.At) -> Statistics:
+        """How large and how full the volume is, seen from where it is staged or published."""
+        device, mounted = self._find(call)
+        if mounted.device != device.number:
+            return Statistics(usage.device_size_bytes(self._kernel, device.path), None)
+        found = usage.of(self._kernel, call.path)
+        return Statistics(found.total_bytes, found)
+
+    def size_bytes(self, call: calls.At) -> int:
+        """The device's size, if the volume is staged or published at the path."""
+        device, _ = self._find(call)
+        return usage.device_size_bytes(self._kernel, device.path)
+
+    def fill_device(self, call: calls.At) -> None:
+        """Have what uses the device use all of it: ioctls only, also where it does already."""
+        device, mounted = self._find(call)
+        for read_only in loop.over(self._kernel, device.number):
+            loop.grow(self._kernel, read_only)
+        if mounted.device == device.number:
+            # The kernel grows a file system through a writable mount only; any of them will do.
+            every = table.read(self._kernel).of_device(device.number)
+            writable = [one for one in every if not one.read_only]
+            filesystem.grow(self._kernel, (writable or [mounted])[0])
+
+    def _device(self, volume_id: str) -> Device | None:
+        """The volume's device, without a command; None where it is not active."""
+        if self._wiper.is_deleting(volume_id):
+            raise errors.NoSuchVolume(volume_id)
+        return self._inventory.device(volume_id)
+
+    def _activate(self, volume_id: str) -> tuple[Volume, Device]:
+        volume = self._inventory.require(volume_id)
+        with self._groups.hold(volume.group.name):
+            return volume, self._inventory.activate(volume)
+
+    def _ensure_formatted(
+        self, call: calls.Stage, volume: Volume, device: Device, fs_type: str
+    ) -> None:
+        """Look, refuse the surprising, make."""
+        formatted = volume.facts.get(inventory.FORMATTED)
+        found = filesystem.probe(self._run, device.path)
+        if found is not None and found.fs_type != fs_type:
+            raise mount_errors.UnexpectedContents(device.path, str(found), fs_type)
+        if found is None and formatted:
+            raise errors.ContentsLost(call.volume_id, formatted)
+        if found is None:
+            call.parameters.check_mkfs_options(fs_type, "volume_context")
+            filesystem.check_size(fs_type, volume.size_bytes)
+            # Blank by the probe, and never formatted by the tags: only then.
+            filesystem.make(self._run, device.path, fs_type, call.parameters.mkfs_options)
+        if not formatted:
+            with self._groups.hold(volume.group.name):
+                new = {inventory.FORMATTED: fs_type}
+                volumes.mark(self._lvm, volume.group.name, volume.name, old={}, new=new)
+
+    def _top(self, path: str) -> table.Mount | None:
+        """What is mounted at a path, seen from above."""
+        stack = table.read(self._kernel).at(target.resolve(self._kernel, path))
+        return stack[-1] if stack else None
+
+    def _find(self, call: calls.At) -> tuple[Device, table.Mount]:
+        """The volume's device and its mount at the path; raises NoSuchPath."""
+        device, mounted = self._device(call.volume_id), self._top(call.path)
+        if device is None or mounted is None:
+            raise errors.NoSuchPath(call.volume_id, call.path)
+        if mounted.device != device.number:
+            published = mounts.node(self._kernel, call.path)
+            if published is None or published not in self._numbers(device):
+                raise errors.NoSuchPath(call.volume_id, call.path)
+        return device, mounted
+
+    def _numbers(self, device: Device) -> list[table.DeviceNumber]:
+        """The device's number, and that of the loop device through which it is read only."""
+        loops = loop.over(self._kernel, device.number)
+        return [device.number, *(self._kernel.device_number(one) for one in loops)]
+
+    def _ensure_unmounted(self, call: calls.At) -> None:
+        device, mounted = self._inventory.device(call.volume_id), self._top(call.path)
+        if device is not None:
+            mounts.ensure_unmounted(self._kernel, call.path, self._numbers(device))
+            self._drop_unused_loops(device)
+        elif mounted is not None:
+            # Whatever it is, it is not this volume, which has no device here.
+            raise mount_errors.ForeignMount(call.path, str(mounted))
+
+    def _drop_unused_loops(self, device: Device) -> None:
+        """Detach a read-only loop device when nothing is published through it any more."""
+        for one in loop.over(self._kernel, device.number):
+            if not nodes.bound(self._kernel, self._kernel.device_number(one)):
+                loop.detach(self._kernel, one)

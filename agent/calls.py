@@ -1,0 +1,446 @@
+"""Requests as frozen records: read from the wire and checked once, before anything is done.
+
+Policy takes these records and never sees a protobuf message.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from agent import errors
+from lvm import tags
+from mount import errors as mount_errors
+from mount import filesystem, options, target
+from proto import csi_pb2 as csi
+
+PARAMETER_PREFIX = "carver/"
+PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions")
+BLOCK = "block"
+MOUNT = "mount"
+
+# CSI spec, "Size Limits" and CreateVolumeRequest.name.
+_MAXIMUM_STRING_BYTES = 128
+_MAXIMUM_MAP_BYTES = 4096
+_NOT_IN_A_NAME = re.compile("[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f]")
+
+_MODES = csi.VolumeCapability.AccessMode.Mode
+ACCESS_MODES = (
+    "SINGLE_NODE_WRITER",
+    "SINGLE_NODE_READER_ONLY",
+    "SINGLE_NODE_SINGLE_WRITER",
+    "SINGLE_NODE_MULTI_WRITER",
+)
+READER_ONLY = "SINGLE_NODE_READER_ONLY"
+SINGLE_WRITER = "SINGLE_NODE_SINGLE_WRITER"
+
+# What the external-provisioner adds with --extra-create-metadata. Kept as tags, for people.
+_ABOUT = {
+    "csi.storage.k8s.io/pvc/name": "pvc",
+    "csi.storage.k8s.io/pvc/namespace": "namespace",
+    "csi.storage.k8s.io/pv/name": "pv",
+}
+
+
+@dataclass(frozen=True)
+class SizeRange:
+    """How large a volume shall be; 0 sets no bound."""
+
+    required_bytes: int = 0
+    limit_bytes: int = 0
+
+    @classmethod
+    def from_proto(cls, wire: csi.CapacityRange, field: str = "capacity_range") -> Self:
+        """Read and check a range."""
+        for name in ("required_bytes", "limit_bytes"):
+            if getattr(wire, name) < 0:
+                raise errors.BadField(f"{field}.{name}", "must not be negative")
+        if wire.limit_bytes and wire.required_bytes > wire.limit_bytes:
+            raise errors.BadField(
+                f"{field}.limit_bytes",
+                f"{wire.limit_bytes} is less than required_bytes, {wire.required_bytes}",
+            )
+        return cls(wire.required_bytes, wire.limit_bytes)
+
+
+@dataclass(frozen=True)
+class Capability:
+    """How a volume is used: as a block device, or mounted with a file system."""
+
+    access: str
+    mode: str
+    fs_type: str = ""
+    mount_flags: tuple[str, ...] = ()
+
+    @classmethod
+    def from_proto(cls, wire: csi.VolumeCapability, field: str = "volume_capability") -> Self:
+        """Read and check a capability; its fs_type is empty where the caller has no wish."""
+        mode = _mode(wire, field)
+        access = wire.WhichOneof("access_type")
+        if access is None:
+            raise errors.BadField(f"{field}.access_type", "block or mount is required")
+        if access == BLOCK:
+            return cls(BLOCK, mode)
+        if wire.mount.fs_type and wire.mount.fs_type not in filesystem.FILE_SYSTEMS:
+            raise errors.NotAllowed(
+                f"{field}.mount.fs_type", wire.mount.fs_type, filesystem.FILE_SYSTEMS
+            )
+        if wire.mount.volume_mount_group:
+            raise errors.BadField(f"{field}.mount.volume_mount_group", "is not supported")
+        flags = tuple(wire.mount.mount_flags)
+        _check_mount_options(f"{field}.mount.mount_flags", flags)
+        return cls(MOUNT, mode, wire.mount.fs_type, flags)
+
+    @property
+    def is_block(self) -> bool:
+        """Whether the volume is used as a raw block device."""
+        return self.access == BLOCK
+
+    @property
+    def read_only(self) -> bool:
+        """Whether the access mode allows no writer."""
+        return self.mode == READER_ONLY
+
+    def __str__(self) -> str:
+        return ":".join((self.access, self.mode, self.fs_type, ",".join(self.mount_flags)))
+
+
+def _mode(wire: csi.VolumeCapability, field: str) -> str:
+    number = wire.access_mode.mode
+    if number == _MODES.UNKNOWN:
+        raise errors.Missing(f"{field}.access_mode.mode")
+    name = _MODES.Name(number) if number in _MODES.values() else str(number)
+    if name not in ACCESS_MODES:
+        raise errors.NotAllowed(f"{field}.access_mode.mode", name, ACCESS_MODES)
+    return name
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a StorageClass may say, with or without the prefix `carver/`."""
+
+    device_class: str = ""
+    fs_type: str = ""
+    mkfs_options: tuple[str, ...] = ()
+    mount_options: tuple[str, ...] = ()
+    about: Mapping[str, str] | None = None
+
+    @classmethod
+    def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
+        """Read and check a StorageClass's parameters: each must be known."""
+        _check_map(field, wire)
+        found: dict[str, str] = {}
+        about: dict[str, str] = {}
+        for key, value in wire.items():
+            name = key.removeprefix(PARAMETER_PREFIX)
+            if key in _ABOUT:
+                about[_ABOUT[key]] = value
+            elif name not in PARAMETERS:
+                allowed = [PARAMETER_PREFIX + one for one in PARAMETERS]
+                raise errors.NotAllowed(field, key, allowed)
+            elif name in found:
+                raise errors.BadField(f"{field}[{key}]", "is given with the prefix and without")
+            else:
+                found[name] = value
+        return cls._read(found, field, about)
+
+    @classmethod
+    def from_context(cls, wire: Mapping[str, str]) -> Self:
+        """Read a volume_context: what `context` made, among keys that other programs added."""
+        own = {
+            key.removeprefix(PARAMETER_PREFIX): value
+            for key, value in wire.items()
+            if key.startswith(PARAMETER_PREFIX)
+        }
+        for key in own:
+            if key not in PARAMETERS:
+                raise errors.NotAllowed("volume_context", PARAMETER_PREFIX + key, PARAMETERS)
+        return cls._read(own, "volume_context", {})
+
+    @classmethod
+    def _read(cls, found: Mapping[str, str], field: str, about: Mapping[str, str]) -> Self:
+        for key, value in found.items():
+            if not tags.fits(key, value):
+                raise errors.BadField(f"{field}[{key}]", "is too long to be kept in an LVM tag")
+        fs_type = found.get("fsType", "")
+        if fs_type and fs_type not in filesystem.FILE_SYSTEMS:
+            raise errors.NotAllowed(f"{field}[fsType]", fs_type, filesystem.FILE_SYSTEMS)
+        mount_options = tuple(filter(None, found.get("mountOptions", "").split(",")))
+        _check_mount_options(f"{field}[mountOptions]", mount_options)
+        return cls(
+            device_class=found.get("class", ""),
+            fs_type=fs_type,
+            mkfs_options=tuple(found.get("mkfsOptions", "").split()),
+            mount_options=mount_options,
+            about=about,
+        )
+
+    def check_mkfs_options(self, fs_type: str, field: str) -> None:
+        """Check the mkfs options, which mean something for one file system only."""
+        try:
+            filesystem.check_options(fs_type, self.mkfs_options)
+        except mount_errors.BadOption as error:
+            raise errors.BadField(f"{field}[mkfsOptions]", str(error)) from None
+
+    def context(self) -> dict[str, str]:
+        """The volume_context that carries what staging needs."""
+        values = {
+            "class": self.device_class,
+            "fsType": self.fs_type,
+            "mkfsOptions": " ".join(self.mkfs_options),
+            "mountOptions": ",".join(self.mount_options),
+        }
+        return {PARAMETER_PREFIX + key: value for key, value in values.items() if value}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where a volume may be, or should be: one map of segments for each place."""
+
+    requisite: tuple[Mapping[str, str], ...] = ()
+    preferred: tuple[Mapping[str, str], ...] = ()
+
+    @classmethod
+    def from_proto(cls, wire: csi.TopologyRequirement) -> Self:
+        """Read the requirement."""
+        return cls(
+            tuple(dict(one.segments) for one in wire.requisite),
+            tuple(dict(one.segments) for one in wire.preferred),
+        )
+
+
+@dataclass(frozen=True)
+class Create:
+    """CreateVolume."""
+
+    name: str
+    size: SizeRange
+    capabilities: tuple[Capability, ...]
+    parameters: Parameters
+    topology: Topology
+
+    @classmethod
+    def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self:
+        """Read and check the request."""
+        if not wire.name:
+            raise errors.Missing("name")
+        if len(wire.name.encode()) > _MAXIMUM_STRING_BYTES:
+            raise errors.BadField("name", f"is longer than {_MAXIMUM_STRING_BYTES} bytes")
+        if _NOT_IN_A_NAME.search(wire.name):
+            raise errors.BadField("name", f"{wire.name!r} has a control character")
+        if not wire.volume_capabilities:
+            raise errors.Missing("volume_capabilities")
+        if wire.HasField("volume_content_source"):
+            raise errors.BadField("volume_content_source", "is not supported")
+        if wire.mutable_parameters:
+            raise errors.BadField("mutable_parameters", "are not supported")
+        return cls(
+            name=wire.name,
+            size=SizeRange.from_proto(wire.capacity_range),
+            capabilities=_capabilities(wire.volume_capabilities),
+            parameters=Parameters.from_proto(wire.parameters),
+            topology=Topology.from_proto(wire.accessibility_requirements),
+        )
+
+
+@dataclass(frozen=True)
+class Validate:
+    """ValidateVolumeCapabilities."""
+
+    volume_id: str
+    capabilities: tuple[Capability, ...]
+    unsupported: str
+
+    @classmethod
+    def from_proto(cls, wire: csi.ValidateVolumeCapabilitiesRequest) -> Self:
+        """Read the request: what is asked for and well-formed, or why it cannot be had."""
+        volume_id = _volume_id(wire.volume_id)
+        if not wire.volume_capabilities:
+            raise errors.Missing("volume_capabilities")
+        try:
+            capabilities = _capabilities(wire.volume_capabilities)
+            if wire.parameters:
+                Parameters.from_proto(wire.parameters)
+            if wire.mutable_parameters:
+                raise errors.BadField("mutable_parameters", "are not supported")
+        except errors.BadField as error:
+            return cls(volume_id, (), str(error))
+        return cls(volume_id, capabilities, "")
+
+
+@dataclass(frozen=True)
+class Expand:
+    """ControllerExpandVolume, and what it shares with NodeExpandVolume."""
+
+    volume_id: str
+    size: SizeRange
+
+    @classmethod
+    def from_proto(
+        cls, wire: csi.ControllerExpandVolumeRequest | csi.NodeExpandVolumeRequest
+    ) -> Self:
+        """Read and check the request."""
+        volume_id = _volume_id(wire.volume_id)
+        if isinstance(wire, csi.ControllerExpandVolumeRequest) and not wire.HasField(
+            "capacity_range"
+        ):
+            raise errors.Missing("capacity_range")
+        if wire.HasField("volume_capability"):
+            Capability.from_proto(wire.volume_capability)
+        return cls(volume_id, SizeRange.from_proto(wire.capacity_range))
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """GetCapacity."""
+
+    capabilities: tuple[Capability, ...]
+    parameters: Parameters
+    segments: Mapping[str, str] | None
+    unsupported: bool
+
+    @classmethod
+    def from_proto(cls, wire: csi.GetCapacityRequest) -> Self:
+        """Read the request. Nothing fits a capability that is not supported."""
+        segments = dict(wire.accessible_topology.segments)
+        where = segments if wire.HasField("accessible_topology") else None
+        parameters = Parameters.from_proto(wire.parameters)
+        try:
+            capabilities = _capabilities(wire.volume_capabilities)
+        except errors.BadField:
+            return cls((), parameters, where, unsupported=True)
+        return cls(capabilities, parameters, where, unsupported=False)
+
+
+@dataclass(frozen=True)
+class Page:
+    """Which part of a list; 0 entries sets no bound."""
+
+    maximum_entries: int
+    starting_token: str
+
+    @classmethod
+    def from_proto(cls, wire: csi.ListVolumesRequest) -> Self:
+        """Read and check the request."""
+        if wire.max_entries < 0:
+            raise errors.BadField("max_entries", "must not be negative")
+        return cls(wire.max_entries, wire.starting_token)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """NodeStageVolume."""
+
+    volume_id: str
+    staging_path: str
+    capability: Capability
+    parameters: Parameters
+
+    @classmethod
+    def from_proto(cls, wire: csi.NodeStageVolumeRequest) -> Self:
+        """Read and check the request."""
+        return cls(
+            volume_id=_volume_id(wire.volume_id),
+            staging_path=_path("staging_target_path", wire.staging_target_path),
+            capability=_capability(wire),
+            parameters=Parameters.from_context(wire.volume_context),
+        )
+
+
+@dataclass(frozen=True)
+class Publish:
+    """NodePublishVolume."""
+
+    volume_id: str
+    staging_path: str
+    target_path: str
+    capability: Capability
+    read_only: bool
+
+    @classmethod
+    def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
+        """Read and check the request."""
+        volume_id = _volume_id(wire.volume_id)
+        target_path = _path("target_path", wire.target_path)
+        capability = _capability(wire)
+        Parameters.from_context(wire.volume_context)
+        return cls(
+            volume_id=volume_id,
+            staging_path=_path("staging_target_path", wire.staging_target_path),
+            target_path=target_path,
+            capability=capability,
+            read_only=wire.readonly or capability.read_only,
+        )
+
+
+@dataclass(frozen=True)
+class At:
+    """A volume and the path where it is staged or published."""
+
+    volume_id: str
+    path: str
+
+    @classmethod
+    def from_unstage(cls, wire: csi.NodeUnstageVolumeRequest) -> Self:
+        """Read and check NodeUnstageVolume."""
+        path = _path("staging_target_path", wire.staging_target_path)
+        return cls(_volume_id(wire.volume_id), path)
+
+    @classmethod
+    def from_unpublish(cls, wire: csi.NodeUnpublishVolumeRequest) -> Self:
+        """Read and check NodeUnpublishVolume."""
+        return cls(_volume_id(wire.volume_id), _path("target_path", wire.target_path))
+
+    @classmethod
+    def from_volume_path(
+        cls, wire: csi.NodeGetVolumeStatsRequest | csi.NodeExpandVolumeRequest
+    ) -> Self:
+        """Read and check NodeGetVolumeStats, or where NodeExpandVolume finds the volume."""
+        return cls(_volume_id(wire.volume_id), _path("volume_path", wire.volume_path))
+
+
+def volume_id(wire: csi.DeleteVolumeRequest | csi.ControllerGetVolumeRequest) -> str:
+    """The volume that a request is about, where it says nothing else."""
+    return _volume_id(wire.volume_id)
+
+
+def _volume_id(text: str) -> str:
+    if not text:
+        raise errors.Missing("volume_id")
+    return text
+
+
+def _path(field: str, path: str) -> str:
+    if not path:
+        raise errors.Missing(field)
+    try:
+        return target.check(path)
+    except mount_errors.BadPath as error:
+        raise errors.BadField(field, str(error)) from None
+
+
+def _capability(wire: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest) -> Capability:
+    if not wire.HasField("volume_capability"):
+        raise errors.Missing("volume_capability")
+    return Capability.from_proto(wire.volume_capability)
+
+
+def _capabilities(wire: Sequence[csi.VolumeCapability]) -> tuple[Capability, ...]:
+    return tuple(
+        Capability.from_proto(one, f"volume_capabilities[{index}]")
+        for index, one in enumerate(wire)
+    )
+
+
+def _check_map(field: str, wire: Mapping[str, str]) -> None:
+    if sum(len(key.encode()) + len(value.encode()) for key, value in wire.items()) > (
+        _MAXIMUM_MAP_BYTES
+    ):
+        raise errors.BadField(field, f"are larger than {_MAXIMUM_MAP_BYTES} bytes")
+
+
+def _check_mount_options(field: str, flags: Sequence[str]) -> None:
+    try:
+        options.parse(flags)
+    except mount_errors.BadOption as error:
+        raise errors.BadField(field, str(error)) from None

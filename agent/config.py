@@ -1,0 +1,301 @@
+"""What an operator decides: /etc/carver/config.toml, CARVER_* variables and flags, checked once.
+
+A flag outweighs a variable, a variable the file, the file the default.
+"""
+
+import argparse
+import re
+import socket
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent import errors
+from lvm import names
+from mount import filesystem
+
+DRIVER_NAME = "lvm.csi.carver"
+TOPOLOGY_KEY = "topology.lvm.csi.carver/node"
+DEFAULT_FILE = Path("/etc/carver/config.toml")
+DEFAULT_SOCKET = Path("/var/lib/kubelet/plugins") / DRIVER_NAME / "csi.sock"
+EMBEDDED_FILE = Path("/var/lib/carver/carver.img")
+
+# CSI spec, "Size Limits": a string is at most 128 bytes; a node id too.
+_MAXIMUM_NODE_ID = 128
+_UNITS: Mapping[str, int] = {"": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGTPE", start=1)
+    for suffix, base in (("", 1024), ("i", 1024), ("iB", 1024), ("B", 1000))
+}
+
+
+def parse_size(value: object) -> int:
+    """Bytes, from a number or from a text such as `512MiB`, `10G` (1024) or `2TB` (1000)."""
+    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", str(value).strip())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError("a size is a number of bytes, or such as 512MiB, 10GiB or 2TB")
+    unit: int = _UNITS[match[2]]
+    return int(match[1]) * unit
+
+
+def _positive_size(value: object) -> int:
+    if (size := parse_size(value)) <= 0:
+        raise ValueError("the size must be larger than 0")
+    return size
+
+
+def _count(value: object) -> int:
+    if isinstance(value, bool) or not re.fullmatch(r"\d+", str(value)):
+        raise ValueError("a whole number, 0 or more")
+    return int(str(value))
+
+
+def _flag(value: object) -> bool:
+    known = {"true": True, "false": False}
+    if str(value).lower() not in known:
+        raise ValueError("true or false")
+    return known[str(value).lower()]
+
+
+def _choice(*allowed: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if value not in allowed:
+            raise ValueError(f"one of {', '.join(allowed)}")
+        return str(value)
+
+    return parse
+
+
+def _absolute_path(value: object) -> Path:
+    path = Path(str(value).removeprefix("unix://"))
+    if not path.is_absolute():
+        raise ValueError("an absolute path")
+    return path
+
+
+def _node_id(value: object) -> str:
+    text = str(value)
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text):
+        raise ValueError("letters, digits, dots, dashes and underscores, as in a host name")
+    if len(text) > _MAXIMUM_NODE_ID:
+        raise ValueError(f"at most {_MAXIMUM_NODE_ID} characters")
+    return text
+
+
+def _words(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return tuple(filter(None, re.split(r"[,\s]+", value)))
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return tuple(value)
+    raise ValueError("a list of texts")
+
+
+def _lvm_name(value: object) -> str:
+    text = str(value)
+    if not re.fullmatch(r"[A-Za-z0-9_+.][A-Za-z0-9_+.-]*", text) or text in {".", ".."}:
+        raise ValueError("a name as lvm(8) allows it: letters, digits and _ + . -")
+    if len(names.escaped(text)) > names.MAXIMUM_ESCAPED_GROUP_LENGTH:
+        raise ValueError(
+            f"at most {names.MAXIMUM_ESCAPED_GROUP_LENGTH} characters, where a dash counts twice"
+        )
+    return text
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing that can be set in the file, by a variable or by a flag."""
+
+    parse: Callable[[Any], Any]
+    default: Callable[[], Any]
+    help: str
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "node_id": Setting(_node_id, socket.gethostname, "this node's name, as the cluster knows it"),
+    "endpoint": Setting(_absolute_path, lambda: DEFAULT_SOCKET, "the unix socket to serve"),
+    "log_format": Setting(_choice("text", "json"), lambda: "text", "text or json"),
+    "log_level": Setting(
+        _choice("debug", "info", "warning", "error"), lambda: "info", "the least that is logged"
+    ),
+    "controller_expand": Setting(
+        _flag,
+        lambda: True,
+        "advertise the controller's EXPAND_VOLUME; false in a cluster, where NodeExpandVolume"
+        " grows the volume on its node",
+    ),
+    "max_volumes_per_node": Setting(_count, lambda: 0, "volumes on this node; 0: no limit"),
+    "lvm": Setting(
+        _choice("direct", "host"), lambda: "direct", "where lvm2 is; host: through nsenter"
+    ),
+    "devices": Setting(
+        _words, lambda: (), "confine lvm2 to these block devices; empty: as lvm.conf says"
+    ),
+    "wipe": Setting(
+        _choice("zero", "none"), lambda: "zero", "what is done to a deleted volume's blocks"
+    ),
+    "file": Setting(
+        _absolute_path,
+        lambda: EMBEDDED_FILE,
+        "the sparse file that holds the group where no class is configured",
+    ),
+    "file_size": Setting(_positive_size, lambda: 10 << 30, "that file's size, such as 10GiB"),
+}
+
+
+@dataclass(frozen=True)
+class DeviceClass:
+    """A group and how to carve it. A StorageClass names one."""
+
+    name: str
+    group: str
+    default: bool = False
+    fs_type: str = "ext4"
+    mkfs_options: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BackingFile:
+    """A sparse file that a loop device turns into the one disk of a group."""
+
+    path: Path
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that an operator decides. `backing` is set where no class is configured."""
+
+    node_id: str
+    endpoint: Path
+    log_format: str
+    log_level: str
+    controller_expand: bool
+    max_volumes_per_node: int
+    lvm: str
+    devices: tuple[str, ...]
+    wipe: str
+    classes: tuple[DeviceClass, ...]
+    backing: BackingFile | None
+
+    def device_class(self, name: str) -> DeviceClass | None:
+        """The class of that name, or the default one for an empty name."""
+        for one in self.classes:
+            if one.name == name or (not name and one.default):
+                return one
+        return None
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of all classes, each once, in the classes' order."""
+        return tuple(dict.fromkeys(one.group for one in self.classes))
+
+
+EMBEDDED_CLASS = DeviceClass(name="default", group="carver", default=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give a parser the flags that `load` reads."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help=f"default: {DEFAULT_FILE}")
+    for key, setting in SETTINGS.items():
+        parser.add_argument(f"--{key.replace('_', '-')}", metavar=key.upper(), help=setting.help)
+
+
+def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Config:
+    """The checked configuration; raises BadConfig, which names the source and the key."""
+    file = arguments.config or Path(environment.get("CARVER_CONFIG", DEFAULT_FILE))
+    optional = file == DEFAULT_FILE
+    table = _read(file, optional=optional)
+    classes = _classes(str(file), table.pop("classes", []))
+    for key in table:
+        if key not in SETTINGS:
+            allowed = ", ".join([*SETTINGS, "classes"])
+            raise errors.BadConfig(str(file), key, f"is not a setting; allowed: {allowed}")
+    values = {
+        key: _value(key, setting, arguments, environment, file, table)
+        for key, setting in SETTINGS.items()
+    }
+    backing = BackingFile(values.pop("file"), values.pop("file_size"))
+    return Config(
+        **values, classes=classes or (EMBEDDED_CLASS,), backing=None if classes else backing
+    )
+
+
+def _read(file: Path, *, optional: bool) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise errors.BadConfig(str(file), "file", "does not exist") from None
+    except (OSError, ValueError) as error:
+        raise errors.BadConfig(str(file), "file", f"cannot be read: {error}") from None
+
+
+def _value(
+    key: str,
+    setting: Setting,
+    arguments: argparse.Namespace,
+    environment: Mapping[str, str],
+    file: Path,
+    table: Mapping[str, Any],
+) -> Any:
+    flag, variable = f"--{key.replace('_', '-')}", f"CARVER_{key.upper()}"
+    for source, raw in (
+        (flag, getattr(arguments, key, None)),
+        (variable, environment.get(variable)),
+        (str(file), table.get(key)),
+    ):
+        if raw is not None:
+            return _checked(source, key, setting.parse, raw)
+    return _checked("default", key, setting.parse, setting.default())
+
+
+def _checked(source: str, key: str, parse: Callable[[Any], Any], raw: object) -> Any:
+    try:
+        return parse(raw if not isinstance(raw, tuple) else list(raw))
+    except ValueError as error:
+        raise errors.BadConfig(source, key, f"{raw!r} is not allowed: {error}") from None
+
+
+_CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
+    "name": _lvm_name,
+    "group": _lvm_name,
+    "default": _flag,
+    "fs_type": _choice(*filesystem.FILE_SYSTEMS),
+    "mkfs_options": _words,
+}
+
+
+def _classes(source: str, tables: Sequence[Mapping[str, Any]]) -> tuple[DeviceClass, ...]:
+    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        raise errors.BadConfig(source, "classes", "is a list of tables: [[classes]]")
+    classes = [_class(source, index, table) for index, table in enumerate(tables)]
+    if len({one.name for one in classes}) != len(classes):
+        raise errors.BadConfig(source, "classes", "two classes have the same name")
+    defaults = [one for one in classes if one.default]
+    if len(defaults) > 1:
+        names = ", ".join(one.name for one in defaults)
+        raise errors.BadConfig(source, "classes", f"more than one is the default: {names}")
+    return tuple(classes)
+
+
+def _class(source: str, index: int, table: Mapping[str, Any]) -> DeviceClass:
+    where = f"classes[{index}]"
+    for key in table:
+        if key not in _CLASS_KEYS:
+            allowed = ", ".join(_CLASS_KEYS)
+            raise errors.BadConfig(source, f"{where}.{key}", f"is not a key; allowed: {allowed}")
+    for key in ("name", "group"):
+        if key not in table:
+            raise errors.BadConfig(source, f"{where}.{key}", "is required")
+    values = {
+        key: _checked(source, f"{where}.{key}", _CLASS_KEYS[key], raw) for key, raw in table.items()
+    }
+    one = DeviceClass(**values)
+    try:
+        filesystem.check_options(one.fs_type, one.mkfs_options)
+    except Exception as error:
+        raise errors.BadConfig(source, f"{where}.mkfs_options", str(error)) from None
+    return one

@@ -1,0 +1,124 @@
+"""CSI Controller: parse, hold the volume, call policy, answer."""
+
+import grpc
+from google.protobuf import wrappers_pb2
+
+from agent import calls, inventory
+from agent.config import TOPOLOGY_KEY, Config
+from agent.inventory import Volume
+from agent.locks import VolumeLocks
+from agent.provision import Provisioner, context_of
+from proto import csi_pb2 as csi
+from proto import csi_pb2_grpc
+
+_Rpc = csi.ControllerServiceCapability.RPC
+
+
+class Controller(csi_pb2_grpc.ControllerServicer):
+    """The Controller service."""
+
+    def __init__(self, config: Config, provision: Provisioner, locks: VolumeLocks) -> None:
+        self._config = config
+        self._provision = provision
+        self._locks = locks
+
+    def CreateVolume(  # noqa: N802
+        self, request: csi.CreateVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.CreateVolumeResponse:
+        """Make a volume, or find the one that an earlier call made."""
+        call = calls.Create.from_proto(request)
+        with self._locks.hold(self._provision.logical_name(call.name)):
+            volume = self._provision.create(call)
+        return csi.CreateVolumeResponse(volume=self._volume(volume))
+
+    def DeleteVolume(  # noqa: N802
+        self, request: csi.DeleteVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.DeleteVolumeResponse:
+        """Wipe and remove a volume."""
+        volume_id = calls.volume_id(request)
+        with self._locks.hold(inventory.logical_name(volume_id)):
+            self._provision.delete(volume_id)
+        return csi.DeleteVolumeResponse()
+
+    def ValidateVolumeCapabilities(  # noqa: N802
+        self, request: csi.ValidateVolumeCapabilitiesRequest, context: grpc.ServicerContext
+    ) -> csi.ValidateVolumeCapabilitiesResponse:
+        """Confirm that a volume can be used as described, or say why not."""
+        call = calls.Validate.from_proto(request)
+        volume = self._provision.get(call.volume_id)
+        if refusal := call.unsupported or self._provision.refusal(volume, call.capabilities):
+            return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
+        confirmed = csi.ValidateVolumeCapabilitiesResponse.Confirmed(
+            volume_context=context_of(volume.facts),
+            volume_capabilities=request.volume_capabilities,
+            parameters=request.parameters,
+        )
+        return csi.ValidateVolumeCapabilitiesResponse(confirmed=confirmed)
+
+    def ListVolumes(  # noqa: N802
+        self, request: csi.ListVolumesRequest, context: grpc.ServicerContext
+    ) -> csi.ListVolumesResponse:
+        """List this node's volumes, part by part."""
+        listing = self._provision.list(calls.Page.from_proto(request))
+        entries = [
+            csi.ListVolumesResponse.Entry(volume=self._volume(volume)) for volume in listing.volumes
+        ]
+        return csi.ListVolumesResponse(entries=entries, next_token=listing.next_token)
+
+    def GetCapacity(  # noqa: N802
+        self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
+    ) -> csi.GetCapacityResponse:
+        """What CreateVolume with the same parameters could make now."""
+        capacity = self._provision.capacity(calls.Capacity.from_proto(request))
+        return csi.GetCapacityResponse(
+            available_capacity=capacity.available_bytes,
+            maximum_volume_size=wrappers_pb2.Int64Value(value=capacity.maximum_volume_bytes),
+            minimum_volume_size=wrappers_pb2.Int64Value(value=capacity.minimum_volume_bytes),
+        )
+
+    def ControllerGetVolume(  # noqa: N802
+        self, request: csi.ControllerGetVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.ControllerGetVolumeResponse:
+        """One volume."""
+        volume = self._provision.get(calls.volume_id(request))
+        status = csi.ControllerGetVolumeResponse.VolumeStatus()
+        return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
+
+    def ControllerExpandVolume(  # noqa: N802
+        self, request: csi.ControllerExpandVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.ControllerExpandVolumeResponse:
+        """Grow the logical volume; its file system, if it has one, is the node's part."""
+        if not self._config.controller_expand:
+            raise NotImplementedError("ControllerExpandVolume is switched off on this node")
+        call = calls.Expand.from_proto(request)
+        with self._locks.hold(inventory.logical_name(call.volume_id)):
+            volume = self._provision.grow(call)
+        return csi.ControllerExpandVolumeResponse(
+            capacity_bytes=volume.size_bytes,
+            node_expansion_required=volume.facts.get(inventory.ACCESS) != calls.BLOCK,
+        )
+
+    def ControllerGetCapabilities(  # noqa: N802
+        self, request: csi.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
+    ) -> csi.ControllerGetCapabilitiesResponse:
+        """What of the Controller service is implemented."""
+        offered = [
+            _Rpc.CREATE_DELETE_VOLUME,
+            _Rpc.LIST_VOLUMES,
+            _Rpc.GET_CAPACITY,
+            _Rpc.GET_VOLUME,
+            _Rpc.SINGLE_NODE_MULTI_WRITER,
+        ]
+        if self._config.controller_expand:
+            offered.append(_Rpc.EXPAND_VOLUME)
+        capabilities = [csi.ControllerServiceCapability(rpc=_Rpc(type=one)) for one in offered]
+        return csi.ControllerGetCapabilitiesResponse(capabilities=capabilities)
+
+    def _volume(self, volume: Volume) -> csi.Volume:
+        here = csi.Topology(segments={TOPOLOGY_KEY: self._config.node_id})
+        return csi.Volume(
+            volume_id=str(volume.id),
+            capacity_bytes=volume.size_bytes,
+            volume_context=context_of(volume.facts),
+            accessible_topology=[here],
+        )

@@ -1,0 +1,64 @@
+"""The group that Carver makes for itself where none is configured: a sparse file, looped.
+
+Every step is one that is looked for first, so a start after a crash or a reboot takes up where
+the last one ended: file, loop device, group.
+"""
+
+import logging
+import os
+
+from agent import errors
+from agent.config import BackingFile
+from lvm import groups, report
+from lvm.command import Run
+from lvm.lvm2 import Lvm
+from mount import filesystem, loop
+from mount.syscalls import Kernel
+
+_log = logging.getLogger(__name__)
+
+# How a group that Carver made is told from one that an operator made.
+FACTS = {"embedded": "file"}
+
+
+def ensure_device(kernel: Kernel, backing: BackingFile) -> str:
+    """The loop device on the backing file, which is made where it is not there; raises NotReady."""
+    path = backing.path
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Never truncated: an existing file holds volumes, whatever size is configured now.
+        with open(path, "ab", opener=_private) as file:
+            if file.seek(0, os.SEEK_END) == 0:
+                _require_room(backing)
+                file.truncate(backing.size_bytes)
+                _log.info("made %s, %d bytes, sparse", path, backing.size_bytes)
+    except OSError as error:
+        raise errors.NotReady(f"{path}: {error.strerror}") from None
+    return loop.attach(kernel, str(path))
+
+
+def ensure_group(run: Run, lvm: Lvm, name: str, device: str) -> None:
+    """The group on the loop device, made where the device is proved blank; raises NotReady."""
+    known = report.read(lvm)
+    if name in known.groups:
+        return
+    found = filesystem.probe(run, device)
+    if found is not None:
+        raise errors.NotReady(f"{device} holds {found}, not the group {name}; it is left untouched")
+    groups.create(lvm, name, [device], FACTS)
+    _log.info("made volume group %s on %s", name, device)
+
+
+def _require_room(backing: BackingFile) -> None:
+    """A sparse file that its file system cannot hold would fail its volumes' writes later."""
+    status = os.statvfs(backing.path.parent)
+    free = status.f_bavail * status.f_frsize
+    if backing.size_bytes > free:
+        raise errors.NotReady(
+            f"{backing.path.parent} has {free} bytes free, {backing.size_bytes} are configured for"
+            " the group's file; set a smaller --file-size"
+        )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

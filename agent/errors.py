@@ -1,0 +1,133 @@
+"""What can be wrong with a request, or with the state it meets."""
+
+from collections.abc import Iterable
+
+
+class AgentError(Exception):
+    """Any refusal that this package decides."""
+
+
+class BadConfig(AgentError):
+    """The configuration is not usable; nothing was started."""
+
+    def __init__(self, source: str, key: str, problem: str) -> None:
+        super().__init__(f"{source}: {key}: {problem}")
+        self.key = key
+
+
+class BadField(AgentError):
+    """A field of a request is missing or wrong."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+
+
+class Missing(BadField):
+    """A required field is empty."""
+
+    def __init__(self, field: str) -> None:
+        super().__init__(field, "is required")
+
+
+class NotAllowed(BadField):
+    """A value outside a known set."""
+
+    def __init__(self, field: str, value: object, allowed: Iterable[object]) -> None:
+        known = ", ".join(str(one) for one in allowed)
+        super().__init__(field, f"{value!r} is not allowed; allowed: {known}")
+
+
+class BadSize(AgentError):
+    """A capacity range that cannot be met by any amount of free space."""
+
+
+class NoSuchVolume(AgentError):
+    """The volume is not there, and a report of its group proves it."""
+
+    def __init__(self, volume_id: str) -> None:
+        super().__init__(f"there is no volume {volume_id!r} on this node")
+
+
+class NoSuchPath(AgentError):
+    """The volume is not mounted or published at the path."""
+
+    def __init__(self, volume_id: str, path: str) -> None:
+        super().__init__(f"volume {volume_id!r} is not mounted or published at {path!r}")
+
+
+class Incompatible(AgentError):
+    """A volume of that name, or a mount at that path, is there and is not what was asked for."""
+
+
+class OtherGroup(AgentError):
+    """The volume id names a group that is not here, or is another group of the same name."""
+
+    def __init__(self, volume_id: str, problem: str) -> None:
+        super().__init__(f"volume {volume_id!r} is not this node's: {problem}")
+
+
+class Elsewhere(AgentError):
+    """The topology asks for other nodes only."""
+
+    def __init__(self, node_id: str) -> None:
+        super().__init__(
+            f"accessibility_requirements: none of the topologies includes this node ({node_id})"
+        )
+
+
+class NoRoom(AgentError):
+    """The group cannot hold the volume."""
+
+    def __init__(self, group: str, asked_bytes: int, available_bytes: int) -> None:
+        super().__init__(
+            f"volume group {group} has room for {available_bytes} bytes, {asked_bytes} were asked"
+        )
+
+
+class VolumeInUse(AgentError):
+    """Something on this node has the volume open."""
+
+    def __init__(self, volume_id: str, users: str) -> None:
+        super().__init__(f"volume {volume_id!r} is in use: {users}")
+
+
+class NotStaged(AgentError):
+    """The volume must be staged first."""
+
+    def __init__(self, volume_id: str, problem: str) -> None:
+        super().__init__(f"volume {volume_id!r} is not staged: {problem}; call NodeStageVolume")
+
+
+class ContentsLost(AgentError):
+    """A volume that was formatted is blank now. It is not formatted again."""
+
+    def __init__(self, volume_id: str, fs_type: str) -> None:
+        super().__init__(
+            f"volume {volume_id!r} was formatted with {fs_type} and has no file system now; its"
+            " data were overwritten. Restore it from a backup, or delete the volume"
+        )
+
+
+class OperationPending(AgentError):
+    """Another call on the same volume has not ended."""
+
+    def __init__(self, volume: str) -> None:
+        super().__init__(f"another call on volume {volume!r} is in progress")
+
+
+class BadToken(AgentError):
+    """A starting_token that this plugin did not give out."""
+
+    def __init__(self, token: str) -> None:
+        super().__init__(
+            f"starting_token: {token!r} is not a token of this plugin; list anew without one"
+        )
+
+
+class NotReady(AgentError):
+    """The node lacks something that Carver needs."""
+
+
+class SocketTaken(AgentError):
+    """Another process serves the socket."""

@@ -1,0 +1,47 @@
+"""CSI Identity: who this plugin is, what it offers, and whether it can work."""
+
+from importlib.metadata import version
+
+import grpc
+from google.protobuf import wrappers_pb2
+
+from agent.config import DRIVER_NAME
+from agent.readiness import Readiness
+from proto import csi_pb2 as csi
+from proto import csi_pb2_grpc
+
+_Service = csi.PluginCapability.Service
+_Expansion = csi.PluginCapability.VolumeExpansion
+
+
+class Identity(csi_pb2_grpc.IdentityServicer):
+    """The Identity service."""
+
+    def __init__(self, readiness: Readiness) -> None:
+        self._readiness = readiness
+
+    def GetPluginInfo(  # noqa: N802
+        self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext
+    ) -> csi.GetPluginInfoResponse:
+        """Name and version."""
+        return csi.GetPluginInfoResponse(name=DRIVER_NAME, vendor_version=version("carver"))
+
+    def GetPluginCapabilities(  # noqa: N802
+        self, request: csi.GetPluginCapabilitiesRequest, context: grpc.ServicerContext
+    ) -> csi.GetPluginCapabilitiesResponse:
+        """Volumes are made here, belong to one node, and grow while in use."""
+        services = (_Service.CONTROLLER_SERVICE, _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS)
+        capabilities = [
+            csi.PluginCapability(service=_Service(type=service)) for service in services
+        ]
+        capabilities.append(
+            csi.PluginCapability(volume_expansion=_Expansion(type=_Expansion.ONLINE))
+        )
+        return csi.GetPluginCapabilitiesResponse(capabilities=capabilities)
+
+    def Probe(  # noqa: N802
+        self, request: csi.ProbeRequest, context: grpc.ServicerContext
+    ) -> csi.ProbeResponse:
+        """Whether lvm2, every group and device-mapper answer; NotReady says which does not."""
+        self._readiness.check()
+        return csi.ProbeResponse(ready=wrappers_pb2.BoolValue(value=True))

@@ -1,0 +1,89 @@
+"""Around every call: its deadline, its one line in the log, and its error as a gRPC status."""
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.message import Message
+
+from agent import secrets, status
+from lvm import command
+
+_log = logging.getLogger("carver.calls")
+
+# A call that leaves less than this to lvm2 would only be cut off.
+_RESERVE_SECONDS = 0.2
+
+
+class Interceptor(grpc.ServerInterceptor):
+    """The only one. What a service raises becomes the code that agent/status.py gives it."""
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        """Wrap a unary call's handler; anything else goes through as it is."""
+        handler = continuation(handler_call_details)
+        if handler is None or not handler.unary_unary:
+            return handler
+        method = handler_call_details.method.rpartition("/")[2]
+        behaviour = handler.unary_unary
+
+        def call(request: Message, context: grpc.ServicerContext) -> Any:
+            started = time.monotonic()
+            code, message, response = grpc.StatusCode.OK, "", None
+            try:
+                with command.time_limit(_remaining_seconds(context)):
+                    response = behaviour(request, context)
+            except Exception as error:
+                code, message = status.code_of(error), str(error) or type(error).__name__
+                if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+                    _log.debug("%s raised", method, exc_info=error)
+            _write(method, request, code, message, time.monotonic() - started)
+            if code is not grpc.StatusCode.OK:
+                context.abort(code, message)
+            return response
+
+        return grpc.unary_unary_rpc_method_handler(
+            call, handler.request_deserializer, handler.response_serializer
+        )
+
+
+def _remaining_seconds(context: grpc.ServicerContext) -> float | None:
+    remaining = context.time_remaining()
+    return None if remaining is None else max(0.0, remaining - _RESERVE_SECONDS)
+
+
+def _write(
+    method: str, request: Message, code: grpc.StatusCode, message: str, seconds: float
+) -> None:
+    fields = {
+        "method": method,
+        "volume": getattr(request, "volume_id", "") or getattr(request, "name", ""),
+        "code": code.name,
+        "milliseconds": round(seconds * 1000, 1),
+    }
+    if message:
+        fields["error"] = message
+    # Probes and capability questions come all day long; they are news only when they fail.
+    routine = code is grpc.StatusCode.OK and method in _ROUTINE
+    level = logging.DEBUG if routine else logging.INFO
+    _log.log(level, "call", extra={"fields": fields})
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("request", extra={"fields": {"method": method, **secrets.stripped(request)}})
+
+
+_ROUTINE = frozenset(
+    {
+        "Probe",
+        "GetPluginInfo",
+        "GetPluginCapabilities",
+        "ControllerGetCapabilities",
+        "NodeGetCapabilities",
+        "NodeGetVolumeStats",
+        "GetCapacity",
+    }
+)

@@ -1,0 +1,146 @@
+"""Carver's volumes, as LVM's tags and the kernel's devices tell of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from agent import errors
+from agent.ids import VolumeId
+from lvm import devices, names, report, tags, volumes
+from lvm import errors as lvm_errors
+from lvm.lvm2 import Lvm
+
+VOLUME_PREFIX = "vol"
+
+# The facts that are kept as tags. NAME is on every volume of Carver's, and on no other.
+NAME = "name"
+STATE = "state"
+SIZE = "size"
+ACCESS = "access"
+CAPABILITIES = "capabilities"
+FORMATTED = "formatted"
+
+READY = "ready"
+WIPING = "wiping"
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume that Carver made: what LVM says of it, and its facts."""
+
+    id: VolumeId
+    group: report.Group
+    name: str
+    size_bytes: int
+    facts: Mapping[str, str]
+    open: bool = False
+
+    @property
+    def wiping(self) -> bool:
+        """Whether it was deleted, and only its wiping is left to do."""
+        return self.facts.get(STATE) == WIPING
+
+
+class Inventory:
+    """Finds volumes: by id, by name, all of them. Holds nothing between two calls."""
+
+    def __init__(self, lvm: Lvm, kernel_devices: devices.Devices, groups: Sequence[str]) -> None:
+        self._lvm = lvm
+        self._devices = kernel_devices
+        self._groups = groups
+
+    def read(self) -> report.Report:
+        """All that lvm2 knows now: one command."""
+        return report.read(self._lvm)
+
+    def require_groups(self, known: report.Report) -> None:
+        """Raise GroupMissing for one of Carver's groups that is not there."""
+        for name in self._groups:
+            known.group(name)
+
+    def all(self, known: report.Report) -> list[Volume]:
+        """Every volume in Carver's groups, also those that are being wiped.
+
+        Raises GroupMissing: a list that lacks a group's volumes would say they are gone.
+        """
+        self.require_groups(known)
+        return list(self.present(known))
+
+    def present(self, known: report.Report) -> Iterator[Volume]:
+        """Every volume in those of Carver's groups that are there."""
+        for group in (known.groups[one] for one in self._groups if one in known.groups):
+            for logical in group.volumes.values():
+                if (volume := _volume(group, logical)) is not None:
+                    yield volume
+
+    def named(self, known: report.Report, name: str) -> Volume | None:
+        """The volume that the CO calls `name`, in whichever of Carver's groups it is."""
+        own_name = names.logical_volume(VOLUME_PREFIX, name)
+        return next((one for one in self.present(known) if one.name == own_name), None)
+
+    def get(self, known: report.Report, volume_id: str) -> Volume:
+        """The volume of that id, even one that is being wiped.
+
+        Raises NoSuchVolume when the report proves that it is not there, OtherGroup when its
+        group is not here: then nothing is proved.
+        """
+        parsed = VolumeId.parse(volume_id)
+        if parsed is None:
+            raise errors.NoSuchVolume(volume_id)
+        group = known.groups.get(parsed.group)
+        if group is None:
+            raise errors.OtherGroup(volume_id, f"group {parsed.group} is not on this node")
+        if not parsed.is_of(group.uuid):
+            raise errors.OtherGroup(volume_id, f"group {parsed.group} here has another UUID")
+        logical = group.volumes.get(parsed.name)
+        volume = None if logical is None else _volume(group, logical)
+        if volume is None:
+            raise errors.NoSuchVolume(volume_id)
+        return volume
+
+    def require(self, volume_id: str) -> Volume:
+        """The volume of that id, by a fresh report; one that was deleted is not there."""
+        volume = self.get(self.read(), volume_id)
+        if volume.wiping:
+            raise errors.NoSuchVolume(volume_id)
+        return volume
+
+    def device(self, volume_id: str) -> devices.Device | None:
+        """The device of an active volume, found without a command; None proves nothing."""
+        parsed = VolumeId.parse(volume_id)
+        if parsed is None:
+            return None
+        found = self._devices.find(parsed.group, parsed.name)
+        return found if found is not None and parsed.is_of(found.group_uuid) else None
+
+    def activate(self, volume: Volume) -> devices.Device:
+        """The volume's device; a command only where it is not active. Raises Inactive."""
+        group, name = volume.group.name, volume.name
+        found = self._devices.find(group, name)
+        if found is None:
+            volumes.activate(self._lvm, group, name)
+            found = self._devices.find(group, name)
+        if found is None:
+            raise lvm_errors.Inactive(group, name)
+        return found
+
+
+def _volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
+    facts = tags.decode(logical.tags)
+    if NAME not in facts:
+        return None
+    identity = VolumeId.of(group, logical.name)
+    return Volume(identity, group, logical.name, logical.size_bytes, facts, logical.open)
+
+
+def group_of(volume_id: str) -> str:
+    """The name of the group in a volume id; raises NoSuchVolume for what is no id."""
+    parsed = VolumeId.parse(volume_id)
+    if parsed is None:
+        raise errors.NoSuchVolume(volume_id)
+    return parsed.group
+
+
+def logical_name(volume_id: str) -> str:
+    """What calls on the same volume have in common: the logical volume's name in its id."""
+    parsed = VolumeId.parse(volume_id)
+    return volume_id if parsed is None else parsed.name

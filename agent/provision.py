@@ -1,0 +1,251 @@
+"""Volumes as objects: made, found, listed, grown, deleted. What the Controller's calls mean."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from agent import calls, errors, inventory
+from agent.config import TOPOLOGY_KEY, Config, DeviceClass
+from agent.ids import VolumeId
+from agent.inventory import Inventory, Volume
+from agent.locks import GroupLocks
+from agent.wiping import Wiper
+from lvm import layout, names, report, tags, volumes
+from lvm.lvm2 import Lvm
+from mount import filesystem
+
+# What a volume is given where the caller names no size.
+DEFAULT_SIZE_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What can be made now, in bytes."""
+
+    available_bytes: int
+    maximum_volume_bytes: int
+    minimum_volume_bytes: int
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A part of the volumes, and the token for the next part, if there is one."""
+
+    volumes: tuple[Volume, ...]
+    next_token: str
+
+
+class Provisioner:
+    """Carries out the Controller's calls on this node's groups."""
+
+    def __init__(
+        self, config: Config, lvm: Lvm, known: Inventory, groups: GroupLocks, wiper: Wiper
+    ) -> None:
+        self._config = config
+        self._lvm = lvm
+        self._inventory = known
+        self._groups = groups
+        self._wiper = wiper
+
+    @staticmethod
+    def logical_name(name: str) -> str:
+        """The logical volume's name for what the CO calls `name`."""
+        return names.logical_volume(inventory.VOLUME_PREFIX, name)
+
+    def create(self, call: calls.Create) -> Volume:
+        """Make a volume, or find the one that an earlier call made.
+
+        Two commands at most: a report, and lvcreate, which also tags and activates.
+        """
+        self._require_here(call.topology)
+        one = self._device_class("parameters", call.parameters)
+        parameters = with_defaults(call.parameters, call.capabilities, one)
+        parameters.check_mkfs_options(parameters.fs_type or one.fs_type, "parameters")
+        with self._groups.hold(one.group):
+            known = self._inventory.read()
+            group = known.group(one.group)
+            size = planned_bytes(call.size, call.capabilities, parameters, group)
+            facts = _facts(call, parameters, size)
+            found = self._inventory.named(known, call.name)
+            if found is not None:
+                return _same(found, facts)
+            if size > (maximum := layout.maximum_volume_bytes(group)):
+                raise errors.NoRoom(group.name, size, maximum)
+            name = self.logical_name(call.name)
+            volumes.create(self._lvm, group.name, name, size_bytes=size, facts=facts)
+        return Volume(VolumeId.of(group, name), group, name, size, facts)
+
+    def delete(self, volume_id: str) -> None:
+        """Wipe and remove a volume; no volume of that id is no error.
+
+        A wipe that takes long goes on behind the answer: see agent/wiping.py.
+        """
+        try:
+            volume = self._inventory.get(self._inventory.read(), volume_id)
+        except errors.NoSuchVolume:
+            return
+        self._wiper.delete(volume)
+
+    def get(self, volume_id: str) -> Volume:
+        """The volume of that id; raises NoSuchVolume."""
+        return self._inventory.require(volume_id)
+
+    def list(self, page: calls.Page) -> Listing:
+        """A part of the volumes, in the order of their ids.
+
+        The token is the id to begin with, so volumes that come or go meanwhile do no harm.
+        """
+        if page.starting_token and VolumeId.parse(page.starting_token) is None:
+            raise errors.BadToken(page.starting_token)
+        known = self._inventory.read()
+        found = {str(one.id): one for one in self._inventory.all(known) if not one.wiping}
+        rest = [found[key] for key in sorted(found) if key >= page.starting_token]
+        end = page.maximum_entries or len(rest)
+        following = rest[end : end + 1]
+        return Listing(tuple(rest[:end]), str(following[0].id) if following else "")
+
+    def grow(self, call: calls.Expand) -> Volume:
+        """Make the volume at least as large as asked; one that already is, stays.
+
+        Two commands at most. The file system is not touched: that is the node's part.
+        """
+        with self._groups.hold(inventory.group_of(call.volume_id)):
+            volume = self.get(call.volume_id)
+            wanted = layout.round_up(call.size.required_bytes, volume.group.extent_size_bytes)
+            if call.size.limit_bytes and max(wanted, volume.size_bytes) > call.size.limit_bytes:
+                raise errors.BadSize(
+                    f"capacity_range.limit_bytes: {call.size.limit_bytes} is less than the"
+                    f" volume's size would be, {max(wanted, volume.size_bytes)} bytes"
+                )
+            if wanted <= volume.size_bytes:
+                return volume
+            more, available = wanted - volume.size_bytes, layout.available_bytes(volume.group)
+            if more > available:
+                raise errors.NoRoom(volume.group.name, more, available)
+            volumes.extend(self._lvm, volume.group.name, volume.name, size_bytes=wanted)
+        return replace(volume, size_bytes=wanted)
+
+    def capacity(self, call: calls.Capacity) -> Capacity:
+        """What CreateVolume with the same parameters could make now; one command."""
+        one = self._device_class("parameters", call.parameters)
+        if call.unsupported or not self._is_here(call.segments):
+            return Capacity(0, 0, 0)
+        parameters = with_defaults(call.parameters, call.capabilities, one)
+        group = self._inventory.read().group(one.group)
+        maximum = layout.maximum_volume_bytes(group)
+        minimum = planned_bytes(calls.SizeRange(1), call.capabilities, parameters, group)
+        return Capacity(layout.available_bytes(group), maximum, minimum)
+
+    def refusal(self, volume: Volume, wanted: Sequence[calls.Capability]) -> str:
+        """Why the volume cannot be used as wanted; empty where it can."""
+        formatted = volume.facts.get(inventory.FORMATTED)
+        for capability in wanted:
+            if capability.is_block:
+                continue
+            if formatted and capability.fs_type not in {"", formatted}:
+                return f"the volume is formatted with {formatted}, not {capability.fs_type}"
+            fs_type = capability.fs_type or formatted or volume.facts.get("fsType", "")
+            minimum = filesystem.FILE_SYSTEMS[fs_type].minimum_bytes if fs_type else 0
+            if volume.size_bytes < minimum:
+                return f"{fs_type} needs {minimum} bytes, the volume has {volume.size_bytes}"
+        return ""
+
+    def _device_class(self, field: str, parameters: calls.Parameters) -> DeviceClass:
+        found = self._config.device_class(parameters.device_class)
+        if found is None:
+            known = [one.name for one in self._config.classes]
+            raise errors.NotAllowed(f"{field}[class]", parameters.device_class, known)
+        return found
+
+    def _require_here(self, topology: calls.Topology) -> None:
+        places = topology.requisite or topology.preferred
+        if places and not any(self._is_here(one) for one in places):
+            raise errors.Elsewhere(self._config.node_id)
+
+    def _is_here(self, segments: Mapping[str, str] | None) -> bool:
+        here = {TOPOLOGY_KEY: self._config.node_id}
+        return segments is None or all(here.get(key) == value for key, value in segments.items())
+
+
+def with_defaults(
+    parameters: calls.Parameters, capabilities: Sequence[calls.Capability], one: DeviceClass
+) -> calls.Parameters:
+    """The parameters as the class completes them, so that they no longer depend on it."""
+    asked = next((c.fs_type for c in capabilities if c.fs_type), "") or parameters.fs_type
+    mounted = any(not capability.is_block for capability in capabilities)
+    fs_type = (asked or one.fs_type) if mounted else ""
+    inherits = not parameters.mkfs_options and fs_type == one.fs_type
+    return calls.Parameters(
+        device_class=one.name,
+        fs_type=fs_type,
+        mkfs_options=one.mkfs_options if inherits else parameters.mkfs_options,
+        mount_options=parameters.mount_options,
+        about=parameters.about,
+    )
+
+
+def planned_bytes(
+    size: calls.SizeRange,
+    capabilities: Sequence[calls.Capability],
+    parameters: calls.Parameters,
+    group: report.Group,
+) -> int:
+    """The size that a volume gets: whole extents, and enough for its file system.
+
+    Raises BadSize when that is above the limit.
+    """
+    fs_types = {c.fs_type or parameters.fs_type for c in capabilities if not c.is_block}
+    minimum = max((filesystem.FILE_SYSTEMS[one].minimum_bytes for one in fs_types), default=0)
+    extent = group.extent_size_bytes
+    asked = size.required_bytes
+    if not asked:
+        within_limit = size.limit_bytes // extent * extent
+        asked = min(DEFAULT_SIZE_BYTES, within_limit or DEFAULT_SIZE_BYTES)
+    planned = layout.round_up(max(asked, minimum), extent)
+    if size.limit_bytes and planned > size.limit_bytes:
+        raise errors.BadSize(
+            f"capacity_range.limit_bytes: {size.limit_bytes} is less than the least volume that"
+            f" can be made, {planned} bytes: extents of {extent} bytes"
+            + (f", {minimum} bytes for {', '.join(sorted(fs_types))}" if minimum else "")
+        )
+    return planned
+
+
+def context_of(facts: Mapping[str, str]) -> dict[str, str]:
+    """The volume_context that a volume's facts amount to."""
+    return {calls.PARAMETER_PREFIX + key: facts[key] for key in calls.PARAMETERS if key in facts}
+
+
+def _facts(call: calls.Create, parameters: calls.Parameters, size_bytes: int) -> dict[str, str]:
+    """What is kept of a request: all that a repeated one is compared with."""
+    chosen = {
+        key.removeprefix(calls.PARAMETER_PREFIX): value
+        for key, value in parameters.context().items()
+    }
+    capabilities = "|".join(sorted(map(str, call.capabilities)))
+    if not tags.fits(inventory.CAPABILITIES, capabilities):
+        # Only compared, never read back: where there is no room, its digest will do.
+        capabilities = f"sha256:{hashlib.sha256(capabilities.encode()).hexdigest()}"
+    only_block = all(one.is_block for one in call.capabilities)
+    return {
+        inventory.NAME: call.name,
+        inventory.STATE: inventory.READY,
+        inventory.SIZE: str(size_bytes),
+        inventory.ACCESS: calls.BLOCK if only_block else calls.MOUNT,
+        inventory.CAPABILITIES: capabilities,
+        **chosen,
+        **(parameters.about or {}),
+    }
+
+
+def _same(found: Volume, facts: Mapping[str, str]) -> Volume:
+    """The volume that is there, if it is what is asked for now."""
+    if found.wiping:
+        raise errors.OperationPending(f"{found.id} (being wiped)")
+    for key in (inventory.SIZE, inventory.CAPABILITIES, *calls.PARAMETERS):
+        if (was := found.facts.get(key, "")) != (wanted := facts.get(key, "")):
+            raise errors.Incompatible(
+                f"volume {facts[inventory.NAME]!r} exists with {key} {was or 'none'!r},"
+                f" not {wanted or 'none'!r}"
+            )
+    return found

@@ -1,0 +1,37 @@
+"""Whether this node can do what it offers: what Probe tells, checked anew each time."""
+
+from pathlib import Path
+
+from agent import errors
+from agent.inventory import Inventory
+from lvm import errors as lvm_errors
+
+_CONTROL = Path("/dev/mapper/control")
+
+
+class Readiness:
+    """Looks at lvm2, the groups and device-mapper."""
+
+    def __init__(self, known: Inventory, control: Path = _CONTROL) -> None:
+        self._inventory = known
+        self._control = control
+
+    def check(self) -> None:
+        """Raise NotReady, with the reason, unless lvm2 runs and every group and dm are there.
+
+        One command: the report needs lvm2, and names the groups. device-mapper is opened.
+        """
+        try:
+            known = self._inventory.read()
+            self._inventory.require_groups(known)
+        except lvm_errors.LvmError as error:
+            raise errors.NotReady(str(error)) from None
+        try:
+            # Opening the control node loads the driver's module where it is not loaded yet.
+            with self._control.open("rb"):
+                pass
+        except OSError as error:
+            raise errors.NotReady(
+                f"device-mapper does not answer: {self._control}: {error.strerror}; is the dm_mod"
+                " module loaded, and is /dev the host's?"
+            ) from None

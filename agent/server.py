@@ -1,0 +1,190 @@
+"""One process, one unix socket: the parts put together, served, and ended in order."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from agent import embedded, errors
+from agent.access import Access
+from agent.config import Config
+from agent.controller import Controller
+from agent.identity import Identity
+from agent.interceptor import Interceptor
+from agent.inventory import Inventory
+from agent.locks import GroupLocks, VolumeLocks
+from agent.node import Node
+from agent.provision import Provisioner
+from agent.readiness import Readiness
+from agent.wiping import Wiper
+from lvm import errors as lvm_errors
+from lvm.command import Finished, Programs, Run
+from lvm.devices import Devices, KernelDevices
+from lvm.lvm2 import Lvm
+from mount.syscalls import Kernel
+from proto import csi_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+# Calls that wait for a lock or for lvm2 hold a thread each; Probe must still get one.
+_THREADS = 32
+# systemd's TimeoutStopSec and kubelet's grace period are longer.
+_DRAIN_SECONDS = 25
+
+
+@dataclass(frozen=True)
+class Host:
+    """The seams to the machine. Tests put a fake of it here."""
+
+    run: Run
+    kernel: Kernel
+    devices: Devices
+
+
+def this_host(config: Config) -> Host:
+    """The machine that Carver runs on."""
+    run = Programs(lvm_on_host=config.lvm == "host", observe=_log_command)
+    return Host(run, Kernel(), KernelDevices())
+
+
+class Service:
+    """Carver's three services on one gRPC server."""
+
+    def __init__(self, config: Config, host: Host, lvm: Lvm) -> None:
+        known = Inventory(lvm, host.devices, config.groups)
+        volume_locks, group_locks = VolumeLocks(), GroupLocks()
+        self.wiper = Wiper(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
+        provision = Provisioner(config, lvm, known, group_locks, self.wiper)
+        access = Access(host.run, lvm, host.kernel, known, group_locks, self.wiper)
+        self._server = grpc.server(
+            ThreadPoolExecutor(_THREADS, thread_name_prefix="rpc"), interceptors=[Interceptor()]
+        )
+        csi_pb2_grpc.add_IdentityServicer_to_server(Identity(Readiness(known)), self._server)
+        csi_pb2_grpc.add_ControllerServicer_to_server(
+            Controller(config, provision, volume_locks), self._server
+        )
+        csi_pb2_grpc.add_NodeServicer_to_server(
+            Node(config, provision, access, volume_locks), self._server
+        )
+
+    def start(self, path: Path) -> None:
+        """Serve on a unix socket that only root can reach."""
+        # Between bind and chmod anyone could connect: the umask leaves no such moment.
+        umask = os.umask(0o177)
+        try:
+            self._server.add_insecure_port(f"unix://{path}")
+        finally:
+            os.umask(umask)
+        self._server.start()
+
+    def stop(self) -> None:
+        """Let calls in flight end, then background work at its next safe point."""
+        self._server.stop(_DRAIN_SECONDS).wait()
+        self.wiper.stop()
+
+
+def serve(config: Config, host: Host) -> None:
+    """Serve until SIGTERM or SIGINT. Raises SocketTaken, NotReady."""
+    with claimed(config.endpoint):
+        lvm = Lvm(host.run, config.devices)
+        if config.backing is not None:
+            device = embedded.ensure_device(host.kernel, config.backing)
+            lvm = Lvm(host.run, (device,))
+            embedded.ensure_group(host.run, lvm, config.groups[0], device)
+        service = Service(config, host, lvm)
+        ended = _until_signal()
+        _resume(service.wiper)
+        service.start(config.endpoint)
+        _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
+        notify("READY=1")
+        ended.wait()
+        notify("STOPPING=1")
+        service.stop()
+        _log.info("stopped")
+
+
+def _resume(wiper: Wiper) -> None:
+    """Take up the wipes that are left; where lvm2 does not answer, Probe will say so."""
+    try:
+        left = wiper.resume()
+    except lvm_errors.LvmError as error:
+        _log.warning("wipes that are left are not gone on with: %s", error)
+        return
+    if left:
+        _log.info("going on with %d wipes", left)
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """Be the one process that serves a socket; a stale socket goes, a live one is left alone.
+
+    The lock file, not the socket, decides: two processes that start at once cannot both win.
+    """
+    path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
+    lock = os.open(
+        path.with_name(path.name + ".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600
+    )
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise errors.SocketTaken(f"another Carver serves {path}; stop it first") from None
+        _remove_stale(path)
+        yield
+        path.unlink(missing_ok=True)
+    finally:
+        os.close(lock)
+
+
+def _remove_stale(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise errors.SocketTaken(f"{path} exists and is not a socket; it is left untouched")
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            path.unlink()
+        else:
+            raise errors.SocketTaken(f"another process serves {path}; stop it first")
+
+
+def notify(state: str) -> None:
+    """Tell systemd about the service's state (sd_notify(3)); nothing where systemd did not ask."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as channel, contextlib.suppress(OSError):
+        channel.sendto(state.encode(), address)
+
+
+def _until_signal() -> threading.Event:
+    ended = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: ended.set())
+    return ended
+
+
+def _log_command(finished: Finished) -> None:
+    fields = {
+        "command": " ".join(finished.words),
+        "exit_code": finished.exit_code,
+        "milliseconds": round(finished.seconds * 1000, 1),
+    }
+    _log.debug("command", extra={"fields": fields})

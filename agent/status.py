@@ -1,0 +1,74 @@
+"""Which gRPC code each error is. The only table of its kind."""
+
+import grpc
+
+import agent.errors
+import lvm.errors
+import mount.errors
+
+Code = grpc.StatusCode
+
+# The first class that matches gives the code, so a class stands before those it derives from.
+TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (agent.errors.Missing, Code.INVALID_ARGUMENT),
+    (agent.errors.NotAllowed, Code.INVALID_ARGUMENT),
+    (agent.errors.BadField, Code.INVALID_ARGUMENT),
+    (agent.errors.BadConfig, Code.FAILED_PRECONDITION),
+    (agent.errors.BadSize, Code.OUT_OF_RANGE),
+    (agent.errors.NoSuchVolume, Code.NOT_FOUND),
+    (agent.errors.NoSuchPath, Code.NOT_FOUND),
+    (agent.errors.Incompatible, Code.ALREADY_EXISTS),
+    (agent.errors.OtherGroup, Code.FAILED_PRECONDITION),
+    (agent.errors.Elsewhere, Code.RESOURCE_EXHAUSTED),
+    (agent.errors.NoRoom, Code.RESOURCE_EXHAUSTED),
+    (agent.errors.VolumeInUse, Code.FAILED_PRECONDITION),
+    (agent.errors.NotStaged, Code.FAILED_PRECONDITION),
+    (agent.errors.ContentsLost, Code.FAILED_PRECONDITION),
+    (agent.errors.OperationPending, Code.ABORTED),
+    (agent.errors.BadToken, Code.ABORTED),
+    (agent.errors.NotReady, Code.FAILED_PRECONDITION),
+    (agent.errors.SocketTaken, Code.FAILED_PRECONDITION),
+    (agent.errors.AgentError, Code.INTERNAL),
+    (lvm.errors.ProgramMissing, Code.FAILED_PRECONDITION),
+    (lvm.errors.CommandTimedOut, Code.DEADLINE_EXCEEDED),
+    (lvm.errors.NoSpace, Code.RESOURCE_EXHAUSTED),
+    # Carver looks before it makes: the name was taken in between, by another process.
+    (lvm.errors.NameTaken, Code.ABORTED),
+    (lvm.errors.InUse, Code.FAILED_PRECONDITION),
+    (lvm.errors.NoDeviceMapper, Code.FAILED_PRECONDITION),
+    (lvm.errors.CommandFailed, Code.INTERNAL),
+    (lvm.errors.GroupMissing, Code.FAILED_PRECONDITION),
+    (lvm.errors.VolumeMissing, Code.NOT_FOUND),
+    (lvm.errors.Inactive, Code.INTERNAL),
+    (lvm.errors.BadReport, Code.INTERNAL),
+    (lvm.errors.LvmError, Code.INTERNAL),
+    (mount.errors.BadPath, Code.INVALID_ARGUMENT),
+    (mount.errors.BadOption, Code.INVALID_ARGUMENT),
+    (mount.errors.UnsupportedFileSystem, Code.INVALID_ARGUMENT),
+    (mount.errors.TooSmall, Code.OUT_OF_RANGE),
+    (mount.errors.DeviceMissing, Code.INTERNAL),
+    (mount.errors.ProbeFailed, Code.INTERNAL),
+    (mount.errors.UnexpectedContents, Code.FAILED_PRECONDITION),
+    (mount.errors.FormatFailed, Code.INTERNAL),
+    (mount.errors.MountFailed, Code.INTERNAL),
+    (mount.errors.UnmountFailed, Code.INTERNAL),
+    (mount.errors.Busy, Code.FAILED_PRECONDITION),
+    (mount.errors.ForeignMount, Code.FAILED_PRECONDITION),
+    (mount.errors.MountConflict, Code.ALREADY_EXISTS),
+    (mount.errors.NotMounted, Code.FAILED_PRECONDITION),
+    (mount.errors.NotADirectory, Code.FAILED_PRECONDITION),
+    (mount.errors.NotAFile, Code.FAILED_PRECONDITION),
+    (mount.errors.TargetInUse, Code.FAILED_PRECONDITION),
+    (mount.errors.TargetError, Code.INTERNAL),
+    (mount.errors.GrowFailed, Code.INTERNAL),
+    (mount.errors.LoopFailed, Code.INTERNAL),
+    (mount.errors.MountError, Code.INTERNAL),
+    # The generated servicers raise it for every RPC that is not implemented.
+    (NotImplementedError, Code.UNIMPLEMENTED),
+    (Exception, Code.INTERNAL),
+)
+
+
+def code_of(error: Exception) -> grpc.StatusCode:
+    """The code of the first class in the table that the error is an instance of."""
+    return next(code for kind, code in TABLE if isinstance(error, kind))

@@ -1,0 +1,146 @@
+"""Deletion: a volume's blocks are overwritten before its extents are anyone else's.
+
+A wipe takes as long as the disk takes. DeleteVolume waits a moment for it: most wipes are over by
+then, and the space is free when the call answers. A wipe that takes longer is first put on record
+as a tag, so that it survives a restart, and then goes on behind the answer.
+
+Killed before that tag is written, the caller has no answer and calls again. Killed after it,
+`resume` goes on at start-up.
+"""
+
+import logging
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+
+from agent import errors, inventory
+from agent.inventory import Inventory, Volume
+from agent.locks import GroupLocks
+from lvm import volumes
+from lvm.lvm2 import Lvm
+from mount import nodes, table
+from mount.syscalls import Kernel
+
+_log = logging.getLogger(__name__)
+
+# Small enough to stop soon when the service stops, large enough to cost nothing.
+_CHUNK_BYTES = 128 << 20
+_WORKERS = 2
+
+
+@dataclass
+class _Job:
+    volume: Volume
+    # Set under the group's lock, so that nothing is put on record of a volume that is gone.
+    removed: bool = False
+    ended: Future[None] = field(default_factory=Future)
+
+
+class Wiper:
+    """Wipes and removes volumes, a few at a time."""
+
+    def __init__(
+        self,
+        lvm: Lvm,
+        kernel: Kernel,
+        known: Inventory,
+        groups: GroupLocks,
+        *,
+        zero: bool = True,
+        grace_seconds: float = 2.0,
+    ) -> None:
+        self._lvm = lvm
+        self._kernel = kernel
+        self._inventory = known
+        self._groups = groups
+        self._zero = zero
+        self._grace_seconds = grace_seconds
+        self._stopping = threading.Event()
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="wipe")
+        self._guard = threading.Lock()
+        self._jobs: dict[str, _Job] = {}
+
+    def delete(self, volume: Volume) -> None:
+        """Wipe and remove, or leave that to the background on record; raises VolumeInUse."""
+        if volume.wiping:
+            self._start(volume)
+            return
+        self._require_unused(volume)
+        job = self._start(volume)
+        wait([job.ended], self._grace_seconds)
+        if not job.ended.done() and self._put_on_record(job):
+            return
+        job.ended.result()
+
+    def _put_on_record(self, job: _Job) -> bool:
+        """Tag a volume as deleted, unless it is removed already."""
+        group, name = job.volume.group.name, job.volume.name
+        with self._groups.hold(group):
+            if job.removed:
+                return False
+            old, new = {inventory.STATE: inventory.READY}, {inventory.STATE: inventory.WIPING}
+            volumes.mark(self._lvm, group, name, old=old, new=new)
+        return True
+
+    def is_deleting(self, volume_id: str) -> bool:
+        """Whether the volume's data are being overwritten, or were in part."""
+        with self._guard:
+            return volume_id in self._jobs
+
+    def resume(self) -> int:
+        """Go on with the wipes that an earlier process left; returns how many."""
+        left = [one for one in self._inventory.present(self._inventory.read()) if one.wiping]
+        for volume in left:
+            self._start(volume)
+        return len(left)
+
+    def stop(self) -> None:
+        """End at the next chunk; the tags tell the next start what is left."""
+        self._stopping.set()
+        self._workers.shutdown(wait=True)
+
+    def _start(self, volume: Volume) -> _Job:
+        key = str(volume.id)
+        with self._guard:
+            running = self._jobs.get(key)
+            if running is not None and not running.ended.done():
+                return running
+            job = self._jobs[key] = _Job(volume)
+        self._workers.submit(self._work, key, job)
+        return job
+
+    def _work(self, key: str, job: _Job) -> None:
+        try:
+            self._wipe_and_remove(job)
+        except Exception as error:
+            _log.error("volume %s is deleted, but not wiped and removed: %s", key, error)
+            job.ended.set_exception(error)
+        else:
+            with self._guard:
+                del self._jobs[key]
+            job.ended.set_result(None)
+
+    def _wipe_and_remove(self, job: _Job) -> None:
+        volume = job.volume
+        if self._zero:
+            device = self._inventory.activate(volume)
+            for offset in range(0, volume.size_bytes, _CHUNK_BYTES):
+                if self._stopping.is_set():
+                    raise errors.OperationPending(str(volume.id))
+                length = min(_CHUNK_BYTES, volume.size_bytes - offset)
+                self._kernel.zero_out(device.path, offset, length)
+        with self._groups.hold(volume.group.name):
+            volumes.remove(self._lvm, volume.group.name, volume.name)
+            job.removed = True
+
+    def _require_unused(self, volume: Volume) -> None:
+        """Nothing may have the volume mounted, published or open: its data end here."""
+        device = self._inventory.device(str(volume.id))
+        if device is not None:
+            mounted = table.read(self._kernel).of_device(device.number)
+            published = nodes.bound(self._kernel, device.number)
+            paths = [one.path for one in (*mounted, *published)]
+            if paths:
+                raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(paths)}")
+        if volume.open:
+            raise errors.VolumeInUse(str(volume.id), "a process has its device open")
