@@ -89,8 +89,8 @@ def build(step: Step) -> None:
     """Build the box and remember what it was made of."""
     remove_tree(BOX)
     mirror = os.environ.get("CARVER_LAB_MIRROR", "")
-    script = ["bash", _RECIPE / "build.sh", BOX, WHEELS, KEY.with_suffix(".pub")]
-    step.run(*as_root("env", f"CARVER_LAB_MIRROR={mirror}", *script))
+    script = as_root("env", f"CARVER_LAB_MIRROR={mirror}", "bash", _RECIPE / "build.sh")
+    step.run(*script, BOX, WHEELS, KEY.with_suffix(".pub"))
     step.run(*as_root("chown", "-R", str(os.getuid()), BOX))
     (BOX / "name").write_text(name())
 

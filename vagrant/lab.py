@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Drive the lab: a virtual machine in which Carver is a service and may break disks.
 
-As a program: lab.py --help. As a module, for tests on the host: run, sync, provision, reboot, reset.
+As a program: `lab.py --help`. As a module, for tests on the host: see __all__.
 """
 
 import argparse
@@ -203,12 +203,14 @@ def _locked() -> Iterator[None]:
 
 
 def _session(words: list[str]) -> int:
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    return subprocess.run(guest.ssh(words, terminal=terminal), check=False).returncode
+    options = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
+    return subprocess.run(guest.ssh(words, *options), check=False).returncode
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lab.py", description="Drive the lab VM; see docs/lab.md.")
+    parser = argparse.ArgumentParser(
+        prog="lab.py", description="Drive the lab VM; see docs/lab.md."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, function in _COMMANDS.items():
         commands.add_parser(name, help=(function.__doc__ or "").partition("\n")[0])
