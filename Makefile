@@ -42,3 +42,15 @@ lock: ## resolve the newest versions and write constraints.txt
 	.cache/lock/bin/pip install --quiet --editable '.[dev]'
 	{ echo '# The exact versions that are tested and installed: `make lock` writes this file.'; \
 	  .cache/lock/bin/pip freeze --all --exclude-editable --exclude pip; } > constraints.txt
+
+.PHONY: vm
+vm: ## the lab VM, up and with the present tree installed (docs/lab.md)
+	vagrant/lab.py up
+
+.PHONY: vm-ssh
+vm-ssh: ## a root shell in the lab VM
+	vagrant/lab.py ssh
+
+.PHONY: vm-down
+vm-down: ## remove the lab VM; its box stays cached
+	vagrant/lab.py down

@@ -106,8 +106,8 @@ def boot_id(timeout_seconds: int = 30) -> str | None:
     return done.stdout.strip() or None
 
 
-def wait_for_boot(previous: str | None, timeout_seconds: float = 600) -> None:
-    """Wait until the guest answers from another boot than the previous one."""
+def wait_for_boot(previous: str | None = None, timeout_seconds: float = 600) -> None:
+    """Wait until the guest answers, and from another boot than the previous one, if any."""
     deadline = time.monotonic() + timeout_seconds
     # An attempt made while the guest has no network yet notices the boot late: start with short
     # ones; lengthen them, for on a busy host a login may take long.
@@ -117,7 +117,7 @@ def wait_for_boot(previous: str | None, timeout_seconds: float = 600) -> None:
             return
         patience_seconds = min(patience_seconds + 1, 30)
         time.sleep(0.3)
-    raise GuestError(f"the guest did not come back within {timeout_seconds} s; {console()}")
+    raise GuestError(f"the guest did not answer within {timeout_seconds} s; {console()}")
 
 
 def reboot() -> None:
@@ -126,7 +126,6 @@ def reboot() -> None:
     Off and on in place of `systemctl reboot`: qemu's emulator keeps the code it translated across a
     reset, and each boot that finds older boots' code was seen to take 5 s longer than the last.
     """
-    previous = boot_id()
     run(["systemctl", "poweroff"], check=False)  # the connection may end before the answer
     disconnect()
     deadline = time.monotonic() + 180
@@ -134,7 +133,8 @@ def reboot() -> None:
         if time.monotonic() > deadline:
             raise GuestError(f"the guest does not shut down; {console()}")
         time.sleep(0.2)
-    _power_on(previous)
+    _virsh_or_fail("start", NAME)
+    wait_for_boot()
 
 
 def reset() -> None:
@@ -143,15 +143,10 @@ def reset() -> None:
     What the guest had flushed to its disk is there afterwards. Graceful towards qemu only: killed,
     it could lose its own bookkeeping of the disk image.
     """
-    previous = boot_id()
     _virsh_or_fail("destroy", "--graceful", NAME)
     disconnect()
-    _power_on(previous)
-
-
-def _power_on(previous: str | None) -> None:
     _virsh_or_fail("start", NAME)
-    wait_for_boot(previous)
+    wait_for_boot()
 
 
 def _virsh_or_fail(*words: str) -> None:

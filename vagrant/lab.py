@@ -113,7 +113,7 @@ def _ensure_machine(wanted: dict[str, object]) -> None:
         if address is None:
             raise guest.GuestError(f"libvirt knows no address of the guest; {guest.console()}")
         guest.write_ssh_config(address)
-        guest.wait_for_boot(None)
+        guest.wait_for_boot()
 
 
 def _publish_box(booting: Step, machine: dict[str, object]) -> None:

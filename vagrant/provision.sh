@@ -14,14 +14,11 @@ if ! [ -x /opt/carver/venv/bin/python ]; then
     bash "$tree/vagrant/box/setup.sh" /opt/carver/wheels /root/.ssh/authorized_keys
 fi
 
+# Stopped while its files are replaced, or systemd restarts half of them. There may be no unit yet.
+systemctl stop carver.service 2>/dev/null || true
 /opt/carver/venv/bin/python -I "$tree/vagrant/install_wheel.py" "$wheel"
 ln -sfn /opt/carver/venv/bin/carver /usr/local/bin/carver
 
-# While Carver has no unit there is nothing to start.
-if ! [ -e "$tree/systemd/carver.service" ]; then
-    echo "no systemd/carver.service: installed, not started" >&2
-    exit 0
-fi
 unit=/etc/systemd/system/carver.service
 if ! cmp --quiet "$tree/systemd/carver.service" "$unit"; then
     install -m 644 "$tree/systemd/carver.service" "$unit"
@@ -29,7 +26,8 @@ if ! cmp --quiet "$tree/systemd/carver.service" "$unit"; then
     systemctl enable --quiet carver.service
 fi
 # With Type=notify this returns once the socket is served.
-if ! systemctl restart carver.service; then
-    journalctl --unit carver.service --lines 40 --no-pager >&2
+systemctl reset-failed carver.service
+if ! systemctl start carver.service; then
+    journalctl --unit carver.service --boot --lines 40 --no-pager >&2
     exit 1
 fi
