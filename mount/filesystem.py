@@ -3,6 +3,7 @@
 Every program passes through the injected `run`; nothing here starts a process by itself.
 """
 
+import errno
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -224,7 +225,10 @@ def grow(kernel: Kernel, mount: table.Mount) -> None:
         else:
             raise errors.UnsupportedFileSystem(mount.fs_type, tuple(FILE_SYSTEMS))
     except OSError as error:
-        raise errors.GrowFailed(mount.path, mount.fs_type, str(error.strerror)) from error
+        why = str(error.strerror)
+        if error.errno == errno.EPERM and mount.fs_type == "ext4":
+            why += " (ext4 asks for CAP_SYS_RESOURCE; is Carver privileged?)"
+        raise errors.GrowFailed(mount.path, mount.fs_type, why) from error
 
 
 def _grow_xfs(kernel: Kernel, path: str, size_bytes: int) -> None:

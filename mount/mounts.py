@@ -5,7 +5,8 @@ the kernel's table: it is read before and after.
 """
 
 import errno
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence, Set
+from contextlib import contextmanager
 
 from mount import errors, table, target
 from mount.options import Options
@@ -45,8 +46,9 @@ def ensure_mounted(
         kernel.mount(device, place, fs_type, attributes, parameters)
     except OSError as error:
         raise errors.MountFailed(device, path, _why(error)) from error
-    if not _is_mounted(table.read(kernel), place, number, wanted):
-        raise errors.MountFailed(device, path, "the mount table does not show it")
+    with _undoing(kernel, device, place):
+        if not _is_mounted(table.read(kernel), place, number, wanted):
+            raise errors.MountFailed(device, path, "the mount table does not show it")
 
 
 def ensure_bound(
@@ -72,8 +74,9 @@ def ensure_bound(
         kernel.bind(origin, place, attributes)
     except OSError as error:
         raise errors.MountFailed(source, path, _why(error)) from error
-    if not _is_bound(kernel, table.read(kernel), place, origin, holder, root, wanted):
-        raise errors.MountFailed(source, path, "the mount table does not show it")
+    with _undoing(kernel, source, place):
+        if not _is_bound(kernel, table.read(kernel), place, origin, holder, root, wanted):
+            raise errors.MountFailed(source, path, "the mount table does not show it")
 
 
 def ensure_unmounted(kernel: Kernel, path: str, devices: Collection[DeviceNumber] = ()) -> None:
@@ -93,12 +96,30 @@ def ensure_unmounted(kernel: Kernel, path: str, devices: Collection[DeviceNumber
         raise errors.UnmountFailed(path, f"{left[-1]} is mounted here again; try once more")
 
 
+def required(kernel: Kernel, path: str) -> Mount:
+    """The topmost mount at `path`. Raises NotMounted."""
+    stack = table.read(kernel).at(target.resolve(kernel, path))
+    if not stack:
+        raise errors.NotMounted(path)
+    return stack[-1]
+
+
 def device_number(kernel: Kernel, device: str) -> DeviceNumber:
     """(major, minor) of the block device at `device`. Raises DeviceMissing."""
     try:
         return kernel.device_number(device)
     except OSError as error:
         raise errors.DeviceMissing(device, str(error.strerror)) from error
+
+
+@contextmanager
+def _undoing(kernel: Kernel, source: str, place: str) -> Iterator[None]:
+    """A mount just made goes again if it is other than asked: better none than a wrong one."""
+    try:
+        yield
+    except errors.MountConflict as error:
+        kernel.unmount(place)
+        raise errors.MountFailed(source, place, f"the kernel made it {error.found}") from error
 
 
 def _unmount(kernel: Kernel, place: str, path: str) -> None:

@@ -53,8 +53,10 @@ ATTRIBUTES: Final = {
 _ATIME_WORDS = {"relatime", "noatime", "strictatime"}
 # Superblock flags for mount(2); the new calls take them by name.
 _SUPERBLOCK_MS = {"ro": 1, "sync": 16, "mand": 64, "dirsync": 128, "lazytime": 1 << 25}
-# What statvfs(3) reports and a bind remount would otherwise clear: ST_* and MS_* agree on these.
+# What statvfs(3) reports and a bind remount would otherwise clear. ST_* and MS_* agree on all but
+# the last, ST_NOSYMFOLLOW of <linux/statfs.h>.
 _KEPT_BY_REMOUNT = 1 | 2 | 4 | 8 | 1024 | 2048
+_ST_NOSYMFOLLOW, _MS_NOSYMFOLLOW = 0x2000, 256
 
 
 def _ioc(direction: int, kind: int, number: int, size: int) -> int:
@@ -68,8 +70,8 @@ _BLKZEROOUT = _ioc(0, 0x12, 127, 0)
 _FIFREEZE = _ioc(3, ord("X"), 119, 4)
 _FITHAW = _ioc(3, ord("X"), 120, 4)
 _EXT4_RESIZE_FS = _ioc(1, ord("f"), 16, 8)
-# struct xfs_fsop_geom_v1 is eight u32, four u64, a uuid and seven more 32-bit fields.
-_XFS_GEOMETRY = struct.Struct("=8I4Q16s7I")
+# struct xfs_fsop_geom_v1: eight u32, four u64, a uuid, seven 32-bit fields, padded to 112.
+_XFS_GEOMETRY = struct.Struct("=8I4Q16s7I4x")
 _XFS_FSGEOMETRY_V1 = _ioc(2, ord("X"), 100, _XFS_GEOMETRY.size)
 # struct xfs_growfs_data: u64 newblocks, u32 imaxpct, padded to 16.
 _XFS_GROWFS = struct.Struct("=QI4x")
@@ -420,7 +422,8 @@ def _bind_by_old_call(source: str, path: str, attributes: Set[str]) -> None:
         return
     try:
         # A bind remount clears what it is not told to keep: mount(2), MS_REMOUNT.
-        kept = os.statvfs(path).f_flag & _KEPT_BY_REMOUNT
+        found = os.statvfs(path).f_flag
+        kept = found & _KEPT_BY_REMOUNT | bool(found & _ST_NOSYMFOLLOW) * _MS_NOSYMFOLLOW
         _mount_2(source, path, None, _MS_REMOUNT | _MS_BIND | kept | _flags(attributes))
     except OSError:
         # Rather no mount than one without its attributes.

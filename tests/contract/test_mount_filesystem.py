@@ -1,0 +1,148 @@
+"""Looking at devices, making file systems and growing them, on the fake and on the real host."""
+
+import os
+from typing import Any
+
+import pytest
+
+from mount import errors, filesystem, mounts, options, table, target, usage
+
+MIB = 1024 * 1024
+FS_TYPES = tuple(filesystem.FILE_SYSTEMS)
+
+
+@pytest.mark.parametrize("fs_type", FS_TYPES)
+def test_a_made_file_system_is_found_by_the_next_probe(host: Any, fs_type: str) -> None:
+    device = host.new_device(320 * MIB)
+    assert filesystem.probe(host.run, device) is None
+
+    filesystem.make(host.run, device, fs_type)
+
+    found = filesystem.probe(host.run, device)
+    assert found is not None
+    assert (found.fs_type, found.usage) == (fs_type, "filesystem")
+    assert found.uuid
+
+
+def test_a_label_is_told_by_the_probe(host: Any) -> None:
+    device = host.new_device(32 * MIB)
+
+    filesystem.make(host.run, device, "ext4", ["-L", "web-data"])
+
+    found = filesystem.probe(host.run, device)
+    assert found is not None
+    assert found.label == "web-data"
+
+
+def test_a_missing_device_is_not_taken_for_a_blank_one(host: Any) -> None:
+    with pytest.raises(errors.ProbeFailed):
+        filesystem.probe(host.run, "/dev/carver-has-no-such-device")
+
+
+@pytest.mark.parametrize("fs_type", ["xfs", "btrfs"])
+def test_mkfs_refuses_a_device_that_holds_something(host: Any, fs_type: str) -> None:
+    device = host.new_device(320 * MIB)
+    filesystem.make(host.run, device, "ext4")
+    before = filesystem.probe(host.run, device)
+
+    with pytest.raises(errors.FormatFailed):
+        filesystem.make(host.run, device, fs_type)
+
+    assert filesystem.probe(host.run, device) == before
+
+
+@pytest.mark.parametrize("fs_type", FS_TYPES)
+def test_mkfs_refuses_a_mounted_device(host: Any, fs_type: str) -> None:
+    device = host.new_device(320 * MIB)
+    filesystem.make(host.run, device, fs_type)
+    path = str(host.directory / "staging")
+    target.ensure_directory(host.kernel, path)
+    mounts.ensure_mounted(host.kernel, device, path, fs_type, options.Options())
+
+    with pytest.raises(errors.FormatFailed):
+        filesystem.make(host.run, device, fs_type)
+
+
+@pytest.mark.parametrize("fs_type", ["xfs", "btrfs"])
+def test_a_device_below_the_minimum_is_refused(host: Any, fs_type: str) -> None:
+    device = host.new_device(filesystem.FILE_SYSTEMS[fs_type].minimum_bytes - 4 * MIB)
+
+    with pytest.raises(errors.FormatFailed):
+        filesystem.make(host.run, device, fs_type)
+
+
+@pytest.mark.parametrize("fs_type", FS_TYPES)
+def test_a_device_of_the_minimum_size_is_enough(host: Any, fs_type: str) -> None:
+    device = host.new_device(filesystem.FILE_SYSTEMS[fs_type].minimum_bytes)
+
+    filesystem.make(host.run, device, fs_type)
+
+    path = str(host.directory / "staging")
+    target.ensure_directory(host.kernel, path)
+    mounts.ensure_mounted(host.kernel, device, path, fs_type, options.Options())
+    assert len(table.read(host.kernel).at(path)) == 1
+
+
+@pytest.mark.parametrize("fs_type", FS_TYPES)
+def test_usage_counts_bytes_and_inodes_as_df_does(host: Any, fs_type: str) -> None:
+    device = host.new_device(320 * MIB)
+    filesystem.make(host.run, device, fs_type)
+    path = str(host.directory / "staging")
+    target.ensure_directory(host.kernel, path)
+    mounts.ensure_mounted(host.kernel, device, path, fs_type, options.Options())
+
+    found = usage.of(host.kernel, path)
+
+    assert 200 * MIB < found.available_bytes <= found.total_bytes <= 320 * MIB
+    assert 0 < found.used_bytes < 64 * MIB
+    assert (found.inodes is None) == (fs_type == "btrfs")
+
+
+def test_growing_a_file_system_that_fills_its_device_changes_nothing(host: Any) -> None:
+    device = host.new_device(320 * MIB)
+    filesystem.make(host.run, device, "xfs")
+    path = str(host.directory / "staging")
+    target.ensure_directory(host.kernel, path)
+    mounts.ensure_mounted(host.kernel, device, path, "xfs", options.Options())
+    before = usage.of(host.kernel, path)
+
+    filesystem.grow(host.kernel, table.read(host.kernel).at(path)[-1])
+
+    assert usage.of(host.kernel, path).total_bytes == before.total_bytes
+
+
+@pytest.mark.parametrize("fs_type", FS_TYPES)
+def test_zeroing_a_device_makes_it_blank(host: Any, fs_type: str) -> None:
+    device = host.new_device(320 * MIB)
+    filesystem.make(host.run, device, fs_type)
+
+    host.kernel.zero_out(device, 0, 320 * MIB)
+
+    assert filesystem.probe(host.run, device) is None
+
+
+def test_a_mounted_device_cannot_be_zeroed(host: Any) -> None:
+    device = host.new_device(32 * MIB)
+    filesystem.make(host.run, device, "ext4")
+    path = str(host.directory / "staging")
+    target.ensure_directory(host.kernel, path)
+    mounts.ensure_mounted(host.kernel, device, path, "ext4", options.Options())
+
+    with pytest.raises(OSError, match=os.strerror(16)):
+        host.kernel.zero_out(device, 0, MIB)
+
+
+def test_a_frozen_file_system_thaws_once(host: Any) -> None:
+    device = host.new_device(32 * MIB)
+    filesystem.make(host.run, device, "ext4")
+    path = str(host.directory / "staging")
+    target.ensure_directory(host.kernel, path)
+    mounts.ensure_mounted(host.kernel, device, path, "ext4", options.Options())
+
+    host.kernel.freeze(path)
+    with pytest.raises(OSError, match=os.strerror(16)):
+        host.kernel.freeze(path)
+    host.kernel.thaw(path)
+
+    with pytest.raises(OSError, match=os.strerror(22)):
+        host.kernel.thaw(path)

@@ -1,0 +1,128 @@
+"""Loop devices on files, on the fake and on the real host."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mount import errors, filesystem, loop, mounts, target, usage
+from mount.options import Options
+
+MIB = 1024 * 1024
+
+
+@pytest.fixture
+def file(host: Any) -> Iterator[str]:
+    path = host.directory.parent / "backing file"
+    with path.open("wb") as opened:
+        opened.truncate(32 * MIB)
+    yield str(path)
+    while device := loop.find(host.kernel, str(path)):
+        loop.detach(host.kernel, device)
+
+
+def test_a_file_is_attached_once(host: Any, file: str) -> None:
+    assert loop.find(host.kernel, file) is None
+
+    device = loop.attach(host.kernel, file)
+
+    assert loop.attach(host.kernel, file) == device
+    assert loop.find(host.kernel, file) == device
+    assert usage.device_size_bytes(host.kernel, device) == 32 * MIB
+    assert not host.kernel.device_is_read_only(device)
+
+
+def test_a_file_is_recognised_under_another_name(host: Any, file: str) -> None:
+    device = loop.attach(host.kernel, file)
+    link = Path(file).with_name("link")
+    link.symlink_to(file)
+    hard_link = Path(file).with_name("hard link")
+    hard_link.hardlink_to(file)
+
+    assert loop.find(host.kernel, str(link)) == device
+    assert loop.find(host.kernel, str(hard_link)) == device
+
+
+def test_a_read_only_attachment_is_not_handed_out_for_writing(host: Any, file: str) -> None:
+    device = loop.attach(host.kernel, file, read_only=True)
+
+    assert host.kernel.device_is_read_only(device)
+    with pytest.raises(errors.LoopFailed):
+        loop.attach(host.kernel, file)
+
+
+def test_what_was_written_is_there_when_attached_again(host: Any, file: str) -> None:
+    filesystem.make(host.run, loop.attach(host.kernel, file), "ext4")
+    loop.detach(host.kernel, loop.attach(host.kernel, file))
+
+    found = filesystem.probe(host.run, loop.attach(host.kernel, file))
+
+    assert found is not None
+    assert found.fs_type == "ext4"
+
+
+def test_detaching_twice_succeeds(host: Any, file: str) -> None:
+    device = loop.attach(host.kernel, file)
+
+    loop.detach(host.kernel, device)
+    loop.detach(host.kernel, device)
+
+    assert loop.find(host.kernel, file) is None
+
+
+def test_a_mounted_loop_device_is_not_detached(host: Any, file: str) -> None:
+    device = loop.attach(host.kernel, file)
+    filesystem.make(host.run, device, "ext4")
+    path = str(host.directory / "staging")
+    target.ensure_directory(host.kernel, path)
+    mounts.ensure_mounted(host.kernel, device, path, "ext4", Options())
+
+    with pytest.raises(errors.Busy):
+        loop.detach(host.kernel, device)
+
+    mounts.ensure_unmounted(host.kernel, path)
+
+
+def test_a_loop_device_grows_with_its_file(host: Any, file: str) -> None:
+    device = loop.attach(host.kernel, file)
+    os.truncate(file, 64 * MIB)
+
+    loop.grow(host.kernel, device)
+    loop.grow(host.kernel, device)
+
+    assert usage.device_size_bytes(host.kernel, device) == 64 * MIB
+
+
+@pytest.mark.parametrize("fs_type", ["xfs", "btrfs"])
+def test_a_file_system_grows_with_its_device(host: Any, file: str, fs_type: str) -> None:
+    # ext4 asks for CAP_SYS_RESOURCE besides, which the machines of this tier may lack.
+    os.truncate(file, 320 * MIB)
+    device = loop.attach(host.kernel, file)
+    filesystem.make(host.run, device, fs_type)
+    path = str(host.directory / "staging")
+    target.ensure_directory(host.kernel, path)
+    mounts.ensure_mounted(host.kernel, device, path, fs_type, Options())
+    before = usage.of(host.kernel, path).total_bytes
+    os.truncate(file, 640 * MIB)
+    loop.grow(host.kernel, device)
+
+    for _ in range(2):
+        filesystem.grow(host.kernel, mounts.required(host.kernel, path))
+
+    assert usage.of(host.kernel, path).total_bytes > before + 250 * MIB
+    mounts.ensure_unmounted(host.kernel, path)
+
+
+def test_a_missing_file_is_not_attached(host: Any, file: str) -> None:
+    with pytest.raises(errors.LoopFailed):
+        loop.attach(host.kernel, file + ".missing")
+
+
+def test_growing_a_detached_loop_device_fails(host: Any, file: str) -> None:
+    device = loop.attach(host.kernel, file)
+    loop.detach(host.kernel, device)
+
+    with pytest.raises(errors.LoopFailed):
+        loop.grow(host.kernel, device)

@@ -1,0 +1,385 @@
+"""Mounts and binds that are as asked or an error, on the fake and on the real host."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mount import errors, filesystem, loop, mounts, options, table, target, usage
+from mount.options import Options
+
+MIB = 1024 * 1024
+NONE = Options()
+
+
+def staged(host: Any, fs_type: str = "ext4", flags: tuple[str, ...] = ()) -> tuple[str, str]:
+    """A device with a file system, and the path where it is mounted."""
+    device: str = host.new_device(320 * MIB if fs_type != "ext4" else 32 * MIB)
+    filesystem.make(host.run, device, fs_type)
+    path = str(host.directory / "staging")
+    target.ensure_directory(host.kernel, path)
+    mounts.ensure_mounted(host.kernel, device, path, fs_type, options.parse(flags, fs_type))
+    return device, path
+
+
+def new_directory(host: Any, name: str) -> str:
+    path = str(host.directory / name)
+    target.ensure_directory(host.kernel, path)
+    return path
+
+
+def new_file(host: Any, name: str) -> str:
+    path = str(host.directory / name)
+    target.ensure_file(host.kernel, path)
+    return path
+
+
+@pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
+def test_mounting_twice_makes_one_mount(host: Any, fs_type: str) -> None:
+    device, path = staged(host, fs_type)
+
+    mounts.ensure_mounted(host.kernel, device, path, fs_type, NONE)
+
+    found = table.read(host.kernel).at(path)
+    assert [mount.fs_type for mount in found] == [fs_type]
+    assert found[0].device == host.kernel.device_number(device)
+    assert not found[0].read_only
+
+
+@pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
+def test_options_reach_the_mount_the_superblock_and_the_file_system(
+    host: Any, fs_type: str
+) -> None:
+    flags = ("nosuid,nodev", "noexec", "noatime", "nodiratime", "lazytime", "discard")
+
+    _, path = staged(host, fs_type, flags)
+
+    found = table.read(host.kernel).at(path)[0]
+    assert {"nosuid", "nodev", "noexec", "noatime", "nodiratime"} <= set(found.options)
+    assert "lazytime" in found.super_options
+    assert any(option.startswith("discard") for option in found.super_options)
+
+
+@pytest.mark.parametrize("word", ["relatime", "strictatime", "noatime", "nosymfollow"])
+def test_the_same_attributes_asked_again_are_no_conflict(host: Any, word: str) -> None:
+    device, path = staged(host, flags=(word,))
+
+    mounts.ensure_mounted(host.kernel, device, path, "ext4", options.parse([word]))
+
+    assert len(table.read(host.kernel).at(path)) == 1
+
+
+def test_other_attributes_than_those_mounted_are_a_conflict(host: Any) -> None:
+    device, path = staged(host, flags=("noexec",))
+
+    with pytest.raises(errors.MountConflict):
+        mounts.ensure_mounted(host.kernel, device, path, "ext4", NONE)
+
+    assert len(table.read(host.kernel).at(path)) == 1
+
+
+def test_a_read_only_mount_is_read_only_for_the_file_system_too(host: Any) -> None:
+    device = host.new_device(32 * MIB)
+    filesystem.make(host.run, device, "ext4")
+    path = new_directory(host, "staging")
+
+    mounts.ensure_mounted(host.kernel, device, path, "ext4", NONE, read_only=True)
+    mounts.ensure_mounted(host.kernel, device, path, "ext4", options.parse(["ro"]))
+
+    found = table.read(host.kernel).at(path)[0]
+    assert "ro" in found.options
+    assert "ro" in found.super_options
+    with pytest.raises(errors.MountConflict):
+        mounts.ensure_mounted(host.kernel, device, path, "ext4", NONE)
+
+
+def test_nothing_is_mounted_over_another_volume(host: Any) -> None:
+    _, path = staged(host)
+    other = host.new_device(32 * MIB)
+    filesystem.make(host.run, other, "ext4")
+
+    with pytest.raises(errors.ForeignMount):
+        mounts.ensure_mounted(host.kernel, other, path, "ext4", NONE)
+
+    assert len(table.read(host.kernel).at(path)) == 1
+
+
+def test_mounting_a_blank_device_fails_and_leaves_no_mount(host: Any) -> None:
+    device = host.new_device(32 * MIB)
+    path = new_directory(host, "staging")
+
+    with pytest.raises(errors.MountFailed):
+        mounts.ensure_mounted(host.kernel, device, path, "ext4", NONE)
+
+    assert table.read(host.kernel).at(path) == ()
+
+
+def test_an_option_of_another_file_system_is_named_in_the_error(host: Any) -> None:
+    device = host.new_device(32 * MIB)
+    filesystem.make(host.run, device, "ext4")
+    path = new_directory(host, "staging")
+
+    with pytest.raises(errors.MountFailed, match="ext4: Unknown parameter 'nouuid'"):
+        mounts.ensure_mounted(host.kernel, device, path, "ext4", options.parse(["nouuid"]))
+
+
+def test_mounting_a_missing_device_says_so(host: Any) -> None:
+    path = new_directory(host, "staging")
+
+    with pytest.raises(errors.DeviceMissing):
+        mounts.ensure_mounted(host.kernel, "/dev/carver-no-such", path, "ext4", NONE)
+
+
+def test_mounting_something_that_is_no_device_says_so(host: Any) -> None:
+    path = new_directory(host, "staging")
+
+    with pytest.raises(errors.DeviceMissing):
+        mounts.ensure_mounted(host.kernel, path, path, "ext4", NONE)
+
+
+def test_mounting_at_a_missing_path_fails(host: Any) -> None:
+    device = host.new_device(32 * MIB)
+    filesystem.make(host.run, device, "ext4")
+
+    with pytest.raises(errors.MountFailed):
+        mounts.ensure_mounted(host.kernel, device, str(host.directory / "no"), "ext4", NONE)
+
+
+def test_a_path_below_a_symbolic_link_is_the_path_it_leads_to(host: Any) -> None:
+    device, path = staged(host)
+    link = host.directory.parent / "link"
+    link.symlink_to(host.directory)
+
+    mounts.ensure_mounted(host.kernel, device, str(link / "staging"), "ext4", NONE)
+    assert len(table.read(host.kernel).at(path)) == 1
+    mounts.ensure_unmounted(host.kernel, str(link / "staging"))
+
+    assert table.read(host.kernel).at(path) == ()
+
+
+@pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
+@pytest.mark.parametrize("read_only", [False, True])
+def test_binding_twice_makes_one_bind(host: Any, fs_type: str, read_only: bool) -> None:
+    device, path = staged(host, fs_type)
+    published = new_directory(host, "published")
+
+    mounts.ensure_bound(host.kernel, path, published, NONE, read_only)
+    mounts.ensure_bound(host.kernel, path, published, NONE, read_only)
+
+    found = table.read(host.kernel).at(published)
+    assert [mount.read_only for mount in found] == [read_only]
+    assert found[0].device == host.kernel.device_number(device)
+    assert not table.read(host.kernel).at(path)[0].read_only
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_bind_asked_for_with_other_access_is_a_conflict(host: Any, read_only: bool) -> None:
+    _, path = staged(host)
+    published = new_directory(host, "published")
+    mounts.ensure_bound(host.kernel, path, published, NONE, read_only)
+
+    with pytest.raises(errors.MountConflict):
+        mounts.ensure_bound(host.kernel, path, published, NONE, not read_only)
+
+    assert [mount.read_only for mount in table.read(host.kernel).at(published)] == [read_only]
+
+
+def test_a_bind_has_its_own_attributes_and_those_of_its_source(host: Any) -> None:
+    _, path = staged(host, flags=("nodev", "noatime"))
+    published = new_directory(host, "published")
+
+    mounts.ensure_bound(host.kernel, path, published, options.parse(["noexec"]))
+    mounts.ensure_bound(host.kernel, path, published, options.parse(["noexec"]))
+
+    found = table.read(host.kernel).at(published)
+    assert len(found) == 1
+    assert {"nodev", "noatime", "noexec"} <= set(found[0].options)
+    assert "noexec" not in table.read(host.kernel).at(path)[0].options
+
+
+def test_a_bind_of_a_read_only_mount_stays_read_only(host: Any) -> None:
+    _, path = staged(host, flags=("ro",))
+    published = new_directory(host, "published")
+
+    mounts.ensure_bound(host.kernel, path, published, NONE)
+    mounts.ensure_bound(host.kernel, path, published, NONE)
+
+    assert table.read(host.kernel).at(published)[0].read_only
+
+
+def test_a_directory_below_the_staging_path_can_be_bound(host: Any) -> None:
+    _, path = staged(host)
+    Path(path, "inner").mkdir()
+    published = new_directory(host, "published")
+
+    mounts.ensure_bound(host.kernel, f"{path}/inner", published, NONE)
+    mounts.ensure_bound(host.kernel, f"{path}/inner", published, NONE)
+
+    assert [mount.root for mount in table.read(host.kernel).at(published)] == ["/inner"]
+    with pytest.raises(errors.ForeignMount):
+        mounts.ensure_bound(host.kernel, path, published, NONE)
+
+
+def test_a_bind_is_never_stacked_on_another_volume(host: Any) -> None:
+    _, path = staged(host)
+    other = host.new_device(32 * MIB)
+    filesystem.make(host.run, other, "ext4")
+    published = new_directory(host, "published")
+    mounts.ensure_mounted(host.kernel, other, published, "ext4", NONE)
+
+    with pytest.raises(errors.ForeignMount):
+        mounts.ensure_bound(host.kernel, path, published, NONE)
+
+    assert len(table.read(host.kernel).at(published)) == 1
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_device_node_is_bound_once_to_a_file(host: Any, read_only: bool) -> None:
+    device = host.new_device(32 * MIB)
+    published = new_file(host, "block")
+
+    mounts.ensure_bound(host.kernel, device, published, NONE, read_only)
+    mounts.ensure_bound(host.kernel, device, published, NONE, read_only)
+
+    assert [mount.read_only for mount in table.read(host.kernel).at(published)] == [read_only]
+    assert host.kernel.device_number(published) == host.kernel.device_number(device)
+    assert usage.device_size_bytes(host.kernel, published) == 32 * MIB
+    target.ensure_file(host.kernel, published)
+
+
+def test_another_device_at_the_file_is_foreign(host: Any) -> None:
+    first, second = host.new_device(32 * MIB), host.new_device(32 * MIB)
+    published = new_file(host, "block")
+    mounts.ensure_bound(host.kernel, first, published, NONE)
+    number = host.kernel.device_number(first)
+
+    with pytest.raises(errors.ForeignMount):
+        mounts.ensure_bound(host.kernel, second, published, NONE)
+    with pytest.raises(errors.ForeignMount):
+        mounts.ensure_unmounted(host.kernel, published, [host.kernel.device_number(second)])
+
+    assert host.kernel.device_number(published) == number
+
+
+def test_a_directory_is_not_bound_to_a_file(host: Any) -> None:
+    _, path = staged(host)
+    published = new_file(host, "block")
+
+    with pytest.raises(errors.MountFailed):
+        mounts.ensure_bound(host.kernel, path, published, NONE)
+
+    assert table.read(host.kernel).at(published) == ()
+
+
+def test_a_missing_source_is_not_bound(host: Any) -> None:
+    published = new_directory(host, "published")
+
+    with pytest.raises(errors.MountFailed):
+        mounts.ensure_bound(host.kernel, str(host.directory / "no"), published, NONE)
+
+
+def test_unmounting_twice_succeeds(host: Any) -> None:
+    device, path = staged(host)
+
+    mounts.ensure_unmounted(host.kernel, path, [host.kernel.device_number(device)])
+    mounts.ensure_unmounted(host.kernel, path, [host.kernel.device_number(device)])
+
+    assert table.read(host.kernel).at(path) == ()
+
+
+def test_unmounting_a_missing_path_succeeds(host: Any) -> None:
+    mounts.ensure_unmounted(host.kernel, str(host.directory / "no"))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_mounts_of_the_volume_that_were_stacked_all_go(host: Any, known: bool) -> None:
+    device, path = staged(host)
+    published = new_directory(host, "published")
+    for _ in range(3):
+        host.kernel.bind(path, published, set())
+    assert len(table.read(host.kernel).at(published)) == 3
+
+    devices = [host.kernel.device_number(device)] if known else []
+    mounts.ensure_unmounted(host.kernel, published, devices)
+
+    assert table.read(host.kernel).at(published) == ()
+    assert len(table.read(host.kernel).at(path)) == 1
+
+
+def test_device_nodes_that_were_stacked_all_go(host: Any) -> None:
+    device = host.new_device(32 * MIB)
+    published = new_file(host, "block")
+    for _ in range(3):
+        host.kernel.bind(device, published, set())
+
+    mounts.ensure_unmounted(host.kernel, published, [host.kernel.device_number(device)])
+
+    assert table.read(host.kernel).at(published) == ()
+
+
+def test_a_foreign_mount_is_not_unmounted(host: Any) -> None:
+    _, path = staged(host)
+    other = host.new_device(32 * MIB)
+
+    with pytest.raises(errors.ForeignMount):
+        mounts.ensure_unmounted(host.kernel, path, [host.kernel.device_number(other)])
+
+    assert len(table.read(host.kernel).at(path)) == 1
+
+
+def test_our_mount_under_a_foreign_one_is_left_alone(host: Any) -> None:
+    device, path = staged(host)
+    other = host.new_device(32 * MIB)
+    filesystem.make(host.run, other, "ext4")
+    host.kernel.mount(other, path, "ext4", set(), ())
+
+    for devices in ([], [host.kernel.device_number(device)]):
+        with pytest.raises(errors.ForeignMount):
+            mounts.ensure_unmounted(host.kernel, path, devices)
+
+    assert len(table.read(host.kernel).at(path)) == 2
+
+
+def test_a_busy_mount_stays_and_says_so(host: Any) -> None:
+    _, path = staged(host)
+    opened = os.open(path, os.O_RDONLY)
+
+    with pytest.raises(errors.Busy):
+        mounts.ensure_unmounted(host.kernel, path)
+
+    assert len(table.read(host.kernel).at(path)) == 1
+    os.close(opened)
+    mounts.ensure_unmounted(host.kernel, path)
+
+
+def test_a_target_that_is_mounted_is_not_removed(host: Any) -> None:
+    _, path = staged(host)
+
+    with pytest.raises(errors.TargetInUse):
+        target.ensure_absent(host.kernel, path)
+
+    mounts.ensure_unmounted(host.kernel, path)
+    target.ensure_absent(host.kernel, path)
+    assert not Path(path).exists()
+
+
+def test_a_read_only_loop_over_a_device_makes_it_read_only(host: Any) -> None:
+    device = host.new_device(32 * MIB)
+    filesystem.make(host.run, device, "ext4")
+    number = host.kernel.device_number(device)
+    path = new_directory(host, "staging")
+
+    read_only = loop.attach(host.kernel, device, read_only=True)
+    try:
+        assert loop.attach(host.kernel, device, read_only=True) == read_only
+        assert loop.over(host.kernel, number) == (read_only,)
+        assert host.kernel.device_is_read_only(read_only)
+        with pytest.raises(errors.MountFailed):
+            mounts.ensure_mounted(host.kernel, read_only, path, "ext4", NONE)
+        mounts.ensure_mounted(host.kernel, read_only, path, "ext4", NONE, read_only=True)
+        assert table.read(host.kernel).at(path)[0].device == host.kernel.device_number(read_only)
+        mounts.ensure_unmounted(host.kernel, path)
+    finally:
+        loop.detach(host.kernel, read_only)
+    assert loop.over(host.kernel, number) == ()

@@ -1,0 +1,113 @@
+"""Block devices in memory. Shared by the fakes of LVM, of the kernel and of mkfs."""
+
+import errno
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from mount.filesystem import Signature
+
+DEVICE_MAPPER_MAJOR = 253
+LOOP_MAJOR = 7
+
+
+@dataclass
+class Media:
+    """What is written: it stays when a loop device is detached, and two loops may share it."""
+
+    contents: Signature | None = None
+    fs_size_bytes: int = 0
+    zeroed: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass
+class FakeDevice:
+    """One block device. `held` counts who has it open, `mounted` the superblocks on it."""
+
+    path: str
+    size_bytes: int
+    major: int
+    minor: int
+    read_only: bool = False
+    unreadable: bool = False
+    held: int = 0
+    mounted: int = 0
+    media: Media = field(default_factory=Media)
+
+    @property
+    def number(self) -> tuple[int, int]:
+        return self.major, self.minor
+
+    @property
+    def node(self) -> str:
+        """The node itself, where `path` may be a link that udev makes (/dev/data/web)."""
+        return f"/dev/dm-{self.minor}" if self.major == DEVICE_MAPPER_MAJOR else self.path
+
+    @property
+    def contents(self) -> Signature | None:
+        return self.media.contents
+
+    @contents.setter
+    def contents(self, contents: Signature | None) -> None:
+        self.media.contents = contents
+
+
+class FakeDevices:
+    """All block devices by path; a device can be found by its node and its links, too."""
+
+    def __init__(self) -> None:
+        self._devices: dict[str, FakeDevice] = {}
+        self._links: dict[str, str] = {}
+
+    def __iter__(self) -> Iterator[FakeDevice]:
+        return iter(self._devices.values())
+
+    def add(
+        self,
+        path: str,
+        size_bytes: int,
+        media: Media | None = None,
+        major: int = DEVICE_MAPPER_MAJOR,
+        minor: int | None = None,
+    ) -> FakeDevice:
+        """A new device, blank unless `media` of an earlier one is given (an LV activated again)."""
+        assert path not in self._devices, f"{path} is there already"
+        if minor is None:
+            taken = {device.minor for device in self._devices.values() if device.major == major}
+            minor = next(number for number in range(len(taken) + 1) if number not in taken)
+        device = FakeDevice(path, size_bytes, major, minor, media=media or Media())
+        self._devices[path] = device
+        return device
+
+    def link(self, link: str, path: str) -> None:
+        """Another name for a device."""
+        self._links[link] = self.get(path).path
+
+    def get(self, path: str) -> FakeDevice:
+        """The device at a path, node or link; FileNotFoundError as the kernel has it."""
+        path = self._links.get(path, path)
+        for device in self._devices.values():
+            if path in (device.path, device.node):
+                return device
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    def knows(self, path: str) -> bool:
+        try:
+            return bool(self.get(path))
+        except FileNotFoundError:
+            return False
+
+    def is_open(self, path: str) -> bool:
+        device = self.get(path)
+        return bool(device.mounted or device.held)
+
+    def remove(self, path: str) -> None:
+        """The device goes with its links; EBUSY while it is mounted or held."""
+        device = self.get(path)
+        if self.is_open(path):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        del self._devices[device.path]
+        self._links = {link: to for link, to in self._links.items() if to != device.path}
+
+    def resize(self, path: str, size_bytes: int) -> None:
+        self.get(path).size_bytes = size_bytes

@@ -1,0 +1,84 @@
+"""blkid, mkfs and fsck for the fake runner: they act on the devices in memory.
+
+Each takes all words of a command, the program first. Words that the real programs are not given by
+Carver fail the test: what is not faked was not meant.
+"""
+
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fakes.devices import FakeDevice, FakeDevices
+
+from mount.filesystem import FILE_SYSTEMS, Signature
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a fake program leaves behind."""
+
+    exit_code: int = 0
+    stdout: str = ""
+    stderr: str = ""
+
+
+def blkid(words: Sequence[str], devices: FakeDevices) -> Result:
+    *flags, separator, path = words[1:]
+    usages = ["--usages", "filesystem,raid,crypto,other"]
+    assert flags == ["--probe", "--info", *usages, "--output", "export"], words
+    assert separator == "--", words
+    if not devices.knows(path) or devices.get(path).unreadable:
+        return Result(2)
+    found = devices.get(path).contents
+    lines = [f"DEVNAME={path}", "MINIMUM_IO_SIZE=512"]
+    if found is not None and found.usage == "partition table":
+        lines += [f"PTUUID={found.uuid}", f"PTTYPE={found.fs_type}"]
+    elif found is not None:
+        label = found.label.replace(" ", "\\ ")
+        lines += [f"UUID={found.uuid}", f"TYPE={found.fs_type}", f"USAGE={found.usage}"]
+        lines += [f"LABEL={label}"] if label else []
+    return Result(0, "\n".join(lines) + "\n")
+
+
+def mkfs(words: Sequence[str], devices: FakeDevices) -> Result:
+    """mkfs.ext4 overwrites what it finds, since it has no terminal; the others refuse."""
+    program, quiet, *options, separator, path = words
+    fs_type = program.removeprefix("mkfs.")
+    assert fs_type in FILE_SYSTEMS, words
+    assert (quiet, separator) == ("-q", "--"), words
+    assert not {"-f", "-F", "--force"} & set(options), words
+    if not devices.knows(path):
+        return Result(1, stderr=f"{program}: No such file or directory while opening {path}\n")
+    device = devices.get(path)
+    if device.mounted or device.held:
+        return Result(1, stderr=f"{path} is apparently in use by the system\n")
+    if device.read_only:
+        return Result(1, stderr=f"{path}: Read-only file system\n")
+    if device.contents is not None and fs_type != "ext4":
+        found = f"{path} appears to contain an existing filesystem ({device.contents.fs_type})."
+        return Result(1, stderr=f"{program}: {found}\n")
+    if device.size_bytes < FILE_SYSTEMS[fs_type].minimum_bytes and fs_type != "ext4":
+        return Result(1, stderr=f"{program}: {path} is too small\n")
+    _write(device, fs_type, options)
+    return Result()
+
+
+def fsck(words: Sequence[str], devices: FakeDevices) -> Result:
+    """fsck.<type> -p -- device: nothing to mend, whatever the type."""
+    program, preen, separator, path = words
+    assert (preen, separator) == ("-p", "--"), words
+    found = devices.get(path).contents
+    return Result(0 if found and found.fs_type == program.removeprefix("fsck.") else 8)
+
+
+PROGRAMS: dict[str, Callable[[Sequence[str], FakeDevices], Result]] = {
+    "blkid": blkid,
+    **{f"mkfs.{fs_type}": mkfs for fs_type in FILE_SYSTEMS},
+    **{f"fsck.{fs_type}": fsck for fs_type in FILE_SYSTEMS},
+}
+
+
+def _write(device: FakeDevice, fs_type: str, options: Sequence[str]) -> None:
+    label = options[options.index("-L") + 1] if "-L" in options else ""
+    device.contents = Signature(fs_type, "filesystem", str(uuid.uuid4()), label)
+    device.media.fs_size_bytes = device.size_bytes

@@ -1,0 +1,384 @@
+"""The kernel in memory: a mount table, superblocks, loop devices; target paths are real.
+
+Tests look at `mounts` and at the devices. What the real kernel refuses, this one refuses with the
+same errno: the contract tests hold both to it.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from fakes.devices import LOOP_MAJOR, FakeDevice, FakeDevices, Media
+
+from mount.options import FILE_SYSTEM_DATA, SUPERBLOCK
+from mount.syscalls import Kernel, LoopStatus, XfsGeometry
+from mount.table import Mount
+
+_BLOCK_BYTES = 4096
+_DEVTMPFS = (0, 6)
+_USED_BYTES = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class _Attached:
+    """A loop device's backing file."""
+
+    status: LoopStatus
+    file: str
+
+
+class FakeKernel(Kernel):
+    """Stands in for Kernel. `busy` paths do not unmount, nor do those with an open file below."""
+
+    def __init__(self, devices: FakeDevices) -> None:
+        super().__init__()
+        self.devices = devices
+        self.busy: set[str] = set()
+        self.frozen: set[str] = set()
+        self._loops: dict[str, _Attached] = {}
+        self._files: dict[tuple[int, int], Media] = {}
+        self._nodes: dict[int, FakeDevice] = {}
+        self._next_id = 3
+        root = Mount(1, 1, (254, 0), "/", "/", ("rw",), (), "ext4", "/dev/vda", ("rw",))
+        dev = Mount(2, 1, _DEVTMPFS, "/", "/dev", ("rw",), (), "devtmpfs", "devtmpfs", ("rw",))
+        self.mounts: list[Mount] = [root, dev]
+
+    # The mount table and paths
+
+    def mountinfo(self) -> str:
+        return "".join(render(mount) + "\n" for mount in self.mounts)
+
+    def lstat(self, path: str) -> os.stat_result:
+        device = self._node_at(path)
+        if device is None:
+            return os.lstat(path)
+        number = os.makedev(*device.number)
+        return os.stat_result(
+            (stat.S_IFBLK | 0o660, device.minor, 6, 1, 0, 6, 0, 0, 0, 0), {"st_rdev": number}
+        )
+
+    def real_path(self, path: str) -> str:
+        if self.devices.knows(path):
+            return self.devices.get(path).node
+        return super().real_path(path)
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        Path(path).lstat()
+        mount = self._seen_through(path)
+        if mount.mount_id not in self._nodes:
+            return super().statvfs(path)
+        media = self._nodes[mount.mount_id].media
+        blocks, used = media.fs_size_bytes // _BLOCK_BYTES, _USED_BYTES // _BLOCK_BYTES
+        inodes = 0 if mount.fs_type == "btrfs" else blocks // 4
+        free = (blocks - used, blocks - used)
+        return os.statvfs_result(
+            (_BLOCK_BYTES, _BLOCK_BYTES, blocks, *free, inodes, inodes, inodes, 0, 255)
+        )
+
+    def remove_directory(self, path: str) -> None:
+        self._refuse_mounted(path)
+        super().remove_directory(path)
+
+    def remove_file(self, path: str) -> None:
+        self._refuse_mounted(path)
+        super().remove_file(path)
+
+    # Mounts
+
+    def mount(
+        self,
+        device: str,
+        path: str,
+        fs_type: str,
+        attributes: Set[str],
+        parameters: Sequence[str],
+    ) -> None:
+        if not stat.S_ISDIR(self._lstat_mode(path)):
+            _fail(errno.ENOTDIR, path)
+        found = self.devices.get(device)
+        known = {*FILE_SYSTEM_DATA[fs_type].split(), *SUPERBLOCK, "ro"}
+        for word in parameters:
+            name, equals, _ = word.partition("=")
+            if word not in known and name + equals not in known:
+                raise OSError(errno.EINVAL, f"{fs_type}: Unknown parameter '{name}'", device)
+        if found.contents is None or found.contents.fs_type != fs_type:
+            _fail(errno.EINVAL, device)
+        if found.read_only and "ro" not in parameters:
+            _fail(errno.EACCES, device)
+        access = "ro" if "ro" in parameters else "rw"
+        super_options = (access, *(word for word in parameters if word != "ro"))
+        others = [mount for mount in self.mounts if self._holds(mount, found)]
+        if others:
+            if access != others[0].super_options[0]:
+                _fail(errno.EBUSY, device)
+            super_options = others[0].super_options
+        elif fs_type == "xfs" and "nouuid" not in parameters and self._is_copy(found):
+            _fail(errno.EINVAL, device)
+        # btrfs shows a number of its own in mountinfo, not its device's.
+        number = (0, 100 + found.minor) if fs_type == "btrfs" else found.number
+        words = _words(attributes, {"relatime"})
+        self._add(number, "/", path, words, fs_type, device, super_options, found)
+        found.mounted += not others
+
+    def bind(self, source: str, path: str, attributes: Set[str]) -> None:
+        origin = self.real_path(source)
+        is_directory = stat.S_ISDIR(self._lstat_mode(origin))
+        if is_directory != stat.S_ISDIR(self._lstat_mode(path)):
+            _fail(errno.ENOTDIR, path)
+        holder = self._seen_through(origin)
+        inside = origin[len(holder.path.rstrip("/")) :]
+        root = (holder.root.rstrip("/") + inside) or "/"
+        device = self._node_at(origin) or self._nodes.get(holder.mount_id)
+        words = _words(attributes, set(holder.options) - {"rw"})
+        fs = (holder.fs_type, holder.source, holder.super_options)
+        self._add(holder.device, root, path, words, *fs, device)
+
+    def unmount(self, path: str) -> None:
+        self._lstat_mode(path)
+        stack = [mount for mount in self.mounts if mount.path == path]
+        if not stack:
+            _fail(errno.EINVAL, path)
+        top = stack[-1]
+        if self._is_in_use(path) or any(mount.parent_id == top.mount_id for mount in self.mounts):
+            _fail(errno.EBUSY, path)
+        self.mounts.remove(top)
+        device = self._nodes.pop(top.mount_id, None)
+        if device and not any(self._holds(mount, device) for mount in self.mounts):
+            device.mounted = 0
+
+    def freeze(self, path: str) -> None:
+        source = self._mounted_at(path).source
+        if source in self.frozen:
+            _fail(errno.EBUSY, path)
+        self.frozen.add(source)
+
+    def thaw(self, path: str) -> None:
+        source = self._mounted_at(path).source
+        if source not in self.frozen:
+            _fail(errno.EINVAL, path)
+        self.frozen.remove(source)
+
+    # Growing
+
+    def grow_ext4(self, path: str, blocks: int) -> None:
+        self._grow(path, "ext4", blocks)
+
+    def xfs_geometry(self, path: str) -> XfsGeometry:
+        device = self._file_system(path, "xfs")
+        return XfsGeometry(_BLOCK_BYTES, device.media.fs_size_bytes // _BLOCK_BYTES, 25)
+
+    def grow_xfs(self, path: str, blocks: int, max_inode_percent: int) -> None:
+        assert max_inode_percent == 25
+        self._grow(path, "xfs", blocks)
+
+    def grow_btrfs(self, path: str) -> None:
+        self._grow(path, "btrfs", self._file_system(path, "btrfs").size_bytes // _BLOCK_BYTES)
+
+    # Block devices
+
+    def device_number(self, path: str) -> tuple[int, int]:
+        return self._block_device(path).number
+
+    def device_size_bytes(self, device: str) -> int:
+        return self._block_device(device).size_bytes
+
+    def device_is_read_only(self, device: str) -> bool:
+        return self._block_device(device).read_only
+
+    def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
+        found = self._block_device(device)
+        if found.mounted or found.held:
+            _fail(errno.EBUSY, device)
+        if found.read_only:
+            _fail(errno.EACCES, device)
+        if (offset_bytes | length_bytes) % 512 or offset_bytes + length_bytes > found.size_bytes:
+            _fail(errno.EINVAL, device)
+        found.media.zeroed.append((offset_bytes, length_bytes))
+        if offset_bytes == 0:
+            found.contents = None
+
+    # Loop devices
+
+    def loop_devices(self) -> list[str]:
+        return sorted(self._loops, key=lambda path: int(path.removeprefix("/dev/loop")))
+
+    def loop_free(self) -> str:
+        number = 0
+        while f"/dev/loop{number}" in self._loops:
+            number += 1
+        return f"/dev/loop{number}"
+
+    def loop_configure(self, device: str, file: str, *, read_only: bool, direct_io: bool) -> None:
+        if device in self._loops:
+            _fail(errno.EBUSY, device)
+        found = self.lstat(self.real_path(file))
+        backing = self._node_at(file)
+        if backing:
+            size_bytes, media, number = backing.size_bytes, backing.media, found.st_rdev
+            backing.held += 1
+        else:
+            key = (found.st_dev, found.st_ino)
+            size_bytes, media, number = found.st_size, self._files.setdefault(key, Media()), 0
+        minor = int(device.removeprefix("/dev/loop"))
+        node = self.devices.add(device, size_bytes, media, LOOP_MAJOR, minor)
+        node.read_only = read_only
+        status = LoopStatus(found.st_dev, found.st_ino, number, read_only, direct_io)
+        self._loops[device] = _Attached(status, file)
+
+    def loop_status(self, device: str) -> LoopStatus:
+        return self._attached(device).status
+
+    def loop_clear(self, device: str) -> None:
+        attached = self._attached(device)
+        node = self.devices.get(device)
+        if node.mounted or node.held:
+            return  # the kernel says yes, and waits for the last user
+        if attached.status.backing_device:
+            self._block_device(attached.file).held -= 1
+        self.devices.remove(device)
+        del self._loops[device]
+
+    def loop_set_capacity(self, device: str) -> None:
+        file = self._attached(device).file
+        backing = self._node_at(file)
+        size_bytes = backing.size_bytes if backing else Path(file).stat().st_size
+        self.devices.resize(device, size_bytes)
+
+    # What the tests set up
+
+    def mount_foreign(self, path: str, source: str = "tmpfs") -> None:
+        """Someone else mounts something at a path."""
+        self._add((0, 90 + self._next_id), "/", path, ("rw",), "tmpfs", source, ("rw",), None)
+
+    def _add(
+        self,
+        device: tuple[int, int],
+        root: str,
+        path: str,
+        options: tuple[str, ...],
+        fs_type: str,
+        source: str,
+        super_options: tuple[str, ...],
+        node: FakeDevice | None,
+    ) -> None:
+        parent = self._seen_through(path).mount_id
+        mount = Mount(
+            self._next_id, parent, device, root, path, options, (), fs_type, source, super_options
+        )
+        if node:
+            self._nodes[mount.mount_id] = node
+        self.mounts.append(mount)
+        self._next_id += 1
+
+    def _seen_through(self, path: str) -> Mount:
+        """The topmost mount at a path or its nearest parent."""
+        place = Path(path)
+        for parent in (place, *place.parents):
+            stack = [mount for mount in self.mounts if mount.path == str(parent)]
+            if stack:
+                return stack[-1]
+        raise AssertionError(f"{path} is under no mount")
+
+    def _mounted_at(self, path: str) -> Mount:
+        self._lstat_mode(path)
+        return self._seen_through(path)
+
+    def _holds(self, mount: Mount, device: FakeDevice) -> bool:
+        """Whether a mount is of the file system on a device, not a bind of its node."""
+        return self._nodes.get(mount.mount_id) is device and mount.fs_type != "devtmpfs"
+
+    def _is_copy(self, device: FakeDevice) -> bool:
+        """Whether a file system with the same UUID is mounted from another device."""
+        assert device.contents
+        mounted = [other for other in self._nodes.values() if other is not device and other.mounted]
+        return any(
+            other.contents and other.contents.uuid == device.contents.uuid for other in mounted
+        )
+
+    def _node_at(self, path: str) -> FakeDevice | None:
+        """The device whose node is seen at a path, in /dev or bound elsewhere."""
+        stack = [mount for mount in self.mounts if mount.path == path]
+        if stack and stack[-1].fs_type == "devtmpfs":
+            return self._nodes.get(stack[-1].mount_id)
+        return self.devices.get(path) if self.devices.knows(path) else None
+
+    def _block_device(self, path: str) -> FakeDevice:
+        device = self._node_at(path)
+        if device is None:
+            Path(path).lstat()
+            _fail(errno.ENOTBLK, path)
+        return device
+
+    def _lstat_mode(self, path: str) -> int:
+        return self.lstat(path).st_mode
+
+    def _refuse_mounted(self, path: str) -> None:
+        if any(mount.path == path for mount in self.mounts):
+            _fail(errno.EBUSY, path)
+
+    def _is_in_use(self, path: str) -> bool:
+        """Marked busy, or this process has something open at or below the path."""
+        opened = []
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(FileNotFoundError):  # the one that lists them
+                opened.append(link.readlink())
+        return path in self.busy or any(one.is_relative_to(path) for one in opened)
+
+    def _file_system(self, path: str, fs_type: str) -> FakeDevice:
+        mount = self._mounted_at(path)
+        if mount.fs_type != fs_type:
+            _fail(errno.ENOTTY, path)
+        return self._nodes[mount.mount_id]
+
+    def _grow(self, path: str, fs_type: str, blocks: int) -> None:
+        device = self._file_system(path, fs_type)
+        if self._mounted_at(path).read_only:
+            _fail(errno.EROFS, path)
+        size_bytes = blocks * _BLOCK_BYTES
+        if not device.media.fs_size_bytes <= size_bytes <= device.size_bytes:
+            _fail(errno.EINVAL, path)
+        device.media.fs_size_bytes = size_bytes
+
+    def _attached(self, device: str) -> _Attached:
+        if device not in self._loops:
+            _fail(errno.ENXIO, device)
+        return self._loops[device]
+
+
+def render(mount: Mount) -> str:
+    """A mount as a line of mountinfo."""
+    major, minor = mount.device
+    fields = (
+        str(mount.mount_id),
+        str(mount.parent_id),
+        f"{major}:{minor}",
+        _escaped(mount.root),
+        _escaped(mount.path),
+        ",".join(mount.options),
+        *mount.propagation,
+        "-",
+        _escaped(mount.fs_type),
+        _escaped(mount.source),
+        ",".join(_escaped(option) for option in mount.super_options),
+    )
+    return " ".join(fields)
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\{ord(one):03o}" if one in " \t\n\\#" else one for one in text)
+
+
+def _words(attributes: Set[str], inherited: Set[str]) -> tuple[str, ...]:
+    times = {"noatime", "relatime", "strictatime"}
+    atime = (attributes & times) or (inherited & times)
+    words = ((attributes | inherited) - times) | (atime - {"strictatime"})
+    return ("ro" if "ro" in words else "rw", *sorted(words - {"ro", "rw"}))
+
+
+def _fail(number: int, path: str) -> NoReturn:
+    raise OSError(number, os.strerror(number), path)
