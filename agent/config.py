@@ -20,6 +20,7 @@ DRIVER_NAME = "lvm.csi.carver"
 TOPOLOGY_KEY = "topology.lvm.csi.carver/node"
 DEFAULT_FILE = Path("/etc/carver/config.toml")
 DEFAULT_SOCKET = Path("/var/lib/kubelet/plugins") / DRIVER_NAME / "csi.sock"
+HALF = "half"
 EMBEDDED_FILE = Path("/var/lib/carver/carver.img")
 
 # CSI spec, "Size Limits": a string is at most 128 bytes; a node id too.
@@ -40,10 +41,8 @@ def parse_size(value: object) -> int:
     return int(match[1]) * unit
 
 
-def _positive_size(value: object) -> int:
-    if (size := parse_size(value)) <= 0:
-        raise ValueError("the size must be larger than 0")
-    return size
+def _file_size(value: object) -> int | None:
+    return None if value == HALF else parse_size(value)
 
 
 def _count(value: object) -> int:
@@ -140,7 +139,11 @@ SETTINGS: Mapping[str, Setting] = {
         lambda: EMBEDDED_FILE,
         "the sparse file that holds the group where no class is configured",
     ),
-    "file_size": Setting(_positive_size, lambda: 10 << 30, "that file's size, such as 10GiB"),
+    "file_size": Setting(
+        _file_size,
+        lambda: HALF,
+        f"the file's size when it is made, such as 100GiB; {HALF}: of what is free beside it",
+    ),
 }
 
 
@@ -157,10 +160,13 @@ class DeviceClass:
 
 @dataclass(frozen=True)
 class BackingFile:
-    """A sparse file that a loop device turns into the one disk of a group."""
+    """A sparse file that a loop device turns into the one disk of a group.
+
+    Without a size it is made half as large as what is free in its file system.
+    """
 
     path: Path
-    size_bytes: int
+    size_bytes: int | None
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from mount.syscalls import Kernel
 
 _log = logging.getLogger(__name__)
 
+_MINIMUM_BYTES = 64 << 20
+
 # How a group that Carver made is told from one that an operator made.
 FACTS = {"embedded": "file"}
 
@@ -29,9 +31,9 @@ def ensure_device(kernel: Kernel, backing: BackingFile) -> str:
         # Never truncated: an existing file holds volumes, whatever size is configured now.
         with open(path, "ab", opener=_private) as file:
             if file.seek(0, os.SEEK_END) == 0:
-                _require_room(backing)
-                file.truncate(backing.size_bytes)
-                _log.info("made %s, %d bytes, sparse", path, backing.size_bytes)
+                size_bytes = _planned_bytes(backing)
+                file.truncate(size_bytes)
+                _log.info("made %s, %d bytes, sparse", path, size_bytes)
     except OSError as error:
         raise errors.NotReady(f"{path}: {error.strerror}") from None
     return loop.attach(kernel, str(path))
@@ -49,15 +51,17 @@ def ensure_group(run: Run, lvm: Lvm, name: str, device: str) -> None:
     _log.info("made volume group %s on %s", name, device)
 
 
-def _require_room(backing: BackingFile) -> None:
-    """A sparse file that its file system cannot hold would fail its volumes' writes later."""
+def _planned_bytes(backing: BackingFile) -> int:
+    """The size for a new file. More than is free would fail its volumes' writes later."""
     status = os.statvfs(backing.path.parent)
     free = status.f_bavail * status.f_frsize
-    if backing.size_bytes > free:
+    planned = backing.size_bytes or free // 2 // _MINIMUM_BYTES * _MINIMUM_BYTES
+    if not _MINIMUM_BYTES <= planned <= free:
         raise errors.NotReady(
-            f"{backing.path.parent} has {free} bytes free, {backing.size_bytes} are configured for"
-            " the group's file; set a smaller --file-size"
+            f"{backing.path.parent} has {free} bytes free; the group's file, of {planned} bytes,"
+            f" must fit there and be {_MINIMUM_BYTES} at least: see --file and --file-size"
         )
+    return planned
 
 
 def _private(path: str, flags: int) -> int:

@@ -22,9 +22,9 @@ class Interceptor(grpc.ServerInterceptor):
 
     def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        continuation: "Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None]",
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    ) -> "grpc.RpcMethodHandler[Any, Any] | None":
         """Wrap a unary call's handler; anything else goes through as it is."""
         handler = continuation(handler_call_details)
         if handler is None or not handler.unary_unary:

@@ -1,0 +1,170 @@
+"""Call a CSI plugin over its socket, as kubelet and the provisioner do."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from proto import csi_pb2 as csi
+from proto import csi_pb2_grpc
+
+Mode = csi.VolumeCapability.AccessMode.Mode
+
+
+def mounted(
+    fs_type: str = "",
+    flags: Sequence[str] = (),
+    mode: "Mode.ValueType" = Mode.SINGLE_NODE_WRITER,
+) -> csi.VolumeCapability:
+    """A capability: used through a file system."""
+    return csi.VolumeCapability(
+        mount=csi.VolumeCapability.MountVolume(fs_type=fs_type, mount_flags=flags),
+        access_mode=csi.VolumeCapability.AccessMode(mode=mode),
+    )
+
+
+def block(mode: "Mode.ValueType" = Mode.SINGLE_NODE_WRITER) -> csi.VolumeCapability:
+    """A capability: used as a raw block device."""
+    return csi.VolumeCapability(
+        block=csi.VolumeCapability.BlockVolume(),
+        access_mode=csi.VolumeCapability.AccessMode(mode=mode),
+    )
+
+
+class Client:
+    """The plugin's services, and its everyday calls in a few words.
+
+    Every call raises grpc.RpcError with the plugin's code. Sizes are in bytes.
+    """
+
+    def __init__(self, socket: Path, timeout_seconds: float = 120) -> None:
+        self._channel = grpc.insecure_channel(f"unix://{socket}")
+        self._timeout = timeout_seconds
+        self.identity = csi_pb2_grpc.IdentityStub(self._channel)
+        self.controller = csi_pb2_grpc.ControllerStub(self._channel)
+        self.node = csi_pb2_grpc.NodeStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._channel.close()
+
+    def probe(self) -> csi.ProbeResponse:
+        """Whether the plugin can work."""
+        return self.identity.Probe(csi.ProbeRequest(), timeout=self._timeout)
+
+    def capacity(
+        self, parameters: Mapping[str, str] | None = None, *capabilities: csi.VolumeCapability
+    ) -> csi.GetCapacityResponse:
+        """What can be made now."""
+        request = csi.GetCapacityRequest(
+            parameters=parameters or {}, volume_capabilities=capabilities
+        )
+        return self.controller.GetCapacity(request, timeout=self._timeout)
+
+    def create(
+        self,
+        name: str,
+        required_bytes: int = 0,
+        *capabilities: csi.VolumeCapability,
+        limit_bytes: int = 0,
+        parameters: Mapping[str, str] | None = None,
+    ) -> csi.Volume:
+        """Make a volume; for one file system and one writer where nothing is said."""
+        request = csi.CreateVolumeRequest(
+            name=name,
+            capacity_range=csi.CapacityRange(
+                required_bytes=required_bytes, limit_bytes=limit_bytes
+            ),
+            volume_capabilities=capabilities or [mounted()],
+            parameters=parameters or {},
+        )
+        return self.controller.CreateVolume(request, timeout=self._timeout).volume
+
+    def delete(self, volume_id: str) -> None:
+        """Delete a volume."""
+        request = csi.DeleteVolumeRequest(volume_id=volume_id)
+        self.controller.DeleteVolume(request, timeout=self._timeout)
+
+    def volumes(self) -> list[csi.Volume]:
+        """All volumes."""
+        response = self.controller.ListVolumes(csi.ListVolumesRequest(), timeout=self._timeout)
+        return [entry.volume for entry in response.entries]
+
+    def stage(
+        self,
+        volume: csi.Volume,
+        staging_path: Path | str,
+        capability: csi.VolumeCapability | None = None,
+    ) -> None:
+        """Make a volume ready on the node."""
+        request = csi.NodeStageVolumeRequest(
+            volume_id=volume.volume_id,
+            staging_target_path=str(staging_path),
+            volume_capability=capability or mounted(),
+            volume_context=volume.volume_context,
+        )
+        self.node.NodeStageVolume(request, timeout=self._timeout)
+
+    def unstage(self, volume_id: str, staging_path: Path | str) -> None:
+        """Undo `stage`."""
+        request = csi.NodeUnstageVolumeRequest(
+            volume_id=volume_id, staging_target_path=str(staging_path)
+        )
+        self.node.NodeUnstageVolume(request, timeout=self._timeout)
+
+    def publish(
+        self,
+        volume: csi.Volume,
+        staging_path: Path | str,
+        target_path: Path | str,
+        capability: csi.VolumeCapability | None = None,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        """Make a staged volume appear at a path."""
+        request = csi.NodePublishVolumeRequest(
+            volume_id=volume.volume_id,
+            staging_target_path=str(staging_path),
+            target_path=str(target_path),
+            volume_capability=capability or mounted(),
+            volume_context=volume.volume_context,
+            readonly=read_only,
+        )
+        self.node.NodePublishVolume(request, timeout=self._timeout)
+
+    def unpublish(self, volume_id: str, target_path: Path | str) -> None:
+        """Undo `publish`."""
+        request = csi.NodeUnpublishVolumeRequest(volume_id=volume_id, target_path=str(target_path))
+        self.node.NodeUnpublishVolume(request, timeout=self._timeout)
+
+    def stats(self, volume_id: str, volume_path: Path | str) -> csi.NodeGetVolumeStatsResponse:
+        """Measure a volume where it is staged or published."""
+        request = csi.NodeGetVolumeStatsRequest(volume_id=volume_id, volume_path=str(volume_path))
+        return self.node.NodeGetVolumeStats(request, timeout=self._timeout)
+
+    def expand(self, volume_id: str, required_bytes: int) -> csi.ControllerExpandVolumeResponse:
+        """Grow a volume, the Controller's part."""
+        request = csi.ControllerExpandVolumeRequest(
+            volume_id=volume_id, capacity_range=csi.CapacityRange(required_bytes=required_bytes)
+        )
+        return self.controller.ControllerExpandVolume(request, timeout=self._timeout)
+
+    def node_expand(
+        self, volume_id: str, volume_path: Path | str, required_bytes: int = 0
+    ) -> csi.NodeExpandVolumeResponse:
+        """Grow a volume, the Node's part: what lies on it, and itself where it is too small."""
+        request = csi.NodeExpandVolumeRequest(
+            volume_id=volume_id,
+            volume_path=str(volume_path),
+            capacity_range=csi.CapacityRange(required_bytes=required_bytes),
+        )
+        return self.node.NodeExpandVolume(request, timeout=self._timeout)

@@ -1,0 +1,36 @@
+"""What every tier shares."""
+
+# First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
+import agent  # noqa: F401  isort: skip
+
+import pytest
+
+import lvm.command
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--real",
+        action="store_true",
+        help="contract tests on real LVM, loop devices and mounts; as root, in the lab VM",
+    )
+
+
+@pytest.fixture
+def real(request: pytest.FixtureRequest) -> bool:
+    """Whether the real tier was chosen. Then what is missing is a failure, never a skip."""
+    return bool(request.config.getoption("--real"))
+
+
+@pytest.fixture(autouse=True)
+def no_unfaked_commands(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, real: bool
+) -> None:
+    """In the fast tier no test starts a program, unless it is about just that."""
+    if real or request.node.get_closest_marker("starts_programs"):
+        return
+
+    def refuse(words: tuple[str, ...], _timeout_seconds: float | None) -> None:
+        raise AssertionError(f"an unfaked command: {' '.join(words)}")
+
+    monkeypatch.setattr(lvm.command, "_execute", refuse)

@@ -1,0 +1,63 @@
+"""A whole machine in memory: lvm2, programs, devices, kernel, all on one state."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fakes import filesystems
+from fakes.devices import FakeDevices
+from fakes.kernel import FakeKernel
+from fakes.lvm import FakeLvm
+from lvm.command import Result
+from lvm.devices import Devices
+from lvm.lvm2 import Lvm
+from mount.syscalls import Kernel
+
+
+class FakeHost:
+    """What `agent.server.Host` is on a real machine, and the state behind it for tests to see."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.block = FakeDevices()
+        self.lvm2 = FakeLvm(self.block)
+        self.kernel: Kernel = FakeKernel(self.block)
+        self.devices: Devices = self.lvm2
+        self.commands: list[tuple[str, ...]] = []
+        self.lvm = Lvm(self.run, settings=())
+        # Called before each command with its words; may raise, as a kill does.
+        self.before_command: Callable[[Sequence[str]], None] = lambda _words: None
+
+    def run(self, *words: str) -> Result:
+        """The seam `lvm.command.Run`."""
+        self.before_command(words)
+        self.commands.append(words)
+        if words[0] == "lvm":
+            return self.lvm2(words)
+        program = filesystems.PROGRAMS.get(words[0])
+        assert program is not None, f"an unfaked command: {' '.join(words)}"
+        ended = program(words, self.block)
+        return Result(ended.exit_code, ended.stdout, ended.stderr)
+
+    def new_device(self, size_bytes: int) -> str:
+        """A blank block device."""
+        number = sum(1 for _ in self.block)
+        return self.block.add(f"/dev/fake{number}", size_bytes).path
+
+    def new_group(self, *disk_extents: int) -> str:
+        """A group with so many extents of 4 MiB on each of its disks."""
+        name = f"group{len(self.lvm2.groups)}"
+        self.lvm2.add_group(name, disk_extents)
+        return name
+
+    def deactivate(self, group: str, name: str) -> None:
+        """Take a volume's device away, as a reboot or an operator does."""
+        self.lvm2.deactivate(group, name)
+
+    def write(self, device: str, fs_type: str) -> None:
+        """Put a file system on a device, behind Carver's back."""
+        ended = filesystems.mkfs((f"mkfs.{fs_type}", "-q", "--", device), self.block)
+        assert ended.exit_code == 0, ended.stderr
+
+    def erase(self, device: str) -> None:
+        """Overwrite what a device holds, behind Carver's back."""
+        self.block.get(device).contents = None
