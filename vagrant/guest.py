@@ -35,8 +35,9 @@ def write_ssh_config(address: str) -> None:
         "  ControlMaster auto\n"
         f"  ControlPath {_SOCKET}\n"
         "  ControlPersist 600\n"
-        "  ServerAliveInterval 30\n"
-        "  ServerAliveCountMax 10\n"
+        # A shared connection to a boot that is over goes away after two minutes at the latest.
+        "  ServerAliveInterval 15\n"
+        "  ServerAliveCountMax 8\n"
     )
 
 
@@ -114,6 +115,8 @@ def wait_for_boot(previous: str | None = None, timeout_seconds: float = 600) -> 
     patience_seconds = 2
     while time.monotonic() < deadline:
         if (boot_id(patience_seconds) or previous) != previous:
+            if previous is not None:
+                disconnect()
             return
         patience_seconds = min(patience_seconds + 1, 30)
         time.sleep(0.3)

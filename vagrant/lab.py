@@ -60,7 +60,6 @@ def down() -> None:
     with _locked():
         if host.libvirt_answers():
             with step("remove the machine", "down") as removing:
-                guest.disconnect()
                 _remove_machine(removing)
         host.stop_libvirt()
 
@@ -130,6 +129,7 @@ def _publish_box(booting: Step, machine: dict[str, object]) -> None:
 
 
 def _remove_machine(removing: Step) -> None:
+    guest.disconnect()
     with contextlib.suppress(StepError):
         _vagrant(removing, "destroy", "--force")
     # What vagrant lost track of.

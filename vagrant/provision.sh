@@ -26,8 +26,9 @@ if ! cmp --quiet "$tree/systemd/carver.service" "$unit"; then
     systemctl enable --quiet carver.service
 fi
 # With Type=notify this returns once the socket is served.
-systemctl reset-failed carver.service
+systemctl reset-failed carver.service 2>/dev/null || true
 if ! systemctl start carver.service; then
-    journalctl --unit carver.service --boot --lines 40 --no-pager >&2
+    systemctl stop carver.service # it would try for ever
+    journalctl --unit carver.service --boot --lines 25 --no-pager >&2
     exit 1
 fi

@@ -9,7 +9,7 @@ wheels=$2
 public_key=$3
 here=$(dirname "$(readlink -f "$0")")
 root=$output/root
-size_gib=10
+size_gib=24 # sparse; Carver's default group is a file of 10 GiB
 
 # What the tests make of device-mapper and file systems; "dm-error" is part of dm-mod.
 modules="dm-mod dm-thin-pool dm-raid raid1 raid10 raid456 dm-cache dm-cache-smq dm-writecache
