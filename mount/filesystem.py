@@ -105,7 +105,16 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
 }
 
 # Words that lead out of the device, or put the file system where no probe would find it.
-_REFUSED_WORDS = {"offset", "name", "file", "logdev", "rtdev", "test_fs", "root_owner", "device"}
+_REFUSED_WORDS = {
+    "offset",
+    "name",
+    "file",
+    "logdev",
+    "rtdev",
+    "test_fs",
+    "root_owner",
+    "journal_dev",
+}
 _VALUE = re.compile(r"[A-Za-z0-9_^.:+=,][A-Za-z0-9_^.:+=,-]*")
 
 

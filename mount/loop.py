@@ -58,13 +58,14 @@ def detach(kernel: Kernel, device: str) -> None:
     if _status(kernel, device) is None:
         return
     try:
+        # LOOP_CLR_FD on a held device answers 0 and marks it to go with its last user: look first.
+        if kernel.device_is_held(device):
+            raise errors.Busy(device)
         kernel.loop_clear(device)
     except OSError as error:
-        if error.errno == errno.EBUSY:
-            raise errors.Busy(device) from error
         if error.errno != errno.ENXIO:
             raise errors.LoopFailed(device, str(error.strerror)) from error
-    # The kernel says yes even while others have it open, and detaches when they close (loop(4)).
+    # Someone who has it open without holding it (a reader, udev) delays it just the same.
     if _status(kernel, device) is not None:
         raise errors.Busy(device)
 

@@ -8,7 +8,7 @@ import errno
 from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 
-from mount import errors, table, target
+from mount import errors, filesystem, table, target
 from mount.options import Options
 from mount.syscalls import Kernel
 from mount.table import DeviceNumber, Mount
@@ -31,8 +31,9 @@ def ensure_mounted(
     """Have the file system on `device` mounted at the directory `path`.
 
     `extra_data` are mount options that the volume needs and nobody asked for (nouuid). Raises
-    DeviceMissing, ForeignMount, MountConflict, MountFailed.
+    DeviceMissing, ForeignMount, MountConflict, MountFailed, UnsupportedFileSystem.
     """
+    filesystem.known(fs_type)
     place = target.resolve(kernel, path)
     number = device_number(kernel, device)
     attributes = options.attributes | ({"ro"} if read_only else set())
@@ -208,4 +209,6 @@ def _shown(words: Set[str]) -> str:
 
 
 def _why(error: OSError) -> str:
+    if error.errno == errno.ENODEV:  # mount(2): the type is not configured in the kernel
+        return "the kernel has no such file system (ENODEV); load its module on the node"
     return f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"

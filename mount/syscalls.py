@@ -263,9 +263,20 @@ class Kernel:
         """BLKROGET."""
         return bool(struct.unpack("=i", _ioctl(device, _BLKROGET, bytes(4)))[0])
 
+    def device_is_held(self, device: str) -> bool:
+        """Whether it is mounted, or another driver (device-mapper, loop) holds it."""
+        try:
+            # O_EXCL on a block device asks for the exclusive use that holders have: open(2).
+            os.close(os.open(device, os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                return True
+            raise
+        return False
+
     def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         """BLKZEROOUT: the range reads as zeroes afterwards. EBUSY while mounted or held."""
-        # O_EXCL on a block device is the kernel's own guard: mounted or held means EBUSY (open(2)).
+        # O_EXCL is the kernel's own guard: mounted or held means EBUSY (open(2)).
         span = struct.pack("=2Q", offset_bytes, length_bytes)
         _ioctl(device, _BLKZEROOUT, span, os.O_WRONLY | os.O_EXCL)
 

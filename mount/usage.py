@@ -26,7 +26,7 @@ class Usage:
 
 
 def of(kernel: Kernel, path: str) -> Usage:
-    """The use of the file system at `path`. Raises NotMounted if the path cannot be reached.
+    """The use of the file system at `path`. Raises NotMounted, TargetError.
 
     Used and available do not add up to the total where blocks are reserved for root.
     """
@@ -34,6 +34,8 @@ def of(kernel: Kernel, path: str) -> Usage:
         found = kernel.statvfs(path)
     except FileNotFoundError as error:
         raise errors.NotMounted(path) from error
+    except OSError as error:
+        raise errors.TargetError(path, f"cannot be measured: {error.strerror}") from error
     unit_bytes = found.f_frsize
     inodes = Inodes(found.f_files, found.f_files - found.f_ffree, found.f_favail)
     return Usage(

@@ -8,6 +8,7 @@ import pytest
 
 from mount import errors, filesystem, loop, mounts, options, table, target, usage
 from mount.options import Options
+from mount.syscalls import Kernel
 
 MIB = 1024 * 1024
 NONE = Options()
@@ -383,3 +384,36 @@ def test_a_read_only_loop_over_a_device_makes_it_read_only(host: Any) -> None:
     finally:
         loop.detach(host.kernel, read_only)
     assert loop.over(host.kernel, number) == ()
+
+
+def test_the_calls_of_older_kernels_end_in_the_same_mounts(host: Any, real: bool) -> None:
+    old = Kernel(old_calls=True) if real else host.kernel
+    device = host.new_device(32 * MIB)
+    filesystem.make(host.run, device, "ext4")
+    path, published = new_directory(host, "staging"), new_directory(host, "published")
+    block = new_file(host, "block")
+    chosen = options.parse(["noatime,nosymfollow", "lazytime", "commit=30"], "ext4")
+
+    mounts.ensure_mounted(old, device, path, "ext4", chosen)
+    mounts.ensure_bound(old, path, published, options.parse(["nodev"]), read_only=True)
+    mounts.ensure_bound(old, device, block, NONE, read_only=True)
+
+    # The newer calls find nothing left to do.
+    mounts.ensure_mounted(host.kernel, device, path, "ext4", chosen)
+    mounts.ensure_bound(host.kernel, path, published, options.parse(["nodev"]), read_only=True)
+    mounts.ensure_bound(host.kernel, device, block, NONE, read_only=True)
+    found = table.read(host.kernel)
+    assert {"commit=30", "lazytime"} <= set(found.at(path)[0].super_options)
+    assert {"ro", "nodev", "noatime", "nosymfollow"} <= set(found.at(published)[0].options)
+    for place in (block, published, path):
+        mounts.ensure_unmounted(old, place)
+
+
+def test_a_failed_bind_of_older_kernels_leaves_no_mount(host: Any, real: bool) -> None:
+    old = Kernel(old_calls=True) if real else host.kernel
+    published = new_directory(host, "published")
+
+    with pytest.raises(errors.MountFailed):
+        mounts.ensure_bound(old, str(host.directory / "no"), published, NONE, read_only=True)
+
+    assert table.read(host.kernel).at(published) == ()

@@ -190,6 +190,9 @@ class FakeKernel(Kernel):
     def device_is_read_only(self, device: str) -> bool:
         return self._block_device(device).read_only
 
+    def device_is_held(self, device: str) -> bool:
+        return self.devices.is_open(self._block_device(device).path)
+
     def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         found = self._block_device(device)
         if found.mounted or found.held:

@@ -1,0 +1,279 @@
+"""What programs are run with, and what is made of their answers."""
+
+from collections.abc import Sequence
+
+import pytest
+from fakes.devices import FakeDevices
+from fakes.filesystems import Result, fsck, mkfs
+from fakes.kernel import FakeKernel
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mount import errors, filesystem, table
+from mount.filesystem import Signature
+
+MIB = 1024 * 1024
+BLANK = "DEVNAME=/dev/x\nMINIMUM_IO_SIZE=512\n"
+
+
+class Script:
+    """A runner that gives one answer and remembers the words."""
+
+    def __init__(self, exit_code: int = 0, stdout: str = "", stderr: str = "") -> None:
+        self.result = Result(exit_code, stdout, stderr)
+        self.words: tuple[str, ...] = ()
+
+    def __call__(self, *words: str) -> Result:
+        self.words = words
+        return self.result
+
+
+def options_of(words: Sequence[str]) -> dict[str, str]:
+    inner = list(words[2 : words.index("--")])
+    return dict(zip(inner[::2], inner[1::2], strict=True))
+
+
+def test_a_device_that_was_read_and_bears_nothing_is_blank() -> None:
+    assert filesystem.probe(Script(0, BLANK), "/dev/x") is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "signature"),
+    [
+        ("TYPE=ext4\nUSAGE=filesystem\nUUID=u", Signature("ext4", "filesystem", "u")),
+        ("LABEL=a\\ b=c\nTYPE=xfs\nUSAGE=filesystem", Signature("xfs", "filesystem", "", "a b=c")),
+        ("TYPE=LVM2_member\nUSAGE=raid", Signature("LVM2_member", "raid")),
+        ("TYPE=crypto_LUKS\nUSAGE=crypto", Signature("crypto_LUKS", "crypto")),
+        ("TYPE=swap\nUSAGE=other", Signature("swap", "other")),
+        ("PTTYPE=gpt\nPTUUID=p", Signature("gpt", "partition table", "p")),
+        ("TYPE=new", Signature("new", "unknown")),
+        ("LABEL=it's\nTYPE=ext4\nUSAGE=filesystem", Signature("ext4", "filesystem", "", "it's")),
+    ],
+)
+def test_what_a_device_bears_is_told(lines: str, signature: Signature) -> None:
+    assert filesystem.probe(Script(0, BLANK + lines + "\n"), "/dev/x") == signature
+    assert str(signature).startswith(signature.fs_type)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Script(2),  # missing or unreadable, and blank for a blkid without --info
+        Script(4, stderr="blkid: usage"),
+        Script(8, BLANK),  # ambivalent
+        Script(0, "TYPE=ext4\n"),  # no sign that the device was read
+        Script(0, ""),
+        Script(0, BLANK + "USAGE=filesystem\n"),
+        Script(139, BLANK),
+    ],
+)
+def test_an_unsure_answer_is_never_blank(answer: Script) -> None:
+    with pytest.raises(errors.ProbeFailed):
+        filesystem.probe(answer, "/dev/x")
+
+
+@given(st.integers(0, 255), st.text())
+def test_any_answer_is_a_signature_blank_or_an_error(exit_code: int, stdout: str) -> None:
+    try:
+        found = filesystem.probe(Script(exit_code, stdout), "/dev/x")
+    except errors.ProbeFailed:
+        return
+    assert exit_code == 0
+    assert found is None or found.fs_type in stdout
+
+
+@pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
+def test_mkfs_is_never_told_to_overwrite(fs_type: str) -> None:
+    run = Script()
+
+    filesystem.make(run, "/dev/x", fs_type)
+
+    assert run.words[:2] == (f"mkfs.{fs_type}", "-q")
+    assert run.words[-2:] == ("--", "/dev/x")
+    assert not {"-f", "-F"} & set(run.words)
+
+
+def test_a_users_option_takes_the_place_of_ours() -> None:
+    run = Script()
+
+    filesystem.make(run, "/dev/x", "ext4", ["-m", "5", "-L", "web", "-b", "1024"])
+
+    assert options_of(run.words) | {"-O": "", "-E": ""} == {
+        "-b": "1024", "-m": "5", "-E": "", "-O": "", "-L": "web",
+    }  # fmt: skip
+
+
+def test_a_users_features_are_added_to_ours_and_win() -> None:
+    run = Script()
+
+    filesystem.make(run, "/dev/x", "ext4", ["-O", "^metadata_csum,quota"])
+
+    features = options_of(run.words)["-O"].split(",")
+    assert features[0] == "none"
+    assert "metadata_csum" not in features
+    assert features[-2:] == ["^metadata_csum", "quota"]
+
+
+def test_xfs_is_never_given_a_key_twice() -> None:
+    run = Script()
+
+    filesystem.make(run, "/dev/x", "xfs", ["-m", "rmapbt=1", "-K", "-n", "size=8192"])
+
+    words = list(run.words)
+    assert words[words.index("-m") + 1] == "crc=1,finobt=1,reflink=1,rmapbt=1"
+    assert words[words.index("-K") + 1] != ""
+    assert "size=8192" in words
+
+
+@pytest.mark.parametrize(
+    ("fs_type", "options"),
+    [
+        ("ext4", ["-F"]),
+        ("xfs", ["-f"]),
+        ("btrfs", ["--force"]),
+        ("ext4", ["-n"]),
+        ("ext4", ["/dev/sda"]),
+        ("ext4", ["--", "/dev/sda"]),
+        ("ext4", ["-m"]),
+        ("ext4", ["-m", "-F"]),
+        ("ext4", ["-m", "0", "-m", "1"]),
+        ("ext4", ["-m0"]),
+        ("ext4", ["-m", "0 -F"]),
+        ("ext4", ["-L", "a/b"]),
+        ("ext4", ["-L", "line\nbreak"]),
+        ("ext4", ["-E", "stride=1,offset=1024"]),
+        ("ext4", ["-O", "journal_dev"]),
+        ("ext4", ["-d", "dir"]),
+        ("xfs", ["-d", "name=disk"]),
+        ("xfs", ["-l", "logdev=disk"]),
+        ("xfs", ["-r", "rtdev=disk"]),
+        ("xfs", ["-N"]),
+        ("xfs", ["-p", "proto"]),
+        ("btrfs", ["-r", "dir"]),
+        ("btrfs", [""]),
+    ],
+)
+def test_options_that_could_do_harm_are_refused(fs_type: str, options: list[str]) -> None:
+    run = Script()
+
+    with pytest.raises(errors.BadOption):
+        filesystem.make(run, "/dev/x", fs_type, options)
+
+    assert run.words == ()
+
+
+@given(st.lists(st.text() | st.sampled_from(["-m", "-L", "-O", "0"]), max_size=6))
+def test_any_words_are_checked_options_or_a_bad_option(words: list[str]) -> None:
+    run = Script()
+    try:
+        filesystem.make(run, "/dev/x", "ext4", words)
+    except errors.BadOption:
+        assert run.words == ()
+        return
+    assert set(options_of(run.words)) <= set(filesystem.FILE_SYSTEMS["ext4"].allowed.split())
+
+
+def test_a_failed_mkfs_is_told_in_few_lines() -> None:
+    usage = "too small\n\n" + "usage\n" * 40
+
+    with pytest.raises(errors.FormatFailed) as caught:
+        filesystem.make(Script(1, stderr=usage), "/dev/x", "xfs")
+
+    assert caught.value.stderr == usage
+    assert str(caught.value).count("usage") == 2
+    with pytest.raises(errors.FormatFailed, match="said nothing"):
+        filesystem.make(Script(1), "/dev/x", "xfs")
+
+
+def test_an_unknown_file_system_is_neither_made_nor_measured() -> None:
+    for fs_type in ("ntfs", "", "ext4 -F", "../ext4"):
+        with pytest.raises(errors.UnsupportedFileSystem):
+            filesystem.make(Script(), "/dev/x", fs_type)
+        with pytest.raises(errors.UnsupportedFileSystem):
+            filesystem.check_size(fs_type, 1 << 40)
+
+
+def test_too_small_a_volume_is_refused_before_it_is_made() -> None:
+    filesystem.check_size("xfs", 300 * MIB)
+    with pytest.raises(errors.TooSmall, match="xfs needs 314572800 bytes"):
+        filesystem.check_size("xfs", 300 * MIB - 1)
+
+
+@pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
+def test_growing_fills_the_device_and_may_be_repeated(
+    fs_type: str, kernel: FakeKernel, tmp_path: str
+) -> None:
+    mounted = mount(kernel, fs_type, str(tmp_path))
+    kernel.devices.resize("/dev/data/web", 800 * MIB)
+
+    for _ in range(2):
+        filesystem.grow(kernel, mounted)
+
+    assert kernel.devices.get("/dev/data/web").media.fs_size_bytes == 800 * MIB
+
+
+def test_growing_through_a_read_only_mount_says_why(kernel: FakeKernel, tmp_path: str) -> None:
+    mounted = mount(kernel, "ext4", str(tmp_path), ("ro",))
+    kernel.devices.resize("/dev/data/web", 800 * MIB)
+
+    with pytest.raises(errors.GrowFailed, match="Read-only"):
+        filesystem.grow(kernel, mounted)
+
+
+def test_growing_without_the_capability_names_it(kernel: FakeKernel, tmp_path: str) -> None:
+    mounted = mount(kernel, "ext4", str(tmp_path))
+
+    def refuse(path: str, blocks: int) -> None:
+        raise PermissionError(1, "Operation not permitted", path)
+
+    kernel.grow_ext4 = refuse  # type: ignore[method-assign]
+
+    with pytest.raises(errors.GrowFailed, match="CAP_SYS_RESOURCE"):
+        filesystem.grow(kernel, mounted)
+
+
+def test_growing_refuses_a_source_that_is_another_device_now(
+    kernel: FakeKernel, tmp_path: str
+) -> None:
+    mounted = mount(kernel, "ext4", str(tmp_path))
+    kernel.devices.get("/dev/data/web").minor += 1
+
+    with pytest.raises(errors.GrowFailed, match="another device"):
+        filesystem.grow(kernel, mounted)
+
+
+def test_growing_an_unknown_file_system_is_refused(kernel: FakeKernel) -> None:
+    number = kernel.devices.get("/dev/data/web").number
+    line = f"9 1 {number[0]}:{number[1]} / /x rw - ntfs /dev/data/web rw"
+
+    with pytest.raises(errors.UnsupportedFileSystem):
+        filesystem.grow(kernel, table.parse(line).mounts[0])
+
+
+def test_the_fake_mkfs_refuses_what_the_real_one_does() -> None:
+    devices = FakeDevices()
+    device = devices.add("/dev/x", 400 * MIB)
+    words = ["mkfs.xfs", "-q", "--", "/dev/x"]
+
+    assert mkfs([*words[:-1], "/dev/missing"], devices).exit_code == 1
+    device.read_only = True
+    assert mkfs(words, devices).exit_code == 1
+    device.read_only = False
+    assert mkfs(words, devices).exit_code == 0
+    assert fsck(["fsck.xfs", "-p", "--", "/dev/x"], devices).exit_code == 0
+    assert fsck(["fsck.ext4", "-p", "--", "/dev/x"], devices).exit_code == 8
+
+
+@pytest.fixture
+def kernel() -> FakeKernel:
+    devices = FakeDevices()
+    devices.add("/dev/data/web", 400 * MIB)
+    return FakeKernel(devices)
+
+
+def mount(
+    kernel: FakeKernel, fs_type: str, path: str, parameters: tuple[str, ...] = ()
+) -> table.Mount:
+    mkfs([f"mkfs.{fs_type}", "-q", "--", "/dev/data/web"], kernel.devices)
+    kernel.mount("/dev/data/web", path, fs_type, set(), parameters)
+    return table.read(kernel).at(path)[-1]

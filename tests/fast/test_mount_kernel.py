@@ -1,0 +1,118 @@
+"""The fake kernel covers the real one, and the package keeps to its seams."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes.devices import FakeDevices
+from fakes.kernel import FakeKernel
+
+import mount
+from mount import errors, nodes
+from mount.syscalls import Kernel
+
+PACKAGE = Path(mount.__file__).parent
+# These act on target paths, which are real in the fake as well.
+ON_REAL_PATHS = {"make_directory", "make_file"}
+
+
+def imports(module: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (name.name.partition(".")[0] for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
+
+
+def test_the_fake_has_its_own_of_every_operation_that_is_not_on_target_paths() -> None:
+    operations = {name for name in vars(Kernel) if not name.startswith("_")}
+
+    assert operations - set(vars(FakeKernel)) == ON_REAL_PATHS
+
+
+def test_the_fake_takes_what_the_real_one_takes() -> None:
+    for name in set(vars(FakeKernel)) & set(vars(Kernel)):
+        if not name.startswith("_"):
+            fake, real = getattr(FakeKernel, name), getattr(Kernel, name)
+            assert inspect.signature(fake) == inspect.signature(real), name
+
+
+def test_only_syscalls_has_ctypes_and_nothing_starts_a_process() -> None:
+    users = {path.name for path in PACKAGE.glob("*.py") if "ctypes" in set(imports(path))}
+
+    assert users == {"syscalls.py"}
+    for path in PACKAGE.glob("*.py"):
+        assert not {"subprocess", "sh", "psutil", "pyudev", "lvm", "agent", "grpc", "proto"} & set(
+            imports(path)
+        ), path.name
+
+
+def test_every_error_is_a_mount_error_with_a_sentence_of_its_own() -> None:
+    classes = [one for one in vars(errors).values() if inspect.isclass(one)]
+    found = [one for one in classes if one.__module__ == errors.__name__]
+
+    assert len(found) > 15
+    assert all(issubclass(one, errors.MountError) and one.__doc__ for one in found)
+    assert "holds swap (other), not ext4" in str(
+        errors.UnexpectedContents("/dev/dm-3", "swap (other)", "ext4")
+    )
+
+
+def test_binds_of_a_device_node_are_found_by_its_number(tmp_path: Path) -> None:
+    kernel = FakeKernel(FakeDevices())
+    first, second = (kernel.devices.add(f"/dev/data/{name}", 1 << 20) for name in "ab")
+    path = tmp_path / "block"
+    path.touch()
+    kernel.bind(first.path, str(path), set())
+
+    assert [one.path for one in nodes.bound(kernel, first.number)] == [str(path)]
+    assert nodes.bound(kernel, second.number) == ()
+
+
+def test_a_mounted_or_held_device_cannot_be_removed_or_zeroed(tmp_path: Path) -> None:
+    devices = FakeDevices()
+    kernel = FakeKernel(devices)
+    device = devices.add("/dev/data/web", 1 << 20)
+    devices.link("/dev/mapper/data-web", "/dev/data/web")
+    device.held = 1
+
+    with pytest.raises(OSError, match="busy"):
+        devices.remove("/dev/mapper/data-web")
+    with pytest.raises(OSError, match="busy"):
+        kernel.zero_out("/dev/dm-0", 0, 512)
+
+    device.held = 0
+    device.read_only = True
+    with pytest.raises(PermissionError):
+        kernel.zero_out(device.path, 0, 512)
+    device.read_only = False
+    for span in ((0, 511), (1 << 20, 512)):
+        with pytest.raises(OSError, match="Invalid"):
+            kernel.zero_out(device.path, *span)
+    kernel.zero_out(device.path, 512, 512)
+    assert device.media.zeroed == [(512, 512)]
+    devices.remove(device.path)
+    assert not devices.knows("/dev/mapper/data-web")
+
+
+def test_the_next_device_takes_the_first_free_minor() -> None:
+    devices = FakeDevices()
+    for name in "abc":
+        devices.add(name, 512)
+    devices.remove("b")
+
+    assert devices.add("d", 512).number == (253, 1)
+    assert [device.path for device in devices] == ["a", "c", "d"]
+
+
+def test_the_fake_knows_what_is_no_device(tmp_path: Path) -> None:
+    kernel = FakeKernel(FakeDevices())
+
+    with pytest.raises(OSError, match="Block device required"):
+        kernel.device_number(str(tmp_path))
+    with pytest.raises(FileNotFoundError):
+        kernel.device_number(str(tmp_path / "missing"))
+    with pytest.raises(OSError, match="ioctl"):
+        kernel.xfs_geometry(str(tmp_path))

@@ -1,0 +1,127 @@
+"""Mount options are sorted to where they belong, or refused."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mount import errors, options
+from mount.options import Options
+
+_known = [
+    *options.ATTRIBUTES,
+    *options.SUPERBLOCK,
+    *" ".join(options.FILE_SYSTEM_DATA.values()).split(),
+    "rw",
+    "defaults",
+]
+
+
+def test_options_are_sorted_by_where_they_belong() -> None:
+    found = options.parse(["ro,noexec", "lazytime", "discard", "commit=30", "noatime"], "ext4")
+
+    assert found == Options(
+        frozenset({"ro", "noexec", "noatime"}), frozenset({"lazytime"}), ("discard", "commit=30")
+    )
+    assert found.read_only
+
+
+def test_no_options_are_no_options() -> None:
+    assert options.parse([]) == Options()
+    assert not options.parse(["rw", "defaults", "async", "exec"]).read_only
+
+
+def test_the_same_option_twice_counts_once() -> None:
+    assert options.parse(["discard", "discard", "noexec,noexec"], "xfs").data == ("discard",)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["ro", "rw"],
+        ["exec,noexec"],
+        ["noatime", "relatime"],
+        ["sync", "async"],
+        ["discard", "nodiscard"],
+        ["commit=5", "commit=10"],
+        ["barrier=0", "barrier=1"],
+    ],
+)
+def test_contradictions_are_refused(flags: list[str]) -> None:
+    with pytest.raises(errors.BadOption, match="contradicts"):
+        options.parse(flags, "ext4")
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "bind",
+        "rbind",
+        "remount",
+        "move",
+        "loop",
+        "loop=/dev/loop0",
+        "shared",
+        "rshared",
+        "private",
+        "slave",
+        "unbindable",
+        "x-systemd.automount",
+        "X-mount.mkdir",
+        "nofail",
+        "user",
+        "errors=panic",
+        "journal_path=/dev/sda",
+        "logdev=/dev/sda",
+        "device=/dev/sda",
+        "subvolid=5",
+        "context=system_u",
+        "noexec=1",
+        "commit",
+        "uid=0",
+    ],
+)
+def test_what_is_not_listed_is_refused_and_the_list_is_shown(word: str) -> None:
+    with pytest.raises(errors.BadOption) as caught:
+        options.parse([word])
+
+    assert caught.value.option == word
+    assert "noexec" in str(caught.value) or "form" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "word", ["-o", "--bind", "", "ro\n", "no\0exec", "ro rw", "commit=5\\054x", "commit=", "café"]
+)
+def test_what_is_no_word_is_refused(word: str) -> None:
+    with pytest.raises(errors.BadOption):
+        options.parse([word])
+
+
+def test_another_file_systems_options_are_refused() -> None:
+    assert options.parse(["nouuid"], "xfs").data == ("nouuid",)
+    with pytest.raises(errors.BadOption, match="nouuid"):
+        options.parse(["nouuid"], "ext4")
+
+
+def test_an_unknown_file_system_is_refused() -> None:
+    with pytest.raises(errors.UnsupportedFileSystem, match="ext4, xfs, btrfs"):
+        options.parse([], "ntfs")
+
+
+def test_a_long_option_is_shown_short() -> None:
+    with pytest.raises(errors.BadOption) as caught:
+        options.parse(["a" * 4096])
+
+    assert len(str(caught.value).split(" is ")[0]) < 300
+
+
+@given(st.lists(st.text() | st.sampled_from(_known) | st.just("commit=5")))
+def test_any_flags_are_options_or_a_bad_option(flags: list[str]) -> None:
+    try:
+        found = options.parse(flags)
+    except errors.BadOption:
+        return
+    assert found.attributes <= set(options.ATTRIBUTES)
+    assert found.superblock <= set(options.SUPERBLOCK)
+    for word in found.data:
+        assert word.isprintable()
+        assert not set(word) & set(', \\/"')
