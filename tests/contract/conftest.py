@@ -61,6 +61,6 @@ def service(host: AnyHost, config: Config) -> Iterator[Service]:
 
 @pytest.fixture
 def client(service: Service, config: Config) -> Iterator[Client]:
-    """kubelet's and the provisioner's side of the socket."""
+    """Kubelet's and the provisioner's side of the socket."""
     with Client(config.endpoint) as caller:
         yield caller

@@ -7,6 +7,7 @@ from fakes import filesystems
 from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeLvm
+
 from lvm.command import Result
 from lvm.devices import Devices
 from lvm.lvm2 import Lvm
@@ -24,12 +25,13 @@ class FakeHost:
         self.devices: Devices = self.lvm2
         self.commands: list[tuple[str, ...]] = []
         self.lvm = Lvm(self.run, settings=())
-        # Called before each command with its words; may raise, as a kill does.
-        self.before_command: Callable[[Sequence[str]], None] = lambda _words: None
+        # Asked before each command: may answer in its place, wait, or raise as a kill does.
+        self.intercept: Callable[[Sequence[str]], Result | None] = lambda _words: None
 
     def run(self, *words: str) -> Result:
         """The seam `lvm.command.Run`."""
-        self.before_command(words)
+        if (answer := self.intercept(words)) is not None:
+            return answer
         self.commands.append(words)
         if words[0] == "lvm":
             return self.lvm2(words)

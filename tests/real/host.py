@@ -1,9 +1,9 @@
-"""This machine: real programs, real LVM on loop devices, real mounts. As root, in the lab VM."""
+"""The machine itself: real programs, real LVM on loop devices, real mounts. As root, in the lab VM."""
 
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,6 +26,8 @@ class RealHost:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.commands: list[tuple[str, ...]] = []
+        # Asked before each command: may answer in its place, wait, or raise as a kill does.
+        self.intercept: Callable[[Sequence[str]], Result | None] = lambda _words: None
         self._programs = Programs()
         self.kernel = Kernel()
         self.devices: Devices = KernelDevices()
@@ -40,6 +42,8 @@ class RealHost:
 
     def run(self, *words: str) -> Result:
         """The seam `lvm.command.Run`."""
+        if (answer := self.intercept(words)) is not None:
+            return answer
         self.commands.append(words)
         return self._programs(*words)
 

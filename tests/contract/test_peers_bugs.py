@@ -1,0 +1,265 @@
+"""Mistakes that were found in other drivers for local volumes. Each test bears the mistake's name."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import expect
+import pytest
+from fakes.host import FakeHost
+from real.host import RealHost
+
+from agent.client import Client, block, mounted
+from agent.server import Service
+from lvm import report
+from lvm.command import Result
+from mount import table
+from proto import csi_pb2 as csi
+
+AnyHost = FakeHost | RealHost
+MIB = 1 << 20
+
+
+@pytest.fixture
+def staging(host: AnyHost) -> Path:
+    return host.directory / "staging"
+
+
+@pytest.fixture
+def target(host: AnyHost) -> Path:
+    return host.directory / "target"
+
+
+@pytest.fixture
+def volume(client: Client) -> csi.Volume:
+    return client.create("pvc-1", 64 * MIB, mounted("ext4"))
+
+
+def names_in(host: AnyHost, group: str) -> set[str]:
+    return set(report.read(host.lvm).group(group).volumes)
+
+
+@contextmanager
+def held_at(host: AnyHost, program: str) -> Iterator[threading.Event]:
+    """The next run of a program waits at its start until the block ends; the event says it does."""
+    reached, let_go = threading.Event(), threading.Event()
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        if words[0] == program and not reached.is_set():
+            reached.set()
+            assert let_go.wait(60)
+        return None
+
+    host.intercept = intercept
+    try:
+        yield reached
+    finally:
+        let_go.set()
+
+
+def test_any_lvs_error_taken_as_volume_gone(
+    client: Client, host: AnyHost, volume: csi.Volume, group: str
+) -> None:
+    for stderr in (
+        "",
+        f'  Volume group "{group}" not found\n',
+        "  Failed to find logical volume\n",
+    ):
+        host.intercept = lambda words, told=stderr: (
+            Result(5, "", told) if words[0] == "lvm" else None
+        )
+        with expect.code("INTERNAL"):
+            client.delete(volume.volume_id)
+        with expect.code("INTERNAL"):
+            client.create("pvc-1", 64 * MIB, mounted("ext4"))
+    host.intercept = lambda words: None
+    assert names_in(host, group) == {"vol-pvc-1"}
+
+
+def test_a_missing_dev_node_taken_as_volume_gone(
+    client: Client, host: AnyHost, volume: csi.Volume, group: str
+) -> None:
+    host.deactivate(group, "vol-pvc-1")
+    assert client.create("pvc-1", 64 * MIB, mounted("ext4")) == volume
+    client.delete(volume.volume_id)
+    assert names_in(host, group) == set()
+
+
+def test_a_volume_removed_and_made_anew_empty(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, group: str
+) -> None:
+    uuid = report.read(host.lvm).group(group).volume("vol-pvc-1").uuid
+    host.deactivate(group, "vol-pvc-1")
+    client.stage(volume, staging)
+    assert report.read(host.lvm).group(group).volume("vol-pvc-1").uuid == uuid
+
+
+def test_data_formatted_away_because_a_stale_database_was_asked(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, group: str
+) -> None:
+    device = host.devices.find(group, "vol-pvc-1")
+    assert device is not None
+    host.write(device.path, "ext4")
+    client.stage(volume, staging)
+    assert not any(words[0].startswith("mkfs") for words in host.commands)
+
+
+def test_block_publish_that_stacks_a_mount_at_each_retry(
+    client: Client, host: AnyHost, staging: Path, target: Path
+) -> None:
+    volume = client.create("pvc-1", 16 * MIB, block())
+    client.stage(volume, staging, block())
+    for _ in range(3):
+        client.publish(volume, staging, target, block())
+    assert len(table.read(host.kernel).at(str(target))) == 1
+    client.unpublish(volume.volume_id, target)
+    assert table.read(host.kernel).at(str(target)) == ()
+
+
+@pytest.mark.parametrize("capability", [mounted("ext4"), block()], ids=["mount", "block"])
+def test_read_only_ignored(
+    client: Client, host: AnyHost, staging: Path, target: Path, capability: csi.VolumeCapability
+) -> None:
+    volume = client.create("pvc-1", 64 * MIB, capability)
+    client.stage(volume, staging, capability)
+    client.publish(volume, staging, target, capability, read_only=True)
+    assert table.read(host.kernel).at(str(target))[-1].read_only
+    if capability.HasField("block"):
+        assert host.kernel.device_is_read_only(str(target))
+
+
+def test_mount_options_ignored(client: Client, host: AnyHost, staging: Path, target: Path) -> None:
+    capability = mounted("ext4", ["noatime", "nosuid", "commit=30"])
+    volume = client.create("pvc-1", 64 * MIB, capability)
+    client.stage(volume, staging, capability)
+    client.publish(volume, staging, target, capability)
+    mount = table.read(host.kernel).at(str(target))[-1]
+    assert {"noatime", "nosuid"} <= set(mount.options)
+    assert "commit=30" in mount.super_options
+
+
+def test_unmount_errors_swallowed_and_unpublish_answered_ok_with_the_mount_still_there(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, target: Path
+) -> None:
+    client.stage(volume, staging)
+    client.publish(volume, staging, target)
+    with (target / "open").open("w") as file:
+        file.write("data")
+        with expect.code("FAILED_PRECONDITION", str(target), "in use"):
+            client.unpublish(volume.volume_id, target)
+        assert table.read(host.kernel).at(str(target))
+    (target / "open").unlink()
+    client.unpublish(volume.volume_id, target)
+
+
+def test_unpublish_that_needs_an_object_which_is_gone_already(
+    client: Client, host: AnyHost, volume: csi.Volume, target: Path
+) -> None:
+    client.delete(volume.volume_id)
+    target.mkdir()
+    client.unpublish(volume.volume_id, target)
+    assert not target.exists()
+
+
+def test_one_global_lock_held_over_mkfs(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path
+) -> None:
+    with ThreadPoolExecutor() as pool, held_at(host, "mkfs.ext4") as formatting:
+        staged = pool.submit(client.stage, volume, staging)
+        assert formatting.wait(60)
+        other = client.create("pvc-2", 16 * MIB, block())
+        client.delete(other.volume_id)
+        assert not staged.done()
+    staged.result()
+
+
+def test_no_lock_per_volume(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, target: Path
+) -> None:
+    with ThreadPoolExecutor() as pool, held_at(host, "mkfs.ext4") as formatting:
+        staged = pool.submit(client.stage, volume, staging)
+        assert formatting.wait(60)
+        with expect.code("ABORTED", "in progress"):
+            client.stage(volume, staging)
+        with expect.code("ABORTED"):
+            client.delete(volume.volume_id)
+        with expect.code("ABORTED"):
+            client.create("pvc-1", 64 * MIB, mounted("ext4"))
+        with expect.code("ABORTED"):
+            client.expand(volume.volume_id, 80 * MIB)
+        with expect.code("ABORTED"):
+            client.unpublish(volume.volume_id, target)
+    staged.result()
+    client.stage(volume, staging)
+
+
+def test_expansion_that_fails_for_ever_because_the_size_matches(
+    client: Client, volume: csi.Volume
+) -> None:
+    for _ in range(3):
+        assert client.expand(volume.volume_id, 128 * MIB).capacity_bytes == 128 * MIB
+
+
+def test_a_file_system_not_grown_because_the_volume_was_large_enough_already(
+    client: Client, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    before = client.stats(volume.volume_id, staging).usage[0].total
+    client.expand(volume.volume_id, 128 * MIB)
+    assert client.stats(volume.volume_id, staging).usage[0].total == before
+    client.node_expand(volume.volume_id, staging, 128 * MIB)
+    assert client.stats(volume.volume_id, staging).usage[0].total > before + 32 * MIB
+
+
+def test_a_repeated_create_of_another_size_accepted(client: Client, volume: csi.Volume) -> None:
+    for size in (32 * MIB, 128 * MIB):
+        with expect.code("ALREADY_EXISTS"):
+            client.create("pvc-1", size, mounted("ext4"))
+
+
+def test_the_driver_changes_the_mode_of_the_volume_s_root(
+    client: Client, volume: csi.Volume, staging: Path, target: Path
+) -> None:
+    client.stage(volume, staging)
+    staging.chmod(0o2750)
+    client.publish(volume, staging, target)
+    client.unpublish(volume.volume_id, target)
+    client.stage(volume, staging)
+    assert staging.stat().st_mode & 0o7777 == 0o2750
+
+
+def test_mkfs_defaults_newer_than_the_node_s_kernel(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    made = next(words for words in host.commands if words[0] == "mkfs.ext4")
+    features = made[made.index("-O") + 1].split(",")
+    assert features[0] == "none"
+    assert not {"orphan_file", "metadata_csum_seed", "casefold"} & set(features)
+
+
+def test_volumes_not_active_after_a_reboot(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, target: Path, group: str
+) -> None:
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
+    host.deactivate(group, "vol-pvc-1")
+    client.stage(volume, staging)
+    client.publish(volume, staging, target)
+    assert table.read(host.kernel).at(str(target))
+
+
+def test_capacity_by_another_arithmetic_than_create_uses(client: Client) -> None:
+    client.create("pvc-1", 5 * MIB, block())
+    maximum = client.capacity().maximum_volume_size.value
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.create("pvc-2", maximum + 1, block())
+    client.create("pvc-2", maximum, block())
+
+
+def test_lvm_commands_on_an_idle_node(host: AnyHost, service: Service) -> None:
+    idle = threading.Event()
+    host.intercept = lambda words: idle.set()
+    assert not idle.wait(1)

@@ -1,0 +1,341 @@
+"""The Node's answers, right and wrong requests alike, and after what happens behind its back."""
+
+from pathlib import Path
+
+import expect
+import pytest
+from fakes.host import FakeHost
+from real.host import RealHost
+
+from agent.client import Client, Mode, block, mounted
+from agent.config import TOPOLOGY_KEY
+from lvm import report
+from mount import table
+from proto import csi_pb2 as csi
+
+AnyHost = FakeHost | RealHost
+MIB = 1 << 20
+
+
+@pytest.fixture
+def staging(host: AnyHost) -> Path:
+    return host.directory / "staging"
+
+
+@pytest.fixture
+def target(host: AnyHost) -> Path:
+    return host.directory / "target"
+
+
+@pytest.fixture
+def volume(client: Client) -> csi.Volume:
+    return client.create("pvc-1", 64 * MIB, mounted("ext4"))
+
+
+def device_of(host: AnyHost, group: str) -> str:
+    found = host.devices.find(group, "vol-pvc-1")
+    assert found is not None
+    return found.path
+
+
+def formats(host: AnyHost) -> int:
+    return sum(1 for words in host.commands if words[0].startswith("mkfs"))
+
+
+def test_the_node_tells_who_and_where_it_is(client: Client) -> None:
+    info = client.node.NodeGetInfo(csi.NodeGetInfoRequest())
+    assert info.node_id == "here"
+    assert dict(info.accessible_topology.segments) == {TOPOLOGY_KEY: "here"}
+
+
+def test_a_volume_is_formatted_once_in_its_life(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path
+) -> None:
+    for _ in range(3):
+        client.stage(volume, staging)
+        client.unstage(volume.volume_id, staging)
+    assert formats(host) == 1
+
+
+def test_a_volume_that_is_not_active_is_activated_by_staging(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, group: str
+) -> None:
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
+    host.deactivate(group, "vol-pvc-1")
+
+    client.stage(volume, staging)
+
+    assert table.read(host.kernel).at(str(staging))
+    assert formats(host) == 1
+
+
+def test_a_raw_block_volume_that_is_not_active_is_activated_by_staging(
+    client: Client, host: AnyHost, staging: Path, target: Path, group: str
+) -> None:
+    volume = client.create("pvc-1", 16 * MIB, block())
+    host.deactivate(group, "vol-pvc-1")
+    with expect.code("FAILED_PRECONDITION", "stage"):
+        client.publish(volume, staging, target, block())
+    client.stage(volume, staging, block())
+    client.publish(volume, staging, target, block())
+    assert host.kernel.device_size_bytes(str(target)) == 16 * MIB
+
+
+def test_a_file_system_that_carver_did_not_make_is_left_alone(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, group: str
+) -> None:
+    host.write(device_of(host, group), "ext4")
+    other = mounted("xfs")
+    with expect.code("FAILED_PRECONDITION", "holds ext4", "xfs"):
+        client.stage(volume, staging, other)
+    assert formats(host) == 0
+    assert table.read(host.kernel).at(str(staging)) == ()
+
+
+def test_a_crash_between_mkfs_and_its_tag_is_finished_by_the_next_call(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, group: str
+) -> None:
+    host.write(device_of(host, group), "ext4")
+    client.stage(volume, staging)
+    tags = report.read(host.lvm).group(group).volume("vol-pvc-1").tags
+    assert "carver.formatted=ext4" in tags
+    assert formats(host) == 0
+
+
+def test_a_formatted_volume_that_is_blank_now_is_not_formatted_again(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, group: str
+) -> None:
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
+    host.erase(device_of(host, group))
+    with expect.code("FAILED_PRECONDITION", "was formatted with ext4", "backup"):
+        client.stage(volume, staging)
+    assert formats(host) == 1
+
+
+def test_staging_again_with_another_file_system_is_refused(
+    client: Client, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    with expect.code("ALREADY_EXISTS", "ext4", "xfs"):
+        client.stage(volume, staging, mounted("xfs"))
+    with expect.code("ALREADY_EXISTS", "noatime"):
+        client.stage(volume, staging, mounted("ext4", ["noatime"]))
+
+
+def test_staging_never_covers_another_mount(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path
+) -> None:
+    other = client.create("pvc-2", 64 * MIB)
+    client.stage(volume, staging)
+    with expect.code("FAILED_PRECONDITION", str(staging), "not this volume"):
+        client.stage(other, staging)
+    assert len(table.read(host.kernel).at(str(staging))) == 1
+
+
+def test_a_volume_that_is_not_there_is_not_found(
+    client: Client, volume: csi.Volume, staging: Path, target: Path
+) -> None:
+    gone = csi.Volume(volume_id=volume.volume_id + "x")
+    for capability in (mounted(), block()):
+        with expect.code("NOT_FOUND"):
+            client.stage(gone, staging, capability)
+        with expect.code("NOT_FOUND"):
+            client.publish(gone, staging, target, capability)
+    with expect.code("NOT_FOUND"):
+        client.stats(gone.volume_id, target)
+    with expect.code("NOT_FOUND"):
+        client.node_expand(gone.volume_id, target)
+    assert not staging.exists()
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("path", ["relative", "/a/../b", "/a//b", "/a\n", "/", "/" + "x" * 300])
+def test_a_path_that_no_mount_may_have_is_refused(
+    client: Client, volume: csi.Volume, staging: Path, path: str
+) -> None:
+    with expect.code("INVALID_ARGUMENT", "staging_target_path"):
+        client.stage(volume, path)
+    with expect.code("INVALID_ARGUMENT", "target_path"):
+        client.publish(volume, staging, path)
+    with expect.code("INVALID_ARGUMENT", "target_path"):
+        client.unpublish(volume.volume_id, path)
+    with expect.code("INVALID_ARGUMENT", "volume_path"):
+        client.stats(volume.volume_id, path)
+
+
+def test_required_fields_are_named_when_they_are_missing(client: Client) -> None:
+    node = client.node
+    nothing = [
+        (node.NodeStageVolume, csi.NodeStageVolumeRequest(), "volume_id"),
+        (node.NodeStageVolume, csi.NodeStageVolumeRequest(volume_id="v"), "staging_target_path"),
+        (
+            node.NodeStageVolume,
+            csi.NodeStageVolumeRequest(volume_id="v", staging_target_path="/s"),
+            "volume_capability",
+        ),
+        (
+            node.NodeUnstageVolume,
+            csi.NodeUnstageVolumeRequest(staging_target_path="/s"),
+            "volume_id",
+        ),
+        (
+            node.NodeUnstageVolume,
+            csi.NodeUnstageVolumeRequest(volume_id="v"),
+            "staging_target_path",
+        ),
+        (node.NodePublishVolume, csi.NodePublishVolumeRequest(), "volume_id"),
+        (node.NodePublishVolume, csi.NodePublishVolumeRequest(volume_id="v"), "target_path"),
+        (
+            node.NodePublishVolume,
+            csi.NodePublishVolumeRequest(volume_id="v", target_path="/t"),
+            "volume_capability",
+        ),
+        (
+            node.NodePublishVolume,
+            csi.NodePublishVolumeRequest(
+                volume_id="v", target_path="/t", volume_capability=mounted()
+            ),
+            "staging_target_path",
+        ),
+        (node.NodeUnpublishVolume, csi.NodeUnpublishVolumeRequest(target_path="/t"), "volume_id"),
+        (node.NodeUnpublishVolume, csi.NodeUnpublishVolumeRequest(volume_id="v"), "target_path"),
+        (node.NodeGetVolumeStats, csi.NodeGetVolumeStatsRequest(volume_path="/t"), "volume_id"),
+        (node.NodeGetVolumeStats, csi.NodeGetVolumeStatsRequest(volume_id="v"), "volume_path"),
+        (node.NodeExpandVolume, csi.NodeExpandVolumeRequest(volume_path="/t"), "volume_id"),
+        (node.NodeExpandVolume, csi.NodeExpandVolumeRequest(volume_id="v"), "volume_path"),
+    ]
+    for method, request, field in nothing:
+        with expect.code("INVALID_ARGUMENT", field):
+            method(request)  # type: ignore[operator]
+
+
+def test_publishing_before_staging_says_so(
+    client: Client, volume: csi.Volume, staging: Path, target: Path
+) -> None:
+    with expect.code("FAILED_PRECONDITION", "not staged"):
+        client.publish(volume, staging, target)
+    assert not target.exists()
+
+
+def test_publishing_never_covers_another_mount(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, target: Path
+) -> None:
+    other, other_staging = client.create("pvc-2", 64 * MIB), host.directory / "other"
+    client.stage(volume, staging)
+    client.stage(other, other_staging)
+    client.publish(volume, staging, target)
+    with expect.code("FAILED_PRECONDITION", str(target)):
+        client.publish(other, other_staging, target)
+    with expect.code("FAILED_PRECONDITION", str(target)):
+        client.unpublish(other.volume_id, target)
+    assert len(table.read(host.kernel).at(str(target))) == 1
+
+
+def test_unpublishing_never_unmounts_what_is_not_the_volume(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    with expect.code("FAILED_PRECONDITION", str(staging)):
+        client.unpublish("made-up", staging)
+    assert table.read(host.kernel).at(str(staging))
+
+
+def test_unpublishing_and_unstaging_what_is_not_there_succeeds(
+    client: Client, staging: Path, target: Path
+) -> None:
+    client.unpublish("made-up", target)
+    client.unstage("made-up", staging)
+
+
+def test_unpublishing_leaves_a_directory_with_data_alone(
+    client: Client, volume: csi.Volume, target: Path
+) -> None:
+    target.mkdir()
+    (target / "precious").write_text("data")
+    with expect.code("FAILED_PRECONDITION", str(target), "not empty"):
+        client.unpublish(volume.volume_id, target)
+    assert (target / "precious").read_text() == "data"
+
+
+def test_publishing_where_something_else_lies_is_refused(
+    client: Client, volume: csi.Volume, staging: Path, target: Path
+) -> None:
+    client.stage(volume, staging)
+    target.write_text("data")
+    with expect.code("FAILED_PRECONDITION", str(target)):
+        client.publish(volume, staging, target)
+    assert target.read_text() == "data"
+
+
+def test_statistics_are_of_the_volume_at_that_path_only(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    other = client.create("pvc-2", 64 * MIB)
+    units = [one.unit for one in client.stats(volume.volume_id, staging).usage]
+    assert units == [csi.VolumeUsage.BYTES, csi.VolumeUsage.INODES]
+    with expect.code("NOT_FOUND", str(staging)):
+        client.stats(other.volume_id, staging)
+    with expect.code("NOT_FOUND"):
+        client.stats(volume.volume_id, host.directory)
+
+
+def test_node_expansion_grows_the_volume_too_where_no_controller_call_came_first(
+    client: Client, volume: csi.Volume, staging: Path, target: Path
+) -> None:
+    client.stage(volume, staging)
+    client.publish(volume, staging, target)
+    before = client.stats(volume.volume_id, target).usage[0].total
+    assert client.node_expand(volume.volume_id, target, 130 * MIB).capacity_bytes == 132 * MIB
+    assert client.stats(volume.volume_id, target).usage[0].total > before + 32 * MIB
+
+
+def test_node_expansion_works_through_a_read_only_target(
+    client: Client, volume: csi.Volume, staging: Path, target: Path
+) -> None:
+    client.stage(volume, staging)
+    client.publish(volume, staging, target, read_only=True)
+    before = client.stats(volume.volume_id, target).usage[0].total
+    client.node_expand(volume.volume_id, target, 128 * MIB)
+    assert client.stats(volume.volume_id, target).usage[0].total > before
+
+
+def test_node_expansion_below_the_present_size_keeps_it(
+    client: Client, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    assert client.node_expand(volume.volume_id, staging, 1).capacity_bytes == 64 * MIB
+    request = csi.NodeExpandVolumeRequest(
+        volume_id=volume.volume_id,
+        volume_path=str(staging),
+        capacity_range=csi.CapacityRange(required_bytes=1, limit_bytes=4 * MIB),
+    )
+    with expect.code("OUT_OF_RANGE", "limit_bytes"):
+        client.node.NodeExpandVolume(request)
+
+
+def test_a_reader_only_volume_is_staged_and_published_read_only(
+    client: Client, host: AnyHost, staging: Path, target: Path
+) -> None:
+    client.stage(client.create("pvc-1", 64 * MIB, mounted()), staging)
+    volume = client.volumes()[0]
+    client.unstage(volume.volume_id, staging)
+    capability = mounted(mode=Mode.SINGLE_NODE_READER_ONLY)
+    client.stage(volume, staging, capability)
+    client.publish(volume, staging, target, capability)
+    mounts = table.read(host.kernel)
+    assert mounts.at(str(staging))[-1].read_only
+    assert mounts.at(str(target))[-1].read_only
+
+
+def test_a_deleted_volume_can_be_made_anew_and_is_blank(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+    again = client.create("pvc-1", 64 * MIB, mounted("ext4"))
+    client.stage(again, staging)
+    assert formats(host) == 2
