@@ -81,7 +81,8 @@ def copy(source: str, target: str, *options: str) -> None:
     """Copy files into the guest, removing at the target what the source does not have."""
     shell = shlex.join(["ssh", "-F", str(_CONFIG)])
     command = in_network(
-        *("rsync", "--recursive", "--links", "--perms", "--times", "--delete", *options),
+        # A reset may follow at once: without fsync it leaves files of length zero.
+        *("rsync", "--recursive", "--links", "--perms", "--times", "--delete", "--fsync", *options),
         *("--rsh", shell, "--", source, f"lab:{target}"),
     )
     subprocess.run(command, check=True)

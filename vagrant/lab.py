@@ -162,7 +162,7 @@ def _provision(*, only_if_changed: bool) -> None:
             guest.copy(f"{box.WHEELS}/", "/opt/carver/wheels/", "--mkpath")
         guest.copy(str(wheel), f"/opt/carver/wheel/{wheel.name}", "--mkpath")
         script = f"{guest.TREE}/vagrant/provision.sh {guest.TREE} /opt/carver/wheel/{wheel.name}"
-        line = f"rm -f {stamp}; bash {script} && echo -n {digest} > {stamp}"
+        line = f"rm -f {stamp}; bash {script} && echo -n {digest} > {stamp} && sync"
         installing.run(*guest.ssh([line]))
 
 

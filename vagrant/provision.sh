@@ -23,8 +23,8 @@ unit=/etc/systemd/system/carver.service
 if ! cmp --quiet "$tree/systemd/carver.service" "$unit"; then
     install -m 644 "$tree/systemd/carver.service" "$unit"
     systemctl daemon-reload
-    systemctl enable --quiet carver.service
 fi
+systemctl enable --quiet carver.service
 # With Type=notify this returns once the socket is served.
 systemctl reset-failed carver.service 2>/dev/null || true
 if ! systemctl start carver.service; then
