@@ -43,15 +43,15 @@ _ATIME = {"noatime", "relatime", "strictatime"}
 # xfs.rst and btrfs(5); a word that ends in "=" takes a value.
 FILE_SYSTEM_DATA = {
     "ext4": (
-        "acl noacl user_xattr nouser_xattr barrier barrier= nobarrier commit= data= delalloc "
+        "barrier barrier= nobarrier commit= data= delalloc "
         "nodelalloc discard nodiscard dioread_lock dioread_nolock auto_da_alloc noauto_da_alloc "
         "errors=continue errors=remount-ro grpquota usrquota prjquota quota noquota init_itable "
-        "init_itable= noinit_itable inode_readahead_blks= journal_async_commit journal_checksum "
+        "init_itable= noinit_itable inode_readahead_blks= journal_checksum "
         "nojournal_checksum journal_ioprio= max_batch_time= max_dir_size_kb= min_batch_time= "
         "noload norecovery i_version stripe="
     ),
     "xfs": (
-        "allocsize= attr2 noattr2 discard nodiscard filestreams grpid nogrpid ikeep noikeep "
+        "allocsize= discard nodiscard filestreams grpid nogrpid "
         "inode32 inode64 largeio nolargeio logbsize= logbufs= noalign norecovery nouuid noquota "
         "quota uquota usrquota uqnoenforce gquota grpquota gqnoenforce pquota prjquota pqnoenforce "
         "sunit= swidth= swalloc wsync"
@@ -59,8 +59,8 @@ FILE_SYSTEM_DATA = {
     "btrfs": (
         "acl noacl autodefrag noautodefrag barrier nobarrier commit= compress compress= "
         "compress-force compress-force= datacow nodatacow datasum nodatasum discard discard= "
-        "nodiscard flushoncommit noflushoncommit fragment= max_inline= metadata_ratio= "
-        "skip_balance space_cache space_cache= nospace_cache ssd nossd ssd_spread nossd_spread "
+        "nodiscard flushoncommit noflushoncommit max_inline= metadata_ratio= "
+        "skip_balance space_cache= ssd nossd ssd_spread nossd_spread "
         "thread_pool= treelog notreelog user_subvol_rm_allowed"
     ),
 }

@@ -436,7 +436,9 @@ def _bind_by_old_call(source: str, path: str, attributes: Set[str]) -> None:
         found = os.statvfs(path).f_flag
         kept = found & _KEPT_BY_REMOUNT | bool(found & _ST_NOSYMFOLLOW) * _MS_NOSYMFOLLOW
         _mount_2(source, path, None, _MS_REMOUNT | _MS_BIND | kept | _flags(attributes))
-    except OSError:
-        # Rather no mount than one without its attributes.
-        _libc.umount2(os.fsencode(path), _UMOUNT_NOFOLLOW)
+    except OSError as error:
+        # Rather no mount than one without its attributes; a writer in that moment keeps both.
+        if _libc.umount2(os.fsencode(path), _UMOUNT_NOFOLLOW) == -1:
+            why = f"{error.strerror}, and the bind is left without {', '.join(sorted(attributes))}"
+            raise OSError(error.errno, why, source, None, path) from error
         raise
