@@ -15,6 +15,7 @@ _log = logging.getLogger("carver.calls")
 
 # A call that leaves less than this to lvm2 would only be cut off.
 _RESERVE_SECONDS = 0.2
+_NO_DEADLINE_SECONDS = 7 * 24 * 3600
 
 
 class Interceptor(grpc.ServerInterceptor):
@@ -53,8 +54,11 @@ class Interceptor(grpc.ServerInterceptor):
 
 
 def _remaining_seconds(context: grpc.ServicerContext) -> float | None:
+    """The caller's patience; None where it set no deadline, which gRPC tells as centuries."""
     remaining = context.time_remaining()
-    return None if remaining is None else max(0.0, remaining - _RESERVE_SECONDS)
+    if remaining is None or remaining > _NO_DEADLINE_SECONDS:
+        return None
+    return max(0.0, remaining - _RESERVE_SECONDS)
 
 
 def _write(

@@ -7,12 +7,15 @@ that cannot be written, since a read-only bind of a node only protects the node.
 import errno
 import os
 import stat
+import time
 
 from mount import errors
 from mount.syscalls import Kernel, LoopStatus
 from mount.table import DeviceNumber
 
 _ATTEMPTS = 16
+_PATIENCE_SECONDS = 3
+_LOOKS_A_SECOND = 50
 
 
 def find(kernel: Kernel, file: str) -> str | None:
@@ -22,7 +25,8 @@ def find(kernel: Kernel, file: str) -> str | None:
     except OSError as error:
         raise errors.LoopFailed(file, str(error.strerror)) from error
     for device in kernel.loop_devices():
-        if (status := _status(kernel, device)) and _is_on(status, wanted):
+        status = _status(kernel, device)
+        if status and _is_on(status, wanted) and not status.leaving:
             return device
     return None
 
@@ -65,9 +69,13 @@ def detach(kernel: Kernel, device: str) -> None:
     except OSError as error:
         if error.errno != errno.ENXIO:
             raise errors.LoopFailed(device, str(error.strerror)) from error
-    # Someone who has it open without holding it (a reader, udev) delays it just the same.
-    if _status(kernel, device) is not None:
-        raise errors.Busy(device)
+    # Someone who has it open without holding it delays it just the same: udev looks at a device for
+    # a moment after each change of it.
+    for _ in range(_PATIENCE_SECONDS * _LOOKS_A_SECOND):
+        if _status(kernel, device) is None:
+            return
+        time.sleep(1 / _LOOKS_A_SECOND)
+    raise errors.Busy(device)
 
 
 def grow(kernel: Kernel, device: str) -> None:

@@ -82,7 +82,7 @@ _BTRFS_RESIZE = _ioc(1, 0x94, 3, _BTRFS_VOL_ARGS.size)
 
 _LOOP_CLR_FD, _LOOP_GET_STATUS64, _LOOP_SET_CAPACITY = 0x4C01, 0x4C05, 0x4C07
 _LOOP_CONFIGURE, _LOOP_CTL_GET_FREE = 0x4C0A, 0x4C82
-_LO_FLAGS_READ_ONLY, _LO_FLAGS_DIRECT_IO = 1, 16
+_LO_FLAGS_READ_ONLY, _LO_FLAGS_AUTOCLEAR, _LO_FLAGS_DIRECT_IO = 1, 4, 16
 # struct loop_info64, and struct loop_config around it.
 _LOOP_INFO = struct.Struct("=5Q4I64s64s32s2Q")
 _LOOP_CONFIG = struct.Struct(f"=2I{_LOOP_INFO.size}s64x")
@@ -101,7 +101,8 @@ class XfsGeometry:
 class LoopStatus:
     """What a loop device is attached to: st_dev, st_ino and st_rdev of the backing file.
 
-    `backing_device` is not zero where the backing file is a block device itself.
+    `backing_device` is not zero where the backing file is a block device itself. `leaving` says
+    that it is detached as soon as its last user closes it.
     """
 
     device: int
@@ -109,6 +110,7 @@ class LoopStatus:
     backing_device: int
     read_only: bool
     direct_io: bool
+    leaving: bool = False
 
 
 class Kernel:
@@ -313,6 +315,7 @@ class Kernel:
             backing_device=fields[2],
             read_only=bool(fields[8] & _LO_FLAGS_READ_ONLY),
             direct_io=bool(fields[8] & _LO_FLAGS_DIRECT_IO),
+            leaving=bool(fields[8] & _LO_FLAGS_AUTOCLEAR),
         )
 
     def loop_clear(self, device: str) -> None:

@@ -12,7 +12,7 @@ def code(name: str, *words: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as error:
-        found, message = error.code().name, error.details()  # type: ignore[attr-defined]
+        found, message = error.code().name, error.details() or ""
         assert found == name, f"{found}: {message}"
         for word in words:
             assert word in message, message

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from fakes.host import FakeHost
-from real.host import RealHost, real_host
+from real.host import Lab, RealHost, lab, real_host
 
 from agent.client import Client
 from agent.config import Config, DeviceClass
@@ -14,15 +14,22 @@ from agent.server import Host, Service
 AnyHost = FakeHost | RealHost
 
 
+@pytest.fixture(scope="session")
+def shared_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """What the real tier's tests share."""
+    with lab(tmp_path_factory.getbasetemp()) as made:
+        yield made
+
+
 @pytest.fixture
-def host(real: bool, tmp_path: Path) -> Iterator[AnyHost]:
+def host(request: pytest.FixtureRequest, real: bool, tmp_path: Path) -> Iterator[AnyHost]:
     """A machine without groups."""
     directory = tmp_path / "mounts"
     directory.mkdir()
     if not real:
         yield FakeHost(directory)
         return
-    with real_host(directory) as this:
+    with real_host(request.getfixturevalue("shared_lab"), directory) as this:
         yield this
 
 

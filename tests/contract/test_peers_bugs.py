@@ -1,4 +1,4 @@
-"""Mistakes that were found in other drivers for local volumes. Each test bears the mistake's name."""
+"""Mistakes found in other drivers for local volumes. Each test bears the mistake's name."""
 
 import threading
 from collections.abc import Iterator, Sequence

@@ -188,13 +188,13 @@ def test_a_volume_tells_its_node_and_what_staging_needs(client: Client) -> None:
 @pytest.mark.parametrize("field", ["requisite", "preferred"])
 def test_a_topology_that_includes_this_node_is_honoured(client: Client, field: str) -> None:
     places = [segments("there"), segments("here")]
-    requirement = csi.TopologyRequirement(**{field: places})  # type: ignore[arg-type]
+    requirement = csi.TopologyRequirement(**{field: places})
     assert create_at(client, requirement).volume_id
 
 
 @pytest.mark.parametrize("field", ["requisite", "preferred"])
 def test_a_topology_elsewhere_only_is_exhausted_here(client: Client, field: str) -> None:
-    requirement = csi.TopologyRequirement(**{field: [segments("there")]})  # type: ignore[arg-type]
+    requirement = csi.TopologyRequirement(**{field: [segments("there")]})
     with expect.code("RESOURCE_EXHAUSTED", "here"):
         create_at(client, requirement)
     assert client.volumes() == []
@@ -255,7 +255,7 @@ def test_volumes_are_listed_part_by_part(client: Client) -> None:
 
 def test_a_token_that_was_not_given_out_is_aborted(client: Client) -> None:
     with expect.code("ABORTED", "starting_token"):
-        client.controller.ListVolumes(csi.ListVolumesRequest(starting_token="invalid-token"))
+        client.controller.ListVolumes(csi.ListVolumesRequest(starting_token="made-up"))  # noqa: S106
 
 
 def test_a_negative_page_is_refused(client: Client) -> None:

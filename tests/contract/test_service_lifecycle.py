@@ -31,7 +31,7 @@ def target(host: AnyHost) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("fs_type", "size_bytes"), [("ext4", 64 * MIB), ("xfs", 300 * MIB), ("btrfs", 128 * MIB)]
+    ("fs_type", "size_bytes"), [("ext4", 64 * MIB), ("xfs", 300 * MIB), ("btrfs", 256 * MIB)]
 )
 def test_a_mounted_volume_lives_from_create_to_delete(
     client: Client, host: AnyHost, staging: Path, target: Path, fs_type: str, size_bytes: int

@@ -1,10 +1,10 @@
-"""The machine itself: real programs, real LVM on loop devices, real mounts. As root, in the lab VM."""
+"""The machine itself: real programs, LVM on loop devices, mounts. As root, in the lab VM."""
 
-import contextlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lvm import groups, names
@@ -17,52 +17,95 @@ from mount.syscalls import Kernel
 _EXTENT_BYTES = 4 << 20
 # lvm2 keeps its metadata in the first megabyte of a disk.
 _METADATA_BYTES = 1 << 20
-_serial = itertools.count()
+
+
+@dataclass
+class Lab:
+    """What tests share, since it takes seconds to make: groups by the sizes of their disks."""
+
+    directory: Path
+    kernel: Kernel = field(default_factory=Kernel)
+    programs: Programs = field(default_factory=Programs)
+    groups: dict[tuple[int, ...], tuple[str, list[str]]] = field(default_factory=dict)
+    _serial: Iterator[int] = field(default_factory=itertools.count)
+
+    def new_device(self, size_bytes: int) -> str:
+        """A blank loop device."""
+        file = self.directory / f"disk{next(self._serial)}"
+        with file.open("wb") as disk:
+            disk.truncate(size_bytes)
+        return loop.attach(self.kernel, str(file))
+
+    def group(self, disk_extents: tuple[int, ...]) -> tuple[str, list[str]]:
+        """An empty group and its disks, so many extents of 4 MiB each."""
+        if disk_extents not in self.groups:
+            name = f"carver_test_{os.getpid()}_{len(self.groups)}"
+            disks = [self.new_device(_METADATA_BYTES + one * _EXTENT_BYTES) for one in disk_extents]
+            groups.create(Lvm(self.programs, tuple(disks)), name, disks, {})
+            self.groups[disk_extents] = (name, disks)
+        return self.groups[disk_extents]
+
+    def clean_up(self) -> None:
+        """Leave the machine without the groups and their disks."""
+        for name, disks in self.groups.values():
+            Lvm(self.programs, tuple(disks))("vgremove", "--force", "--yes", "--", name)
+            for disk in disks:
+                loop.detach(self.kernel, disk)
+
+
+@contextmanager
+def lab(directory: Path) -> Iterator[Lab]:
+    """A lab whose directory is a mount of its own, out of the system's shared propagation."""
+    assert os.geteuid() == 0, "the real tier needs root"
+    made = Lab(directory)
+    place = str(directory)
+    for words in (("--bind", place, place), ("--make-private", place)):
+        ended = made.programs("mount", *words)
+        assert ended.exit_code == 0, ended.stderr
+    try:
+        yield made
+    finally:
+        made.clean_up()
+        made.kernel.unmount(place)
 
 
 class RealHost:
     """What `agent.server.Host` is, with disks and groups of its own; the machine's are not seen."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, shared: Lab, directory: Path) -> None:
         self.directory = directory
         self.commands: list[tuple[str, ...]] = []
         # Asked before each command: may answer in its place, wait, or raise as a kill does.
         self.intercept: Callable[[Sequence[str]], Result | None] = lambda _words: None
-        self._programs = Programs()
-        self.kernel = Kernel()
+        self.kernel = shared.kernel
         self.devices: Devices = KernelDevices()
-        self._attached: list[str] = []
-        self._groups: list[str] = []
+        self._lab = shared
+        self._own: list[str] = []
+        self._groups: list[tuple[str, list[str]]] = []
 
     @property
     def lvm(self) -> Lvm:
-        """lvm2, confined to the disks of this host's groups."""
-        # A device that is not there keeps lvm2 from looking at all others while there is none yet.
-        return Lvm(self.run, tuple(self._attached) or ("/dev/null",))
+        """lvm2, confined to the disks of this host's groups and its other devices."""
+        disks = [disk for _, disks in self._groups for disk in disks]
+        # A device that is no disk keeps lvm2 from looking at all others while there is none yet.
+        return Lvm(self.run, (*disks, *self._own) or ("/dev/null",))
 
     def run(self, *words: str) -> Result:
         """The seam `lvm.command.Run`."""
         if (answer := self.intercept(words)) is not None:
             return answer
         self.commands.append(words)
-        return self._programs(*words)
+        return self._lab.programs(*words)
 
     def new_device(self, size_bytes: int) -> str:
         """A blank loop device."""
-        file = self.directory.parent / f"disk{len(self._attached)}"
-        with file.open("wb") as disk:
-            disk.truncate(size_bytes)
-        self._attached.append(loop.attach(self.kernel, str(file)))
-        return self._attached[-1]
+        self._own.append(self._lab.new_device(size_bytes))
+        return self._own[-1]
 
     def new_group(self, *disk_extents: int) -> str:
-        """A group with so many extents of 4 MiB on each of its disks."""
-        name = f"carver_test_{os.getpid()}_{next(_serial)}"
-        disks = [self.new_device(_METADATA_BYTES + one * _EXTENT_BYTES) for one in disk_extents]
-        groups.create(self.lvm, name, disks, {})
-        self._groups.append(name)
-        self.commands.clear()
-        return name
+        """An empty group with so many extents of 4 MiB on each of its disks."""
+        self._groups.append(self._lab.group(disk_extents))
+        return self._groups[-1][0]
 
     def deactivate(self, group: str, name: str) -> None:
         """Take a volume's device away, as a reboot or an operator does."""
@@ -70,7 +113,7 @@ class RealHost:
 
     def write(self, device: str, fs_type: str) -> None:
         """Put a file system on a device, behind Carver's back."""
-        ended = self._programs(f"mkfs.{fs_type}", "-q", "--", device)
+        ended = self._lab.programs(f"mkfs.{fs_type}", "-q", "--", device)
         assert ended.exit_code == 0, ended.stderr
 
     def erase(self, device: str) -> None:
@@ -78,27 +121,25 @@ class RealHost:
         self.kernel.zero_out(device, 0, self.kernel.device_size_bytes(device))
 
     def clean_up(self) -> None:
-        """Leave the machine as it was: no mount, group or loop device of this host's stays."""
-        own = str(self.directory.parent)
+        """Leave the lab as it was: no mount, volume or device of this host's stays."""
+        self.intercept = lambda _words: None
+        own = f"{self.directory.parent}/"
         for mount in reversed(table.read(self.kernel).mounts):
             if mount.path.startswith(own):
                 self.kernel.unmount(mount.path)
-        for group in self._groups:
+        for group, disks in self._groups:
             for node in Path("/dev/mapper").glob(f"{names.escaped(group)}-*"):
-                number = self.kernel.device_number(str(node))
-                for device in loop.over(self.kernel, number):
+                for device in loop.over(self.kernel, self.kernel.device_number(str(node))):
                     loop.detach(self.kernel, device)
-            self.lvm("vgremove", "--force", "--force", "--yes", "--", group)
-        for device in self._attached:
-            with contextlib.suppress(OSError):
-                loop.detach(self.kernel, device)
+            Lvm(self._lab.programs, tuple(disks))("lvremove", "--yes", "--", group)
+        for device in self._own:
+            loop.detach(self.kernel, device)
 
 
 @contextmanager
-def real_host(directory: Path) -> Iterator[RealHost]:
+def real_host(shared: Lab, directory: Path) -> Iterator[RealHost]:
     """A host that is cleaned up afterwards, whatever happened."""
-    assert os.geteuid() == 0, "the real tier needs root"
-    host = RealHost(directory)
+    host = RealHost(shared, directory)
     try:
         yield host
     finally:

@@ -1,0 +1,95 @@
+"""Names, tags, extents, and lvm2's messages: the parts that need no lvm2."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lvm import errors, layout, names, tags
+from lvm.report import Group, PhysicalVolume
+
+TEXT = st.text(max_size=128)
+
+
+@given(TEXT)
+def test_any_text_survives_being_a_tag(text: str) -> None:
+    tag = tags.format_one("name", text)
+    allowed = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+.-/=!:&#")
+    assert set(tag) <= allowed
+    assert tags.decode([tag]) == {"name": text}
+
+
+@given(st.dictionaries(st.text(min_size=1), TEXT, max_size=5))
+def test_facts_survive_being_tags(facts: dict[str, str]) -> None:
+    plain = {key: value for key, value in facts.items() if "=" not in key}
+    assert tags.decode(tags.encode(plain)) == plain
+
+
+def test_tags_of_others_are_no_facts() -> None:
+    assert tags.decode(["backup", "other.name=x", "carver.name", "carver.state=ready"]) == {
+        "state": "ready"
+    }
+
+
+def test_a_value_that_no_tag_can_hold_does_not_fit() -> None:
+    assert tags.fits("name", "x" * 1000)
+    assert not tags.fits("name", "x" * 1024)
+
+
+@given(st.text(min_size=1, max_size=128))
+def test_a_name_that_lvm_allows_is_made_of_any_name(name: str) -> None:
+    made = names.logical_volume("vol", name)
+    assert set(made) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+.-")
+    assert len(names.escaped(made)) <= names.MAXIMUM_ESCAPED_LENGTH
+    assert made == names.logical_volume("vol", name)
+
+
+@given(st.text(min_size=1, max_size=40), st.text(min_size=1, max_size=40))
+def test_two_names_are_two_volumes(one: str, other: str) -> None:
+    same = names.logical_volume("vol", one) == names.logical_volume("vol", other)
+    assert same == (one == other)
+
+
+def test_a_readable_name_stays_readable_and_a_digest_cannot_be_asked_for() -> None:
+    claim = "pvc-0b5c3c6e-5a0f-4b8e-9d0f-1c2d3e4f5a6b"
+    assert names.logical_volume("vol", claim) == f"vol-{claim}"
+    digest = names.logical_volume("vol", "a_rimage_0")
+    assert digest.startswith("vol.")
+    assert names.logical_volume("vol", digest.removeprefix("vol.")) != digest
+
+
+@pytest.mark.parametrize(
+    ("size", "extent", "rounded"), [(0, 4, 4), (1, 4, 4), (4, 4, 4), (5, 4, 8), (9, 4, 12)]
+)
+def test_sizes_are_whole_extents(size: int, extent: int, rounded: int) -> None:
+    assert layout.round_up(size, extent) == rounded
+
+
+def test_only_disks_that_can_be_used_count_as_room() -> None:
+    disks = (
+        PhysicalVolume("/dev/a", "a", 10, 4, missing=False, allocatable=True),
+        PhysicalVolume("/dev/b", "b", 10, 0, missing=True, allocatable=True),
+        PhysicalVolume("/dev/c", "c", 10, 0, missing=False, allocatable=False),
+    )
+    group = Group("data", "uuid", 4, frozenset(), 1, disks)
+    assert layout.available_bytes(group) == 24
+
+
+# As lvm2 2.03.16 says them; tests/contract shows that it does.
+@pytest.mark.parametrize(
+    ("stderr", "error"),
+    [
+        ('  Volume group "d" has insufficient free space (1 extents): 2 required.', errors.NoSpace),
+        ("  Insufficient suitable allocatable extents for logical volume v", errors.NoSpace),
+        ('  Logical Volume "v" already exists in volume group "d"', errors.NameTaken),
+        ("  A volume group called d already exists.", errors.NameTaken),
+        ("  Logical volume d/v contains a filesystem in use.", errors.InUse),
+        ("  Logical volume d/v in use.", errors.InUse),
+        ("  Is device-mapper driver missing from kernel?", errors.NoDeviceMapper),
+        ("  Something new.", errors.CommandFailed),
+        ("", errors.CommandFailed),
+    ],
+)
+def test_lvm_s_messages_are_understood(stderr: str, error: type[errors.CommandFailed]) -> None:
+    found = errors.classify(("lvm", "lvcreate"), 5, f"  WARNING: noise\n{stderr}\n")
+    assert type(found) is error
+    assert "WARNING" not in str(found) or not stderr
