@@ -1,7 +1,7 @@
 """Mistakes found in other drivers for local volumes. Each test bears the mistake's name."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -59,21 +59,19 @@ def held_at(host: AnyHost, program: str) -> Iterator[threading.Event]:
         let_go.set()
 
 
+def lvm_fails_with(stderr: str) -> Callable[[Sequence[str]], Result | None]:
+    return lambda words: Result(5, "", stderr) if words[0] == "lvm" else None
+
+
+@pytest.mark.parametrize("stderr", ["", '  Volume group "x" not found\n', "  Failed to find it\n"])
 def test_any_lvs_error_taken_as_volume_gone(
-    client: Client, host: AnyHost, volume: csi.Volume, group: str
+    client: Client, host: AnyHost, volume: csi.Volume, group: str, stderr: str
 ) -> None:
-    for stderr in (
-        "",
-        f'  Volume group "{group}" not found\n',
-        "  Failed to find logical volume\n",
-    ):
-        host.intercept = lambda words, told=stderr: (
-            Result(5, "", told) if words[0] == "lvm" else None
-        )
-        with expect.code("INTERNAL"):
-            client.delete(volume.volume_id)
-        with expect.code("INTERNAL"):
-            client.create("pvc-1", 64 * MIB, mounted("ext4"))
+    host.intercept = lvm_fails_with(stderr)
+    with expect.code("INTERNAL"):
+        client.delete(volume.volume_id)
+    with expect.code("INTERNAL"):
+        client.create("pvc-1", 64 * MIB, mounted("ext4"))
     host.intercept = lambda words: None
     assert names_in(host, group) == {"vol-pvc-1"}
 
