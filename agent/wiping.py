@@ -54,7 +54,7 @@ class Wiper:
         self._inventory = known
         self._groups = groups
         self._zero = zero
-        self._grace_seconds = grace_seconds
+        self.grace_seconds = grace_seconds
         self._stopping = threading.Event()
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="wipe")
         self._guard = threading.Lock()
@@ -67,7 +67,7 @@ class Wiper:
             return
         self._require_unused(volume)
         job = self._start(volume)
-        wait([job.ended], self._grace_seconds)
+        wait([job.ended], self.grace_seconds)
         if not job.ended.done() and self._put_on_record(job):
             return
         job.ended.result()

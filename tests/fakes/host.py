@@ -21,6 +21,7 @@ class FakeHost:
         self.directory = directory
         self.block = FakeDevices()
         self.lvm2 = FakeLvm(self.block)
+        self.lvm2_program: Callable[[Sequence[str]], Result] = self.lvm2
         self.kernel: Kernel = FakeKernel(self.block)
         self.devices: Devices = self.lvm2
         self.commands: list[tuple[str, ...]] = []
@@ -34,7 +35,7 @@ class FakeHost:
             return answer
         self.commands.append(words)
         if words[0] == "lvm":
-            return self.lvm2(words)
+            return self.lvm2_program(words)
         program = filesystems.PROGRAMS.get(words[0])
         assert program is not None, f"an unfaked command: {' '.join(words)}"
         ended = program(words, self.block)

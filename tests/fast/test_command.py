@@ -1,0 +1,127 @@
+"""The command seam, on harmless programs."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+
+from lvm import command, errors
+from lvm.command import Finished, Programs
+from lvm.lvm2 import Lvm
+from proto import csi_pb2 as csi
+from proto import csi_pb2_grpc
+
+pytestmark = pytest.mark.starts_programs
+
+
+def test_a_program_s_output_and_exit_code_are_its_result() -> None:
+    result = Programs()("sh", "-c", "echo out; echo err >&2; exit 3")
+    assert (result.exit_code, result.stdout, result.stderr) == (3, "out\n", "err\n")
+
+
+def test_words_are_never_a_shell_line() -> None:
+    assert Programs()("echo", "$(id)", "; reboot").stdout == "$(id) ; reboot\n"
+
+
+def test_a_program_sees_only_the_environment_that_it_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SECRET", "value")
+    seen = dict(line.split("=", 1) for line in Programs()("env").stdout.splitlines())
+    assert seen == command.ENVIRONMENT
+
+
+def test_a_program_that_is_not_installed_is_named() -> None:
+    with pytest.raises(errors.ProgramMissing, match="no-such-program"):
+        Programs()("no-such-program")
+
+
+def test_a_program_is_ended_with_term_when_its_time_is_over() -> None:
+    finished: list[Finished] = []
+    run = Programs(observe=finished.append)
+    with command.time_limit(0.2), pytest.raises(errors.CommandTimedOut):
+        # A program that would survive nothing but KILL's absence: it says so by its exit code.
+        run("sh", "-c", "trap 'exit 7' TERM; while :; do sleep 0.05; done")
+    assert finished[0].exit_code != 9
+
+
+def test_no_program_is_started_when_no_time_is_left(tmp_path: Path) -> None:
+    with command.time_limit(0.0), pytest.raises(errors.CommandTimedOut):
+        Programs()("touch", str(tmp_path / "started"))
+    assert not (tmp_path / "started").exists()
+
+
+def test_every_program_is_observed() -> None:
+    seen: list[Finished] = []
+    Programs(observe=seen.append)("false")
+    assert [(one.words, one.exit_code) for one in seen] == [(("false",), 1)]
+
+
+def test_lvm_of_the_host_is_reached_through_its_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    words: list[tuple[str, ...]] = []
+
+    def execute(given: tuple[str, ...], _timeout: float | None) -> command.Result:
+        words.append(given)
+        return command.Result(0, "", "")
+
+    monkeypatch.setattr(command, "_execute", execute)
+    run = Programs(lvm_on_host=True)
+    run("lvm", "version")
+    run("mkfs.ext4", "--", "/dev/x")
+    assert words == [(*command.HOST_NAMESPACES, "lvm", "version"), ("mkfs.ext4", "--", "/dev/x")]
+
+
+def test_lvm_is_confined_to_its_devices_and_told_where_udev_is_missing() -> None:
+    words: list[tuple[str, ...]] = []
+
+    def run(*given: str) -> command.Result:
+        words.append(given)
+        return command.Result(0, "out", "")
+
+    lvm = Lvm(run, ("/dev/a", "/dev/b"), ("activation/udev_sync=0", "activation/udev_rules=0"))
+    assert lvm("lvs", "x") == "out"
+    assert words == [
+        (
+            *("lvm", "lvs", "--devices", "/dev/a,/dev/b"),
+            *("--config", "activation/udev_sync=0 activation/udev_rules=0", "x"),
+        )
+    ]
+
+
+class _Runner(csi_pb2_grpc.IdentityServicer):
+    """A service whose every call starts a program."""
+
+    def __init__(self) -> None:
+        self._run = Programs()
+
+    def Probe(  # noqa: N802
+        self, request: csi.ProbeRequest, context: grpc.ServicerContext
+    ) -> csi.ProbeResponse:
+        result = self._run("sh", "-c", "echo alive")
+        assert (result.exit_code, result.stdout) == (0, "alive\n"), result
+        return csi.ProbeResponse()
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Iterator[csi_pb2_grpc.IdentityStub]:
+    server = grpc.server(ThreadPoolExecutor(16))
+    csi_pb2_grpc.add_IdentityServicer_to_server(_Runner(), server)
+    address = f"unix://{tmp_path}/socket"
+    server.add_insecure_port(address)
+    server.start()
+    with grpc.insecure_channel(address) as channel:
+        yield csi_pb2_grpc.IdentityStub(channel)
+    server.stop(None).wait()
+
+
+def test_500_programs_started_from_server_threads_under_load_all_live(
+    stub: csi_pb2_grpc.IdentityStub,
+) -> None:
+    """GRPC's fork handlers kill some of them where agent/__init__.py does not keep them out."""
+    with ThreadPoolExecutor(16) as callers:
+        answers = list(callers.map(lambda _: stub.Probe(csi.ProbeRequest()), range(500)))
+    assert len(answers) == 500
+    assert threading.active_count() < 100

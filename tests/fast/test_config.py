@@ -1,0 +1,147 @@
+"""What an operator may decide, from where, and what is said of mistakes."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from agent import config, errors
+from agent.config import Config
+
+
+def load(
+    tmp_path: Path, text: str = "", environment: dict[str, str] | None = None, *flags: str
+) -> Config:
+    file = tmp_path / "config.toml"
+    file.write_text(text)
+    parser = argparse.ArgumentParser()
+    config.add_arguments(parser)
+    arguments = parser.parse_args(["--config", str(file), *flags])
+    return config.load(arguments, environment or {})
+
+
+def test_nothing_configured_is_one_class_on_a_file(tmp_path: Path) -> None:
+    found = load(tmp_path)
+    assert found.classes == (config.EMBEDDED_CLASS,)
+    assert found.backing == config.BackingFile(config.EMBEDDED_FILE, None)
+    assert found.endpoint == config.DEFAULT_SOCKET
+
+
+def test_the_default_file_need_not_be_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(config, "DEFAULT_FILE", tmp_path / "none.toml")
+    assert config.load(argparse.Namespace(config=None), {}).log_level == "info"
+
+
+def test_a_flag_outweighs_the_environment_and_that_the_file(tmp_path: Path) -> None:
+    text, environment = 'node_id = "file"', {"CARVER_NODE_ID": "variable"}
+    assert load(tmp_path, text).node_id == "file"
+    assert load(tmp_path, text, environment).node_id == "variable"
+    assert load(tmp_path, text, environment, "--node-id", "flag").node_id == "flag"
+
+
+def test_an_endpoint_may_be_an_address_or_a_path(tmp_path: Path) -> None:
+    assert load(tmp_path, 'endpoint = "unix:///run/x.sock"').endpoint == Path("/run/x.sock")
+    assert load(tmp_path, 'endpoint = "/run/x.sock"').endpoint == Path("/run/x.sock")
+
+
+def test_classes_name_their_groups(tmp_path: Path) -> None:
+    text = """
+        [[classes]]
+        name = "fast"
+        group = "nvme"
+        default = true
+        [[classes]]
+        name = "bulk"
+        group = "disks"
+        fs_type = "xfs"
+        mkfs_options = ["-L", "bulk"]
+        [[classes]]
+        name = "bulk2"
+        group = "disks"
+    """
+    found = load(tmp_path, text)
+    assert found.groups == ("nvme", "disks")
+    assert found.backing is None
+    assert found.device_class("") == found.device_class("fast")
+    bulk = found.device_class("bulk")
+    assert bulk is not None
+    assert (bulk.fs_type, bulk.mkfs_options) == ("xfs", ("-L", "bulk"))
+    assert found.device_class("gold") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("4096", 4096), ("512MiB", 512 << 20), ("10G", 10 << 30), ("2TB", 2 * 10**12), ("1Ki", 1024)],
+)
+def test_sizes_are_read_with_their_units(tmp_path: Path, text: str, size: int) -> None:
+    backing = load(tmp_path, f'file_size = "{text}"').backing
+    assert backing is not None
+    assert backing.size_bytes == size
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "words"),
+    [
+        ("colour = 1", "colour", ["not a setting", "node_id", "classes"]),
+        ('node_id = "a b"', "node_id", ["'a b'", "letters"]),
+        (f'node_id = "{"n" * 129}"', "node_id", ["128"]),
+        ('endpoint = "relative"', "endpoint", ["'relative'", "absolute"]),
+        ('log_format = "xml"', "log_format", ["'xml'", "text, json"]),
+        ("controller_expand = 3", "controller_expand", ["3", "true or false"]),
+        ("max_volumes_per_node = -1", "max_volumes_per_node", ["-1", "0 or more"]),
+        ("max_volumes_per_node = true", "max_volumes_per_node", ["True"]),
+        ('file_size = "ten"', "file_size", ["'ten'", "10GiB"]),
+        ("devices = 1", "devices", ["1", "list"]),
+        ('classes = "x"', "classes", ["[[classes]]"]),
+        ("[[classes]]\ngroup = 'g'", "classes[0].name", ["required"]),
+        ("[[classes]]\nname = 'n'", "classes[0].group", ["required"]),
+        ("[[classes]]\nname = 'n'\ngroup = 'a/b'", "classes[0].group", ["'a/b'", "lvm(8)"]),
+        (f"[[classes]]\nname = 'n'\ngroup = '{'g' * 60}'", "classes[0].group", ["at most"]),
+        ("[[classes]]\nname = 'n'\ngroup = 'g'\nraid = 1", "classes[0].raid", ["not a key"]),
+        (
+            "[[classes]]\nname = 'n'\ngroup = 'g'\nfs_type = 'ntfs'",
+            "classes[0].fs_type",
+            ["'ntfs'", "ext4"],
+        ),
+        (
+            "[[classes]]\nname = 'n'\ngroup = 'g'\nmkfs_options = ['-F']",
+            "classes[0].mkfs_options",
+            ["-F"],
+        ),
+        (
+            "[[classes]]\nname = 'n'\ngroup = 'g'\n[[classes]]\nname = 'n'\ngroup = 'h'",
+            "classes",
+            ["same name"],
+        ),
+        (
+            "[[classes]]\nname = 'a'\ngroup = 'g'\ndefault = true\n"
+            "[[classes]]\nname = 'b'\ngroup = 'g'\ndefault = true",
+            "classes",
+            ["default", "a, b"],
+        ),
+        ("node_id = ", "file", ["cannot be read"]),
+    ],
+)
+def test_a_mistake_is_named_with_its_key_its_value_and_what_is_allowed(
+    tmp_path: Path, text: str, key: str, words: list[str]
+) -> None:
+    with pytest.raises(errors.BadConfig) as refused:
+        load(tmp_path, text)
+    assert refused.value.key == key
+    for word in [str(tmp_path), *words]:
+        assert word in str(refused.value)
+
+
+def test_a_mistake_in_a_flag_or_variable_names_it(tmp_path: Path) -> None:
+    with pytest.raises(errors.BadConfig, match="--log-level"):
+        load(tmp_path, "", {}, "--log-level", "loud")
+    with pytest.raises(errors.BadConfig, match="CARVER_LOG_LEVEL"):
+        load(tmp_path, "", {"CARVER_LOG_LEVEL": "loud"})
+
+
+def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:
+    arguments = argparse.Namespace(config=tmp_path / "none.toml")
+    with pytest.raises(errors.BadConfig, match="does not exist"):
+        config.load(arguments, {})

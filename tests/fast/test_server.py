@@ -1,0 +1,411 @@
+"""The process: its socket, its start and its end, its log."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import expect
+import grpc
+import pytest
+from fakes.host import FakeHost
+
+from agent import cli, errors, log, secrets, server
+from agent.client import Client, block
+from agent.config import EMBEDDED_CLASS, BackingFile, Config
+from agent.inventory import Inventory
+from agent.readiness import Readiness
+from agent.server import Host
+from lvm.command import Finished
+from mount import loop
+from proto import csi_pb2 as csi
+from proto import csi_pb2_grpc
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    return FakeHost(tmp_path)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(
+        node_id="here",
+        endpoint=tmp_path / "plugins" / "csi.sock",
+        log_format="text",
+        log_level="info",
+        controller_expand=False,
+        max_volumes_per_node=7,
+        lvm="direct",
+        devices=(),
+        wipe="zero",
+        classes=(EMBEDDED_CLASS,),
+        backing=BackingFile(tmp_path / "state" / "carver.img", 256 * MIB),
+    )
+
+
+class Running:
+    """`serve` in a thread, with what it told systemd, until it is ended as SIGTERM ends it."""
+
+    def __init__(self, config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.told: list[str] = []
+        self._ready, self._ended = threading.Event(), threading.Event()
+        monkeypatch.setattr(server, "notify", self._notify)
+        monkeypatch.setattr(server, "_until_signal", lambda: self._ended)
+        host = Host(fake.run, fake.kernel, fake.devices)
+        self._thread = threading.Thread(target=server.serve, args=(config, host))
+        self._thread.start()
+        assert self._ready.wait(20)
+
+    def _notify(self, state: str) -> None:
+        self.told.append(state)
+        self._ready.set()
+
+    def end(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+@pytest.fixture
+def running(config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
+    one = Running(config, fake, monkeypatch)
+    yield one
+    one.end()
+
+
+def test_the_socket_is_root_s_alone_and_goes_with_the_service(
+    config: Config, running: Running
+) -> None:
+    status = config.endpoint.stat()
+    assert stat.S_ISSOCK(status.st_mode)
+    assert stat.S_IMODE(status.st_mode) == 0o600
+    with Client(config.endpoint) as client:
+        client.create("pvc-1", MIB, block())
+    running.end()
+    assert running.told == ["READY=1", "STOPPING=1"]
+    assert not config.endpoint.exists()
+
+
+def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "csi.sock"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(path))
+    with server.claimed(path):
+        assert not path.exists()
+
+
+def test_a_live_socket_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "csi.sock"
+    with socket.socket(socket.AF_UNIX) as live:
+        live.bind(str(path))
+        live.listen()
+        with (
+            pytest.raises(errors.SocketTaken, match="another process serves"),
+            server.claimed(path),
+        ):
+            pass
+    assert path.exists()
+
+
+def test_a_second_instance_is_refused_before_it_touches_anything(tmp_path: Path) -> None:
+    path = tmp_path / "csi.sock"
+    with (
+        server.claimed(path),
+        pytest.raises(errors.SocketTaken, match="another Carver"),
+        server.claimed(path),
+    ):
+        pass
+
+
+def test_what_is_no_socket_is_left_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "csi.sock"
+    path.write_text("data")
+    with pytest.raises(errors.SocketTaken, match="not a socket"), server.claimed(path):
+        pass
+    assert path.read_text() == "data"
+
+
+def test_calls_in_flight_end_before_the_service_does(
+    config: Config, fake: FakeHost, running: Running
+) -> None:
+    reached, let_go = threading.Event(), threading.Event()
+
+    def slow(words: object) -> None:
+        reached.set()
+        assert let_go.wait(20)
+
+    fake.intercept = slow
+    answers: list[csi.Volume] = []
+    with Client(config.endpoint) as client:
+        caller = threading.Thread(
+            target=lambda: answers.append(client.create("pvc-1", MIB, block()))
+        )
+        caller.start()
+        assert reached.wait(20)
+        ending = threading.Thread(target=running.end)
+        ending.start()
+        fake.intercept = lambda words: None
+        let_go.set()
+        caller.join()
+        ending.join()
+    assert answers[0].capacity_bytes == 4 * MIB
+
+
+def test_an_embedded_group_is_found_again_at_the_next_start(
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Running(config, fake, monkeypatch)
+    assert config.backing is not None
+    status = config.backing.path.stat()
+    assert (status.st_size, stat.S_IMODE(status.st_mode)) == (256 * MIB, 0o600)
+    with Client(config.endpoint) as client:
+        made = client.create("pvc-1", MIB, block())
+    first.end()
+
+    again = Running(
+        replace(config, backing=replace(config.backing, size_bytes=MIB)), fake, monkeypatch
+    )
+    with Client(config.endpoint) as client:
+        assert client.volumes() == [made]
+    again.end()
+    assert config.backing.path.stat().st_size == 256 * MIB
+
+
+def serve(config: Config, fake: FakeHost) -> None:
+    server.serve(config, Host(fake.run, fake.kernel, fake.devices))
+
+
+def test_a_file_that_holds_something_else_is_left_untouched(config: Config, fake: FakeHost) -> None:
+    assert config.backing is not None
+    config.backing.path.parent.mkdir()
+    with config.backing.path.open("wb") as file:
+        file.truncate(64 * MIB)
+    fake.write(loop.attach(fake.kernel, str(config.backing.path)), "ext4")
+    with pytest.raises(errors.NotReady, match="holds ext4"):
+        serve(config, fake)
+    assert fake.lvm2.groups == {}
+
+
+def test_a_file_too_large_for_its_file_system_is_not_made(config: Config, fake: FakeHost) -> None:
+    assert config.backing is not None
+    huge = replace(config, backing=replace(config.backing, size_bytes=1 << 60))
+    with pytest.raises(errors.NotReady, match="--file-size"):
+        serve(huge, fake)
+    assert config.backing.path.stat().st_size == 0
+
+
+def test_a_file_without_a_size_takes_half_of_what_is_free(
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert config.backing is not None
+    half = replace(config, backing=replace(config.backing, size_bytes=None))
+    Running(half, fake, monkeypatch).end()
+    status = os.statvfs(config.backing.path)
+    free = status.f_bavail * status.f_frsize
+    assert free * 0.4 < config.backing.path.stat().st_size < free * 0.6
+
+
+def test_a_directory_that_cannot_be_made_is_told(config: Config, fake: FakeHost) -> None:
+    assert config.backing is not None
+    config.backing.path.parent.write_text("a file")
+    with pytest.raises(errors.NotReady, match="state"):
+        serve(config, fake)
+
+
+def test_capabilities_say_what_is_switched_off(config: Config, running: Running) -> None:
+    rpc = csi.ControllerServiceCapability.RPC
+    with Client(config.endpoint) as client:
+        offered = client.controller.ControllerGetCapabilities(
+            csi.ControllerGetCapabilitiesRequest()
+        )
+        kinds = {one.rpc.type for one in offered.capabilities}
+        assert rpc.CREATE_DELETE_VOLUME in kinds
+        assert rpc.EXPAND_VOLUME not in kinds
+        with expect.code("UNIMPLEMENTED"):
+            client.expand("x", 1)
+        node = client.node.NodeGetCapabilities(csi.NodeGetCapabilitiesRequest())
+        assert csi.NodeServiceCapability.RPC.EXPAND_VOLUME in {
+            one.rpc.type for one in node.capabilities
+        }
+        info = client.node.NodeGetInfo(csi.NodeGetInfoRequest())
+        assert info.max_volumes_per_node == 7
+
+
+def test_identity_is_whole(config: Config, running: Running) -> None:
+    with Client(config.endpoint) as client:
+        info = client.identity.GetPluginInfo(csi.GetPluginInfoRequest())
+        assert info.name == "lvm.csi.carver"
+        assert info.vendor_version
+        answer = client.identity.GetPluginCapabilities(csi.GetPluginCapabilitiesRequest())
+        services = {one.service.type for one in answer.capabilities if one.HasField("service")}
+        assert csi.PluginCapability.Service.CONTROLLER_SERVICE in services
+        assert csi.PluginCapability.Service.VOLUME_ACCESSIBILITY_CONSTRAINTS in services
+
+
+def test_readiness_tells_the_truth(fake: FakeHost, tmp_path: Path) -> None:
+    control = tmp_path / "control"
+    readiness = Readiness(Inventory(fake.lvm, fake.devices, ["data"]), control)
+    with pytest.raises(errors.NotReady, match="group data is not on this node"):
+        readiness.check()
+    fake.lvm2.add_group("data")
+    with pytest.raises(errors.NotReady, match="device-mapper does not answer"):
+        readiness.check()
+    control.write_bytes(b"")
+    readiness.check()
+
+
+def test_probe_fails_with_the_reason(config: Config, fake: FakeHost, running: Running) -> None:
+    fake.lvm2.groups.clear()
+    with Client(config.endpoint) as client, expect.code("FAILED_PRECONDITION", "carver", "not on"):
+        client.probe()
+
+
+def test_each_call_is_one_line_with_its_volume_code_and_time(
+    config: Config, running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    with Client(config.endpoint) as client:
+        client.create("pvc-1", MIB, block())
+        with expect.code("INVALID_ARGUMENT"):
+            client.create("pvc-2\n", MIB, parameters={"a": "b\nINFO forged"})
+        client.capacity()
+    lines = [
+        log.TextFormatter().format(record)
+        for record in caplog.records
+        if record.name == "carver.calls"
+    ]
+    assert len(lines) == 2
+    assert lines[0].startswith("info call method=CreateVolume volume=pvc-1 code=OK milliseconds=")
+    assert 'volume="pvc-2\\n" code=INVALID_ARGUMENT' in lines[1]
+    assert "\n" not in lines[1]
+
+
+def test_the_json_log_is_one_object_a_line() -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "call", None, None)
+    record.fields = {"method": "Probe", "code": "OK", "path": Path("/a")}
+    try:
+        raise ValueError("why\nnot")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    line = log.JsonFormatter().format(record)
+    assert "\n" not in line
+    found = json.loads(line)
+    assert (found["level"], found["message"], found["method"]) == ("info", "call", "Probe")
+    assert found["time"].endswith("Z")
+    assert "ValueError" in found["exception"]
+    assert "\n" not in log.TextFormatter().format(record)
+
+
+def test_secrets_are_stripped_wherever_the_wire_marks_them() -> None:
+    request = csi.CreateVolumeRequest(name="pvc-1", secrets={"key": "hunter2"})
+    found = secrets.stripped(request)
+    assert found["secrets"] == {"key": secrets.STRIPPED}
+    assert request.secrets["key"] == "hunter2"
+    for message in (
+        csi.NodePublishVolumeRequest(secrets={"k": "hunter2"}, volume_context={"a": "b"}),
+        csi.NodeStageVolumeRequest(secrets={"k": "hunter2"}),
+        csi.CreateVolumeRequest(secrets={"k": "hunter2"}, volume_capabilities=[block()]),
+    ):
+        assert "hunter2" not in json.dumps(secrets.stripped(message))
+
+
+def test_no_secret_reaches_the_log_or_a_command(
+    config: Config, fake: FakeHost, running: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    logging.getLogger("carver.calls").setLevel(logging.DEBUG)
+    with Client(config.endpoint) as client:
+        request = csi.CreateVolumeRequest(
+            name="pvc-1",
+            capacity_range=csi.CapacityRange(required_bytes=MIB),
+            volume_capabilities=[block()],
+            secrets={"key": "hunter2"},
+        )
+        client.controller.CreateVolume(request)
+    assert any("secrets" in getattr(record, "fields", {}) for record in caplog.records)
+    for record in caplog.records:
+        assert "hunter2" not in log.JsonFormatter().format(record)
+    assert "hunter2" not in str(fake.commands)
+
+
+def test_systemd_is_told_over_its_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        server.notify("READY=1")
+        assert listener.recv(100) == b"READY=1"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind("\0carver-test-notify")
+        monkeypatch.setenv("NOTIFY_SOCKET", "@carver-test-notify")
+        server.notify("STOPPING=1")
+        assert listener.recv(100) == b"STOPPING=1"
+    monkeypatch.delenv("NOTIFY_SOCKET")
+    server.notify("READY=1")
+
+
+def test_a_signal_ends_the_wait() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        ended = server._until_signal()
+        assert not ended.is_set()
+        signal.raise_signal(signal.SIGTERM)
+        assert ended.is_set()
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+
+
+def test_commands_are_logged_for_those_who_debug(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    server._log_command(Finished(("lvm", "lvs"), 0, 0.5))
+    assert 'command="lvm lvs" exit_code=0 milliseconds=500.0' in log.TextFormatter().format(
+        caplog.records[-1]
+    )
+
+
+def test_a_service_that_is_not_there_is_unimplemented(config: Config, running: Running) -> None:
+    with grpc.insecure_channel(f"unix://{config.endpoint}") as channel:
+        groups = csi_pb2_grpc.GroupControllerStub(channel)
+        with expect.code("UNIMPLEMENTED"):
+            groups.GroupControllerGetCapabilities(csi.GroupControllerGetCapabilitiesRequest())
+
+
+def test_the_command_line_tells_what_is_wrong(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["serve", "--config", str(tmp_path / "none.toml")]) == 1
+    assert "does not exist" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main([])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("carver ")
+
+
+def test_the_module_runs_as_the_command_does() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "agent", "--version"], capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.startswith("carver ")
+
+
+def test_the_service_is_put_together_and_served(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served: list[Config] = []
+    monkeypatch.setattr(server, "serve", lambda settings, host: served.append(settings))
+    file = tmp_path / "config.toml"
+    file.write_text('node_id = "here"')
+    assert cli.main(["serve", "--config", str(file), "--log-format", "json"]) == 0
+    assert served[0].node_id == "here"
+    logging.basicConfig(force=True)

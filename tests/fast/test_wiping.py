@@ -1,0 +1,243 @@
+"""Deletion, where it takes longer than the caller waits, fails, or is killed between two steps."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import expect
+import pytest
+from fakes.host import FakeHost
+
+from agent import server
+from agent.client import Client, block
+from agent.config import Config, DeviceClass
+from agent.server import Host, Service
+from lvm.command import Result
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+SIZE = 300 * MIB
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("data", [200])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return Config(
+        node_id="here",
+        endpoint=tmp_path / "csi.sock",
+        log_format="text",
+        log_level="info",
+        controller_expand=True,
+        max_volumes_per_node=0,
+        lvm="direct",
+        devices=(),
+        wipe="zero",
+        classes=(DeviceClass(name="plain", group="data", default=True),),
+        backing=None,
+    )
+
+
+@pytest.fixture
+def service(config: Config, fake: FakeHost) -> Iterator[Service]:
+    running = start(config, fake)
+    yield running
+    running.stop()
+
+
+def start(config: Config, fake: FakeHost) -> Service:
+    running = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
+    running.wiper.grace_seconds = 0.05
+    running.wiper.resume()
+    running.start(config.endpoint)
+    return running
+
+
+@pytest.fixture
+def client(config: Config, service: Service) -> Iterator[Client]:
+    with Client(config.endpoint) as caller:
+        yield caller
+
+
+class Disk:
+    """A disk whose writes of zeroes wait, fail or go through, as the test says."""
+
+    def __init__(self, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.written: list[tuple[str, int, int]] = []
+        self.reached, self.free = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+        self._real: Callable[[str, int, int], None] = fake.kernel.zero_out
+        monkeypatch.setattr(fake.kernel, "zero_out", self._zero_out)
+
+    def _zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
+        self.reached.set()
+        assert self.free.wait(20)
+        if self.error is not None:
+            raise self.error
+        self._real(device, offset_bytes, length_bytes)
+        self.written.append((device, offset_bytes, length_bytes))
+
+
+@pytest.fixture
+def disk(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(fake, monkeypatch)
+
+
+def tags(fake: FakeHost) -> dict[str, set[str]]:
+    return {name: one.tags for name, one in fake.lvm2.groups["data"].volumes.items()}
+
+
+def until_removed(fake: FakeHost, removed: threading.Event) -> None:
+    assert removed.wait(20)
+    assert tags(fake) == {}
+
+
+@pytest.fixture
+def removed(fake: FakeHost) -> threading.Event:
+    """Set when the background has removed a volume."""
+    done = threading.Event()
+    remove = fake.lvm2.__call__
+
+    def lvm2(words: Sequence[str]) -> Result:
+        result = remove(words)
+        if words[1] == "lvremove":
+            done.set()
+        return result
+
+    fake.lvm2_program = lvm2
+    return done
+
+
+def test_every_byte_is_overwritten_before_the_extents_are_free(
+    client: Client, fake: FakeHost, disk: Disk
+) -> None:
+    disk.free.set()
+    volume = client.create("pvc-1", SIZE, block())
+    client.delete(volume.volume_id)
+    end = 0
+    for _, offset, length in disk.written:
+        assert offset == end
+        end += length
+    assert end == SIZE
+
+
+def test_a_wipe_that_takes_long_goes_on_behind_the_answer(
+    client: Client, fake: FakeHost, disk: Disk, removed: threading.Event
+) -> None:
+    volume = client.create("pvc-1", SIZE, block())
+    client.delete(volume.volume_id)
+
+    assert "carver.state=wiping" in tags(fake)["vol-pvc-1"]
+    assert client.volumes() == []
+    assert client.capacity().available_capacity == 200 * 4 * MIB - SIZE
+    client.delete(volume.volume_id)
+    with expect.code("NOT_FOUND"):
+        client.stage(volume, "/staging", block())
+    with expect.code("NOT_FOUND"):
+        client.controller.ControllerGetVolume(
+            csi.ControllerGetVolumeRequest(volume_id=volume.volume_id)
+        )
+    with expect.code("ABORTED", "wiped"):
+        client.create("pvc-1", SIZE, block())
+
+    disk.free.set()
+    until_removed(fake, removed)
+    assert sum(length for _, _, length in disk.written) == SIZE
+
+
+def test_a_wipe_that_fails_is_told_and_is_done_again_by_the_next_call(
+    client: Client, fake: FakeHost, disk: Disk
+) -> None:
+    volume = client.create("pvc-1", SIZE, block())
+    disk.error = OSError(5, "Input/output error")
+    disk.free.set()
+    with expect.code("INTERNAL", "Input/output error"):
+        client.delete(volume.volume_id)
+    assert list(tags(fake)) == ["vol-pvc-1"]
+    with expect.code("NOT_FOUND"):
+        client.publish(volume, "/staging", "/target", block())
+
+    disk.error = None
+    client.delete(volume.volume_id)
+    assert tags(fake) == {}
+
+
+def test_a_wipe_on_record_goes_on_after_a_restart(
+    config: Config, fake: FakeHost, disk: Disk, removed: threading.Event
+) -> None:
+    first = start(config, fake)
+    with Client(config.endpoint) as client:
+        volume = client.create("pvc-1", SIZE, block())
+        client.delete(volume.volume_id)
+        assert disk.reached.wait(20)
+    stopping = threading.Thread(target=first.stop)
+    stopping.start()
+    assert first.wiper._stopping.wait(20)
+    disk.free.set()
+    stopping.join()
+    assert "carver.state=wiping" in tags(fake)["vol-pvc-1"]
+    assert len(disk.written) < 3
+
+    disk.written.clear()
+    fake.deactivate("data", "vol-pvc-1")
+    again = start(config, fake)
+    until_removed(fake, removed)
+    again.stop()
+    assert sum(length for _, _, length in disk.written) == SIZE
+
+
+def test_a_kill_before_the_wipe_is_on_record_leaves_a_volume_to_delete_again(
+    client: Client, fake: FakeHost
+) -> None:
+    volume = client.create("pvc-1", SIZE, block())
+
+    def killed(words: Sequence[str]) -> Result | None:
+        if words[1] == "lvremove":
+            raise OSError("killed")
+        return None
+
+    fake.intercept = killed
+    with expect.code("INTERNAL"):
+        client.delete(volume.volume_id)
+    assert "carver.state=ready" in tags(fake)["vol-pvc-1"]
+    fake.intercept = lambda words: None
+    client.delete(volume.volume_id)
+    assert tags(fake) == {}
+
+
+def test_a_group_that_does_not_want_its_blocks_wiped_loses_no_time(
+    config: Config, fake: FakeHost, disk: Disk
+) -> None:
+    running = start(replace(config, wipe="none"), fake)
+    with Client(config.endpoint) as client:
+        client.delete(client.create("pvc-1", SIZE, block()).volume_id)
+    running.stop()
+    assert disk.written == []
+    assert tags(fake) == {}
+
+
+def test_a_volume_that_a_process_has_open_is_not_wiped(
+    client: Client, fake: FakeHost, disk: Disk
+) -> None:
+    disk.free.set()
+    volume = client.create("pvc-1", SIZE, block())
+    fake.block.get("/dev/mapper/data-vol--pvc--1").held = 1
+    with expect.code("FAILED_PRECONDITION", "open"):
+        client.delete(volume.volume_id)
+    assert disk.written == []
+
+
+def test_lvm_that_does_not_answer_at_start_is_left_to_probe(
+    config: Config, fake: FakeHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    running = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
+    fake.intercept = lambda words: Result(5, "", "  broken\n")
+    server._resume(running.wiper)
+    assert "broken" in caplog.text
+    running.wiper.stop()
