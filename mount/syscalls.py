@@ -35,7 +35,7 @@ _FSMOUNT_CLOEXEC = 1
 _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
 _UMOUNT_NOFOLLOW = 8
 
-_MS_RDONLY, _MS_REMOUNT, _MS_BIND = 1, 32, 4096
+_MS_RDONLY, _MS_REMOUNT, _MS_BIND, _MS_PRIVATE = 1, 32, 4096, 1 << 18
 _ATTR_ATIME = 0x70
 
 # Per-mount attributes by the words of /proc/self/mountinfo: MOUNT_ATTR_*, MS_*.
@@ -198,20 +198,26 @@ class Kernel:
         The attributes are added to those that the source's mount has. The mount has them before it
         can be seen (mount_setattr(2) on a detached tree, Linux 5.12). Older kernels cannot do that:
         there the bind is seen without its attributes until a remount adds them.
+
+        The bind of a node is private: as a peer of /dev, as it would be otherwise, whatever is
+        mounted over it would appear in /dev as well (mount_namespaces(7)).
         """
+        private = not os.path.isdir(source)  # noqa: PTH112
         try:
             self._new_calls()
             tree = _syscall(
                 _OPEN_TREE, _AT_FDCWD, os.fsencode(source), _OPEN_TREE_CLONE | os.O_CLOEXEC
             )
             with _closing(tree):
-                if attributes:
-                    _set_attributes(tree, attributes)
+                if attributes or private:
+                    _set_attributes(tree, attributes, private=private)
                 _move(tree, source, path)
         except OSError as error:
             if error.errno != errno.ENOSYS:
                 raise OSError(error.errno, error.strerror, source, None, path) from error
             _bind_by_old_call(source, path, attributes)
+            if private:
+                _mount_2("none", path, None, _MS_PRIVATE)
 
     def unmount(self, path: str) -> None:
         """umount2(2) of the topmost mount at `path`: neither lazy nor forced."""
@@ -394,10 +400,11 @@ def _messages(context: int) -> str:
     return "; ".join(lines)
 
 
-def _set_attributes(tree: int, attributes: Set[str]) -> None:
+def _set_attributes(tree: int, attributes: Set[str], *, private: bool) -> None:
     # EINVAL unless the whole access-time group is cleared when one of it is set: mount_setattr(2).
     clear = _ATTR_ATIME if attributes & _ATIME_WORDS else 0
-    attr = struct.pack("=4Q", _bits(attributes), clear, 0, 0)
+    propagation = _MS_PRIVATE if private else 0
+    attr = struct.pack("=4Q", _bits(attributes), clear, propagation, 0)
     _syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, attr, len(attr))
 
 

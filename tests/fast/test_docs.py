@@ -1,0 +1,168 @@
+"""What users read is true of the code: names, codes, links."""
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from agent import calls, config, status
+from mount import filesystem, options
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
+MIB = 1 << 20
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def coded(text: str) -> set[str]:
+    """Everything that is marked as code within a line."""
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def section(text: str, heading: str) -> str:
+    """What stands under a heading, up to the next one of any level."""
+    [found] = re.findall(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", text, re.M | re.S)
+    return str(found)
+
+
+def first_cells(text: str) -> set[str]:
+    """What a table's rows are about."""
+    return set(re.findall(r"^\| `([^`]+)` \|", text, re.M))
+
+
+# Configuration
+
+
+def test_every_setting_is_documented_and_no_other() -> None:
+    documented = section(text_of("docs/configuration.md"), "Settings")
+    assert first_cells(documented) == set(config.SETTINGS)
+
+
+def test_every_key_of_a_class_is_documented_and_no_other() -> None:
+    documented = section(text_of("docs/configuration.md"), "Device classes")
+    keys = {one.name for one in dataclasses.fields(config.DeviceClass)}
+    assert first_cells(documented) == keys
+
+
+def test_every_parameter_of_a_storage_class_is_documented_and_no_other() -> None:
+    documented = section(text_of("docs/configuration.md"), "StorageClass parameters")
+    parameters = {calls.PARAMETER_PREFIX + one for one in calls.PARAMETERS}
+    assert first_cells(documented) == parameters
+
+
+@pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
+def test_each_file_system_is_documented(fs_type: str) -> None:
+    known = filesystem.FILE_SYSTEMS[fs_type]
+    sizes = section(text_of("docs/configuration.md"), "Sizes")
+    assert f"| {fs_type} | {known.minimum_bytes // MIB} MiB |" in sizes
+
+    rows = section(text_of("docs/configuration.md"), "mkfs options").splitlines()
+    [row] = [line for line in rows if line.startswith(f"| {fs_type} |")]
+    _, _, _, given, merged, _ = row.split("|")
+    assert coded(given) == set(f"{known.allowed} {known.flags}".split())
+    assert coded(merged) == set(known.merged.split())
+
+
+def test_every_mount_option_is_documented_and_no_other() -> None:
+    rows = section(text_of("docs/configuration.md"), "Mount options").splitlines()
+    documented = {line.split("|")[1].strip(): coded(line) for line in rows if line.startswith("|")}
+    assert documented["of the mount"] == set(options.ATTRIBUTES)
+    assert documented["of the superblock"] == set(options.SUPERBLOCK)
+    for fs_type, words in options.FILE_SYSTEM_DATA.items():
+        assert documented[f"of {fs_type}"] == set(words.split())
+    for word in documented["the defaults, said aloud"]:
+        assert options.parse([word]) == options.Options()
+
+
+# Errors
+
+
+def test_every_error_is_documented_with_its_code_and_no_other() -> None:
+    rows = re.findall(r"^\| `(\w+\.\w+)` \| (\w+) \|", text_of("docs/errors.md"), re.M)
+    assert dict(rows) == {
+        f"{kind.__module__.partition('.')[0]}.{kind.__name__}": code.name
+        for kind, code in status.TABLE
+        if kind.__module__ != "builtins"
+    }
+    assert len(rows) == len(dict(rows))
+
+
+def test_every_code_is_explained() -> None:
+    rows = section(text_of("docs/errors.md"), "The codes").splitlines()
+    explained = {line.split("|")[1].strip() for line in rows if line.startswith("|")}
+    assert {code.name for _, code in status.TABLE} <= explained
+
+
+# The rest
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_to_a_file_here_leads_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, fragment = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), link
+        if fragment:
+            assert fragment in anchors(target.read_text()), link
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments of a document's headings, as they are made where it is shown."""
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+def test_the_readme_names_the_two_commands() -> None:
+    commands = {line.split("#")[0].strip() for line in text_of("README.md").splitlines()}
+    assert {"make demo", "make test"} <= commands
+
+
+def test_every_make_target_that_is_named_can_be_made() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.M))
+    for document in DOCUMENTS:
+        text = document.read_text()
+        code = coded(text) | {line for line in text.splitlines() if line.startswith("    ")}
+        for line in code:
+            if named := re.match(r"\s*make ([a-z-]+)", line):
+                assert named[1] in targets, f"{document.name}: make {named[1]}"
+
+
+def test_the_modules_in_the_design_are_those_that_there_are() -> None:
+    design = section(text_of("docs/design.md"), "Modules")
+    package, named = "", set()
+    for line in design.splitlines():
+        cells = line.split("|")
+        if len(cells) < 4 or not coded(line):
+            continue
+        package = next(iter(coded(cells[1])), package)
+        named |= {f"{package}/{module}" for module in coded(cells[2])}
+    there = {
+        f"{name}/{path.stem}"
+        for name in ("agent", "lvm", "mount")
+        for path in (ROOT / name).glob("*.py")
+        if not path.stem.startswith("__")
+    }
+    assert named == there
+
+
+def test_the_changelog_tells_of_the_present_version() -> None:
+    version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
+    headings = re.findall(r"^## \[(.+?)\]", text_of("CHANGELOG.md"), re.M)
+    assert headings[:2] == ["Unreleased", version]
+
+
+def test_the_licence_is_whole() -> None:
+    licence = text_of("LICENSE")
+    assert "Apache License" in licence
+    assert "Version 2.0, January 2004" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence

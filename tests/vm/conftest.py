@@ -1,0 +1,69 @@
+"""The service as installed: under systemd, on its own group, behind its own socket."""
+
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from agent.client import Client
+from agent.config import DEFAULT_SOCKET
+from mount import table
+from mount.syscalls import Kernel
+
+KUBELET = Path("/var/lib/kubelet")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def installed() -> None:
+    """Fail, rather than skip, without the service: the tier was chosen."""
+    active = subprocess.run(["systemctl", "is-active", "--quiet", "carver"])
+    assert active.returncode == 0, "the service is not running; see `systemctl status carver`"
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    """The installed service; volumes that a test leaves are deleted."""
+    with Client(DEFAULT_SOCKET) as caller:
+        before = {volume.volume_id for volume in caller.volumes()}
+        yield caller
+    with Client(DEFAULT_SOCKET) as caller:
+        for volume in caller.volumes():
+            if volume.volume_id not in before:
+                caller.delete(volume.volume_id)
+
+
+@pytest.fixture
+def directory(client: Client, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A place where kubelet would have mounts made; what a test leaves there is unmounted."""
+    place = KUBELET / "plugins" / f"test-{request.node.name}"
+    place.mkdir(parents=True)
+    yield place
+    kernel = Kernel()
+    for mount in reversed(table.read(kernel).under(str(place))):
+        kernel.unmount(mount.path)
+    shutil.rmtree(place)
+
+
+@pytest.fixture
+def main_pid() -> Callable[[], int]:
+    """The service's process, as it is now."""
+
+    def ask() -> int:
+        words = ["systemctl", "show", "--value", "--property=MainPID", "carver"]
+        return int(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+
+    return ask
+
+
+@pytest.fixture
+def answering() -> Callable[[], None]:
+    """Wait until the service answers, after it was started anew."""
+
+    def wait() -> None:
+        with grpc.insecure_channel(f"unix://{DEFAULT_SOCKET}") as channel:
+            grpc.channel_ready_future(channel).result(timeout=100)
+
+    return wait

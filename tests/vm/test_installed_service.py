@@ -1,0 +1,179 @@
+"""What only the real thing can show: no processes, no old data, an orderly end, a sudden one."""
+
+import hashlib
+import os
+import re
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agent.client import Client, Mode, block, mounted
+from agent.config import DEFAULT_SOCKET
+from mount import table
+from mount.syscalls import Kernel
+
+MIB = 1 << 20
+
+
+@contextmanager
+def traced(pid: int, log: Path) -> Iterator[list[str]]:
+    """The lines in which a process and its children start processes, from strace(1)."""
+    lines: list[str] = []
+    words = ["strace", "--follow-forks", "--trace=process", f"--output={log}", f"--attach={pid}"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as tracer:
+        assert tracer.stderr is not None
+        assert "attached" in tracer.stderr.readline()
+        yield lines
+        tracer.send_signal(signal.SIGINT)
+        tracer.communicate()
+    for line in log.read_text().splitlines():
+        starts = re.search(r"\b(execve|execveat|fork|vfork|clone|clone3)\(", line)
+        if starts and "CLONE_THREAD" not in line:
+            lines.append(line)
+
+
+def test_publishing_unpublishing_and_statistics_start_no_process(
+    client: Client, directory: Path, tmp_path: Path, main_pid: Callable[[], int]
+) -> None:
+    staging, target, node = directory / "staging", directory / "target", directory / "node"
+    capability = mounted("ext4", mode=Mode.SINGLE_NODE_MULTI_WRITER)
+    volume = client.create("test-trace", 64 * MIB, capability)
+    raw = client.create("test-trace-raw", 16 * MIB, block())
+    client.stage(raw, staging, block())
+
+    with traced(main_pid(), tmp_path / "stage") as started:
+        client.stage(volume, staging, capability)
+    assert any("execve(" in line for line in started), "the trace sees nothing at all"
+
+    with traced(main_pid(), tmp_path / "publish") as started:
+        for read_only in (False, True):
+            client.publish(volume, staging, target, capability, read_only=read_only)
+            client.publish(volume, staging, target, capability, read_only=read_only)
+            client.stats(volume.volume_id, target)
+            client.unpublish(volume.volume_id, target)
+            client.publish(raw, staging, node, block(), read_only=read_only)
+            client.stats(raw.volume_id, node)
+            client.unpublish(raw.volume_id, node)
+        client.stage(volume, staging, capability)
+        client.unstage(volume.volume_id, staging)
+    assert started == []
+    client.unstage(raw.volume_id, staging)
+
+
+def test_a_deleted_volume_s_data_cannot_be_read_by_the_next(
+    client: Client, directory: Path
+) -> None:
+    staging, node = directory / "staging", directory / "node"
+    secret = b"the last tenant's data" * 1024
+    for turn in range(2):
+        volume = client.create(f"test-tenant-{turn}", 64 * MIB, block())
+        client.stage(volume, staging, block())
+        client.publish(volume, staging, node, block())
+        with node.open("r+b", buffering=0) as device:
+            # All of it, not only what wiping signatures would reach.
+            while chunk := device.read(4 * MIB):
+                assert not chunk.strip(b"\0")
+            for offset in range(0, 64 * MIB, 8 * MIB):
+                device.seek(offset)
+                device.write(secret)
+            os.fsync(device.fileno())
+        client.unpublish(volume.volume_id, node)
+        client.delete(volume.volume_id)
+
+
+def test_the_socket_is_root_s_alone() -> None:
+    assert stat.S_IMODE(DEFAULT_SOCKET.stat().st_mode) == 0o600
+
+
+def test_probe_answers_ready(client: Client) -> None:
+    assert client.probe().ready.value
+
+
+def test_the_service_ends_in_order_and_comes_back_with_its_volumes(
+    client: Client, answering: Callable[[], None]
+) -> None:
+    volume = client.create("test-restart", 16 * MIB, block())
+    subprocess.run(["systemctl", "stop", "carver"], check=True)
+    words = ["systemctl", "show", "--property=Result,ExecMainStatus,ExecMainCode", "carver"]
+    ended = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    assert "Result=success" in ended
+    assert "ExecMainStatus=0" in ended
+    assert not DEFAULT_SOCKET.exists()
+    subprocess.run(["systemctl", "start", "carver"], check=True)
+    answering()
+    with Client(DEFAULT_SOCKET) as again:
+        assert volume in again.volumes()
+        again.delete(volume.volume_id)
+
+
+def test_a_killed_service_comes_back_and_every_call_goes_on(
+    client: Client, directory: Path, main_pid: Callable[[], int], answering: Callable[[], None]
+) -> None:
+    staging, target = directory / "staging", directory / "target"
+    volume = client.create("test-kill", 64 * MIB)
+    client.stage(volume, staging)
+    client.publish(volume, staging, target)
+    data = os.urandom(MIB)
+    (target / "file").write_bytes(data)
+
+    killed = main_pid()
+    os.kill(killed, signal.SIGKILL)
+    for _ in range(600):
+        if main_pid() not in (0, killed):
+            break
+        time.sleep(0.1)
+    answering()
+
+    with Client(DEFAULT_SOCKET) as again:
+        assert again.create("test-kill", 64 * MIB) == volume
+        again.stage(volume, staging)
+        again.publish(volume, staging, target)
+        assert len(table.read(Kernel()).at(str(target))) == 1
+        found = (target / "file").read_bytes()
+        assert hashlib.sha256(found).digest() == hashlib.sha256(data).digest()
+        again.unpublish(volume.volume_id, target)
+        again.unstage(volume.volume_id, staging)
+        again.delete(volume.volume_id)
+
+
+def test_a_mount_of_the_service_is_seen_and_unseen_in_kubelet_s_namespace(
+    client: Client, directory: Path
+) -> None:
+    staging = directory / "staging"
+    volume = client.create("test-propagation", 64 * MIB)
+    # A process whose mounts are slaves of the system's, as a container's are with HostToContainer.
+    words = ["unshare", "--mount", "--propagation", "slave", "cat"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as other:
+        mountinfo = Path(f"/proc/{other.pid}/mountinfo")
+        own = Path("/proc/self/ns/mnt").readlink()
+        while Path(f"/proc/{other.pid}/ns/mnt").readlink() == own:
+            time.sleep(0.05)
+        client.stage(volume, staging)
+        assert str(staging) in mountinfo.read_text()
+        client.unstage(volume.volume_id, staging)
+        assert str(staging) not in mountinfo.read_text()
+        other.communicate()
+
+
+@pytest.mark.parametrize("fs_type", ["ext4", "xfs", "btrfs"])
+def test_a_file_system_grows_under_a_writer(client: Client, directory: Path, fs_type: str) -> None:
+    staging, capability = directory / "staging", mounted(fs_type)
+    volume = client.create(f"test-grow-{fs_type}", 320 * MIB, capability)
+    client.stage(volume, staging, capability)
+    words = ["sha256sum", str(staging / "data")]
+    (staging / "data").write_bytes(os.urandom(4 * MIB))
+    before = subprocess.run(words, check=True, capture_output=True).stdout
+    with (staging / "log").open("wb") as log:
+        log.write(b"x" * MIB)
+        total = client.stats(volume.volume_id, staging).usage[0].total
+        client.node_expand(volume.volume_id, staging, 448 * MIB)
+        log.write(b"y" * MIB)
+    assert client.stats(volume.volume_id, staging).usage[0].total > total + 64 * MIB
+    assert subprocess.run(words, check=True, capture_output=True).stdout == before
+    client.unstage(volume.volume_id, staging)
