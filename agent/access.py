@@ -5,6 +5,7 @@ sysfs say all that they need.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 
 from agent import calls, errors, inventory
 from agent.inventory import Inventory, Volume
@@ -88,6 +89,7 @@ class Access:
         if device is None:
             self._inventory.require(call.volume_id)
             raise errors.NotStaged(call.volume_id, "its logical volume is not active")
+        self._require_single(call, device)
         if call.capability.is_block:
             source = device.path
             if call.read_only:
@@ -168,6 +170,21 @@ class Access:
         """What is mounted at a path, seen from above."""
         stack = table.read(self._kernel).at(target.resolve(self._kernel, path))
         return stack[-1] if stack else None
+
+    def _require_single(self, call: calls.Publish, device: Device) -> None:
+        """Only SINGLE_NODE_MULTI_WRITER allows a second target (CSI spec, NodePublishVolume)."""
+        if call.capability.mode == calls.MULTI_WRITER:
+            return
+        own = {target.resolve(self._kernel, one) for one in (call.staging_path, call.target_path)}
+        mounted = table.read(self._kernel).of_device(device.number)
+        bound = (nodes.bound(self._kernel, number) for number in self._numbers(device))
+        others = {one.path for one in chain(mounted, *bound)} - own
+        if others:
+            raise errors.VolumeInUse(
+                call.volume_id,
+                f"it is published at {', '.join(sorted(others))}, and {call.capability.mode}"
+                " allows one target",
+            )
 
     def _find(self, call: calls.At) -> tuple[Device, table.Mount]:
         """The volume's device and its mount at the path; raises NoSuchPath."""

@@ -32,7 +32,7 @@ ACCESS_MODES = (
     "SINGLE_NODE_MULTI_WRITER",
 )
 READER_ONLY = "SINGLE_NODE_READER_ONLY"
-SINGLE_WRITER = "SINGLE_NODE_SINGLE_WRITER"
+MULTI_WRITER = "SINGLE_NODE_MULTI_WRITER"
 
 # What the external-provisioner adds with --extra-create-metadata. Kept as tags, for people.
 _ABOUT = {

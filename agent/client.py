@@ -57,6 +57,10 @@ class Client:
     ) -> None:
         self._channel.close()
 
+    def info(self) -> csi.GetPluginInfoResponse:
+        """The plugin's name and version."""
+        return self.identity.GetPluginInfo(csi.GetPluginInfoRequest(), timeout=self._timeout)
+
     def probe(self) -> csi.ProbeResponse:
         """Whether the plugin can work."""
         return self.identity.Probe(csi.ProbeRequest(), timeout=self._timeout)

@@ -1,5 +1,6 @@
 """The Node's answers, right and wrong requests alike, and after what happens behind its back."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import expect
@@ -328,6 +329,30 @@ def test_a_reader_only_volume_is_staged_and_published_read_only(
     mounts = table.read(host.kernel)
     assert mounts.at(str(staging))[-1].read_only
     assert mounts.at(str(target))[-1].read_only
+
+
+@pytest.mark.parametrize("access", [mounted, block], ids=["mount", "block"])
+@pytest.mark.parametrize("read_only", [False, True])
+def test_only_a_multi_writer_has_a_second_target(
+    client: Client,
+    host: AnyHost,
+    staging: Path,
+    target: Path,
+    access: Callable[..., csi.VolumeCapability],
+    read_only: bool,
+) -> None:
+    second = host.directory / "second"
+    volume = client.create("pvc-2", 64 * MIB, access())
+    client.stage(volume, staging, access())
+    client.publish(volume, staging, target, access(), read_only=read_only)
+    for mode in (Mode.SINGLE_NODE_WRITER, Mode.SINGLE_NODE_SINGLE_WRITER):
+        with expect.code("FAILED_PRECONDITION", str(target), "one target"):
+            client.publish(volume, staging, second, access(mode=mode))
+    assert not second.exists()
+    multi = access(mode=Mode.SINGLE_NODE_MULTI_WRITER)
+    client.publish(volume, staging, second, multi)
+    client.unpublish(volume.volume_id, target)
+    assert table.read(host.kernel).at(str(second))
 
 
 def test_a_deleted_volume_can_be_made_anew_and_is_blank(
