@@ -188,7 +188,11 @@ class Access:
 
     def _find(self, call: calls.At) -> tuple[Device, table.Mount]:
         """The volume's device and its mount at the path; raises NoSuchPath."""
-        device, mounted = self._device(call.volume_id), self._top(call.path)
+        device = self._device(call.volume_id)
+        try:
+            mounted = self._top(call.path)
+        except mount_errors.BadPath:
+            mounted = None
         if device is None or mounted is None:
             raise errors.NoSuchPath(call.volume_id, call.path)
         if mounted.device != device.number:

@@ -395,8 +395,13 @@ class At:
     def from_volume_path(
         cls, wire: csi.NodeGetVolumeStatsRequest | csi.NodeExpandVolumeRequest
     ) -> Self:
-        """Read and check NodeGetVolumeStats, or where NodeExpandVolume finds the volume."""
-        return cls(_volume_id(wire.volume_id), _path("volume_path", wire.volume_path))
+        """Read NodeGetVolumeStats, or where NodeExpandVolume finds the volume.
+
+        The path is only looked for: one that cannot be a mount's is one where no volume is.
+        """
+        if not wire.volume_path:
+            raise errors.Missing("volume_path")
+        return cls(_volume_id(wire.volume_id), wire.volume_path)
 
 
 def volume_id(wire: csi.DeleteVolumeRequest | csi.ControllerGetVolumeRequest) -> str:

@@ -162,7 +162,7 @@ def test_a_path_that_no_mount_may_have_is_refused(
         client.publish(volume, staging, path)
     with expect.code("INVALID_ARGUMENT", "target_path"):
         client.unpublish(volume.volume_id, path)
-    with expect.code("INVALID_ARGUMENT", "volume_path"):
+    with expect.code("NOT_FOUND"):
         client.stats(volume.volume_id, path)
 
 
