@@ -43,6 +43,14 @@ lock: ## resolve the newest versions and write constraints.txt
 	{ echo '# The exact versions that are tested and installed: `make lock` writes this file.'; \
 	  .cache/lock/bin/pip freeze --all --exclude-editable --exclude pip; } > constraints.txt
 
+.PHONY: demo
+demo: ## the main job on real volumes, in the lab VM
+	vagrant/lab.py demo
+
+.PHONY: bench
+bench: ## what each call costs, beside the bare commands, in the lab VM
+	vagrant/lab.py bench
+
 .PHONY: vm
 vm: ## the lab VM, up and with the present tree installed (docs/lab.md)
 	vagrant/lab.py up

@@ -202,6 +202,22 @@ def _locked() -> Iterator[None]:
         yield
 
 
+def _present(program: str) -> int:
+    """Run a program of this folder in the guest, with the service's own environment.
+
+    A machine that was not there before is not there afterwards.
+    """
+    was_there = host.libvirt_answers() and host.domain_runs()
+    try:
+        up()
+        with step("copy the tree into the guest", "sync"):
+            sync()
+        return _session(["/opt/carver/venv/bin/python", f"{guest.TREE}/vagrant/{program}"])
+    finally:
+        if not was_there:
+            down()
+
+
 def _session(words: list[str]) -> int:
     options = ["-t"] if sys.stdin.isatty() and sys.stdout.isatty() else []
     return subprocess.run(guest.ssh(words, *options), check=False).returncode
@@ -220,6 +236,8 @@ def _parser() -> argparse.ArgumentParser:
     ):
         # REMAINDER: the command's options are not ours.
         commands.add_parser(name, help=text).add_argument("words", nargs=argparse.REMAINDER)
+    for name, (_, text) in _PROGRAMS.items():
+        commands.add_parser(name, help=text)
     commands.add_parser("status", help=is_up.__doc__)
     return parser
 
@@ -233,6 +251,11 @@ _COMMANDS: dict[str, Callable[[], None]] = {
     "down": down,
 }
 
+_PROGRAMS = {
+    "demo": ("demo.py", "Show the main job in the guest; the machine stays if it was up."),
+    "bench": ("bench.py", "Measure the calls against bare commands, in the same way."),
+}
+
 
 def main() -> int:
     """Run one command; return the exit code."""
@@ -241,6 +264,8 @@ def main() -> int:
         if arguments.command in _COMMANDS:
             _COMMANDS[arguments.command]()
             return 0
+        if arguments.command in _PROGRAMS:
+            return _present(_PROGRAMS[arguments.command][0])
         if arguments.command == "status":
             print("up" if (answer := is_up()) else "down")
             return 0 if answer else 1
