@@ -32,6 +32,19 @@ fast: venv ## the fast tier: no root, no LVM, no VM
 	$(BIN)/coverage run -m pytest -q
 	$(BIN)/coverage report
 
+.PHONY: vm-tier
+vm-tier: venv ## the VM tier: real LVM, real mounts, the installed service, reboots
+	vagrant/lab.py during $(MAKE) --no-print-directory in-vm
+
+# What `vm-tier` does while the machine is up.
+.PHONY: in-vm
+in-vm:
+	vagrant/lab.py run 'cd /carver && /opt/carver/test-venv/bin/python -m pytest -q --real tests/contract tests/vm'
+	$(BIN)/python -m pytest -q tests/lab
+
+.PHONY: test
+test: lint types fast vm-tier ## everything: lint, types, layers, the fast tier, the VM tier
+
 .PHONY: proto
 proto: venv ## generate the wire's Python modules anew
 	$(BIN)/python proto/generate.py

@@ -59,13 +59,19 @@ class Access:
             if device is None:
                 self._activate(call.volume_id)
             return
-        fs_type = call.capability.fs_type or call.parameters.fs_type or DEFAULT_FS_TYPE
+        fs_type = call.capability.fs_type or call.parameters.fs_type
         mounted = self._top(call.staging_path)
         if device is None or mounted is None or mounted.device != device.number:
             volume, device = self._activate(call.volume_id)
+            if volume.facts[inventory.ACCESS] == calls.BLOCK:
+                raise errors.BadField(
+                    "volume_capability.mount",
+                    "the volume was made for raw block access; what it holds is not Carver's",
+                )
+            fs_type = fs_type or volume.facts.get(inventory.FORMATTED) or DEFAULT_FS_TYPE
             self._ensure_formatted(call, volume, device, fs_type)
             target.ensure_directory(self._kernel, call.staging_path)
-        elif mounted.fs_type != fs_type:
+        elif mounted.fs_type != (fs_type := fs_type or mounted.fs_type):
             raise errors.Incompatible(
                 f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
             )
@@ -89,22 +95,47 @@ class Access:
         if device is None:
             self._inventory.require(call.volume_id)
             raise errors.NotStaged(call.volume_id, "its logical volume is not active")
-        self._require_single(call, device)
         if call.capability.is_block:
+            self._publish_device(call, device)
+        else:
+            self._publish_directory(call, device)
+
+    def _publish_directory(self, call: calls.Publish, device: Device) -> None:
+        staged = self._top(call.staging_path)
+        if staged is None or staged.device != device.number:
+            raise errors.NotStaged(call.volume_id, f"it is not at {call.staging_path}")
+        flags = options.parse(call.capability.mount_flags)
+        asked = {*flags.attributes, *call.parameters.mount_options}
+        if staged.read_only and not call.read_only and "ro" not in asked:
+            raise errors.NotStaged(call.volume_id, f"{call.staging_path} is read-only: {staged}")
+        mounted = self._top(call.target_path)
+        if mounted is None or mounted.device != device.number:
+            self._require_single(call, device)
+        target.ensure_directory(self._kernel, call.target_path)
+        mounts.ensure_bound(
+            self._kernel, call.staging_path, call.target_path, flags, call.read_only
+        )
+
+    def _publish_device(self, call: calls.Publish, device: Device) -> None:
+        published = mounts.node(self._kernel, call.target_path)
+        if published is None or published not in self._numbers(device):
+            self._require_single(call, device)
+        elif (published == device.number) == call.read_only:
+            raise errors.Incompatible(
+                f"{call.target_path} is published {'read-write' if call.read_only else 'read-only'}"
+            )
+        target.ensure_file(self._kernel, call.target_path)
+        try:
             source = device.path
             if call.read_only:
                 # A read-only bind of a device node does not keep the device itself from being
                 # written; a read-only loop device over it does.
                 source = loop.attach(self._kernel, device.path, read_only=True)
-            target.ensure_file(self._kernel, call.target_path)
             flags = options.Options()
-        else:
-            mounted = self._top(call.staging_path)
-            if mounted is None or mounted.device != device.number:
-                raise errors.NotStaged(call.volume_id, f"it is not at {call.staging_path}")
-            target.ensure_directory(self._kernel, call.target_path)
-            source, flags = call.staging_path, options.parse(call.capability.mount_flags)
-        mounts.ensure_bound(self._kernel, source, call.target_path, flags, call.read_only)
+            mounts.ensure_bound(self._kernel, source, call.target_path, flags, call.read_only)
+        except mount_errors.MountError:
+            self._drop_unused_loops(device)
+            raise
 
     def unpublish(self, call: calls.At) -> None:
         """Unmount and remove the target path; a path that is not there is no error."""
@@ -157,7 +188,7 @@ class Access:
         if found is None and formatted:
             raise errors.ContentsLost(call.volume_id, formatted)
         if found is None:
-            call.parameters.check_mkfs_options(fs_type, "volume_context")
+            call.parameters.check_for(fs_type, "volume_context")
             filesystem.check_size(fs_type, volume.size_bytes)
             # Blank by the probe, and never formatted by the tags: only then.
             filesystem.make(self._run, device.path, fs_type, call.parameters.mkfs_options)
@@ -178,7 +209,9 @@ class Access:
         own = {target.resolve(self._kernel, one) for one in (call.staging_path, call.target_path)}
         mounted = table.read(self._kernel).of_device(device.number)
         bound = (nodes.bound(self._kernel, number) for number in self._numbers(device))
-        others = {one.path for one in chain(mounted, *bound)} - own
+        # A part of the volume, bound elsewhere by kubelet for a subPath, is no target.
+        whole = (one for one in mounted if one.root == "/")
+        others = {one.path for one in chain(whole, *bound)} - own
         if others:
             raise errors.VolumeInUse(
                 call.volume_id,

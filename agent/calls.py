@@ -91,6 +91,10 @@ class Capability:
         _check_mount_options(f"{field}.mount.mount_flags", flags)
         return cls(MOUNT, mode, wire.mount.fs_type, flags)
 
+    def check_for(self, fs_type: str, field: str) -> None:
+        """Check the mount flags against the one file system that they are for."""
+        _check_mount_options(f"{field}.mount.mount_flags", self.mount_flags, fs_type)
+
     @property
     def is_block(self) -> bool:
         """Whether the volume is used as a raw block device."""
@@ -175,12 +179,13 @@ class Parameters:
             about=about,
         )
 
-    def check_mkfs_options(self, fs_type: str, field: str) -> None:
-        """Check the mkfs options, which mean something for one file system only."""
+    def check_for(self, fs_type: str, field: str) -> None:
+        """Check the options against the one file system that they are for."""
         try:
             filesystem.check_options(fs_type, self.mkfs_options)
         except mount_errors.BadOption as error:
             raise errors.BadField(f"{field}[mkfsOptions]", str(error)) from None
+        _check_mount_options(f"{field}[mountOptions]", self.mount_options, fs_type)
 
     def context(self) -> dict[str, str]:
         """The volume_context that carries what staging needs."""
@@ -281,13 +286,12 @@ class Expand:
     ) -> Self:
         """Read and check the request."""
         volume_id = _volume_id(wire.volume_id)
-        if isinstance(wire, csi.ControllerExpandVolumeRequest) and not wire.HasField(
-            "capacity_range"
-        ):
-            raise errors.Missing("capacity_range")
         if wire.HasField("volume_capability"):
             Capability.from_proto(wire.volume_capability)
-        return cls(volume_id, SizeRange.from_proto(wire.capacity_range))
+        size = SizeRange.from_proto(wire.capacity_range)
+        if isinstance(wire, csi.ControllerExpandVolumeRequest) and size == SizeRange():
+            raise errors.Missing("capacity_range")
+        return cls(volume_id, size)
 
 
 @dataclass(frozen=True)
@@ -355,6 +359,7 @@ class Publish:
     staging_path: str
     target_path: str
     capability: Capability
+    parameters: Parameters
     read_only: bool
 
     @classmethod
@@ -363,12 +368,12 @@ class Publish:
         volume_id = _volume_id(wire.volume_id)
         target_path = _path("target_path", wire.target_path)
         capability = _capability(wire)
-        Parameters.from_context(wire.volume_context)
         return cls(
             volume_id=volume_id,
             staging_path=_path("staging_target_path", wire.staging_target_path),
             target_path=target_path,
             capability=capability,
+            parameters=Parameters.from_context(wire.volume_context),
             read_only=wire.readonly or capability.read_only,
         )
 
@@ -444,8 +449,8 @@ def _check_map(field: str, wire: Mapping[str, str]) -> None:
         raise errors.BadField(field, f"are larger than {_MAXIMUM_MAP_BYTES} bytes")
 
 
-def _check_mount_options(field: str, flags: Sequence[str]) -> None:
+def _check_mount_options(field: str, flags: Sequence[str], fs_type: str | None = None) -> None:
     try:
-        options.parse(flags)
+        options.parse(flags, fs_type)
     except mount_errors.BadOption as error:
         raise errors.BadField(field, str(error)) from None

@@ -42,7 +42,11 @@ def parse_size(value: object) -> int:
 
 
 def _file_size(value: object) -> int | None:
-    return None if value == HALF else parse_size(value)
+    if value == HALF:
+        return None
+    if (size := parse_size(value)) == 0:
+        raise ValueError("must be larger than 0")
+    return size
 
 
 def _count(value: object) -> int:

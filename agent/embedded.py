@@ -18,6 +18,7 @@ from mount.syscalls import Kernel
 _log = logging.getLogger(__name__)
 
 _MINIMUM_BYTES = 64 << 20
+_DISK_LABEL = "LVM2_member"
 
 # How a group that Carver made is told from one that an operator made.
 FACTS = {"embedded": "file"}
@@ -45,7 +46,9 @@ def ensure_group(run: Run, lvm: Lvm, name: str, device: str) -> None:
     if name in known.groups:
         return
     found = filesystem.probe(run, device)
-    if found is not None:
+    # The label of a disk that no group has is what vgcreate leaves when it is killed half-way.
+    orphan = found is not None and found.fs_type == _DISK_LABEL and not known.groups
+    if found is not None and not orphan:
         raise errors.NotReady(f"{device} holds {found}, not the group {name}; it is left untouched")
     groups.create(lvm, name, [device], FACTS)
     _log.info("made volume group %s on %s", name, device)

@@ -60,7 +60,7 @@ class Provisioner:
         self._require_here(call.topology)
         one = self._device_class("parameters", call.parameters)
         parameters = with_defaults(call.parameters, call.capabilities, one)
-        parameters.check_mkfs_options(parameters.fs_type or one.fs_type, "parameters")
+        _check_options(call, parameters)
         with self._groups.hold(one.group):
             known = self._inventory.read()
             group = known.group(one.group)
@@ -73,7 +73,9 @@ class Provisioner:
                 raise errors.NoRoom(group.name, size, maximum)
             name = self.logical_name(call.name)
             volumes.create(self._lvm, group.name, name, size_bytes=size, facts=facts)
-        return Volume(VolumeId.of(group, name), group, name, size, facts)
+        made = Volume(VolumeId.of(group, name), group, name, size, facts)
+        self._wiper.forget(str(made.id))
+        return made
 
     def delete(self, volume_id: str) -> None:
         """Wipe and remove a volume; no volume of that id is no error.
@@ -142,6 +144,8 @@ class Provisioner:
         for capability in wanted:
             if capability.is_block:
                 continue
+            if volume.facts[inventory.ACCESS] == calls.BLOCK:
+                return "the volume was made for raw block access"
             if formatted and capability.fs_type not in {"", formatted}:
                 return f"the volume is formatted with {formatted}, not {capability.fs_type}"
             fs_type = capability.fs_type or formatted or volume.facts.get("fsType", "")
@@ -182,6 +186,19 @@ def with_defaults(
         mount_options=parameters.mount_options,
         about=parameters.about,
     )
+
+
+def _check_options(call: calls.Create, parameters: calls.Parameters) -> None:
+    """Refuse now what mkfs or mount would refuse when the volume is staged."""
+    if not parameters.fs_type:
+        return  # raw block only: one StorageClass often serves both, its options are for the other
+    for index, one in enumerate(call.capabilities):
+        if one.fs_type and one.fs_type != parameters.fs_type:
+            raise errors.BadField(
+                "volume_capabilities", f"ask for {parameters.fs_type} and for {one.fs_type}"
+            )
+        one.check_for(parameters.fs_type, f"volume_capabilities[{index}]")
+    parameters.check_for(parameters.fs_type, "parameters")
 
 
 def planned_bytes(

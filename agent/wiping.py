@@ -5,9 +5,10 @@ then, and the space is free when the call answers. A wipe that takes longer is f
 as a tag, so that it survives a restart, and then goes on behind the answer.
 
 Killed before that tag is written, the caller has no answer and calls again. Killed after it,
-`resume` goes on at start-up.
+`resume` goes on at start-up. One that fails after the answer is tried again, for nobody else will.
 """
 
+import errno
 import logging
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -31,9 +32,14 @@ _WORKERS = 2
 @dataclass
 class _Job:
     volume: Volume
-    # Set under the group's lock, so that nothing is put on record of a volume that is gone.
+    # Both are set under the group's lock: nothing is put on record of a volume that is gone.
     removed: bool = False
+    on_record: bool = False
     ended: Future[None] = field(default_factory=Future)
+
+
+class _Stopping(errors.OperationPending):
+    """The service ends; the tag, or the caller, tells the next start to go on."""
 
 
 class Wiper:
@@ -48,6 +54,7 @@ class Wiper:
         *,
         zero: bool = True,
         grace_seconds: float = 2.0,
+        retry_seconds: float = 60.0,
     ) -> None:
         self._lvm = lvm
         self._kernel = kernel
@@ -55,10 +62,12 @@ class Wiper:
         self._groups = groups
         self._zero = zero
         self.grace_seconds = grace_seconds
+        self.retry_seconds = retry_seconds
         self._stopping = threading.Event()
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="wipe")
         self._guard = threading.Lock()
         self._jobs: dict[str, _Job] = {}
+        self._timers: list[threading.Timer] = []
 
     def delete(self, volume: Volume) -> None:
         """Wipe and remove, or leave that to the background on record; raises VolumeInUse."""
@@ -80,6 +89,10 @@ class Wiper:
                 return False
             old, new = {inventory.STATE: inventory.READY}, {inventory.STATE: inventory.WIPING}
             volumes.mark(self._lvm, group, name, old=old, new=new)
+            job.on_record = True
+        if job.ended.done():
+            # It failed in between, and nobody else will hear of it.
+            self._try_again(job.volume)
         return True
 
     def is_deleting(self, volume_id: str) -> bool:
@@ -94,10 +107,18 @@ class Wiper:
             self._start(volume)
         return len(left)
 
+    def forget(self, volume_id: str) -> None:
+        """A new volume has the id now: what is known of an earlier one is void."""
+        with self._guard:
+            self._jobs.pop(volume_id, None)
+
     def stop(self) -> None:
         """End at the next chunk; the tags tell the next start what is left."""
         self._stopping.set()
-        self._workers.shutdown(wait=True)
+        with self._guard:
+            for timer in self._timers:
+                timer.cancel()
+        self._workers.shutdown(wait=True, cancel_futures=True)
 
     def _start(self, volume: Volume) -> _Job:
         key = str(volume.id)
@@ -105,20 +126,40 @@ class Wiper:
             running = self._jobs.get(key)
             if running is not None and not running.ended.done():
                 return running
-            job = self._jobs[key] = _Job(volume)
+            job = self._jobs[key] = _Job(volume, on_record=volume.wiping)
         self._workers.submit(self._work, key, job)
         return job
 
     def _work(self, key: str, job: _Job) -> None:
         try:
             self._wipe_and_remove(job)
+        except _Stopping as stopping:
+            job.ended.set_exception(stopping)
         except Exception as error:
             _log.error("volume %s is deleted, but not wiped and removed: %s", key, error)
             job.ended.set_exception(error)
+            if job.on_record:
+                self._try_again(job.volume)
         else:
-            with self._guard:
-                del self._jobs[key]
+            self.forget(key)
             job.ended.set_result(None)
+
+    def _try_again(self, volume: Volume) -> None:
+        """Later, by a fresh look: the disk may answer again, or the volume be gone."""
+        timer = threading.Timer(self.retry_seconds, self._look_again, [str(volume.id)])
+        timer.daemon = True
+        with self._guard:
+            self._timers = [one for one in self._timers if one.is_alive()] + [timer]
+            if not self._stopping.is_set():
+                timer.start()
+
+    def _look_again(self, volume_id: str) -> None:
+        try:
+            self._start(self._inventory.get(self._inventory.read(), volume_id))
+        except errors.NoSuchVolume:
+            self.forget(volume_id)
+        except Exception as error:
+            _log.error("volume %s is deleted, but cannot be looked at: %s", volume_id, error)
 
     def _wipe_and_remove(self, job: _Job) -> None:
         volume = job.volume
@@ -126,12 +167,20 @@ class Wiper:
             device = self._inventory.activate(volume)
             for offset in range(0, volume.size_bytes, _CHUNK_BYTES):
                 if self._stopping.is_set():
-                    raise errors.OperationPending(str(volume.id))
+                    raise _Stopping(str(volume.id))
                 length = min(_CHUNK_BYTES, volume.size_bytes - offset)
-                self._kernel.zero_out(device.path, offset, length)
+                self._zero_out(volume, device.path, offset, length)
         with self._groups.hold(volume.group.name):
             volumes.remove(self._lvm, volume.group.name, volume.name)
             job.removed = True
+
+    def _zero_out(self, volume: Volume, device: str, offset: int, length: int) -> None:
+        try:
+            self._kernel.zero_out(device, offset, length)
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                raise errors.VolumeInUse(str(volume.id), "its device is mounted or held") from None
+            raise
 
     def _require_unused(self, volume: Volume) -> None:
         """Nothing may have the volume mounted, published or open: its data end here."""

@@ -40,9 +40,6 @@ class Devices(Protocol):
 class KernelDevices:
     """The real `Devices`."""
 
-    def __init__(self) -> None:
-        self._context = pyudev.Context()
-
     def find(self, group: str, name: str) -> Device | None:
         """The device, or None where the volume is not active on this node (or not there)."""
         dm_name = names.device(group, name)
@@ -55,22 +52,28 @@ class KernelDevices:
             status = path.stat()
             if not stat.S_ISBLK(status.st_mode):
                 return None
-            found = pyudev.Devices.from_device_number(self._context, "block", status.st_rdev)
+            found = pyudev.Devices.from_device_number(_context(), "block", status.st_rdev)
         except (FileNotFoundError, pyudev.DeviceNotFoundError):
             return None
         return _device(found, dm_name, str(path))
 
     def _by_search(self, dm_name: str) -> Device | None:
         """Through sysfs, where the node in /dev/mapper is missing or is another's."""
+        context = _context()
         for directory in _SYS_BLOCK.glob("dm-*"):
             try:
-                found = pyudev.Devices.from_path(self._context, str(directory))
+                found = pyudev.Devices.from_path(context, str(directory))
                 device = _device(found, dm_name, found.device_node)
             except (pyudev.DeviceNotFoundError, KeyError):
                 continue  # removed while we looked
             if device is not None:
                 return device
         return None
+
+
+def _context() -> pyudev.Context:
+    """A context of the caller's own: libudev(3) allows no two threads in one."""
+    return pyudev.Context()
 
 
 def _device(found: pyudev.Device, dm_name: str, path: str) -> Device | None:

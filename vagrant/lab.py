@@ -202,8 +202,8 @@ def _locked() -> Iterator[None]:
         yield
 
 
-def _present(program: str) -> int:
-    """Run a program of this folder in the guest, with the service's own environment.
+def _during(work: Callable[[], int]) -> int:
+    """Do something while the machine is up, with the present tree in it; return its exit code.
 
     A machine that was not there before is not there afterwards.
     """
@@ -212,10 +212,16 @@ def _present(program: str) -> int:
         up()
         with step("copy the tree into the guest", "sync"):
             sync()
-        return _session(["/opt/carver/venv/bin/python", f"{guest.TREE}/vagrant/{program}"])
+        return work()
     finally:
         if not was_there:
             down()
+
+
+def _present(program: str) -> int:
+    """Run a program of this folder in the guest, with the service's own environment."""
+    words = ["/opt/carver/venv/bin/python", f"{guest.TREE}/vagrant/{program}"]
+    return _during(lambda: _session(words))
 
 
 def _session(words: list[str]) -> int:
@@ -233,6 +239,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in (
         ("ssh", "Open a shell in the guest, or run a command."),
         ("run", "Run a command in the guest; one word is a line for its shell."),
+        ("during", "Run a command on the host while the guest is up; it stays if it was up."),
     ):
         # REMAINDER: the command's options are not ours.
         commands.add_parser(name, help=text).add_argument("words", nargs=argparse.REMAINDER)
@@ -270,6 +277,8 @@ def main() -> int:
             print("up" if (answer := is_up()) else "down")
             return 0 if answer else 1
         words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
+        if arguments.command == "during":
+            return _during(lambda: subprocess.run(words, check=False).returncode)
         return _session(words)
     except (StepError, guest.GuestError) as error:
         print(f"lab: {error}", file=sys.stderr)

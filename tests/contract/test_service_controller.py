@@ -344,3 +344,34 @@ def test_what_is_not_offered_is_unimplemented(client: Client) -> None:
             name="pvc-1", volume_capabilities=[block()], volume_content_source=source
         )
         client.controller.CreateVolume(request)
+
+
+def test_options_are_checked_for_their_file_system_before_anything_is_made(
+    client: Client,
+) -> None:
+    with expect.code("INVALID_ARGUMENT", "mount_flags", "nouuid"):
+        client.create("pvc-1", 64 * MIB, mounted("ext4", ["nouuid"]))
+    with expect.code("INVALID_ARGUMENT", "mountOptions", "nouuid"):
+        client.create("pvc-1", 64 * MIB, mounted("ext4"), parameters={"mountOptions": "nouuid"})
+    assert client.volumes() == []
+
+
+def test_two_file_systems_at_once_are_refused(client: Client) -> None:
+    with expect.code("INVALID_ARGUMENT", "ext4", "xfs"):
+        client.create("pvc-1", 512 * MIB, mounted("ext4"), mounted("xfs"))
+
+
+def test_one_class_with_mkfs_options_serves_raw_block_too(client: Client) -> None:
+    parameters = {"mkfsOptions": "-i 8192"}
+    assert client.create("pvc-1", 16 * MIB, block(), parameters=parameters)
+
+
+def test_a_raw_block_volume_is_not_confirmed_for_a_mount(client: Client) -> None:
+    volume = client.create("pvc-1", 64 * MIB, block())
+    assert "raw block" in validate(client, volume.volume_id, mounted("ext4")).message
+
+
+def test_an_empty_range_to_grow_into_is_refused(client: Client) -> None:
+    volume = client.create("pvc-1", 64 * MIB, block())
+    with expect.code("INVALID_ARGUMENT", "capacity_range"):
+        client.expand(volume.volume_id, 0)

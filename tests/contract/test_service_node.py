@@ -364,3 +364,73 @@ def test_a_deleted_volume_can_be_made_anew_and_is_blank(
     again = client.create("pvc-1", 64 * MIB, mounted("ext4"))
     client.stage(again, staging)
     assert formats(host) == 2
+
+
+def test_a_raw_block_volume_is_never_formatted(
+    client: Client, host: AnyHost, staging: Path
+) -> None:
+    volume = client.create("pvc-2", 64 * MIB, block())
+    with expect.code("INVALID_ARGUMENT", "volume_capability", "raw block"):
+        client.stage(volume, staging, mounted("ext4"))
+    assert formats(host) == 0
+
+
+def test_a_volume_staged_without_a_wish_keeps_its_file_system(
+    client: Client, host: AnyHost, staging: Path
+) -> None:
+    volume = client.create("pvc-2", 300 * MIB, mounted("xfs"))
+    static = csi.Volume(volume_id=volume.volume_id)
+    client.stage(volume, staging, mounted("xfs"))
+    client.stage(static, staging, mounted())
+    client.unstage(volume.volume_id, staging)
+    client.stage(static, staging, mounted())
+    assert table.read(host.kernel).at(str(staging))[-1].fs_type == "xfs"
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["read-write", "read-only"])
+def test_a_device_published_otherwise_at_the_same_target_is_a_conflict(
+    client: Client, host: AnyHost, staging: Path, target: Path, first: bool
+) -> None:
+    volume = client.create("pvc-2", 16 * MIB, block())
+    client.stage(volume, staging, block())
+    client.publish(volume, staging, target, block(), read_only=first)
+    with expect.code("ALREADY_EXISTS", str(target)):
+        client.publish(volume, staging, target, block(), read_only=not first)
+    assert host.kernel.device_is_read_only(str(target)) == first
+
+
+def test_a_publish_that_fails_leaves_no_loop_device(
+    client: Client, host: AnyHost, staging: Path, target: Path
+) -> None:
+    volume = client.create("pvc-2", 16 * MIB, block())
+    client.stage(volume, staging, block())
+    target.mkdir()
+    with expect.code("FAILED_PRECONDITION", str(target)):
+        client.publish(volume, staging, target, block(), read_only=True)
+    client.delete(volume.volume_id)
+
+
+def test_a_writer_is_not_published_on_a_read_only_staging_path(
+    client: Client, volume: csi.Volume, staging: Path, target: Path
+) -> None:
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
+    client.stage(volume, staging, mounted(mode=Mode.SINGLE_NODE_READER_ONLY))
+    with expect.code("FAILED_PRECONDITION", "read-only"):
+        client.publish(volume, staging, target)
+    client.publish(volume, staging, target, mounted(flags=["ro"]))
+
+
+def test_a_part_of_the_volume_bound_elsewhere_is_no_second_target(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, target: Path
+) -> None:
+    part = host.directory / "part"
+    part.mkdir()
+    client.stage(volume, staging)
+    client.publish(volume, staging, target)
+    (staging / "sub").mkdir()
+    host.kernel.bind(str(staging / "sub"), str(part), set())
+    client.publish(volume, staging, target)
+    client.unpublish(volume.volume_id, target)
+    client.publish(volume, staging, target)
+    host.kernel.unmount(str(part))

@@ -26,6 +26,7 @@ from agent.readiness import Readiness
 from agent.server import Host
 from lvm.command import Finished
 from mount import loop
+from mount.filesystem import Signature
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -409,3 +410,16 @@ def test_the_service_is_put_together_and_served(
     assert cli.main(["serve", "--config", str(file), "--log-format", "json"]) == 0
     assert served[0].node_id == "here"
     logging.basicConfig(force=True)
+
+
+def test_a_group_whose_making_was_killed_half_way_is_made_at_the_next_start(
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert config.backing is not None
+    config.backing.path.parent.mkdir()
+    with config.backing.path.open("wb") as file:
+        file.truncate(64 * MIB)
+    device = loop.attach(fake.kernel, str(config.backing.path))
+    fake.block.get(device).contents = Signature("LVM2_member", "raid")
+    Running(config, fake, monkeypatch).end()
+    assert list(fake.lvm2.groups) == ["carver"]

@@ -72,14 +72,16 @@ class Disk:
         self.written: list[tuple[str, int, int]] = []
         self.reached, self.free = threading.Event(), threading.Event()
         self.error: OSError | None = None
+        self.fail_once: OSError | None = None
         self._real: Callable[[str, int, int], None] = fake.kernel.zero_out
         monkeypatch.setattr(fake.kernel, "zero_out", self._zero_out)
 
     def _zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         self.reached.set()
         assert self.free.wait(20)
-        if self.error is not None:
-            raise self.error
+        once, self.fail_once = self.fail_once, None
+        if error := once or self.error:
+            raise error
         self._real(device, offset_bytes, length_bytes)
         self.written.append((device, offset_bytes, length_bytes))
 
@@ -241,3 +243,57 @@ def test_lvm_that_does_not_answer_at_start_is_left_to_probe(
     server._resume(running.wiper)
     assert "broken" in caplog.text
     running.wiper.stop()
+
+
+def test_a_wipe_that_fails_behind_the_answer_is_tried_again(
+    service: Service,
+    client: Client,
+    fake: FakeHost,
+    disk: Disk,
+    removed: threading.Event,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    service.wiper.retry_seconds = 0.2
+    volume = client.create("pvc-1", SIZE, block())
+    client.delete(volume.volume_id)
+    disk.fail_once = OSError(5, "Input/output error")
+    disk.free.set()
+    until_removed(fake, removed)
+    assert "Input/output error" in caplog.text
+    assert sum(length for _, _, length in disk.written) == SIZE
+
+
+def test_a_volume_that_went_before_it_could_be_tried_again_is_forgotten(
+    service: Service, client: Client, fake: FakeHost, disk: Disk
+) -> None:
+    volume = client.create("pvc-1", SIZE, block())
+    fake.deactivate("data", "vol-pvc-1")
+    fake.lvm2.groups["data"].volumes.clear()
+    service.wiper._look_again(volume.volume_id)
+    assert not service.wiper.is_deleting(volume.volume_id)
+
+
+def test_a_volume_of_the_same_name_made_anew_is_a_volume(
+    service: Service, client: Client, fake: FakeHost, disk: Disk
+) -> None:
+    volume = client.create("pvc-1", SIZE, block())
+    disk.error = OSError(5, "Input/output error")
+    disk.free.set()
+    with expect.code("INTERNAL"):
+        client.delete(volume.volume_id)
+    fake.deactivate("data", "vol-pvc-1")
+    fake.lvm2.groups["data"].volumes.clear()
+
+    again = client.create("pvc-1", SIZE, block())
+    assert again.volume_id == volume.volume_id
+    client.stage(again, "/staging", block())
+
+
+def test_a_device_that_is_held_is_a_volume_in_use(
+    client: Client, fake: FakeHost, disk: Disk
+) -> None:
+    volume = client.create("pvc-1", SIZE, block())
+    disk.error = OSError(16, "Device or resource busy")
+    disk.free.set()
+    with expect.code("FAILED_PRECONDITION", "held"):
+        client.delete(volume.volume_id)
