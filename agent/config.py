@@ -21,6 +21,7 @@ TOPOLOGY_KEY = "topology.lvm.csi.carver/node"
 DEFAULT_FILE = Path("/etc/carver/config.toml")
 DEFAULT_SOCKET = Path("/var/lib/kubelet/plugins") / DRIVER_NAME / "csi.sock"
 HALF = "half"
+REGISTRY = Path("/var/lib/kubelet/plugins_registry")
 EMBEDDED_FILE = Path("/var/lib/carver/carver.img")
 
 # CSI spec, "Size Limits": a string is at most 128 bytes; a node id too.
@@ -118,6 +119,14 @@ class Setting:
 SETTINGS: Mapping[str, Setting] = {
     "node_id": Setting(_node_id, socket.gethostname, "this node's name, as the cluster knows it"),
     "endpoint": Setting(_absolute_path, lambda: DEFAULT_SOCKET, "the unix socket to serve"),
+    "registration": Setting(
+        _choice("self", "none"),
+        lambda: "self",
+        "who registers Carver with kubelet; none: nobody, or a node-driver-registrar",
+    ),
+    "registration_directory": Setting(
+        _absolute_path, lambda: REGISTRY, "where kubelet looks for sockets of plugins"
+    ),
     "log_format": Setting(_choice("text", "json"), lambda: "text", "text or json"),
     "log_level": Setting(
         _choice("debug", "info", "warning", "error"), lambda: "info", "the least that is logged"
@@ -188,6 +197,8 @@ class Config:
     wipe: str
     classes: tuple[DeviceClass, ...]
     backing: BackingFile | None
+    registration: str = "none"
+    registration_directory: Path = REGISTRY
 
     def device_class(self, name: str) -> DeviceClass | None:
         """The class of that name, or the default one for an empty name."""

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import socket
-import stat
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,7 @@ from pathlib import Path
 
 import grpc
 
-from agent import embedded, errors
+from agent import embedded, errors, sockets
 from agent.access import Access
 from agent.config import Config
 from agent.controller import Controller
@@ -27,6 +26,7 @@ from agent.locks import GroupLocks, VolumeLocks
 from agent.node import Node
 from agent.provision import Provisioner
 from agent.readiness import Readiness
+from agent.registration import Registration
 from agent.wiping import Wiper
 from lvm import errors as lvm_errors
 from lvm.command import Finished, Programs, Run
@@ -105,11 +105,16 @@ def serve(config: Config, host: Host) -> None:
         service = Service(config, host, lvm)
         ended = _until_signal()
         _resume(service.wiper)
+        registration = Registration(config.registration_directory, config.endpoint)
         service.start(config.endpoint)
+        if config.registration == "self":
+            # Kubelet calls the endpoint before it registers it.
+            registration.start()
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")
         ended.wait()
         notify("STOPPING=1")
+        registration.stop()
         service.stop()
         _log.info("stopped")
 
@@ -148,19 +153,13 @@ def claimed(path: Path) -> Iterator[None]:
 
 
 def _remove_stale(path: Path) -> None:
-    try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return
-    if not stat.S_ISSOCK(mode):
+    if not path.is_socket():
         raise errors.SocketTaken(f"{path} exists and is not a socket; it is left untouched")
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except OSError:
-            path.unlink()
-        else:
-            raise errors.SocketTaken(f"another process serves {path}; stop it first")
+    if not sockets.is_stale(path):
+        raise errors.SocketTaken(f"another process serves {path}; stop it first")
+    path.unlink()
 
 
 def notify(state: str) -> None:

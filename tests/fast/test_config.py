@@ -88,6 +88,7 @@ def test_sizes_are_read_with_their_units(tmp_path: Path, text: str, size: int) -
         ('node_id = "a b"', "node_id", ["'a b'", "letters"]),
         (f'node_id = "{"n" * 129}"', "node_id", ["128"]),
         ('endpoint = "relative"', "endpoint", ["'relative'", "absolute"]),
+        ('registration = "both"', "registration", ["'both'", "self, none"]),
         ('log_format = "xml"', "log_format", ["'xml'", "text, json"]),
         ("controller_expand = 3", "controller_expand", ["3", "true or false"]),
         ("max_volumes_per_node = -1", "max_volumes_per_node", ["-1", "0 or more"]),

@@ -69,11 +69,11 @@ ORDER = (
     "cli",
     "server",
     "identity controller node interceptor",
-    "status secrets readiness",
+    "status secrets readiness registration",
     "access provision embedded",
     "wiping",
     "inventory calls",
-    "config ids locks log client",
+    "config ids locks log client sockets",
     "errors",
 )
 

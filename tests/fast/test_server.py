@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,11 @@ import expect
 import grpc
 import pytest
 from fakes.host import FakeHost
+from fakes.kubelet import FakeKubelet
 
 from agent import cli, errors, log, secrets, server
 from agent.client import Client, block
-from agent.config import EMBEDDED_CLASS, BackingFile, Config
+from agent.config import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config
 from agent.inventory import Inventory
 from agent.readiness import Readiness
 from agent.server import Host
@@ -240,6 +242,30 @@ def test_capabilities_say_what_is_switched_off(config: Config, running: Running)
         }
         info = client.node.NodeGetInfo(csi.NodeGetInfoRequest())
         assert info.max_volumes_per_node == 7
+
+
+def test_the_service_registers_itself_where_kubelet_is_and_takes_that_back_at_its_end(
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kubelet = FakeKubelet(tmp_path / "registry")
+    own = replace(config, registration="self", registration_directory=kubelet.directory)
+    running = Running(own, fake, monkeypatch)
+    end = time.monotonic() + 20
+    while kubelet.look() != [DRIVER_NAME]:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    running.end()
+    assert kubelet.look() == []
+
+
+def test_a_service_that_leaves_registration_to_others_makes_no_socket(
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    registry = tmp_path / "registry"
+    registry.mkdir()
+    left = replace(config, registration="none", registration_directory=registry)
+    Running(left, fake, monkeypatch).end()
+    assert list(registry.iterdir()) == []
 
 
 def test_identity_is_whole(config: Config, running: Running) -> None:

@@ -1,0 +1,16 @@
+"""Unix sockets: whether one was left by a process that ended."""
+
+import socket
+from pathlib import Path
+
+
+def is_stale(path: Path) -> bool:
+    """Whether a socket lies there that no process serves; what is no socket is not stale."""
+    if not path.is_socket():
+        return False
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return True
+    return False

@@ -1,0 +1,119 @@
+"""Kubelet finds Carver by itself, and uses it; either of the two may be started anew."""
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fakes.host import FakeHost
+from fakes.kubelet import FakeKubelet
+from real.host import RealHost
+
+from agent.client import Client
+from agent.config import DRIVER_NAME, TOPOLOGY_KEY, Config
+from agent.registration import Registration, State
+from agent.server import Host, Service
+
+AnyHost = FakeHost | RealHost
+MIB = 1 << 20
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another thread does."""
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def registry(tmp_path: Path) -> Path:
+    return tmp_path / "registry"
+
+
+@contextmanager
+def carver(host: AnyHost, config: Config, registry: Path) -> Iterator[Registration]:
+    """One run of the service, registered by itself."""
+    service = Service(config, Host(host.run, host.kernel, host.devices), host.lvm)
+    service.start(config.endpoint)
+    registration = Registration(registry, config.endpoint, interval_seconds=0.02)
+    registration.start()
+    yield registration
+    registration.stop()
+    service.stop()
+
+
+def life_cycle(endpoint: Path, name: str, directory: Path) -> None:
+    """A volume's, by calls to the endpoint that kubelet was told."""
+    staging, target = directory / "staging", directory / "target"
+    with Client(endpoint) as client:
+        volume = client.create(name, 64 * MIB)
+        client.stage(volume, staging)
+        client.publish(volume, staging, target)
+        assert client.stats(volume.volume_id, target).usage[0].total > 0
+        client.unpublish(volume.volume_id, target)
+        client.unstage(volume.volume_id, staging)
+        client.delete(volume.volume_id)
+        assert client.volumes() == []
+
+
+def test_kubelet_finds_registers_and_uses_carver(
+    host: AnyHost, config: Config, registry: Path
+) -> None:
+    kubelet = FakeKubelet(registry)
+    with carver(host, config, registry) as registration:
+        until(lambda: kubelet.look() == [DRIVER_NAME])
+
+        endpoint, node = kubelet.drivers[DRIVER_NAME]
+        assert endpoint == config.endpoint
+        assert node.node_id == "here"
+        assert node.accessible_topology.segments[TOPOLOGY_KEY] == "here"
+        assert registration.state is State.REGISTERED
+        life_cycle(endpoint, "pvc-1", host.directory)
+    assert kubelet.look() == []
+
+
+def test_a_kubelet_that_is_started_anew_finds_carver_again(
+    host: AnyHost, config: Config, registry: Path
+) -> None:
+    with carver(host, config, registry):
+        first = FakeKubelet(registry)
+        until(lambda: first.look() == [DRIVER_NAME])
+
+        again = FakeKubelet(registry)
+        assert again.look() == [DRIVER_NAME]
+        life_cycle(again.drivers[DRIVER_NAME][0], "pvc-1", host.directory)
+
+
+@pytest.mark.parametrize("wiped", ["socket", "directory"])
+def test_a_kubelet_that_wipes_its_directory_gets_the_socket_again(
+    host: AnyHost, config: Config, registry: Path, wiped: str
+) -> None:
+    kubelet = FakeKubelet(registry)
+    with carver(host, config, registry) as registration:
+        until(lambda: kubelet.look() == [DRIVER_NAME])
+
+        if wiped == "socket":
+            registration.socket.unlink()
+        else:
+            shutil.rmtree(registry)
+        again = FakeKubelet(registry)
+        until(lambda: again.look() == [DRIVER_NAME])
+        until(lambda: registration.state is State.REGISTERED)
+        life_cycle(again.drivers[DRIVER_NAME][0], "pvc-1", host.directory)
+
+
+def test_a_carver_that_is_started_anew_is_registered_again(
+    host: AnyHost, config: Config, registry: Path
+) -> None:
+    kubelet = FakeKubelet(registry)
+    with carver(host, config, registry):
+        until(lambda: kubelet.look() == [DRIVER_NAME])
+    assert kubelet.look() == []
+    assert list(registry.iterdir()) == []
+
+    with carver(host, config, registry):
+        until(lambda: kubelet.look() == [DRIVER_NAME])
+        life_cycle(kubelet.drivers[DRIVER_NAME][0], "pvc-1", host.directory)

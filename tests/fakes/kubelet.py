@@ -1,0 +1,75 @@
+"""Kubelet, as a plugin sees it: it finds sockets, asks who is there, and says what became of it.
+
+After kubernetes/pkg/kubelet/pluginmanager and pkg/volume/csi: names that begin with a dot are
+passed over, a socket is asked once for each time that it appears, GetInfo has one second, and a
+refused plugin is not asked again before its socket appears anew.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+
+from agent.client import Client
+from proto import csi_pb2 as csi
+from proto import pluginregistration_pb2 as wire
+from proto import pluginregistration_pb2_grpc
+
+
+@contextmanager
+def asked(socket: Path) -> Iterator[pluginregistration_pb2_grpc.RegistrationStub]:
+    """The registration service behind a socket."""
+    with grpc.insecure_channel(f"unix://{socket}") as channel:
+        yield pluginregistration_pb2_grpc.RegistrationStub(channel)
+
+
+class FakeKubelet:
+    """One run of kubelet. What it has registered is lost with it, as is the real one's."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        directory.mkdir(exist_ok=True)
+        # The endpoint and the node of each driver; the reason that it refuses all of them for.
+        self.drivers: dict[str, tuple[Path, csi.NodeGetInfoResponse]] = {}
+        self.refusal = ""
+        self.asked: list[Path] = []
+        self._seen: dict[Path, tuple[int, int]] = {}
+        self._names: dict[Path, str] = {}
+
+    def look(self) -> list[str]:
+        """Take up what appeared in the directory and drop what went; the drivers that are left."""
+        there = {
+            # A new socket may have the number of the old one, but not its time.
+            path: (path.stat().st_ino, path.stat().st_ctime_ns)
+            for path in sorted(self.directory.iterdir())
+            if path.is_socket() and not path.name.startswith(".")
+        }
+        for path in [path for path, one in self._seen.items() if there.get(path) != one]:
+            del self._seen[path]
+            self.drivers.pop(self._names.pop(path, ""), None)
+        for path, one in there.items():
+            if path not in self._seen:
+                self._seen[path] = one
+                self._register(path)
+        return sorted(self.drivers)
+
+    def _register(self, path: Path) -> None:
+        self.asked.append(path)
+        with asked(path) as plugin:
+            info = plugin.GetInfo(wire.InfoRequest(), timeout=1, wait_for_ready=True)
+            problem = self.refusal or self._take(path, info)
+            status = wire.RegistrationStatus(plugin_registered=not problem, error=problem)
+            plugin.NotifyRegistrationStatus(status, timeout=5)
+
+    def _take(self, path: Path, info: wire.PluginInfo) -> str:
+        if info.type != "CSIPlugin":
+            return f"no handler for {info.type}"
+        if not any(version.split(".")[0] in ("0", "1") for version in info.supported_versions):
+            return f"none of the versions {info.supported_versions} is supported"
+        endpoint = Path(info.endpoint)
+        with Client(endpoint) as client:
+            node = client.node.NodeGetInfo(csi.NodeGetInfoRequest(), timeout=120)
+        self._names[path] = info.name
+        self.drivers[info.name] = (endpoint, node)
+        return ""
