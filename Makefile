@@ -49,6 +49,10 @@ test: lint types fast vm-tier ## everything: lint, types, layers, the fast tier,
 proto: venv ## generate the wire's Python modules anew
 	$(BIN)/python proto/generate.py
 
+.PHONY: manifests
+manifests: venv ## render deploy/helm into deploy/kubernetes
+	$(BIN)/python deploy/render.py
+
 .PHONY: lock
 lock: ## resolve the newest versions and write constraints.txt
 	rm -rf .cache/lock && $(PYTHON) -m venv .cache/lock
@@ -65,7 +69,8 @@ bench: ## what each call costs, beside the bare commands, in the lab VM
 	vagrant/lab.py bench
 
 .PHONY: conformance
-conformance: venv ## csi-sanity against the installed service, in the lab VM
+conformance: venv ## the manifests are what the chart renders; csi-sanity, in the lab VM
+	$(BIN)/python deploy/render.py --check
 	vagrant/lab.py during $(BIN)/python tests/conformance/run.py
 
 .PHONY: vm

@@ -1,0 +1,382 @@
+"""What is committed in deploy/kubernetes is valid, whole, and no more than Carver needs.
+
+Whether it is what the chart renders is seen by `deploy/render.py --check`, which needs helm.
+"""
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from agent import calls, cli, config
+
+ROOT = Path(__file__).parents[2]
+KUBERNETES = ROOT / "deploy" / "kubernetes"
+VALUES = ROOT / "deploy" / "helm" / "values"
+SETS = sorted(KUBERNETES.glob("*.yaml"))
+EXAMPLES = sorted((KUBERNETES / "examples").glob("*.yaml"))
+# The newest that the schemas' package knows is what the sidecars' newest releases are made for.
+KUBERNETES_VERSION = "1.37"
+
+Object = dict[str, Any]
+
+every_set = pytest.mark.parametrize("path", SETS, ids=lambda path: path.stem)
+every_file = pytest.mark.parametrize("path", [*SETS, *EXAMPLES], ids=lambda path: path.stem)
+
+
+def objects(path: Path) -> list[Object]:
+    return [one for one in yaml.safe_load_all(path.read_text()) if one]
+
+
+def of_kind(path: Path, kind: str) -> list[Object]:
+    return [one for one in objects(path) if one["kind"] == kind]
+
+
+def the(path: Path, kind: str) -> Object:
+    [found] = of_kind(path, kind)
+    return found
+
+
+def names(path: Path, kind: str) -> set[str]:
+    return {one["metadata"]["name"] for one in of_kind(path, kind)}
+
+
+def pod_specs(path: Path) -> Iterator[Object]:
+    for one in objects(path):
+        if one["kind"] in {"DaemonSet", "Deployment", "StatefulSet"}:
+            yield one["spec"]["template"]["spec"]
+        elif one["kind"] == "Pod":
+            yield one["spec"]
+
+
+def container(path: Path, name: str) -> Object:
+    [found] = [one for pod in pod_specs(path) for one in pod["containers"] if one["name"] == name]
+    return dict(found)
+
+
+def host_paths(pod: Mapping[str, Any]) -> dict[str, str]:
+    """Where the host's folders are: the volume's name, the path."""
+    return {one["name"]: one["hostPath"]["path"] for one in pod["volumes"] if "hostPath" in one}
+
+
+def mounts(one: Mapping[str, Any]) -> dict[str, Object]:
+    return {mount["mountPath"]: mount for mount in one["volumeMounts"]}
+
+
+def settings(path: Path, tmp_path: Path) -> config.Config:
+    """What Carver makes of the ConfigMap, the container's arguments and its environment."""
+    one = container(path, "carver")
+    file = tmp_path / "config.toml"
+    file.write_text(the(path, "ConfigMap")["data"]["config.toml"])
+    arguments = cli.parser().parse_args([*one["args"], "--config", str(file)])
+    environment = {variable["name"]: "node-1" for variable in one["env"]}
+    return config.load(arguments, environment)
+
+
+# Schemas
+
+
+@every_file
+def test_every_object_is_as_kubernetes_own_schema_says(path: Path) -> None:
+    for one in objects(path):
+        kubernetes_validate.validate(one, KUBERNETES_VERSION, strict=True)
+
+
+def test_the_schemas_refuse_a_field_that_there_is_not() -> None:
+    driver = the(SETS[0], "CSIDriver")
+    driver["spec"]["storageCapacities"] = True
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(driver, KUBERNETES_VERSION, strict=True)
+
+
+def test_there_is_a_manifest_for_each_set_of_values_and_no_other() -> None:
+    assert [path.name for path in SETS] == sorted(path.name for path in VALUES.glob("*.yaml"))
+
+
+# Carver itself
+
+
+@every_set
+def test_carver_understands_its_arguments(path: Path) -> None:
+    # argparse ends the process where it does not.
+    parsed = cli.parser().parse_args(container(path, "carver")["args"])
+    assert isinstance(parsed, argparse.Namespace)
+
+
+@every_set
+def test_carver_accepts_its_configuration(path: Path, tmp_path: Path) -> None:
+    loaded = settings(path, tmp_path)
+    assert loaded.node_id == "node-1"
+    assert loaded.endpoint == config.DEFAULT_SOCKET
+    assert loaded.device_class("") is not None
+
+
+@every_set
+def test_the_controller_does_not_offer_expansion_in_a_cluster(path: Path, tmp_path: Path) -> None:
+    assert not settings(path, tmp_path).controller_expand
+
+
+@every_set
+def test_the_node_s_id_is_the_name_that_kubernetes_has_for_it(path: Path) -> None:
+    [variable] = container(path, "carver")["env"]
+    assert variable["name"] == "CARVER_NODE_ID"
+    assert variable["valueFrom"]["fieldRef"]["fieldPath"] == "spec.nodeName"
+
+
+@every_set
+def test_the_configuration_is_mounted_where_carver_looks(path: Path) -> None:
+    assert str(config.DEFAULT_FILE.parent) in mounts(container(path, "carver"))
+
+
+def test_each_set_runs_the_lvm2_that_it_is_named_for(tmp_path: Path) -> None:
+    for path in SETS:
+        on_host = settings(path, tmp_path).lvm == "host"
+        [pod] = [one["spec"]["template"]["spec"] for one in of_kind(path, "DaemonSet")]
+        assert on_host == (path.stem == "host-lvm2")
+        assert pod.get("hostPID", False) == on_host
+        # lvm2's locks and configuration are the host's either way.
+        assert ("/run/lock/lvm" in host_paths(pod).values()) != on_host
+
+
+@every_set
+def test_where_lvm2_waits_for_udev_it_shares_the_semaphores_of_the_host(path: Path) -> None:
+    [pod] = [one["spec"]["template"]["spec"] for one in of_kind(path, "DaemonSet")]
+    sees_udev = "/run/udev" in host_paths(pod).values()
+    assert sees_udev == bool(pod.get("hostIPC") or pod.get("hostPID"))
+
+
+# Mounts
+
+
+@every_set
+def test_what_carver_mounts_is_seen_by_kubelet(path: Path) -> None:
+    one = container(path, "carver")
+    shared = {place for place, mount in mounts(one).items() if "mountPropagation" in mount}
+    assert shared == {"/var/lib/kubelet/plugins", "/var/lib/kubelet/pods"}
+    for place in shared:
+        assert mounts(one)[place]["mountPropagation"] == "Bidirectional"
+    assert one["securityContext"]["privileged"]
+
+
+@every_set
+def test_a_folder_of_the_host_has_the_same_path_in_every_container(path: Path) -> None:
+    for pod in pod_specs(path):
+        paths = host_paths(pod)
+        for one in pod["containers"]:
+            for mount in one["volumeMounts"]:
+                assert paths.get(mount["name"], mount["mountPath"]) == mount["mountPath"]
+
+
+@every_set
+def test_the_sidecars_talk_to_the_socket_that_carver_serves(path: Path, tmp_path: Path) -> None:
+    endpoint = settings(path, tmp_path).endpoint
+    for name in ("provisioner", "resizer"):
+        one = container(path, name)
+        assert f"--csi-address={endpoint}" in one["args"]
+        assert str(endpoint.parent) in mounts(one)
+
+
+# References
+
+
+@every_set
+def test_every_object_that_is_named_is_there(path: Path) -> None:
+    for pod in pod_specs(path):
+        assert pod["serviceAccountName"] in names(path, "ServiceAccount")
+        # Kubernetes has these two of its own.
+        assert pod["priorityClassName"] in {"system-node-critical", "system-cluster-critical"}
+        for volume in pod["volumes"]:
+            if "configMap" in volume:
+                assert volume["configMap"]["name"] in names(path, "ConfigMap")
+    for kind in ("ClusterRole", "Role"):
+        bindings = of_kind(path, f"{kind}Binding")
+        assert {one["roleRef"]["name"] for one in bindings} == names(path, kind)
+        for one in bindings:
+            assert one["roleRef"]["kind"] == kind
+            for subject in one["subjects"]:
+                assert subject["name"] in names(path, "ServiceAccount")
+                assert subject["namespace"] in names(path, "Namespace")
+
+
+@every_set
+def test_everything_that_has_a_namespace_is_in_carver_s(path: Path) -> None:
+    [namespace] = names(path, "Namespace")
+    cluster_wide = {"Namespace", "CSIDriver", "StorageClass", "ClusterRole", "ClusterRoleBinding"}
+    for one in objects(path):
+        assert (one["kind"] in cluster_wide) != (one["metadata"].get("namespace") == namespace)
+
+
+@every_set
+def test_every_mount_of_a_container_is_of_a_volume_and_every_volume_is_mounted(path: Path) -> None:
+    for pod in pod_specs(path):
+        mounted = {mount["name"] for one in pod["containers"] for mount in one["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+@every_set
+def test_selectors_choose_the_pods_that_are_made(path: Path) -> None:
+    for one in [*of_kind(path, "DaemonSet"), *of_kind(path, "Deployment")]:
+        labels = one["spec"]["template"]["metadata"]["labels"].items()
+        assert one["spec"]["selector"]["matchLabels"].items() <= labels
+
+
+@every_set
+def test_probes_go_to_a_port_that_the_container_has(path: Path) -> None:
+    for pod in pod_specs(path):
+        for one in pod["containers"]:
+            ports = {port["name"] for port in one.get("ports", [])}
+            for key in ("startupProbe", "livenessProbe", "readinessProbe"):
+                assert key not in one or one[key]["httpGet"]["port"] in ports
+
+
+@every_set
+def test_storage_classes_are_carver_s_and_wait_for_the_pod(path: Path) -> None:
+    for one in of_kind(path, "StorageClass"):
+        assert one["provisioner"] == config.DRIVER_NAME
+        assert one["volumeBindingMode"] == "WaitForFirstConsumer"
+        assert one["allowVolumeExpansion"]
+        known = {calls.PARAMETER_PREFIX + key for key in calls.PARAMETERS}
+        assert set(one.get("parameters", {})) <= known | {"csi.storage.k8s.io/fstype"}
+
+
+@every_set
+def test_the_driver_is_announced_as_it_is(path: Path) -> None:
+    driver = the(path, "CSIDriver")
+    assert driver["metadata"]["name"] == config.DRIVER_NAME
+    assert driver["spec"] == {
+        "attachRequired": False,
+        "podInfoOnMount": True,
+        "storageCapacity": True,
+        "fsGroupPolicy": "File",
+        "seLinuxMount": False,
+        "volumeLifecycleModes": ["Persistent"],
+    }
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_use_a_storage_class_that_every_set_has(path: Path) -> None:
+    used = set(re.findall(r"storageClassName: (\S+)", path.read_text()))
+    assert used
+    for one in SETS:
+        assert used <= names(one, "StorageClass")
+
+
+# Images
+
+
+@every_set
+def test_every_image_is_pinned_and_of_a_named_host(path: Path) -> None:
+    for pod in pod_specs(path):
+        for one in pod["containers"]:
+            assert re.fullmatch(r"[a-z0-9.]+/[a-z0-9./-]+:v?\d+\.\d+\.\d+", one["image"])
+
+
+@every_set
+def test_every_container_says_what_it_needs_and_writes_only_where_it_is_told(path: Path) -> None:
+    for pod in pod_specs(path):
+        for one in pod["containers"]:
+            assert one["resources"]["requests"].keys() == {"cpu", "memory"}
+            assert "memory" in one["resources"]["limits"]
+            assert one["securityContext"]["readOnlyRootFilesystem"]
+
+
+@every_set
+def test_no_container_but_carver_has_a_privilege(path: Path) -> None:
+    for pod in pod_specs(path):
+        assert not pod.get("hostNetwork")
+        for one in pod["containers"]:
+            security = one["securityContext"]
+            if one["name"] != "carver":
+                assert security["capabilities"] == {"drop": ["ALL"]}
+                assert not security["allowPrivilegeEscalation"]
+                assert not security.get("privileged")
+
+
+# Rights
+
+Right = tuple[str, str, str]
+
+
+def rights(*rules: tuple[str, str, str]) -> set[Right]:
+    """Group, resource and verb, one by one, from lines with several verbs."""
+    return {(group, resource, verb) for group, resource, verbs in rules for verb in verbs.split()}
+
+
+READ = "get list watch"
+
+# deploy/kubernetes/rbac.yaml of each sidecar's own repository, at the release that is pinned.
+ASKED_FOR: Mapping[str, Mapping[str, set[Right]]] = {
+    # kubernetes-csi/external-provisioner, v6.4.0
+    "provisioner": {
+        "ClusterRole": rights(
+            ("", "persistentvolumes", f"{READ} create patch delete"),
+            ("", "persistentvolumeclaims", f"{READ} update"),
+            ("storage.k8s.io", "storageclasses", READ),
+            ("", "events", "list watch create update patch"),
+            ("snapshot.storage.k8s.io", "volumesnapshots", f"{READ} update"),
+            ("snapshot.storage.k8s.io", "volumesnapshotcontents", "get list"),
+            ("storage.k8s.io", "csinodes", READ),
+            ("", "nodes", READ),
+            ("storage.k8s.io", "volumeattachments", READ),
+        ),
+        "Role": rights(
+            ("coordination.k8s.io", "leases", f"{READ} delete update create"),
+            ("storage.k8s.io", "csistoragecapacities", f"{READ} create update patch delete"),
+            ("", "pods", "get"),
+            ("apps", "replicasets", "get"),
+        ),
+    },
+    # kubernetes-csi/external-resizer, v2.3.0
+    "resizer": {
+        "ClusterRole": rights(
+            ("", "persistentvolumes", f"{READ} patch"),
+            ("", "persistentvolumeclaims", READ),
+            ("", "pods", READ),
+            ("", "persistentvolumeclaims/status", "patch"),
+            ("", "events", "list watch create update patch"),
+            ("storage.k8s.io", "volumeattributesclasses", READ),
+        ),
+        "Role": rights(("coordination.k8s.io", "leases", f"{READ} delete update create")),
+    },
+}
+
+
+def granted(path: Path, kind: str, account: str) -> set[Right]:
+    """What the roles of a kind allow a service account."""
+    roles = {one["metadata"]["name"]: one["rules"] for one in of_kind(path, kind)}
+    return {
+        (group, resource, verb)
+        for binding in of_kind(path, f"{kind}Binding")
+        if account in {subject["name"] for subject in binding["subjects"]}
+        for rule in roles[binding["roleRef"]["name"]]
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+@every_set
+@pytest.mark.parametrize("sidecar", ASKED_FOR)
+@pytest.mark.parametrize("kind", ["ClusterRole", "Role"])
+def test_a_sidecar_has_no_right_that_it_does_not_ask_for(
+    path: Path, sidecar: str, kind: str
+) -> None:
+    [account] = {
+        pod["serviceAccountName"]
+        for pod in pod_specs(path)
+        if sidecar in {one["name"] for one in pod["containers"]}
+    }
+    held = granted(path, kind, account)
+    assert held
+    assert held <= ASKED_FOR[sidecar][kind]
+
+
+@every_set
+def test_the_pinned_sidecars_are_those_whose_rights_were_read(path: Path) -> None:
+    tags = {name: container(path, name)["image"].partition(":")[2] for name in ASKED_FOR}
+    assert tags == {"provisioner": "v6.4.0", "resizer": "v2.3.0"}
