@@ -4,7 +4,8 @@ Publishing, unpublishing, unstaging and statistics start no process: the kernel'
 sysfs say all that they need.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from agent import calls, errors, inventory
@@ -41,6 +42,7 @@ class Access:
         known: Inventory,
         groups: GroupLocks,
         wiper: Wiper,
+        inside: Sequence[str],
     ) -> None:
         self._run = run
         self._lvm = lvm
@@ -48,12 +50,15 @@ class Access:
         self._inventory = known
         self._groups = groups
         self._wiper = wiper
+        # The directories in which kubelet may have volumes mounted.
+        self._inside = inside
 
     def stage(self, call: calls.Stage) -> None:
         """Activate the volume; format it, once in its life, and mount it at the staging path.
 
         Four commands at most, the first time: report, probe, mkfs, tag. None where it is staged.
         """
+        call = replace(call, staging_path=self._place(call.staging_path))
         device = self._device(call.volume_id)
         if call.capability.is_block:
             if device is None:
@@ -87,10 +92,15 @@ class Access:
 
     def unstage(self, call: calls.At) -> None:
         """Unmount the staging path; a path where nothing is mounted is no error."""
-        self._ensure_unmounted(call)
+        self._ensure_unmounted(replace(call, path=self._place(call.path)))
 
     def publish(self, call: calls.Publish) -> None:
         """Bind the staged file system, or the device itself, to the target path."""
+        call = replace(
+            call,
+            staging_path=self._place(call.staging_path),
+            target_path=self._place(call.target_path),
+        )
         device = self._device(call.volume_id)
         if device is None:
             self._inventory.require(call.volume_id)
@@ -126,7 +136,7 @@ class Access:
             )
         target.ensure_file(self._kernel, call.target_path)
         try:
-            source = device.path
+            source = self._kernel.real_path(device.path)
             if call.read_only:
                 # A read-only bind of a device node does not keep the device itself from being
                 # written; a read-only loop device over it does.
@@ -139,6 +149,7 @@ class Access:
 
     def unpublish(self, call: calls.At) -> None:
         """Unmount and remove the target path; a path that is not there is no error."""
+        call = replace(call, path=self._place(call.path))
         self._ensure_unmounted(call)
         target.ensure_absent(self._kernel, call.path)
 
@@ -147,7 +158,7 @@ class Access:
         device, mounted = self._find(call)
         if mounted.device != device.number:
             return Statistics(usage.device_size_bytes(self._kernel, device.path), None)
-        found = usage.of(self._kernel, call.path)
+        found = usage.of(self._kernel, mounted.path)
         return Statistics(found.total_bytes, found)
 
     def size_bytes(self, call: calls.At) -> int:
@@ -197,21 +208,24 @@ class Access:
                 new = {inventory.FORMATTED: fs_type}
                 volumes.mark(self._lvm, volume.group.name, volume.name, old={}, new=new)
 
-    def _top(self, path: str) -> table.Mount | None:
-        """What is mounted at a path, seen from above."""
-        stack = table.read(self._kernel).at(target.resolve(self._kernel, path))
+    def _place(self, path: str) -> str:
+        """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""
+        return target.resolve(self._kernel, path, self._inside)
+
+    def _top(self, place: str) -> table.Mount | None:
+        """What is mounted at a place, seen from above."""
+        stack = table.read(self._kernel).at(place)
         return stack[-1] if stack else None
 
     def _require_single(self, call: calls.Publish, device: Device) -> None:
         """Only SINGLE_NODE_MULTI_WRITER allows a second target (CSI spec, NodePublishVolume)."""
         if call.capability.mode == calls.MULTI_WRITER:
             return
-        own = {target.resolve(self._kernel, one) for one in (call.staging_path, call.target_path)}
         mounted = table.read(self._kernel).of_device(device.number)
         bound = (nodes.bound(self._kernel, number) for number in self._numbers(device))
         # A part of the volume, bound elsewhere by kubelet for a subPath, is no target.
         whole = (one for one in mounted if one.root == "/")
-        others = {one.path for one in chain(whole, *bound)} - own
+        others = {one.path for one in chain(whole, *bound)} - {call.staging_path, call.target_path}
         if others:
             raise errors.VolumeInUse(
                 call.volume_id,
@@ -223,13 +237,13 @@ class Access:
         """The volume's device and its mount at the path; raises NoSuchPath."""
         device = self._device(call.volume_id)
         try:
-            mounted = self._top(call.path)
+            mounted = self._top(self._place(call.path))
         except mount_errors.BadPath:
             mounted = None
         if device is None or mounted is None:
             raise errors.NoSuchPath(call.volume_id, call.path)
         if mounted.device != device.number:
-            published = mounts.node(self._kernel, call.path)
+            published = mounts.node(self._kernel, mounted.path)
             if published is None or published not in self._numbers(device):
                 raise errors.NoSuchPath(call.volume_id, call.path)
         return device, mounted

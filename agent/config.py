@@ -19,9 +19,10 @@ from mount import filesystem
 DRIVER_NAME = "lvm.csi.carver"
 TOPOLOGY_KEY = "topology.lvm.csi.carver/node"
 DEFAULT_FILE = Path("/etc/carver/config.toml")
-DEFAULT_SOCKET = Path("/var/lib/kubelet/plugins") / DRIVER_NAME / "csi.sock"
+KUBELET_DIRECTORY = Path("/var/lib/kubelet")
+DEFAULT_SOCKET = KUBELET_DIRECTORY / "plugins" / DRIVER_NAME / "csi.sock"
 HALF = "half"
-REGISTRY = Path("/var/lib/kubelet/plugins_registry")
+REGISTRY = KUBELET_DIRECTORY / "plugins_registry"
 EMBEDDED_FILE = Path("/var/lib/carver/carver.img")
 
 # CSI spec, "Size Limits": a string is at most 128 bytes; a node id too.
@@ -79,6 +80,13 @@ def _absolute_path(value: object) -> Path:
     return path
 
 
+def _directories(value: object) -> tuple[str, ...]:
+    found = tuple(str(_absolute_path(one)) for one in _words(value))
+    if not found:
+        raise ValueError("one absolute path or several")
+    return found
+
+
 def _node_id(value: object) -> str:
     text = str(value)
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text):
@@ -126,6 +134,11 @@ SETTINGS: Mapping[str, Setting] = {
     ),
     "registration_directory": Setting(
         _absolute_path, lambda: REGISTRY, "where kubelet looks for sockets of plugins"
+    ),
+    "kubelet_dir": Setting(
+        _directories,
+        lambda: (str(KUBELET_DIRECTORY),),
+        "where volumes may be staged and published; /: anywhere",
     ),
     "log_format": Setting(_choice("text", "json"), lambda: "text", "text or json"),
     "log_level": Setting(
@@ -188,6 +201,7 @@ class Config:
 
     node_id: str
     endpoint: Path
+    kubelet_dir: tuple[str, ...]
     log_format: str
     log_level: str
     controller_expand: bool

@@ -66,7 +66,9 @@ class Service:
         volume_locks, group_locks = VolumeLocks(), GroupLocks()
         self.wiper = Wiper(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
         provision = Provisioner(config, lvm, known, group_locks, self.wiper)
-        access = Access(host.run, lvm, host.kernel, known, group_locks, self.wiper)
+        access = Access(
+            host.run, lvm, host.kernel, known, group_locks, self.wiper, config.kubelet_dir
+        )
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS, thread_name_prefix="rpc"), interceptors=[Interceptor()]
         )

@@ -56,6 +56,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (mount.errors.ForeignMount, Code.FAILED_PRECONDITION),
     (mount.errors.MountConflict, Code.ALREADY_EXISTS),
     (mount.errors.NotMounted, Code.FAILED_PRECONDITION),
+    (mount.errors.PathChanged, Code.FAILED_PRECONDITION),
     (mount.errors.NotADirectory, Code.FAILED_PRECONDITION),
     (mount.errors.NotAFile, Code.FAILED_PRECONDITION),
     (mount.errors.TargetInUse, Code.FAILED_PRECONDITION),

@@ -16,7 +16,7 @@ class BadPath(MountError):
     def __init__(self, path: str, reason: str) -> None:
         self.path = path
         self.reason = reason
-        super().__init__(f"path {_short(path)} {reason}; give an absolute, normalised path")
+        super().__init__(f"path {_short(path)} {reason}")
 
 
 class BadOption(MountError):
@@ -167,6 +167,15 @@ class TargetError(MountError):
         self.path = path
         self.why = why
         super().__init__(f"{path}: {why}")
+
+
+class PathChanged(TargetError):
+    """A symbolic link took the place of a directory on the way while the call was at work."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(
+            path, "a symbolic link is on the way that was not there before; nothing was done"
+        )
 
 
 class NotADirectory(TargetError):

@@ -1,7 +1,7 @@
 """Mounts and binds that are as asked, or an error. Each function looks, returns if all is so, acts.
 
 Nothing is ever mounted over something else, unmounted lazily, or unmounted by force. What counts is
-the kernel's table: it is read before and after.
+the kernel's table: it is read before and after. Paths are places that `target.resolve` gave.
 """
 
 import errno
@@ -34,21 +34,21 @@ def ensure_mounted(
     DeviceMissing, ForeignMount, MountConflict, MountFailed, UnsupportedFileSystem.
     """
     filesystem.known(fs_type)
-    place = target.resolve(kernel, path)
     number = device_number(kernel, device)
     attributes = options.attributes | ({"ro"} if read_only else set())
     wanted = _words(attributes, {"relatime"})
-    if _is_mounted(table.read(kernel), place, number, wanted):
+    if _is_mounted(table.read(kernel), path, number, wanted):
         return
     # A read-only mount of a superblock that writes (log recovery, atime) would not be read-only.
     flags = options.superblock | ({"ro"} if "ro" in attributes else set())
     parameters = (*sorted(flags), *dict.fromkeys((*options.data, *extra_data)))
     try:
-        kernel.mount(device, place, fs_type, attributes, parameters)
+        with target.unchanged(path):
+            kernel.mount(device, path, fs_type, attributes, parameters)
     except OSError as error:
         raise errors.MountFailed(device, path, _why(error)) from error
-    with _undoing(kernel, device, place):
-        if not _is_mounted(table.read(kernel), place, number, wanted):
+    with _undoing(kernel, device, path):
+        if not _is_mounted(table.read(kernel), path, number, wanted):
             raise errors.MountFailed(device, path, "the mount table does not show it")
 
 
@@ -57,26 +57,26 @@ def ensure_bound(
 ) -> None:
     """Have `source`, a directory or a block device node, appear at `path` as well.
 
-    A read-only bind is read-only from its first moment. It is never stacked on another: the same
-    one is left alone. Raises NotMounted, ForeignMount, MountConflict, MountFailed.
+    `source` is a place, too. A read-only bind is read-only from its first moment. It is never
+    stacked on another: the same one is left alone. Raises NotMounted, ForeignMount,
+    MountConflict, MountFailed.
     """
-    place = target.resolve(kernel, path)
-    origin = kernel.real_path(source)
     before = table.read(kernel)
-    holder = before.holding(origin)
+    holder = before.holding(source)
     if holder is None:
         raise errors.NotMounted(source)
     attributes = options.attributes | ({"ro"} if read_only else set())
     wanted = _words(attributes, frozenset(holder.options))
-    root = _root_of(holder, origin)
-    if _is_bound(kernel, before, place, origin, holder, root, wanted):
+    root = _root_of(holder, source)
+    if _is_bound(kernel, before, path, source, holder, root, wanted):
         return
     try:
-        kernel.bind(origin, place, attributes)
+        with target.unchanged(path):
+            kernel.bind(source, path, attributes)
     except OSError as error:
         raise errors.MountFailed(source, path, _why(error)) from error
-    with _undoing(kernel, source, place):
-        if not _is_bound(kernel, table.read(kernel), place, origin, holder, root, wanted):
+    with _undoing(kernel, source, path):
+        if not _is_bound(kernel, table.read(kernel), path, source, holder, root, wanted):
             raise errors.MountFailed(source, path, "the mount table does not show it")
 
 
@@ -86,20 +86,19 @@ def ensure_unmounted(kernel: Kernel, path: str, devices: Collection[DeviceNumber
     All mounts stacked there go, if each is of one of `devices` (none given: all of one and the
     same); one that is not means ForeignMount, and all stay. Raises Busy, UnmountFailed.
     """
-    place = target.resolve(kernel, path)
-    stack = table.read(kernel).at(place)
+    stack = table.read(kernel).at(path)
     for mount in stack:
         if not _is_of(kernel, mount, stack[-1], devices):
             raise errors.ForeignMount(path, str(mount))
     for _ in stack:
-        _unmount(kernel, place, path)
-    if left := table.read(kernel).at(place):
+        _unmount(kernel, path)
+    if left := table.read(kernel).at(path):
         raise errors.UnmountFailed(path, f"{left[-1]} is mounted here again; try once more")
 
 
 def required(kernel: Kernel, path: str) -> Mount:
     """The topmost mount at `path`. Raises NotMounted."""
-    stack = table.read(kernel).at(target.resolve(kernel, path))
+    stack = table.read(kernel).at(path)
     if not stack:
         raise errors.NotMounted(path)
     return stack[-1]
@@ -123,9 +122,10 @@ def _undoing(kernel: Kernel, source: str, place: str) -> Iterator[None]:
         raise errors.MountFailed(source, place, f"the kernel made it {error.found}") from error
 
 
-def _unmount(kernel: Kernel, place: str, path: str) -> None:
+def _unmount(kernel: Kernel, path: str) -> None:
     try:
-        kernel.unmount(place)
+        with target.unchanged(path):
+            kernel.unmount(path)
     except OSError as error:
         if error.errno == errno.EBUSY:
             raise errors.Busy(path) from error

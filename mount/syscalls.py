@@ -26,10 +26,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
 _OPEN_TREE, _MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT, _MOUNT_SETATTR = 428, 429, 430, 431, 432, 442
+_OPENAT2 = 437
+_RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS = 2, 4
 _AT_FDCWD = -100
 _AT_EMPTY_PATH = 0x1000
 _OPEN_TREE_CLONE = 1
-_MOVE_MOUNT_F_EMPTY_PATH = 4
+_MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_EMPTY_PATH = 4, 0x40
 _FSOPEN_CLOEXEC = 1
 _FSMOUNT_CLOEXEC = 1
 _SET_FLAG, _SET_STRING, _CMD_CREATE = 0, 1, 6
@@ -114,10 +116,14 @@ class LoopStatus:
 
 
 class Kernel:
-    """The running kernel."""
+    """The running kernel.
+
+    Whatever looks at, makes, removes or mounts something at a path follows no symbolic link on the
+    way: a path that was resolved before has none, so one that is met was put there since (ELOOP).
+    """
 
     def __init__(self, *, old_calls: bool = False) -> None:
-        # True takes the path of kernels before 5.12, so that it can be tested on newer ones.
+        # True takes the way of kernels before 5.12, so that it can be tested on newer ones.
         self._old_calls = old_calls
 
     # The mount table and paths
@@ -129,7 +135,8 @@ class Kernel:
 
     def lstat(self, path: str) -> os.stat_result:
         """What lies at `path` itself, mounts applied, a symbolic link not followed."""
-        return os.lstat(path)
+        with self._parent(path) as (parent, name):
+            return os.stat(name, dir_fd=parent, follow_symlinks=False)
 
     def real_path(self, path: str) -> str:
         """`path` with every symbolic link resolved; parts that do not exist are kept."""
@@ -137,23 +144,29 @@ class Kernel:
 
     def statvfs(self, path: str) -> os.statvfs_result:
         """How large and how full the file system at `path` is (statvfs(3))."""
-        return os.statvfs(path)
+        with self._at(path) as place:
+            return os.statvfs(place)
 
     def make_directory(self, path: str, mode: int) -> None:
         """mkdir(2)."""
-        os.mkdir(path, mode)  # noqa: PTH102 - one system call, not a path library
+        with self._parent(path) as (parent, name):
+            os.mkdir(name, mode, dir_fd=parent)
 
     def make_file(self, path: str, mode: int) -> None:
         """open(2) with O_CREAT | O_EXCL, and close."""
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, mode))
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        with self._parent(path) as (parent, name):
+            os.close(os.open(name, flags, mode, dir_fd=parent))
 
     def remove_directory(self, path: str) -> None:
         """rmdir(2): only an empty one goes."""
-        os.rmdir(path)  # noqa: PTH106
+        with self._parent(path) as (parent, name):
+            os.rmdir(name, dir_fd=parent)
 
     def remove_file(self, path: str) -> None:
         """unlink(2)."""
-        os.unlink(path)  # noqa: PTH108
+        with self._parent(path) as (parent, name):
+            os.unlink(name, dir_fd=parent)
 
     # Mounts
 
@@ -176,7 +189,7 @@ class Kernel:
         except OSError as error:
             if error.errno != errno.ENOSYS:
                 raise OSError(error.errno, error.strerror, device, None, path) from error
-            _mount_by_old_call(device, path, fs_type, attributes, parameters)
+            self._mount_by_old_call(device, path, fs_type, attributes, parameters)
             return
         with _closing(context):
             try:
@@ -190,7 +203,7 @@ class Kernel:
                 why = _messages(context) or error.strerror
                 raise OSError(error.errno, why, device, None, path) from error
         with _closing(tree):
-            _move(tree, device, path)
+            self._move(tree, device, path)
 
     def bind(self, source: str, path: str, attributes: Set[str]) -> None:
         """Make `source`, a directory, file or device node, appear at `path` too.
@@ -202,27 +215,28 @@ class Kernel:
         The bind of a node is private: as a peer of /dev, as it would be otherwise, whatever is
         mounted over it would appear in /dev as well (mount_namespaces(7)).
         """
-        private = not os.path.isdir(source)  # noqa: PTH112
-        try:
-            self._new_calls()
-            tree = _syscall(
-                _OPEN_TREE, _AT_FDCWD, os.fsencode(source), _OPEN_TREE_CLONE | os.O_CLOEXEC
-            )
-            with _closing(tree):
-                if attributes or private:
-                    _set_attributes(tree, attributes, private=private)
-                _move(tree, source, path)
-        except OSError as error:
-            if error.errno != errno.ENOSYS:
-                raise OSError(error.errno, error.strerror, source, None, path) from error
-            _bind_by_old_call(source, path, attributes)
-            if private:
-                _mount_2("none", path, None, _MS_PRIVATE)
+        with self._at(source) as origin:
+            private = not stat.S_ISDIR(os.fstat(origin).st_mode)
+            try:
+                self._new_calls()
+                flags = _OPEN_TREE_CLONE | _AT_EMPTY_PATH | os.O_CLOEXEC
+                tree = _syscall(_OPEN_TREE, origin, b"", flags)
+                with _closing(tree):
+                    if attributes or private:
+                        _set_attributes(tree, attributes, private=private)
+                    self._move(tree, source, path)
+            except OSError as error:
+                if error.errno != errno.ENOSYS:
+                    raise OSError(error.errno, error.strerror, source, None, path) from error
+                self._bind_by_old_call(origin, path, attributes, private=private)
 
     def unmount(self, path: str) -> None:
         """umount2(2) of the topmost mount at `path`: neither lazy nor forced."""
-        if _libc.umount2(os.fsencode(path), _UMOUNT_NOFOLLOW) == -1:
-            raise _error(path)
+        # By way of the parent: a descriptor of the mount itself would keep it busy.
+        with self._parent(path) as (parent, name):
+            place = f"{_descriptor(parent)}/{name}"
+            if _libc.umount2(os.fsencode(place), _UMOUNT_NOFOLLOW) == -1:
+                raise _error(path)
 
     def freeze(self, path: str) -> None:
         """FIFREEZE: flush and stop writes to the file system mounted at `path`."""
@@ -332,9 +346,84 @@ class Kernel:
         """LOOP_SET_CAPACITY: take over the backing file's present size."""
         _ioctl(device, _LOOP_SET_CAPACITY)
 
+    # Places, and how mounts come to be there
+
+    @contextmanager
+    def _at(self, path: str) -> Iterator[int]:
+        """A descriptor (O_PATH) of what is at the path; ELOOP for a link there or on the way."""
+        try:
+            place = self._opened(path)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, path) from error
+        with _closing(place):
+            yield place
+
+    @contextmanager
+    def _parent(self, path: str) -> Iterator[tuple[int, str]]:
+        """A descriptor of the directory that the path's last part is in, and that part."""
+        directory, _, name = path.rpartition("/")
+        with self._at(directory or "/") as parent:
+            yield parent, name or "."
+
+    def _opened(self, path: str) -> int:
+        resolve = _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS
+        how = struct.pack("=3Q", os.O_PATH | os.O_CLOEXEC, 0, resolve)
+        try:
+            self._new_calls()
+            return _syscall(_OPENAT2, _AT_FDCWD, os.fsencode(path), how, len(how))
+        except OSError as error:
+            # Linux before 5.6; containers of that time have a filter that answers EPERM.
+            if error.errno not in (errno.ENOSYS, errno.EPERM):
+                raise
+        return _walked(path)
+
+    def _move(self, tree: int, source: str, path: str) -> None:
+        flags = _MOVE_MOUNT_F_EMPTY_PATH | _MOVE_MOUNT_T_EMPTY_PATH
+        with self._at(path) as place:
+            try:
+                _syscall(_MOVE_MOUNT, tree, b"", place, b"", flags)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, source, None, path) from error
+
+    def _mount_by_old_call(
+        self,
+        device: str,
+        path: str,
+        fs_type: str,
+        attributes: Set[str],
+        parameters: Sequence[str],
+    ) -> None:
+        flags = _flags(attributes)
+        for parameter in parameters:
+            flags |= _SUPERBLOCK_MS.get(parameter, 0)
+        data = ",".join(word for word in parameters if word not in _SUPERBLOCK_MS)
+        with self._at(path) as place:
+            _mount_2(device, _descriptor(place), fs_type, flags, data)
+
+    def _bind_by_old_call(
+        self, origin: int, path: str, attributes: Set[str], *, private: bool
+    ) -> None:
+        with self._at(path) as place:
+            _mount_2(_descriptor(origin), _descriptor(place), None, _MS_BIND)
+        try:
+            # Opened anew: the descriptor above is of what the bind covers now.
+            with self._at(path) as place:
+                if attributes:
+                    _remount_2(place, attributes)
+                if private:
+                    _mount_2("none", _descriptor(place), None, _MS_PRIVATE)
+        except OSError as error:
+            # Rather no mount than one without its attributes; a writer in that moment keeps both.
+            try:
+                self.unmount(path)
+            except OSError:
+                why = f"{error.strerror}, and the bind is left without its attributes"
+                raise OSError(error.errno, why, path) from error
+            raise
+
     def _new_calls(self) -> None:
         if self._old_calls:
-            raise OSError(errno.ENOSYS, "the old mount calls were asked for")
+            raise OSError(errno.ENOSYS, "the old calls were asked for")
 
 
 def _error(path: str, other: str | None = None) -> OSError:
@@ -408,13 +497,6 @@ def _set_attributes(tree: int, attributes: Set[str], *, private: bool) -> None:
     _syscall(_MOUNT_SETATTR, tree, b"", _AT_EMPTY_PATH, attr, len(attr))
 
 
-def _move(tree: int, source: str, path: str) -> None:
-    try:
-        _syscall(_MOVE_MOUNT, tree, b"", _AT_FDCWD, os.fsencode(path), _MOVE_MOUNT_F_EMPTY_PATH)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, source, None, path) from error
-
-
 def _mount_2(source: str, path: str, fs_type: str | None, flags: int, data: str = "") -> None:
     result = _libc.mount(
         os.fsencode(source),
@@ -427,28 +509,27 @@ def _mount_2(source: str, path: str, fs_type: str | None, flags: int, data: str 
         raise _error(source, path)
 
 
-def _mount_by_old_call(
-    device: str, path: str, fs_type: str, attributes: Set[str], parameters: Sequence[str]
-) -> None:
-    flags = _flags(attributes)
-    for parameter in parameters:
-        flags |= _SUPERBLOCK_MS.get(parameter, 0)
-    data = ",".join(word for word in parameters if word not in _SUPERBLOCK_MS)
-    _mount_2(device, path, fs_type, flags, data)
+def _remount_2(place: int, attributes: Set[str]) -> None:
+    # A bind remount clears what it is not told to keep: mount(2), MS_REMOUNT.
+    found = os.statvfs(place).f_flag
+    kept = found & _KEPT_BY_REMOUNT | bool(found & _ST_NOSYMFOLLOW) * _MS_NOSYMFOLLOW
+    flags = _MS_REMOUNT | _MS_BIND | kept | _flags(attributes)
+    _mount_2("none", _descriptor(place), None, flags)
 
 
-def _bind_by_old_call(source: str, path: str, attributes: Set[str]) -> None:
-    _mount_2(source, path, None, _MS_BIND)
-    if not attributes:
-        return
-    try:
-        # A bind remount clears what it is not told to keep: mount(2), MS_REMOUNT.
-        found = os.statvfs(path).f_flag
-        kept = found & _KEPT_BY_REMOUNT | bool(found & _ST_NOSYMFOLLOW) * _MS_NOSYMFOLLOW
-        _mount_2(source, path, None, _MS_REMOUNT | _MS_BIND | kept | _flags(attributes))
-    except OSError as error:
-        # Rather no mount than one without its attributes; a writer in that moment keeps both.
-        if _libc.umount2(os.fsencode(path), _UMOUNT_NOFOLLOW) == -1:
-            why = f"{error.strerror}, and the bind is left without {', '.join(sorted(attributes))}"
-            raise OSError(error.errno, why, source, None, path) from error
-        raise
+def _descriptor(number: int) -> str:
+    """The path of an open descriptor, for the calls that take none (proc(5))."""
+    return f"/proc/self/fd/{number}"
+
+
+def _walked(path: str) -> int:
+    """What openat2(2) does, by steps."""
+    here = os.open("/", os.O_PATH | os.O_CLOEXEC)
+    for name in filter(None, path.split("/")):
+        with _closing(here):
+            there = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
+        here = there
+        if stat.S_ISLNK(os.fstat(here).st_mode):
+            os.close(here)
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+    return here

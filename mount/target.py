@@ -1,13 +1,15 @@
 """The places that mounts are made at: directories and files, made and removed with care.
 
-Nothing here follows a symbolic link in the last place, changes the mode of what exists, or removes
-anything that holds data.
+A path is resolved once, by `resolve`; everything else in this package takes the place that it gave,
+and follows no symbolic link, so a link that is put on the way meanwhile leads nowhere. Nothing here
+changes the mode of what exists, or removes anything that holds data.
 """
 
 import errno
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from mount import errors, table
 from mount.syscalls import Kernel
@@ -37,11 +39,11 @@ def check(path: str) -> str:
     return path
 
 
-def resolve(kernel: Kernel, path: str) -> str:
+def resolve(kernel: Kernel, path: str, inside: Sequence[str] = ("/",)) -> str:
     """The path under which the kernel's mount table knows `path`: links in its parents resolved.
 
-    /var/lib/kubelet is often a link, and mountinfo names what it leads to. The last part must not
-    be a link itself (BadPath). Confinement to a directory belongs here, too, when it comes.
+    /var/lib/kubelet is often a link, and mountinfo names what it leads to. The place must lie below
+    one of the directories `inside`, and must not be a link itself (BadPath).
     """
     parent, _, name = check(path).rpartition("/")
     place = os.path.join(kernel.real_path(parent or "/"), name)  # noqa: PTH118 - strings all along
@@ -49,18 +51,34 @@ def resolve(kernel: Kernel, path: str) -> str:
     with suppress(OSError):
         if stat.S_ISLNK(kernel.lstat(place).st_mode):
             raise errors.BadPath(path, "is a symbolic link")
+    roots = [kernel.real_path(one).rstrip("/") + "/" for one in inside]
+    if not any(place.startswith(root) for root in roots):
+        raise errors.BadPath(
+            path, f"leads out of {' and '.join(inside)}, where mounts may be (kubelet_dir)"
+        )
     return place
+
+
+@contextmanager
+def unchanged(path: str) -> Iterator[None]:
+    """Around the kernel's operations: a link met in a resolved path was put there (PathChanged)."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise errors.PathChanged(path) from error
+        raise
 
 
 def ensure_directory(kernel: Kernel, path: str) -> None:
     """Have a directory at `path`; its parent exists. Raises NotADirectory, TargetError."""
-    place = resolve(kernel, path)
-    found = _lstat(kernel, place)
+    found = _lstat(kernel, path)
     if found is None:
         try:
-            kernel.make_directory(place, _DIRECTORY_MODE)
+            with unchanged(path):
+                kernel.make_directory(path, _DIRECTORY_MODE)
         except FileExistsError:
-            found = _lstat(kernel, place)
+            found = _lstat(kernel, path)
         except OSError as error:
             raise errors.TargetError(path, f"cannot be made: {error.strerror}") from error
     if found is not None and not stat.S_ISDIR(found.st_mode):
@@ -72,13 +90,13 @@ def ensure_file(kernel: Kernel, path: str) -> None:
 
     A device node there is one that is bound already.
     """
-    place = resolve(kernel, path)
-    found = _lstat(kernel, place)
+    found = _lstat(kernel, path)
     if found is None:
         try:
-            kernel.make_file(place, _FILE_MODE)
+            with unchanged(path):
+                kernel.make_file(path, _FILE_MODE)
         except FileExistsError:
-            found = _lstat(kernel, place)
+            found = _lstat(kernel, path)
         except OSError as error:
             raise errors.TargetError(path, f"cannot be made: {error.strerror}") from error
     if found is not None and not (stat.S_ISREG(found.st_mode) or stat.S_ISBLK(found.st_mode)):
@@ -87,17 +105,18 @@ def ensure_file(kernel: Kernel, path: str) -> None:
 
 def ensure_absent(kernel: Kernel, path: str) -> None:
     """Have nothing at `path`. Only an empty directory or an empty file goes; else TargetInUse."""
-    place = resolve(kernel, path)
-    found = _lstat(kernel, place)
+    found = _lstat(kernel, path)
     if found is None:
         return
-    if mounted := table.read(kernel).at(place):
+    if mounted := table.read(kernel).at(path):
         raise errors.TargetInUse(path, f"{mounted[-1]} is still mounted here; unmount it first")
     try:
         if stat.S_ISDIR(found.st_mode):
-            kernel.remove_directory(place)
+            with unchanged(path):
+                kernel.remove_directory(path)
         elif stat.S_ISREG(found.st_mode) and found.st_size == 0:
-            kernel.remove_file(place)
+            with unchanged(path):
+                kernel.remove_file(path)
         else:
             raise errors.TargetInUse(path, "is not an empty file or directory; it is left alone")
     except FileNotFoundError:
@@ -111,7 +130,8 @@ def ensure_absent(kernel: Kernel, path: str) -> None:
 
 def _lstat(kernel: Kernel, path: str) -> os.stat_result | None:
     try:
-        return kernel.lstat(path)
+        with unchanged(path):
+            return kernel.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:

@@ -45,6 +45,7 @@ def config(group: str, tmp_path: Path) -> Config:
     return Config(
         node_id="here",
         endpoint=tmp_path / "csi.sock",
+        kubelet_dir=(str(tmp_path),),
         log_format="text",
         log_level="info",
         controller_expand=True,

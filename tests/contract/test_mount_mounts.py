@@ -1,6 +1,7 @@
 """Mounts and binds that are as asked or an error, on the fake and on the real host."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,41 @@ def test_a_path_below_a_symbolic_link_is_the_path_it_leads_to(host: Any) -> None
     link = host.directory.parent / "link"
     link.symlink_to(host.directory)
 
-    mounts.ensure_mounted(host.kernel, device, str(link / "staging"), "ext4", NONE)
+    place = target.resolve(host.kernel, str(link / "staging"))
+    mounts.ensure_mounted(host.kernel, device, place, "ext4", NONE)
     assert len(table.read(host.kernel).at(path)) == 1
-    mounts.ensure_unmounted(host.kernel, str(link / "staging"))
+    mounts.ensure_unmounted(host.kernel, place)
 
     assert table.read(host.kernel).at(path) == ()
+
+
+@pytest.mark.parametrize("old_calls", [False, True])
+def test_a_link_that_took_the_place_of_a_directory_is_not_followed(
+    host: Any, real: bool, old_calls: bool
+) -> None:
+    kernel = Kernel(old_calls=old_calls) if real else host.kernel
+    device, path = staged(host)
+    pods, outside = host.directory / "pods", host.directory / "outside"
+    pods.mkdir()
+    (outside / "target").mkdir(parents=True)
+    place = target.resolve(kernel, f"{pods}/target")
+    pods.rmdir()
+    pods.symlink_to(outside)
+
+    acts: list[Callable[[], None]] = [
+        lambda: mounts.ensure_mounted(kernel, device, place, "ext4", NONE),
+        lambda: mounts.ensure_bound(kernel, path, place, NONE),
+        lambda: mounts.ensure_bound(kernel, place, new_directory(host, "other"), NONE),
+        lambda: target.ensure_directory(kernel, place),
+        lambda: target.ensure_absent(kernel, place),
+    ]
+    for act in acts:
+        with pytest.raises(errors.PathChanged):
+            act()
+
+    assert table.read(kernel).under(str(outside)) == ()
+    assert len(table.read(kernel).of_device(kernel.device_number(device))) == 1
+    assert (outside / "target").is_dir()
 
 
 @pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)

@@ -166,6 +166,34 @@ def test_a_path_that_no_mount_may_have_is_refused(
         client.stats(volume.volume_id, path)
 
 
+@pytest.mark.parametrize("through_a_link", [False, True])
+def test_a_path_outside_kubelet_s_directory_is_refused(
+    client: Client,
+    host: AnyHost,
+    volume: csi.Volume,
+    staging: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    through_a_link: bool,
+) -> None:
+    outside = tmp_path_factory.mktemp("outside")
+    link = host.directory / "link"
+    link.symlink_to(outside)
+    path = str((link if through_a_link else outside) / "target")
+    client.stage(volume, staging)
+    for access in (mounted(), block()):
+        with expect.code("INVALID_ARGUMENT", path, "kubelet_dir"):
+            client.stage(volume, path, access)
+        with expect.code("INVALID_ARGUMENT", path, "kubelet_dir"):
+            client.publish(volume, staging, path, access)
+    with expect.code("INVALID_ARGUMENT", path, "kubelet_dir"):
+        client.unstage(volume.volume_id, path)
+    with expect.code("INVALID_ARGUMENT", path, "kubelet_dir"):
+        client.unpublish(volume.volume_id, path)
+    with expect.code("NOT_FOUND", path):
+        client.stats(volume.volume_id, path)
+    assert list(outside.iterdir()) == []
+
+
 def test_required_fields_are_named_when_they_are_missing(client: Client) -> None:
     node = client.node
     nothing = [

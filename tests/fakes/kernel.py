@@ -56,7 +56,7 @@ class FakeKernel(Kernel):
     def lstat(self, path: str) -> os.stat_result:
         device = self._node_at(path)
         if device is None:
-            return os.lstat(path)
+            return super().lstat(path)
         number = os.makedev(*device.number)
         return os.stat_result(
             (stat.S_IFBLK | 0o660, device.minor, 6, 1, 0, 6, 0, 0, 0, 0), {"st_rdev": number}
@@ -126,7 +126,7 @@ class FakeKernel(Kernel):
         found.mounted += not others
 
     def bind(self, source: str, path: str, attributes: Set[str]) -> None:
-        origin = self.real_path(source)
+        origin = self.devices.get(source).node if self.devices.knows(source) else source
         is_directory = stat.S_ISDIR(self._lstat_mode(origin))
         if is_directory != stat.S_ISDIR(self._lstat_mode(path)):
             _fail(errno.ENOTDIR, path)

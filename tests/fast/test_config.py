@@ -46,6 +46,15 @@ def test_an_endpoint_may_be_an_address_or_a_path(tmp_path: Path) -> None:
     assert load(tmp_path, 'endpoint = "/run/x.sock"').endpoint == Path("/run/x.sock")
 
 
+def test_kubelet_s_directories_are_absolute_and_may_be_several(tmp_path: Path) -> None:
+    assert load(tmp_path).kubelet_dir == ("/var/lib/kubelet",)
+    assert load(tmp_path, 'kubelet_dir = ["/a b", "/c"]').kubelet_dir == ("/a b", "/c")
+    assert load(tmp_path, "", {"CARVER_KUBELET_DIR": "/a,/b"}).kubelet_dir == ("/a", "/b")
+    for wrong in ("[]", '"relative"'):
+        with pytest.raises(errors.BadConfig, match="absolute path"):
+            load(tmp_path, f"kubelet_dir = {wrong}")
+
+
 def test_classes_name_their_groups(tmp_path: Path) -> None:
     text = """
         [[classes]]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mount import errors, target, usage
+from mount.syscalls import Kernel
 
 
 @pytest.fixture
@@ -187,8 +188,10 @@ def test_a_link_at_the_end_of_a_path_is_refused(kernel: FakeKernel, tmp_path: Pa
     link = tmp_path / "link"
     link.symlink_to(outside)
 
+    with pytest.raises(errors.BadPath, match="symbolic link"):
+        target.resolve(kernel, str(link))
     for ensure in (target.ensure_directory, target.ensure_file, target.ensure_absent):
-        with pytest.raises(errors.BadPath, match="symbolic link"):
+        with pytest.raises(errors.TargetError):
             ensure(kernel, str(link))
 
     assert outside.is_dir()
@@ -202,6 +205,64 @@ def test_links_on_the_way_are_resolved_as_the_mount_table_does(
     (tmp_path / "link").symlink_to("real")
 
     assert target.resolve(kernel, str(tmp_path / "link/x")) == str(tmp_path / "real/x")
+
+
+def test_a_place_must_be_inside_whatever_links_are_on_the_way(
+    kernel: FakeKernel, tmp_path: Path
+) -> None:
+    inside, outside = tmp_path / "kubelet", tmp_path / "kubelet-not"
+    (inside / "pods").mkdir(parents=True)
+    outside.mkdir()
+    (inside / "out").symlink_to(outside)
+    (inside / "in").symlink_to("pods")
+    (tmp_path / "var").symlink_to("kubelet")
+    roots = ["/elsewhere", str(tmp_path / "var")]
+
+    for path in ("kubelet/pods/x", "kubelet/in/x", "var/pods/x"):
+        found = target.resolve(kernel, str(tmp_path / path), roots)
+        assert found == str(inside / "pods/x")
+    for path in ("kubelet", "kubelet-not/x", "kubelet/out/x", "x"):
+        with pytest.raises(errors.BadPath, match="leads out of /elsewhere and "):
+            target.resolve(kernel, str(tmp_path / path), roots)
+
+
+@pytest.mark.parametrize("old_calls", [False, True])
+def test_the_kernel_follows_no_link_on_the_way_to_a_place(tmp_path: Path, old_calls: bool) -> None:
+    real = Kernel(old_calls=old_calls)
+    (tmp_path / "outside" / "empty").mkdir(parents=True)
+    (tmp_path / "outside" / "file").touch()
+    (tmp_path / "link").symlink_to("outside")
+    (tmp_path / "here").mkdir()
+    link = f"{tmp_path}/link"
+
+    for operation in (
+        lambda: real.make_directory(f"{link}/new", 0o700),
+        lambda: real.make_file(f"{link}/new", 0o600),
+        lambda: real.remove_directory(f"{link}/empty"),
+        lambda: real.remove_file(f"{link}/file"),
+        lambda: real.lstat(f"{link}/file"),
+        lambda: real.statvfs(link),
+        lambda: real.bind(link, f"{tmp_path}/here", set()),
+        lambda: real.unmount(f"{link}/empty"),
+    ):
+        with pytest.raises(OSError, match="symbolic links"):
+            operation()
+
+    assert {one.name for one in (tmp_path / "outside").iterdir()} == {"empty", "file"}
+    assert stat.S_ISLNK(real.lstat(link).st_mode)
+    assert real.statvfs("/").f_bsize
+    real.make_directory(f"{tmp_path}/here/new", 0o700)
+    real.remove_directory(f"{tmp_path}/here/new")
+    with pytest.raises(FileNotFoundError):
+        real.statvfs(f"{tmp_path}/here/new")
+
+
+def test_a_link_that_appears_on_the_way_is_told(kernel: FakeKernel, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+
+    for ensure in (target.ensure_directory, target.ensure_file, target.ensure_absent):
+        with pytest.raises(errors.PathChanged, match="was not there before"):
+            ensure(kernel, str(tmp_path / "link" / "x"))
 
 
 def test_a_file_system_that_answers_no_more_is_still_found(tmp_path: Path) -> None:

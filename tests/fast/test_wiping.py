@@ -32,6 +32,7 @@ def config(tmp_path: Path) -> Config:
     return Config(
         node_id="here",
         endpoint=tmp_path / "csi.sock",
+        kubelet_dir=("/",),
         log_format="text",
         log_level="info",
         controller_expand=True,
