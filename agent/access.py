@@ -56,7 +56,8 @@ class Access:
     def stage(self, call: calls.Stage) -> None:
         """Activate the volume; format it, once in its life, and mount it at the staging path.
 
-        Four commands at most, the first time: report, probe, mkfs, tag. None where it is staged.
+        Four commands at most: report, probe, and mkfs with its tag, or a check of the file system
+        that is there. None where it is staged.
         """
         call = replace(call, staging_path=self._place(call.staging_path))
         device = self._device(call.volume_id)
@@ -191,7 +192,7 @@ class Access:
     def _ensure_formatted(
         self, call: calls.Stage, volume: Volume, device: Device, fs_type: str
     ) -> None:
-        """Look, refuse the surprising, make."""
+        """Look, refuse the surprising, make; or look over what is there."""
         formatted = volume.facts.get(inventory.FORMATTED)
         found = filesystem.probe(self._run, device.path)
         if found is not None and found.fs_type != fs_type:
@@ -203,6 +204,8 @@ class Access:
             filesystem.check_size(fs_type, volume.size_bytes)
             # Blank by the probe, and never formatted by the tags: only then.
             filesystem.make(self._run, device.path, fs_type, call.parameters.mkfs_options)
+        elif not table.read(self._kernel).of_device(device.number):
+            filesystem.check(self._run, device.path, fs_type)
         if not formatted:
             with self._groups.hold(volume.group.name):
                 new = {inventory.FORMATTED: fs_type}

@@ -50,6 +50,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (mount.errors.ProbeFailed, Code.INTERNAL),
     (mount.errors.UnexpectedContents, Code.FAILED_PRECONDITION),
     (mount.errors.FormatFailed, Code.INTERNAL),
+    (mount.errors.Damaged, Code.FAILED_PRECONDITION),
+    (mount.errors.CheckFailed, Code.INTERNAL),
     (mount.errors.MountFailed, Code.INTERNAL),
     (mount.errors.UnmountFailed, Code.INTERNAL),
     (mount.errors.Busy, Code.FAILED_PRECONDITION),

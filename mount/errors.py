@@ -5,6 +5,9 @@ Nothing here knows of gRPC: agent/status.py maps these classes to codes.
 
 from collections.abc import Sequence
 
+# How many users of a mount a message names.
+_SHOWN_USERS = 8
+
 
 class MountError(Exception):
     """The root of this package's errors."""
@@ -99,6 +102,29 @@ class FormatFailed(MountError):
         super().__init__(f"making {fs_type} on {device} failed: {_first_lines(stderr)}")
 
 
+class Damaged(MountError):
+    """A file system that needs a person's repair before it can be mounted."""
+
+    def __init__(self, device: str, fs_type: str, why: str, repair: str) -> None:
+        self.device = device
+        self.fs_type = fs_type
+        self.why = why
+        super().__init__(
+            f"the {fs_type} on {device} is damaged and is not mounted: {_first_lines(why)}; copy"
+            f" the device if its data matter, then repair it with `{repair} {device}`"
+        )
+
+
+class CheckFailed(MountError):
+    """A file system could not be looked over, so it is not mounted."""
+
+    def __init__(self, device: str, fs_type: str, why: str) -> None:
+        self.device = device
+        self.fs_type = fs_type
+        self.why = why
+        super().__init__(f"checking the {fs_type} on {device} failed: {_first_lines(why)}")
+
+
 class MountFailed(MountError):
     """The kernel refused a mount."""
 
@@ -126,7 +152,8 @@ class Busy(MountError):
     def __init__(self, path: str, users: Sequence[str] = ()) -> None:
         self.path = path
         self.users = tuple(users)
-        by = f" by {', '.join(self.users)}" if self.users else ""
+        shown = [*self.users[:_SHOWN_USERS], "and others"][: len(self.users)]
+        by = f" by {', '.join(shown)}" if shown else ""
         super().__init__(f"{path} is in use{by}; it is let go when the last user ends")
 
 

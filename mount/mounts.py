@@ -8,13 +8,15 @@ import errno
 from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 
-from mount import errors, filesystem, table, target
+from mount import errors, filesystem, table, target, users
 from mount.options import Options
 from mount.syscalls import Kernel
 from mount.table import DeviceNumber, Mount
 
 # Words of mountinfo that are compared; a file system's own options are told back by the kernel in
 # other words than they were given in, so those are not.
+# What file systems answer to damage: EFSCORRUPTED and EFSBADCRC by their public names.
+_DAMAGE = (errno.EUCLEAN, errno.EBADMSG)
 _ACCESS_TIME = {"noatime", "relatime", "strictatime"}
 _COMPARED = {"nosuid", "nodev", "noexec", "noatime", "relatime", "nodiratime", "nosymfollow"}
 
@@ -26,14 +28,12 @@ def ensure_mounted(
     fs_type: str,
     options: Options,
     read_only: bool = False,
-    extra_data: Sequence[str] = (),
 ) -> None:
     """Have the file system on `device` mounted at the directory `path`.
 
-    `extra_data` are mount options that the volume needs and nobody asked for (nouuid). Raises
-    DeviceMissing, ForeignMount, MountConflict, MountFailed, UnsupportedFileSystem.
+    Raises DeviceMissing, ForeignMount, MountConflict, MountFailed, Damaged, UnsupportedFileSystem.
     """
-    filesystem.known(fs_type)
+    known = filesystem.known(fs_type)
     number = device_number(kernel, device)
     attributes = options.attributes | ({"ro"} if read_only else set())
     wanted = _words(attributes, {"relatime"})
@@ -41,11 +41,13 @@ def ensure_mounted(
         return
     # A read-only mount of a superblock that writes (log recovery, atime) would not be read-only.
     flags = options.superblock | ({"ro"} if "ro" in attributes else set())
-    parameters = (*sorted(flags), *dict.fromkeys((*options.data, *extra_data)))
+    parameters = (*sorted(flags), *options.data)
     try:
         with target.unchanged(path):
-            kernel.mount(device, path, fs_type, attributes, parameters)
+            _mount(kernel, device, path, fs_type, attributes, parameters, known.duplicate_data)
     except OSError as error:
+        if error.errno in _DAMAGE:
+            raise errors.Damaged(device, fs_type, _why(error), known.repair) from error
         raise errors.MountFailed(device, path, _why(error)) from error
     with _undoing(kernel, device, path):
         if not _is_mounted(table.read(kernel), path, number, wanted):
@@ -122,13 +124,34 @@ def _undoing(kernel: Kernel, source: str, place: str) -> Iterator[None]:
         raise errors.MountFailed(source, place, f"the kernel made it {error.found}") from error
 
 
+def _mount(
+    kernel: Kernel,
+    device: str,
+    path: str,
+    fs_type: str,
+    attributes: Set[str],
+    parameters: Sequence[str],
+    duplicate_data: Sequence[str],
+) -> None:
+    try:
+        kernel.mount(device, path, fs_type, attributes, parameters)
+    except OSError as error:
+        # xfs answers EINVAL, and no more, to the UUID of one that is mounted (xfs_uuid_mount). That
+        # is a copy: a snapshot or a clone beside its origin. Where the reason is another one, the
+        # same error comes again.
+        more = [word for word in duplicate_data if word not in parameters]
+        if error.errno != errno.EINVAL or not more:
+            raise
+        kernel.mount(device, path, fs_type, attributes, (*parameters, *more))
+
+
 def _unmount(kernel: Kernel, path: str) -> None:
     try:
         with target.unchanged(path):
             kernel.unmount(path)
     except OSError as error:
         if error.errno == errno.EBUSY:
-            raise errors.Busy(path) from error
+            raise errors.Busy(path, users.of(kernel, path)) from error
         # EINVAL: no mount point. Someone else unmounted it meanwhile, which is as well.
         if error.errno != errno.EINVAL:
             raise errors.UnmountFailed(path, _why(error)) from error
@@ -209,6 +232,8 @@ def _shown(words: Set[str]) -> str:
 
 
 def _why(error: OSError) -> str:
+    if error.errno == errno.EEXIST:  # btrfs, fs/btrfs/volumes.c: device_list_add
+        return "a file system of the same UUID is there (EEXIST); a copy needs one of its own"
     if error.errno == errno.ENODEV:  # mount(2): the type is not configured in the kernel
         return "the kernel has no such file system (ENODEV); load its module on the node"
     return f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"

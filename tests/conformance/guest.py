@@ -21,7 +21,8 @@ from mount import table
 from mount.syscalls import Kernel
 
 DIRECTORY = Path("/var/tmp/carver-conformance")
-_WORK = DIRECTORY / "work"
+# Volumes are mounted inside kubelet's directory only.
+_WORK = Path("/var/lib/kubelet/plugins/carver-conformance")
 _MIB = 1 << 20
 _LEFT_SOMETHING = 3
 

@@ -377,7 +377,7 @@ def test_a_busy_mount_stays_and_says_so(host: Any) -> None:
     _, path = staged(host)
     opened = os.open(path, os.O_RDONLY)
 
-    with pytest.raises(errors.Busy):
+    with pytest.raises(errors.Busy, match=rf"\({os.getpid()}\)"):
         mounts.ensure_unmounted(host.kernel, path)
 
     assert len(table.read(host.kernel).at(path)) == 1

@@ -115,6 +115,29 @@ def test_a_formatted_volume_that_is_blank_now_is_not_formatted_again(
     assert formats(host) == 1
 
 
+def test_an_existing_ext4_is_checked_before_it_is_mounted_and_a_new_one_is_not(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path
+) -> None:
+    programs = [[words[0] for words in host.commands if words[0] != "lvm"]]
+    for _ in range(2):
+        host.commands.clear()
+        client.stage(volume, staging)
+        programs.append([words[0] for words in host.commands])
+        client.unstage(volume.volume_id, staging)
+    assert programs == [[], ["lvm", "blkid", "mkfs.ext4", "lvm"], ["lvm", "blkid", "fsck.ext4"]]
+
+
+def test_a_damaged_file_system_is_not_mounted(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path, group: str
+) -> None:
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
+    host.damage(device_of(host, group))
+    with expect.code("FAILED_PRECONDITION", "is damaged", "e2fsck -f"):
+        client.stage(volume, staging)
+    assert table.read(host.kernel).at(str(staging)) == ()
+
+
 def test_staging_again_with_another_file_system_is_refused(
     client: Client, volume: csi.Volume, staging: Path
 ) -> None:

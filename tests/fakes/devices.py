@@ -17,6 +17,8 @@ class Media:
 
     contents: Signature | None = None
     fs_size_bytes: int = 0
+    # What is wrong with the file system: "little", which fsck mends by itself, or "much".
+    damage: str = ""
     zeroed: list[tuple[int, int]] = field(default_factory=list)
 
 

@@ -64,11 +64,17 @@ def mkfs(words: Sequence[str], devices: FakeDevices) -> Result:
 
 
 def fsck(words: Sequence[str], devices: FakeDevices) -> Result:
-    """fsck.<type> -p -- device: nothing to mend, whatever the type."""
+    """fsck.<type> -p -- device: mends little damage; looks at nothing that is mounted."""
     program, preen, separator, path = words
     assert (preen, separator) == ("-p", "--"), words
-    found = devices.get(path).contents
-    return Result(0 if found and found.fs_type == program.removeprefix("fsck.") else 8)
+    device = devices.get(path)
+    found = device.contents
+    if device.mounted or device.held or not found or found.fs_type != program.removeprefix("fsck."):
+        return Result(8, stderr=f"{program}: cannot open {path}\n")
+    if device.media.damage == "much":
+        return Result(4, f"{path}: UNEXPECTED INCONSISTENCY; RUN fsck MANUALLY.\n")
+    mended, device.media.damage = bool(device.media.damage), ""
+    return Result(int(mended), f"{path}: {'mended' if mended else 'clean'}\n")
 
 
 PROGRAMS: dict[str, Callable[[Sequence[str], FakeDevices], Result]] = {

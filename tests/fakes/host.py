@@ -61,6 +61,10 @@ class FakeHost:
         ended = filesystems.mkfs((f"mkfs.{fs_type}", "-q", "--", device), self.block)
         assert ended.exit_code == 0, ended.stderr
 
+    def damage(self, device: str) -> None:
+        """Break the ext4 on a device so that no program mends it unasked."""
+        self.block.get(device).media.damage = "much"
+
     def erase(self, device: str) -> None:
         """Overwrite what a device holds, behind Carver's back."""
         self.block.get(device).contents = None

@@ -110,6 +110,8 @@ class FakeKernel(Kernel):
             _fail(errno.EINVAL, device)
         if found.read_only and "ro" not in parameters:
             _fail(errno.EACCES, device)
+        if found.media.damage:
+            _fail(errno.EUCLEAN, device)
         access = "ro" if "ro" in parameters else "rw"
         super_options = (access, *(word for word in parameters if word != "ro"))
         others = [mount for mount in self.mounts if self._holds(mount, found)]

@@ -264,6 +264,24 @@ def test_the_fake_mkfs_refuses_what_the_real_one_does() -> None:
     assert fsck(["fsck.ext4", "-p", "--", "/dev/x"], devices).exit_code == 8
 
 
+@pytest.mark.parametrize("exit_code", [0, 1, 2])
+def test_a_file_system_that_is_whole_or_was_mended_passes_the_check(exit_code: int) -> None:
+    filesystem.check(lambda *_: Result(exit_code, "/dev/x: clean\n"), "/dev/x", "ext4")
+
+
+def test_a_check_tells_damage_from_a_failure_of_its_own() -> None:
+    with pytest.raises(errors.Damaged, match=r"inconsistent; copy .* `e2fsck -f /dev/x`"):
+        filesystem.check(lambda *_: Result(4, "inconsistent\n"), "/dev/x", "ext4")
+    for exit_code in (8, 12, 32):
+        with pytest.raises(errors.CheckFailed, match=f"busy .exit {exit_code}."):
+            filesystem.check(lambda *_: Result(exit_code, "", "busy\n"), "/dev/x", "ext4")  # noqa: B023
+
+
+@pytest.mark.parametrize("fs_type", ["xfs", "btrfs"])
+def test_what_the_kernel_looks_over_at_the_mount_is_not_checked(fs_type: str) -> None:
+    filesystem.check(lambda *_: Result(4), "/dev/x", fs_type)
+
+
 @pytest.fixture
 def kernel() -> FakeKernel:
     devices = FakeDevices()

@@ -1,5 +1,7 @@
 """Mounts when the kernel or a neighbour does not do as expected."""
 
+import errno
+import os
 import uuid
 from collections.abc import Sequence, Set
 from dataclasses import replace
@@ -9,7 +11,7 @@ import pytest
 from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel
 
-from mount import errors, mounts, options, table
+from mount import errors, mounts, options, table, users
 from mount.filesystem import Signature
 from mount.options import Options
 
@@ -100,7 +102,7 @@ def test_one_who_mounts_over_ours_at_once_is_named_and_left_alone(path: str) -> 
     assert len(table.read(kernel).at(path)) == 2
 
 
-def test_a_copy_of_an_xfs_is_mounted_when_told_that_it_is_one(tmp_path: Path) -> None:
+def test_a_copy_of_an_xfs_is_mounted_beside_its_origin(tmp_path: Path) -> None:
     kernel = FakeKernel(FakeDevices())
     origin, copy = formatted(kernel, "web", "xfs"), formatted(kernel, "copy", "xfs")
     kernel.devices.get(copy).contents = kernel.devices.get(origin).contents
@@ -108,11 +110,62 @@ def test_a_copy_of_an_xfs_is_mounted_when_told_that_it_is_one(tmp_path: Path) ->
         (tmp_path / name).mkdir()
     mounts.ensure_mounted(kernel, origin, str(tmp_path / "a"), "xfs", NONE)
 
-    with pytest.raises(errors.MountFailed):
-        mounts.ensure_mounted(kernel, copy, str(tmp_path / "b"), "xfs", NONE)
-    mounts.ensure_mounted(kernel, copy, str(tmp_path / "b"), "xfs", NONE, extra_data=("nouuid",))
+    mounts.ensure_mounted(kernel, copy, str(tmp_path / "b"), "xfs", NONE)
 
-    assert len(table.read(kernel).of_device(kernel.device_number(copy))) == 1
+    [mounted] = table.read(kernel).of_device(kernel.device_number(copy))
+    assert "nouuid" in mounted.super_options
+    [mounted] = table.read(kernel).of_device(kernel.device_number(origin))
+    assert "nouuid" not in mounted.super_options
+
+
+@pytest.mark.parametrize(("fs_type", "repair"), [("xfs", "xfs_repair"), ("btrfs", "btrfs check")])
+def test_a_file_system_that_the_kernel_finds_damaged_is_told_with_its_repair(
+    path: str, fs_type: str, repair: str
+) -> None:
+    kernel = FakeKernel(FakeDevices())
+    device = formatted(kernel, "web", fs_type)
+    kernel.devices.get(device).media.damage = "much"
+
+    with pytest.raises(errors.Damaged, match=f"`{repair} {device}`"):
+        mounts.ensure_mounted(kernel, device, path, fs_type, NONE)
+
+
+def test_a_copy_that_the_kernel_refuses_for_its_uuid_is_told_so(path: str) -> None:
+    class Copied(FakeKernel):
+        """Has the same btrfs on another device."""
+
+        def mount(
+            self,
+            device: str,
+            path: str,
+            fs_type: str,
+            attributes: Set[str],
+            parameters: Sequence[str],
+        ) -> None:
+            raise FileExistsError(errno.EEXIST, "File exists", device)
+
+    kernel = Copied(FakeDevices())
+
+    with pytest.raises(errors.MountFailed, match="same UUID"):
+        mounts.ensure_mounted(kernel, formatted(kernel, "web", "btrfs"), path, "btrfs", NONE)
+
+
+def test_those_who_keep_a_mount_busy_are_named_but_not_all() -> None:
+    crowd = [f"cat ({number})" for number in range(9)]
+    assert "in use by cat (0); it" in str(errors.Busy("/x", crowd[:1]))
+    assert "cat (7); it" in str(errors.Busy("/x", crowd[:8]))
+    assert "cat (7), and others; it" in str(errors.Busy("/x", crowd))
+
+
+def test_users_of_a_place_are_those_with_something_open_in_it(tmp_path: Path) -> None:
+    kernel = FakeKernel(FakeDevices())
+    (tmp_path / "target-not").mkdir()
+    with (tmp_path / "target-not" / "file").open("w"):
+        assert users.of(kernel, str(tmp_path / "target")) == ()
+    (tmp_path / "target").mkdir()
+    with (tmp_path / "target" / "file").open("w"):
+        [found] = users.of(kernel, str(tmp_path / "target"))
+    assert f"({os.getpid()})" in found
 
 
 def test_a_second_mount_of_a_device_has_the_first_ones_access(tmp_path: Path) -> None:
@@ -260,11 +313,11 @@ def test_a_mount_below_keeps_the_one_above_it_mounted(path: str) -> None:
         mounts.ensure_unmounted(kernel, path)
 
 
-def test_the_same_options_given_by_user_and_volume_are_given_once(path: str) -> None:
+def test_an_option_that_a_copy_needs_may_be_given_by_its_user(path: str) -> None:
     kernel = FakeKernel(FakeDevices())
     device = formatted(kernel, "web", "xfs")
     chosen = options.parse(["nouuid", "sync", "discard"], "xfs")
 
-    mounts.ensure_mounted(kernel, device, path, "xfs", chosen, extra_data=("nouuid",))
+    mounts.ensure_mounted(kernel, device, path, "xfs", chosen)
 
     assert table.read(kernel).at(path)[0].super_options == ("rw", "sync", "nouuid", "discard")

@@ -116,6 +116,13 @@ class RealHost:
         ended = self._lab.programs(f"mkfs.{fs_type}", "-q", "--", device)
         assert ended.exit_code == 0, ended.stderr
 
+    def damage(self, device: str) -> None:
+        """Break the ext4 on a device so that no program mends it unasked."""
+        # Without its root directory, and marked as having errors so that e2fsck looks at all.
+        for request in ("clri <2>", "set_super_value state 2"):
+            ended = self._lab.programs("debugfs", "-w", "-R", request, device)
+            assert ended.exit_code == 0, ended.stderr
+
     def erase(self, device: str) -> None:
         """Overwrite what a device holds, behind Carver's back."""
         self.kernel.zero_out(device, 0, self.kernel.device_size_bytes(device))
