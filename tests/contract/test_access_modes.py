@@ -1,0 +1,76 @@
+"""What each access mode allows: exactly what docs/access-modes.md says."""
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from fakes.host import FakeHost
+from real.host import RealHost
+
+from agent.client import Client, Mode, block, mounted
+from mount import filesystem, table
+from proto import csi_pb2 as csi
+
+AnyHost = FakeHost | RealHost
+MIB = 1 << 20
+DOCUMENT = Path(__file__).parents[2] / "docs" / "access-modes.md"
+
+
+def rows() -> Iterator[tuple[str, bool, list[str]]]:
+    """Of the document's table: mode, readonly, and the codes."""
+    for line in re.findall(r"^\| `.*$", DOCUMENT.read_text(), re.M):
+        mode, read_only, *codes = (cell.strip().strip("`") for cell in line.strip("|").split("|"))
+        yield mode, {"yes": True, "no": False}[read_only], codes
+
+
+def code_of(call: Callable[[], None]) -> str:
+    try:
+        call()
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    return "OK"
+
+
+def test_the_document_tells_of_every_mode_with_and_without_readonly() -> None:
+    told = sorted((mode, read_only) for mode, read_only, _ in rows())
+    assert told == sorted(
+        (mode, one) for mode in Mode.DESCRIPTOR.values_by_name for one in (False, True)
+    )
+
+
+@pytest.mark.parametrize("kind", [*filesystem.FILE_SYSTEMS, "block"])
+def test_every_combination_gives_the_code_that_is_documented(
+    client: Client, host: AnyHost, kind: str
+) -> None:
+    def capability(mode: str) -> csi.VolumeCapability:
+        number = Mode.Value(mode)
+        return block(number) if kind == "block" else mounted(kind, mode=number)
+
+    staging, first, second = (host.directory / name for name in ("staging", "first", "second"))
+    volume = client.create("pvc-1", 320 * MIB, capability("SINGLE_NODE_WRITER"))
+    for mode, read_only, documented in rows():
+        asked, supported = capability(mode), documented[0] == "OK"
+        client.stage(volume, staging, asked if supported else capability("SINGLE_NODE_WRITER"))
+
+        found = [
+            code_of(lambda: client.publish(volume, staging, target, asked, read_only=access))  # noqa: B023
+            for target, access in (
+                (first, read_only),
+                (first, read_only),
+                (first, not read_only),
+                (second, read_only),
+            )
+        ]
+        assert found == documented, (kind, mode, read_only)
+
+        now = table.read(host.kernel)
+        assert len(now.at(str(first))) == supported
+        assert second.exists() == (documented[3] == "OK")
+        if supported:
+            wanted = read_only or mode == "SINGLE_NODE_READER_ONLY"
+            assert now.at(str(first))[0].read_only == wanted
+        for target in (first, second):
+            client.unpublish(volume.volume_id, target)
+        client.unstage(volume.volume_id, staging)
