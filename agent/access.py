@@ -17,7 +17,7 @@ from lvm.command import Run
 from lvm.devices import Device
 from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
-from mount import filesystem, loop, mounts, nodes, options, table, target, usage
+from mount import filesystem, health, loop, mounts, nodes, options, table, target, usage
 from mount.syscalls import Kernel
 
 DEFAULT_FS_TYPE = "ext4"
@@ -25,10 +25,15 @@ DEFAULT_FS_TYPE = "ext4"
 
 @dataclass(frozen=True)
 class Statistics:
-    """What is known of a volume in use; `usage` is None for a raw block volume."""
+    """What is known of a volume in use.
+
+    `usage` is None for a raw block volume, and for a file system that does not answer. `problems`
+    are sentences.
+    """
 
     total_bytes: int
     usage: usage.Usage | None
+    problems: tuple[str, ...] = ()
 
 
 class Access:
@@ -155,12 +160,17 @@ class Access:
         target.ensure_absent(self._kernel, call.path)
 
     def statistics(self, call: calls.At) -> Statistics:
-        """How large and how full the volume is, seen from where it is staged or published."""
+        """How large and how full the volume is where it is staged or published, and how well."""
         device, mounted = self._find(call)
         if mounted.device != device.number:
             return Statistics(usage.device_size_bytes(self._kernel, device.path), None)
-        found = usage.of(self._kernel, mounted.path)
-        return Statistics(found.total_bytes, found)
+        problems = health.problems(self._kernel, mounted)
+        try:
+            found = usage.of(self._kernel, mounted.path)
+        except mount_errors.TargetError:
+            size_bytes = usage.device_size_bytes(self._kernel, device.path)
+            return Statistics(size_bytes, None, problems)
+        return Statistics(found.total_bytes, found, problems)
 
     def size_bytes(self, call: calls.At) -> int:
         """The device's size, if the volume is staged or published at the path."""

@@ -3,7 +3,7 @@
 import grpc
 from google.protobuf import wrappers_pb2
 
-from agent import calls, inventory
+from agent import calls, condition, inventory
 from agent.config import TOPOLOGY_KEY, Config
 from agent.inventory import Volume
 from agent.locks import VolumeLocks
@@ -61,7 +61,11 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """List this node's volumes, part by part."""
         listing = self._provision.list(calls.Page.from_proto(request))
         entries = [
-            csi.ListVolumesResponse.Entry(volume=self._volume(volume)) for volume in listing.volumes
+            csi.ListVolumesResponse.Entry(
+                volume=self._volume(volume),
+                status=csi.ListVolumesResponse.VolumeStatus(volume_condition=_condition(volume)),
+            )
+            for volume in listing.volumes
         ]
         return csi.ListVolumesResponse(entries=entries, next_token=listing.next_token)
 
@@ -81,7 +85,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ControllerGetVolumeResponse:
         """One volume."""
         volume = self._provision.get(calls.volume_id(request))
-        status = csi.ControllerGetVolumeResponse.VolumeStatus()
+        status = csi.ControllerGetVolumeResponse.VolumeStatus(volume_condition=_condition(volume))
         return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
 
     def ControllerExpandVolume(  # noqa: N802
@@ -107,6 +111,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             _Rpc.LIST_VOLUMES,
             _Rpc.GET_CAPACITY,
             _Rpc.GET_VOLUME,
+            _Rpc.VOLUME_CONDITION,
             _Rpc.SINGLE_NODE_MULTI_WRITER,
         ]
         if self._config.controller_expand:
@@ -122,3 +127,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             volume_context=context_of(volume.facts),
             accessible_topology=[here],
         )
+
+
+def _condition(volume: Volume) -> csi.VolumeCondition:
+    return condition.answer(condition.problems(volume))

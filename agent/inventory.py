@@ -33,6 +33,7 @@ class Volume:
     size_bytes: int
     facts: Mapping[str, str]
     open: bool = False
+    health: str = ""
 
     @property
     def wiping(self) -> bool:
@@ -129,7 +130,8 @@ def _volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None
     if NAME not in facts:
         return None
     identity = VolumeId.of(group, logical.name)
-    return Volume(identity, group, logical.name, logical.size_bytes, facts, logical.open)
+    size_bytes, health = logical.size_bytes, logical.health
+    return Volume(identity, group, logical.name, size_bytes, facts, logical.open, health)
 
 
 def group_of(volume_id: str) -> str:

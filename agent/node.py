@@ -2,7 +2,7 @@
 
 import grpc
 
-from agent import calls, inventory
+from agent import calls, condition, inventory
 from agent.access import Access, Statistics
 from agent.config import TOPOLOGY_KEY, Config
 from agent.locks import VolumeLocks
@@ -63,9 +63,12 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeGetVolumeStats(  # noqa: N802
         self, request: csi.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeStatsResponse:
-        """Measure how large and how full the volume is."""
+        """Measure how large and how full the volume is, and say what is wrong with it."""
         call = calls.At.from_volume_path(request)
-        return csi.NodeGetVolumeStatsResponse(usage=_usage(self._access.statistics(call)))
+        found = self._access.statistics(call)
+        return csi.NodeGetVolumeStatsResponse(
+            usage=_usage(found), volume_condition=condition.answer(found.problems)
+        )
 
     def NodeExpandVolume(  # noqa: N802
         self, request: csi.NodeExpandVolumeRequest, context: grpc.ServicerContext
@@ -86,6 +89,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         offered = (
             _Rpc.STAGE_UNSTAGE_VOLUME,
             _Rpc.GET_VOLUME_STATS,
+            _Rpc.VOLUME_CONDITION,
             _Rpc.EXPAND_VOLUME,
             _Rpc.SINGLE_NODE_MULTI_WRITER,
         )

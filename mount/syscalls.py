@@ -147,6 +147,23 @@ class Kernel:
         with self._at(path) as place:
             return os.statvfs(place)
 
+    def error_counters(self, fs_type: str, device: tuple[int, int]) -> dict[str, int]:
+        """What the file system on a block device has counted of errors, by sysfs; xfs counts none.
+
+        ext4: Documentation/ABI/testing/sysfs-fs-ext4; btrfs: btrfs(5), since Linux 5.14.
+        """
+        node = os.path.realpath(f"/sys/dev/block/{device[0]}:{device[1]}").rpartition("/")[2]
+        counted: dict[str, int] = {}
+        if fs_type == "ext4":
+            for errors in Path("/sys/fs/ext4").glob(f"{node}/errors_count"):
+                counted["errors_count"] = int(errors.read_text())
+        if fs_type == "btrfs":
+            for used in Path("/sys/fs/btrfs").glob(f"*/devices/{node}"):
+                for stats in used.parent.parent.glob("devinfo/*/error_stats"):
+                    lines = (line.split() for line in stats.read_text().splitlines())
+                    counted |= {name: int(count) for name, count in lines}
+        return counted
+
     def make_directory(self, path: str, mode: int) -> None:
         """mkdir(2)."""
         with self._parent(path) as (parent, name):

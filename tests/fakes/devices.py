@@ -19,6 +19,8 @@ class Media:
     fs_size_bytes: int = 0
     # What is wrong with the file system: "little", which fsck mends by itself, or "much".
     damage: str = ""
+    # How many errors the file system has counted.
+    errors: int = 0
     zeroed: list[tuple[int, int]] = field(default_factory=list)
 
 

@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -79,6 +79,12 @@ class FakeKernel(Kernel):
         return os.statvfs_result(
             (_BLOCK_BYTES, _BLOCK_BYTES, blocks, *free, inodes, inodes, inodes, 0, 255)
         )
+
+    def error_counters(self, fs_type: str, device: tuple[int, int]) -> dict[str, int]:
+        if fs_type == "xfs":
+            return {}
+        [found] = [one for one in self.devices if one.number == device]
+        return {"errors_count": found.media.errors}
 
     def remove_directory(self, path: str) -> None:
         self._refuse_mounted(path)
@@ -255,6 +261,15 @@ class FakeKernel(Kernel):
         self.devices.resize(device, size_bytes)
 
     # What the tests set up
+
+    def remount_read_only(self, device: str) -> None:
+        """As a file system does by itself after an error: the superblock, not its mounts."""
+        self.mounts = [
+            replace(mount, super_options=("ro", *mount.super_options[1:]))
+            if mount.source == device and mount.fs_type != "devtmpfs"
+            else mount
+            for mount in self.mounts
+        ]
 
     def mount_foreign(self, path: str, source: str = "tmpfs") -> None:
         """Someone else mounts something at a path."""

@@ -70,7 +70,7 @@ ORDER = (
     "cli",
     "server",
     "identity controller node interceptor",
-    "status secrets readiness registration",
+    "condition status secrets readiness registration",
     "access provision embedded",
     "wiping",
     "inventory calls",
