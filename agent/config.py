@@ -27,11 +27,23 @@ EMBEDDED_FILE = Path("/var/lib/carver/carver.img")
 
 # CSI spec, "Size Limits": a string is at most 128 bytes; a node id too.
 _MAXIMUM_NODE_ID = 128
+_MAXIMUM_PORT = 65535
 _UNITS: Mapping[str, int] = {"": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGTPE", start=1)
     for suffix, base in (("", 1024), ("i", 1024), ("iB", 1024), ("B", 1000))
 }
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen; an empty host is every address of the node's."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_size(value: object) -> int:
@@ -87,6 +99,15 @@ def _directories(value: object) -> tuple[str, ...]:
     return found
 
 
+def _address(value: object) -> Address | None:
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]*):(\d{1,5})", str(value))
+    if not str(value):
+        return None
+    if match is None or int(match[2]) > _MAXIMUM_PORT:
+        raise ValueError("an address and a port, such as 127.0.0.1:9898, [::1]:9898 or :9898")
+    return Address(match[1].strip("[]"), int(match[2]))
+
+
 def _node_id(value: object) -> str:
     text = str(value)
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text):
@@ -139,6 +160,11 @@ SETTINGS: Mapping[str, Setting] = {
         _directories,
         lambda: (str(KUBELET_DIRECTORY),),
         "where volumes may be staged and published; /: anywhere",
+    ),
+    "metrics_address": Setting(
+        _address,
+        lambda: "",
+        "serve /metrics, /healthz and /readyz there, such as 127.0.0.1:9898; empty: nowhere",
     ),
     "log_format": Setting(_choice("text", "json"), lambda: "text", "text or json"),
     "log_level": Setting(
@@ -213,6 +239,7 @@ class Config:
     backing: BackingFile | None
     registration: str = "none"
     registration_directory: Path = REGISTRY
+    metrics_address: Address | None = None
 
     def device_class(self, name: str) -> DeviceClass | None:
         """The class of that name, or the default one for an empty name."""

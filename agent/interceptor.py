@@ -19,7 +19,13 @@ _NO_DEADLINE_SECONDS = 7 * 24 * 3600
 
 
 class Interceptor(grpc.ServerInterceptor):
-    """The only one. What a service raises becomes the code that agent/status.py gives it."""
+    """The only one. What a service raises becomes the code that agent/status.py gives it.
+
+    `observe` is told of each call that ended: its method, its code's name, and its seconds.
+    """
+
+    def __init__(self, observe: Callable[[str, str, float], None] | None = None) -> None:
+        self._observe = observe or (lambda _method, _code, _seconds: None)
 
     def intercept_service(
         self,
@@ -43,7 +49,9 @@ class Interceptor(grpc.ServerInterceptor):
                 code, message = status.code_of(error), str(error) or type(error).__name__
                 if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
                     _log.debug("%s raised", method, exc_info=error)
-            _write(method, request, code, message, time.monotonic() - started)
+            seconds = time.monotonic() - started
+            _write(method, request, code, message, seconds)
+            self._observe(method, code.name, seconds)
             if code is not grpc.StatusCode.OK:
                 context.abort(code, message)
             return response

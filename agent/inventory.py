@@ -1,11 +1,13 @@
 """Carver's volumes, as LVM's tags and the kernel's devices tell of them."""
 
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from agent import errors
 from agent.ids import VolumeId
-from lvm import devices, names, report, tags, volumes
+from lvm import command, devices, names, report, tags, volumes
 from lvm import errors as lvm_errors
 from lvm.lvm2 import Lvm
 
@@ -21,6 +23,10 @@ FORMATTED = "formatted"
 
 READY = "ready"
 WIPING = "wiping"
+
+# Those who only watch are served from a report of this age, and wait for a new one so long.
+_RECENT_SECONDS = 60.0
+_WATCHING_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -41,17 +47,59 @@ class Volume:
         return self.facts.get(STATE) == WIPING
 
 
+@dataclass(frozen=True)
+class Seen:
+    """A report, or the error in place of one, and when that was."""
+
+    time_seconds: float
+    report: report.Report | None
+    error: lvm_errors.LvmError | None = None
+
+    def is_recent(self) -> bool:
+        """Whether it need not be read again for those who only watch."""
+        return 0 <= time.time() - self.time_seconds < _RECENT_SECONDS
+
+
 class Inventory:
-    """Finds volumes: by id, by name, all of them. Holds nothing between two calls."""
+    """Finds volumes: by id, by name, all of them.
+
+    Each call reads anew what it decides by. The last report is kept for those who only watch.
+    """
 
     def __init__(self, lvm: Lvm, kernel_devices: devices.Devices, groups: Sequence[str]) -> None:
         self._lvm = lvm
         self._devices = kernel_devices
         self._groups = groups
+        self._seen = Seen(0.0, None)
+        self._watching = threading.Lock()
 
     def read(self) -> report.Report:
         """All that lvm2 knows now: one command."""
-        return report.read(self._lvm)
+        known = report.read(self._lvm)
+        self._seen = Seen(time.time(), known)
+        return known
+
+    def recent(self) -> tuple[report.Report, float]:
+        """What lvm2 knew at most a minute ago, and when (epoch, seconds), to watch it by.
+
+        However many ask, and however often, it is one command a minute, and none where calls
+        read reports anyway. An error is raised again for as long.
+        """
+        with self._watching:
+            if not self._seen.is_recent():
+                self._look()
+            seen = self._seen
+        if seen.report is None:
+            # The same error each time: without the traces of those who met it before.
+            raise (seen.error or lvm_errors.BadReport("none was read")).with_traceback(None)
+        return seen.report, seen.time_seconds
+
+    def _look(self) -> None:
+        try:
+            with command.time_limit(_WATCHING_SECONDS):
+                self.read()
+        except lvm_errors.LvmError as error:
+            self._seen = Seen(time.time(), None, error)
 
     def require_groups(self, known: report.Report) -> None:
         """Raise GroupMissing for one of Carver's groups that is not there."""

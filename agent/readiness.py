@@ -1,10 +1,12 @@
 """Whether this node can do what it offers: what Probe tells, checked anew each time."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 from agent import errors
 from agent.inventory import Inventory
 from lvm import errors as lvm_errors
+from lvm import report
 
 _CONTROL = Path("/dev/mapper/control")
 
@@ -21,9 +23,15 @@ class Readiness:
 
         One command: the report needs lvm2, and names the groups. device-mapper is opened.
         """
+        self._check(self._inventory.read)
+
+    def check_recent(self) -> None:
+        """The same for those who ask all day long: by a report that is at most a minute old."""
+        self._check(lambda: self._inventory.recent()[0])
+
+    def _check(self, read: Callable[[], report.Report]) -> None:
         try:
-            known = self._inventory.read()
-            self._inventory.require_groups(known)
+            self._inventory.require_groups(read())
         except lvm_errors.LvmError as error:
             raise errors.NotReady(str(error)) from None
         try:

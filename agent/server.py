@@ -7,15 +7,16 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 
-from agent import embedded, errors, sockets
+from agent import embedded, errors, monitor, sockets
 from agent.access import Access
 from agent.config import Config
 from agent.controller import Controller
@@ -34,6 +35,9 @@ from lvm.devices import Devices, KernelDevices
 from lvm.lvm2 import Lvm
 from mount.syscalls import Kernel
 from proto import csi_pb2_grpc
+
+if TYPE_CHECKING:
+    from agent.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 
@@ -61,8 +65,15 @@ def this_host(config: Config) -> Host:
 class Service:
     """Carver's three services on one gRPC server."""
 
-    def __init__(self, config: Config, host: Host, lvm: Lvm) -> None:
-        known = Inventory(lvm, host.devices, config.groups)
+    def __init__(
+        self,
+        config: Config,
+        host: Host,
+        lvm: Lvm,
+        observe: Callable[[str, str, float], None] | None = None,
+    ) -> None:
+        known = self.inventory = Inventory(lvm, host.devices, config.groups)
+        self.readiness = Readiness(known)
         volume_locks, group_locks = VolumeLocks(), GroupLocks()
         self.wiper = Wiper(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
         provision = Provisioner(config, lvm, known, group_locks, self.wiper)
@@ -70,9 +81,10 @@ class Service:
             host.run, lvm, host.kernel, known, group_locks, self.wiper, config.kubelet_dir
         )
         self._server = grpc.server(
-            ThreadPoolExecutor(_THREADS, thread_name_prefix="rpc"), interceptors=[Interceptor()]
+            ThreadPoolExecutor(_THREADS, thread_name_prefix="rpc"),
+            interceptors=[Interceptor(observe)],
         )
-        csi_pb2_grpc.add_IdentityServicer_to_server(Identity(Readiness(known)), self._server)
+        csi_pb2_grpc.add_IdentityServicer_to_server(Identity(self.readiness), self._server)
         csi_pb2_grpc.add_ControllerServicer_to_server(
             Controller(config, provision, volume_locks), self._server
         )
@@ -98,27 +110,51 @@ class Service:
 
 def serve(config: Config, host: Host) -> None:
     """Serve until SIGTERM or SIGINT. Raises SocketTaken, NotReady."""
-    with claimed(config.endpoint):
+    with claimed(config.endpoint), contextlib.ExitStack() as ending:
+        metrics = None
+        if config.metrics_address is not None:
+            metrics = _metrics()
+            host = replace(host, run=metrics.counted(host.run))
         lvm = Lvm(host.run, config.devices)
         if config.backing is not None:
             device = embedded.ensure_device(host.kernel, config.backing)
             lvm = Lvm(host.run, (device,))
             embedded.ensure_group(host.run, lvm, config.groups[0], device)
-        service = Service(config, host, lvm)
+        service = Service(config, host, lvm, metrics.count_call if metrics else None)
         ended = _until_signal()
         _resume(service.wiper)
-        registration = Registration(config.registration_directory, config.endpoint)
         service.start(config.endpoint)
+        ending.callback(service.stop)
+        registration = Registration(config.registration_directory, config.endpoint)
+        if config.metrics_address is not None and metrics is not None:
+            metrics.watch(config.groups, service.inventory, service.wiper, registration)
+            pages = monitor.Monitor(config.metrics_address, _pages(config, service, metrics))
+            pages.start()
+            ending.callback(pages.stop)
         if config.registration == "self":
             # Kubelet calls the endpoint before it registers it.
             registration.start()
+            ending.callback(registration.stop)
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")
         ended.wait()
         notify("STOPPING=1")
-        registration.stop()
-        service.stop()
-        _log.info("stopped")
+    _log.info("stopped")
+
+
+def _metrics() -> "Metrics":
+    # Imported here: who does not ask for metrics need not have prometheus-client.
+    from agent.metrics import Metrics
+
+    return Metrics()
+
+
+def _pages(config: Config, service: Service, metrics: "Metrics") -> Mapping[str, monitor.Page]:
+    return {
+        "/metrics": monitor.Page(metrics.text, metrics.CONTENT_TYPE),
+        "/healthz": monitor.Page(monitor.healthz(config.endpoint)),
+        "/readyz": monitor.Page(monitor.readyz(service.readiness)),
+    }
 
 
 def _resume(wiper: Wiper) -> None:

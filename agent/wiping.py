@@ -11,6 +11,8 @@ Killed before that tag is written, the caller has no answer and calls again. Kil
 import errno
 import logging
 import threading
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
@@ -35,6 +37,7 @@ class _Job:
     # Both are set under the group's lock: nothing is put on record of a volume that is gone.
     removed: bool = False
     on_record: bool = False
+    running: bool = False
     ended: Future[None] = field(default_factory=Future)
 
 
@@ -100,6 +103,12 @@ class Wiper:
         with self._guard:
             return volume_id in self._jobs
 
+    def counts(self) -> Mapping[str, int]:
+        """How many wipes wait for a worker, are under way, and failed and will be tried again."""
+        with self._guard:
+            states = Counter(_state(job) for job in self._jobs.values())
+        return {state: states[state] for state in ("queued", "running", "failed")}
+
     def resume(self) -> int:
         """Go on with the wipes that an earlier process left; returns how many."""
         left = [one for one in self._inventory.present(self._inventory.read()) if one.wiping]
@@ -131,6 +140,7 @@ class Wiper:
         return job
 
     def _work(self, key: str, job: _Job) -> None:
+        job.running = True
         try:
             self._wipe_and_remove(job)
         except _Stopping as stopping:
@@ -193,3 +203,10 @@ class Wiper:
                 raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(paths)}")
         if volume.open:
             raise errors.VolumeInUse(str(volume.id), "a process has its device open")
+
+
+def _state(job: _Job) -> str:
+    if job.ended.done():
+        # One that succeeded is not kept.
+        return "failed"
+    return "running" if job.running else "queued"

@@ -55,6 +55,26 @@ def test_kubelet_s_directories_are_absolute_and_may_be_several(tmp_path: Path) -
             load(tmp_path, f"kubelet_dir = {wrong}")
 
 
+@pytest.mark.parametrize(
+    ("text", "address", "shown"),
+    [
+        ("127.0.0.1:9898", config.Address("127.0.0.1", 9898), "127.0.0.1:9898"),
+        (":9898", config.Address("", 9898), ":9898"),
+        ("[::1]:9898", config.Address("::1", 9898), "[::1]:9898"),
+        ("node-1.local:80", config.Address("node-1.local", 80), "node-1.local:80"),
+    ],
+)
+def test_an_address_to_listen_on_is_read_as_it_is_shown(
+    tmp_path: Path, text: str, address: config.Address, shown: str
+) -> None:
+    assert load(tmp_path, f'metrics_address = "{text}"').metrics_address == address
+    assert str(address) == shown
+
+
+def test_metrics_are_off_until_they_are_asked_for(tmp_path: Path) -> None:
+    assert load(tmp_path).metrics_address is None
+
+
 def test_classes_name_their_groups(tmp_path: Path) -> None:
     text = """
         [[classes]]
@@ -98,6 +118,8 @@ def test_sizes_are_read_with_their_units(tmp_path: Path, text: str, size: int) -
         (f'node_id = "{"n" * 129}"', "node_id", ["128"]),
         ('endpoint = "relative"', "endpoint", ["'relative'", "absolute"]),
         ('registration = "both"', "registration", ["'both'", "self, none"]),
+        ('metrics_address = "localhost"', "metrics_address", ["'localhost'", ":9898"]),
+        ('metrics_address = ":70000"', "metrics_address", ["':70000'"]),
         ('log_format = "xml"', "log_format", ["'xml'", "text, json"]),
         ("controller_expand = 3", "controller_expand", ["3", "true or false"]),
         ("max_volumes_per_node = -1", "max_volumes_per_node", ["-1", "0 or more"]),

@@ -1,0 +1,185 @@
+"""What is counted, timed and measured, for Prometheus. The only module that imports its client.
+
+Calls and commands are counted as they end. Everything else is looked up when it is asked for.
+"""
+
+import platform
+import time
+from collections import Counter as Counts
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from agent.inventory import Inventory
+from agent.registration import Registration, State
+from agent.wiping import Wiper
+from lvm import errors, layout, report
+from lvm.command import Result, Run
+
+# From a call that runs nothing to one that waits for a disk. Seconds.
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+class Metrics:
+    """One process's counters and gauges."""
+
+    # Prometheus' text format, which every version of it reads.
+    CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._calls = Counter(
+            "carver_calls", "CSI calls that ended.", ["method", "code"], registry=self._registry
+        )
+        self._call_seconds = Histogram(
+            "carver_call_duration_seconds",
+            "How long CSI calls took.",
+            ["method"],
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
+        self._commands = Counter(
+            "carver_commands",
+            "Programs that ended: OK, the error that lvm2's failure was, or the exit code.",
+            ["program", "subcommand", "outcome"],
+            registry=self._registry,
+        )
+        self._command_seconds = Histogram(
+            "carver_command_duration_seconds",
+            "How long programs ran.",
+            ["program", "subcommand"],
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
+        ProcessCollector(registry=self._registry)
+
+    def count_call(self, method: str, code: str, seconds: float) -> None:
+        """A call ended."""
+        self._calls.labels(method, code).inc()
+        self._call_seconds.labels(method).observe(seconds)
+
+    def counted(self, run: Run) -> Run:
+        """The same, with each program counted, also one that could not be started."""
+
+        def counting(*words: str) -> Result:
+            started = time.monotonic()
+            try:
+                result = run(*words)
+            except Exception as error:
+                self._count_command(words, type(error).__name__, time.monotonic() - started)
+                raise
+            self._count_command(words, _outcome(words, result), time.monotonic() - started)
+            return result
+
+        return counting
+
+    def _count_command(self, words: tuple[str, ...], outcome: str, seconds: float) -> None:
+        subcommand = words[1] if words[0] == "lvm" else ""
+        self._commands.labels(words[0], subcommand, outcome).inc()
+        self._command_seconds.labels(words[0], subcommand).observe(seconds)
+
+    def watch(
+        self,
+        groups: Sequence[str],
+        known: Inventory,
+        wiper: Wiper,
+        registration: Registration,
+    ) -> None:
+        """Measure these from now on."""
+        self._registry.register(_Gauges(groups, known, wiper, registration))
+
+    def families(self) -> Iterable[Metric]:
+        """Everything as it is now."""
+        return self._registry.collect()
+
+    def text(self) -> bytes:
+        """Everything as it is now, in the format of CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+
+def _outcome(words: tuple[str, ...], result: Result) -> str:
+    if result.exit_code == 0:
+        return "OK"
+    if words[0] == "lvm":
+        return type(errors.classify(words, result.exit_code, result.stderr)).__name__
+    # No failure by itself: blkid's 2, for one, is a blank device.
+    return f"exit {result.exit_code}"
+
+
+class _Gauges(Collector):
+    def __init__(
+        self,
+        groups: Sequence[str],
+        known: Inventory,
+        wiper: Wiper,
+        registration: Registration,
+    ) -> None:
+        self._groups = groups
+        self._inventory = known
+        self._wiper = wiper
+        self._registration = registration
+
+    def collect(self) -> Iterable[Metric]:
+        """What is looked up at each scrape."""
+        build = GaugeMetricFamily(
+            "carver_build_info", "What runs here; always 1.", labels=["version", "python"]
+        )
+        build.add_metric([version("carver"), platform.python_version()], 1)
+        yield build
+
+        wipes = GaugeMetricFamily(
+            "carver_wipes",
+            "Deleted volumes that are not yet overwritten and removed.",
+            labels=["state"],
+        )
+        for state, count in self._wiper.counts().items():
+            wipes.add_metric([state], count)
+        yield wipes
+
+        registration = GaugeMetricFamily(
+            "carver_registration", "How far the registration is: 1 for one.", labels=["state"]
+        )
+        for one in State:
+            registration.add_metric([one.value], one is self._registration.state)
+        yield registration
+
+        answers = GaugeMetricFamily("carver_lvm_up", "Whether lvm2 gave a report when last asked.")
+        when = GaugeMetricFamily(
+            "carver_report_timestamp_seconds", "When the report of the groups was read."
+        )
+        try:
+            known, time_seconds = self._inventory.recent()
+        except errors.LvmError:
+            answers.add_metric([], 0)
+            yield answers
+            return
+        answers.add_metric([], 1)
+        when.add_metric([], time_seconds)
+        yield from (answers, when, *self._of_groups(known))
+
+    def _of_groups(self, known: report.Report) -> Iterable[Metric]:
+        present = _of_group("present", "Whether the group is on this node.")
+        size = _of_group("size_bytes", "The group's extents on disks that are there.")
+        free = _of_group("free_bytes", "The group's extents that new volumes may use.")
+        missing = _of_group("missing_disks", "The group's disks that are not there.")
+        volumes = _of_group("volumes", "Carver's volumes, with those that are being wiped.")
+        held = Counts(one.group.name for one in self._inventory.present(known))
+        for name in self._groups:
+            group = known.groups.get(name)
+            present.add_metric([name], group is not None)
+            if group is None:
+                continue
+            extents = sum(disk.extents for disk in group.disks if not disk.missing)
+            size.add_metric([name], extents * group.extent_size_bytes)
+            free.add_metric([name], layout.available_bytes(group))
+            missing.add_metric([name], group.missing_disks)
+            volumes.add_metric([name], held[name])
+        return present, size, free, missing, volumes
+
+
+def _of_group(name: str, documentation: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"carver_group_{name}", documentation, labels=["group"])
