@@ -1,0 +1,333 @@
+"""Thousands of calls in any order, one by one and two at once, against a model of the node.
+
+The same seed gives the same calls; it is printed. `CARVER_MODEL=seed=7,examples=1000,steps=80`
+chooses others. What hypothesis prints of a failure is the shortest sequence that fails; with
+`shrink=0` it is the first.
+"""
+
+import contextlib
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from fakes.host import FakeHost
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    rule,
+    run_state_machine_as_test,
+)
+from model import operations as do
+from model.expected import EXTENT_BYTES, Model
+from model.machine import Machine
+from model.operations import MIB, Outcome, Use
+from real.host import Lab, real_host
+
+_DISKS = (150, 100)
+_NAMES = ("a", "b", "c")
+_STAGING = {"a": "staging-a", "b": "staging-b", "c": "staging-c"}
+_TARGETS = ("target-1", "target-2", "target-3")
+
+_volumes = st.sampled_from((*_NAMES, *_NAMES, *_NAMES, do.MALFORMED, do.ELSEWHERE))
+_names = st.sampled_from(_NAMES)
+_paths = st.sampled_from((*_TARGETS, *_TARGETS, *_STAGING.values()))
+_targets = st.sampled_from(_TARGETS)
+_modes = st.sampled_from((do.MULTI_WRITER, do.MULTI_WRITER, do.WRITER, do.READER_ONLY))
+_uses = st.one_of(
+    st.builds(Use, st.just("mount"), _modes, st.just("ext4")),
+    st.builds(Use, st.just("mount"), _modes, st.sampled_from(("", "ext4", "xfs", "btrfs"))),
+    st.builds(Use, st.just("block"), _modes),
+)
+# The uses of most calls, so that a repeated call is often the same.
+_usual = st.sampled_from(
+    (
+        Use("mount", do.MULTI_WRITER, "ext4"),
+        Use("mount", do.MULTI_WRITER, "ext4"),
+        Use("block", do.MULTI_WRITER),
+        Use("mount", do.WRITER, "ext4"),
+    )
+)
+_any_use = st.one_of(_usual, _usual, _uses)
+_sizes = st.sampled_from((16 * MIB, 16 * MIB, 17 * MIB, 0, 64 * MIB, 320 * MIB, 700 * MIB))
+_limits = st.sampled_from((0, 0, 0, 16 * MIB, 18 * MIB, 400 * MIB))
+_parameters = st.sampled_from(
+    (
+        (),
+        (),
+        (),
+        (("carver/class", "plain"),),
+        (("carver/fsType", "xfs"),),
+        (("carver/class", "other"),),
+        (("unheard", "of"),),
+    )
+)
+
+
+def _own_staging(volume: str) -> str:
+    return _STAGING.get(volume, _STAGING["a"])
+
+
+_creates = st.builds(do.Create, _names, _sizes, _limits, _any_use, _parameters)
+_plain_creates = st.builds(do.Create, _names, st.just(16 * MIB), st.just(0), _usual)
+_deletes = st.builds(do.Delete, _volumes)
+_stages = st.one_of(
+    *(st.builds(do.Stage, st.just(one), st.just(_STAGING[one]), _usual) for one in _NAMES),
+    st.builds(do.Stage, _volumes, _paths, _any_use),
+)
+_unstages = st.one_of(
+    *(st.builds(do.Unstage, st.just(one), st.just(_STAGING[one])) for one in _NAMES),
+    st.builds(do.Unstage, _volumes, _paths),
+)
+_publishes = st.one_of(
+    *(
+        st.builds(do.Publish, st.just(one), st.just(_STAGING[one]), _targets, _usual, st.booleans())
+        for one in _NAMES
+    ),
+    st.builds(do.Publish, _volumes, _paths, _paths, _any_use, st.booleans()),
+)
+_unpublishes = st.builds(do.Unpublish, _volumes, _paths)
+_expands = st.builds(do.Expand, _volumes, _sizes.filter(bool), _limits)
+_node_expands = st.builds(do.NodeExpand, _volumes, _paths, _sizes, _limits)
+_looks = st.one_of(
+    st.builds(do.Get, _volumes),
+    st.builds(do.Validate, _volumes, _any_use),
+    st.builds(do.Volumes, st.sampled_from((0, 1, 2))),
+    st.just(do.Capacity()),
+    st.builds(do.Stats, _volumes, _paths),
+)
+_changes = st.one_of(
+    _plain_creates,
+    _creates,
+    _deletes,
+    _stages,
+    _unstages,
+    _publishes,
+    _unpublishes,
+    _expands,
+)
+
+
+_seen_at_once = st.one_of(_changes, st.just(do.Volumes()), st.just(do.Capacity()))
+
+
+def _of(volume: str) -> st.SearchStrategy[do.Call]:
+    """What happens to a volume that is used as usual."""
+    staging = _STAGING[volume]
+    return st.one_of(
+        st.builds(do.Create, st.just(volume), st.just(16 * MIB), st.just(0), _usual),
+        st.builds(do.Delete, st.just(volume)),
+        st.builds(do.Stage, st.just(volume), st.just(staging), _usual),
+        st.builds(do.Unstage, st.just(volume), st.just(staging)),
+        st.builds(do.Expand, st.just(volume), _sizes.filter(bool)),
+        st.builds(do.Publish, st.just(volume), st.just(staging), _targets, _usual, st.booleans()),
+        st.builds(do.Unpublish, st.just(volume), _targets),
+    )
+
+
+_pairs: st.SearchStrategy[tuple[do.Call, do.Call]] = st.one_of(
+    st.tuples(_changes, _seen_at_once), *(st.tuples(_of("a"), _of(other)) for other in _NAMES)
+)
+
+
+class Node(RuleBasedStateMachine):
+    """A node and its model, side by side."""
+
+    def __init__(self, machine: Machine, take_away: Callable[[], object]) -> None:
+        super().__init__()
+        self.machine = machine
+        self.take_away = take_away
+        self.model = Model(sum(_DISKS) * EXTENT_BYTES)
+
+    def _is_sensible(self, call: do.Call) -> bool:
+        """No CO uses a volume with a file system as a raw device: then mkfs may find it busy."""
+        volume = self.model.volumes.get(getattr(call, "volume", ""))
+        raw = isinstance(call, do.Publish) and call.use.is_block
+        return not raw or (volume is not None and volume.use.is_block)
+
+    def _do(self, call: do.Call) -> None:
+        if not self._is_sensible(call):
+            return
+        expected = self.model.apply(call)
+        told = self.machine.call(call)
+        assert self.machine.same(call, told, expected), f"{call}: {told}, expected {expected}"
+        self._compare()
+
+    def _compare(self) -> None:
+        assert self.machine.state() == self.model.state()
+
+    @rule(call=_plain_creates)
+    def create(self, call: do.Create) -> None:
+        self._do(call)
+
+    @rule(call=_creates)
+    def create_oddly(self, call: do.Create) -> None:
+        self._do(call)
+
+    @rule(call=_deletes)
+    def delete(self, call: do.Delete) -> None:
+        self._do(call)
+
+    @rule(call=_stages)
+    def stage(self, call: do.Stage) -> None:
+        self._do(call)
+
+    @rule(call=_publishes)
+    def publish(self, call: do.Publish) -> None:
+        self._do(call)
+
+    @rule(call=_unpublishes)
+    def unpublish(self, call: do.Unpublish) -> None:
+        self._do(call)
+
+    @rule(call=_unstages)
+    def unstage(self, call: do.Unstage) -> None:
+        self._do(call)
+
+    @rule(call=_expands)
+    def expand(self, call: do.Expand) -> None:
+        self._do(call)
+
+    @rule(call=_node_expands)
+    def node_expand(self, call: do.NodeExpand) -> None:
+        self._do(call)
+
+    @rule(call=_looks)
+    def look(self, call: do.Call) -> None:
+        self._do(call)
+
+    @rule(volume=_names, use=_usual, path=_targets, read_only=st.booleans())
+    def bring_into_use(self, volume: str, use: Use, path: str, read_only: bool) -> None:
+        """What a CO does for a new pod."""
+        self._do(do.Create(volume, 16 * MIB, 0, use))
+        self._do(do.Stage(volume, _STAGING[volume], use))
+        self._do(do.Publish(volume, _STAGING[volume], path, use, read_only))
+
+    @rule(volume=_names)
+    def let_go(self, volume: str) -> None:
+        """What a CO does when the last pod is gone."""
+        for path in sorted(self.model.of(volume)):
+            if path in _TARGETS:
+                self._do(do.Unpublish(volume, path))
+        self._do(do.Unstage(volume, _STAGING[volume]))
+        self._do(do.Delete(volume))
+
+    @rule(pair=_pairs, waits=st.integers(0, 1 << 16))
+    def two_at_once(self, pair: tuple[do.Call, do.Call], waits: int) -> None:
+        """Both happen, in one order or the other; on one volume, one may be put off instead."""
+        first, second = pair
+        if not (self._is_sensible(first) and self._is_sensible(second)):
+            return
+        self.machine.switch.waits = random.Random(waits)
+        with ThreadPoolExecutor(2) as pool:
+            told = tuple(pool.map(self.machine.call, (first, second)))
+        self.machine.switch.waits = None
+        ways = [(model, answers) for model, answers in self._ways(first, second) if answers == told]
+        state = self.machine.state()
+        fitting = [model for model, _ in ways if model.state() == state]
+        assert fitting, f"{first} and {second} at once: {told}, {state}"
+        self.model = fitting[0]
+
+    def _ways(
+        self, first: do.Call, second: do.Call
+    ) -> Iterator[tuple[Model, tuple[Outcome, Outcome]]]:
+        """How the model can go on from here, with what is answered."""
+        model = self.model.copy()
+        yield model, (model.apply(first), model.apply(second))
+        model = self.model.copy()
+        later = model.apply(second)
+        yield model, (model.apply(first), later)
+        volume = getattr(first, "volume", "")
+        if volume and volume == getattr(second, "volume", None):
+            model = self.model.copy()
+            yield model, (model.apply(first), Outcome("ABORTED"))
+            model = self.model.copy()
+            yield model, (Outcome("ABORTED"), model.apply(second))
+
+    @rule()
+    def restart(self) -> None:
+        self.machine.restart()
+        self._compare()
+
+    @rule()
+    def reboot(self) -> None:
+        self.machine.reboot()
+        self.model.reboot()
+        self._compare()
+
+    # What is drawn never depends on the state: after two calls at once, that may differ.
+
+    def _is_unused(self, volume: str) -> bool:
+        there = self.model.volumes.get(volume)
+        return there is not None and there.active and not self.model.of(volume)
+
+    @rule(volume=_names)
+    def deactivate_behind_its_back(self, volume: str) -> None:
+        if self._is_unused(volume):
+            self.machine.deactivate(volume)
+            self.model.deactivate(volume)
+            self._compare()
+
+    @rule(volume=_names, contents=st.sampled_from(("", "ext4")))
+    def overwrite_behind_its_back(self, volume: str, contents: str) -> None:
+        if self._is_unused(volume):
+            self.machine.overwrite(volume, contents)
+            self.model.overwrite(volume, contents)
+
+    def teardown(self) -> None:
+        """Whatever was done, all of it can be undone, and then nothing is left."""
+        try:
+            for path, place in list(self.model.places.items()):
+                self._do(do.Unpublish(place.volume, path))
+            for volume in list(self.model.volumes):
+                self._do(do.Delete(volume))
+            for path in list(self.model.entries):
+                self._do(do.Unpublish("a", path))
+            assert self.model.state() == Model(self.model.total_bytes).state()
+        finally:
+            self.machine.stop()
+            self.take_away()
+
+
+def chosen(**defaults: int) -> dict[str, int]:
+    """Seed, examples and steps, as the environment has them."""
+    pairs = filter(None, os.environ.get("CARVER_MODEL", "").split(","))
+    return defaults | {key: int(value) for key, _, value in (one.partition("=") for one in pairs)}
+
+
+@pytest.mark.timeout(1800)
+def test_the_node_does_what_the_model_does(
+    request: pytest.FixtureRequest, real: bool, tmp_path: Path
+) -> None:
+    # A shorter sequence is not worth hours on a real machine.
+    numbers = chosen(seed=1, examples=5 if real else 80, steps=50, shrink=int(not real))
+    print(f"\nCARVER_MODEL={','.join(f'{key}={value}' for key, value in numbers.items())}")
+    shared: Lab | None = request.getfixturevalue("shared_lab") if real else None
+    serial = itertools.count()
+
+    class Here(Node):
+        def __init__(self) -> None:
+            directory = tmp_path / str(next(serial)) / "mounts"
+            directory.mkdir(parents=True)
+            own = contextlib.ExitStack()
+            host = own.enter_context(real_host(shared, directory)) if shared else None
+            any_host = host or FakeHost(directory)
+            group = any_host.new_group(*_DISKS)
+            super().__init__(Machine(any_host, group, directory.parent), own.close)
+
+    run_state_machine_as_test(
+        seed(numbers["seed"])(Here),
+        settings=settings(
+            max_examples=numbers["examples"],
+            stateful_step_count=numbers["steps"],
+            database=None,
+            deadline=None,
+            report_multiple_bugs=False,
+            suppress_health_check=list(HealthCheck),
+            phases=[Phase.generate, *([Phase.shrink] if numbers["shrink"] else [])],
+        ),
+    )

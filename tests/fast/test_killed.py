@@ -1,0 +1,237 @@
+"""Killed before and after every single step of every call: the next process makes it good."""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from fakes.host import FakeHost
+from model import operations as do
+from model.expected import EXTENT_BYTES, Model
+from model.machine import Machine
+from model.operations import MIB, Outcome, Use
+from model.stopping import CHANGING, Killed, Switch
+
+from lvm.command import Result
+from mount.syscalls import Kernel
+
+EXT4 = Use("mount", do.MULTI_WRITER, "ext4")
+XFS = Use("mount", do.MULTI_WRITER, "xfs")
+READER = Use("mount", do.READER_ONLY, "ext4")
+BLOCK = Use("block", do.MULTI_WRITER)
+EXTENTS = 250
+
+CREATE = do.Create("a", 320 * MIB, 0, EXT4)
+STAGE = do.Stage("a", "staging", EXT4)
+PUBLISH = do.Publish("a", "staging", "target", EXT4)
+RAW = do.Create("a", 32 * MIB, 0, BLOCK)
+RAW_STAGE = do.Stage("a", "staging", BLOCK)
+RAW_PUBLISH = do.Publish("a", "staging", "target", BLOCK, read_only=True)
+
+
+def deactivate(machine: Machine, model: Model) -> None:
+    """The volume's device is taken away before the call."""
+    machine.deactivate("a")
+    model.deactivate("a")
+
+
+def nothing(machine: Machine, model: Model) -> None:
+    """Nothing happens before the call."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and what was done before it."""
+
+    call: do.Call
+    before: tuple[do.Call, ...] = ()
+    arrange: Callable[[Machine, Model], None] = field(default=nothing)
+    # A wipe that takes longer than its caller waits, so that it is put on record first.
+    long_wipe: bool = False
+
+
+CASES = {
+    "create": Case(CREATE),
+    "create, raw": Case(RAW),
+    "delete": Case(do.Delete("a"), (CREATE,)),
+    "delete, formatted": Case(do.Delete("a"), (CREATE, STAGE, do.Unstage("a", "staging"))),
+    "delete, inactive": Case(do.Delete("a"), (CREATE,), deactivate),
+    "delete, a long wipe": Case(do.Delete("a"), (CREATE,), long_wipe=True),
+    "expand": Case(do.Expand("a", 400 * MIB), (CREATE,)),
+    "stage": Case(STAGE, (CREATE,)),
+    "stage, xfs": Case(do.Stage("a", "staging", XFS), (do.Create("a", 320 * MIB, 0, XFS),)),
+    "stage, read-only": Case(do.Stage("a", "staging", READER), (CREATE,)),
+    "stage, inactive": Case(STAGE, (CREATE,), deactivate),
+    "stage, raw": Case(RAW_STAGE, (RAW,), deactivate),
+    "unstage": Case(do.Unstage("a", "staging"), (CREATE, STAGE)),
+    "publish": Case(PUBLISH, (CREATE, STAGE)),
+    "publish, read-only": Case(
+        do.Publish("a", "staging", "target", EXT4, read_only=True), (CREATE, STAGE)
+    ),
+    "publish, raw": Case(do.Publish("a", "staging", "target", BLOCK), (RAW, RAW_STAGE)),
+    "publish, raw and read-only": Case(RAW_PUBLISH, (RAW, RAW_STAGE)),
+    "unpublish": Case(do.Unpublish("a", "target"), (CREATE, STAGE, PUBLISH)),
+    "unpublish, raw and read-only": Case(
+        do.Unpublish("a", "target"), (RAW, RAW_STAGE, RAW_PUBLISH)
+    ),
+    "expand on the node": Case(do.NodeExpand("a", "target", 400 * MIB), (CREATE, STAGE, PUBLISH)),
+    "expand on the node, raw": Case(
+        do.NodeExpand("a", "target", 64 * MIB), (RAW, RAW_STAGE, RAW_PUBLISH)
+    ),
+    "get": Case(do.Get("a"), (CREATE,)),
+    "validate": Case(do.Validate("a", EXT4), (CREATE,)),
+    "list": Case(do.Volumes(), (CREATE,)),
+    "capacity": Case(do.Capacity(), (CREATE,)),
+}
+# Looking costs one command, and changes nothing that could be left half done.
+UNSTOPPED = (do.Stats,)
+
+
+class Trial:
+    """A machine, its model, and a case's call that is about to be made on both."""
+
+    def __init__(self, case: Case, directory: Path) -> None:
+        (directory / "mounts").mkdir(parents=True)
+        host = FakeHost(directory / "mounts")
+        self.case = case
+        self.machine = Machine(host, host.new_group(EXTENTS), directory)
+        self.model = Model(EXTENTS * EXTENT_BYTES)
+        for one in case.before:
+            self.do(one)
+        case.arrange(self.machine, self.model)
+
+    def do(self, call: do.Call) -> None:
+        assert self.machine.call(call) == self.model.apply(call), call
+        assert self.machine.state() == self.model.state(), call
+
+    def start(self, switch: Switch) -> None:
+        """A new process, with the case's kind of wipe."""
+        if self.case.long_wipe:
+            recorded = threading.Event()
+
+            def gate(name: str) -> None:
+                if name == "zero_out":
+                    while not (recorded.is_set() or switch.dead.wait(0.005)):
+                        pass
+                if name == "lvm lvchange":
+                    recorded.set()
+
+            switch.gate = gate
+            self.machine.grace_seconds = 0.0
+        self.machine.start(switch)
+
+    def kill(self, stop_at: int, before: bool) -> None:
+        """Make the call, and end the process at a step of it."""
+        self.machine.stop()
+        switch = Switch(stop_at, before=before)
+        # A call whose wipe died with the process waits this long for nothing.
+        self.machine.grace_seconds = 2
+        self.start(switch)
+        told = self.machine.call(self.case.call)
+        assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
+        if not self.case.long_wipe:
+            assert told.code in ("CANCELLED", "UNAVAILABLE"), told
+        self.machine.client.__exit__(None, None, None)
+        self.machine.grace_seconds = 30
+        self.machine.start(Switch())
+
+    def settle(self) -> None:
+        """Let wipes that a new process took up come to their end."""
+        self.machine.service.wiper._workers.shutdown(wait=True)
+
+    def undo(self) -> None:
+        """What a CO does that gives up; then nothing may be left."""
+        for call in (
+            do.Unpublish("a", "target"),
+            do.Unpublish("a", "staging"),
+            do.Delete("a"),
+        ):
+            assert self.machine.call(call) == Outcome("OK"), call
+        self.settle()
+        assert self.machine.state() == Model(self.model.total_bytes).state()
+
+
+def steps(case: Case, directory: Path) -> int:
+    """How many steps the call takes when nothing ends it."""
+    trial = Trial(case, directory)
+    trial.machine.stop()
+    switch = Switch()
+    trial.start(switch)
+    trial.machine.call(case.call)
+    trial.settle()
+    trial.machine.stop()
+    return len(switch.taken)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_that_was_killed_at_any_step_succeeds_when_it_is_made_again(
+    name: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    count = steps(case, tmp_path / "count")
+    assert count
+    for stop_at in range(count):
+        for before in (True, False):
+            trial = Trial(case, tmp_path / f"{stop_at}{before}")
+            trial.kill(stop_at, before)
+            expected = trial.model.apply(case.call)
+            assert trial.machine.call(case.call) == expected, (stop_at, before)
+            assert expected.code == "OK"
+            if isinstance(case.call, do.Delete):
+                trial.settle()
+            assert trial.machine.state() == trial.model.state(), (stop_at, before)
+            trial.undo()
+            trial.machine.stop()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_killed_call_left_can_be_undone_without_a_trace(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    for stop_at in range(steps(case, tmp_path / "count")):
+        for before in (True, False):
+            trial = Trial(case, tmp_path / f"{stop_at}{before}")
+            trial.kill(stop_at, before)
+            trial.undo()
+            trial.machine.stop()
+
+
+def test_every_call_of_the_model_is_killed() -> None:
+    assert {type(case.call) for case in CASES.values()} | set(UNSTOPPED) == set(do.Call.__args__)
+
+
+def test_every_operation_that_changes_something_is_a_step() -> None:
+    public = {name for name in vars(Kernel) if not name.startswith("_")}
+    looking = {
+        *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
+        *("device_size_bytes", "device_is_read_only", "device_is_held"),
+        *("loop_devices", "loop_free", "loop_status"),
+    }
+    assert public == CHANGING | looking
+
+
+def test_a_dead_process_does_nothing_more_from_any_thread() -> None:
+    done: list[tuple[str, ...]] = []
+
+    def run(*words: str) -> Result:
+        done.append(words)
+        return Result(0, "", "")
+
+    switch = Switch(0, before=False)
+    switch.counting = True
+    through = switch.run(run)
+    with pytest.raises(Killed):
+        through("lvm", "lvcreate")
+    failures: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            through("lvm", "lvremove")
+        except Killed as killed:
+            failures.append(killed)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert done == [("lvm", "lvcreate")]
+    assert len(failures) == 1

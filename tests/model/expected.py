@@ -1,0 +1,324 @@
+"""The model: what every call answers and does, on a node that is a few dictionaries.
+
+Written from docs/errors.md and docs/design.md, sharing no line with the code that it judges.
+"""
+
+import copy
+from dataclasses import dataclass, field
+from typing import NoReturn, Self
+
+from model import operations as do
+from model.operations import MIB, Outcome, State, Use
+
+EXTENT_BYTES = 4 * MIB
+DEFAULT_BYTES = 1 << 30
+CLASS = "plain"
+DEFAULT_FS_TYPE = "ext4"
+LEAST_BYTES = {"ext4": 8 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
+
+
+@dataclass
+class Volume:
+    """A volume; `planned_bytes` is its size at creation, `contents` what a probe finds on it."""
+
+    size_bytes: int
+    planned_bytes: int
+    use: Use
+    fs_type: str
+    formatted: str = ""
+    contents: str = ""
+    fs_bytes: int = 0
+    superblock_read_only: bool = False
+    active: bool = True
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a volume is mounted; `read_only` is how it is seen there, superblock and all."""
+
+    volume: str
+    kind: str
+    read_only: bool
+
+
+class _Refused(Exception):
+    """A call that is not OK."""
+
+
+def _refuse(code: str) -> NoReturn:
+    raise _Refused(code)
+
+
+@dataclass
+class Model:
+    """A node. Paths are names within one directory."""
+
+    total_bytes: int
+    volumes: dict[str, Volume] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+    entries: dict[str, str] = field(default_factory=dict)
+
+    def copy(self) -> Self:
+        """A node of its own in the same state."""
+        return copy.deepcopy(self)
+
+    @property
+    def free_bytes(self) -> int:
+        """What new volumes can have."""
+        return self.total_bytes - sum(one.size_bytes for one in self.volumes.values())
+
+    def of(self, volume: str) -> dict[str, Place]:
+        """Where a volume is mounted."""
+        return {path: one for path, one in self.places.items() if one.volume == volume}
+
+    def state(self) -> State:
+        """What there is to be seen."""
+        over = {one.volume for one in self.places.values() if one.kind == "block" and one.read_only}
+        return State(
+            volumes=tuple(
+                sorted(
+                    (name, one.size_bytes, one.formatted, "ready", one.active)
+                    for name, one in self.volumes.items()
+                )
+            ),
+            places=tuple(
+                sorted(
+                    (path, one.volume, one.kind, one.read_only) for path, one in self.places.items()
+                )
+            ),
+            loops=tuple(sorted((name, 1) for name in over)),
+            entries=tuple(sorted(self.entries.items())),
+            free_bytes=self.free_bytes,
+        )
+
+    def apply(self, call: do.Call) -> Outcome:
+        """Carry out a call."""
+        try:
+            return Outcome("OK", self._carry_out(call))
+        except _Refused as refused:
+            return Outcome(str(refused))
+
+    def _carry_out(self, call: do.Call) -> object:
+        match call:
+            case do.Create():
+                return self._create(call)
+            case do.Delete():
+                self._delete(call)
+            case do.Get():
+                return self._require(call.volume).size_bytes
+            case do.Validate():
+                return self._validate(call)
+            case do.Volumes():
+                return sorted((name, one.size_bytes) for name, one in self.volumes.items())
+            case do.Capacity():
+                return self.free_bytes
+            case do.Expand():
+                return self._expand(call)
+            case do.Stage():
+                self._stage(call)
+            case do.Unstage():
+                self._unmount(call.volume, call.path)
+            case do.Publish():
+                self._publish(call)
+            case do.Unpublish():
+                self._unmount(call.volume, call.path)
+                self.entries.pop(call.path, None)
+            case do.Stats():
+                place = self._at(call.volume, call.path)
+                volume = self.volumes[call.volume]
+                return volume.fs_bytes if place.kind == "fs" else volume.size_bytes
+            case do.NodeExpand():
+                return self._node_expand(call)
+        return None
+
+    # The Controller
+
+    def _create(self, call: do.Create) -> object:
+        if 0 < call.limit_bytes < call.required_bytes:
+            _refuse("INVALID_ARGUMENT")
+        parameters = dict(call.parameters)
+        if parameters.keys() - {"carver/fsType", "carver/class"}:
+            _refuse("INVALID_ARGUMENT")
+        if parameters.get("carver/class", CLASS) != CLASS:
+            _refuse("INVALID_ARGUMENT")
+        asked = call.use.fs_type or parameters.get("carver/fsType") or DEFAULT_FS_TYPE
+        fs_type = "" if call.use.is_block else asked
+        wish = call.required_bytes
+        if not wish:
+            within = call.limit_bytes // EXTENT_BYTES * EXTENT_BYTES
+            wish = min(DEFAULT_BYTES, within or DEFAULT_BYTES)
+        planned = _extents(max(wish, LEAST_BYTES.get(fs_type, 0)))
+        if call.limit_bytes and planned > call.limit_bytes:
+            _refuse("OUT_OF_RANGE")
+        made = Volume(planned, planned, call.use, fs_type)
+        there = self.volumes.get(call.volume)
+        if there is None:
+            if planned > self.free_bytes:
+                _refuse("RESOURCE_EXHAUSTED")
+            there = self.volumes[call.volume] = made
+        told = ("planned_bytes", "use", "fs_type")
+        if any(getattr(there, one) != getattr(made, one) for one in told):
+            _refuse("ALREADY_EXISTS")
+        context = {"carver/class": CLASS}
+        if there.fs_type:
+            context["carver/fsType"] = there.fs_type
+        return there.size_bytes, context
+
+    def _delete(self, call: do.Delete) -> None:
+        if call.volume == do.ELSEWHERE:
+            _refuse("FAILED_PRECONDITION")
+        if self.of(call.volume):
+            _refuse("FAILED_PRECONDITION")
+        self.volumes.pop(call.volume, None)
+
+    def _validate(self, call: do.Validate) -> bool:
+        volume = self._require(call.volume)
+        if call.use.is_block:
+            return True
+        if volume.use.is_block or (
+            volume.formatted and call.use.fs_type not in {"", volume.formatted}
+        ):
+            return False
+        fs_type = call.use.fs_type or volume.formatted or volume.fs_type
+        return volume.size_bytes >= LEAST_BYTES[fs_type]
+
+    def _expand(self, call: do.Expand) -> object:
+        if 0 < call.limit_bytes < call.required_bytes:
+            _refuse("INVALID_ARGUMENT")
+        self._grow(call)
+        volume = self.volumes[call.volume]
+        return volume.size_bytes, not volume.use.is_block
+
+    def _grow(self, call: do.Expand | do.NodeExpand) -> None:
+        volume = self._require(call.volume)
+        wanted = max(_extents(call.required_bytes), volume.size_bytes)
+        if call.limit_bytes and wanted > call.limit_bytes:
+            _refuse("OUT_OF_RANGE")
+        if wanted - volume.size_bytes > self.free_bytes:
+            _refuse("RESOURCE_EXHAUSTED")
+        volume.size_bytes = wanted
+
+    # The Node
+
+    def _stage(self, call: do.Stage) -> None:
+        volume = self._require(call.volume)
+        volume.active = True
+        if call.use.is_block:
+            return
+        read_only = call.use.mode == do.READER_ONLY
+        there = self.places.get(call.path)
+        fs_type = call.use.fs_type or volume.fs_type
+        if there is not None and (there.volume, there.kind) == (call.volume, "fs"):
+            if (volume.contents, there.read_only) != (fs_type, read_only):
+                _refuse("ALREADY_EXISTS")
+            return
+        if volume.use.is_block:
+            _refuse("INVALID_ARGUMENT")
+        self._format(volume, fs_type)
+        self._make(call.path, "dir")
+        if there is not None:
+            _refuse("FAILED_PRECONDITION")
+        # A superblock has one access for all of its mounts, and lives as long as any of them.
+        lives = any(one.kind == "fs" for one in self.of(call.volume).values())
+        if lives and volume.superblock_read_only != read_only:
+            _refuse("FAILED_PRECONDITION")
+        volume.superblock_read_only = read_only
+        self.places[call.path] = Place(call.volume, "fs", read_only)
+
+    def _format(self, volume: Volume, fs_type: str) -> None:
+        if volume.contents not in ("", fs_type):
+            _refuse("FAILED_PRECONDITION")
+        if not volume.contents:
+            if volume.formatted:
+                _refuse("FAILED_PRECONDITION")
+            if volume.size_bytes < LEAST_BYTES[fs_type]:
+                _refuse("OUT_OF_RANGE")
+            volume.contents, volume.fs_bytes = fs_type, volume.size_bytes
+        volume.formatted = volume.formatted or fs_type
+
+    def _publish(self, call: do.Publish) -> None:
+        volume = self._require(call.volume)
+        if not volume.active:
+            _refuse("FAILED_PRECONDITION")
+        read_only = call.read_only or call.use.mode == do.READER_ONLY
+        kind = "block" if call.use.is_block else "fs"
+        if kind == "fs":
+            staged = self.places.get(call.staging)
+            if staged is None or (staged.volume, staged.kind) != (call.volume, "fs"):
+                _refuse("FAILED_PRECONDITION")
+            if staged.read_only and not read_only:
+                _refuse("FAILED_PRECONDITION")
+        there = self.places.get(call.path)
+        repeated = there is not None and (there.volume, there.kind) == (call.volume, kind)
+        if repeated:
+            if there != Place(call.volume, kind, read_only):
+                _refuse("ALREADY_EXISTS")
+            return
+        elsewhere = self.of(call.volume).keys() - {call.staging, call.path}
+        if elsewhere and call.use.mode != do.MULTI_WRITER:
+            _refuse("FAILED_PRECONDITION")
+        self._make(call.path, "dir" if kind == "fs" else "file")
+        if there is not None:
+            _refuse("FAILED_PRECONDITION")
+        self.places[call.path] = Place(call.volume, kind, read_only)
+
+    def _unmount(self, name: str, path: str) -> None:
+        there = self.places.get(path)
+        if there is not None and there.volume != name:
+            _refuse("FAILED_PRECONDITION")
+        self.places.pop(path, None)
+
+    def _node_expand(self, call: do.NodeExpand) -> int:
+        if 0 < call.limit_bytes < call.required_bytes:
+            _refuse("INVALID_ARGUMENT")
+        place = self._at(call.volume, call.path)
+        volume = self.volumes[call.volume]
+        enough = call.required_bytes <= volume.size_bytes
+        if not enough or (call.limit_bytes and volume.size_bytes > call.limit_bytes):
+            self._grow(call)
+        if place.kind == "fs":
+            mine = [one for one in self.of(call.volume).values() if one.kind == "fs"]
+            full = volume.contents == "xfs" and volume.fs_bytes == volume.size_bytes
+            if all(one.read_only for one in mine) and not full:
+                _refuse("INTERNAL")  # the kernel grows no file system through a read-only mount
+            volume.fs_bytes = volume.size_bytes
+        return volume.size_bytes
+
+    # Behind the back
+
+    def deactivate(self, volume: str) -> None:
+        """The device of a volume that is nowhere in use goes."""
+        self.volumes[volume].active = False
+
+    def overwrite(self, volume: str, contents: str) -> None:
+        """Something else is written on a volume that is nowhere in use: nothing, or a new ext4."""
+        one = self.volumes[volume]
+        one.contents, one.fs_bytes = contents, one.size_bytes
+
+    def reboot(self) -> None:
+        """No mount and no device outlives the kernel; directories and files do."""
+        self.places.clear()
+        for one in self.volumes.values():
+            one.active = False
+
+    def _require(self, name: str) -> Volume:
+        if name == do.ELSEWHERE:
+            _refuse("FAILED_PRECONDITION")
+        if name not in self.volumes:
+            _refuse("NOT_FOUND")
+        return self.volumes[name]
+
+    def _at(self, name: str, path: str) -> Place:
+        place = self.places.get(path)
+        if place is None or place.volume != name:
+            _refuse("NOT_FOUND")
+        return place
+
+    def _make(self, path: str, kind: str) -> None:
+        """Have a directory or a file at a path; a bound device lies where a file does."""
+        if self.entries.setdefault(path, kind) != kind:
+            _refuse("FAILED_PRECONDITION")
+
+
+def _extents(size_bytes: int) -> int:
+    return max(1, -(-size_bytes // EXTENT_BYTES)) * EXTENT_BYTES

@@ -1,0 +1,127 @@
+"""A process's way to the machine, which can end at any step, as a kill ends it.
+
+The two seams, programs and the kernel, are wrapped from outside: nothing in Carver knows of this.
+A process that was killed does nothing more, whichever of its threads asks.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from lvm.command import Result, Run
+from lvm.devices import Devices
+from mount.syscalls import Kernel
+
+T = TypeVar("T")
+
+# What of the kernel changes something. All else only looks.
+CHANGING = frozenset(
+    {
+        "make_directory",
+        "make_file",
+        "remove_directory",
+        "remove_file",
+        "mount",
+        "bind",
+        "unmount",
+        "freeze",
+        "thaw",
+        "grow_ext4",
+        "grow_xfs",
+        "grow_btrfs",
+        "zero_out",
+        "loop_configure",
+        "loop_clear",
+        "loop_set_capacity",
+    }
+)
+
+
+class Killed(BaseException):
+    """The process is dead. No Exception, so that no handler takes it for an error."""
+
+
+class Switch:
+    """Counts one process's steps, and ends it before or after one of them.
+
+    A step is a program that is run, or a call of the kernel's that changes something. One step is
+    taken at a time, so the machine behind needs no locks of its own. `waits` makes threads meet in
+    other orders.
+    """
+
+    def __init__(
+        self, stop_at: int = -1, *, before: bool = True, waits: random.Random | None = None
+    ) -> None:
+        self.taken: list[str] = []
+        self.dead = threading.Event()
+        self.on_death: Callable[[], object] = lambda: None
+        # Asked before a step is taken, outside the lock: may wait for something.
+        self.gate: Callable[[str], None] = lambda _name: None
+        self.waits = waits
+        # What a process does before it serves is not counted.
+        self.counting = False
+        self._stop_at = stop_at
+        self._before = before
+        self._lock = threading.RLock()
+
+    def run(self, run: Run) -> Run:
+        """The seam `lvm.command.Run`, through the switch."""
+
+        def through(*words: str) -> Result:
+            name = " ".join(words[:2]) if words[0] == "lvm" else words[0]
+            return self._step(name, lambda: run(*words))
+
+        return through
+
+    def kernel(self, kernel: Kernel) -> Kernel:
+        """The seam `Kernel`, through the switch."""
+        return cast(Kernel, _Through(kernel, self))
+
+    def devices(self, devices: Devices) -> Devices:
+        """The seam `lvm.devices.Devices`, through the switch; it only looks."""
+        return cast(Devices, _Through(devices, self))
+
+    def _step(self, name: str, take: Callable[[], T], *, changes: bool = True) -> T:
+        if changes:
+            self.gate(name)
+            if self.waits is not None:
+                time.sleep(self.waits.choice((0, 0, 0.0005, 0.002)))
+        with self._lock:
+            if self.dead.is_set():
+                raise Killed
+            if not changes or not self.counting:
+                return take()
+            is_last = len(self.taken) == self._stop_at
+            self.taken.append(name)
+            if is_last and self._before:
+                self._die()
+            result = take()
+            if is_last:
+                self._die()
+            return result
+
+    def _die(self) -> None:
+        self.dead.set()
+        # Not from here: the thread that dies may be one that the server waits for.
+        threading.Thread(target=self.on_death, daemon=True).start()
+        raise Killed
+
+
+class _Through:
+    """Every operation of a seam, through a switch."""
+
+    def __init__(self, seam: object, switch: Switch) -> None:
+        self._seam = seam
+        self._switch = switch
+
+    def __getattr__(self, name: str) -> Any:
+        operation = getattr(self._seam, name)
+
+        def through(*words: object, **named: object) -> object:
+            return self._switch._step(
+                name, lambda: operation(*words, **named), changes=name in CHANGING
+            )
+
+        return through
