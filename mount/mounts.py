@@ -31,7 +31,8 @@ def ensure_mounted(
 ) -> None:
     """Have the file system on `device` mounted at the directory `path`.
 
-    Raises DeviceMissing, ForeignMount, MountConflict, MountFailed, Damaged, UnsupportedFileSystem.
+    Raises Busy, Damaged, DeviceMissing, ForeignMount, MountConflict, MountFailed,
+    UnsupportedFileSystem.
     """
     known = filesystem.known(fs_type)
     number = device_number(kernel, device)
@@ -48,6 +49,10 @@ def ensure_mounted(
     except OSError as error:
         if error.errno in _DAMAGE:
             raise errors.Damaged(device, fs_type, _why(error), known.repair) from error
+        # Another mount of it has the other access, ro or rw, and a superblock has one for all; or
+        # something else holds the device.
+        if error.errno == errno.EBUSY:
+            raise errors.Busy(device) from error
         raise errors.MountFailed(device, path, _why(error)) from error
     with _undoing(kernel, device, path):
         if not _is_mounted(table.read(kernel), path, number, wanted):

@@ -382,6 +382,18 @@ def test_a_reader_only_volume_is_staged_and_published_read_only(
     assert mounts.at(str(target))[-1].read_only
 
 
+def test_staging_otherwise_while_a_target_holds_the_volume_is_a_state_and_no_failure(
+    client: Client, volume: csi.Volume, staging: Path, target: Path
+) -> None:
+    client.stage(volume, staging)
+    client.publish(volume, staging, target)
+    client.unstage(volume.volume_id, staging)
+    with expect.code("FAILED_PRECONDITION", "in use"):
+        client.stage(volume, staging, mounted(mode=Mode.SINGLE_NODE_READER_ONLY))
+    client.unpublish(volume.volume_id, target)
+    client.stage(volume, staging, mounted(mode=Mode.SINGLE_NODE_READER_ONLY))
+
+
 @pytest.mark.parametrize("access", [mounted, block], ids=["mount", "block"])
 @pytest.mark.parametrize("read_only", [False, True])
 def test_only_a_multi_writer_has_a_second_target(
