@@ -38,6 +38,7 @@ def config(group: str, endpoint: Path) -> Config:
         lvm="direct",
         devices=(),
         wipe="zero",
+        kubelet_dir=(str(endpoint.parent),),
         classes=(DeviceClass(name="plain", group=group, default=True),),
         backing=None,
     )
