@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from agent import errors
-from lvm import names
+from lvm import layout, names
+from lvm.layout import LINEAR, NO_RESERVE, Layout, Reserve
 from mount import filesystem
 
 DRIVER_NAME = "lvm.csi.carver"
@@ -136,6 +137,11 @@ def _lvm_name(value: object) -> str:
     return text
 
 
+def _reserve(value: object) -> Reserve:
+    percent = layout.parse_percent(str(value))
+    return Reserve(size_bytes=parse_size(value)) if percent is None else Reserve(percent=percent)
+
+
 @dataclass(frozen=True)
 class Setting:
     """One thing that can be set in the file, by a variable or by a flag."""
@@ -206,6 +212,8 @@ class DeviceClass:
     name: str
     group: str
     default: bool = False
+    layout: Layout = LINEAR
+    reserve: Reserve = NO_RESERVE
     fs_type: str = "ext4"
     mkfs_options: tuple[str, ...] = ()
 
@@ -321,10 +329,15 @@ def _checked(source: str, key: str, parse: Callable[[Any], Any], raw: object) ->
         raise errors.BadConfig(source, key, f"{raw!r} is not allowed: {error}") from None
 
 
-_CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
+CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "name": _lvm_name,
     "group": _lvm_name,
     "default": _flag,
+    "layout": _choice(*layout.KINDS),
+    "stripes": _count,
+    "mirrors": _count,
+    "stripe_size": parse_size,
+    "reserve": _reserve,
     "fs_type": _choice(*filesystem.FILE_SYSTEMS),
     "mkfs_options": _words,
 }
@@ -346,18 +359,33 @@ def _classes(source: str, tables: Sequence[Mapping[str, Any]]) -> tuple[DeviceCl
 def _class(source: str, index: int, table: Mapping[str, Any]) -> DeviceClass:
     where = f"classes[{index}]"
     for key in table:
-        if key not in _CLASS_KEYS:
-            allowed = ", ".join(_CLASS_KEYS)
+        if key not in CLASS_KEYS:
+            allowed = ", ".join(CLASS_KEYS)
             raise errors.BadConfig(source, f"{where}.{key}", f"is not a key; allowed: {allowed}")
     for key in ("name", "group"):
         if key not in table:
             raise errors.BadConfig(source, f"{where}.{key}", "is required")
     values = {
-        key: _checked(source, f"{where}.{key}", _CLASS_KEYS[key], raw) for key, raw in table.items()
+        key: _checked(source, f"{where}.{key}", CLASS_KEYS[key], raw) for key, raw in table.items()
     }
+    try:
+        values["layout"] = _layout(values)
+    except ValueError as error:
+        raise errors.BadConfig(source, f"{where}.layout", str(error)) from None
     one = DeviceClass(**values)
     try:
         filesystem.check_options(one.fs_type, one.mkfs_options)
     except Exception as error:
         raise errors.BadConfig(source, f"{where}.mkfs_options", str(error)) from None
     return one
+
+
+def _layout(values: dict[str, Any]) -> Layout:
+    """The layout that a class's keys amount to; they are taken out of `values`."""
+    kind = values.pop("layout", LINEAR.kind)
+    return Layout(
+        kind,
+        stripes=values.pop("stripes", 1),
+        mirrors=values.pop("mirrors", 1 if kind in {"raid1", "raid10"} else 0),
+        stripe_size_bytes=values.pop("stripe_size", 0),
+    )

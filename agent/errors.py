@@ -79,9 +79,10 @@ class Elsewhere(AgentError):
 class NoRoom(AgentError):
     """The group cannot hold the volume."""
 
-    def __init__(self, group: str, asked_bytes: int, available_bytes: int) -> None:
+    def __init__(self, group: str, asked_bytes: int, available_bytes: int, purpose: str) -> None:
         super().__init__(
-            f"volume group {group} has room for {available_bytes} bytes, {asked_bytes} were asked"
+            f"volume group {group} has room for {available_bytes} bytes {purpose},"
+            f" {asked_bytes} were asked"
         )
 
 

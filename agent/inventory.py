@@ -9,6 +9,7 @@ from agent import errors
 from agent.ids import VolumeId
 from lvm import command, devices, names, report, tags, volumes
 from lvm import errors as lvm_errors
+from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 
 VOLUME_PREFIX = "vol"
@@ -20,6 +21,7 @@ SIZE = "size"
 ACCESS = "access"
 CAPABILITIES = "capabilities"
 FORMATTED = "formatted"
+LAYOUT = "layout"
 
 READY = "ready"
 WIPING = "wiping"
@@ -40,6 +42,11 @@ class Volume:
     facts: Mapping[str, str]
     open: bool = False
     health: str = ""
+
+    @property
+    def layout(self) -> Layout:
+        """How it lies on disks, as its class said when it was made."""
+        return Layout.parse(self.facts.get(LAYOUT, ""))
 
     @property
     def wiping(self) -> bool:

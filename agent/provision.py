@@ -64,15 +64,24 @@ class Provisioner:
         with self._groups.hold(one.group):
             known = self._inventory.read()
             group = known.group(one.group)
-            size = planned_bytes(call.size, call.capabilities, parameters, group)
-            facts = _facts(call, parameters, size)
+            size = planned_bytes(call.size, call.capabilities, parameters, group, one.layout)
+            facts = _facts(call, parameters, size, one.layout)
             found = self._inventory.named(known, call.name)
             if found is not None:
                 return _same(found, facts)
-            if size > (maximum := layout.maximum_volume_bytes(group)):
-                raise errors.NoRoom(group.name, size, maximum)
+            reserve = one.reserve.extents(group)
+            if size > (maximum := layout.maximum_bytes(group, one.layout, reserve)):
+                raise errors.NoRoom(group.name, size, maximum, _asked(one, group))
             name = self.logical_name(call.name)
-            volumes.create(self._lvm, group.name, name, size_bytes=size, facts=facts)
+            volumes.create(
+                self._lvm,
+                group.name,
+                name,
+                size_bytes=size,
+                facts=facts,
+                layout=one.layout,
+                disks=layout.placement(group, one.layout),
+            )
         made = Volume(VolumeId.of(group, name), group, name, size, facts)
         self._wiper.forget(str(made.id))
         return made
@@ -113,7 +122,10 @@ class Provisioner:
         """
         with self._groups.hold(inventory.group_of(call.volume_id)):
             volume = self.get(call.volume_id)
-            wanted = layout.round_up(call.size.required_bytes, volume.group.extent_size_bytes)
+            group = volume.group
+            wanted = layout.round_up(
+                call.size.required_bytes, group.extent_size_bytes, volume.layout
+            )
             if call.size.limit_bytes and max(wanted, volume.size_bytes) > call.size.limit_bytes:
                 raise errors.BadSize(
                     f"capacity_range.limit_bytes: {call.size.limit_bytes} is less than the"
@@ -121,10 +133,14 @@ class Provisioner:
                 )
             if wanted <= volume.size_bytes:
                 return volume
-            more, available = wanted - volume.size_bytes, layout.available_bytes(volume.group)
-            if more > available:
-                raise errors.NoRoom(volume.group.name, more, available)
-            volumes.extend(self._lvm, volume.group.name, volume.name, size_bytes=wanted)
+            logical = group.volume(volume.name)
+            reserve = self._reserve(volume).extents(group)
+            more = wanted - volume.size_bytes
+            room = layout.maximum_growth_bytes(group, logical, volume.layout, reserve)
+            if more > room:
+                raise errors.NoRoom(group.name, more, room, f"more for {volume.layout.kind}")
+            disks = layout.growth_placement(group, logical, volume.layout)
+            volumes.extend(self._lvm, group.name, volume.name, size_bytes=wanted, disks=disks)
         return replace(volume, size_bytes=wanted)
 
     def capacity(self, call: calls.Capacity) -> Capacity:
@@ -134,9 +150,11 @@ class Provisioner:
             return Capacity(0, 0, 0)
         parameters = with_defaults(call.parameters, call.capabilities, one)
         group = self._inventory.read().group(one.group)
-        maximum = layout.maximum_volume_bytes(group)
-        minimum = planned_bytes(calls.SizeRange(1), call.capabilities, parameters, group)
-        return Capacity(layout.available_bytes(group), maximum, minimum)
+        maximum = layout.maximum_bytes(group, one.layout, one.reserve.extents(group))
+        least = calls.SizeRange(1)
+        minimum = planned_bytes(least, call.capabilities, parameters, group, one.layout)
+        # What several smaller volumes could have beside the largest is not promised.
+        return Capacity(maximum, maximum, minimum)
 
     def refusal(self, volume: Volume, wanted: Sequence[calls.Capability]) -> str:
         """Why the volume cannot be used as wanted; empty where it can."""
@@ -160,6 +178,11 @@ class Provisioner:
             known = [one.name for one in self._config.classes]
             raise errors.NotAllowed(f"{field}[class]", parameters.device_class, known)
         return found
+
+    def _reserve(self, volume: Volume) -> layout.Reserve:
+        """What the volume's class keeps free; a class that is configured no more keeps nothing."""
+        one = self._config.device_class(volume.facts.get("class", ""))
+        return one.reserve if one is not None else layout.NO_RESERVE
 
     def _require_here(self, topology: calls.Topology) -> None:
         places = topology.requisite or topology.preferred
@@ -206,6 +229,7 @@ def planned_bytes(
     capabilities: Sequence[calls.Capability],
     parameters: calls.Parameters,
     group: report.Group,
+    shape: layout.Layout,
 ) -> int:
     """The size that a volume gets: whole extents, and enough for its file system.
 
@@ -213,16 +237,16 @@ def planned_bytes(
     """
     fs_types = {c.fs_type or parameters.fs_type for c in capabilities if not c.is_block}
     minimum = max((filesystem.FILE_SYSTEMS[one].minimum_bytes for one in fs_types), default=0)
-    extent = group.extent_size_bytes
+    extent, unit = group.extent_size_bytes, group.extent_size_bytes * shape.stripes
     asked = size.required_bytes
     if not asked:
-        within_limit = size.limit_bytes // extent * extent
+        within_limit = size.limit_bytes // unit * unit
         asked = min(DEFAULT_SIZE_BYTES, within_limit or DEFAULT_SIZE_BYTES)
-    planned = layout.round_up(max(asked, minimum), extent)
+    planned = layout.round_up(max(asked, minimum), extent, shape)
     if size.limit_bytes and planned > size.limit_bytes:
         raise errors.BadSize(
             f"capacity_range.limit_bytes: {size.limit_bytes} is less than the least volume that"
-            f" can be made, {planned} bytes: extents of {extent} bytes"
+            f" can be made, {planned} bytes: {shape.stripes} times extents of {extent} bytes"
             + (f", {minimum} bytes for {', '.join(sorted(fs_types))}" if minimum else "")
         )
     return planned
@@ -233,7 +257,15 @@ def context_of(facts: Mapping[str, str]) -> dict[str, str]:
     return {calls.PARAMETER_PREFIX + key: facts[key] for key in calls.PARAMETERS if key in facts}
 
 
-def _facts(call: calls.Create, parameters: calls.Parameters, size_bytes: int) -> dict[str, str]:
+def _asked(one: DeviceClass, group: report.Group) -> str:
+    """What a class asks of its group, for the error that says it is not there."""
+    disks = sum(1 for disk in group.disks if disk.free_extents)
+    return f"for {one.layout.kind} on {one.layout.disks} of {disks} disks with room"
+
+
+def _facts(
+    call: calls.Create, parameters: calls.Parameters, size_bytes: int, shape: layout.Layout
+) -> dict[str, str]:
     """What is kept of a request: all that a repeated one is compared with."""
     chosen = {
         key.removeprefix(calls.PARAMETER_PREFIX): value
@@ -248,6 +280,7 @@ def _facts(call: calls.Create, parameters: calls.Parameters, size_bytes: int) ->
         inventory.NAME: call.name,
         inventory.STATE: inventory.READY,
         inventory.SIZE: str(size_bytes),
+        inventory.LAYOUT: str(shape),
         inventory.ACCESS: calls.BLOCK if only_block else calls.MOUNT,
         inventory.CAPABILITIES: capabilities,
         **chosen,
@@ -259,7 +292,7 @@ def _same(found: Volume, facts: Mapping[str, str]) -> Volume:
     """The volume that is there, if it is what is asked for now."""
     if found.wiping:
         raise errors.OperationPending(f"{found.id} (being wiped)")
-    for key in (inventory.SIZE, inventory.CAPABILITIES, *calls.PARAMETERS):
+    for key in (inventory.SIZE, inventory.LAYOUT, inventory.CAPABILITIES, *calls.PARAMETERS):
         if (was := found.facts.get(key, "")) != (wanted := facts.get(key, "")):
             raise errors.Incompatible(
                 f"volume {facts[inventory.NAME]!r} exists with {key} {was or 'none'!r},"

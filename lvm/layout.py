@@ -1,22 +1,181 @@
-"""The arithmetic of extents: what a group can hold, by layout. Create and capacity share it."""
+"""The arithmetic of extents: how a volume lies on a group's disks, and what the group can hold.
 
-from lvm.report import Group
+CreateVolume, GetCapacity and expansion share it, so what is reported can be made. A volume that is
+spread over n disks is given the n with the most free extents and no others: lvm2 then has no
+choice left, and the arithmetic is exact.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from lvm.report import Group, LogicalVolume, PhysicalVolume
+
+_POWER_OF_TWO_PAGES = frozenset(4096 << shift for shift in range(20))
 
 
-def round_up(size_bytes: int, extent_size_bytes: int) -> int:
-    """A size as whole extents, at least one."""
-    extents = max(1, -(-size_bytes // extent_size_bytes))
-    return extents * extent_size_bytes
+@dataclass(frozen=True)
+class _Kind:
+    """What one of lvmraid(7)'s types, or `linear` and `striped`, needs."""
+
+    least_stripes: int = 1
+    striped: bool = False
+    mirrored: bool = False
+    parity: int = 0
+    # lvm2 gives each image of a RAID volume one extent of metadata (RAID_METADATA_AREA_LEN).
+    metadata_extents: int = 0
 
 
-def available_bytes(group: Group) -> int:
-    """The sum of the sizes of linear volumes that the group can still hold."""
-    return group.free_extents * group.extent_size_bytes
+_KINDS = {
+    "linear": _Kind(),
+    "striped": _Kind(least_stripes=2, striped=True),
+    "raid1": _Kind(mirrored=True, metadata_extents=1),
+    "raid5": _Kind(least_stripes=2, striped=True, parity=1, metadata_extents=1),
+    "raid6": _Kind(least_stripes=3, striped=True, parity=2, metadata_extents=1),
+    "raid10": _Kind(least_stripes=2, striped=True, mirrored=True, metadata_extents=1),
+}
+KINDS = tuple(_KINDS)
 
 
-def maximum_volume_bytes(group: Group) -> int:
-    """The largest linear volume that can be made now; one extent more cannot.
+@dataclass(frozen=True)
+class Layout:
+    """How a volume lies on disks: `stripes` of data, each with `mirrors` further copies.
 
-    A linear volume may lie on several disks, so that is all that is free.
+    `stripe_size_bytes` 0 leaves lvm2's own (64 KiB). Raises ValueError for what cannot be.
     """
-    return available_bytes(group)
+
+    kind: str = "linear"
+    stripes: int = 1
+    mirrors: int = 0
+    stripe_size_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        kind = _KINDS[self.kind]
+        if not kind.striped and self.stripes != 1:
+            raise ValueError(f"{self.kind} has no stripes")
+        if self.stripes < kind.least_stripes:
+            raise ValueError(f"{self.kind} needs {kind.least_stripes} stripes or more")
+        if kind.mirrored != (self.mirrors > 0):
+            needs = "needs 1 mirror or more" if kind.mirrored else "has no mirrors"
+            raise ValueError(f"{self.kind} {needs}")
+        if self.stripe_size_bytes and not kind.striped:
+            raise ValueError(f"{self.kind} has no stripes, so no stripe size")
+        if self.stripe_size_bytes and self.stripe_size_bytes not in _POWER_OF_TWO_PAGES:
+            raise ValueError("a stripe size is 4 KiB times a power of two")
+
+    @property
+    def disks(self) -> int:
+        """How many disks a volume lies on; a linear one on as many as it takes."""
+        return self.stripes * (self.mirrors + 1) + _KINDS[self.kind].parity
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether a volume may lie on any disks, one after the other."""
+        return self.kind == "linear"
+
+    @property
+    def metadata_extents(self) -> int:
+        """Extents on each disk beside the data's."""
+        return _KINDS[self.kind].metadata_extents
+
+    def words(self) -> list[str]:
+        """What lvcreate(8) is told of it."""
+        words = ["--type", self.kind]
+        if _KINDS[self.kind].striped:
+            words += ["--stripes", str(self.stripes)]
+        if self.stripe_size_bytes:
+            words += ["--stripesize", f"{self.stripe_size_bytes}b"]
+        if self.mirrors:
+            words += ["--mirrors", str(self.mirrors)]
+        return words
+
+    def __str__(self) -> str:
+        return f"{self.kind}:{self.stripes}:{self.mirrors}:{self.stripe_size_bytes}"
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The layout that `str` gave the text of; empty is linear."""
+        kind, *numbers = (text or str(LINEAR)).split(":")
+        return cls(kind, *map(int, numbers))
+
+
+LINEAR = Layout()
+
+
+def round_up(size_bytes: int, extent_size_bytes: int, layout: Layout = LINEAR) -> int:
+    """A size as whole extents on every stripe, at least one."""
+    unit = extent_size_bytes * layout.stripes
+    return max(1, -(-size_bytes // unit)) * unit
+
+
+def maximum_bytes(group: Group, layout: Layout = LINEAR, reserve_extents: int = 0) -> int:
+    """The largest volume that can be made now, in bytes; one extent more cannot.
+
+    Linear: all that is free. Others: as many stripes as the layout has, each as long as the last of
+    the disks that it takes has room for, less its metadata. The reserve stays free in the group.
+    """
+    spare = max(0, group.free_extents - reserve_extents)
+    if layout.is_linear:
+        return spare * group.extent_size_bytes
+    chosen = _roomiest(group.disks, layout.disks)
+    if len(chosen) < layout.disks:
+        return 0
+    on_each = min(chosen[-1].free_extents, spare // layout.disks) - layout.metadata_extents
+    return max(0, on_each) * layout.stripes * group.extent_size_bytes
+
+
+def placement(group: Group, layout: Layout) -> tuple[str, ...]:
+    """The disks that a new volume is made on; none named for a linear one."""
+    if layout.is_linear:
+        return ()
+    return tuple(disk.name for disk in _roomiest(group.disks, layout.disks))
+
+
+def maximum_growth_bytes(
+    group: Group, volume: LogicalVolume, layout: Layout = LINEAR, reserve_extents: int = 0
+) -> int:
+    """By how many bytes a volume can grow; a volume that is not linear stays on its disks."""
+    spare = max(0, group.free_extents - reserve_extents)
+    if layout.is_linear:
+        return spare * group.extent_size_bytes
+    own = [disk.free_extents for disk in group.disks if disk.uuid in volume.disks]
+    # Fewer disks than the layout has are what a degraded or converted volume has left.
+    on_each = min(min(own), spare // layout.disks) if len(own) == layout.disks else 0
+    return on_each * layout.stripes * group.extent_size_bytes
+
+
+def growth_placement(group: Group, volume: LogicalVolume, layout: Layout) -> tuple[str, ...]:
+    """The disks that a volume grows on; none named for a linear one."""
+    if layout.is_linear:
+        return ()
+    return tuple(disk.name for disk in group.disks if disk.uuid in volume.disks)
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """What stays free in a group: an amount, or a part of the whole."""
+
+    size_bytes: int = 0
+    percent: float = 0.0
+
+    def extents(self, group: Group) -> int:
+        """The reserve of a group, rounded up."""
+        total = sum(disk.extents for disk in group.disks)
+        part = -int(-total * self.percent // 100)
+        return max(part, -(-self.size_bytes // group.extent_size_bytes))
+
+
+NO_RESERVE = Reserve()
+
+
+def parse_percent(text: str) -> float | None:
+    """The number in `12.5%`, 0 to 100; None for what is no such text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text)
+    return float(match[1]) if match and float(match[1]) <= 100 else None
+
+
+def _roomiest(disks: Sequence[PhysicalVolume], count: int) -> list[PhysicalVolume]:
+    """The disks with the most free extents, roomiest first; of equals, the first."""
+    usable = [disk for disk in disks if disk.free_extents]
+    return sorted(usable, key=lambda disk: -disk.free_extents)[:count]

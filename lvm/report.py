@@ -6,7 +6,9 @@ means many things.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,9 @@ from lvm import errors
 from lvm.lvm2 import Lvm
 
 Row = Mapping[str, str]
+
+# lvm(8): what lvm2 appends to a volume's name for the images of a RAID volume, and their metadata.
+_PART = re.compile(r"_r(image|meta)_\d+$")
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class PhysicalVolume:
 
 @dataclass(frozen=True)
 class LogicalVolume:
-    """A volume of a group. `active` and `open` are this node's."""
+    """A volume of a group. `active` and `open` are this node's; `disks` are the disks' UUIDs."""
 
     group: str
     name: str
@@ -49,6 +54,7 @@ class LogicalVolume:
     pool: str
     origin: str
     health: str
+    disks: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -95,8 +101,9 @@ _COLUMNS = {
     "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_device_open,lv_layout,pool_lv,origin,"
     "lv_health_status",
-    # Segments are not used; one column each keeps the report short.
-    "pvseg": "pvseg_start",
+    # What lies on each disk, parts of a volume by names of their own.
+    "pvseg": "pv_uuid,lv_name",
+    # Not used; one column keeps the report short.
     "seg": "seg_start",
 }
 
@@ -120,7 +127,8 @@ def read(lvm: Lvm) -> Report:
 def _group(part: Mapping[str, Any]) -> Group:
     (row,) = part["vg"]
     name = row["vg_name"]
-    volumes = [_logical_volume(name, volume) for volume in part["lv"]]
+    disks = _disks_by_volume(part["pvseg"])
+    volumes = [_logical_volume(name, volume, disks) for volume in part["lv"]]
     return Group(
         name=name,
         uuid=row["vg_uuid"],
@@ -143,7 +151,17 @@ def _physical_volume(row: Row) -> PhysicalVolume:
     )
 
 
-def _logical_volume(group: str, row: Row) -> LogicalVolume:
+def _disks_by_volume(segments: Iterable[Row]) -> Mapping[str, set[str]]:
+    """The UUIDs of the disks that each volume lies on, itself or by its RAID images."""
+    found: defaultdict[str, set[str]] = defaultdict(set)
+    for row in segments:
+        name = _PART.sub("", row["lv_name"].strip("[]"))
+        if name:
+            found[name].add(row["pv_uuid"])
+    return found
+
+
+def _logical_volume(group: str, row: Row, disks: Mapping[str, set[str]]) -> LogicalVolume:
     return LogicalVolume(
         group=group,
         name=row["lv_name"],
@@ -156,6 +174,7 @@ def _logical_volume(group: str, row: Row) -> LogicalVolume:
         pool=row["pool_lv"],
         origin=row["origin"],
         health=row["lv_health_status"],
+        disks=frozenset(disks.get(row["lv_name"], ())),
     )
 
 

@@ -1,13 +1,23 @@
 """Logical volumes: made, activated, marked, grown and removed, one lvm2 command each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lvm import tags
+from lvm.layout import LINEAR, Layout
 from lvm.lvm2 import Lvm
 
 
-def create(lvm: Lvm, group: str, name: str, *, size_bytes: int, facts: Mapping[str, str]) -> None:
-    """Make, tag and activate a linear volume of whole extents (lvcreate(8)).
+def create(
+    lvm: Lvm,
+    group: str,
+    name: str,
+    *,
+    size_bytes: int,
+    facts: Mapping[str, str],
+    layout: Layout = LINEAR,
+    disks: Sequence[str] = (),
+) -> None:
+    """Make, tag and activate a volume of whole extents (lvcreate(8)), on `disks` if any are named.
 
     Stale signatures are wiped and the first sectors zeroed. The volume is never activated by
     the system itself: Carver activates what is staged. Raises NoSpace, NameTaken.
@@ -19,11 +29,13 @@ def create(lvm: Lvm, group: str, name: str, *, size_bytes: int, facts: Mapping[s
         *("--wipesignatures", "y"),
         *("--zero", "y"),
         *("--setautoactivation", "n"),
+        *layout.words(),
         *("--size", f"{size_bytes}b"),
         *tagging,
         *("--name", name),
         "--",
         group,
+        *disks,
     )
 
 
@@ -41,12 +53,12 @@ def mark(
     lvm("lvchange", *removed, *added, "--", f"{group}/{name}")
 
 
-def extend(lvm: Lvm, group: str, name: str, *, size_bytes: int) -> None:
-    """Grow the volume to a size, rounded up to whole extents (lvextend(8)).
+def extend(lvm: Lvm, group: str, name: str, *, size_bytes: int, disks: Sequence[str] = ()) -> None:
+    """Grow the volume to a size in whole extents (lvextend(8)), on `disks` if any are named.
 
     The file system is not touched. Raises NoSpace.
     """
-    lvm("lvextend", "--size", f"{size_bytes}b", "--", f"{group}/{name}")
+    lvm("lvextend", "--size", f"{size_bytes}b", "--", f"{group}/{name}", *disks)
 
 
 def remove(lvm: Lvm, group: str, name: str) -> None:

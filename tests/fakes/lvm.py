@@ -14,6 +14,7 @@ from fakes.devices import FakeDevices, Media
 from lvm import names
 from lvm.command import Result
 from lvm.devices import Device
+from lvm.layout import LINEAR, Layout
 
 _UUID_GROUPS = (6, 4, 4, 4, 4, 4, 6)
 
@@ -40,13 +41,17 @@ class FakeVolume:
     active: bool = False
     autoactivation: bool = True
     health: str = ""
+    layout: Layout = LINEAR
     # What is written on it: stays when it is deactivated.
     media: Media = field(default_factory=Media)
 
     @property
     def length(self) -> int:
-        """Its extents on all disks."""
-        return sum(self.extents.values())
+        """The extents that it offers: what its data take on all disks, once."""
+        if self.layout.is_linear:
+            return sum(self.extents.values())
+        on_each = max(self.extents.values(), default=0) - self.layout.metadata_extents
+        return max(0, on_each) * self.layout.stripes
 
 
 @dataclass
@@ -167,13 +172,21 @@ class FakeLvm:
                     "lv_tags": ",".join(sorted(volume.tags)),
                     "lv_active": "active" if volume.active else "",
                     "lv_device_open": "open" if self._is_open(group, volume) else "",
-                    "lv_layout": "linear",
+                    "lv_layout": volume.layout.kind,
                     "pool_lv": "",
                     "origin": "",
                     "lv_health_status": volume.health,
                 }
                 for volume in group.volumes.values()
             ],
+            "pvseg": [
+                {"pv_uuid": disk.uuid, "lv_name": name}
+                for disk in group.disks
+                for volume in group.volumes.values()
+                if disk.name in volume.extents
+                for name in _parts(volume, list(volume.extents).index(disk.name))
+            ],
+            "seg": [],
         }
 
     def _vgcreate(self, arguments: "_Arguments") -> str:
@@ -197,13 +210,16 @@ class FakeLvm:
         autoactivation = arguments.take("--setautoactivation") == "y"
         size, name = _bytes(arguments.take("--size")), arguments.take("--name")
         tags = set(arguments.take_all("--addtag"))
-        (group_name,) = arguments.rest()
+        layout = _layout(arguments)
+        group_name, *disks = arguments.rest()
         group = self._group(group_name)
         if name in group.volumes:
             raise Failure(f'Logical Volume "{name}" already exists in volume group "{group_name}"')
         extents = -(-size // group.extent_size_bytes)
-        volume = FakeVolume(name, self._uuid(), {}, tags, autoactivation=autoactivation)
-        self._allocate(group, volume, extents)
+        volume = FakeVolume(
+            name, self._uuid(), {}, tags, autoactivation=autoactivation, layout=layout
+        )
+        self._allocate(group, volume, extents, disks)
         group.volumes[name] = volume
         self._activate(group, volume)
         return f'  Logical volume "{name}" created.\n'
@@ -222,14 +238,15 @@ class FakeLvm:
 
     def _lvextend(self, arguments: "_Arguments") -> str:
         size = _bytes(arguments.take("--size"))
-        group, volume = self._volume(arguments)
+        path, *disks = arguments.rest()
+        group, volume = self._found(path)
         extents = -(-size // group.extent_size_bytes)
         if extents == volume.length:
             raise Failure(
                 f"New size ({extents} extents) matches existing size ({extents} extents)."
             )
         assert extents > volume.length, "lvextend never shrinks"
-        self._allocate(group, volume, extents - volume.length)
+        self._allocate(group, volume, extents - volume.length, disks)
         if volume.active:
             self._devices.resize(
                 _node(group.name, volume.name), volume.length * group.extent_size_bytes
@@ -258,8 +275,23 @@ class FakeLvm:
             self._devices.add(_node(group.name, volume.name), size, volume.media)
             volume.active = True
 
-    def _allocate(self, group: FakeGroup, volume: FakeVolume, extents: int) -> None:
-        usable = [one for one in group.disks if one.allocatable and not one.missing]
+    def _allocate(
+        self, group: FakeGroup, volume: FakeVolume, extents: int, names_: Sequence[str]
+    ) -> None:
+        usable = [
+            one
+            for one in group.disks
+            if one.allocatable and not one.missing and (one.name in names_ or not names_)
+        ]
+        if volume.layout.is_linear:
+            self._append(group, volume, extents, usable)
+        else:
+            self._spread(group, volume, extents, usable)
+
+    @staticmethod
+    def _append(
+        group: FakeGroup, volume: FakeVolume, extents: int, usable: Sequence[FakeDisk]
+    ) -> None:
         free = sum(group.free(disk) for disk in usable)
         if extents > free:
             raise Failure(
@@ -267,11 +299,26 @@ class FakeLvm:
                 f" {extents} required."
             )
         for disk in usable:
-            # A new volume is not in the group yet: what it has so far counts as taken, too.
-            taken = 0 if volume.name in group.volumes else volume.extents.get(disk.name, 0)
-            part = min(extents, group.free(disk) - taken)
-            volume.extents[disk.name] = volume.extents.get(disk.name, 0) + part
+            part = min(extents, group.free(disk))
+            if part:
+                volume.extents[disk.name] = volume.extents.get(disk.name, 0) + part
             extents -= part
+
+    @staticmethod
+    def _spread(
+        group: FakeGroup, volume: FakeVolume, extents: int, usable: Sequence[FakeDisk]
+    ) -> None:
+        layout = volume.layout
+        assert extents % layout.stripes == 0, "lvm2 would round that up by itself"
+        assert len(usable) <= layout.disks, "the caller names the disks"
+        on_each = extents // layout.stripes + (0 if volume.extents else layout.metadata_extents)
+        if len(usable) < layout.disks or any(group.free(disk) < on_each for disk in usable):
+            raise Failure(
+                f"Insufficient suitable allocatable extents for logical volume {volume.name}:"
+                f" {on_each * layout.disks} more required"
+            )
+        for disk in usable:
+            volume.extents[disk.name] = volume.extents.get(disk.name, 0) + on_each
 
     def _is_open(self, group: FakeGroup, volume: FakeVolume) -> bool:
         return volume.active and self._devices.is_open(_node(group.name, volume.name))
@@ -282,7 +329,11 @@ class FakeLvm:
         return self.groups[name]
 
     def _volume(self, arguments: "_Arguments") -> tuple[FakeGroup, FakeVolume]:
-        (path,) = arguments.rest()
+        path, *rest = arguments.rest()
+        assert not rest, rest
+        return self._found(path)
+
+    def _found(self, path: str) -> tuple[FakeGroup, FakeVolume]:
         group_name, _, name = path.partition("/")
         group = self._group(group_name)
         if name not in group.volumes:
@@ -329,6 +380,24 @@ class _Arguments:
 
     def require_empty(self, words: Sequence[str]) -> None:
         assert not self._words, f"not understood: {self._words} in {' '.join(words)}"
+
+
+def _layout(arguments: _Arguments) -> Layout:
+    kind = arguments.take("--type")
+    size = arguments.take("--stripesize")
+    return Layout(
+        kind,
+        stripes=int(arguments.take("--stripes") or 1),
+        mirrors=int(arguments.take("--mirrors") or 0),
+        stripe_size_bytes=_bytes(size) if size else 0,
+    )
+
+
+def _parts(volume: FakeVolume, index: int) -> list[str]:
+    """The names under which a volume lies on one of its disks, as lvm2 reports them."""
+    if not volume.layout.metadata_extents:
+        return [volume.name]
+    return [f"[{volume.name}_rimage_{index}]", f"[{volume.name}_rmeta_{index}]"]
 
 
 def _node(group: str, name: str) -> str:

@@ -71,7 +71,7 @@ def test_only_disks_that_can_be_used_count_as_room() -> None:
         PhysicalVolume("/dev/c", "c", 10, 0, missing=False, allocatable=False),
     )
     group = Group("data", "uuid", 4, frozenset(), 1, disks)
-    assert layout.available_bytes(group) == 24
+    assert layout.maximum_bytes(group) == 24
 
 
 # As lvm2 2.03.16 says them; tests/contract shows that it does.

@@ -1,0 +1,142 @@
+"""Device classes: a volume of each layout, made, found, grown and removed."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import expect
+import pytest
+from fakes.host import FakeHost
+from real.host import RealHost
+
+from agent.client import Client, block, mounted
+from agent.config import Config, DeviceClass
+from lvm import report
+from lvm.layout import Layout, Reserve
+
+AnyHost = FakeHost | RealHost
+MIB = 1 << 20
+EXTENT = 4 * MIB
+LAYOUTS = {
+    "linear": Layout(),
+    "striped": Layout("striped", stripes=2, stripe_size_bytes=8192),
+    "raid1": Layout("raid1", mirrors=1),
+    "raid5": Layout("raid5", stripes=2),
+    "raid6": Layout("raid6", stripes=3),
+    "raid10": Layout("raid10", stripes=2, mirrors=1),
+}
+
+
+@pytest.fixture
+def group(host: AnyHost) -> str:
+    """Six disks, no two of the same size."""
+    return host.new_group(20, 24, 28, 32, 36, 40)
+
+
+@pytest.fixture
+def config(config: Config, group: str) -> Config:
+    classes = [
+        DeviceClass(name=name, group=group, layout=shape, default=name == "linear")
+        for name, shape in LAYOUTS.items()
+    ]
+    spare = DeviceClass(name="spare", group=group, reserve=Reserve(percent=50))
+    return Config(**{**vars(config), "classes": (*classes, spare)})
+
+
+@pytest.fixture
+def free(host: AnyHost, group: str) -> Iterator[None]:
+    """The group's free extents are the same afterwards."""
+    before = report.read(host.lvm).group(group).free_extents
+    yield
+    assert report.read(host.lvm).group(group).free_extents == before
+
+
+def maximum(client: Client, name: str) -> int:
+    return client.capacity({"class": name}).maximum_volume_size.value
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_volume_of_each_layout_lives_and_grows_while_mounted(
+    client: Client, host: AnyHost, group: str, name: str, free: None
+) -> None:
+    staging, target = host.directory / "staging", host.directory / "target"
+    volume = client.create("pvc-1", 48 * MIB, parameters={"class": name})
+    kind = report.read(host.lvm).group(group).volume("vol-pvc-1").layout
+    assert LAYOUTS[name].kind in kind
+    client.stage(volume, staging)
+    client.publish(volume, staging, target)
+    (staging / "data").write_bytes(b"data" * MIB)
+
+    assert client.node_expand(volume.volume_id, target, 72 * MIB).capacity_bytes == 72 * MIB
+    assert client.stats(volume.volume_id, target).usage[0].total > 56 * MIB
+
+    assert (staging / "data").read_bytes() == b"data" * MIB
+    (staging / "data").unlink()
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_maximum_of_each_layout_can_be_made_and_one_extent_more_cannot(
+    client: Client, name: str, free: None
+) -> None:
+    size = maximum(client, name)
+    with expect.code("RESOURCE_EXHAUSTED", str(size), name):
+        client.create("pvc-1", size + 1, block(), parameters={"class": name})
+    volume = client.create("pvc-1", size, block(), parameters={"class": name})
+    assert volume.capacity_bytes == size
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_volume_of_each_layout_grows_as_far_as_its_disks_go(
+    client: Client, name: str, free: None
+) -> None:
+    volume = client.create("pvc-1", 48 * MIB, block(), parameters={"class": name})
+    try:
+        client.expand(volume.volume_id, 1 << 40)
+    except Exception as error:
+        room = int(str(error).partition("has room for ")[2].partition(" ")[0])
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.expand(volume.volume_id, 48 * MIB + room + 1)
+    assert client.expand(volume.volume_id, 48 * MIB + room).capacity_bytes == 48 * MIB + room
+    client.delete(volume.volume_id)
+
+
+def test_striped_or_mirrored_silently_becoming_linear(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    for number, name in enumerate(("striped", "raid1", "raid5")):
+        client.create(f"pvc-{number}", 8 * MIB, block(), parameters={"class": name})
+        with expect.code("ALREADY_EXISTS"):
+            client.create(f"pvc-{number}", 8 * MIB, block(), parameters={"class": "linear"})
+        found = report.read(host.lvm).group(group).volume(f"vol-pvc-{number}")
+        assert "linear" not in found.layout
+        assert len(found.disks) == LAYOUTS[name].disks
+
+
+def test_sizes_are_whole_extents_on_every_stripe(client: Client) -> None:
+    volume = client.create("pvc-1", 1, block(), parameters={"class": "raid6"})
+    assert volume.capacity_bytes == 3 * EXTENT
+    with expect.code("OUT_OF_RANGE", "3 times"):
+        client.create("pvc-2", 1, block(), limit_bytes=2 * EXTENT, parameters={"class": "raid6"})
+
+
+def test_a_reserve_is_kept_by_capacity_create_and_growth(client: Client) -> None:
+    parameters = {"class": "spare"}
+    assert maximum(client, "spare") == 90 * EXTENT
+    volume = client.create("pvc-1", 80 * EXTENT, block(), parameters=parameters)
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.create("pvc-2", 11 * EXTENT, block(), parameters=parameters)
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.expand(volume.volume_id, 91 * EXTENT)
+    assert client.expand(volume.volume_id, 90 * EXTENT).capacity_bytes == 90 * EXTENT
+    assert maximum(client, "spare") == 0
+    assert maximum(client, "linear") == 90 * EXTENT
+
+
+def test_a_mounted_volume_of_a_mirrored_class_says_what_staging_needs(
+    client: Client, tmp_path: Path
+) -> None:
+    volume = client.create("pvc-1", 8 * MIB, mounted(), parameters={"class": "raid1"})
+    assert volume.volume_context["carver/class"] == "raid1"

@@ -1,0 +1,154 @@
+"""The capacity that is reported can be made, and one extent more cannot: the arithmetic."""
+
+import itertools
+
+import pytest
+from fakes.devices import FakeDevices
+from fakes.lvm import FakeLvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lvm import errors, layout, report, volumes
+from lvm.layout import Layout, Reserve
+from lvm.lvm2 import Lvm
+
+LAYOUTS = [
+    Layout(),
+    Layout("striped", stripes=2),
+    Layout("striped", stripes=3, stripe_size_bytes=8192),
+    Layout("raid1", mirrors=1),
+    Layout("raid1", mirrors=2),
+    Layout("raid5", stripes=2),
+    Layout("raid6", stripes=3),
+    Layout("raid10", stripes=2, mirrors=1),
+]
+EXTENT = 4 << 20
+
+
+def machine(free: list[int]) -> tuple[Lvm, FakeLvm]:
+    fake = FakeLvm(FakeDevices())
+    fake.add_group("data", free)
+    return Lvm(lambda *words: fake(words), settings=()), fake
+
+
+def make(lvm: Lvm, name: str, size_bytes: int, shape: Layout) -> None:
+    group = report.read(lvm).group("data")
+    disks = layout.placement(group, shape)
+    volumes.create(lvm, "data", name, size_bytes=size_bytes, facts={}, layout=shape, disks=disks)
+
+
+@settings(max_examples=2000, deadline=None)
+@given(
+    free=st.lists(st.integers(0, 60), min_size=1, max_size=7),
+    shape=st.sampled_from(LAYOUTS),
+    before=st.lists(st.tuples(st.sampled_from(LAYOUTS), st.integers(1, 20)), max_size=3),
+)
+def test_the_maximum_can_be_made_and_one_row_of_extents_more_cannot(
+    free: list[int], shape: Layout, before: list[tuple[Layout, int]]
+) -> None:
+    lvm, _ = machine(free)
+    for number, (other, rows) in enumerate(before):
+        size = min(
+            rows * other.stripes * EXTENT,
+            layout.maximum_bytes(report.read(lvm).group("data"), other),
+        )
+        if size:
+            make(lvm, f"before{number}", size, other)
+    maximum = layout.maximum_bytes(report.read(lvm).group("data"), shape)
+    assert maximum % (EXTENT * shape.stripes) == 0
+    with pytest.raises(errors.NoSpace):
+        make(lvm, "too-large", maximum + EXTENT * shape.stripes, shape)
+    if maximum:
+        make(lvm, "largest", maximum, shape)
+        assert report.read(lvm).group("data").volume("largest").size_bytes == maximum
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    free=st.lists(st.integers(2, 60), min_size=6, max_size=7),
+    shape=st.sampled_from(LAYOUTS),
+    rows=st.integers(1, 3),
+)
+def test_a_volume_grows_by_the_maximum_and_no_further(
+    free: list[int], shape: Layout, rows: int
+) -> None:
+    lvm, _ = machine([one + 5 for one in free])
+    size = rows * shape.stripes * EXTENT
+    make(lvm, "v", size, shape)
+    group = report.read(lvm).group("data")
+    volume = group.volume("v")
+    more = layout.maximum_growth_bytes(group, volume, shape)
+    disks = layout.growth_placement(group, volume, shape)
+    beyond = size + more + EXTENT * shape.stripes
+    with pytest.raises(errors.NoSpace):
+        volumes.extend(lvm, "data", "v", size_bytes=beyond, disks=disks)
+    if more:
+        volumes.extend(lvm, "data", "v", size_bytes=size + more, disks=disks)
+    assert report.read(lvm).group("data").volume("v").size_bytes == size + more
+
+
+@settings(max_examples=1000, deadline=None)
+@given(
+    free=st.lists(st.integers(0, 60), min_size=1, max_size=7),
+    shape=st.sampled_from(LAYOUTS),
+    reserve=st.integers(0, 80),
+)
+def test_the_reserve_stays_free(free: list[int], shape: Layout, reserve: int) -> None:
+    lvm, fake = machine(free)
+    group = report.read(lvm).group("data")
+    maximum = layout.maximum_bytes(group, shape, reserve)
+    if maximum:
+        make(lvm, "v", maximum, shape)
+        left = sum(fake.groups["data"].free(disk) for disk in fake.groups["data"].disks)
+        assert left >= reserve
+
+
+@pytest.mark.parametrize(
+    ("reserve", "extents"),
+    [(Reserve(), 0), (Reserve(size_bytes=1), 1), (Reserve(percent=10), 10), (Reserve(0, 0.5), 1)],
+)
+def test_a_reserve_is_rounded_up_to_extents(reserve: Reserve, extents: int) -> None:
+    lvm, _ = machine([60, 40])
+    assert reserve.extents(report.read(lvm).group("data")) == extents
+
+
+@pytest.mark.parametrize("shape", LAYOUTS, ids=str)
+def test_a_layout_survives_being_a_fact(shape: Layout) -> None:
+    assert Layout.parse(str(shape)) == shape
+    assert Layout.parse("") == Layout()
+
+
+@pytest.mark.parametrize(
+    ("kind", "stripes", "mirrors", "size", "words"),
+    [
+        ("linear", 2, 0, 0, "no stripes"),
+        ("linear", 1, 1, 0, "no mirrors"),
+        ("linear", 1, 0, 4096, "no stripe size"),
+        ("striped", 1, 0, 0, "2 stripes"),
+        ("striped", 2, 0, 5000, "power of two"),
+        ("raid1", 1, 0, 0, "1 mirror"),
+        ("raid5", 1, 0, 0, "2 stripes"),
+        ("raid6", 2, 0, 0, "3 stripes"),
+        ("raid10", 2, 0, 0, "1 mirror"),
+    ],
+)
+def test_a_layout_that_cannot_be_says_why(
+    kind: str, stripes: int, mirrors: int, size: int, words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        Layout(kind, stripes, mirrors, size)
+
+
+def test_disks_are_chosen_by_their_room_and_equal_ones_by_their_order() -> None:
+    lvm, _ = machine([5, 9, 9, 7])
+    group = report.read(lvm).group("data")
+    chosen = layout.placement(group, Layout("striped", stripes=3))
+    assert chosen == tuple(group.disks[index].name for index in (1, 2, 3))
+    assert layout.placement(group, Layout()) == ()
+
+
+def test_too_few_disks_have_room_for_nothing() -> None:
+    for count, shape in itertools.product((1, 2, 3), LAYOUTS[1:]):
+        lvm, _ = machine([50] * count)
+        maximum = layout.maximum_bytes(report.read(lvm).group("data"), shape)
+        assert (maximum > 0) == (count >= shape.disks)
