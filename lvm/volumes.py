@@ -19,8 +19,9 @@ def create(
 ) -> None:
     """Make, tag and activate a volume of whole extents (lvcreate(8)), on `disks` if any are named.
 
-    Stale signatures are wiped and the first sectors zeroed. The volume is never activated by
-    the system itself: Carver activates what is staged. Raises NoSpace, NameTaken.
+    Stale signatures are wiped and the first sectors zeroed. Its activation is set to be skipped, so
+    the system never activates it by itself at boot: Carver activates what is staged. (The newer
+    --setautoactivation n is refused for RAID by lvm2 2.03.16.) Raises NoSpace, NameTaken.
     """
     tagging = [word for tag in tags.encode(facts) for word in ("--addtag", tag)]
     lvm(
@@ -28,7 +29,8 @@ def create(
         "--yes",
         *("--wipesignatures", "y"),
         *("--zero", "y"),
-        *("--setautoactivation", "n"),
+        *("--setactivationskip", "y"),
+        *("--activate", "y", "--ignoreactivationskip"),
         *layout.words(),
         *("--size", f"{size_bytes}b"),
         *tagging,

@@ -39,7 +39,7 @@ class FakeVolume:
     extents: dict[str, int]
     tags: set[str] = field(default_factory=set)
     active: bool = False
-    autoactivation: bool = True
+    activation_skipped: bool = False
     health: str = ""
     layout: Layout = LINEAR
     # What is written on it: stays when it is deactivated.
@@ -207,7 +207,9 @@ class FakeLvm:
     def _lvcreate(self, arguments: "_Arguments") -> str:
         assert arguments.flag("--yes")
         assert (arguments.take("--wipesignatures"), arguments.take("--zero")) == ("y", "y")
-        autoactivation = arguments.take("--setautoactivation") == "y"
+        skipped = arguments.take("--setactivationskip") == "y"
+        assert arguments.take("--activate") == "y"
+        assert arguments.flag("--ignoreactivationskip") or not skipped
         size, name = _bytes(arguments.take("--size")), arguments.take("--name")
         tags = set(arguments.take_all("--addtag"))
         layout = _layout(arguments)
@@ -216,9 +218,7 @@ class FakeLvm:
         if name in group.volumes:
             raise Failure(f'Logical Volume "{name}" already exists in volume group "{group_name}"')
         extents = -(-size // group.extent_size_bytes)
-        volume = FakeVolume(
-            name, self._uuid(), {}, tags, autoactivation=autoactivation, layout=layout
-        )
+        volume = FakeVolume(name, self._uuid(), {}, tags, activation_skipped=skipped, layout=layout)
         self._allocate(group, volume, extents, disks)
         group.volumes[name] = volume
         self._activate(group, volume)
@@ -226,14 +226,15 @@ class FakeLvm:
 
     def _lvchange(self, arguments: "_Arguments") -> str:
         activate = arguments.take("--activate")
-        arguments.flag("--ignoreactivationskip")
+        ignored = arguments.flag("--ignoreactivationskip")
         removed, added = arguments.take_all("--deltag"), arguments.take_all("--addtag")
         group, volume = self._volume(arguments)
         volume.tags -= set(removed)
         volume.tags |= set(added)
         if activate:
             assert activate == "y"
-            self._activate(group, volume)
+            if ignored or not volume.activation_skipped:
+                self._activate(group, volume)
         return ""
 
     def _lvextend(self, arguments: "_Arguments") -> str:

@@ -80,6 +80,7 @@ def test_only_disks_that_can_be_used_count_as_room() -> None:
     [
         ('  Volume group "d" has insufficient free space (1 extents): 2 required.', errors.NoSpace),
         ("  Insufficient suitable allocatable extents for logical volume v", errors.NoSpace),
+        ("  No specified PVs have space available.", errors.NoSpace),
         ('  Logical Volume "v" already exists in volume group "d"', errors.NameTaken),
         ("  A volume group called d already exists.", errors.NameTaken),
         ("  Logical volume d/v contains a filesystem in use.", errors.InUse),
