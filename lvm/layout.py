@@ -176,6 +176,6 @@ def parse_percent(text: str) -> float | None:
 
 
 def _roomiest(disks: Sequence[PhysicalVolume], count: int) -> list[PhysicalVolume]:
-    """The disks with the most free extents, roomiest first; of equals, the first."""
-    usable = [disk for disk in disks if disk.free_extents]
+    """The usable disks with the most free extents, roomiest first; of equals, the first."""
+    usable = [disk for disk in disks if disk.allocatable and not disk.missing]
     return sorted(usable, key=lambda disk: -disk.free_extents)[:count]
