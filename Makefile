@@ -39,7 +39,7 @@ vm-tier: venv ## the VM tier: real LVM, real mounts, the installed service, rebo
 # What `vm-tier` does while the machine is up.
 .PHONY: in-vm
 in-vm:
-	vagrant/lab.py run 'cd /carver && /opt/carver/test-venv/bin/python -m pytest -q --real tests/contract tests/vm'
+	vagrant/lab.py run 'cd /carver && /opt/carver/test-venv/bin/python -m pytest -q --real --timeout 900 tests/contract tests/vm'
 	$(BIN)/python -m pytest -q tests/lab
 
 .PHONY: test
