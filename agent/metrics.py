@@ -9,7 +9,13 @@ from collections import Counter as Counts
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
@@ -19,6 +25,9 @@ from agent.registration import Registration, State
 from agent.wiping import Wiper
 from lvm import errors, layout, report
 from lvm.command import Result, Run
+
+# A time of creation for each counter would be as many series again, and nobody asks for it.
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # From a call that runs nothing to one that waits for a disk. Seconds.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -167,7 +176,16 @@ class _Gauges(Collector):
         free = _of_group("free_bytes", "The group's extents that new volumes may use.")
         missing = _of_group("missing_disks", "The group's disks that are not there.")
         volumes = _of_group("volumes", "Carver's volumes, with those that are being wiped.")
-        held = Counts(one.group.name for one in self._inventory.present(known))
+        abnormal = GaugeMetricFamily(
+            "carver_volume_abnormal",
+            "1 for each volume that LVM reports something against.",
+            labels=["volume", "problem"],
+        )
+        held = Counts[str]()
+        for volume in self._inventory.present(known):
+            held[volume.group.name] += 1
+            if volume.health:
+                abnormal.add_metric([str(volume.id), volume.health], 1)
         for name in self._groups:
             group = known.groups.get(name)
             present.add_metric([name], group is not None)
@@ -178,7 +196,7 @@ class _Gauges(Collector):
             free.add_metric([name], layout.available_bytes(group))
             missing.add_metric([name], group.missing_disks)
             volumes.add_metric([name], held[name])
-        return present, size, free, missing, volumes
+        return present, size, free, missing, volumes, abnormal
 
 
 def _of_group(name: str, documentation: str) -> GaugeMetricFamily:

@@ -153,6 +153,15 @@ def test_a_group_is_measured_as_capacity_is(measured: Measured) -> None:
     assert found["carver_lvm_up",] == 1
 
 
+def test_only_volumes_with_a_problem_are_named(measured: Measured) -> None:
+    sick, well = (measured.client.create(name, 4 * MIB, block()) for name in ("sick", "well"))
+    measured.host.lvm2.groups["data"].volumes["vol-sick"].health = "partial"
+    measured.client.capacity()
+    found = measured.samples()
+    assert found["carver_volume_abnormal", "partial", sick.volume_id] == 1
+    assert not any(well.volume_id in key for key in found)
+
+
 def test_scraping_runs_no_command_while_calls_read_reports(measured: Measured) -> None:
     measured.client.capacity()
     measured.host.commands.clear()
@@ -237,11 +246,12 @@ def test_the_registration_is_in_one_state(measured: Measured) -> None:
 def exported(measured: Measured) -> dict[str, set[str]]:
     """Every sample's name that a scrape can have, with its labels."""
     measured.client.create("pvc-1", 4 * MIB, block())
+    measured.host.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
+    measured.client.capacity()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(measured.metrics.text().decode()):
         for sample in family.samples:
-            if not sample.name.endswith("_created"):
-                found.setdefault(sample.name, set()).update(sample.labels)
+            found.setdefault(sample.name, set()).update(sample.labels)
     return found
 
 
