@@ -20,6 +20,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from agent.config import DeviceClass
 from agent.inventory import Inventory
 from agent.registration import Registration, State
 from agent.wiping import Wiper
@@ -93,13 +94,13 @@ class Metrics:
 
     def watch(
         self,
-        groups: Sequence[str],
+        classes: Sequence[DeviceClass],
         known: Inventory,
         wiper: Wiper,
         registration: Registration,
     ) -> None:
         """Measure these from now on."""
-        self._registry.register(_Gauges(groups, known, wiper, registration))
+        self._registry.register(_Gauges(classes, known, wiper, registration))
 
     def families(self) -> Iterable[Metric]:
         """Everything as it is now."""
@@ -122,12 +123,12 @@ def _outcome(words: tuple[str, ...], result: Result) -> str:
 class _Gauges(Collector):
     def __init__(
         self,
-        groups: Sequence[str],
+        classes: Sequence[DeviceClass],
         known: Inventory,
         wiper: Wiper,
         registration: Registration,
     ) -> None:
-        self._groups = groups
+        self._classes = classes
         self._inventory = known
         self._wiper = wiper
         self._registration = registration
@@ -173,7 +174,10 @@ class _Gauges(Collector):
     def _of_groups(self, known: report.Report) -> Iterable[Metric]:
         present = _of_group("present", "Whether the group is on this node.")
         size = _of_group("size_bytes", "The group's extents on disks that are there.")
-        free = _of_group("free_bytes", "The group's extents that new volumes may use.")
+        free = _of_group(
+            "free_bytes",
+            "The group's free extents on disks that may be used, the reserve included.",
+        )
         missing = _of_group("missing_disks", "The group's disks that are not there.")
         volumes = _of_group("volumes", "Carver's volumes, with those that are being wiped.")
         abnormal = GaugeMetricFamily(
@@ -186,17 +190,30 @@ class _Gauges(Collector):
             held[volume.group.name] += 1
             if volume.health:
                 abnormal.add_metric([str(volume.id), volume.health], 1)
-        for name in self._groups:
+        for name in dict.fromkeys(one.group for one in self._classes):
             group = known.groups.get(name)
             present.add_metric([name], group is not None)
             if group is None:
                 continue
             extents = sum(disk.extents for disk in group.disks if not disk.missing)
             size.add_metric([name], extents * group.extent_size_bytes)
-            free.add_metric([name], layout.available_bytes(group))
+            free.add_metric([name], group.free_extents * group.extent_size_bytes)
             missing.add_metric([name], group.missing_disks)
             volumes.add_metric([name], held[name])
-        return present, size, free, missing, volumes, abnormal
+        return present, size, free, missing, volumes, abnormal, self._of_classes(known)
+
+    def _of_classes(self, known: report.Report) -> Metric:
+        available = GaugeMetricFamily(
+            "carver_class_available_bytes",
+            "The largest volume of the class that can be made, as GetCapacity says.",
+            labels=["class", "group"],
+        )
+        for one in self._classes:
+            if (group := known.groups.get(one.group)) is not None:
+                reserve_extents = one.reserve.extents(group)
+                largest = layout.maximum_bytes(group, one.layout, reserve_extents)
+                available.add_metric([one.name, one.group], largest)
+        return available
 
 
 def _of_group(name: str, documentation: str) -> GaugeMetricFamily:

@@ -127,7 +127,7 @@ def serve(config: Config, host: Host) -> None:
         ending.callback(service.stop)
         registration = Registration(config.registration_directory, config.endpoint)
         if config.metrics_address is not None and metrics is not None:
-            metrics.watch(config.groups, service.inventory, service.wiper, registration)
+            metrics.watch(config.classes, service.inventory, service.wiper, registration)
             pages = monitor.Monitor(config.metrics_address, _pages(config, service, metrics))
             pages.start()
             ending.callback(pages.stop)

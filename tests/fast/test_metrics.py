@@ -24,6 +24,7 @@ from agent.registration import Registration
 from agent.server import Host, Service
 from lvm import errors
 from lvm.command import Result
+from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
 
 ROOT = Path(__file__).parents[2]
@@ -68,6 +69,7 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
         wipe="zero",
         classes=(
             DeviceClass(name="plain", group="data", default=True),
+            DeviceClass(name="kept", group="data", reserve=Reserve(percent=10)),
             DeviceClass(name="lost", group="gone"),
         ),
         backing=None,
@@ -77,7 +79,7 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     lvm = Lvm(run, settings=())
     service = Service(config, Host(run, host.kernel, host.devices), lvm, metrics.count_call)
     kubelet = Registration(tmp_path / "registry", config.endpoint)
-    metrics.watch(config.groups, service.inventory, service.wiper, kubelet)
+    metrics.watch(config.classes, service.inventory, service.wiper, kubelet)
     service.start(config.endpoint)
     with Client(config.endpoint) as client:
         yield Measured(metrics, host, client, service, kubelet)
@@ -150,6 +152,10 @@ def test_a_group_is_measured_as_capacity_is(measured: Measured) -> None:
     assert found["carver_group_missing_disks", "data"] == 0
     assert found["carver_group_volumes", "data"] == 1
     assert ("carver_group_size_bytes", "gone") not in found
+    assert found["carver_class_available_bytes", "plain", "data"] == free
+    kept = measured.client.capacity({"class": "kept"}).available_capacity
+    assert found["carver_class_available_bytes", "kept", "data"] == kept < free
+    assert ("carver_class_available_bytes", "lost", "gone") not in found
     assert found["carver_lvm_up",] == 1
 
 
