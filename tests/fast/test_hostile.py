@@ -1,0 +1,240 @@
+"""Requests that no honest caller sends: each is refused with a code of its own, or changes nothing.
+
+Hypothesis makes requests of every kind from the descriptors: fields with what belongs there, and
+with traversals, options, control characters, unicode and sizes that do not. CARVER_EXAMPLES asks
+for more of them than the usual run.
+"""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+from fakes.host import FakeHost
+from fakes.kernel import FakeKernel
+from google.protobuf import message_factory
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent.client import Client, block, mounted
+from agent.config import TOPOLOGY_KEY, Config, DeviceClass
+from agent.server import Host, Service
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+EXAMPLES = int(os.environ.get("CARVER_EXAMPLES", "40"))
+# Made anew for each example; what the fake names itself is the same each time.
+TOP = Path(tempfile.gettempdir()).resolve() / f"carver-hostile-{os.getpid()}"
+HERE = TOP / "kubelet"
+MOUNTED, RAW = "data@20000000/vol-pvc-mounted", "data@20000000/vol-pvc-raw"
+
+HOSTILE = [
+    "..",
+    "../../etc/passwd",
+    f"{HERE}/../../etc",
+    f"{HERE}/link/x",
+    f"{HERE}/staging/../staging",
+    f"{HERE}/staging/inner",
+    f"{HERE}//x",
+    "/",
+    "/etc/passwd",
+    "/proc/self/fd/0",
+    "-o",
+    "--config",
+    "-rf /",
+    "ext4 -F",
+    "ext4,loop",
+    "a\nb",
+    "a\0b",
+    "\x7f",
+    "ü" * 70,
+    "x" * 4096,
+    "\N{RIGHT-TO-LEFT OVERRIDE}",
+    "%n%s",
+    "$(reboot)",
+    "data@/vol-pvc-1",
+    "data@3kXq0b9Z/vol-pvc-1",
+    "other@3kXq0b9Z/vol-pvc-1",
+    "data/vol-pvc-1",
+]
+WORDS: Mapping[str, list[str]] = {
+    "volume_id": [MOUNTED, RAW],
+    "source_volume_id": [MOUNTED],
+    "name": ["pvc-mounted", "pvc-new", "snapshot1", "x_tmeta"],
+    "staging_target_path": [f"{HERE}/staging", f"{HERE}/new"],
+    "target_path": [f"{HERE}/target", f"{HERE}/new", f"{HERE}/file", f"{HERE}/full"],
+    "volume_path": [f"{HERE}/target", f"{HERE}/staging"],
+    "fs_type": ["ext4", "xfs", "btrfs", "ntfs", "proc"],
+    "mount_flags": ["ro", "noatime", "bind", "remount", "loop=/dev/sda", "journal_path=/x", "suid"],
+    "starting_token": ["data@3kXq0b9Z/vol"],
+}
+KEYS = {
+    "carver/class": ["plain", "none"],
+    "class": ["plain"],
+    "carver/fsType": ["xfs", "proc"],
+    "carver/mkfsOptions": ["-m 1", "-F", "-E offset=1", "-L a;b", "-d file"],
+    "carver/mountOptions": ["noatime", "errors=panic", "device=/dev/sda"],
+    "csi.storage.k8s.io/pvc/name": ["web"],
+    "csi.storage.k8s.io/ephemeral": ["true", "maybe"],
+    TOPOLOGY_KEY: ["here", "elsewhere"],
+}
+NUMBERS = [0, 1, -1, 4096, 64 * MIB, 400 * MIB, (1 << 63) - 1, -(1 << 63)]
+
+
+def texts(field: str) -> st.SearchStrategy[str]:
+    usual = st.sampled_from(WORDS.get(field, ["x"]))
+    return st.one_of(*[usual] * 8, st.sampled_from(HOSTILE), st.text(max_size=40))
+
+
+def maps() -> st.SearchStrategy[dict[str, str]]:
+    known = st.sampled_from(sorted(KEYS)).flatmap(
+        lambda key: st.tuples(st.just(key), st.sampled_from(KEYS[key]))
+    )
+    hostile = st.tuples(st.sampled_from(HOSTILE), st.sampled_from(HOSTILE))
+    pairs = st.lists(st.one_of(known, known, hostile), max_size=3)
+    return pairs.map(dict)
+
+
+def values(field: FieldDescriptor) -> st.SearchStrategy[Any]:
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        return maps()
+    if kind is not None and kind.name == "VolumeCapability":
+        usual = st.sampled_from([mounted(), mounted("ext4"), mounted("ext4", ["noatime"]), block()])
+        one: st.SearchStrategy[Any] = st.one_of(*[usual] * 4, messages(kind))
+    elif kind is not None:
+        one = messages(kind)
+    elif field.type in (FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES):
+        one = texts(field.name)
+        if field.type == FieldDescriptor.TYPE_BYTES:
+            one = one.map(str.encode)
+    elif field.type == FieldDescriptor.TYPE_BOOL:
+        one = st.booleans()
+    elif field.type == FieldDescriptor.TYPE_ENUM:
+        one = st.integers(-1, 12)
+    else:
+        fits = (1 << 31) if field.type == FieldDescriptor.TYPE_INT32 else (1 << 63)
+        one = st.sampled_from([number for number in NUMBERS if -fits <= number < fits])
+    return st.lists(one, max_size=3) if field.is_repeated else one
+
+
+def messages(kind: Any) -> st.SearchStrategy[Message]:
+    fields = {field.name: values(field) for field in kind.fields if not field.is_extension}
+    made = message_factory.GetMessageClass(kind)
+    return st.fixed_dictionaries({}, optional=fields).map(lambda chosen: made(**chosen))
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[str, str, Message]:
+    """A service, a method, a request; what a request must have is mostly there."""
+    service = draw(st.sampled_from(["Controller", "Node"]))
+    method = draw(st.sampled_from(list(csi.DESCRIPTOR.services_by_name[service].methods)))
+    fields = {field.name: values(field) for field in method.input_type.fields}
+    usual = {
+        name: strategy
+        for name, strategy in fields.items()
+        if name in WORDS or name.startswith(("volume_capab", "capacity_range"))
+    }
+    rest = {name: strategy for name, strategy in fields.items() if name not in usual}
+    chosen = draw(st.fixed_dictionaries(usual, optional=rest))
+    return (
+        service.lower(),
+        method.name,
+        message_factory.GetMessageClass(method.input_type)(**chosen),
+    )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine with a volume in use and a raw one, and Carver serving it."""
+
+    host: FakeHost
+    client: Client
+
+    def code(self, service: str, method: str, request: Message) -> str:
+        """The code of a call, with its message if it is not OK."""
+        try:
+            getattr(getattr(self.client, service), method)(request)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        return "OK"
+
+    def state(self) -> object:
+        """All that a call could change."""
+        assert isinstance(self.host.kernel, FakeKernel)
+        volumes = [
+            (one.name, one.length, sorted(one.tags), one.active)
+            for one in self.host.lvm2.groups["data"].volumes.values()
+        ]
+        devices = [(one.path, one.size_bytes, repr(one.media)) for one in self.host.block]
+        there = sorted((str(one), one.lstat().st_mode) for one in TOP.rglob("*"))
+        return volumes, devices, self.host.kernel.mountinfo(), there
+
+
+@contextmanager
+def machine() -> Iterator[Machine]:
+    shutil.rmtree(TOP, ignore_errors=True)
+    (TOP / "outside").mkdir(parents=True)
+    for name in ("full/inner", "full/empty"):
+        (HERE / name).mkdir(parents=True)
+    (HERE / "link").symlink_to(TOP / "outside")
+    (HERE / "file").write_text("data")
+    host = FakeHost(HERE)
+    host.lvm2.add_group("data", [300])
+    config = Config(
+        node_id="here",
+        endpoint=TOP / "csi.sock",
+        kubelet_dir=(str(HERE),),
+        log_format="text",
+        log_level="info",
+        controller_expand=True,
+        max_volumes_per_node=0,
+        lvm="direct",
+        devices=(),
+        wipe="zero",
+        classes=(DeviceClass(name="plain", group="data", default=True),),
+        backing=None,
+    )
+    running = Service(config, Host(host.run, host.kernel, host.devices), host.lvm)
+    running.start(config.endpoint)
+    try:
+        with Client(config.endpoint) as client:
+            volume = client.create("pvc-mounted", 320 * MIB)
+            raw = client.create("pvc-raw", 64 * MIB, block())
+            assert (volume.volume_id, raw.volume_id) == (MOUNTED, RAW)
+            client.stage(volume, HERE / "staging")
+            client.publish(volume, HERE / "staging", HERE / "target")
+            yield Machine(host, client)
+    finally:
+        running.stop()
+        shutil.rmtree(TOP)
+
+
+@settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    database=None,
+)
+@given(st.lists(calls(), min_size=1, max_size=8))
+def test_a_refused_call_has_a_code_of_its_own_and_changes_nothing(
+    several: list[tuple[str, str, Message]],
+) -> None:
+    with machine() as this:
+        before = this.state()
+        for service, method, request in several:
+            code = this.code(service, method, request)
+            assert not code.startswith(("INTERNAL", "UNKNOWN")), code
+            after = this.state()
+            if code != "OK":
+                assert after == before, code
+            before = after
+        assert list((TOP / "outside").iterdir()) == []
+        assert (HERE / "file").read_text() == "data"
