@@ -53,6 +53,10 @@ proto: venv ## generate the wire's Python modules anew
 manifests: venv ## render deploy/helm into deploy/kubernetes
 	$(BIN)/python deploy/render.py
 
+.PHONY: image
+image: venv ## the container image, from Debian packages and wheels, into dist/; as root
+	$(BIN)/python deploy/image/build.py
+
 .PHONY: lock
 lock: ## resolve the newest versions and write constraints.txt
 	rm -rf .cache/lock && $(PYTHON) -m venv .cache/lock

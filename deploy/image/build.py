@@ -1,0 +1,324 @@
+#!/usr/bin/env python3
+"""Build Carver's container image from Debian packages and wheels: `make image`. Runs as root.
+
+    dist/carver-<version>-<architecture>.oci.tar    an OCI archive, for containerd, podman, skopeo
+    dist/carver-<version>-<architecture>.spdx.json  what is in it, which is in the image too
+
+Nothing is pulled: mmdebstrap makes the root file system, pip installs wheels at the versions of
+constraints.txt into a virtual environment in it, umoci writes the image. There is one layer, since
+everything in it changes together.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+from datetime import UTC, datetime
+from email import message_from_string
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+WORK = ROOT / ".cache" / "image"
+DIST = ROOT / "dist"
+REPOSITORY = "localhost/carver"
+SUITE = "bookworm"
+ENVIRONMENT = "opt/carver"
+SBOM = "usr/share/doc/carver/sbom.spdx.json"
+
+# udev is the node's, or there is none; libudev, which Carver asks about sysfs, comes with lvm2.
+PACKAGES = (
+    "btrfs-progs",
+    "e2fsprogs",
+    "lvm2",
+    "python3",
+    "thin-provisioning-tools",
+    # In place of usrmerge, which is only there to make a system what mmdebstrap made it.
+    "usr-is-merged",
+    "util-linux",
+    "xfsprogs",
+)
+# usrmerge, which mmdebstrap takes before it looks at our list, and the whole of Perl, for it.
+REMOVED = (
+    *("usrmerge", "libfile-find-rule-perl", "libtext-glob-perl", "libnumber-compare-perl"),
+    *("perl", "libperl5.36", "perl-modules-5.36"),
+)
+# Licences stay. xfs_scrub, which Carver never runs, is the only user of ICU's 36 MB; dpkg, and so
+# the list of contents, still names libicu.
+LEFT_OUT = (
+    "path-exclude=/usr/share/doc/*",
+    "path-include=/usr/share/doc/*/copyright",
+    "path-exclude=/usr/share/man/*",
+    "path-exclude=/usr/share/info/*",
+    "path-exclude=/usr/share/locale/*",
+    "path-exclude=/usr/share/lintian/*",
+    "path-exclude=/usr/sbin/xfs_scrub*",
+    "path-exclude=/usr/lib/*/libicu*",
+)
+# Tools of the machine that builds: program and Debian package.
+TOOLS = {"mmdebstrap": "mmdebstrap", "umoci": "umoci"}
+# pip does not derive older platforms from newer ones when they are named explicitly.
+GLIBC = ("2_36", "2_34", "2_31", "2_28", "2_17", "2_12", "2_5")
+PYTHON = "3.11"
+
+
+def main() -> int:
+    """Build the image; 0 is success."""
+    if os.geteuid() != 0:
+        print("build.py: run it as root: it makes a root file system", file=sys.stderr)
+        return 2
+    started = time.monotonic()
+    ensure_tools()
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    DIST.mkdir(exist_ok=True)
+    architecture = output("dpkg", "--print-architecture").strip()
+    stem = f"carver-{project()['version']}-{architecture}"
+
+    fetch_wheels(WORK / "wheels")
+    root = make_root(WORK / "root", WORK / "wheels")
+    document = json.dumps(sbom(root, stem), indent=1) + "\n"
+    (root / SBOM).parent.mkdir(parents=True)
+    (root / SBOM).write_text(document)
+    (DIST / f"{stem}.spdx.json").write_text(document)
+    check(root)
+    archive = pack(root, DIST / f"{stem}.oci.tar", architecture)
+
+    unpacked = int(output("du", "--summarize", "--bytes", str(root)).split()[0])
+    print(f"{archive.relative_to(ROOT)}: {archive.stat().st_size / 1e6:.0f} MB", end=", ")
+    print(f"unpacked {unpacked / 1e6:.0f} MB, in {time.monotonic() - started:.0f} s")
+    shutil.rmtree(WORK)
+    return 0
+
+
+def project() -> dict[str, Any]:
+    """The project's table of pyproject.toml."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return table
+
+
+def run(*words: str | Path, **environment: str) -> None:
+    """Run a command that must succeed."""
+    subprocess.run([str(word) for word in words], check=True, env={**os.environ, **environment})
+
+
+def output(*words: str) -> str:
+    """What a command that must succeed prints."""
+    return subprocess.run(words, check=True, capture_output=True, text=True).stdout
+
+
+def created() -> datetime:
+    """When the tree was committed; now, outside a repository. Every time in the image is this."""
+    words = ("git", "-C", str(ROOT), "-c", f"safe.directory={ROOT}", "log", "-1", "--format=%ct")
+    try:
+        seconds = int(output(*words))
+    except (OSError, ValueError, subprocess.CalledProcessError):
+        seconds = int(time.time())
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def ensure_tools() -> None:
+    """Install what builds the image, where it is missing."""
+    missing = [package for program, package in TOOLS.items() if shutil.which(program) is None]
+    if missing:
+        run("apt-get", "--quiet", "update")
+        apt = ("apt-get", "--yes", "--quiet", "install", "--no-install-recommends")
+        run(*apt, *missing, DEBIAN_FRONTEND="noninteractive")
+
+
+def fetch_wheels(wheels: Path) -> None:
+    """Carver's own wheel, those that it needs, and pip's, which installs them."""
+    machine = os.uname().machine
+    platforms = [f"--platform=manylinux_{version}_{machine}" for version in GLIBC]
+    # setuptools takes up what an earlier build left in build/: so, a copy.
+    tree = WORK / "tree"
+    leave = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+    shutil.copytree(ROOT, tree, ignore=leave)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", wheels, tree)
+    run(
+        *(sys.executable, "-m", "pip", "download", "--quiet", "--progress-bar=off"),
+        *("--only-binary=:all:", "--implementation=cp", f"--python-version={PYTHON}"),
+        *(*platforms, f"--platform=manylinux2014_{machine}", "--dest", str(wheels)),
+        *("--constraint", str(ROOT / "constraints.txt"), *project()["dependencies"], "pip"),
+    )
+
+
+def make_root(root: Path, wheels: Path) -> Path:
+    """The root file system: Debian's packages, and Carver in an environment of its own."""
+    [pip] = wheels.glob("pip-*.whl")
+    python = f"/{ENVIRONMENT}/bin/python"
+    # Run from its own wheel, pip leaves nothing behind.
+    install = f"{python} /wheels/{pip.name}/pip --isolated --disable-pip-version-check install"
+    hooks = [
+        'mkdir "$1/wheels"',
+        f'cp {wheels}/*.whl "$1/wheels"',
+        f'chroot "$1" python3 -m venv --without-pip /{ENVIRONMENT}',
+        f'chroot "$1" {install} --no-index --no-cache-dir --root-user-action=ignore'
+        " --find-links /wheels carver",
+        'rm -r "$1/wheels"',
+        f'chroot "$1" dpkg --purge {" ".join(REMOVED)}',
+        # Mount points of the DaemonSet, so that nothing need be made in a read-only root.
+        'mkdir -p "$1/etc/carver" "$1/run/udev" "$1/run/lvm" "$1/run/lock/lvm"'
+        ' "$1/var/lib/carver" "$1/var/lib/kubelet"',
+        'rm -rf "$1/var/lib/apt" "$1"/var/cache/* "$1"/var/log/* "$1"/var/lib/dpkg/*-old',
+        # What names the machine that built it.
+        'rm -f "$1/etc/hostname" "$1/etc/resolv.conf"',
+    ]
+    run(
+        *("mmdebstrap", "--quiet", "--mode=root", "--variant=essential", "--format=directory"),
+        *(f"--dpkgopt={option}" for option in LEFT_OUT),
+        *("--dpkgopt=force-unsafe-io", f"--include={','.join(PACKAGES)}"),
+        *(f"--customize-hook={hook}" for hook in hooks),
+        *(SUITE, root),
+        SOURCE_DATE_EPOCH=str(int(created().timestamp())),
+    )
+    return root
+
+
+def check(root: Path) -> None:
+    """The programs that Carver starts are there and start, and no compiler is."""
+    programs = (
+        (f"/{ENVIRONMENT}/bin/carver", "--version"),
+        ("lvm", "version"),
+        ("blkid", "--version"),
+        ("nsenter", "--version"),
+        ("mkfs.ext4", "-V"),
+        ("mkfs.xfs", "-V"),
+        ("mkfs.btrfs", "--version"),
+        ("thin_check", "--version"),
+    )
+    for words in programs:
+        output("chroot", str(root), *words)
+    found = [
+        name for name in ("cc", "gcc", "pip", "apt-get") if shutil.which(name, path=paths(root))
+    ]
+    if found:
+        raise SystemExit(f"build.py: does not belong in the image: {', '.join(found)}")
+
+
+def paths(root: Path) -> str:
+    """The image's PATH, seen from outside."""
+    folders = (f"{ENVIRONMENT}/bin", "usr/local/bin", "usr/sbin", "usr/bin")
+    return os.pathsep.join(str(root / folder) for folder in folders)
+
+
+def sbom(root: Path, name: str) -> dict[str, Any]:
+    """What is in the image, as SPDX 2.3: Debian's packages and Python's, with their versions."""
+    form = r"${binary:Package}\t${Version}\t${Architecture}\n"
+    query = ("dpkg-query", f"--admindir={root}/var/lib/dpkg", "--show", "--showformat", form)
+    lines = output(*query).splitlines()
+    packages = [_deb(*line.split("\t")) for line in lines]
+    site = root / ENVIRONMENT / "lib" / f"python{PYTHON}" / "site-packages"
+    packages += [_wheel(path) for path in sorted(site.glob("*.dist-info/METADATA"))]
+    about = "SPDXRef-DOCUMENT"
+    digest = hashlib.sha256(json.dumps(packages).encode()).hexdigest()
+    return {
+        "spdxVersion": "SPDX-2.3",
+        "dataLicense": "CC0-1.0",
+        "SPDXID": about,
+        "name": name,
+        "documentNamespace": f"urn:carver:sbom:{name}:{digest}",
+        "creationInfo": {
+            "created": created().strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "creators": ["Tool: carver deploy/image/build.py"],
+        },
+        "packages": packages,
+        "relationships": [
+            {
+                "spdxElementId": about,
+                "relationshipType": "DESCRIBES",
+                "relatedSpdxElement": package["SPDXID"],
+            }
+            for package in packages
+        ],
+    }
+
+
+def _deb(package: str, version: str, architecture: str) -> dict[str, Any]:
+    name = package.partition(":")[0]
+    locator = f"pkg:deb/debian/{name}@{version}?arch={architecture}&distro={SUITE}"
+    return _package("deb", name, version, "NOASSERTION", locator)
+
+
+def _wheel(path: Path) -> dict[str, Any]:
+    told = message_from_string(path.read_text())
+    name, version = told["Name"], told["Version"]
+    # SPDX wants an expression; older metadata has prose in another field.
+    licence = told.get("License-Expression", "NOASSERTION")
+    locator = f"pkg:pypi/{re.sub(r'[-_.]+', '-', name).lower()}@{version}"
+    return _package("python", name, version, licence, locator)
+
+
+def _package(kind: str, name: str, version: str, licence: str, locator: str) -> dict[str, Any]:
+    return {
+        "SPDXID": f"SPDXRef-{kind}-{re.sub(r'[^A-Za-z0-9.-]', '-', name)}",
+        "name": name,
+        "versionInfo": version,
+        "downloadLocation": "NOASSERTION",
+        "filesAnalyzed": False,
+        "licenseConcluded": "NOASSERTION",
+        "licenseDeclared": licence,
+        "copyrightText": "NOASSERTION",
+        "externalRefs": [
+            {
+                "referenceCategory": "PACKAGE-MANAGER",
+                "referenceType": "purl",
+                "referenceLocator": locator,
+            }
+        ],
+    }
+
+
+def pack(root: Path, archive: Path, architecture: str) -> Path:
+    """The root file system as an OCI archive with one layer and a name that containerd knows."""
+    about, version, when = project(), project()["version"], created()
+    layer, layout = WORK / "layer.tar", WORK / "oci"
+    image = f"{layout}:{version}"
+    labels = {
+        "title": about["name"],
+        "description": about["description"],
+        "version": version,
+        "licenses": about["license"],
+        "created": when.isoformat(),
+    }
+    same_tar = (
+        *("tar", "--sort=name", "--numeric-owner", "--format=posix", "--xattrs"),
+        *("--pax-option=delete=atime,delete=ctime", f"--mtime=@{int(when.timestamp())}"),
+        "--clamp-mtime",
+    )
+    # Of /dev only what a runtime does not make itself, which is nothing.
+    run(*same_tar, "--exclude=./dev/*", "-C", root, "-cf", layer, ".")
+    run("umoci", "init", "--layout", layout)
+    run("umoci", "new", "--image", image)
+    history = ("--history.created", when.isoformat(), "--history.created_by", "make image")
+    run("umoci", "raw", "add-layer", *history, "--image", image, layer)
+    run(
+        *("umoci", "config", "--no-history", "--image", image),
+        *("--architecture", architecture, "--os", "linux", "--created", when.isoformat()),
+        *("--config.entrypoint", f"/{ENVIRONMENT}/bin/carver", "--config.cmd", "serve"),
+        *("--config.stopsignal", "SIGTERM"),
+        *("--config.env", f"PATH=/{ENVIRONMENT}/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
+        *(
+            f"--config.label=org.opencontainers.image.{key}={value}"
+            for key, value in labels.items()
+        ),
+    )
+    run("umoci", "gc", "--layout", layout)
+    index = layout / "index.json"
+    content = json.loads(index.read_text())
+    [manifest] = content["manifests"]
+    # The name under which containerd's import files it; umoci knows only tags.
+    manifest["annotations"]["io.containerd.image.name"] = f"{REPOSITORY}:{version}"
+    index.write_text(json.dumps(content))
+    names = ("oci-layout", "index.json", "blobs")
+    run(*same_tar, "-C", layout, "-cf", archive, *names)
+    return archive
+
+
+if __name__ == "__main__":
+    sys.exit(main())
