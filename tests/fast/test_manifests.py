@@ -235,6 +235,22 @@ def test_probes_go_to_a_port_that_the_container_has(path: Path) -> None:
 
 
 @every_set
+def test_the_probes_ask_where_carver_answers(path: Path, tmp_path: Path) -> None:
+    one = container(path, "carver")
+    address = settings(path, tmp_path).metrics_address
+    assert address is not None
+    assert {port["name"]: port["containerPort"] for port in one["ports"]} == {
+        "metrics": address.port
+    }
+    asked = {key: one[key]["httpGet"]["path"] for key in one if key.endswith("Probe")}
+    assert asked == {
+        "startupProbe": "/healthz",
+        "livenessProbe": "/healthz",
+        "readinessProbe": "/readyz",
+    }
+
+
+@every_set
 def test_storage_classes_are_carver_s_and_wait_for_the_pod(path: Path) -> None:
     for one in of_kind(path, "StorageClass"):
         assert one["provisioner"] == config.DRIVER_NAME
