@@ -32,11 +32,16 @@ def find(kernel: Kernel, file: str) -> str | None:
 
 
 def over(kernel: Kernel, number: DeviceNumber) -> tuple[str, ...]:
-    """The loop devices attached to the block device (major, minor)."""
+    """The read-only loop devices attached to the block device (major, minor).
+
+    A writable one is not of Carver's making: whoever has it keeps it.
+    """
     wanted = os.makedev(*number)
     attached = ((device, _status(kernel, device)) for device in kernel.loop_devices())
     return tuple(
-        device for device, status in attached if status and status.backing_device == wanted
+        device
+        for device, status in attached
+        if status and status.read_only and status.backing_device == wanted
     )
 
 

@@ -11,7 +11,7 @@ from real.host import RealHost
 from agent.client import Client, Mode, block, mounted
 from agent.config import TOPOLOGY_KEY
 from lvm import report
-from mount import table
+from mount import loop, table
 from proto import csi_pb2 as csi
 
 AnyHost = FakeHost | RealHost
@@ -33,8 +33,8 @@ def volume(client: Client) -> csi.Volume:
     return client.create("pvc-1", 64 * MIB, mounted("ext4"))
 
 
-def device_of(host: AnyHost, group: str) -> str:
-    found = host.devices.find(group, "vol-pvc-1")
+def device_of(host: AnyHost, group: str, name: str = "vol-pvc-1") -> str:
+    found = host.devices.find(group, name)
     assert found is not None
     return found.path
 
@@ -497,3 +497,18 @@ def test_a_part_of_the_volume_bound_elsewhere_is_no_second_target(
     client.unpublish(volume.volume_id, target)
     client.publish(volume, staging, target)
     host.kernel.unmount(str(part))
+
+
+def test_a_loop_device_that_somebody_else_made_is_left_alone(
+    client: Client, host: AnyHost, staging: Path, target: Path, group: str
+) -> None:
+    volume = client.create("pvc-2", 16 * MIB, block())
+    client.stage(volume, staging, block())
+    other = loop.attach(host.kernel, device_of(host, group, "vol-pvc-2"))
+    client.publish(volume, staging, target, block())
+    client.unpublish(volume.volume_id, target)
+    assert other in host.kernel.loop_devices()
+    with expect.code("FAILED_PRECONDITION", "open"):
+        client.delete(volume.volume_id)
+    loop.detach(host.kernel, other)
+    client.delete(volume.volume_id)
