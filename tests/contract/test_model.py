@@ -304,7 +304,8 @@ def test_the_node_does_what_the_model_does(
     request: pytest.FixtureRequest, real: bool, tmp_path: Path
 ) -> None:
     # A shorter sequence is not worth hours on a real machine.
-    numbers = chosen(seed=1, examples=5 if real else 80, steps=50, shrink=int(not real))
+    examples, steps = (3, 30) if real else (80, 50)
+    numbers = chosen(seed=1, examples=examples, steps=steps, shrink=int(not real))
     print(f"\nCARVER_MODEL={','.join(f'{key}={value}' for key, value in numbers.items())}")
     shared: Lab | None = request.getfixturevalue("shared_lab") if real else None
     serial = itertools.count()
