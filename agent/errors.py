@@ -111,10 +111,10 @@ class ContentsLost(AgentError):
 
 
 class OperationPending(AgentError):
-    """Another call on the same volume has not ended."""
+    """Another call on the same volume, or at the same path, has not ended."""
 
-    def __init__(self, volume: str) -> None:
-        super().__init__(f"another call on volume {volume!r} is in progress")
+    def __init__(self, name: str) -> None:
+        super().__init__(f"another call on {name!r} is in progress")
 
 
 class BadToken(AgentError):

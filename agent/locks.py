@@ -16,17 +16,21 @@ class VolumeLocks:
         self._held: set[str] = set()
 
     @contextmanager
-    def hold(self, volume: str) -> Iterator[None]:
-        """Hold a volume; raises OperationPending while another call does."""
+    def hold(self, *names: str) -> Iterator[None]:
+        """Hold a volume, and the path it is put at: two volumes at one path would cover each other.
+
+        Raises OperationPending while another call holds one of them.
+        """
         with self._guard:
-            if volume in self._held:
-                raise errors.OperationPending(volume)
-            self._held.add(volume)
+            for name in names:
+                if name in self._held:
+                    raise errors.OperationPending(name)
+            self._held.update(names)
         try:
             yield
         finally:
             with self._guard:
-                self._held.discard(volume)
+                self._held.difference_update(names)
 
 
 class GroupLocks:

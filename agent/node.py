@@ -29,7 +29,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     ) -> csi.NodeStageVolumeResponse:
         """Make the volume ready on this node: active, formatted, mounted."""
         call = calls.Stage.from_proto(request)
-        with self._locks.hold(inventory.logical_name(call.volume_id)):
+        with self._locks.hold(inventory.logical_name(call.volume_id), call.staging_path):
             self._access.stage(call)
         return csi.NodeStageVolumeResponse()
 
@@ -47,7 +47,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     ) -> csi.NodePublishVolumeResponse:
         """Make the staged volume appear at a workload's path."""
         call = calls.Publish.from_proto(request)
-        with self._locks.hold(inventory.logical_name(call.volume_id)):
+        with self._locks.hold(inventory.logical_name(call.volume_id), call.target_path):
             self._access.publish(call)
         return csi.NodePublishVolumeResponse()
 

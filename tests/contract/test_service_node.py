@@ -1,6 +1,8 @@
 """The Node's answers, right and wrong requests alike, and after what happens behind its back."""
 
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import expect
@@ -512,3 +514,32 @@ def test_a_loop_device_that_somebody_else_made_is_left_alone(
         client.delete(volume.volume_id)
     loop.detach(host.kernel, other)
     client.delete(volume.volume_id)
+
+
+def test_two_volumes_at_once_never_cover_each_other_at_one_target(
+    client: Client,
+    host: AnyHost,
+    volume: csi.Volume,
+    staging: Path,
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other, other_staging = client.create("pvc-2", 64 * MIB), host.directory / "other"
+    client.stage(volume, staging)
+    client.stage(other, other_staging)
+    binding, let_go, bind = threading.Event(), threading.Event(), host.kernel.bind
+
+    def slow(source: str, path: str, attributes: set[str]) -> None:
+        binding.set()
+        assert let_go.wait(60)
+        bind(source, path, attributes)
+
+    monkeypatch.setattr(host.kernel, "bind", slow)
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(client.publish, volume, staging, target)
+        assert binding.wait(60)
+        with expect.code("ABORTED", str(target)):
+            client.publish(other, other_staging, target)
+        let_go.set()
+        first.result()
+    assert len(table.read(host.kernel).at(str(target))) == 1
