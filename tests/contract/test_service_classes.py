@@ -16,6 +16,8 @@ from lvm.layout import Layout, Reserve
 AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 EXTENT = 4 * MIB
+# Whole extents on every stripe of each layout.
+SIZE, GROWN = 24 * MIB, 48 * MIB
 LAYOUTS = {
     "linear": Layout(),
     "striped": Layout("striped", stripes=2, stripe_size_bytes=8192),
@@ -29,7 +31,7 @@ LAYOUTS = {
 @pytest.fixture
 def group(host: AnyHost) -> str:
     """Six disks, no two of the same size."""
-    return host.new_group(20, 24, 28, 32, 36, 40)
+    return host.new_group(9, 10, 11, 12, 14, 16)
 
 
 @pytest.fixture
@@ -59,15 +61,15 @@ def test_a_volume_of_each_layout_lives_and_grows_while_mounted(
     client: Client, host: AnyHost, group: str, name: str, free: None
 ) -> None:
     staging, target = host.directory / "staging", host.directory / "target"
-    volume = client.create("pvc-1", 48 * MIB, parameters={"class": name})
+    volume = client.create("pvc-1", SIZE, parameters={"class": name})
     kind = report.read(host.lvm).group(group).volume("vol-pvc-1").layout
     assert LAYOUTS[name].kind in kind
     client.stage(volume, staging)
     client.publish(volume, staging, target)
     (staging / "data").write_bytes(b"data" * MIB)
 
-    assert client.node_expand(volume.volume_id, target, 72 * MIB).capacity_bytes == 72 * MIB
-    assert client.stats(volume.volume_id, target).usage[0].total > 56 * MIB
+    assert client.node_expand(volume.volume_id, target, GROWN).capacity_bytes == GROWN
+    assert client.stats(volume.volume_id, target).usage[0].total > 32 * MIB
 
     assert (staging / "data").read_bytes() == b"data" * MIB
     (staging / "data").unlink()
@@ -92,14 +94,14 @@ def test_the_maximum_of_each_layout_can_be_made_and_one_extent_more_cannot(
 def test_a_volume_of_each_layout_grows_as_far_as_its_disks_go(
     client: Client, name: str, free: None
 ) -> None:
-    volume = client.create("pvc-1", 48 * MIB, block(), parameters={"class": name})
+    volume = client.create("pvc-1", SIZE, block(), parameters={"class": name})
     try:
         client.expand(volume.volume_id, 1 << 40)
     except Exception as error:
         room = int(str(error).partition("has room for ")[2].partition(" ")[0])
     with expect.code("RESOURCE_EXHAUSTED"):
-        client.expand(volume.volume_id, 48 * MIB + room + 1)
-    assert client.expand(volume.volume_id, 48 * MIB + room).capacity_bytes == 48 * MIB + room
+        client.expand(volume.volume_id, SIZE + room + 1)
+    assert client.expand(volume.volume_id, SIZE + room).capacity_bytes == SIZE + room
     client.delete(volume.volume_id)
 
 
@@ -124,15 +126,15 @@ def test_sizes_are_whole_extents_on_every_stripe(client: Client) -> None:
 
 def test_a_reserve_is_kept_by_capacity_create_and_growth(client: Client) -> None:
     parameters = {"class": "spare"}
-    assert maximum(client, "spare") == 90 * EXTENT
-    volume = client.create("pvc-1", 80 * EXTENT, block(), parameters=parameters)
+    assert maximum(client, "spare") == 36 * EXTENT
+    volume = client.create("pvc-1", 30 * EXTENT, block(), parameters=parameters)
     with expect.code("RESOURCE_EXHAUSTED"):
-        client.create("pvc-2", 11 * EXTENT, block(), parameters=parameters)
+        client.create("pvc-2", 7 * EXTENT, block(), parameters=parameters)
     with expect.code("RESOURCE_EXHAUSTED"):
-        client.expand(volume.volume_id, 91 * EXTENT)
-    assert client.expand(volume.volume_id, 90 * EXTENT).capacity_bytes == 90 * EXTENT
+        client.expand(volume.volume_id, 37 * EXTENT)
+    assert client.expand(volume.volume_id, 36 * EXTENT).capacity_bytes == 36 * EXTENT
     assert maximum(client, "spare") == 0
-    assert maximum(client, "linear") == 90 * EXTENT
+    assert maximum(client, "linear") == 36 * EXTENT
 
 
 def test_a_mounted_volume_of_a_mirrored_class_says_what_staging_needs(
