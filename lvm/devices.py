@@ -1,6 +1,7 @@
-"""Devices of active logical volumes, found in sysfs without asking lvm2.
+"""Devices of active logical volumes, found in sysfs without asking lvm2, and without a process.
 
-The only module that imports pyudev.
+sysfs is read as it is: pyudev's Context looks for its library by starting ldconfig and gcc
+(ctypes.util.find_library), and libudev(3) allows no two threads in one context.
 """
 
 import os
@@ -9,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import pyudev
-
 from lvm import names
 
 _SYS_BLOCK = Path("/sys/block")
+_SYS_BY_NUMBER = Path("/sys/dev/block")
 _MAPPER = Path("/dev/mapper")
-# include/linux/device-mapper uuid that lvm2 gives: "LVM-", the group's UUID, the volume's.
+# The uuid that lvm2 gives a device-mapper device: "LVM-", the group's UUID, the volume's.
 _UUID_PREFIX = "LVM-"
 _UUID_LENGTH = 32
 
@@ -50,41 +50,31 @@ class KernelDevices:
         path = _MAPPER / dm_name
         try:
             status = path.stat()
-            if not stat.S_ISBLK(status.st_mode):
-                return None
-            found = pyudev.Devices.from_device_number(_context(), "block", status.st_rdev)
-        except (FileNotFoundError, pyudev.DeviceNotFoundError):
+        except FileNotFoundError:
             return None
-        return _device(found, dm_name, str(path))
+        if not stat.S_ISBLK(status.st_mode):
+            return None
+        number = (os.major(status.st_rdev), os.minor(status.st_rdev))
+        return _device(_SYS_BY_NUMBER / f"{number[0]}:{number[1]}", dm_name, str(path))
 
     def _by_search(self, dm_name: str) -> Device | None:
         """Through sysfs, where the node in /dev/mapper is missing or is another's."""
-        context = _context()
         for directory in _SYS_BLOCK.glob("dm-*"):
-            try:
-                found = pyudev.Devices.from_path(context, str(directory))
-                device = _device(found, dm_name, found.device_node)
-            except (pyudev.DeviceNotFoundError, KeyError):
-                continue  # removed while we looked
-            if device is not None:
+            if device := _device(directory, dm_name, f"/dev/{directory.name}"):
                 return device
         return None
 
 
-def _context() -> pyudev.Context:
-    """A context of the caller's own: libudev(3) allows no two threads in one."""
-    return pyudev.Context()
-
-
-def _device(found: pyudev.Device, dm_name: str, path: str) -> Device | None:
+def _device(directory: Path, dm_name: str, path: str) -> Device | None:
+    """The device of a directory of sysfs, if it is a volume's and bears the name."""
     try:
-        if found.attributes.asstring("dm/name") != dm_name:
+        if (directory / "dm/name").read_text().strip() != dm_name:
             return None
-        uuid = found.attributes.asstring("dm/uuid")
-    except KeyError:
-        return None  # not a device-mapper device
+        uuid = (directory / "dm/uuid").read_text().strip()
+        major, minor = (directory / "dev").read_text().strip().split(":")
+    except OSError:
+        return None  # no device-mapper device, or removed while we looked
     if not uuid.startswith(_UUID_PREFIX):
         return None
-    number = found.device_number
     group_uuid = uuid.removeprefix(_UUID_PREFIX)[:_UUID_LENGTH]
-    return Device(path, (os.major(number), os.minor(number)), group_uuid)
+    return Device(path, (int(major), int(minor)), group_uuid)
