@@ -132,7 +132,7 @@ class Demo:
         self._carver = carver
         # Every volume's name holds it, so each can be found whatever became of an answer.
         self._name = f"demo-{uuid.uuid4().hex[:6]}"
-        self._folder = Path("/run", f"carver-{self._name}")
+        self._folder = Path("/var/lib/kubelet/plugins", f"carver-{self._name}")
         self._cleanup = contextlib.ExitStack()
 
     def run(self) -> None:
