@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import configured
 import pytest
 from fakes.host import FakeHost
 from real.host import Lab, RealHost, lab, real_host
 
 from agent.client import Client
-from agent.config import Config, DeviceClass
+from agent.config import Config
 from agent.server import Host, Service
 
 AnyHost = FakeHost | RealHost
@@ -42,20 +43,7 @@ def group(host: AnyHost) -> str:
 @pytest.fixture
 def config(group: str, tmp_path: Path) -> Config:
     """One class on that group, and a node called `here`."""
-    return Config(
-        node_id="here",
-        endpoint=tmp_path / "csi.sock",
-        kubelet_dir=(str(tmp_path),),
-        log_format="text",
-        log_level="info",
-        controller_expand=True,
-        max_volumes_per_node=0,
-        lvm="direct",
-        devices=(),
-        wipe="zero",
-        classes=(DeviceClass(name="plain", group=group, default=True),),
-        backing=None,
-    )
+    return configured.carver(tmp_path, group)
 
 
 @pytest.fixture

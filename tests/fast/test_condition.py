@@ -5,12 +5,12 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import configured
 import pytest
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
 from agent.client import Client, mounted
-from agent.config import Config, DeviceClass
 from agent.server import Host, Service
 from proto import csi_pb2 as csi
 
@@ -50,20 +50,7 @@ def fake(tmp_path: Path) -> FakeHost:
 
 @pytest.fixture
 def client(fake: FakeHost, kernel: Kernel, tmp_path: Path) -> Iterator[Client]:
-    config = Config(
-        node_id="here",
-        endpoint=tmp_path / "csi.sock",
-        kubelet_dir=(str(tmp_path),),
-        log_format="text",
-        log_level="info",
-        controller_expand=True,
-        max_volumes_per_node=0,
-        lvm="direct",
-        devices=(),
-        wipe="zero",
-        classes=(DeviceClass(name="plain", group="data", default=True),),
-        backing=None,
-    )
+    config = configured.carver(tmp_path)
     running = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
     running.start(config.endpoint)
     with Client(config.endpoint) as caller:

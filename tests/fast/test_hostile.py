@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import configured
 import grpc
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
@@ -24,7 +25,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent.client import Client, block, mounted
-from agent.config import TOPOLOGY_KEY, Config, DeviceClass
+from agent.config import TOPOLOGY_KEY
 from agent.server import Host, Service
 from proto import csi_pb2 as csi
 
@@ -188,20 +189,7 @@ def machine() -> Iterator[Machine]:
     (HERE / "file").write_text("data")
     host = FakeHost(HERE)
     host.lvm2.add_group("data", [300])
-    config = Config(
-        node_id="here",
-        endpoint=TOP / "csi.sock",
-        kubelet_dir=(str(HERE),),
-        log_format="text",
-        log_level="info",
-        controller_expand=True,
-        max_volumes_per_node=0,
-        lvm="direct",
-        devices=(),
-        wipe="zero",
-        classes=(DeviceClass(name="plain", group="data", default=True),),
-        backing=None,
-    )
+    config = configured.carver(HERE, endpoint=TOP / "csi.sock")
     running = Service(config, Host(host.run, host.kernel, host.devices), host.lvm)
     running.start(config.endpoint)
     try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import configured
 import expect
 import grpc
 import pytest
@@ -18,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent import registration
 from agent.client import Client, block
-from agent.config import Config, DeviceClass
+from agent.config import DeviceClass
 from agent.metrics import Metrics
 from agent.registration import Registration
 from agent.server import Host, Service
@@ -56,23 +57,13 @@ class Measured:
 def measured(tmp_path: Path) -> Iterator[Measured]:
     host = FakeHost(tmp_path)
     host.lvm2.add_group("data", [100, 60])
-    config = Config(
-        node_id="here",
-        endpoint=tmp_path / "csi.sock",
-        kubelet_dir=(str(tmp_path),),
-        log_format="text",
-        log_level="info",
-        controller_expand=True,
-        max_volumes_per_node=0,
-        lvm="direct",
-        devices=(),
-        wipe="zero",
+    config = configured.carver(
+        tmp_path,
         classes=(
             DeviceClass(name="plain", group="data", default=True),
             DeviceClass(name="kept", group="data", reserve=Reserve(percent=10)),
             DeviceClass(name="lost", group="gone"),
         ),
-        backing=None,
     )
     metrics = Metrics()
     run = metrics.counted(host.run)

@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import configured
 import pytest
 from fakes.host import FakeHost
 
 from agent import errors, monitor, server
-from agent.config import Address, Config, DeviceClass
+from agent.config import Address, Config
 from agent.inventory import Inventory
 from agent.monitor import Monitor, Page
 from agent.readiness import Readiness
@@ -138,20 +139,7 @@ def fake(tmp_path: Path) -> FakeHost:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return Config(
-        node_id="here",
-        endpoint=tmp_path / "csi.sock",
-        kubelet_dir=(str(tmp_path),),
-        log_format="text",
-        log_level="info",
-        controller_expand=True,
-        max_volumes_per_node=0,
-        lvm="direct",
-        devices=(),
-        wipe="zero",
-        classes=(DeviceClass(name="plain", group="data", default=True),),
-        backing=None,
-    )
+    return configured.carver(tmp_path)
 
 
 def test_the_process_is_healthy_while_it_answers_over_its_socket(

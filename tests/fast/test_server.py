@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import configured
 import expect
 import grpc
 import pytest
@@ -42,17 +43,12 @@ def fake(tmp_path: Path) -> FakeHost:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return Config(
-        node_id="here",
+    return configured.carver(
+        tmp_path,
         endpoint=tmp_path / "plugins" / "csi.sock",
         kubelet_dir=("/",),
-        log_format="text",
-        log_level="info",
         controller_expand=False,
         max_volumes_per_node=7,
-        lvm="direct",
-        devices=(),
-        wipe="zero",
         classes=(EMBEDDED_CLASS,),
         backing=BackingFile(tmp_path / "state" / "carver.img", 256 * MIB),
     )

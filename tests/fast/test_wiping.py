@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import configured
 import expect
 import pytest
 from fakes.host import FakeHost
 
 from agent import server
 from agent.client import Client, block
-from agent.config import Config, DeviceClass
+from agent.config import Config
 from agent.server import Host, Service
 from lvm.command import Result
 from proto import csi_pb2 as csi
@@ -29,20 +30,7 @@ def fake(tmp_path: Path) -> FakeHost:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return Config(
-        node_id="here",
-        endpoint=tmp_path / "csi.sock",
-        kubelet_dir=("/",),
-        log_format="text",
-        log_level="info",
-        controller_expand=True,
-        max_volumes_per_node=0,
-        lvm="direct",
-        devices=(),
-        wipe="zero",
-        classes=(DeviceClass(name="plain", group="data", default=True),),
-        backing=None,
-    )
+    return configured.carver(tmp_path, kubelet_dir=("/",))
 
 
 @pytest.fixture

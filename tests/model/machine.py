@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import configured
 import grpc
 from fakes.host import FakeHost
 from model import operations as do
@@ -15,7 +16,7 @@ from real.host import RealHost
 
 from agent import client
 from agent.client import Client
-from agent.config import Config, DeviceClass
+from agent.config import Config
 from agent.server import Host, Service
 from lvm import report, tags
 from mount import loop, mounts, table
@@ -28,20 +29,7 @@ _OVERHEAD = 0.5
 
 def config(group: str, endpoint: Path) -> Config:
     """One class, `plain`, on the group."""
-    return Config(
-        node_id="here",
-        endpoint=endpoint,
-        log_format="text",
-        log_level="info",
-        controller_expand=True,
-        max_volumes_per_node=0,
-        lvm="direct",
-        devices=(),
-        wipe="zero",
-        kubelet_dir=(str(endpoint.parent),),
-        classes=(DeviceClass(name="plain", group=group, default=True),),
-        backing=None,
-    )
+    return configured.carver(endpoint.parent, group, endpoint=endpoint)
 
 
 @dataclass
