@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lvm import names
+from lvm.devicemapper import DeviceMapper, Status
 
 _SYS_BLOCK = Path("/sys/block")
 _SYS_BY_NUMBER = Path("/sys/dev/block")
@@ -18,6 +19,8 @@ _MAPPER = Path("/dev/mapper")
 # The uuid that lvm2 gives a device-mapper device: "LVM-", the group's UUID, the volume's.
 _UUID_PREFIX = "LVM-"
 _UUID_LENGTH = 32
+# What lvm2 appends to a thin pool's name for the pool itself (lib/activate/dev_manager.c).
+_POOL_LAYER = "-tpool"
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,30 @@ class Devices(Protocol):
         """The device, or None where the volume is not active on this node (or not there)."""
         ...
 
+    def status(self, group: str, name: str) -> tuple[Status, ...]:
+        """What device-mapper says of an active volume and of all that it stands on."""
+        ...
+
 
 class KernelDevices:
     """The real `Devices`."""
+
+    def __init__(self) -> None:
+        self._mapper = DeviceMapper()
 
     def find(self, group: str, name: str) -> Device | None:
         """The device, or None where the volume is not active on this node (or not there)."""
         dm_name = names.device(group, name)
         return self._by_node(dm_name) or self._by_search(dm_name)
+
+    def status(self, group: str, name: str) -> tuple[Status, ...]:
+        """What device-mapper says of an active volume and of all that it stands on.
+
+        A few ioctls. A thin volume tells of its pool; a pool may be active without a device of its
+        own name. Empty proves nothing.
+        """
+        dm_name = names.device(group, name)
+        return self._mapper.status(dm_name) or self._mapper.status(dm_name + _POOL_LAYER)
 
     def _by_node(self, dm_name: str) -> Device | None:
         """Through the node that udev, or lvm2 where there is no udev, made in /dev/mapper."""

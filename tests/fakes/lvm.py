@@ -13,6 +13,7 @@ from fakes.devices import FakeDevices, Media
 
 from lvm import names
 from lvm.command import Result
+from lvm.devicemapper import Raid, Status
 from lvm.devices import Device
 from lvm.layout import LINEAR, Layout
 
@@ -101,6 +102,16 @@ class FakeLvm:
         device = self._devices.get(_node(group, name))
         uuid = self.groups[group].uuid.replace("-", "")
         return Device(device.path, (device.major, device.minor), uuid)
+
+    def status(self, group: str, name: str) -> tuple[Status, ...]:
+        """The seam `lvm.devices.Devices`."""
+        volume = self.groups[group].volumes.get(name) if group in self.groups else None
+        if volume is None or not volume.active or not volume.layout.metadata_extents:
+            return ()
+        missing = {disk.name for disk in self.groups[group].disks if disk.missing}
+        health = "".join("D" if disk in missing else "A" for disk in volume.extents)
+        size = volume.length * self.groups[group].extent_size_bytes
+        return (Raid(size, volume.layout.kind, health, size // 512, size // 512),)
 
     def __call__(self, words: Sequence[str]) -> Result:
         """Carry out `lvm SUBCOMMAND …`."""

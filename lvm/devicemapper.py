@@ -1,0 +1,269 @@
+"""What device-mapper says of its targets: how full, in sync or broken; by ioctl, without a process.
+
+linux/dm-ioctl.h has the structures, Documentation/admin-guide/device-mapper the status lines. The
+lines are asked for as lvm2 does, without having the target flush first: a look costs no disk
+anything, and a disk that hangs hangs no look.
+"""
+
+import errno
+import fcntl
+import os
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+_CONTROL = Path("/dev/mapper/control")
+
+# struct dm_ioctl: version, data_size, data_start, target_count, open_count, flags, event_nr,
+# padding, dev, name, uuid, and seven bytes that fill it up.
+_HEADER = struct.Struct("=3I I I I i I I I Q 128s 129s 7x")
+_DATA_START_AT, _TARGET_COUNT_AT, _FLAGS_AT = 16, 20, 28
+# struct dm_target_spec: sector_start, length, status, next, target_type; the line follows.
+_TARGET = struct.Struct("=Q Q i I 16s")
+_VERSION = (4, 0, 0)
+_FIRST_BUFFER_BYTES = 16 << 10
+_SECTOR_BYTES = 512
+
+# _IOWR(0xfd, command, struct dm_ioctl)
+_REQUEST = 0b11 << 30 | _HEADER.size << 16 | 0xFD << 8
+_TABLE_DEPS = _REQUEST | 11
+_TABLE_STATUS = _REQUEST | 12
+_BUFFER_FULL = 1 << 8
+_NO_FLUSH = 1 << 11
+
+FAILED = "fail"
+
+
+@dataclass(frozen=True)
+class ThinPool:
+    """A thin pool (thin-provisioning.rst); metadata blocks have 4096 bytes.
+
+    `mode` is rw, ro, out_of_data_space or, where no I/O goes through any more, fail. Then the
+    numbers of blocks are 0.
+    """
+
+    size_bytes: int
+    mode: str
+    needs_check: bool = False
+    used_data_blocks: int = 0
+    data_blocks: int = 0
+    used_metadata_blocks: int = 0
+    metadata_blocks: int = 0
+
+    @property
+    def data_percent(self) -> float:
+        """How full the pool's data are."""
+        return _percent(self.used_data_blocks, self.data_blocks)
+
+    @property
+    def metadata_percent(self) -> float:
+        """How full the pool's metadata are."""
+        return _percent(self.used_metadata_blocks, self.metadata_blocks)
+
+    @classmethod
+    def parse(cls, size_bytes: int, line: str) -> Self:
+        """The pool of a status line."""
+        words = line.split()
+        if len(words) == 1:
+            return cls(size_bytes, FAILED)
+        (used_metadata, metadata), (used_data, data) = map(_fraction, words[1:3])
+        numbers = (used_data, data, used_metadata, metadata)
+        return cls(size_bytes, words[4], "needs_check" in words[5:], *numbers)
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A copy-on-write snapshot (snapshot.rst), in sectors of 512 bytes of its copies' store.
+
+    `state` is empty while it can be read; else it is what the kernel says: Invalid (it overflowed,
+    or its store failed), Overflow, Merge failed, Unknown.
+    """
+
+    size_bytes: int
+    state: str = ""
+    used_sectors: int = 0
+    sectors: int = 0
+    metadata_sectors: int = 0
+
+    @property
+    def percent(self) -> float:
+        """How full the store is."""
+        return _percent(self.used_sectors, self.sectors)
+
+    @classmethod
+    def parse(cls, size_bytes: int, line: str) -> Self:
+        """The snapshot of a status line."""
+        if "/" not in line:
+            return cls(size_bytes, line)
+        fraction, metadata = line.split()
+        return cls(size_bytes, "", *_fraction(fraction), int(metadata))
+
+
+@dataclass(frozen=True)
+class Raid:
+    """A RAID volume (dm-raid.rst).
+
+    `health` has a character for each image: A in sync, a not yet, D failed, - not there. `action`
+    is idle, frozen, resync, recover, check, repair or reshape.
+    """
+
+    size_bytes: int
+    kind: str
+    health: str
+    synced_sectors: int
+    sectors: int
+    action: str = "idle"
+    mismatches: int = 0
+
+    @property
+    def synced_percent(self) -> float:
+        """How much of it is in sync."""
+        return _percent(self.synced_sectors, self.sectors)
+
+    @classmethod
+    def parse(cls, size_bytes: int, line: str) -> Self:
+        """The RAID volume of a status line."""
+        kind, _, health, ratio, *more = line.split()
+        # dm-raid before 1.5 tells no more.
+        action, mismatches = more[:2] or ("idle", "0")
+        return cls(size_bytes, kind, health, *_fraction(ratio), action, int(mismatches))
+
+
+@dataclass(frozen=True)
+class Cache:
+    """A volume on a cache (cache.rst). `mode` is its metadata's: rw, ro, or fail."""
+
+    size_bytes: int
+    mode: str
+    needs_check: bool = False
+    dirty_blocks: int = 0
+
+    @classmethod
+    def parse(cls, size_bytes: int, line: str) -> Self:
+        """The cache of a status line."""
+        words = line.split()
+        if len(words) == 1:
+            return cls(size_bytes, FAILED)
+        mode, check = words[-2:]
+        return cls(size_bytes, mode, check == "needs_check", int(words[10]))
+
+
+@dataclass(frozen=True)
+class WriteCache:
+    """A volume on a writecache (writecache.rst); an error is a number, 0 for none."""
+
+    size_bytes: int
+    error: int
+    blocks: int
+    free_blocks: int
+    written_back_blocks: int
+
+    @classmethod
+    def parse(cls, size_bytes: int, line: str) -> Self:
+        """The writecache of a status line."""
+        return cls(size_bytes, *map(int, line.split()[:4]))
+
+
+Status = ThinPool | Snapshot | Raid | Cache | WriteCache
+_KINDS: dict[str, type[Status]] = {
+    "thin-pool": ThinPool,
+    "snapshot": Snapshot,
+    "raid": Raid,
+    "cache": Cache,
+    "writecache": WriteCache,
+}
+
+
+class DeviceMapper:
+    """The driver, spoken to through its control node."""
+
+    def __init__(
+        self,
+        control: Path = _CONTROL,
+        ioctl: Callable[[int, int, bytearray], object] = fcntl.ioctl,
+    ) -> None:
+        self._control = control
+        self._ioctl = ioctl
+
+    def status(self, name: str) -> tuple[Status, ...]:
+        """What stands out in a device and in all that it stands on, from above to below.
+
+        So a thin volume tells of its pool, and a pool of the RAID that its data lie on. Empty where
+        there is nothing to tell, no such device, or no answer: it proves nothing.
+        """
+        try:
+            control = os.open(self._control, os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return ()
+        try:
+            return tuple(self._walk(control, name=name))
+        except OSError:
+            return ()
+        finally:
+            os.close(control)
+
+    def _walk(self, control: int, *, name: str = "", device: int = 0) -> Iterator[Status]:
+        try:
+            below = self._ask(control, _TABLE_DEPS, name, device)
+            lines = self._ask(control, _TABLE_STATUS, name, device)
+        except OSError as error:
+            # What is below the last of device-mapper's devices is a disk.
+            if error.errno == errno.ENXIO and not name:
+                return
+            raise
+        for kind, size_bytes, line in _targets(lines):
+            if (record := _KINDS.get(kind)) is not None:
+                yield record.parse(size_bytes, line)
+        for one in _dependencies(below):
+            yield from self._walk(control, device=one)
+
+    def _ask(self, control: int, request: int, name: str, device: int) -> bytearray:
+        """The driver's answer, in a buffer that is large enough for it."""
+        size_bytes = _FIRST_BUFFER_BYTES
+        while True:
+            buffer = bytearray(size_bytes)
+            _HEADER.pack_into(
+                *(buffer, 0, *_VERSION, size_bytes, _HEADER.size, 0, 0, _NO_FLUSH, 0, 0),
+                *(device, name.encode(), b""),
+            )
+            self._ioctl(control, request, buffer)
+            if not _number(buffer, _FLAGS_AT) & _BUFFER_FULL:
+                return buffer
+            size_bytes *= 2
+
+
+def _targets(buffer: bytearray) -> Iterator[tuple[str, int, str]]:
+    """The kind, size in bytes and status line of each target in an answer."""
+    start = at = _number(buffer, _DATA_START_AT)
+    for _ in range(_number(buffer, _TARGET_COUNT_AT)):
+        _, sectors, _, following, kind = _TARGET.unpack_from(buffer, at)
+        line = buffer[at + _TARGET.size :].partition(b"\0")[0]
+        yield _text(kind), sectors * _SECTOR_BYTES, line.decode().strip()
+        at = start + following
+
+
+def _dependencies(buffer: bytearray) -> Sequence[int]:
+    """The devices in an answer, as the kernel numbers them: struct dm_target_deps."""
+    start = _number(buffer, _DATA_START_AT)
+    devices: Sequence[int] = struct.unpack_from(f"={_number(buffer, start)}Q", buffer, start + 8)
+    return devices
+
+
+def _number(buffer: bytearray, at: int) -> int:
+    (number,) = struct.unpack_from("=I", buffer, at)
+    return int(number)
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode()
+
+
+def _fraction(text: str) -> tuple[int, int]:
+    part, _, whole = text.partition("/")
+    return int(part), int(whole)
+
+
+def _percent(part: int, whole: int) -> float:
+    return 100 * part / whole if whole else 0.0

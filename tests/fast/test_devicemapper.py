@@ -1,0 +1,175 @@
+"""device-mapper answers as linux/dm-ioctl.h lays it out, in the words of the kernel's documents."""
+
+import errno
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from lvm import devicemapper
+from lvm.devicemapper import Cache, DeviceMapper, Raid, Snapshot, ThinPool, WriteCache
+
+SECTORS = 2048
+SIZE = SECTORS * 512
+# thin-provisioning.rst, snapshot.rst, dm-raid.rst, cache.rst, writecache.rst; kernel 6.1 words.
+LINES = [
+    (
+        ("thin-pool", "1 14/1024 3/32 - rw discard_passdown queue_if_no_space - 1024"),
+        ThinPool(SIZE, "rw", False, 3, 32, 14, 1024),
+    ),
+    (
+        ("thin-pool", "7 9/64 32/32 - out_of_data_space no_discard_passdown error_if_no_space - 4"),
+        ThinPool(SIZE, "out_of_data_space", False, 32, 32, 9, 64),
+    ),
+    (
+        ("thin-pool", "7 64/64 8/32 7 ro discard_passdown queue_if_no_space needs_check 4"),
+        ThinPool(SIZE, "ro", True, 8, 32, 64, 64),
+    ),
+    (("thin-pool", "Fail"), ThinPool(SIZE, "fail")),
+    (("thin-pool", "Error"), ThinPool(SIZE, "fail")),
+    (("snapshot", "16/8192 16"), Snapshot(SIZE, "", 16, 8192, 16)),
+    (("snapshot", "Invalid"), Snapshot(SIZE, "Invalid")),
+    (("snapshot", "Merge failed"), Snapshot(SIZE, "Merge failed")),
+    (
+        ("raid", "raid1 2 AA 2048/2048 idle 0 0 -"),
+        Raid(SIZE, "raid1", "AA", 2048, 2048, "idle", 0),
+    ),
+    (
+        ("raid", "raid5_ls 3 ADa 512/1024 recover 8 0 -"),
+        Raid(SIZE, "raid5_ls", "ADa", 512, 1024, "recover", 8),
+    ),
+    (("raid", "raid1 2 AA 8/8"), Raid(SIZE, "raid1", "AA", 8, 8)),
+    (
+        (
+            "cache",
+            "8 27/1024 128 5/64 1 2 3 4 0 5 6 2 metadata2 writeback 2 migration_threshold"
+            " 2048 smq 0 rw - ",
+        ),
+        Cache(SIZE, "rw", False, 6),
+    ),
+    (
+        ("cache", "8 1/2 128 0/64 0 0 0 0 0 0 9 0 0 smq 0 ro needs_check"),
+        Cache(SIZE, "ro", True, 9),
+    ),
+    (("cache", "Fail"), Cache(SIZE, "fail")),
+    (("writecache", "0 1000 900 10 5 6 7"), WriteCache(SIZE, 0, 1000, 900, 10)),
+]
+
+
+@dataclass
+class Mapped:
+    """A device of device-mapper: its number, what it stands on, its targets."""
+
+    number: int
+    below: Sequence[int] = ()
+    targets: Sequence[tuple[str, str]] = ()
+
+
+@dataclass
+class Driver:
+    """The kernel's side of the control node."""
+
+    devices: dict[str, Mapped] = field(default_factory=dict)
+    asked: list[int] = field(default_factory=list)
+
+    def __call__(self, descriptor: int, request: int, buffer: bytearray) -> int:
+        assert os.fstat(descriptor)
+        assert request & ~0xFF == 0xC138FD00, "the size of struct dm_ioctl is in it"
+        major, _, _, size, *_, flags, _, _, number = struct.unpack_from("=3I5I2IQ", buffer)
+        assert (major, size) == (4, len(buffer))
+        assert flags & 1 << 11, "a look must not have the target flush"
+        name = buffer[48:176].partition(b"\0")[0].decode()
+        for known, one in self.devices.items():
+            if (name and known == name) or (not name and one.number == number):
+                return self._answer(request & 0xFF, one, buffer)
+        raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+
+    def _answer(self, command: int, one: Mapped, buffer: bytearray) -> int:
+        self.asked.append(len(buffer))
+        if command == 11:
+            data = struct.pack(f"=II{len(one.below)}Q", len(one.below), 0, *one.below)
+        else:
+            assert command == 12
+            data = b""
+            for kind, line in one.targets:
+                text = line.encode() + b"\0"
+                text += b"\0" * (-len(text) % 8)
+                following = len(data) + 40 + len(text)
+                data += struct.pack("=QQiI16s", 0, SECTORS, 0, following, kind.encode()) + text
+        start = 312
+        if start + len(data) > len(buffer):
+            struct.pack_into("=I", buffer, 28, 1 << 8)
+            return 0
+        struct.pack_into("=I", buffer, 16, start)
+        struct.pack_into("=I", buffer, 20, len(one.targets))
+        buffer[start : start + len(data)] = data
+        return 0
+
+
+@pytest.fixture
+def driver() -> Driver:
+    return Driver()
+
+
+@pytest.fixture
+def mapper(driver: Driver, tmp_path: Path) -> DeviceMapper:
+    control = tmp_path / "control"
+    control.touch()
+    return DeviceMapper(control, driver)
+
+
+@pytest.mark.parametrize(("target", "expected"), LINES, ids=lambda one: str(one)[:40])
+def test_a_target_s_line_is_understood(
+    driver: Driver, mapper: DeviceMapper, target: tuple[str, str], expected: devicemapper.Status
+) -> None:
+    driver.devices["data-web"] = Mapped(1, targets=[target])
+    assert mapper.status("data-web") == (expected,)
+
+
+def test_a_volume_tells_of_all_that_it_stands_on(driver: Driver, mapper: DeviceMapper) -> None:
+    disk = 0x801
+    driver.devices |= {
+        "data-web": Mapped(5, [4], [("thin", "2048 2047")]),
+        "data-pool-tpool": Mapped(4, [2, 3], [("thin-pool", "Fail")]),
+        "data-pool_tmeta": Mapped(2, [disk], [("linear", "")]),
+        "data-pool_tdata": Mapped(3, [6, 7], [("raid", "raid1 2 AA 8/8 idle 0 0 -")]),
+        "data-pool_tdata_rimage_0": Mapped(6, [disk], [("linear", "")]),
+        "data-pool_tdata_rimage_1": Mapped(7, [disk], [("linear", "")]),
+    }
+    assert mapper.status("data-web") == (
+        ThinPool(SIZE, "fail"),
+        Raid(SIZE, "raid1", "AA", 8, 8),
+    )
+
+
+def test_every_target_of_a_device_is_read_however_many_there_are(
+    driver: Driver, mapper: DeviceMapper
+) -> None:
+    driver.devices["data-web"] = Mapped(1, targets=[("linear", "x" * 20)] * 500 + [LINES[0][0]])
+    assert mapper.status("data-web") == (LINES[0][1],)
+    assert max(driver.asked) > min(driver.asked)
+
+
+def test_what_is_not_there_has_no_status(mapper: DeviceMapper) -> None:
+    assert mapper.status("data-web") == ()
+
+
+def test_no_control_node_is_no_status(tmp_path: Path) -> None:
+    assert DeviceMapper(tmp_path / "none").status("data-web") == ()
+
+
+@pytest.mark.parametrize(
+    ("percent", "expected"),
+    [
+        (ThinPool(SIZE, "rw", False, 3, 32, 14, 1024).data_percent, 9.375),
+        (ThinPool(SIZE, "rw", False, 3, 32, 256, 1024).metadata_percent, 25.0),
+        (ThinPool(SIZE, "fail").data_percent, 0.0),
+        (Snapshot(SIZE, "", 16, 64).percent, 25.0),
+        (Raid(SIZE, "raid1", "AA", 1, 4).synced_percent, 25.0),
+    ],
+)
+def test_shares_are_told_in_percent(percent: float, expected: float) -> None:
+    assert percent == expected
