@@ -1,24 +1,38 @@
 """The command `carver`."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from importlib.metadata import version
+from typing import TypeAlias
 
 from agent import config, errors, log
 from lvm import errors as lvm_errors
 from mount import errors as mount_errors
+
+# Each command's function imports what it needs: gRPC takes a while, rich and shtab are for people.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; 0 is success, 1 a failure that is told, 2 a wrong command line."""
     parsed = parser().parse_args(arguments)
     try:
-        return _serve(parsed)
-    except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError) as error:
+        return int(parsed.run(parsed))
+    except (
+        *(errors.AgentError, lvm_errors.LvmError, mount_errors.MountError),
+        PermissionError,
+    ) as error:
         print(f"carver: {error}", file=sys.stderr)
-        return 1
+    except KeyboardInterrupt:
+        return 130
+    if os.geteuid() != 0:
+        print(
+            "carver: LVM, mounts and the socket are root's alone: run it as root", file=sys.stderr
+        )
+    return 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,6 +42,17 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"carver {version('carver')}")
     commands = top.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_status(commands)
+    _add_completion(commands)
+    return top
+
+
+# argparse has no public name for what add_subparsers returns.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _add_serve(commands: Commands) -> None:
     serve = commands.add_parser(
         "serve",
         help="serve CSI on a unix socket",
@@ -35,14 +60,72 @@ def parser() -> argparse.ArgumentParser:
         " CARVER_<NAME> in the environment; a flag outweighs the environment, that the file.",
     )
     config.add_arguments(serve)
-    return top
+    serve.set_defaults(run=_serve)
+
+
+def _add_status(commands: Commands) -> None:
+    status = commands.add_parser(
+        "status",
+        help="show groups, classes and volumes, and where each volume is",
+        description="Show groups, classes and volumes, how full they are, where each volume is"
+        " mounted, and what is wrong with it. Looks at LVM and the kernel: the service need not"
+        " run.",
+    )
+    form = status.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object")
+    form.add_argument(
+        "--watch",
+        type=_seconds,
+        metavar="SECONDS",
+        help="look again every so many seconds, until Ctrl-C",
+    )
+    config.add_arguments(status, ("endpoint",))
+    status.set_defaults(run=_status)
+
+
+def _add_completion(commands: Commands) -> None:
+    completion = commands.add_parser(
+        "completion",
+        help="print a script that completes this command in a shell",
+        description="Print a script that completes this command in a shell:"
+        " `carver completion bash > /etc/bash_completion.d/carver`, or"
+        " `carver completion zsh > /usr/local/share/zsh/site-functions/_carver`.",
+    )
+    completion.add_argument("shell", choices=("bash", "zsh"))
+    completion.set_defaults(run=_completion)
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    # Imported here: gRPC and its threads are for the service only.
     from agent import server
 
     settings = config.load(parsed, os.environ)
     log.configure(settings.log_format, settings.log_level)
     server.serve(settings, server.this_host(settings))
     return 0
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    from agent import overview, screen, server
+
+    settings = config.load(parsed, os.environ)
+    host = server.this_host(settings)
+    if parsed.json:
+        print(json.dumps(asdict(overview.read(settings, host)), indent=2, ensure_ascii=False))
+    elif parsed.watch:
+        screen.watch(lambda: screen.status(overview.read(settings, host)), parsed.watch)
+    else:
+        screen.console().print(screen.status(overview.read(settings, host)))
+    return 0
+
+
+def _completion(parsed: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(parser(), shell=parsed.shell))
+    return 0
+
+
+def _seconds(text: str) -> float:
+    if not 0.1 <= (seconds := float(text)) <= 3600:
+        raise ValueError("between 0.1 and 3600")
+    return seconds

@@ -7,7 +7,7 @@ import argparse
 import re
 import socket
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -265,11 +265,12 @@ class Config:
 EMBEDDED_CLASS = DeviceClass(name="default", group="carver", default=True)
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Give a parser the flags that `load` reads."""
+def add_arguments(parser: argparse.ArgumentParser, keys: Iterable[str] = tuple(SETTINGS)) -> None:
+    """Give a parser the flags that `load` reads, or those of some settings."""
     parser.add_argument("--config", type=Path, metavar="FILE", help=f"default: {DEFAULT_FILE}")
-    for key, setting in SETTINGS.items():
-        parser.add_argument(f"--{key.replace('_', '-')}", metavar=key.upper(), help=setting.help)
+    for key in keys:
+        flag = f"--{key.replace('_', '-')}"
+        parser.add_argument(flag, metavar=key.upper(), help=SETTINGS[key].help)
 
 
 def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Config:

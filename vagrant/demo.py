@@ -31,10 +31,11 @@ import grpc
 
 from agent import client
 from agent.config import DEFAULT_SOCKET
+from agent.screen import human
 from proto import csi_pb2 as csi
 from vagrant import show, witness
 from vagrant.show import Show, Step
-from vagrant.witness import Surprise, expect, human
+from vagrant.witness import Surprise, expect
 
 _MIB = 1 << 20
 _SIZE_BYTES, _GROWN_BYTES, _BLOCK_BYTES = 64 * _MIB, 256 * _MIB, 32 * _MIB

@@ -5,11 +5,11 @@ import os
 from pathlib import Path
 
 from agent.ids import VolumeId
+from agent.screen import human
 from lvm import names
 from mount import table
 
 _SECTOR_BYTES = 512  # of everything in /sys/block, whatever the disk's own are
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 class Surprise(Exception):
@@ -25,14 +25,6 @@ def expect(what: str, wanted: object, seen: object) -> None:
     """Raise Surprise unless what is seen is what was wanted."""
     if seen != wanted:
         raise Surprise(f"{what}: {wanted}", seen)
-
-
-def human(size_bytes: int) -> str:
-    """A size as people write it: 64 MiB, 10.7 GiB."""
-    power = max(0, min((size_bytes.bit_length() - 1) // 10, len(_UNITS) - 1))
-    size = size_bytes / (1 << 10 * power)
-    # Three digits, but never 1.02e+03.
-    return f"{size:.0f} {_UNITS[power]}" if size >= 100 else f"{size:.3g} {_UNITS[power]}"
 
 
 def node(volume_id: str) -> Path:

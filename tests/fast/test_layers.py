@@ -58,6 +58,8 @@ def test_policy_names_neither_grpc_nor_the_wire(policy: str) -> None:
         ("prometheus_client", {"agent/metrics.py"}),
         ("ctypes", {"mount/syscalls.py"}),
         ("psutil", {"mount/users.py"}),
+        ("rich", {"agent/screen.py"}),
+        ("shtab", {"agent/cli.py"}),
         ("subprocess", {"proto/generate.py"}),
         ("asyncio", set()),
     ],
@@ -69,6 +71,8 @@ def test_a_library_is_imported_where_its_idea_lives(library: str, owners: set[st
 ORDER = (
     "__main__",
     "cli",
+    "screen",
+    "overview",
     "server",
     "identity controller node interceptor metrics monitor",
     "condition status secrets readiness registration",

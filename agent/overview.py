@@ -1,0 +1,207 @@
+"""What a node holds, as `carver status` tells it: classes, groups, volumes, and where they are.
+
+Read from LVM and the kernel with the service's own modules, so it is true whether or not the
+service runs. One lvm2 command; nothing is changed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from agent import condition, config, errors, inventory, sockets
+from agent.config import Config, DeviceClass
+from agent.inventory import Inventory
+from agent.server import Host
+from lvm import layout, report
+from lvm.devices import Device
+from lvm.lvm2 import Lvm
+from mount import errors as mount_errors
+from mount import health, loop, nodes, table, usage
+from mount.syscalls import Kernel
+
+
+@dataclass(frozen=True)
+class Class:
+    """A device class; `largest_bytes` is the largest volume it can make now, as GetCapacity says.
+
+    It is None where the class's group is not on this node.
+    """
+
+    name: str
+    group: str
+    layout: str
+    fs_type: str
+    default: bool
+    largest_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A volume group that a class names. Sizes are of the disks that are there."""
+
+    name: str
+    present: bool
+    size_bytes: int = 0
+    free_bytes: int = 0
+    disks: int = 0
+    missing_disks: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a volume is mounted, or its device bound."""
+
+    path: str
+    read_only: bool
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume of Carver's. Used and total bytes are None unless a file system is mounted.
+
+    `claim` is namespace/name of the claim that it was made for, where the caller told. `contents`
+    is the file system, `raw block`, or empty where it was never formatted.
+    """
+
+    id: str
+    name: str
+    group: str
+    size_bytes: int
+    layout: str
+    contents: str
+    state: str
+    claim: str
+    places: tuple[Place, ...]
+    total_bytes: int | None
+    used_bytes: int | None
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """All of it, at one moment. `serving` is whether a process answers at the socket."""
+
+    node: str
+    driver: str
+    version: str
+    endpoint: str
+    serving: bool
+    classes: tuple[Class, ...]
+    groups: tuple[Group, ...]
+    volumes: tuple[Volume, ...]
+
+
+def read(settings: Config, host: Host) -> Overview:
+    """Look at everything once; raises what lvm2's report raises, and NotReady."""
+    lvm = Lvm(host.run, _devices(settings, host.kernel))
+    known = Inventory(lvm, host.devices, settings.groups)
+    now = known.read()
+    return Overview(
+        node=settings.node_id,
+        driver=config.DRIVER_NAME,
+        version=version("carver"),
+        endpoint=str(settings.endpoint),
+        serving=is_served(settings.endpoint),
+        classes=tuple(_class(one, now) for one in settings.classes),
+        groups=tuple(_group(name, now) for name in settings.groups),
+        volumes=tuple(
+            _volume(host.kernel, one, known.device(str(one.id))) for one in known.present(now)
+        ),
+    )
+
+
+def is_served(endpoint: Path) -> bool:
+    """Whether a process answers at the socket."""
+    return endpoint.is_socket() and not sockets.is_stale(endpoint)
+
+
+def places(kernel: Kernel, device: Device) -> tuple[Place, ...]:
+    """Everywhere that an active volume is mounted or bound, the first mount first."""
+    # A part of the volume, bound elsewhere by kubelet for a subPath, is no place of its own.
+    whole = [one for one in table.read(kernel).of_device(device.number) if one.root == "/"]
+    numbers = [device.number]
+    numbers += [kernel.device_number(one) for one in loop.over(kernel, device.number)]
+    bound = [one for number in numbers for one in nodes.bound(kernel, number)]
+    return tuple(Place(one.path, one.read_only) for one in (*whole, *bound))
+
+
+def _devices(settings: Config, kernel: Kernel) -> tuple[str, ...]:
+    """What lvm2 is confined to, as the service confines it."""
+    if settings.backing is None:
+        return settings.devices
+    path = settings.backing.path
+    device = loop.find(kernel, str(path)) if path.exists() else None
+    if device is None:
+        raise errors.NotReady(
+            f"{path} has no loop device, which Carver makes when it starts: start the service, or"
+            " name your own group in a class"
+        )
+    return (device,)
+
+
+def _class(one: DeviceClass, now: report.Report) -> Class:
+    group = now.groups.get(one.group)
+    largest = None
+    if group is not None:
+        largest = layout.maximum_bytes(group, one.layout, one.reserve.extents(group))
+    return Class(one.name, one.group, one.layout.kind, one.fs_type, one.default, largest)
+
+
+def _group(name: str, now: report.Report) -> Group:
+    group = now.groups.get(name)
+    if group is None:
+        return Group(name, present=False)
+    extents = sum(disk.extents for disk in group.disks if not disk.missing)
+    return Group(
+        name,
+        present=True,
+        size_bytes=extents * group.extent_size_bytes,
+        free_bytes=group.free_extents * group.extent_size_bytes,
+        disks=len(group.disks),
+        missing_disks=group.missing_disks,
+    )
+
+
+def _volume(kernel: Kernel, one: inventory.Volume, device: Device | None) -> Volume:
+    found = places(kernel, device) if device is not None else ()
+    use = _use(kernel, found)
+    facts = one.facts
+    claim = "/".join(filter(None, (facts.get("namespace"), facts.get("pvc"))))
+    raw = "raw block" if facts.get(inventory.ACCESS) == "block" else ""
+    return Volume(
+        id=str(one.id),
+        name=facts[inventory.NAME],
+        group=one.group.name,
+        size_bytes=one.size_bytes,
+        layout=one.layout.kind,
+        contents=raw or facts.get(inventory.FORMATTED, ""),
+        state=facts.get(inventory.STATE, ""),
+        claim=claim,
+        places=found,
+        total_bytes=use.total_bytes if use else None,
+        used_bytes=use.used_bytes if use else None,
+        problems=(*condition.problems(one), *_troubles(kernel, found)),
+    )
+
+
+def _mounted(kernel: Kernel, found: tuple[Place, ...]) -> Iterator[table.Mount]:
+    """The volume's file system, through its first place, if that is a mount of one."""
+    for place in found[:1]:
+        mounts = table.read(kernel).at(place.path)
+        yield from (one for one in mounts[-1:] if one.root == "/")
+
+
+def _use(kernel: Kernel, found: tuple[Place, ...]) -> usage.Usage | None:
+    for mounted in _mounted(kernel, found):
+        try:
+            return usage.of(kernel, mounted.path)
+        except mount_errors.MountError:
+            return None  # it does not answer; `problems` says so
+    return None
+
+
+def _troubles(kernel: Kernel, found: tuple[Place, ...]) -> tuple[str, ...]:
+    return tuple(
+        one for mounted in _mounted(kernel, found) for one in health.problems(kernel, mounted)
+    )

@@ -1,0 +1,114 @@
+"""What `carver status` tells of a node, and how it shows that."""
+
+import io
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+from fakes.host import FakeHost
+from real.host import RealHost
+from rich.console import Console
+
+from agent import errors, overview, screen
+from agent.client import Client, Mode, block, mounted
+from agent.config import BackingFile, Config, DeviceClass
+from agent.overview import Overview, Place
+from agent.server import Host
+from lvm.lvm2 import Lvm
+
+AnyHost = FakeHost | RealHost
+MIB = 1 << 20
+
+
+def look(host: AnyHost, config: Config) -> Overview:
+    return overview.read(confined(host.lvm, config), Host(host.run, host.kernel, host.devices))
+
+
+def confined(lvm: Lvm, config: Config) -> Config:
+    """The configuration that confines lvm2 to what the test's own service sees."""
+    return replace(config, devices=lvm.devices)
+
+
+def shown(seen: Overview) -> str:
+    out = io.StringIO()
+    Console(width=200, file=out).print(screen.status(seen))
+    return out.getvalue()
+
+
+def test_it_tells_of_groups_classes_and_what_can_be_made(
+    host: AnyHost, client: Client, config: Config, group: str
+) -> None:
+    seen = look(host, config)
+    [one] = seen.groups
+    assert (one.name, one.disks, one.free_bytes) == (group, 2, 160 * 4 * MIB)
+    [plain] = seen.classes
+    assert plain.largest_bytes == client.capacity().maximum_volume_size.value
+    assert seen.serving
+    assert "plain (default)" in shown(seen)
+    assert "There are no volumes." in shown(seen)
+
+
+def test_it_tells_where_a_volume_is_and_how_full(
+    host: AnyHost, client: Client, config: Config
+) -> None:
+    staging, target = host.directory / "staging", host.directory / "target"
+    capability = mounted(mode=Mode.SINGLE_NODE_MULTI_WRITER)
+    claim = {"csi.storage.k8s.io/pvc/name": "db", "csi.storage.k8s.io/pvc/namespace": "shop"}
+    volume = client.create("pvc-1", 64 * MIB, capability, parameters=claim)
+    client.stage(volume, staging, capability)
+    client.publish(volume, staging, target, capability, read_only=True)
+
+    [one] = look(host, config).volumes
+
+    assert (one.id, one.name, one.claim) == (volume.volume_id, "pvc-1", "shop/db")
+    assert one.contents == "ext4"
+    assert set(one.places) == {Place(str(staging), False), Place(str(target), True)}
+    assert one.total_bytes
+    assert one.used_bytes is not None
+    assert one.problems == ()
+    text = shown(look(host, config))
+    assert "shop/db" in text
+    assert f"pvc-1 is at {target} (read-only)" in text
+    assert json.loads(json.dumps(asdict(one)))["places"][0]["path"]
+
+
+def test_it_tells_where_a_raw_block_volume_is(
+    host: AnyHost, client: Client, config: Config
+) -> None:
+    capability = block(Mode.SINGLE_NODE_MULTI_WRITER)
+    staging, target = host.directory / "staging", host.directory / "target"
+    volume = client.create("raw", 16 * MIB, capability)
+    client.stage(volume, staging, capability)
+    client.publish(volume, staging, target, capability)
+    client.publish(volume, staging, host.directory / "reader", capability, read_only=True)
+
+    [one] = look(host, config).volumes
+
+    assert one.contents == "raw block"
+    assert one.used_bytes is None
+    assert {place.path for place in one.places} == {str(target), str(host.directory / "reader")}
+
+
+def test_it_looks_also_where_nothing_is_served(
+    host: AnyHost, config: Config, tmp_path: Path
+) -> None:
+    seen = look(host, replace(config, endpoint=tmp_path / "nobody.sock"))
+    assert not seen.serving
+    assert "not serving" in shown(seen)
+
+
+def test_a_group_that_is_not_here_is_said_to_be_missing(host: AnyHost, config: Config) -> None:
+    other = DeviceClass(name="other", group="nowhere")
+    seen = look(host, replace(config, classes=(*config.classes, other)))
+    assert [one.present for one in seen.groups] == [True, False]
+    assert seen.classes[1].largest_bytes is None
+    assert "is not on this node" in shown(seen)
+
+
+def test_a_group_on_a_file_that_was_never_made_names_the_next_step(
+    host: AnyHost, config: Config, tmp_path: Path
+) -> None:
+    backing = BackingFile(tmp_path / "carver.img", 64 * MIB)
+    with pytest.raises(errors.NotReady, match="start the service"):
+        look(host, replace(config, backing=backing))
