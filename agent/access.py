@@ -4,7 +4,7 @@ Publishing, unpublishing, unstaging and statistics start no process: the kernel'
 sysfs say all that they need.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -64,16 +64,25 @@ class Access:
         Four commands at most: report, probe, and mkfs with its tag, or a check of the file system
         that is there. None where it is staged.
         """
-        call = replace(call, staging_path=self._place(call.staging_path))
+        call = replace(call, staging_path=self.place(call.staging_path))
         device = self._device(call.volume_id)
-        if call.capability.is_block:
-            if device is None:
-                self._activate(call.volume_id)
-            return
+        if not call.capability.is_block:
+            self.ensure_mounted(call, device, lambda: self._inventory.require(call.volume_id))
+        elif device is None:
+            self._activate(self._inventory.require(call.volume_id))
+
+    def ensure_mounted(
+        self, call: calls.Stage, device: Device | None, find: Callable[[], Volume]
+    ) -> None:
+        """Have the volume's file system at a place: found or made, active, formatted, mounted.
+
+        `find` is asked for the volume where it is not mounted there; no command runs where it is.
+        """
         fs_type = call.capability.fs_type or call.parameters.fs_type
-        mounted = self._top(call.staging_path)
+        mounted = self.top(call.staging_path)
         if device is None or mounted is None or mounted.device != device.number:
-            volume, device = self._activate(call.volume_id)
+            volume = find()
+            device = self._activate(volume)
             if volume.facts[inventory.ACCESS] == calls.BLOCK:
                 raise errors.BadField(
                     "volume_capability.mount",
@@ -98,14 +107,14 @@ class Access:
 
     def unstage(self, call: calls.At) -> None:
         """Unmount the staging path; a path where nothing is mounted is no error."""
-        self._ensure_unmounted(replace(call, path=self._place(call.path)))
+        self._ensure_unmounted(replace(call, path=self.place(call.path)))
 
     def publish(self, call: calls.Publish) -> None:
         """Bind the staged file system, or the device itself, to the target path."""
         call = replace(
             call,
-            staging_path=self._place(call.staging_path),
-            target_path=self._place(call.target_path),
+            staging_path=self.place(call.staging_path),
+            target_path=self.place(call.target_path),
         )
         device = self._device(call.volume_id)
         if device is None:
@@ -117,14 +126,14 @@ class Access:
             self._publish_directory(call, device)
 
     def _publish_directory(self, call: calls.Publish, device: Device) -> None:
-        staged = self._top(call.staging_path)
+        staged = self.top(call.staging_path)
         if staged is None or staged.device != device.number:
             raise errors.NotStaged(call.volume_id, f"it is not at {call.staging_path}")
         flags = options.parse(call.capability.mount_flags)
         asked = {*flags.attributes, *call.parameters.mount_options}
         if staged.read_only and not call.read_only and "ro" not in asked:
             raise errors.NotStaged(call.volume_id, f"{call.staging_path} is read-only: {staged}")
-        mounted = self._top(call.target_path)
+        mounted = self.top(call.target_path)
         if mounted is None or mounted.device != device.number:
             self._require_single(call, device)
         target.ensure_directory(self._kernel, call.target_path)
@@ -155,7 +164,7 @@ class Access:
 
     def unpublish(self, call: calls.At) -> None:
         """Unmount and remove the target path; a path that is not there is no error."""
-        call = replace(call, path=self._place(call.path))
+        call = replace(call, path=self.place(call.path))
         self._ensure_unmounted(call)
         target.ensure_absent(self._kernel, call.path)
 
@@ -189,15 +198,17 @@ class Access:
             filesystem.grow(self._kernel, (writable or [mounted])[0])
 
     def _device(self, volume_id: str) -> Device | None:
-        """The volume's device, without a command; None where it is not active."""
-        if self._wiper.is_deleting(volume_id):
+        """The device of a volume that CreateVolume made, without a command.
+
+        None where it is not active.
+        """
+        if self._wiper.is_deleting(volume_id) or inventory.is_inline(volume_id):
             raise errors.NoSuchVolume(volume_id)
         return self._inventory.device(volume_id)
 
-    def _activate(self, volume_id: str) -> tuple[Volume, Device]:
-        volume = self._inventory.require(volume_id)
+    def _activate(self, volume: Volume) -> Device:
         with self._groups.hold(volume.group.name):
-            return volume, self._inventory.activate(volume)
+            return self._inventory.activate(volume)
 
     def _ensure_formatted(
         self, call: calls.Stage, volume: Volume, device: Device, fs_type: str
@@ -221,11 +232,11 @@ class Access:
                 new = {inventory.FORMATTED: fs_type}
                 volumes.mark(self._lvm, volume.group.name, volume.name, old={}, new=new)
 
-    def _place(self, path: str) -> str:
+    def place(self, path: str) -> str:
         """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""
         return target.resolve(self._kernel, path, self._inside)
 
-    def _top(self, place: str) -> table.Mount | None:
+    def top(self, place: str) -> table.Mount | None:
         """What is mounted at a place, seen from above."""
         stack = table.read(self._kernel).at(place)
         return stack[-1] if stack else None
@@ -248,9 +259,10 @@ class Access:
 
     def _find(self, call: calls.At) -> tuple[Device, table.Mount]:
         """The volume's device and its mount at the path; raises NoSuchPath."""
-        device = self._device(call.volume_id)
+        inline = inventory.is_inline(call.volume_id)
+        device = (self._inventory.device if inline else self._device)(call.volume_id)
         try:
-            mounted = self._top(self._place(call.path))
+            mounted = self.top(self.place(call.path))
         except mount_errors.BadPath:
             mounted = None
         if device is None or mounted is None:
@@ -267,7 +279,7 @@ class Access:
         return [device.number, *(self._kernel.device_number(one) for one in loops)]
 
     def _ensure_unmounted(self, call: calls.At) -> None:
-        device, mounted = self._inventory.device(call.volume_id), self._top(call.path)
+        device, mounted = self._inventory.device(call.volume_id), self.top(call.path)
         if device is not None:
             mounts.ensure_unmounted(self._kernel, call.path, self._numbers(device))
             self._drop_unused_loops(device)

@@ -5,10 +5,11 @@ Policy takes these records and never sees a protobuf message.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
-from agent import errors
+from agent import config, errors
+from agent.ids import VolumeId
 from lvm import tags
 from mount import errors as mount_errors
 from mount import filesystem, options, target
@@ -16,6 +17,10 @@ from proto import csi_pb2 as csi
 
 PARAMETER_PREFIX = "carver/"
 PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions")
+# What a pod may say of an inline volume: as a StorageClass may, and how large it is.
+SIZE = "size"
+INLINE_PARAMETERS = (*PARAMETERS, SIZE)
+EPHEMERAL = "csi.storage.k8s.io/ephemeral"
 BLOCK = "block"
 MOUNT = "mount"
 
@@ -39,6 +44,14 @@ _ABOUT = {
     "csi.storage.k8s.io/pvc/name": "pvc",
     "csi.storage.k8s.io/pvc/namespace": "namespace",
     "csi.storage.k8s.io/pv/name": "pv",
+}
+# What kubelet adds where the CSIDriver has podInfoOnMount.
+_KUBELET_PREFIX = "csi.storage.k8s.io/"
+_POD = {
+    f"{_KUBELET_PREFIX}pod.name": "pod",
+    f"{_KUBELET_PREFIX}pod.namespace": "namespace",
+    f"{_KUBELET_PREFIX}pod.uid": "podUid",
+    f"{_KUBELET_PREFIX}serviceAccount.name": "serviceAccount",
 }
 
 
@@ -133,20 +146,20 @@ class Parameters:
     def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
         """Read and check a StorageClass's parameters: each must be known."""
         _check_map(field, wire)
-        found: dict[str, str] = {}
-        about: dict[str, str] = {}
-        for key, value in wire.items():
-            name = key.removeprefix(PARAMETER_PREFIX)
-            if key in _ABOUT:
-                about[_ABOUT[key]] = value
-            elif name not in PARAMETERS:
-                allowed = [PARAMETER_PREFIX + one for one in PARAMETERS]
-                raise errors.NotAllowed(field, key, allowed)
-            elif name in found:
-                raise errors.BadField(f"{field}[{key}]", "is given with the prefix and without")
-            else:
-                found[name] = value
-        return cls._read(found, field, about)
+        about = {_ABOUT[key]: value for key, value in wire.items() if key in _ABOUT}
+        rest = {key: value for key, value in wire.items() if key not in _ABOUT}
+        return cls._read(_known(rest, field, PARAMETERS), field, about)
+
+    @classmethod
+    def from_pod(cls, wire: Mapping[str, str]) -> tuple[Self, str]:
+        """Read an inline volume's attributes and its size, among what kubelet tells of the pod."""
+        field = "volume_context"
+        _check_map(field, wire)
+        about = {_POD[key]: value for key, value in wire.items() if key in _POD}
+        rest = {key: value for key, value in wire.items() if not key.startswith(_KUBELET_PREFIX)}
+        found = _known(rest, field, INLINE_PARAMETERS)
+        size = found.pop(SIZE, "")
+        return cls._read(found, field, about), size
 
     @classmethod
     def from_context(cls, wire: Mapping[str, str]) -> Self:
@@ -163,7 +176,7 @@ class Parameters:
 
     @classmethod
     def _read(cls, found: Mapping[str, str], field: str, about: Mapping[str, str]) -> Self:
-        for key, value in found.items():
+        for key, value in (*found.items(), *about.items()):
             if not tags.fits(key, value):
                 raise errors.BadField(f"{field}[{key}]", "is too long to be kept in an LVM tag")
         fs_type = found.get("fsType", "")
@@ -223,16 +236,13 @@ class Create:
     capabilities: tuple[Capability, ...]
     parameters: Parameters
     topology: Topology
+    # An inline volume, which has the CO's id for a name.
+    is_ephemeral: bool = False
 
     @classmethod
     def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self:
         """Read and check the request."""
-        if not wire.name:
-            raise errors.Missing("name")
-        if len(wire.name.encode()) > _MAXIMUM_STRING_BYTES:
-            raise errors.BadField("name", f"is longer than {_MAXIMUM_STRING_BYTES} bytes")
-        if _NOT_IN_A_NAME.search(wire.name):
-            raise errors.BadField("name", f"{wire.name!r} has a control character")
+        _check_name("name", wire.name)
         if not wire.volume_capabilities:
             raise errors.Missing("volume_capabilities")
         if wire.HasField("volume_content_source"):
@@ -379,6 +389,41 @@ class Publish:
 
 
 @dataclass(frozen=True)
+class Inline:
+    """NodePublishVolume of a volume that lives as long as its pod: no CreateVolume came before."""
+
+    volume_id: str
+    target_path: str
+    capability: Capability
+    parameters: Parameters
+    size_bytes: int
+
+    @staticmethod
+    def is_meant(wire: csi.NodePublishVolumeRequest) -> bool:
+        """Whether kubelet says that the volume is an inline one."""
+        told = wire.volume_context.get(EPHEMERAL, "false")
+        if told not in {"true", "false"}:
+            raise errors.NotAllowed(f"volume_context[{EPHEMERAL}]", told, ("true", "false"))
+        return told == "true"
+
+    @classmethod
+    def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
+        """Read and check the request. A read-only one has the mode that allows no writer."""
+        _check_name("volume_id", wire.volume_id)
+        if VolumeId.parse(wire.volume_id) is not None:
+            raise errors.BadField("volume_id", "is one that CreateVolume gave, not an inline one")
+        target_path = _path("target_path", wire.target_path)
+        capability = _capability(wire)
+        if capability.is_block:
+            raise errors.BadField("volume_capability", "an inline volume is mounted, never block")
+        if wire.readonly:
+            capability = replace(capability, mode=READER_ONLY)
+        parameters, size = Parameters.from_pod(wire.volume_context)
+        size_bytes = _size(f"volume_context[{SIZE}]", size) if size else 0
+        return cls(wire.volume_id, target_path, capability, parameters, size_bytes)
+
+
+@dataclass(frozen=True)
 class At:
     """A volume and the path where it is staged or published."""
 
@@ -420,6 +465,25 @@ def _volume_id(text: str) -> str:
     return text
 
 
+def _check_name(field: str, text: str) -> None:
+    if not text:
+        raise errors.Missing(field)
+    if len(text.encode()) > _MAXIMUM_STRING_BYTES:
+        raise errors.BadField(field, f"is longer than {_MAXIMUM_STRING_BYTES} bytes")
+    if _NOT_IN_A_NAME.search(text):
+        raise errors.BadField(field, f"{text!r} has a control character")
+
+
+def _size(field: str, text: str) -> int:
+    try:
+        size_bytes = config.parse_size(text)
+    except ValueError as error:
+        raise errors.BadField(field, f"{text!r}: {error}") from None
+    if size_bytes == 0:
+        raise errors.BadField(field, "must be larger than 0")
+    return size_bytes
+
+
 def _path(field: str, path: str) -> str:
     if not path:
         raise errors.Missing(field)
@@ -440,6 +504,19 @@ def _capabilities(wire: Sequence[csi.VolumeCapability]) -> tuple[Capability, ...
         Capability.from_proto(one, f"volume_capabilities[{index}]")
         for index, one in enumerate(wire)
     )
+
+
+def _known(wire: Mapping[str, str], field: str, allowed: Sequence[str]) -> dict[str, str]:
+    """Parameters by their names, without the prefix; each must be allowed, and given once."""
+    found: dict[str, str] = {}
+    for key, value in wire.items():
+        name = key.removeprefix(PARAMETER_PREFIX)
+        if name not in allowed:
+            raise errors.NotAllowed(field, key, [PARAMETER_PREFIX + one for one in allowed])
+        if name in found:
+            raise errors.BadField(f"{field}[{key}]", "is given with the prefix and without")
+        found[name] = value
+    return found
 
 
 def _check_map(field: str, wire: Mapping[str, str]) -> None:

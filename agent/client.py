@@ -145,6 +145,27 @@ class Client:
         )
         self.node.NodePublishVolume(request, timeout=self._timeout)
 
+    def publish_inline(
+        self,
+        volume_id: str,
+        target_path: Path | str,
+        attributes: Mapping[str, str] | None = None,
+        capability: csi.VolumeCapability | None = None,
+        *,
+        read_only: bool = False,
+    ) -> None:
+        """Make a volume that lives as long as its pod, as kubelet asks for one."""
+        pod = {"ephemeral": "true", "pod.name": "web-0", "pod.namespace": "shop", "pod.uid": "17"}
+        told = {f"csi.storage.k8s.io/{key}": value for key, value in pod.items()}
+        request = csi.NodePublishVolumeRequest(
+            volume_id=volume_id,
+            target_path=str(target_path),
+            volume_capability=capability or mounted(),
+            volume_context={**(attributes or {}), **told},
+            readonly=read_only,
+        )
+        self.node.NodePublishVolume(request, timeout=self._timeout)
+
     def unpublish(self, volume_id: str, target_path: Path | str) -> None:
         """Undo `publish`."""
         request = csi.NodeUnpublishVolumeRequest(volume_id=volume_id, target_path=str(target_path))

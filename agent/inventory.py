@@ -13,6 +13,8 @@ from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 
 VOLUME_PREFIX = "vol"
+# Inline volumes, which have ids of kubelet's and live as long as their pods.
+INLINE_PREFIX = "eph"
 
 # The facts that are kept as tags. NAME is on every volume of Carver's, and on no other.
 NAME = "name"
@@ -21,6 +23,8 @@ SIZE = "size"
 ACCESS = "access"
 CAPABILITIES = "capabilities"
 FORMATTED = "formatted"
+EPHEMERAL = "ephemeral"
+TARGET = "target"
 LAYOUT = "layout"
 
 READY = "ready"
@@ -47,6 +51,11 @@ class Volume:
     def layout(self) -> Layout:
         """How it lies on disks, as its class said when it was made."""
         return Layout.parse(self.facts.get(LAYOUT, ""))
+
+    @property
+    def is_ephemeral(self) -> bool:
+        """Whether it is an inline volume, which no CreateVolume made and no DeleteVolume ends."""
+        return EPHEMERAL in self.facts
 
     @property
     def wiping(self) -> bool:
@@ -128,9 +137,9 @@ class Inventory:
                 if (volume := _volume(group, logical)) is not None:
                     yield volume
 
-    def named(self, known: report.Report, name: str) -> Volume | None:
+    def named(self, known: report.Report, name: str, prefix: str = VOLUME_PREFIX) -> Volume | None:
         """The volume that the CO calls `name`, in whichever of Carver's groups it is."""
-        own_name = names.logical_volume(VOLUME_PREFIX, name)
+        own_name = names.logical_volume(prefix, name)
         return next((one for one in self.present(known) if one.name == own_name), None)
 
     def get(self, known: report.Report, volume_id: str) -> Volume:
@@ -156,7 +165,7 @@ class Inventory:
     def require(self, volume_id: str) -> Volume:
         """The volume of that id, by a fresh report; one that was deleted is not there."""
         volume = self.get(self.read(), volume_id)
-        if volume.wiping:
+        if volume.wiping or volume.is_ephemeral:
             raise errors.NoSuchVolume(volume_id)
         return volume
 
@@ -164,7 +173,9 @@ class Inventory:
         """The device of an active volume, found without a command; None proves nothing."""
         parsed = VolumeId.parse(volume_id)
         if parsed is None:
-            return None
+            name = names.logical_volume(INLINE_PREFIX, volume_id)
+            found_in = (self._devices.find(group, name) for group in self._groups)
+            return next(filter(None, found_in), None)
         found = self._devices.find(parsed.group, parsed.name)
         return found if found is not None and parsed.is_of(found.group_uuid) else None
 
@@ -198,6 +209,11 @@ def group_of(volume_id: str) -> str:
 
 
 def logical_name(volume_id: str) -> str:
-    """What calls on the same volume have in common: the logical volume's name in its id."""
+    """The logical volume's name, which is what calls on the same volume have in common."""
     parsed = VolumeId.parse(volume_id)
-    return volume_id if parsed is None else parsed.name
+    return names.logical_volume(INLINE_PREFIX, volume_id) if parsed is None else parsed.name
+
+
+def is_inline(volume_id: str) -> bool:
+    """Whether the id can be an inline volume's only: such ids are the CO's, not Carver's."""
+    return logical_name(volume_id).startswith((f"{INLINE_PREFIX}-", f"{INLINE_PREFIX}."))

@@ -5,6 +5,7 @@ import grpc
 from agent import calls, condition, inventory
 from agent.access import Access, Statistics
 from agent.config import TOPOLOGY_KEY, Config
+from agent.ephemeral import Ephemeral
 from agent.locks import VolumeLocks
 from agent.provision import Provisioner
 from proto import csi_pb2 as csi
@@ -17,11 +18,17 @@ class Node(csi_pb2_grpc.NodeServicer):
     """The Node service."""
 
     def __init__(
-        self, config: Config, provision: Provisioner, access: Access, locks: VolumeLocks
+        self,
+        config: Config,
+        provision: Provisioner,
+        access: Access,
+        ephemeral: Ephemeral,
+        locks: VolumeLocks,
     ) -> None:
         self._config = config
         self._provision = provision
         self._access = access
+        self._ephemeral = ephemeral
         self._locks = locks
 
     def NodeStageVolume(  # noqa: N802
@@ -45,7 +52,12 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodePublishVolume(  # noqa: N802
         self, request: csi.NodePublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodePublishVolumeResponse:
-        """Make the staged volume appear at a workload's path."""
+        """Make the staged volume, or an inline one, appear at a workload's path."""
+        if calls.Inline.is_meant(request):
+            inline = calls.Inline.from_proto(request)
+            with self._locks.hold(inventory.logical_name(inline.volume_id), inline.target_path):
+                self._ephemeral.publish(inline)
+            return csi.NodePublishVolumeResponse()
         call = calls.Publish.from_proto(request)
         with self._locks.hold(inventory.logical_name(call.volume_id), call.target_path):
             self._access.publish(call)
@@ -54,10 +66,12 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeUnpublishVolume(  # noqa: N802
         self, request: csi.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnpublishVolumeResponse:
-        """Make the volume disappear from a workload's path."""
+        """Make the volume disappear from a workload's path; an inline one altogether."""
         call = calls.At.from_unpublish(request)
         with self._locks.hold(inventory.logical_name(call.volume_id)):
             self._access.unpublish(call)
+            if inventory.is_inline(call.volume_id):
+                self._ephemeral.ensure_absent(call.volume_id)
         return csi.NodeUnpublishVolumeResponse()
 
     def NodeGetVolumeStats(  # noqa: N802

@@ -48,9 +48,9 @@ class Provisioner:
         self._wiper = wiper
 
     @staticmethod
-    def logical_name(name: str) -> str:
+    def logical_name(name: str, prefix: str = inventory.VOLUME_PREFIX) -> str:
         """The logical volume's name for what the CO calls `name`."""
-        return names.logical_volume(inventory.VOLUME_PREFIX, name)
+        return names.logical_volume(prefix, name)
 
     def create(self, call: calls.Create) -> Volume:
         """Make a volume, or find the one that an earlier call made.
@@ -61,18 +61,19 @@ class Provisioner:
         one = self._device_class("parameters", call.parameters)
         parameters = with_defaults(call.parameters, call.capabilities, one)
         _check_options(call, parameters)
+        prefix = inventory.INLINE_PREFIX if call.is_ephemeral else inventory.VOLUME_PREFIX
         with self._groups.hold(one.group):
             known = self._inventory.read()
             group = known.group(one.group)
             size = planned_bytes(call.size, call.capabilities, parameters, group, one.layout)
             facts = _facts(call, parameters, size, one.layout)
-            found = self._inventory.named(known, call.name)
+            found = self._inventory.named(known, call.name, prefix)
             if found is not None:
                 return _same(found, facts)
             reserve = one.reserve.extents(group)
             if size > (maximum := layout.maximum_bytes(group, one.layout, reserve)):
                 raise errors.NoRoom(group.name, size, maximum, _asked(one, group))
-            name = self.logical_name(call.name)
+            name = self.logical_name(call.name, prefix)
             volumes.create(
                 self._lvm,
                 group.name,
@@ -85,6 +86,13 @@ class Provisioner:
         made = Volume(VolumeId.of(group, name), group, name, size, facts)
         self._wiper.forget(str(made.id))
         return made
+
+    def completed(
+        self, parameters: calls.Parameters, capability: calls.Capability
+    ) -> calls.Parameters:
+        """An inline volume's parameters as its class completes them; no command."""
+        one = self._device_class("volume_context", parameters)
+        return with_defaults(parameters, [capability], one)
 
     def delete(self, volume_id: str) -> None:
         """Wipe and remove a volume; no volume of that id is no error.
@@ -109,7 +117,8 @@ class Provisioner:
         if page.starting_token and VolumeId.parse(page.starting_token) is None:
             raise errors.BadToken(page.starting_token)
         known = self._inventory.read()
-        found = {str(one.id): one for one in self._inventory.all(known) if not one.wiping}
+        every = self._inventory.all(known)
+        found = {str(one.id): one for one in every if not (one.wiping or one.is_ephemeral)}
         rest = [found[key] for key in sorted(found) if key >= page.starting_token]
         end = page.maximum_entries or len(rest)
         following = rest[end : end + 1]

@@ -20,6 +20,7 @@ from agent import embedded, errors, monitor, sockets
 from agent.access import Access
 from agent.config import Config
 from agent.controller import Controller
+from agent.ephemeral import Ephemeral
 from agent.identity import Identity
 from agent.interceptor import Interceptor
 from agent.inventory import Inventory
@@ -80,6 +81,15 @@ class Service:
         access = Access(
             host.run, lvm, host.kernel, known, group_locks, self.wiper, config.kubelet_dir
         )
+        self.ephemeral = Ephemeral(
+            host.kernel,
+            known,
+            provision,
+            access,
+            self.wiper,
+            volume_locks,
+            config.kubelet_dir,
+        )
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS, thread_name_prefix="rpc"),
             interceptors=[Interceptor(observe)],
@@ -89,7 +99,7 @@ class Service:
             Controller(config, provision, volume_locks), self._server
         )
         csi_pb2_grpc.add_NodeServicer_to_server(
-            Node(config, provision, access, volume_locks), self._server
+            Node(config, provision, access, self.ephemeral, volume_locks), self._server
         )
 
     def start(self, path: Path) -> None:
@@ -101,9 +111,11 @@ class Service:
         finally:
             os.umask(umask)
         self._server.start()
+        self.ephemeral.start()
 
     def stop(self) -> None:
         """Let calls in flight end, then background work at its next safe point."""
+        self.ephemeral.stop()
         self._server.stop(_DRAIN_SECONDS).wait()
         self.wiper.stop()
 

@@ -70,6 +70,13 @@ def unchanged(path: str) -> Iterator[None]:
         raise
 
 
+def check_directory(kernel: Kernel, path: str) -> None:
+    """Raise NotADirectory where something else lies at `path`; nothing at all is as well."""
+    found = _lstat(kernel, path)
+    if found is not None and not stat.S_ISDIR(found.st_mode):
+        raise errors.NotADirectory(path)
+
+
 def ensure_directory(kernel: Kernel, path: str) -> None:
     """Have a directory at `path`; its parent exists. Raises NotADirectory, TargetError."""
     found = _lstat(kernel, path)

@@ -30,10 +30,13 @@ from real.host import Lab, real_host
 
 _DISKS = (150, 100)
 _NAMES = ("a", "b", "c")
+_PODS = ("csi-1", "csi-2")
 _STAGING = {"a": "staging-a", "b": "staging-b", "c": "staging-c"}
 _TARGETS = ("target-1", "target-2", "target-3")
 
-_volumes = st.sampled_from((*_NAMES, *_NAMES, *_NAMES, do.MALFORMED, do.ELSEWHERE))
+_volumes = st.sampled_from((*_NAMES, *_NAMES, *_NAMES, *_PODS, do.MALFORMED, do.ELSEWHERE))
+_pods = st.sampled_from(_PODS)
+_any_name = st.sampled_from((*_NAMES, *_PODS))
 _names = st.sampled_from(_NAMES)
 _paths = st.sampled_from((*_TARGETS, *_TARGETS, *_STAGING.values()))
 _targets = st.sampled_from(_TARGETS)
@@ -90,6 +93,8 @@ _publishes = st.one_of(
     ),
     st.builds(do.Publish, _volumes, _paths, _paths, _any_use, st.booleans()),
 )
+_inlines = st.builds(do.PublishInline, _pods, _targets, st.just(16 * MIB), _any_use, st.booleans())
+_odd_inlines = st.builds(do.PublishInline, _pods, _paths, _sizes, _any_use, st.booleans())
 _unpublishes = st.builds(do.Unpublish, _volumes, _paths)
 _expands = st.builds(do.Expand, _volumes, _sizes.filter(bool), _limits)
 _node_expands = st.builds(do.NodeExpand, _volumes, _paths, _sizes, _limits)
@@ -107,6 +112,7 @@ _changes = st.one_of(
     _stages,
     _unstages,
     _publishes,
+    _inlines,
     _unpublishes,
     _expands,
 )
@@ -180,6 +186,10 @@ class Node(RuleBasedStateMachine):
     def publish(self, call: do.Publish) -> None:
         self._do(call)
 
+    @rule(call=st.one_of(_inlines, _inlines, _odd_inlines))
+    def publish_inline(self, call: do.PublishInline) -> None:
+        self._do(call)
+
     @rule(call=_unpublishes)
     def unpublish(self, call: do.Unpublish) -> None:
         self._do(call)
@@ -218,7 +228,7 @@ class Node(RuleBasedStateMachine):
 
     @rule(pair=_pairs, waits=st.integers(0, 1 << 16))
     def two_at_once(self, pair: tuple[do.Call, do.Call], waits: int) -> None:
-        """Both happen, in one order or the other; on one volume, one may be put off instead."""
+        """Both happen, in one order or the other; on one volume or path, one may be put off."""
         first, second = pair
         if not (self._is_sensible(first) and self._is_sensible(second)):
             return
@@ -241,8 +251,7 @@ class Node(RuleBasedStateMachine):
         model = self.model.copy()
         later = model.apply(second)
         yield model, (model.apply(first), later)
-        volume = getattr(first, "volume", "")
-        if volume and volume == getattr(second, "volume", None):
+        if _held(first) & _held(second):
             model = self.model.copy()
             yield model, (model.apply(first), Outcome("ABORTED"))
             model = self.model.copy()
@@ -265,14 +274,14 @@ class Node(RuleBasedStateMachine):
         there = self.model.volumes.get(volume)
         return there is not None and there.active and not self.model.of(volume)
 
-    @rule(volume=_names)
+    @rule(volume=_any_name)
     def deactivate_behind_its_back(self, volume: str) -> None:
         if self._is_unused(volume):
             self.machine.deactivate(volume)
             self.model.deactivate(volume)
             self._compare()
 
-    @rule(volume=_names, contents=st.sampled_from(("", "ext4")))
+    @rule(volume=_any_name, contents=st.sampled_from(("", "ext4")))
     def overwrite_behind_its_back(self, volume: str, contents: str) -> None:
         if self._is_unused(volume):
             self.machine.overwrite(volume, contents)
@@ -284,13 +293,22 @@ class Node(RuleBasedStateMachine):
             for path, place in list(self.model.places.items()):
                 self._do(do.Unpublish(place.volume, path))
             for volume in list(self.model.volumes):
-                self._do(do.Delete(volume))
+                inline = do.is_inline(volume)
+                self._do(do.Unpublish(volume, _TARGETS[0]) if inline else do.Delete(volume))
             for path in list(self.model.entries):
                 self._do(do.Unpublish("a", path))
             assert self.model.state() == Model(self.model.total_bytes).state()
         finally:
             self.machine.stop()
             self.take_away()
+
+
+def _held(call: do.Call) -> set[str]:
+    """What a call holds while it lasts: its volume, and the path where it puts it."""
+    held = {getattr(call, "volume", "")}
+    if isinstance(call, do.Stage | do.Publish | do.PublishInline):
+        held.add(call.path)
+    return held - {""}
 
 
 def chosen(**defaults: int) -> dict[str, int]:

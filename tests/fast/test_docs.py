@@ -56,6 +56,12 @@ def test_every_parameter_of_a_storage_class_is_documented_and_no_other() -> None
     assert first_cells(documented) == parameters
 
 
+def test_every_attribute_of_an_inline_volume_is_documented_and_no_other() -> None:
+    documented = section(text_of("docs/inline-volumes.md"), "Attributes")
+    own = set(calls.INLINE_PARAMETERS) - set(calls.PARAMETERS)
+    assert first_cells(documented) == {calls.PARAMETER_PREFIX + one for one in own}
+
+
 @pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
 def test_each_file_system_is_documented(fs_type: str) -> None:
     known = filesystem.FILE_SYSTEMS[fs_type]

@@ -30,10 +30,20 @@ RAW_STAGE = do.Stage("a", "staging", BLOCK)
 RAW_PUBLISH = do.Publish("a", "staging", "target", BLOCK, read_only=True)
 
 
+INLINE = do.PublishInline("csi-1", "target", 320 * MIB, EXT4)
+END = do.Unpublish("csi-1", "target")
+
+
 def deactivate(machine: Machine, model: Model) -> None:
     """The volume's device is taken away before the call."""
     machine.deactivate("a")
     model.deactivate("a")
+
+
+def reboot(machine: Machine, model: Model) -> None:
+    """The node boots before the call."""
+    machine.reboot()
+    model.reboot()
 
 
 def nothing(machine: Machine, model: Model) -> None:
@@ -72,6 +82,10 @@ CASES = {
     "publish, raw": Case(do.Publish("a", "staging", "target", BLOCK), (RAW, RAW_STAGE)),
     "publish, raw and read-only": Case(RAW_PUBLISH, (RAW, RAW_STAGE)),
     "unpublish": Case(do.Unpublish("a", "target"), (CREATE, STAGE, PUBLISH)),
+    "publish, inline": Case(INLINE),
+    "publish, inline, again after a reboot": Case(INLINE, (INLINE,), reboot),
+    "unpublish, inline": Case(END, (INLINE,)),
+    "unpublish, inline, a long wipe": Case(END, (INLINE,), long_wipe=True),
     "unpublish, raw and read-only": Case(
         do.Unpublish("a", "target"), (RAW, RAW_STAGE, RAW_PUBLISH)
     ),
@@ -142,10 +156,11 @@ class Trial:
 
     def undo(self) -> None:
         """What a CO does that gives up; then nothing may be left."""
+        volume = getattr(self.case.call, "volume", "a")
         for call in (
-            do.Unpublish("a", "target"),
-            do.Unpublish("a", "staging"),
-            do.Delete("a"),
+            do.Unpublish(volume, "target"),
+            do.Unpublish(volume, "staging"),
+            do.Delete(volume),
         ):
             assert self.machine.call(call) == Outcome("OK"), call
         self.settle()
@@ -178,7 +193,7 @@ def test_a_call_that_was_killed_at_any_step_succeeds_when_it_is_made_again(
             expected = trial.model.apply(case.call)
             assert trial.machine.call(case.call) == expected, (stop_at, before)
             assert expected.code == "OK"
-            if isinstance(case.call, do.Delete):
+            if isinstance(case.call, do.Delete) or case.call == END:
                 trial.settle()
             assert trial.machine.state() == trial.model.state(), (stop_at, before)
             trial.undo()

@@ -44,7 +44,9 @@ def test_mechanism_knows_neither_policy_nor_transport_nor_the_other_mechanism() 
             assert not {one for one in importers(stranger) if one.startswith(f"{package}/")}
 
 
-@pytest.mark.parametrize("policy", ["provision", "access", "wiping", "inventory", "embedded"])
+@pytest.mark.parametrize(
+    "policy", ["ephemeral", "provision", "access", "wiping", "inventory", "embedded"]
+)
 def test_policy_names_neither_grpc_nor_the_wire(policy: str) -> None:
     for stranger in ("grpc", "proto"):
         assert f"agent/{policy}.py" not in importers(stranger)
@@ -75,7 +77,7 @@ ORDER = (
     "overview",
     "server",
     "identity controller node interceptor metrics monitor",
-    "condition status secrets readiness registration",
+    "condition status secrets readiness registration ephemeral",
     "access provision embedded",
     "wiping",
     "inventory calls",

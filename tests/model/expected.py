@@ -4,7 +4,7 @@ Written from docs/errors.md and docs/design.md, sharing no line with the code th
 """
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn, Self
 
 from model import operations as do
@@ -109,7 +109,11 @@ class Model:
             case do.Validate():
                 return self._validate(call)
             case do.Volumes():
-                return sorted((name, one.size_bytes) for name, one in self.volumes.items())
+                return sorted(
+                    (name, one.size_bytes)
+                    for name, one in self.volumes.items()
+                    if not do.is_inline(name)
+                )
             case do.Capacity():
                 return self.free_bytes
             case do.Expand():
@@ -120,9 +124,15 @@ class Model:
                 self._unmount(call.volume, call.path)
             case do.Publish():
                 self._publish(call)
+            case do.PublishInline():
+                self._publish_inline(call)
             case do.Unpublish():
                 self._unmount(call.volume, call.path)
                 self.entries.pop(call.path, None)
+                if do.is_inline(call.volume):
+                    if self.of(call.volume):
+                        _refuse("FAILED_PRECONDITION")
+                    self.volumes.pop(call.volume, None)
             case do.Stats():
                 place = self._at(call.volume, call.path)
                 volume = self.volumes[call.volume]
@@ -167,6 +177,8 @@ class Model:
     def _delete(self, call: do.Delete) -> None:
         if call.volume == do.ELSEWHERE:
             _refuse("FAILED_PRECONDITION")
+        if do.is_inline(call.volume):
+            return
         if self.of(call.volume):
             _refuse("FAILED_PRECONDITION")
         self.volumes.pop(call.volume, None)
@@ -262,6 +274,29 @@ class Model:
             _refuse("FAILED_PRECONDITION")
         self.places[call.path] = Place(call.volume, kind, read_only)
 
+    def _publish_inline(self, call: do.PublishInline) -> None:
+        if call.use.is_block:
+            _refuse("INVALID_ARGUMENT")
+        use = replace(call.use, mode=do.READER_ONLY) if call.read_only else call.use
+        read_only = use.mode == do.READER_ONLY
+        there = self.places.get(call.path)
+        if there is not None and there.volume != call.volume:
+            _refuse("FAILED_PRECONDITION")
+        if self.of(call.volume).keys() - {call.path} or self.entries.get(call.path) == "file":
+            _refuse("FAILED_PRECONDITION")
+        fs_type = use.fs_type or DEFAULT_FS_TYPE
+        if there is not None:
+            if (self.volumes[call.volume].contents, there.read_only) != (fs_type, read_only):
+                _refuse("ALREADY_EXISTS")
+            return
+        self._create(do.Create(call.volume, call.required_bytes, 0, use))
+        volume = self.volumes[call.volume]
+        volume.active = True
+        self._format(volume, fs_type)
+        self._make(call.path, "dir")
+        volume.superblock_read_only = read_only
+        self.places[call.path] = Place(call.volume, "fs", read_only)
+
     def _unmount(self, name: str, path: str) -> None:
         there = self.places.get(path)
         if there is not None and there.volume != name:
@@ -304,7 +339,7 @@ class Model:
     def _require(self, name: str) -> Volume:
         if name == do.ELSEWHERE:
             _refuse("FAILED_PRECONDITION")
-        if name not in self.volumes:
+        if name not in self.volumes or do.is_inline(name):
             _refuse("NOT_FOUND")
         return self.volumes[name]
 

@@ -87,6 +87,8 @@ class Machine:
 
     def id_of(self, volume: str) -> str:
         """A volume's id, also where there is no such volume."""
+        if do.is_inline(volume):
+            return volume
         if volume == do.MALFORMED:
             return "no id at all"
         uuid = "00000000" if volume == do.ELSEWHERE else self._uuid
@@ -150,6 +152,14 @@ class Machine:
                     _capability(call.use),
                     read_only=call.read_only,
                 )
+            case do.PublishInline():
+                self.client.publish_inline(
+                    self.id_of(call.volume),
+                    self.place(call.path),
+                    {"size": str(call.required_bytes)} if call.required_bytes else {},
+                    _capability(call.use),
+                    read_only=call.read_only,
+                )
             case do.Unpublish():
                 self.client.unpublish(self.id_of(call.volume), self.place(call.path))
             case do.Stats():
@@ -194,10 +204,10 @@ class Machine:
     # Behind Carver's back
 
     def deactivate(self, volume: str) -> None:
-        self.host.deactivate(self.group, f"vol-{volume}")
+        self.host.deactivate(self.group, _logical(volume))
 
     def overwrite(self, volume: str, contents: str) -> None:
-        device = self.host.devices.find(self.group, f"vol-{volume}")
+        device = self.host.devices.find(self.group, _logical(volume))
         assert device is not None
         self.host.erase(device.path)
         if contents:
@@ -256,6 +266,11 @@ def _described(
         name = facts.get("name", f"?{one.name}")
         formatted, state = facts.get("formatted", ""), facts.get("state", "")
         yield name, one.size_bytes, formatted, state, one.active
+
+
+def _logical(volume: str) -> str:
+    """The logical volume's name."""
+    return f"{'eph' if do.is_inline(volume) else 'vol'}-{volume}"
 
 
 def _kind(path: Path) -> str:

@@ -11,6 +11,13 @@ READER_ONLY = "SINGLE_NODE_READER_ONLY"
 # Ids that no volume has: one of no form, one of a group of the same name on another node.
 MALFORMED = "<malformed>"
 ELSEWHERE = "<elsewhere>"
+# Names of inline volumes begin so; they are ids as well.
+INLINE = "csi-"
+
+
+def is_inline(volume: str) -> bool:
+    """Whether a volume is one that lives as long as its pod."""
+    return volume.startswith(INLINE)
 
 
 @dataclass(frozen=True)
@@ -109,8 +116,19 @@ class Publish:
 
 
 @dataclass(frozen=True)
+class PublishInline:
+    """NodePublishVolume of a volume that lives as long as its pod."""
+
+    volume: str
+    path: str
+    required_bytes: int
+    use: Use
+    read_only: bool = False
+
+
+@dataclass(frozen=True)
 class Unpublish:
-    """NodeUnpublishVolume."""
+    """NodeUnpublishVolume; an inline volume is gone with it."""
 
     volume: str
     path: str
@@ -145,6 +163,7 @@ Call = (
     | Stage
     | Unstage
     | Publish
+    | PublishInline
     | Unpublish
     | Stats
     | NodeExpand

@@ -1,0 +1,330 @@
+"""Inline volumes: made by publishing, gone with unpublishing, and what lies between."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+from fakes.host import FakeHost
+from real.host import RealHost
+
+from agent.client import Client, Mode, block, mounted
+from agent.config import Config
+from agent.server import Host, Service
+from lvm import report, tags
+from lvm.command import Result
+from lvm.report import LogicalVolume
+from mount import table
+from proto import csi_pb2 as csi
+
+AnyHost = FakeHost | RealHost
+MIB = 1 << 20
+# As kubelet makes it: csi- and a SHA-256.
+VOLUME = f"csi-{'0123456789abcdef' * 4}"
+SMALL = {"size": "64Mi"}
+
+
+@pytest.fixture
+def config(host: AnyHost, group: str, tmp_path: Path) -> Config:
+    """Kubelet's directory is the host's own, so that the directory of all pods lies in it."""
+    return configured.carver(tmp_path, group, kubelet_dir=(str(host.directory),))
+
+
+@pytest.fixture
+def target(host: AnyHost) -> Path:
+    """Where kubelet wants a volume of a pod; it makes the directory above."""
+    directory = host.directory / "pods" / "17" / "volumes"
+    directory.mkdir(parents=True)
+    return directory / "mount"
+
+
+def volumes(host: AnyHost, group: str) -> list[LogicalVolume]:
+    return list(report.read(host.lvm).group(group).volumes.values())
+
+
+def programs(host: AnyHost, action: Callable[[], object]) -> list[tuple[str, ...]]:
+    before = len(host.commands)
+    action()
+    return host.commands[before:]
+
+
+def test_an_inline_volume_is_carved_formatted_and_mounted_by_publishing(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, {"size": "320Mi", "carver/fsType": "xfs"})
+
+    [mount] = table.read(host.kernel).at(str(target))
+    assert (mount.fs_type, mount.root, mount.read_only) == ("xfs", "/", False)
+    [volume] = volumes(host, group)
+    assert volume.size_bytes == 320 * MIB
+    assert client.stats(VOLUME, target).usage[0].total > 200 * MIB
+
+
+def test_its_tags_tell_whose_it_is(client: Client, host: AnyHost, group: str, target: Path) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    [volume] = volumes(host, group)
+    facts = tags.decode(volume.tags)
+    assert facts["name"] == VOLUME
+    assert facts["ephemeral"] == "true"
+    assert (facts["pod"], facts["namespace"], facts["podUid"]) == ("web-0", "shop", "17")
+    assert facts["target"] == str(target)
+
+
+def test_unpublishing_wipes_and_removes_it(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    free = client.capacity().available_capacity
+    client.publish_inline(VOLUME, target, SMALL)
+    for _ in range(2):
+        client.unpublish(VOLUME, target)
+        assert volumes(host, group) == []
+        assert not target.exists()
+    assert client.capacity().available_capacity == free
+
+
+def test_publishing_again_starts_no_process_and_changes_nothing(
+    client: Client, host: AnyHost, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    before = table.read(host.kernel)
+    assert programs(host, lambda: client.publish_inline(VOLUME, target, SMALL)) == []
+    assert table.read(host.kernel) == before
+
+
+def test_after_a_reboot_the_pod_finds_its_data(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    [volume] = volumes(host, group)
+    host.kernel.unmount(str(target))
+    host.deactivate(group, volume.name)
+
+    said = programs(host, lambda: client.publish_inline(VOLUME, target, SMALL))
+
+    assert table.read(host.kernel).at(str(target))
+    assert not [words for words in said if words[0].startswith("mkfs")]
+    client.unpublish(VOLUME, target)
+    assert volumes(host, group) == []
+
+
+def test_one_that_is_not_active_is_removed_by_unpublishing_too(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    [volume] = volumes(host, group)
+    host.kernel.unmount(str(target))
+    host.deactivate(group, volume.name)
+    client.unpublish(VOLUME, target)
+    assert volumes(host, group) == []
+
+
+def test_unpublishing_what_never_was_succeeds(client: Client, target: Path) -> None:
+    client.unpublish(VOLUME, target)
+
+
+def test_read_only_is_read_only(client: Client, host: AnyHost, target: Path) -> None:
+    client.publish_inline(VOLUME, target, SMALL, read_only=True)
+    [mount] = table.read(host.kernel).at(str(target))
+    assert mount.read_only
+    client.publish_inline(VOLUME, target, SMALL, read_only=True)
+    with expect.code("ALREADY_EXISTS"):
+        client.publish_inline(VOLUME, target, SMALL)
+
+
+def test_it_has_one_target_in_every_access_mode(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    capability = mounted("ext4", mode=Mode.SINGLE_NODE_MULTI_WRITER)
+    client.publish_inline(VOLUME, target, SMALL, capability)
+    other = target.with_name("other")
+    with expect.code("FAILED_PRECONDITION", "one target", str(target)):
+        client.publish_inline(VOLUME, other, SMALL, capability)
+    assert not other.exists()
+    with expect.code("FAILED_PRECONDITION", str(target)):
+        client.unpublish(VOLUME, other)
+    assert len(volumes(host, group)) == 1
+
+
+@pytest.mark.parametrize(
+    ("attributes", "code", "word"),
+    [
+        ({"size": "huge"}, "INVALID_ARGUMENT", "huge"),
+        ({"size": "0"}, "INVALID_ARGUMENT", "larger than 0"),
+        ({"size": "1Mi", "carver/size": "2Mi"}, "INVALID_ARGUMENT", "prefix"),
+        ({"size": "500Gi"}, "RESOURCE_EXHAUSTED", "has room for"),
+        ({"class": "none"}, "INVALID_ARGUMENT", "plain"),
+        ({"sise": "1Gi"}, "INVALID_ARGUMENT", "carver/size"),
+        ({"fsType": "ntfs"}, "INVALID_ARGUMENT", "ext4"),
+        ({"fsType": "xfs", "mkfsOptions": "-f"}, "INVALID_ARGUMENT", "-f"),
+        ({"mountOptions": "errors=panic"}, "INVALID_ARGUMENT", "errors=panic"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_refused_and_nothing_is_made(
+    client: Client,
+    host: AnyHost,
+    group: str,
+    target: Path,
+    attributes: dict[str, str],
+    code: str,
+    word: str,
+) -> None:
+    with expect.code(code, word):
+        client.publish_inline(VOLUME, target, attributes)
+    assert volumes(host, group) == []
+    assert not target.exists()
+
+
+def test_a_raw_block_volume_cannot_be_inline(client: Client, target: Path) -> None:
+    with expect.code("INVALID_ARGUMENT", "never block"):
+        client.publish_inline(VOLUME, target, SMALL, block())
+
+
+@pytest.mark.parametrize("volume_id", ["", "x" * 129, "a\x01b", "data@3kXq0b9Z/vol-pvc-1"])
+def test_an_id_that_is_none_of_the_callers_is_refused(
+    client: Client, target: Path, volume_id: str
+) -> None:
+    with expect.code("INVALID_ARGUMENT", "volume_id"):
+        client.publish_inline(volume_id, target, SMALL)
+
+
+def test_whether_it_is_inline_is_true_or_false(client: Client, target: Path) -> None:
+    request = csi.NodePublishVolumeRequest(
+        volume_id=VOLUME,
+        target_path=str(target),
+        volume_capability=mounted(),
+        volume_context={"csi.storage.k8s.io/ephemeral": "perhaps"},
+    )
+    with expect.code("INVALID_ARGUMENT", "perhaps", "true"):
+        client.node.NodePublishVolume(request)
+
+
+def test_the_size_is_the_default_where_the_pod_names_none(
+    client: Client, host: AnyHost, target: Path
+) -> None:
+    group_is_smaller = "RESOURCE_EXHAUSTED"
+    with expect.code(group_is_smaller, str(1 << 30)):
+        client.publish_inline(VOLUME, target)
+
+
+def test_the_controller_does_not_know_it(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    uuid = report.read(host.lvm).group(group).uuid.replace("-", "")[:8]
+    own_id = f"{group}@{uuid}/{volumes(host, group)[0].name}"
+
+    assert client.volumes() == []
+    for volume_id in (VOLUME, own_id):
+        with expect.code("NOT_FOUND"):
+            client.controller.ControllerGetVolume(
+                csi.ControllerGetVolumeRequest(volume_id=volume_id)
+            )
+        with expect.code("NOT_FOUND"):
+            client.stage(csi.Volume(volume_id=volume_id), target.with_name("staging"))
+        with expect.code("NOT_FOUND"):
+            client.publish(csi.Volume(volume_id=volume_id), target, target.with_name("second"))
+    client.delete(VOLUME)
+    with expect.code("FAILED_PRECONDITION", str(target)):
+        client.delete(own_id)
+    assert len(volumes(host, group)) == 1
+
+
+def test_an_operator_may_delete_one_that_was_left(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(target))
+    uuid = report.read(host.lvm).group(group).uuid.replace("-", "")[:8]
+    client.delete(f"{group}@{uuid}/{volumes(host, group)[0].name}")
+    assert volumes(host, group) == []
+
+
+def test_while_a_group_is_missing_unpublishing_does_not_say_that_it_is_gone(
+    host: AnyHost, config: Config, service: Service, client: Client, target: Path, tmp_path: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(target))
+    host.intercept = lambda words: (
+        Result(0, '{"report": []}', "") if "fullreport" in words else None
+    )
+    for name in (VOLUME, "csi-another"):
+        with expect.code("FAILED_PRECONDITION", "is not on this node"):
+            client.unpublish(name, target)
+
+
+def test_a_mount_of_another_at_its_target_is_left_alone(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    other = "csi-other"
+    client.publish_inline(other, target, SMALL)
+    with expect.code("FAILED_PRECONDITION", str(target)):
+        client.publish_inline(VOLUME, target, SMALL)
+    with expect.code("FAILED_PRECONDITION", str(target)):
+        client.unpublish(VOLUME, target)
+    client.unpublish(other, target)
+    client.unpublish(VOLUME, target)
+    assert volumes(host, group) == []
+
+
+# What a pod that is gone left
+
+
+def forgotten(host: AnyHost, client: Client, target: Path) -> None:
+    """The pod's directory is removed, and the volume never unpublished."""
+    client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(target))
+    for path in (target, target.parent, target.parent.parent):
+        path.rmdir()
+
+
+def test_what_kubelet_forgot_is_removed_when_it_has_had_its_time(
+    client: Client, host: AnyHost, service: Service, group: str, target: Path
+) -> None:
+    forgotten(host, client, target)
+    service.ephemeral.sweep()
+    assert volumes(host, group) == []
+
+
+def test_what_a_pod_may_come_back_for_stays(
+    client: Client, host: AnyHost, service: Service, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(target))
+    host.deactivate(group, volumes(host, group)[0].name)
+    service.ephemeral.sweep()
+    assert len(volumes(host, group)) == 1
+
+
+def test_nothing_is_removed_while_the_directory_of_all_pods_is_not_there(
+    client: Client, host: AnyHost, service: Service, group: str, target: Path
+) -> None:
+    forgotten(host, client, target)
+    (host.directory / "pods").rmdir()
+    service.ephemeral.sweep()
+    assert len(volumes(host, group)) == 1
+
+
+def test_other_volumes_are_never_taken_for_forgotten(
+    client: Client, host: AnyHost, service: Service, group: str, target: Path
+) -> None:
+    client.create("pvc-1", 16 * MIB)
+    client.publish_inline(VOLUME, target, SMALL)
+    service.ephemeral.sweep()
+    assert len(volumes(host, group)) == 2
+
+
+def test_a_sweep_that_lvm2_does_not_answer_is_told_in_the_log_only(
+    host: AnyHost, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.intercept = lambda words: Result(5, "", "no") if words[0] == "lvm" else None
+    service.ephemeral._sweep_quietly()
+    assert "are not removed" in caplog.text
+
+
+def test_a_service_that_ends_looks_for_nothing_more(host: AnyHost, config: Config) -> None:
+    running = Service(config, Host(host.run, host.kernel, host.devices), host.lvm)
+    running.start(config.endpoint)
+    running.stop()
+    assert running.ephemeral._timer.finished.is_set()
