@@ -100,8 +100,33 @@ class Client:
 
     def volumes(self) -> list[csi.Volume]:
         """All volumes."""
+        return [entry.volume for entry in self.entries()]
+
+    def entries(self) -> list[csi.ListVolumesResponse.Entry]:
+        """All volumes, each with its status."""
         response = self.controller.ListVolumes(csi.ListVolumesRequest(), timeout=self._timeout)
-        return [entry.volume for entry in response.entries]
+        return list(response.entries)
+
+    def volume(self, volume_id: str) -> csi.ControllerGetVolumeResponse:
+        """One volume, with its status."""
+        request = csi.ControllerGetVolumeRequest(volume_id=volume_id)
+        return self.controller.ControllerGetVolume(request, timeout=self._timeout)
+
+    def confirms(self, volume_id: str, capability: csi.VolumeCapability) -> bool:
+        """Whether a volume can be used so."""
+        request = csi.ValidateVolumeCapabilitiesRequest(
+            volume_id=volume_id, volume_capabilities=[capability]
+        )
+        answer = self.controller.ValidateVolumeCapabilities(request, timeout=self._timeout)
+        return answer.HasField("confirmed")
+
+    def can_expand(self) -> bool:
+        """Whether the Controller's part of an expansion is offered."""
+        answer = self.controller.ControllerGetCapabilities(
+            csi.ControllerGetCapabilitiesRequest(), timeout=self._timeout
+        )
+        wanted = csi.ControllerServiceCapability.RPC.EXPAND_VOLUME
+        return any(one.rpc.type == wanted for one in answer.capabilities)
 
     def stage(
         self,

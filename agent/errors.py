@@ -132,3 +132,37 @@ class NotReady(AgentError):
 
 class SocketTaken(AgentError):
     """Another process serves the socket."""
+
+
+class NotServed(AgentError):
+    """Nobody answers at the socket."""
+
+    def __init__(self, endpoint: str) -> None:
+        super().__init__(
+            f"no Carver answers at {endpoint}; start it (systemctl start carver), see why it ended"
+            " (journalctl --unit carver), or name its socket with --endpoint"
+        )
+
+
+class CallRefused(AgentError):
+    """The service said no to a call that a person made."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__(f"{message} ({code})")
+
+
+class NotPublished(AgentError):
+    """The volume is nowhere, and this node's volumes grow where they are in use."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"volume {name!r} is not in use, and with controller_expand = false a volume grows"
+            " where it is: publish it, then expand it"
+        )
+
+
+class NotConfirmed(AgentError):
+    """Nobody said that a volume may be deleted."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"volume {name!r} is not deleted; say yes, or give --yes")

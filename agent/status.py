@@ -28,6 +28,11 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.BadToken, Code.ABORTED),
     (agent.errors.NotReady, Code.FAILED_PRECONDITION),
     (agent.errors.SocketTaken, Code.FAILED_PRECONDITION),
+    # These four are met at the caller's side of the socket, by `carver volume`.
+    (agent.errors.NotServed, Code.FAILED_PRECONDITION),
+    (agent.errors.CallRefused, Code.FAILED_PRECONDITION),
+    (agent.errors.NotPublished, Code.FAILED_PRECONDITION),
+    (agent.errors.NotConfirmed, Code.FAILED_PRECONDITION),
     (agent.errors.AgentError, Code.INTERNAL),
     (lvm.errors.ProgramMissing, Code.FAILED_PRECONDITION),
     (lvm.errors.CommandTimedOut, Code.DEADLINE_EXCEEDED),

@@ -136,3 +136,26 @@ def test_a_bar_is_as_long_as_what_it_measures(part: int, whole: int, text: str) 
 @pytest.mark.parametrize(("part", "style"), [(79, "green"), (80, "yellow"), (95, "red")])
 def test_a_bar_warns_before_it_is_full(part: int, style: str) -> None:
     assert str(screen.bar(part, 100).spans[0].style) == style
+
+
+@pytest.mark.starts_programs
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [(["sta"], "status"), (["volume", "cr"], "create"), (["volume", "show", "d"], "db")],
+)
+def test_bash_completes_commands_and_the_names_of_volumes(
+    typed: list[str], offered: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["completion", "bash"]) == 0
+    before = typed[-2] if len(typed) > 1 else "carver"
+    words = " ".join(["carver", *typed])
+    script = f"""
+        {capsys.readouterr().out}
+        carver() {{ printf '%s\\n' db logs; }}
+        COMP_WORDS=({words}); COMP_CWORD={len(typed)}
+        COMP_LINE='{words}'; COMP_POINT=${{#COMP_LINE}}
+        _shtab_carver carver {typed[-1]} {before}
+        echo "${{COMPREPLY[@]}}"
+    """
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == offered

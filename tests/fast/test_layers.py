@@ -73,6 +73,7 @@ def test_a_library_is_imported_where_its_idea_lives(library: str, owners: set[st
 ORDER = (
     "__main__",
     "cli",
+    "manual",
     "screen",
     "overview",
     "server",

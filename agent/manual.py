@@ -1,0 +1,181 @@
+"""Volumes by hand: the verbs of `carver volume`, by the calls that a cluster makes."""
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from agent import client, errors, inventory, overview, screen
+from agent.client import Client
+from agent.config import Config
+from agent.ids import VolumeId
+from agent.server import Host
+from lvm import names
+from proto import csi_pb2 as csi
+
+# Beside the socket, which is inside kubelet's directory as staging paths have to be.
+_STAGING = "staging"
+
+
+class Manual:
+    """The verbs, on one service; each prints what it did. Raises CallRefused, and what it says."""
+
+    def __init__(self, caller: Client, settings: Config, host: Host) -> None:
+        self._caller = caller
+        self._staging = settings.endpoint.parent / _STAGING
+        self._host = host
+
+    def create(
+        self, name: str, size_bytes: int, parameters: Mapping[str, str], *, raw: bool
+    ) -> None:
+        """Make a volume, or find the one that was made by the same words before."""
+        capability = client.block() if raw else client.mounted()
+        made = self._caller.create(name, size_bytes, capability, parameters=parameters)
+        print(f"{name}: {screen.human(made.capacity_bytes)}, {made.volume_id}")
+
+    def show_all(self, *, as_json: bool, names_only: bool) -> None:
+        """Show all volumes."""
+        entries = self._caller.entries()
+        if names_only:
+            print(*(_name(one.volume) for one in entries), sep="\n")
+        elif as_json:
+            print(_json([_told(one.volume, one.status.volume_condition) for one in entries]))
+        else:
+            made = screen.table("VOLUME", "SIZE", "GROUP", "CLASS", "CONDITION", right=("SIZE",))
+            for one in entries:
+                volume, told = one.volume, one.status.volume_condition
+                group = inventory.group_of(volume.volume_id)
+                made.add_row(
+                    _name(volume),
+                    screen.human(volume.capacity_bytes),
+                    group,
+                    volume.volume_context.get("carver/class", ""),
+                    told.message,
+                )
+            screen.console().print(made)
+
+    def show(self, name: str, *, as_json: bool) -> None:
+        """Show one volume, and where it is."""
+        answer = self._caller.volume(self._find(name).volume_id)
+        told = _told(answer.volume, answer.status.volume_condition)
+        told["places"] = [str(one) for one in self._places(answer.volume)]
+        if as_json:
+            print(_json(told))
+            return
+        made = screen.table("", "")
+        for key, value in told.items():
+            made.add_row(key, "\n".join(value) if isinstance(value, list) else str(value))
+        screen.console().print(made)
+
+    def publish(self, name: str, path: str, *, read_only: bool, shared: bool) -> None:
+        """Stage a volume, which formats it the first time, and have it appear at a path."""
+        volume, place = self._find(name), Path(path).absolute()
+        staging = self._staged(volume)
+        mode = client.Mode.SINGLE_NODE_MULTI_WRITER if shared else client.Mode.SINGLE_NODE_WRITER
+        capability = client.mounted(mode=mode)
+        if not self._caller.confirms(volume.volume_id, capability):
+            # It was made for raw block access; where something else is wrong, the call will say so.
+            capability = client.block(mode)
+        staging.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._caller.stage(volume, staging, capability)
+        self._caller.publish(volume, staging, place, capability, read_only=read_only)
+        print(f"{name} is at {place}")
+
+    def unpublish(self, name: str, path: str | None) -> None:
+        """Take a volume from a path, or from all; unstage it when it is at none."""
+        volume = self._find(name)
+        staging = self._staged(volume)
+        given = [Path(path).absolute()] if path else self._published(volume, staging)
+        for place in given:
+            self._caller.unpublish(volume.volume_id, place)
+            print(f"{name} is no longer at {place}")
+        if not self._published(volume, staging):
+            self._caller.unstage(volume.volume_id, staging)
+            with suppress(FileNotFoundError):
+                staging.rmdir()
+
+    def expand(self, name: str, size_bytes: int) -> None:
+        """Grow a volume, and what lies on it where it is in use."""
+        volume = self._find(name)
+        places = self._places(volume)
+        if self._caller.can_expand():
+            self._caller.expand(volume.volume_id, size_bytes)
+        elif not places:
+            raise errors.NotPublished(name)
+        for place in places[:1]:
+            self._caller.node_expand(volume.volume_id, place, size_bytes)
+        grown = self._caller.volume(volume.volume_id).volume
+        print(f"{name}: {screen.human(grown.capacity_bytes)}")
+
+    def delete(self, name: str, *, confirmed: bool) -> None:
+        """Overwrite and remove a volume, if that is what the user wants."""
+        volume = self._find(name)
+        size = screen.human(volume.capacity_bytes)
+        if not confirmed and not screen.confirmed(f"Delete {name}, {size}, and all its data?"):
+            raise errors.NotConfirmed(name)
+        self._caller.delete(volume.volume_id)
+        print(f"{name} is deleted")
+
+    def _find(self, name: str) -> csi.Volume:
+        """The volume of that name, logical volume or id; raises NoSuchVolume."""
+        logical = names.logical_volume(inventory.VOLUME_PREFIX, name)
+        for one in self._caller.volumes():
+            if name == one.volume_id or _logical(one) in (logical, name):
+                return one
+        raise errors.NoSuchVolume(name)
+
+    def _places(self, volume: csi.Volume) -> list[Path]:
+        """Where the volume is, staging path and all."""
+        known = VolumeId.parse(volume.volume_id)
+        device = self._host.devices.find(known.group, known.name) if known else None
+        if device is None:
+            return []
+        return [Path(one.path) for one in overview.places(self._host.kernel, device)]
+
+    def _published(self, volume: csi.Volume, staging: Path) -> list[Path]:
+        return [one for one in self._places(volume) if one != staging]
+
+    def _staged(self, volume: csi.Volume) -> Path:
+        """Where a volume is staged by hand."""
+        return self._staging / _logical(volume)
+
+
+@contextmanager
+def connected(settings: Config, host: Host) -> Iterator[Manual]:
+    """The verbs on the service that runs; raises NotServed, CallRefused."""
+    if not overview.is_served(settings.endpoint):
+        raise errors.NotServed(str(settings.endpoint))
+    with Client(settings.endpoint) as caller:
+        try:
+            yield Manual(caller, settings, host)
+        except grpc.RpcError as error:
+            raise errors.CallRefused(error.code().name, error.details() or "") from None
+
+
+def _logical(volume: csi.Volume) -> str:
+    """The logical volume that a volume is."""
+    return inventory.logical_name(volume.volume_id)
+
+
+def _name(volume: csi.Volume) -> str:
+    """What a person may call the volume by: its name, or the logical volume where it has a hash."""
+    return _logical(volume).removeprefix(f"{inventory.VOLUME_PREFIX}-")
+
+
+def _told(volume: csi.Volume, condition: csi.VolumeCondition) -> dict[str, Any]:
+    """What the service tells of a volume, for people and for programs."""
+    return {
+        "name": _name(volume),
+        "id": volume.volume_id,
+        "size_bytes": volume.capacity_bytes,
+        **dict(sorted(volume.volume_context.items())),
+        "abnormal": condition.abnormal,
+        "condition": condition.message,
+    }
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)

@@ -1,0 +1,186 @@
+"""Volumes by hand: each verb as a person types it, on the service that runs."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.host import FakeHost
+from real.host import RealHost
+
+from agent import cli, screen, server
+from agent import config as configuration
+from agent.client import Client
+from agent.config import Config
+from agent.server import Host, Service
+from mount import table
+
+AnyHost = FakeHost | RealHost
+MIB = 1 << 20
+
+
+class Shell:
+    """A person at a prompt: what is typed, and what is seen."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.complaint = ""
+
+    def __call__(self, line: str, exit_code: int = 0) -> str:
+        """Type a line without `carver volume`, and return what was printed."""
+        ended = cli.main(["volume", *line.split()])
+        seen = self._capsys.readouterr()
+        self.complaint = seen.err
+        assert ended == exit_code, seen.err
+        return seen.out
+
+
+@pytest.fixture
+def shell(
+    host: AnyHost,
+    config: Config,
+    service: Service,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Shell:
+    here(host, config, monkeypatch)
+    return Shell(capsys)
+
+
+def here(host: AnyHost, settings: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the command find the test's machine, and its configuration."""
+    machine = Host(host.run, host.kernel, host.devices)
+    monkeypatch.setattr(server, "this_host", lambda _settings: machine)
+    monkeypatch.setattr(configuration, "load", lambda _arguments, _environment: settings)
+
+
+def mounted(host: AnyHost) -> list[str]:
+    """The volumes' mounts, by name."""
+    inside = table.read(host.kernel).mounts
+    return [one.path for one in inside if "vol-" in one.path or one.path.endswith("/db")]
+
+
+def test_a_volume_s_life_by_hand(shell: Shell, host: AnyHost, client: Client) -> None:
+    place = host.directory / "db"
+
+    assert shell("create db --size 64MiB").startswith("db: 64 MiB, ")
+    assert shell("list --names") == "db\n"
+    assert shell(f"publish db {place}") == f"db is at {place}\n"
+    assert str(place) in shell("show db")
+    assert shell("expand db 100MiB") == "db: 100 MiB\n"
+    usage = client.stats(client.volumes()[0].volume_id, place).usage[0]
+    assert usage.total > 80 * MIB
+    assert shell("unpublish db") == f"db is no longer at {place}\n"
+    assert mounted(host) == []
+    assert not place.exists()
+    assert shell("delete db --yes") == "db is deleted\n"
+    assert client.volumes() == []
+
+
+def test_a_raw_block_volume_is_published_as_what_it_is(shell: Shell, host: AnyHost) -> None:
+    shell("create raw --size 16MiB --block")
+    shell(f"publish raw {host.directory}/raw")
+    assert host.kernel.device_size_bytes(f"{host.directory}/raw") == 16 * MIB
+    shell("unpublish raw")
+    shell("delete raw --yes")
+
+
+def test_a_volume_is_at_a_second_path_only_if_that_is_said(shell: Shell, host: AnyHost) -> None:
+    one, other = host.directory / "db", host.directory / "reader"
+    shell("create db --size 64MiB")
+    shell(f"publish db {one}")
+    shell(f"publish db {other}", 1)
+    assert "allows one target" in shell.complaint
+
+    shell(f"publish db {other} --shared --read-only")
+    told = json.loads(shell("show db --json"))
+    assert {str(one), str(other)} <= set(told["places"])
+
+    # The first stays, and so does what it stands on.
+    shell(f"unpublish db {other}")
+    assert str(one) in mounted(host)
+    shell(f"unpublish db {one}")
+    assert mounted(host) == []
+
+
+def test_a_volume_goes_by_its_name_its_logical_volume_and_its_id(
+    shell: Shell, client: Client
+) -> None:
+    odd = "a/very/odd/name"
+    shell(f"create {odd} --size 16MiB")
+    [volume] = client.volumes()
+    logical = shell("list --names").strip()
+    assert logical.startswith("vol.")
+    for name in (odd, logical, volume.volume_id):
+        assert json.loads(shell(f"show {name} --json"))["id"] == volume.volume_id
+    shell("show nothing", 1)
+    assert "there is no volume 'nothing'" in shell.complaint
+
+
+def test_the_list_is_a_table_or_json(shell: Shell) -> None:
+    shell("create one --size 64MiB --class plain --fs-type ntfs", 1)
+    assert "allowed: ext4, xfs, btrfs (INVALID_ARGUMENT)" in shell.complaint
+    shell("create one --size 16MiB --class plain --fs-type ext4")
+    table = shell("list")
+    assert "no problem is known" in table
+    assert max(map(len, table.splitlines())) <= 100
+    [told] = json.loads(shell("list --json"))
+    assert (told["name"], told["size_bytes"], told["carver/class"]) == ("one", 16 * MIB, "plain")
+
+
+def test_nothing_is_deleted_that_nobody_confirmed(
+    shell: Shell, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell("create db --size 16MiB")
+    shell("delete db", 1)
+    assert "give --yes" in shell.complaint
+    assert len(client.volumes()) == 1
+
+    asked: list[str] = []
+
+    def yes(question: str) -> bool:
+        asked.append(question)
+        return True
+
+    monkeypatch.setattr(screen, "confirmed", yes)
+    shell("delete db")
+    assert asked == ["Delete db, 16 MiB, and all its data?"]
+    assert client.volumes() == []
+
+
+def test_where_nobody_serves_the_next_step_is_named(
+    host: AnyHost,
+    config: Config,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here(host, config, monkeypatch)
+    shell = Shell(capsys)
+    shell("list", 1)
+    assert "systemctl start carver" in shell.complaint
+
+
+def test_a_size_that_is_none_is_refused_before_anything_is_asked(
+    shell: Shell, host: AnyHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        shell("create db --size large")
+    assert "10GiB" in capsys.readouterr().err
+    assert host.commands == []
+
+
+class TestInACluster:
+    """Where volumes grow on their node."""
+
+    @pytest.fixture
+    def config(self, config: Config) -> Config:
+        """The same, as a cluster has it."""
+        return replace(config, controller_expand=False)
+
+    def test_a_volume_grows_where_it_is_used(self, shell: Shell, host: AnyHost) -> None:
+        place: Path = host.directory / "db"
+        shell("create db --size 64MiB")
+        shell("expand db 100MiB", 1)
+        assert "publish it" in shell.complaint
+        shell(f"publish db {place}")
+        assert shell("expand db 100MiB") == "db: 100 MiB\n"
