@@ -11,6 +11,7 @@ from typing import Self
 from agent import config, errors
 from agent.ids import VolumeId
 from lvm import tags
+from lvm.layout import Reserve
 from mount import errors as mount_errors
 from mount import filesystem, options, target
 from proto import csi_pb2 as csi
@@ -21,6 +22,8 @@ PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions")
 SIZE = "size"
 INLINE_PARAMETERS = (*PARAMETERS, SIZE)
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
+# What a VolumeSnapshotClass may say.
+SNAPSHOT_PARAMETERS = (SIZE,)
 BLOCK = "block"
 MOUNT = "mount"
 
@@ -52,6 +55,12 @@ _POD = {
     f"{_KUBELET_PREFIX}pod.namespace": "namespace",
     f"{_KUBELET_PREFIX}pod.uid": "podUid",
     f"{_KUBELET_PREFIX}serviceAccount.name": "serviceAccount",
+}
+# What the external-snapshotter adds, also with --extra-create-metadata.
+_ABOUT_SNAPSHOT = {
+    "csi.storage.k8s.io/volumesnapshot/name": "snapshot",
+    "csi.storage.k8s.io/volumesnapshot/namespace": "namespace",
+    "csi.storage.k8s.io/volumesnapshotcontent/name": "content",
 }
 
 
@@ -177,8 +186,7 @@ class Parameters:
     @classmethod
     def _read(cls, found: Mapping[str, str], field: str, about: Mapping[str, str]) -> Self:
         for key, value in (*found.items(), *about.items()):
-            if not tags.fits(key, value):
-                raise errors.BadField(f"{field}[{key}]", "is too long to be kept in an LVM tag")
+            _check_fits(field, key, value)
         fs_type = found.get("fsType", "")
         if fs_type and fs_type not in filesystem.FILE_SYSTEMS:
             raise errors.NotAllowed(f"{field}[fsType]", fs_type, filesystem.FILE_SYSTEMS)
@@ -334,11 +342,56 @@ class Page:
     starting_token: str
 
     @classmethod
-    def from_proto(cls, wire: csi.ListVolumesRequest) -> Self:
+    def from_proto(cls, wire: csi.ListVolumesRequest | csi.ListSnapshotsRequest) -> Self:
         """Read and check the request."""
         if wire.max_entries < 0:
             raise errors.BadField("max_entries", "must not be negative")
         return cls(wire.max_entries, wire.starting_token)
+
+
+@dataclass(frozen=True)
+class CreateSnapshot:
+    """CreateSnapshot. `size` is what its area for old data gets, None: as its class says."""
+
+    name: str
+    source_id: str
+    size: Reserve | None
+    about: Mapping[str, str]
+
+    @classmethod
+    def from_proto(cls, wire: csi.CreateSnapshotRequest) -> Self:
+        """Read and check the request."""
+        _check_name("name", wire.name)
+        if not wire.source_volume_id:
+            raise errors.Missing("source_volume_id")
+        field, told = "parameters", _ABOUT_SNAPSHOT
+        _check_map(field, wire.parameters)
+        about = {told[key]: value for key, value in wire.parameters.items() if key in told}
+        for key, value in about.items():
+            _check_fits(field, key, value)
+        rest = {key: value for key, value in wire.parameters.items() if key not in told}
+        found = _known(rest, field, SNAPSHOT_PARAMETERS)
+        size = None
+        if SIZE in found:
+            try:
+                size = config.parse_snapshot_size(found[SIZE])
+            except ValueError as error:
+                raise errors.BadField(f"{field}[size]", f"{found[SIZE]!r}: {error}") from None
+        return cls(wire.name, wire.source_volume_id, size, about)
+
+
+@dataclass(frozen=True)
+class ListSnapshots:
+    """ListSnapshots: which part, and of which source or with which id, where one is named."""
+
+    page: Page
+    source_id: str
+    snapshot_id: str
+
+    @classmethod
+    def from_proto(cls, wire: csi.ListSnapshotsRequest) -> Self:
+        """Read and check the request."""
+        return cls(Page.from_proto(wire), wire.source_volume_id, wire.snapshot_id)
 
 
 @dataclass(frozen=True)
@@ -457,6 +510,18 @@ class At:
 def volume_id(wire: csi.DeleteVolumeRequest | csi.ControllerGetVolumeRequest) -> str:
     """The volume that a request is about, where it says nothing else."""
     return _volume_id(wire.volume_id)
+
+
+def snapshot_id(wire: csi.DeleteSnapshotRequest | csi.GetSnapshotRequest) -> str:
+    """The snapshot that a request is about."""
+    if not wire.snapshot_id:
+        raise errors.Missing("snapshot_id")
+    return wire.snapshot_id
+
+
+def _check_fits(field: str, key: str, value: str) -> None:
+    if not tags.fits(key, value):
+        raise errors.BadField(f"{field}[{key}]", "is too long to be kept in an LVM tag")
 
 
 def _volume_id(text: str) -> str:

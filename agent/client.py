@@ -128,6 +128,26 @@ class Client:
         wanted = csi.ControllerServiceCapability.RPC.EXPAND_VOLUME
         return any(one.rpc.type == wanted for one in answer.capabilities)
 
+    def snapshot(
+        self, name: str, volume_id: str, parameters: Mapping[str, str] | None = None
+    ) -> csi.Snapshot:
+        """Take a snapshot of a volume."""
+        request = csi.CreateSnapshotRequest(
+            name=name, source_volume_id=volume_id, parameters=parameters or {}
+        )
+        return self.controller.CreateSnapshot(request, timeout=self._timeout).snapshot
+
+    def delete_snapshot(self, snapshot_id: str) -> None:
+        """Delete a snapshot."""
+        request = csi.DeleteSnapshotRequest(snapshot_id=snapshot_id)
+        self.controller.DeleteSnapshot(request, timeout=self._timeout)
+
+    def snapshots(self, *, volume_id: str = "", snapshot_id: str = "") -> list[csi.Snapshot]:
+        """All snapshots, those of a volume, or the one with an id."""
+        request = csi.ListSnapshotsRequest(source_volume_id=volume_id, snapshot_id=snapshot_id)
+        response = self.controller.ListSnapshots(request, timeout=self._timeout)
+        return [entry.snapshot for entry in response.entries]
+
     def stage(
         self,
         volume: csi.Volume,

@@ -142,6 +142,14 @@ def _reserve(value: object) -> Reserve:
     return Reserve(size_bytes=parse_size(value)) if percent is None else Reserve(percent=percent)
 
 
+def parse_snapshot_size(value: object) -> Reserve:
+    """What a copy-on-write snapshot gets: a size, or a part of its origin, such as `20%`."""
+    size = _reserve(value)
+    if size == NO_RESERVE:
+        raise ValueError("must be larger than 0")
+    return size
+
+
 @dataclass(frozen=True)
 class Setting:
     """One thing that can be set in the file, by a variable or by a flag."""
@@ -205,6 +213,10 @@ SETTINGS: Mapping[str, Setting] = {
 }
 
 
+# A fifth of the origin: what changes in the life of a snapshot that is kept for days, by habit.
+SNAPSHOT_SIZE = Reserve(percent=20)
+
+
 @dataclass(frozen=True)
 class DeviceClass:
     """A group and how to carve it. A StorageClass names one."""
@@ -214,6 +226,7 @@ class DeviceClass:
     default: bool = False
     layout: Layout = LINEAR
     reserve: Reserve = NO_RESERVE
+    snapshot_size: Reserve = SNAPSHOT_SIZE
     fs_type: str = "ext4"
     mkfs_options: tuple[str, ...] = ()
 
@@ -339,6 +352,7 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "mirrors": _count,
     "stripe_size": parse_size,
     "reserve": _reserve,
+    "snapshot_size": parse_snapshot_size,
     "fs_type": _choice(*filesystem.FILE_SYSTEMS),
     "mkfs_options": _words,
 }

@@ -1,13 +1,14 @@
 """CSI Controller: parse, hold the volume, call policy, answer."""
 
 import grpc
-from google.protobuf import wrappers_pb2
+from google.protobuf import timestamp_pb2, wrappers_pb2
 
 from agent import calls, condition, inventory
 from agent.config import TOPOLOGY_KEY, Config
-from agent.inventory import Volume
+from agent.inventory import Snapshot, Volume
 from agent.locks import VolumeLocks
 from agent.provision import Provisioner, context_of
+from agent.snapshots import Snapshotter
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -17,9 +18,16 @@ _Rpc = csi.ControllerServiceCapability.RPC
 class Controller(csi_pb2_grpc.ControllerServicer):
     """The Controller service."""
 
-    def __init__(self, config: Config, provision: Provisioner, locks: VolumeLocks) -> None:
+    def __init__(
+        self,
+        config: Config,
+        provision: Provisioner,
+        snapshotter: Snapshotter,
+        locks: VolumeLocks,
+    ) -> None:
         self._config = config
         self._provision = provision
+        self._snapshotter = snapshotter
         self._locks = locks
 
     def CreateVolume(  # noqa: N802
@@ -59,15 +67,15 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ListVolumesRequest, context: grpc.ServicerContext
     ) -> csi.ListVolumesResponse:
         """List this node's volumes, part by part."""
-        listing = self._provision.list(calls.Page.from_proto(request))
+        part = self._provision.list(calls.Page.from_proto(request))
         entries = [
             csi.ListVolumesResponse.Entry(
                 volume=self._volume(volume),
                 status=csi.ListVolumesResponse.VolumeStatus(volume_condition=_condition(volume)),
             )
-            for volume in listing.volumes
+            for volume in part.entries
         ]
-        return csi.ListVolumesResponse(entries=entries, next_token=listing.next_token)
+        return csi.ListVolumesResponse(entries=entries, next_token=part.next_token)
 
     def GetCapacity(  # noqa: N802
         self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
@@ -102,6 +110,40 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             node_expansion_required=volume.facts.get(inventory.ACCESS) != calls.BLOCK,
         )
 
+    def CreateSnapshot(  # noqa: N802
+        self, request: csi.CreateSnapshotRequest, context: grpc.ServicerContext
+    ) -> csi.CreateSnapshotResponse:
+        """Take a snapshot, or find the one that an earlier call took."""
+        call = calls.CreateSnapshot.from_proto(request)
+        name = self._snapshotter.logical_name(call.name)
+        with self._locks.hold(name, inventory.logical_name(call.source_id)):
+            snapshot = self._snapshotter.create(call)
+        return csi.CreateSnapshotResponse(snapshot=_snapshot(snapshot))
+
+    def DeleteSnapshot(  # noqa: N802
+        self, request: csi.DeleteSnapshotRequest, context: grpc.ServicerContext
+    ) -> csi.DeleteSnapshotResponse:
+        """Wipe and remove a snapshot."""
+        snapshot_id = calls.snapshot_id(request)
+        with self._locks.hold(inventory.logical_name(snapshot_id)):
+            self._snapshotter.delete(snapshot_id)
+        return csi.DeleteSnapshotResponse()
+
+    def ListSnapshots(  # noqa: N802
+        self, request: csi.ListSnapshotsRequest, context: grpc.ServicerContext
+    ) -> csi.ListSnapshotsResponse:
+        """All snapshots, or those of a volume, or one; in parts where the caller wants that."""
+        part = self._snapshotter.list(calls.ListSnapshots.from_proto(request))
+        entries = [csi.ListSnapshotsResponse.Entry(snapshot=_snapshot(one)) for one in part.entries]
+        return csi.ListSnapshotsResponse(entries=entries, next_token=part.next_token)
+
+    def GetSnapshot(  # noqa: N802
+        self, request: csi.GetSnapshotRequest, context: grpc.ServicerContext
+    ) -> csi.GetSnapshotResponse:
+        """One snapshot."""
+        snapshot = self._snapshotter.get(calls.snapshot_id(request))
+        return csi.GetSnapshotResponse(snapshot=_snapshot(snapshot))
+
     def ControllerGetCapabilities(  # noqa: N802
         self, request: csi.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetCapabilitiesResponse:
@@ -113,6 +155,9 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             _Rpc.GET_VOLUME,
             _Rpc.VOLUME_CONDITION,
             _Rpc.SINGLE_NODE_MULTI_WRITER,
+            _Rpc.CREATE_DELETE_SNAPSHOT,
+            _Rpc.LIST_SNAPSHOTS,
+            _Rpc.GET_SNAPSHOT,
         ]
         if self._config.controller_expand:
             offered.append(_Rpc.EXPAND_VOLUME)
@@ -127,6 +172,18 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             volume_context=context_of(volume.facts),
             accessible_topology=[here],
         )
+
+
+def _snapshot(snapshot: Snapshot) -> csi.Snapshot:
+    taken = timestamp_pb2.Timestamp()
+    taken.FromNanoseconds(snapshot.time_nanoseconds)
+    return csi.Snapshot(
+        size_bytes=snapshot.size_bytes,
+        snapshot_id=str(snapshot.id),
+        source_volume_id=str(snapshot.source_id),
+        creation_time=taken,
+        ready_to_use=not snapshot.problem,
+    )
 
 
 def _condition(volume: Volume) -> csi.VolumeCondition:

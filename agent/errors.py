@@ -49,6 +49,13 @@ class NoSuchVolume(AgentError):
         super().__init__(f"there is no volume {volume_id!r} on this node")
 
 
+class NoSuchSnapshot(AgentError):
+    """The snapshot is not there, and a report of its group proves it."""
+
+    def __init__(self, snapshot_id: str) -> None:
+        super().__init__(f"there is no snapshot {snapshot_id!r} on this node")
+
+
 class NoSuchPath(AgentError):
     """The volume is not mounted or published at the path."""
 
@@ -91,6 +98,15 @@ class VolumeInUse(AgentError):
 
     def __init__(self, volume_id: str, users: str) -> None:
         super().__init__(f"volume {volume_id!r} is in use: {users}")
+
+
+class HasSnapshots(AgentError):
+    """The volume has copy-on-write snapshots, which allow less than it would allow without them."""
+
+    def __init__(self, volume_id: str, snapshots: Iterable[str], problem: str) -> None:
+        super().__init__(
+            f"volume {volume_id!r} has the snapshots {', '.join(snapshots)}: {problem}"
+        )
 
 
 class NotStaged(AgentError):

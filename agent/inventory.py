@@ -1,4 +1,4 @@
-"""Carver's volumes, as LVM's tags and the kernel's devices tell of them."""
+"""Carver's volumes and snapshots, as LVM's tags and the kernel's devices tell of them."""
 
 import threading
 import time
@@ -15,6 +15,7 @@ from lvm.lvm2 import Lvm
 VOLUME_PREFIX = "vol"
 # Inline volumes, which have ids of kubelet's and live as long as their pods.
 INLINE_PREFIX = "eph"
+SNAPSHOT_PREFIX = "snap"
 
 # The facts that are kept as tags. NAME is on every volume of Carver's, and on no other.
 NAME = "name"
@@ -26,6 +27,9 @@ FORMATTED = "formatted"
 EPHEMERAL = "ephemeral"
 TARGET = "target"
 LAYOUT = "layout"
+# Of a snapshot: the logical volume it was taken of, and when (nanoseconds of the epoch).
+SOURCE = "source"
+TIME = "time"
 
 READY = "ready"
 WIPING = "wiping"
@@ -46,6 +50,7 @@ class Volume:
     facts: Mapping[str, str]
     open: bool = False
     health: str = ""
+    read_only: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -64,6 +69,31 @@ class Volume:
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """A volume as it was once. `size_bytes` is the volume's then, `area_bytes` its own."""
+
+    id: VolumeId
+    group: report.Group
+    name: str
+    source_id: VolumeId
+    size_bytes: int
+    time_nanoseconds: int
+    area_bytes: int
+    facts: Mapping[str, str]
+    overflowed: bool = False
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can be made of it, now and for ever; empty where something can."""
+        if not self.overflowed:
+            return ""
+        return (
+            f"its area of {self.area_bytes} bytes for what {self.source_id} overwrites was full,"
+            " and what it held is lost"
+        )
+
+
+@dataclass(frozen=True)
 class Seen:
     """A report, or the error in place of one, and when that was."""
 
@@ -77,7 +107,7 @@ class Seen:
 
 
 class Inventory:
-    """Finds volumes: by id, by name, all of them.
+    """Finds volumes and snapshots: by id, by name, all of them.
 
     Each call reads anew what it decides by. The last report is kept for those who only watch.
     """
@@ -132,10 +162,9 @@ class Inventory:
 
     def present(self, known: report.Report) -> Iterator[Volume]:
         """Every volume in those of Carver's groups that are there."""
-        for group in (known.groups[one] for one in self._groups if one in known.groups):
-            for logical in group.volumes.values():
-                if (volume := _volume(group, logical)) is not None:
-                    yield volume
+        for group, logical in self._logical(known):
+            if (volume := _volume(group, logical)) is not None:
+                yield volume
 
     def named(self, known: report.Report, name: str, prefix: str = VOLUME_PREFIX) -> Volume | None:
         """The volume that the CO calls `name`, in whichever of Carver's groups it is."""
@@ -148,23 +177,52 @@ class Inventory:
         Raises NoSuchVolume when the report proves that it is not there, OtherGroup when its
         group is not here: then nothing is proved.
         """
-        parsed = VolumeId.parse(volume_id)
-        if parsed is None:
-            raise errors.NoSuchVolume(volume_id)
-        group = known.groups.get(parsed.group)
-        if group is None:
-            raise errors.OtherGroup(volume_id, f"group {parsed.group} is not on this node")
-        if not parsed.is_of(group.uuid):
-            raise errors.OtherGroup(volume_id, f"group {parsed.group} here has another UUID")
-        logical = group.volumes.get(parsed.name)
-        volume = None if logical is None else _volume(group, logical)
+        found = _find(known, volume_id)
+        volume = None if found is None else _volume(*found)
         if volume is None:
             raise errors.NoSuchVolume(volume_id)
         return volume
 
+    def snapshot(self, known: report.Report, snapshot_id: str) -> Snapshot:
+        """The snapshot of that id; raises NoSuchSnapshot or OtherGroup, as `get` does."""
+        found = _find(known, snapshot_id)
+        snapshot = None if found is None else _snapshot(*found)
+        if snapshot is None:
+            raise errors.NoSuchSnapshot(snapshot_id)
+        return snapshot
+
+    def snapshots(self, known: report.Report) -> Iterator[Snapshot]:
+        """Every snapshot in those of Carver's groups that are there."""
+        for group, logical in self._logical(known):
+            if (snapshot := _snapshot(group, logical)) is not None:
+                yield snapshot
+
+    def doomed(self, known: report.Report) -> Iterator[Volume]:
+        """All that is on record as deleted, and is only there to be wiped."""
+        for group, logical in self._logical(known):
+            volume = _volume(group, logical) or _remains(group, logical)
+            if volume is not None and volume.wiping:
+                yield volume
+
+    def doomed_one(self, known: report.Report, identity: str) -> Volume:
+        """What is on record as deleted under an id; raises NoSuchVolume, OtherGroup."""
+        found = _find(known, identity)
+        volume = None if found is None else _volume(*found) or _remains(*found)
+        if volume is None or not volume.wiping:
+            raise errors.NoSuchVolume(identity)
+        return volume
+
+    def _logical(self, known: report.Report) -> Iterator[tuple[report.Group, report.LogicalVolume]]:
+        for group in (known.groups[one] for one in self._groups if one in known.groups):
+            yield from ((group, logical) for logical in group.volumes.values())
+
     def require(self, volume_id: str) -> Volume:
         """The volume of that id, by a fresh report; one that was deleted is not there."""
-        volume = self.get(self.read(), volume_id)
+        return self.usable(self.read(), volume_id)
+
+    def usable(self, known: report.Report, volume_id: str) -> Volume:
+        """The volume of that id, as CreateVolume made it; one that was deleted is not there."""
+        volume = self.get(known, volume_id)
         if volume.wiping or volume.is_ephemeral:
             raise errors.NoSuchVolume(volume_id)
         return volume
@@ -191,13 +249,80 @@ class Inventory:
         return found
 
 
+def _find(known: report.Report, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:
+    """What has an id; None where nothing can have it, or the report proves that nothing has.
+
+    Raises OtherGroup when the group is not here: then nothing is proved.
+    """
+    parsed = VolumeId.parse(identity)
+    if parsed is None:
+        return None
+    group = known.groups.get(parsed.group)
+    if group is None:
+        raise errors.OtherGroup(identity, f"group {parsed.group} is not on this node")
+    if not parsed.is_of(group.uuid):
+        raise errors.OtherGroup(identity, f"group {parsed.group} here has another UUID")
+    logical = group.volumes.get(parsed.name)
+    return None if logical is None else (group, logical)
+
+
 def _volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
     facts = tags.decode(logical.tags)
-    if NAME not in facts:
+    prefixes = (VOLUME_PREFIX, INLINE_PREFIX)
+    if NAME not in facts or not any(names.is_of(one, logical.name) for one in prefixes):
         return None
-    identity = VolumeId.of(group, logical.name)
-    size_bytes, health = logical.size_bytes, logical.health
-    return Volume(identity, group, logical.name, size_bytes, facts, logical.open, health)
+    return _as_volume(group, logical, facts)
+
+
+def _remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
+    """What is left of a snapshot that was parted from its origin, or did not come to have one.
+
+    Its area holds what the origin held once, and is nobody's: being there is its record.
+    """
+    facts = tags.decode(logical.tags)
+    if NAME not in facts or not names.is_of(SNAPSHOT_PREFIX, logical.name) or logical.origin:
+        return None
+    return _as_volume(group, logical, {**facts, STATE: WIPING})
+
+
+def _as_volume(
+    group: report.Group, logical: report.LogicalVolume, facts: Mapping[str, str]
+) -> Volume:
+    return Volume(
+        VolumeId.of(group, logical.name),
+        group,
+        logical.name,
+        logical.size_bytes,
+        facts,
+        open=logical.open,
+        health=logical.health,
+        read_only=logical.read_only,
+    )
+
+
+def _snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | None:
+    facts = tags.decode(logical.tags)
+    if NAME not in facts or not names.is_of(SNAPSHOT_PREFIX, logical.name) or not logical.origin:
+        return None
+    return Snapshot(
+        id=VolumeId.of(group, logical.name),
+        group=group,
+        name=logical.name,
+        source_id=VolumeId.of(group, facts[SOURCE]),
+        size_bytes=int(facts[SIZE]),
+        time_nanoseconds=int(facts[TIME]),
+        area_bytes=logical.size_bytes,
+        facts=facts,
+        overflowed=logical.overflowed,
+    )
+
+
+def remains_of(snapshot: Snapshot) -> Volume:
+    """What is left of a snapshot once it is parted from its origin: read-only, to be wiped."""
+    facts = {**snapshot.facts, STATE: WIPING}
+    return Volume(
+        snapshot.id, snapshot.group, snapshot.name, snapshot.area_bytes, facts, read_only=True
+    )
 
 
 def group_of(volume_id: str) -> str:
@@ -216,4 +341,4 @@ def logical_name(volume_id: str) -> str:
 
 def is_inline(volume_id: str) -> bool:
     """Whether the id can be an inline volume's only: such ids are the CO's, not Carver's."""
-    return logical_name(volume_id).startswith((f"{INLINE_PREFIX}-", f"{INLINE_PREFIX}."))
+    return names.is_of(INLINE_PREFIX, logical_name(volume_id))

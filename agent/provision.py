@@ -4,15 +4,18 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from agent import calls, errors, inventory
+from agent import calls, errors, holders, inventory, paging
 from agent.config import TOPOLOGY_KEY, Config, DeviceClass
 from agent.ids import VolumeId
 from agent.inventory import Inventory, Volume
 from agent.locks import GroupLocks
+from agent.paging import Part
 from agent.wiping import Wiper
+from lvm import errors as lvm_errors
 from lvm import layout, names, report, tags, volumes
 from lvm.lvm2 import Lvm
 from mount import filesystem
+from mount.syscalls import Kernel
 
 # What a volume is given where the caller names no size.
 DEFAULT_SIZE_BYTES = 1 << 30
@@ -27,22 +30,21 @@ class Capacity:
     minimum_volume_bytes: int
 
 
-@dataclass(frozen=True)
-class Listing:
-    """A part of the volumes, and the token for the next part, if there is one."""
-
-    volumes: tuple[Volume, ...]
-    next_token: str
-
-
 class Provisioner:
     """Carries out the Controller's calls on this node's groups."""
 
     def __init__(
-        self, config: Config, lvm: Lvm, known: Inventory, groups: GroupLocks, wiper: Wiper
+        self,
+        config: Config,
+        lvm: Lvm,
+        kernel: Kernel,
+        known: Inventory,
+        groups: GroupLocks,
+        wiper: Wiper,
     ) -> None:
         self._config = config
         self._lvm = lvm
+        self._kernel = kernel
         self._inventory = known
         self._groups = groups
         self._wiper = wiper
@@ -103,31 +105,29 @@ class Provisioner:
             volume = self._inventory.get(self._inventory.read(), volume_id)
         except errors.NoSuchVolume:
             return
+        if held := snapshots_of(volume):
+            raise errors.HasSnapshots(
+                volume_id, held, "they are nothing without it; delete them first"
+            )
         self._wiper.delete(volume)
 
     def get(self, volume_id: str) -> Volume:
         """The volume of that id; raises NoSuchVolume."""
         return self._inventory.require(volume_id)
 
-    def list(self, page: calls.Page) -> Listing:
-        """A part of the volumes, in the order of their ids.
-
-        The token is the id to begin with, so volumes that come or go meanwhile do no harm.
-        """
-        if page.starting_token and VolumeId.parse(page.starting_token) is None:
-            raise errors.BadToken(page.starting_token)
+    def list(self, page: calls.Page) -> Part[Volume]:
+        """A part of the volumes, in the order of their ids."""
+        paging.check(page)
         known = self._inventory.read()
         every = self._inventory.all(known)
         found = {str(one.id): one for one in every if not (one.wiping or one.is_ephemeral)}
-        rest = [found[key] for key in sorted(found) if key >= page.starting_token]
-        end = page.maximum_entries or len(rest)
-        following = rest[end : end + 1]
-        return Listing(tuple(rest[:end]), str(following[0].id) if following else "")
+        return paging.part(found, page)
 
     def grow(self, call: calls.Expand) -> Volume:
         """Make the volume at least as large as asked; one that already is, stays.
 
-        Two commands at most. The file system is not touched: that is the node's part.
+        Two commands at most, and one more where it has copy-on-write snapshots. The file system is
+        not touched: that is the node's part.
         """
         with self._groups.hold(inventory.group_of(call.volume_id)):
             volume = self.get(call.volume_id)
@@ -148,9 +148,24 @@ class Provisioner:
             room = layout.maximum_growth_bytes(group, logical, volume.layout, reserve)
             if more > room:
                 raise errors.NoRoom(group.name, more, room, f"more for {volume.layout.kind}")
+            if logical.active and (held := snapshots_of(volume)):
+                self._take_out_of_use(volume, held)
             disks = layout.growth_placement(group, logical, volume.layout)
             volumes.extend(self._lvm, group.name, volume.name, size_bytes=wanted, disks=disks)
         return replace(volume, size_bytes=wanted)
+
+    def _take_out_of_use(self, volume: Volume, snapshots: Sequence[str]) -> None:
+        """lvm2 extends the origin of copy-on-write snapshots only while it is inactive."""
+        try:
+            holders.require_unused(self._kernel, self._inventory, volume)
+            volumes.deactivate(self._lvm, volume.group.name, volume.name)
+        except (errors.VolumeInUse, lvm_errors.InUse) as error:
+            raise errors.HasSnapshots(
+                str(volume.id),
+                snapshots,
+                f"with them it grows only while it is not in use ({error}). Delete them, or"
+                " unstage the volume and expand it by the Controller",
+            ) from None
 
     def capacity(self, call: calls.Capacity) -> Capacity:
         """What CreateVolume with the same parameters could make now; one command."""
@@ -259,6 +274,12 @@ def planned_bytes(
             + (f", {minimum} bytes for {', '.join(sorted(fs_types))}" if minimum else "")
         )
     return planned
+
+
+def snapshots_of(volume: Volume) -> list[str]:
+    """The ids of a volume's copy-on-write snapshots."""
+    group = volume.group
+    return sorted(str(VolumeId.of(group, one.name)) for one in group.copy_on_write_of(volume.name))
 
 
 def context_of(facts: Mapping[str, str]) -> dict[str, str]:

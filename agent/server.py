@@ -29,6 +29,7 @@ from agent.node import Node
 from agent.provision import Provisioner
 from agent.readiness import Readiness
 from agent.registration import Registration
+from agent.snapshots import Snapshotter
 from agent.wiping import Wiper
 from lvm import errors as lvm_errors
 from lvm.command import Finished, Programs, Run
@@ -77,7 +78,8 @@ class Service:
         self.readiness = Readiness(known)
         volume_locks, group_locks = VolumeLocks(), GroupLocks()
         self.wiper = Wiper(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
-        provision = Provisioner(config, lvm, known, group_locks, self.wiper)
+        provision = Provisioner(config, lvm, host.kernel, known, group_locks, self.wiper)
+        snapshotter = Snapshotter(config, lvm, known, group_locks, self.wiper)
         access = Access(
             host.run, lvm, host.kernel, known, group_locks, self.wiper, config.kubelet_dir
         )
@@ -96,7 +98,7 @@ class Service:
         )
         csi_pb2_grpc.add_IdentityServicer_to_server(Identity(self.readiness), self._server)
         csi_pb2_grpc.add_ControllerServicer_to_server(
-            Controller(config, provision, volume_locks), self._server
+            Controller(config, provision, snapshotter, volume_locks), self._server
         )
         csi_pb2_grpc.add_NodeServicer_to_server(
             Node(config, provision, access, self.ephemeral, volume_locks), self._server

@@ -16,12 +16,11 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from agent import errors, inventory
+from agent import errors, holders, inventory
 from agent.inventory import Inventory, Volume
 from agent.locks import GroupLocks
 from lvm import volumes
 from lvm.lvm2 import Lvm
-from mount import nodes, table
 from mount.syscalls import Kernel
 
 _log = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class Wiper:
         self._kernel = kernel
         self._inventory = known
         self._groups = groups
-        self._zero = zero
+        self.zero = zero
         self.grace_seconds = grace_seconds
         self.retry_seconds = retry_seconds
         self._stopping = threading.Event()
@@ -77,12 +76,16 @@ class Wiper:
         if volume.wiping:
             self._start(volume)
             return
-        self._require_unused(volume)
+        holders.require_unused(self._kernel, self._inventory, volume)
         job = self._start(volume)
         wait([job.ended], self.grace_seconds)
         if not job.ended.done() and self._put_on_record(job):
             return
         job.ended.result()
+
+    def finish(self, volume: Volume) -> None:
+        """Wipe and remove what is on record already; most wipes are over when this returns."""
+        wait([self._start(volume).ended], self.grace_seconds)
 
     def _put_on_record(self, job: _Job) -> bool:
         """Tag a volume as deleted, unless it is removed already."""
@@ -111,7 +114,7 @@ class Wiper:
 
     def resume(self) -> int:
         """Go on with the wipes that an earlier process left; returns how many."""
-        left = [one for one in self._inventory.present(self._inventory.read()) if one.wiping]
+        left = list(self._inventory.doomed(self._inventory.read()))
         for volume in left:
             self._start(volume)
         return len(left)
@@ -165,7 +168,7 @@ class Wiper:
 
     def _look_again(self, volume_id: str) -> None:
         try:
-            self._start(self._inventory.get(self._inventory.read(), volume_id))
+            self._start(self._inventory.doomed_one(self._inventory.read(), volume_id))
         except errors.NoSuchVolume:
             self.forget(volume_id)
         except Exception as error:
@@ -173,7 +176,10 @@ class Wiper:
 
     def _wipe_and_remove(self, job: _Job) -> None:
         volume = job.volume
-        if self._zero:
+        if self.zero:
+            if volume.read_only:
+                with self._groups.hold(volume.group.name):
+                    volumes.allow_writing(self._lvm, volume.group.name, volume.name)
             device = self._inventory.activate(volume)
             for offset in range(0, volume.size_bytes, _CHUNK_BYTES):
                 if self._stopping.is_set():
@@ -191,18 +197,6 @@ class Wiper:
             if error.errno == errno.EBUSY:
                 raise errors.VolumeInUse(str(volume.id), "its device is mounted or held") from None
             raise
-
-    def _require_unused(self, volume: Volume) -> None:
-        """Nothing may have the volume mounted, published or open: its data end here."""
-        device = self._inventory.device(str(volume.id))
-        if device is not None:
-            mounted = table.read(self._kernel).of_device(device.number)
-            published = nodes.bound(self._kernel, device.number)
-            paths = [one.path for one in (*mounted, *published)]
-            if paths:
-                raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(paths)}")
-        if volume.open:
-            raise errors.VolumeInUse(str(volume.id), "a process has its device open")
 
 
 def _state(job: _Job) -> str:

@@ -12,6 +12,11 @@ from typing import Self
 
 from lvm.report import Group, LogicalVolume, PhysicalVolume
 
+# lvcreate(8), --chunksize: the least there is, so that little is copied for a little write.
+COPY_ON_WRITE_CHUNK_BYTES = 4096
+# struct disk_exception, drivers/md/dm-snap-persistent.c.
+_EXCEPTION_BYTES = 16
+
 _POWER_OF_TWO_PAGES = frozenset(4096 << shift for shift in range(20))
 
 
@@ -152,9 +157,23 @@ def growth_placement(group: Group, volume: LogicalVolume, layout: Layout) -> tup
     return tuple(disk.name for disk in group.disks if disk.uuid in volume.disks)
 
 
+def copy_on_write_bytes(origin_bytes: int, wish: "Reserve", group: Group) -> int:
+    """The area that a copy-on-write snapshot gets: whole extents, and no more than it can use.
+
+    lvm2 reduces a larger one by itself (cow_max_extents, lib/metadata/snapshot_manip.c): a header,
+    every chunk of the origin, and a chunk of exceptions for as many chunks as it has entries, one
+    more to end the last.
+    """
+    chunk = COPY_ON_WRITE_CHUNK_BYTES
+    chunks = -(-origin_bytes // chunk)
+    in_one = chunk // _EXCEPTION_BYTES
+    useful = (1 + chunks + (chunks + in_one) // in_one) * chunk
+    return round_up(min(wish.of(origin_bytes), useful), group.extent_size_bytes)
+
+
 @dataclass(frozen=True)
 class Reserve:
-    """What stays free in a group: an amount, or a part of the whole."""
+    """An amount, or a part of a whole: what stays free in a group, or is kept for a snapshot."""
 
     size_bytes: int = 0
     percent: float = 0.0
@@ -162,8 +181,11 @@ class Reserve:
     def extents(self, group: Group) -> int:
         """The reserve of a group, rounded up."""
         total = sum(disk.extents for disk in group.disks)
-        part = -int(-total * self.percent // 100)
-        return max(part, -(-self.size_bytes // group.extent_size_bytes))
+        return -(-self.of(total * group.extent_size_bytes) // group.extent_size_bytes)
+
+    def of(self, whole_bytes: int) -> int:
+        """The reserve of so many bytes, rounded up."""
+        return max(-int(-whole_bytes * self.percent // 100), self.size_bytes)
 
 
 NO_RESERVE = Reserve()

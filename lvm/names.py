@@ -32,6 +32,11 @@ def logical_volume(prefix: str, name: str) -> str:
     return f"{prefix}.{digest[:_DIGEST_CHARACTERS]}"
 
 
+def is_of(prefix: str, name: str) -> bool:
+    """Whether `logical_volume` gives such names with the prefix."""
+    return name.startswith((f"{prefix}-", f"{prefix}."))
+
+
 def escaped(name: str) -> str:
     """A group's or a volume's name as it stands in a device's."""
     return name.replace("-", "--")

@@ -55,6 +55,17 @@ class LogicalVolume:
     origin: str
     health: str
     disks: frozenset[str] = frozenset()
+    # How full a pool or a snapshot's copy-on-write area is; None where it is neither, or inactive.
+    data_percent: float | None = None
+    metadata_percent: float | None = None
+    # A copy-on-write snapshot whose area was full once: what it holds is no snapshot any more.
+    overflowed: bool = False
+    read_only: bool = False
+
+    @property
+    def is_copy_on_write(self) -> bool:
+        """Whether it is a snapshot that keeps what its origin overwrites; a thin one shares."""
+        return bool(self.origin) and not self.pool
 
 
 @dataclass(frozen=True)
@@ -73,6 +84,12 @@ class Group:
     def free_extents(self) -> int:
         """Extents that new volumes may use, over all disks."""
         return sum(disk.free_extents for disk in self.disks)
+
+    def copy_on_write_of(self, origin: str) -> list[LogicalVolume]:
+        """The copy-on-write snapshots of a volume. Without it they are nothing."""
+        return [
+            one for one in self.volumes.values() if one.is_copy_on_write and one.origin == origin
+        ]
 
     def volume(self, name: str) -> LogicalVolume:
         """The volume of that name; raises VolumeMissing."""
@@ -100,7 +117,7 @@ _COLUMNS = {
     "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count",
     "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_device_open,lv_layout,pool_lv,origin,"
-    "lv_health_status",
+    "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions",
     # What lies on each disk, parts of a volume by names of their own.
     "pvseg": "pv_uuid,lv_name",
     # Not used; one column keeps the report short.
@@ -175,7 +192,16 @@ def _logical_volume(group: str, row: Row, disks: Mapping[str, set[str]]) -> Logi
         origin=row["origin"],
         health=row["lv_health_status"],
         disks=frozenset(disks.get(row["lv_name"], ())),
+        data_percent=_percent(row["data_percent"]),
+        metadata_percent=_percent(row["metadata_percent"]),
+        # Of an inactive one nothing is known: "unknown".
+        overflowed=row["lv_snapshot_invalid"] == "snapshot invalid",
+        read_only=row["lv_permissions"] == "read-only",
     )
+
+
+def _percent(column: str) -> float | None:
+    return float(column) if column else None
 
 
 def _words(column: str) -> frozenset[str]:

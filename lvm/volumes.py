@@ -46,6 +46,16 @@ def activate(lvm: Lvm, group: str, name: str) -> None:
     lvm("lvchange", "--activate", "y", "--ignoreactivationskip", "--", f"{group}/{name}")
 
 
+def deactivate(lvm: Lvm, group: str, name: str) -> None:
+    """Take the volume's device away (lvchange(8)); raises InUse while something has it open."""
+    lvm("lvchange", "--activate", "n", "--", f"{group}/{name}")
+
+
+def allow_writing(lvm: Lvm, group: str, name: str) -> None:
+    """Make a read-only volume writable (lvchange(8)); lvm2 refuses for one that is."""
+    lvm("lvchange", "--permission", "rw", "--", f"{group}/{name}")
+
+
 def mark(
     lvm: Lvm, group: str, name: str, *, old: Mapping[str, str], new: Mapping[str, str]
 ) -> None:

@@ -69,8 +69,6 @@ def _ioc(direction: int, kind: int, number: int, size: int) -> int:
 _BLKROGET = _ioc(0, 0x12, 94, 0)
 _BLKGETSIZE64 = _ioc(2, 0x12, 114, 8)
 _BLKZEROOUT = _ioc(0, 0x12, 127, 0)
-_FIFREEZE = _ioc(3, ord("X"), 119, 4)
-_FITHAW = _ioc(3, ord("X"), 120, 4)
 _EXT4_RESIZE_FS = _ioc(1, ord("f"), 16, 8)
 # struct xfs_fsop_geom_v1: eight u32, four u64, a uuid, seven 32-bit fields, padded to 112.
 _XFS_GEOMETRY = struct.Struct("=8I4Q16s7I4x")
@@ -254,14 +252,6 @@ class Kernel:
             place = f"{_descriptor(parent)}/{name}"
             if _libc.umount2(os.fsencode(place), _UMOUNT_NOFOLLOW) == -1:
                 raise _error(path)
-
-    def freeze(self, path: str) -> None:
-        """FIFREEZE: flush and stop writes to the file system mounted at `path`."""
-        _ioctl(path, _FIFREEZE, bytes(4))
-
-    def thaw(self, path: str) -> None:
-        """FITHAW: let writes go on after `freeze`."""
-        _ioctl(path, _FITHAW, bytes(4))
 
     # Growing
 

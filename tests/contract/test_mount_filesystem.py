@@ -129,19 +129,3 @@ def test_a_mounted_device_cannot_be_zeroed(host: Any) -> None:
 
     with pytest.raises(OSError, match=os.strerror(16)):
         host.kernel.zero_out(device, 0, MIB)
-
-
-def test_a_frozen_file_system_thaws_once(host: Any) -> None:
-    device = host.new_device(32 * MIB)
-    filesystem.make(host.run, device, "ext4")
-    path = str(host.directory / "staging")
-    target.ensure_directory(host.kernel, path)
-    mounts.ensure_mounted(host.kernel, device, path, "ext4", options.Options())
-
-    host.kernel.freeze(path)
-    with pytest.raises(OSError, match=os.strerror(16)):
-        host.kernel.freeze(path)
-    host.kernel.thaw(path)
-
-    with pytest.raises(OSError, match=os.strerror(22)):
-        host.kernel.thaw(path)

@@ -3,12 +3,13 @@
 import errno
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from mount.filesystem import Signature
 
 DEVICE_MAPPER_MAJOR = 253
 LOOP_MAJOR = 7
+BLOCK_BYTES = 4096
 
 
 @dataclass
@@ -22,6 +23,33 @@ class Media:
     # How many errors the file system has counted.
     errors: int = 0
     zeroed: list[tuple[int, int]] = field(default_factory=list)
+    # Data that are no file system's, such as a deleted snapshot's; gone when they are overwritten.
+    residue: bool = False
+
+    # What programs wrote, by the number of the block.
+    blocks: dict[int, bytes] = field(default_factory=dict)
+
+    def copy(self) -> "Media":
+        """The same, and from now on apart."""
+        return replace(self, zeroed=[], blocks=dict(self.blocks))
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        """Whole blocks of data."""
+        assert not (offset_bytes | len(data)) % BLOCK_BYTES
+        for start in range(0, len(data), BLOCK_BYTES):
+            block = data[start : start + BLOCK_BYTES]
+            self.blocks[(offset_bytes + start) // BLOCK_BYTES] = block
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Whole blocks of data, zeroes where nothing was written."""
+        numbers = range(offset_bytes // BLOCK_BYTES, (offset_bytes + length_bytes) // BLOCK_BYTES)
+        return b"".join(self.blocks.get(one, bytes(BLOCK_BYTES)) for one in numbers)
+
+    def erase(self, offset_bytes: int, length_bytes: int) -> None:
+        """Zeroes in place of data."""
+        end = offset_bytes + length_bytes
+        kept = (number for number in self.blocks if not offset_bytes <= number * BLOCK_BYTES < end)
+        self.blocks = {number: self.blocks[number] for number in kept}
 
 
 @dataclass

@@ -61,6 +61,15 @@ class FakeHost:
         ended = filesystems.mkfs((f"mkfs.{fs_type}", "-q", "--", device), self.block)
         assert ended.exit_code == 0, ended.stderr
 
+    def write_bytes(self, device: str, offset_bytes: int, data: bytes) -> None:
+        """Write whole blocks of data on a device, as the program does that has it."""
+        self.block.get(device).media.write(offset_bytes, data)
+        self.lvm2.wrote(device, len(data))
+
+    def read_bytes(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
+        """Read whole blocks of data from a device."""
+        return self.block.get(device).media.read(offset_bytes, length_bytes)
+
     def damage(self, device: str) -> None:
         """Break the ext4 on a device so that no program mends it unasked."""
         self.block.get(device).media.damage = "much"

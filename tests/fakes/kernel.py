@@ -39,7 +39,6 @@ class FakeKernel(Kernel):
         super().__init__()
         self.devices = devices
         self.busy: set[str] = set()
-        self.frozen: set[str] = set()
         self._loops: dict[str, _Attached] = {}
         self._files: dict[tuple[int, int], Media] = {}
         self._nodes: dict[int, FakeDevice] = {}
@@ -159,18 +158,6 @@ class FakeKernel(Kernel):
         if device and not any(self._holds(mount, device) for mount in self.mounts):
             device.mounted = 0
 
-    def freeze(self, path: str) -> None:
-        source = self._mounted_at(path).source
-        if source in self.frozen:
-            _fail(errno.EBUSY, path)
-        self.frozen.add(source)
-
-    def thaw(self, path: str) -> None:
-        source = self._mounted_at(path).source
-        if source not in self.frozen:
-            _fail(errno.EINVAL, path)
-        self.frozen.remove(source)
-
     # Growing
 
     def grow_ext4(self, path: str, blocks: int) -> None:
@@ -210,8 +197,11 @@ class FakeKernel(Kernel):
         if (offset_bytes | length_bytes) % 512 or offset_bytes + length_bytes > found.size_bytes:
             _fail(errno.EINVAL, device)
         found.media.zeroed.append((offset_bytes, length_bytes))
+        found.media.erase(offset_bytes, length_bytes)
         if offset_bytes == 0:
             found.contents = None
+        if offset_bytes + length_bytes == found.size_bytes:
+            found.media.residue = False
 
     # Loop devices
 

@@ -45,6 +45,11 @@ class FakeVolume:
     layout: Layout = LINEAR
     # What is written on it: stays when it is deactivated.
     media: Media = field(default_factory=Media)
+    read_only: bool = False
+    # Of a copy-on-write snapshot, whose extents are its area.
+    origin: str = ""
+    data_percent: float = 0.0
+    overflowed: bool = False
 
     @property
     def length(self) -> int:
@@ -126,6 +131,7 @@ class FakeLvm:
                 "lvchange": self._lvchange,
                 "lvextend": self._lvextend,
                 "lvremove": self._lvremove,
+                "lvconvert": self._lvconvert,
             }[words[1]]
         except KeyError:
             raise AssertionError(f"the fake does not know: {' '.join(words)}") from None
@@ -135,6 +141,18 @@ class FakeLvm:
             return Result(5, "", f"  {failure}\n")
         arguments.require_empty(words)
         return Result(0, output, "")
+
+    def wrote(self, device: str, length_bytes: int) -> None:
+        """So many bytes were written on a device for the first time since its snapshots."""
+        for group in self.groups.values():
+            for volume in group.volumes.values():
+                if not volume.active or _node(group.name, volume.name) != device:
+                    continue
+                for one in self._snapshots(group, volume):
+                    area = one.length * group.extent_size_bytes
+                    one.data_percent += 100 * length_bytes / area
+                    if one.data_percent >= 100:
+                        one.overflowed = True
 
     def _fullreport(self, arguments: "_Arguments") -> str:
         assert arguments.take("--reportformat") == "json"
@@ -185,8 +203,9 @@ class FakeLvm:
                     "lv_device_open": "open" if self._is_open(group, volume) else "",
                     "lv_layout": volume.layout.kind,
                     "pool_lv": "",
-                    "origin": "",
+                    "origin": volume.origin,
                     "lv_health_status": volume.health,
+                    **_status(volume),
                 }
                 for volume in group.volumes.values()
             ],
@@ -217,6 +236,8 @@ class FakeLvm:
 
     def _lvcreate(self, arguments: "_Arguments") -> str:
         assert arguments.flag("--yes")
+        if arguments.has("--type", "snapshot"):
+            return self._snapshot(arguments)
         assert (arguments.take("--wipesignatures"), arguments.take("--zero")) == ("y", "y")
         skipped = arguments.take("--setactivationskip") == "y"
         assert arguments.take("--activate") == "y"
@@ -235,14 +256,63 @@ class FakeLvm:
         self._activate(group, volume)
         return f'  Logical volume "{name}" created.\n'
 
+    def _snapshot(self, arguments: "_Arguments") -> str:
+        """A copy-on-write snapshot: its own extents are the area, its device is the origin's size.
+
+        It is active whenever its origin is, whatever its own flags say.
+        """
+        assert arguments.take("--type") == "snapshot"
+        read_only = arguments.take("--permission") == "r"
+        skipped = arguments.take("--setactivationskip") == "y"
+        assert arguments.take("--chunksize") == "4096b"
+        size, name = _bytes(arguments.take("--size")), arguments.take("--name")
+        tags = set(arguments.take_all("--addtag"))
+        group, origin = self._volume(arguments)
+        assert not origin.origin, "Snapshots of snapshots are not supported."
+        if name in group.volumes:
+            raise Failure(f'Logical Volume "{name}" already exists in volume group "{group.name}"')
+        area = FakeVolume(name, self._uuid(), {}, tags, activation_skipped=skipped)
+        self._allocate(group, area, -(-size // group.extent_size_bytes), ())
+        area.read_only, area.origin, area.media = read_only, origin.name, origin.media.copy()
+        group.volumes[name] = area
+        if origin.active:
+            self._activate_one(group, area)
+        return f'  Logical volume "{name}" created.\n'
+
+    def _lvconvert(self, arguments: "_Arguments") -> str:
+        assert arguments.flag("--yes")
+        assert arguments.flag("--splitsnapshot")
+        group, volume = self._volume(arguments)
+        assert volume.origin, f"{volume.name} is not a snapshot."
+        if self._is_open(group, volume):
+            raise Failure(f"Logical volume {group.name}/{volume.name} in use.")
+        was_active = volume.active
+        self._deactivate_one(group, volume)
+        # What is in the area is no file system: chunks of the origin in the order of their copying.
+        volume.origin, volume.media = "", Media(residue=True)
+        if was_active:
+            self._activate_one(group, volume)
+        return f"  Logical Volume {group.name}/{volume.name} split from its origin.\n"
+
     def _lvchange(self, arguments: "_Arguments") -> str:
         activate = arguments.take("--activate")
         ignored = arguments.flag("--ignoreactivationskip")
         removed, added = arguments.take_all("--deltag"), arguments.take_all("--addtag")
+        permission = arguments.take("--permission")
         group, volume = self._volume(arguments)
+        if permission:
+            assert permission == "rw"
+            if not volume.read_only:
+                raise Failure(f'Logical volume "{group.name}/{volume.name}" is already writable.')
+            volume.read_only = False
+            if volume.active:
+                self._devices.get(_node(group.name, volume.name)).read_only = False
         volume.tags -= set(removed)
         volume.tags |= set(added)
-        if activate:
+        if activate == "n":
+            self._refuse_open(group, volume)
+            self.deactivate(group.name, volume.name)
+        elif activate:
             assert activate == "y"
             if ignored or not volume.activation_skipped:
                 self._activate(group, volume)
@@ -258,34 +328,64 @@ class FakeLvm:
                 f"New size ({extents} extents) matches existing size ({extents} extents)."
             )
         assert extents > volume.length, "lvextend never shrinks"
+        if volume.active and self._snapshots(group, volume):
+            raise Failure(
+                "Snapshot origin volumes can be resized only while inactive: try lvchange -an."
+            )
         self._allocate(group, volume, extents - volume.length, disks)
         if volume.active:
-            self._devices.resize(
-                _node(group.name, volume.name), volume.length * group.extent_size_bytes
-            )
+            self._devices.resize(_node(group.name, volume.name), self._size(group, volume))
         return ""
 
     def _lvremove(self, arguments: "_Arguments") -> str:
         assert arguments.flag("--yes")
         group, volume = self._volume(arguments)
-        if self._is_open(group, volume):
-            raise Failure(f"Logical volume {group.name}/{volume.name} in use.")
+        self._refuse_open(group, volume)
         self.deactivate(group.name, volume.name)
-        del group.volumes[volume.name]
+        # With --yes the snapshots of an origin go with it.
+        for one in (volume, *self._snapshots(group, volume)):
+            del group.volumes[one.name]
         return ""
 
     def deactivate(self, group: str, name: str) -> None:
-        """Take a volume's device away, as a reboot or an operator does."""
-        volume = self.groups[group].volumes[name]
+        """Take a volume's device away, as a reboot or an operator does; a snapshot stays."""
+        found = self.groups[group]
+        volume = found.volumes[name]
+        if not volume.origin:
+            for one in (*self._snapshots(found, volume), volume):
+                self._deactivate_one(found, one)
+
+    def _deactivate_one(self, group: FakeGroup, volume: FakeVolume) -> None:
         if volume.active:
-            self._devices.remove(_node(group, name))
+            self._devices.remove(_node(group.name, volume.name))
             volume.active = False
 
     def _activate(self, group: FakeGroup, volume: FakeVolume) -> None:
+        """An origin and its snapshots are active together."""
+        top = group.volumes[volume.origin] if volume.origin else volume
+        for one in (top, *self._snapshots(group, top)):
+            self._activate_one(group, one)
+
+    def _activate_one(self, group: FakeGroup, volume: FakeVolume) -> None:
         if not volume.active:
-            size = volume.length * group.extent_size_bytes
-            self._devices.add(_node(group.name, volume.name), size, volume.media)
+            node, size = _node(group.name, volume.name), self._size(group, volume)
+            self._devices.add(node, size, volume.media).read_only = volume.read_only
             volume.active = True
+
+    @staticmethod
+    def _size(group: FakeGroup, volume: FakeVolume) -> int:
+        """What its device has: a snapshot's is as large as its origin."""
+        shown = group.volumes[volume.origin] if volume.origin else volume
+        return shown.length * group.extent_size_bytes
+
+    @staticmethod
+    def _snapshots(group: FakeGroup, volume: FakeVolume) -> list[FakeVolume]:
+        return [one for one in group.volumes.values() if one.origin == volume.name]
+
+    def _refuse_open(self, group: FakeGroup, volume: FakeVolume) -> None:
+        for one in (volume, *self._snapshots(group, volume)):
+            if self._is_open(group, one):
+                raise Failure(f"Logical volume {group.name}/{one.name} in use.")
 
     def _allocate(
         self, group: FakeGroup, volume: FakeVolume, extents: int, names_: Sequence[str]
@@ -379,6 +479,9 @@ class _Arguments:
             values.append(self.take(option))
         return values
 
+    def has(self, option: str, value: str) -> bool:
+        return (option, value) in itertools.pairwise(self._words)
+
     def flag(self, option: str) -> bool:
         if option not in self._words:
             return False
@@ -403,6 +506,19 @@ def _layout(arguments: _Arguments) -> Layout:
         mirrors=int(arguments.take("--mirrors") or 0),
         stripe_size_bytes=_bytes(size) if size else 0,
     )
+
+
+def _status(volume: FakeVolume) -> dict[str, str]:
+    """What lvm2 asks the kernel; of what is not active it knows nothing."""
+    known = bool(volume.origin) and volume.active
+    percent = f"{100.0 if volume.overflowed else volume.data_percent:.2f}" if known else ""
+    invalid = "snapshot invalid" if volume.overflowed else ""
+    return {
+        "data_percent": percent,
+        "metadata_percent": "",
+        "lv_snapshot_invalid": invalid if volume.active else "unknown",
+        "lv_permissions": "read-only" if volume.read_only else "writeable",
+    }
 
 
 def _parts(volume: FakeVolume, index: int) -> list[str]:

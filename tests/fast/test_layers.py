@@ -45,7 +45,11 @@ def test_mechanism_knows_neither_policy_nor_transport_nor_the_other_mechanism() 
 
 
 @pytest.mark.parametrize(
-    "policy", ["ephemeral", "provision", "access", "wiping", "inventory", "embedded"]
+    "policy",
+    [
+        *("ephemeral", "provision", "snapshots", "access", "wiping", "inventory", "embedded"),
+        *("holders", "paging"),
+    ],
 )
 def test_policy_names_neither_grpc_nor_the_wire(policy: str) -> None:
     for stranger in ("grpc", "proto"):
@@ -79,10 +83,12 @@ ORDER = (
     "server",
     "identity controller node interceptor metrics monitor",
     "condition status secrets readiness registration ephemeral",
-    "access provision embedded",
+    "access provision snapshots embedded",
     "wiping",
+    "holders paging",
     "inventory calls",
-    "config ids locks log client sockets",
+    "config",
+    "ids locks log client sockets",
     "errors",
 )
 

@@ -26,8 +26,6 @@ CHANGING = frozenset(
         "mount",
         "bind",
         "unmount",
-        "freeze",
-        "thaw",
         "grow_ext4",
         "grow_xfs",
         "grow_btrfs",

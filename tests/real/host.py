@@ -116,6 +116,17 @@ class RealHost:
         ended = self._lab.programs(f"mkfs.{fs_type}", "-q", "--", device)
         assert ended.exit_code == 0, ended.stderr
 
+    def write_bytes(self, device: str, offset_bytes: int, data: bytes) -> None:
+        """Write whole blocks of data on a device, as the program does that has it."""
+        with Path(device).open("r+b", buffering=0) as opened:
+            assert os.pwrite(opened.fileno(), data, offset_bytes) == len(data)
+            os.fsync(opened.fileno())
+
+    def read_bytes(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
+        """Read whole blocks of data from a device."""
+        with Path(device).open("rb", buffering=0) as opened:
+            return os.pread(opened.fileno(), length_bytes, offset_bytes)
+
     def damage(self, device: str) -> None:
         """Break the ext4 on a device so that no program mends it unasked."""
         # Without its root directory, and marked as having errors so that e2fsck looks at all.
