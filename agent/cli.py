@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     _add_serve(commands)
     _add_status(commands)
     _add_volume(commands)
+    _add_doctor(commands)
     _add_completion(commands)
     return top
 
@@ -197,6 +198,20 @@ def _add_name(verb: argparse.ArgumentParser) -> None:
     vars(action)["complete"] = dict.fromkeys(SHELLS, "_carver_volumes")
 
 
+def _add_doctor(commands: Commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check what this node must have, and tell how to mend what it lacks",
+        description="Check what this node must have for Carver: programs, kernel, mounts, groups."
+        " Each check passes, warns or fails; what is not well comes with its remedy. Takes the"
+        " same settings as serve, and changes nothing: the service may run or not. The exit code"
+        " is 1 if a check fails.",
+    )
+    doctor.add_argument("--json", action="store_true", help="one JSON object")
+    config.add_arguments(doctor)
+    doctor.set_defaults(run=_doctor)
+
+
 def _add_completion(commands: Commands) -> None:
     completion = commands.add_parser(
         "completion",
@@ -230,6 +245,24 @@ def _status(parsed: argparse.Namespace) -> int:
     else:
         screen.console().print(screen.status(overview.read(settings, host)))
     return 0
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from agent import overview, preflight, screen, server
+
+    settings = config.load(parsed, os.environ)
+    host = server.this_host(settings)
+    node = preflight.Node(
+        settings, host.kernel, host.run, lambda: overview.known_to(settings, host).read()
+    )
+    found = preflight.everything(node)
+    well = all(one.verdict != preflight.FAIL for one in found)
+    if parsed.json:
+        checks = [asdict(one) for one in found]
+        print(json.dumps({"well": well, "checks": checks}, indent=2, ensure_ascii=False))
+    else:
+        screen.console().print(screen.doctor(found))
+    return 0 if well else 1
 
 
 def _by_hand(

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from agent import client, errors, inventory, overview, screen
+from agent import client, errors, inventory, overview, screen, sockets
 from agent.client import Client
 from agent.config import Config
 from agent.ids import VolumeId
@@ -146,7 +146,7 @@ class Manual:
 @contextmanager
 def connected(settings: Config, host: Host) -> Iterator[Manual]:
     """The verbs on the service that runs; raises NotServed, CallRefused."""
-    if not overview.is_served(settings.endpoint):
+    if not sockets.is_served(settings.endpoint):
         raise errors.NotServed(str(settings.endpoint))
     with Client(settings.endpoint) as caller:
         try:

@@ -7,7 +7,6 @@ service runs. One lvm2 command; nothing is changed.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 from agent import condition, config, errors, inventory, sockets
 from agent.config import Config, DeviceClass
@@ -94,15 +93,14 @@ class Overview:
 
 def read(settings: Config, host: Host) -> Overview:
     """Look at everything once; raises what lvm2's report raises, and NotReady."""
-    lvm = Lvm(host.run, _devices(settings, host.kernel))
-    known = Inventory(lvm, host.devices, settings.groups)
+    known = known_to(settings, host)
     now = known.read()
     return Overview(
         node=settings.node_id,
         driver=config.DRIVER_NAME,
         version=version("carver"),
         endpoint=str(settings.endpoint),
-        serving=is_served(settings.endpoint),
+        serving=sockets.is_served(settings.endpoint),
         classes=tuple(_class(one, now) for one in settings.classes),
         groups=tuple(_group(name, now) for name in settings.groups),
         volumes=tuple(
@@ -111,9 +109,9 @@ def read(settings: Config, host: Host) -> Overview:
     )
 
 
-def is_served(endpoint: Path) -> bool:
-    """Whether a process answers at the socket."""
-    return endpoint.is_socket() and not sockets.is_stale(endpoint)
+def known_to(settings: Config, host: Host) -> Inventory:
+    """The inventory that the service has, with its own lvm2; raises NotReady."""
+    return Inventory(Lvm(host.run, _devices(settings, host.kernel)), host.devices, settings.groups)
 
 
 def places(kernel: Kernel, device: Device) -> tuple[Place, ...]:

@@ -1,27 +1,24 @@
 """Whether this node can do what it offers: what Probe tells, checked anew each time."""
 
 from collections.abc import Callable
-from pathlib import Path
 
-from agent import errors
+from agent import errors, preflight
 from agent.inventory import Inventory
 from lvm import errors as lvm_errors
 from lvm import report
 
-_CONTROL = Path("/dev/mapper/control")
-
 
 class Readiness:
-    """Looks at lvm2, the groups and device-mapper."""
+    """Looks at lvm2, the groups, and what of the preflight costs nothing."""
 
-    def __init__(self, known: Inventory, control: Path = _CONTROL) -> None:
+    def __init__(self, known: Inventory, node: preflight.Node) -> None:
         self._inventory = known
-        self._control = control
+        self._node = node
 
     def check(self) -> None:
-        """Raise NotReady, with the reason, unless lvm2 runs and every group and dm are there.
+        """Raise NotReady, with the reason, unless lvm2 runs and every group and the rest are there.
 
-        One command: the report needs lvm2, and names the groups. device-mapper is opened.
+        One command: the report needs lvm2, and names the groups.
         """
         self._check(self._inventory.read)
 
@@ -34,12 +31,6 @@ class Readiness:
             self._inventory.require_groups(read())
         except lvm_errors.LvmError as error:
             raise errors.NotReady(str(error)) from None
-        try:
-            # Opening the control node loads the driver's module where it is not loaded yet.
-            with self._control.open("rb"):
-                pass
-        except OSError as error:
-            raise errors.NotReady(
-                f"device-mapper does not answer: {self._control}: {error.strerror}; is the dm_mod"
-                " module loaded, and is /dev the host's?"
-            ) from None
+        for found in preflight.cheap(self._node):
+            if found.verdict == preflight.FAIL:
+                raise errors.NotReady(f"{found.message}; {found.remedy}")

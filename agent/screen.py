@@ -1,6 +1,7 @@
 """What people see on a terminal: tables, bars and colours. The only module that imports rich."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
@@ -11,7 +12,7 @@ from rich.prompt import Confirm
 from rich.table import Table
 from rich.text import Text
 
-from agent import overview
+from agent import overview, preflight
 from agent.overview import Overview
 
 # A pipe has no width; on a terminal a line longer than that is hard to follow.
@@ -115,6 +116,22 @@ def _volumes(volumes: Sequence[overview.Volume]) -> Iterable[RenderableType]:
     for one in volumes:
         for problem in one.problems:
             yield Text.assemble((f"{one.name}: {problem}", "bold red"))
+
+
+_VERDICTS = {preflight.PASS: "green", preflight.WARN: "yellow", preflight.FAIL: "bold red"}
+
+
+def doctor(found: Sequence[preflight.Finding]) -> RenderableType:
+    """What the checks found, as `carver doctor` shows it: each remedy below what it is for."""
+    made = table("", "CHECK", "FOUND")
+    for one in found:
+        told = Text(one.message)
+        if one.remedy:
+            told.append(f"\n→ {one.remedy}", style="bold")
+        made.add_row(Text(one.verdict, style=_VERDICTS[one.verdict]), one.check, told)
+    counts = Counter(one.verdict for one in found)
+    summary = ", ".join(f"{counts[one]} {one}" for one in _VERDICTS if counts[one])
+    return Group(made, "", Text(summary))
 
 
 def watch(look: Callable[[], RenderableType], seconds: float) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from agent import embedded, errors, monitor, sockets
+from agent import embedded, errors, monitor, preflight, sockets
 from agent.access import Access
 from agent.config import Config
 from agent.controller import Controller
@@ -75,7 +75,8 @@ class Service:
         observe: Callable[[str, str, float], None] | None = None,
     ) -> None:
         known = self.inventory = Inventory(lvm, host.devices, config.groups)
-        self.readiness = Readiness(known)
+        self.node = preflight.Node(config, host.kernel, host.run, lambda: known.recent()[0])
+        self.readiness = Readiness(known, self.node)
         volume_locks, group_locks = VolumeLocks(), GroupLocks()
         self.wiper = Wiper(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
         provision = Provisioner(config, lvm, host.kernel, known, group_locks, self.wiper)
@@ -149,6 +150,7 @@ def serve(config: Config, host: Host) -> None:
             # Kubelet calls the endpoint before it registers it.
             registration.start()
             ending.callback(registration.stop)
+        _tell(preflight.everything(service.node))
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")
         ended.wait()
@@ -169,6 +171,15 @@ def _pages(config: Config, service: Service, metrics: "Metrics") -> Mapping[str,
         "/healthz": monitor.Page(monitor.healthz(config.endpoint)),
         "/readyz": monitor.Page(monitor.readyz(service.readiness)),
     }
+
+
+def _tell(findings: Sequence[preflight.Finding]) -> None:
+    """Log what the preflight found; Probe refuses where it must."""
+    for one in findings:
+        if one.verdict != preflight.PASS:
+            _log.warning(
+                "preflight %s, %s: %s; %s", one.verdict, one.check, one.message, one.remedy
+            )
 
 
 def _resume(wiper: Wiper) -> None:

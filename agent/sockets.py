@@ -14,3 +14,8 @@ def is_stale(path: Path) -> bool:
         except OSError:
             return True
     return False
+
+
+def is_served(path: Path) -> bool:
+    """Whether a process answers at the socket."""
+    return path.is_socket() and not is_stale(path)

@@ -1,5 +1,6 @@
 """Call lvm2: one command, its output, or the error that says what went wrong."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -7,6 +8,10 @@ from lvm import errors
 from lvm.command import Run
 
 _UDEV_CONTROL = Path("/run/udev/control")
+
+
+# "  LVM version:     2.03.16(2) (2022-05-18)"
+_VERSION = re.compile(r"LVM version:\s*(\d+)\.(\d+)\.(\d+)")
 
 
 def without_udev() -> tuple[str, ...]:
@@ -40,3 +45,14 @@ class Lvm:
         if result.exit_code != 0:
             raise errors.classify(("lvm", subcommand), result.exit_code, result.stderr)
         return result.stdout
+
+
+def version(run: Run) -> tuple[int, int, int]:
+    """Which lvm2 this is, by one command; raises CommandFailed, BadReport."""
+    result = run("lvm", "version")
+    if result.exit_code != 0:
+        raise errors.classify(("lvm", "version"), result.exit_code, result.stderr)
+    found = _VERSION.search(result.stdout)
+    if found is None:
+        raise errors.BadReport(f"no version in {result.stdout.strip()!r}")
+    return int(found[1]), int(found[2]), int(found[3])

@@ -185,6 +185,16 @@ class Kernel:
 
     # Mounts
 
+    def has_new_mount_calls(self) -> bool:
+        """Whether mount_setattr(2) is there (Linux 5.12), so that a bind is as asked at once."""
+        try:
+            self._new_calls()
+            _syscall(_MOUNT_SETATTR, -1, b"", 0, None, 0)
+        except OSError as error:
+            # No size of attributes, no descriptor: what is there answers something else.
+            return error.errno != errno.ENOSYS
+        return True
+
     def mount(
         self,
         device: str,

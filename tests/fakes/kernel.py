@@ -43,7 +43,8 @@ class FakeKernel(Kernel):
         self._files: dict[tuple[int, int], Media] = {}
         self._nodes: dict[int, FakeDevice] = {}
         self._next_id = 3
-        root = Mount(1, 1, (254, 0), "/", "/", ("rw",), (), "ext4", "/dev/vda", ("rw",))
+        shared = ("shared:1",)
+        root = Mount(1, 1, (254, 0), "/", "/", ("rw",), shared, "ext4", "/dev/vda", ("rw",))
         dev = Mount(2, 1, _DEVTMPFS, "/", "/dev", ("rw",), (), "devtmpfs", "devtmpfs", ("rw",))
         self.mounts: list[Mount] = [root, dev]
 
@@ -94,6 +95,9 @@ class FakeKernel(Kernel):
         super().remove_file(path)
 
     # Mounts
+
+    def has_new_mount_calls(self) -> bool:
+        return True
 
     def mount(
         self,

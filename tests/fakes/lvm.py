@@ -85,6 +85,7 @@ class FakeLvm:
 
     def __init__(self, devices: FakeDevices) -> None:
         self.groups: dict[str, FakeGroup] = {}
+        self.version = "2.03.16(2) (2022-05-18)"
         self._devices = devices
         self._serial = itertools.count(1)
 
@@ -125,6 +126,7 @@ class FakeLvm:
             arguments.take(option)
         try:
             command = {
+                "version": self._version,
                 "fullreport": self._fullreport,
                 "vgcreate": self._vgcreate,
                 "lvcreate": self._lvcreate,
@@ -153,6 +155,9 @@ class FakeLvm:
                     one.data_percent += 100 * length_bytes / area
                     if one.data_percent >= 100:
                         one.overflowed = True
+
+    def _version(self, arguments: "_Arguments") -> str:
+        return f"  LVM version:     {self.version}\n  Driver version:  4.47.0\n"
 
     def _fullreport(self, arguments: "_Arguments") -> str:
         assert arguments.take("--reportformat") == "json"

@@ -220,7 +220,7 @@ def test_every_operation_that_changes_something_is_a_step() -> None:
     looking = {
         *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
         *("device_size_bytes", "device_is_read_only", "device_is_held"),
-        *("loop_devices", "loop_free", "loop_status", "error_counters"),
+        *("has_new_mount_calls", "loop_devices", "loop_free", "loop_status", "error_counters"),
     }
     assert public == CHANGING | looking
 

@@ -83,7 +83,7 @@ ORDER = (
     "server",
     "identity controller node interceptor metrics monitor",
     "condition status secrets readiness registration ephemeral",
-    "access provision snapshots embedded",
+    "access provision snapshots embedded preflight",
     "wiping",
     "holders paging",
     "inventory calls",

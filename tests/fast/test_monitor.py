@@ -12,7 +12,7 @@ import configured
 import pytest
 from fakes.host import FakeHost
 
-from agent import errors, monitor, server
+from agent import errors, monitor, preflight, server
 from agent.config import Address, Config
 from agent.inventory import Inventory
 from agent.monitor import Monitor, Page
@@ -159,12 +159,14 @@ def test_the_process_is_healthy_while_it_answers_over_its_socket(
 
 
 def test_the_node_is_ready_when_its_groups_are_there_and_asked_once_a_minute(
-    fake: FakeHost, serve: Serve, tmp_path: Path
+    config: Config, fake: FakeHost, serve: Serve, tmp_path: Path
 ) -> None:
-    control = tmp_path / "control"
+    control = tmp_path / "dev/mapper/control"
+    control.parent.mkdir(parents=True)
     control.write_bytes(b"")
     known = Inventory(fake.lvm, fake.devices, ["data"])
-    port = serve(readyz=monitor.readyz(Readiness(known, control)))
+    node = preflight.Node(config, fake.kernel, fake.run, known.read, tmp_path)
+    port = serve(readyz=monitor.readyz(Readiness(known, node)))
     for _ in range(3):
         assert get(port, "/readyz") == (200, "ok\n")
     assert len(fake.commands) == 1
@@ -175,9 +177,10 @@ def test_the_node_is_ready_when_its_groups_are_there_and_asked_once_a_minute(
     assert (status, "data" in text) == (503, True)
 
 
-def test_a_sick_lvm2_is_the_reason_for_not_being_ready(fake: FakeHost) -> None:
+def test_a_sick_lvm2_is_the_reason_for_not_being_ready(config: Config, fake: FakeHost) -> None:
     fake.intercept = lambda words: Result(5, "", "a disk hangs")
-    readiness = Readiness(Inventory(fake.lvm, fake.devices, ["data"]))
+    known = Inventory(fake.lvm, fake.devices, ["data"])
+    readiness = Readiness(known, preflight.Node(config, fake.kernel, fake.run, known.read))
     for _ in range(2):
         with pytest.raises(errors.NotReady, match="a disk hangs"):
             readiness.check_recent()

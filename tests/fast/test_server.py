@@ -21,7 +21,7 @@ import pytest
 from fakes.host import FakeHost
 from fakes.kubelet import FakeKubelet
 
-from agent import cli, errors, log, secrets, server
+from agent import cli, errors, log, preflight, secrets, server
 from agent.client import Client, block
 from agent.config import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config
 from agent.inventory import Inventory
@@ -276,9 +276,13 @@ def test_identity_is_whole(config: Config, running: Running) -> None:
         assert csi.PluginCapability.Service.VOLUME_ACCESSIBILITY_CONSTRAINTS in services
 
 
-def test_readiness_tells_the_truth(fake: FakeHost, tmp_path: Path) -> None:
-    control = tmp_path / "control"
-    readiness = Readiness(Inventory(fake.lvm, fake.devices, ["data"]), control)
+def test_readiness_tells_the_truth(config: Config, fake: FakeHost, tmp_path: Path) -> None:
+    control = tmp_path / "dev/mapper/control"
+    control.parent.mkdir(parents=True)
+    known = Inventory(fake.lvm, fake.devices, ["data"])
+    readiness = Readiness(
+        known, preflight.Node(config, fake.kernel, fake.run, known.read, tmp_path)
+    )
     with pytest.raises(errors.NotReady, match="group data is not on this node"):
         readiness.check()
     fake.lvm2.add_group("data")
