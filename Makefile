@@ -73,9 +73,15 @@ bench: ## what each call costs, beside the bare commands, in the lab VM
 	vagrant/lab.py bench
 
 .PHONY: conformance
-conformance: venv ## the manifests are what the chart renders; csi-sanity, in the lab VM
+conformance: venv image ## the manifests are what the chart renders; csi-sanity and the image, in the lab VM
 	$(BIN)/python deploy/render.py --check
-	vagrant/lab.py during $(BIN)/python tests/conformance/run.py
+	vagrant/lab.py during $(MAKE) --no-print-directory in-vm-conformance
+
+# What `conformance` does while the machine is up.
+.PHONY: in-vm-conformance
+in-vm-conformance:
+	$(BIN)/python tests/conformance/run.py
+	$(BIN)/python -m pytest -q tests/container
 
 .PHONY: vm
 vm: ## the lab VM, up and with the present tree installed (docs/lab.md)

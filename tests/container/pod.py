@@ -1,0 +1,95 @@
+"""Carver's pod of a committed manifest, as containerd's ctr runs it, without Kubernetes.
+
+What kubelet reads from the DaemonSet is read here: image, arguments, environment, privileges, the
+namespaces of the host, the mounts with their propagation, the configuration.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+NAMESPACE = "k8s.io"
+NAME = "carver-pod"
+# The files that kubelet would keep for the pod.
+FOLDER = "/run/carver-pod"
+PID_FILE = f"{FOLDER}/pid"
+LOG = f"{FOLDER}/log"
+
+Object = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Pod:
+    """The DaemonSet's pod, and the ConfigMap that it names."""
+
+    spec: Object
+    files: Mapping[str, str]
+
+    @property
+    def container(self) -> Object:
+        """Carver's own container: the sidecars need a cluster."""
+        [found] = [one for one in self.spec["containers"] if one["name"] == "carver"]
+        return dict(found)
+
+    def folders(self) -> list[str]:
+        """What kubelet makes on the node where it is not there."""
+        return [
+            one["hostPath"]["path"]
+            for one in self.spec["volumes"]
+            if one.get("hostPath", {}).get("type") == "DirectoryOrCreate"
+        ]
+
+    def words(self, node_name: str, **environment: str) -> list[str]:
+        """The command that runs it on a node of that name; `environment` comes on top."""
+        one = self.container
+        variables = {variable["name"]: node_name for variable in one["env"]} | environment
+        return [
+            *("ctr", "--namespace", NAMESPACE, "run", "--detach"),
+            *("--pid-file", PID_FILE, "--log-uri", f"file://{LOG}"),
+            *self._privileges(),
+            *(word for key, value in variables.items() for word in ("--env", f"{key}={value}")),
+            *(word for mount in self._mounts() for word in ("--mount", mount)),
+            *(one["image"], NAME),
+            # ctr puts these in place of the image's entry point, kubelet behind it.
+            *("carver", *one["args"]),
+        ]
+
+    def _privileges(self) -> Iterator[str]:
+        context = self.container["securityContext"]
+        if context["privileged"]:
+            yield from ("--privileged", "--allow-new-privs")
+        if context["readOnlyRootFilesystem"]:
+            yield "--read-only"
+        # As containerd does for a pod that has a Bidirectional mount.
+        yield from ("--rootfs-propagation", "rshared")
+        for field, kind in (("hostPID", "pid"), ("hostIPC", "ipc"), ("hostNetwork", "network")):
+            if self.spec.get(field):
+                path = "net" if kind == "network" else kind
+                yield from ("--with-ns", f"{kind}:/proc/1/ns/{path}")
+
+    def _mounts(self) -> Iterator[str]:
+        volumes = {one["name"]: one for one in self.spec["volumes"]}
+        # Outer places first.
+        for mount in sorted(self.container["volumeMounts"], key=lambda one: one["mountPath"]):
+            volume, place = volumes[mount["name"]], mount["mountPath"]
+            if "emptyDir" in volume:
+                yield f"type=tmpfs,src=tmpfs,dst={place},options=nosuid:nodev"
+                continue
+            source = f"{FOLDER}/config" if "configMap" in volume else volume["hostPath"]["path"]
+            access = "ro" if mount.get("readOnly") else "rw"
+            # Names as in the API and in mount(8).
+            propagation = {"Bidirectional": "rshared", "None": "rprivate"}[
+                mount.get("mountPropagation", "None")
+            ]
+            yield f"type=bind,src={source},dst={place},options=rbind:{propagation}:{access}"
+
+
+def of(manifest: Path) -> Pod:
+    """The pod of a manifest."""
+    found = [one for one in yaml.safe_load_all(manifest.read_text()) if one]
+    [daemon_set] = [one for one in found if one["kind"] == "DaemonSet"]
+    [files] = [one["data"] for one in found if one["kind"] == "ConfigMap"]
+    return Pod(daemon_set["spec"]["template"]["spec"], files)
