@@ -7,7 +7,7 @@ import argparse
 import re
 import socket
 import tomllib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -93,7 +93,7 @@ def _absolute_path(value: object) -> Path:
     return path
 
 
-def _directories(value: object) -> tuple[str, ...]:
+def _paths(value: object) -> tuple[str, ...]:
     found = tuple(str(_absolute_path(one)) for one in _words(value))
     if not found:
         raise ValueError("one absolute path or several")
@@ -171,7 +171,7 @@ SETTINGS: Mapping[str, Setting] = {
         _absolute_path, lambda: REGISTRY, "where kubelet looks for sockets of plugins"
     ),
     "kubelet_dir": Setting(
-        _directories,
+        _paths,
         lambda: (str(KUBELET_DIRECTORY),),
         "where volumes may be staged and published; /: anywhere",
     ),
@@ -239,12 +239,21 @@ class BackingFile:
     """
 
     path: Path
-    size_bytes: int | None
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Foundation:
+    """What a group is made of where it is not there yet: block devices, or a file."""
+
+    group: str
+    devices: tuple[str, ...] = ()
+    file: BackingFile | None = None
 
 
 @dataclass(frozen=True)
 class Config:
-    """All that an operator decides. `backing` is set where no class is configured."""
+    """All that an operator decides. `foundations` are those of the groups that Carver makes."""
 
     node_id: str
     endpoint: Path
@@ -257,7 +266,7 @@ class Config:
     devices: tuple[str, ...]
     wipe: str
     classes: tuple[DeviceClass, ...]
-    backing: BackingFile | None
+    foundations: tuple[Foundation, ...] = ()
     registration: str = "none"
     registration_directory: Path = REGISTRY
     metrics_address: Address | None = None
@@ -291,19 +300,20 @@ def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Confi
     file = arguments.config or Path(environment.get("CARVER_CONFIG", DEFAULT_FILE))
     optional = file == DEFAULT_FILE
     table = _read(file, optional=optional)
-    classes = _classes(str(file), table.pop("classes", []))
+    classes = _classes(str(file), table.pop("classes", [])) or (EMBEDDED_CLASS,)
+    foundations = _foundations(str(file), table.pop("groups", []), classes)
     for key in table:
         if key not in SETTINGS:
-            allowed = ", ".join([*SETTINGS, "classes"])
+            allowed = ", ".join([*SETTINGS, "classes", "groups"])
             raise errors.BadConfig(str(file), key, f"is not a setting; allowed: {allowed}")
     values = {
         key: _value(key, setting, arguments, environment, file, table)
         for key, setting in SETTINGS.items()
     }
-    backing = BackingFile(values.pop("file"), values.pop("file_size"))
-    return Config(
-        **values, classes=classes or (EMBEDDED_CLASS,), backing=None if classes else backing
-    )
+    embedded = BackingFile(values.pop("file"), values.pop("file_size"))
+    if classes == (EMBEDDED_CLASS,) and not foundations:
+        foundations = (Foundation(EMBEDDED_CLASS.group, file=embedded),)
+    return Config(**values, classes=classes, foundations=foundations)
 
 
 def _read(file: Path, *, optional: bool) -> dict[str, Any]:
@@ -358,10 +368,44 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 
-def _classes(source: str, tables: Sequence[Mapping[str, Any]]) -> tuple[DeviceClass, ...]:
+GROUP_KEYS: Mapping[str, Callable[[Any], Any]] = {
+    "name": _lvm_name,
+    "devices": _paths,
+    "file": _absolute_path,
+    "file_size": _file_size,
+}
+
+
+def _tables(
+    source: str,
+    name: str,
+    tables: object,
+    keys: Mapping[str, Callable[[Any], Any]],
+    required: Sequence[str],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tables of a list such as [[classes]], checked key by key, each with where it stands."""
     if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
-        raise errors.BadConfig(source, "classes", "is a list of tables: [[classes]]")
-    classes = [_class(source, index, table) for index, table in enumerate(tables)]
+        raise errors.BadConfig(source, name, f"is a list of tables: [[{name}]]")
+    for index, table in enumerate(tables):
+        where = f"{name}[{index}]"
+        for key in table:
+            if key not in keys:
+                allowed = ", ".join(keys)
+                raise errors.BadConfig(
+                    source, f"{where}.{key}", f"is not a key; allowed: {allowed}"
+                )
+        for key in required:
+            if key not in table:
+                raise errors.BadConfig(source, f"{where}.{key}", "is required")
+        yield (
+            where,
+            {key: _checked(source, f"{where}.{key}", keys[key], raw) for key, raw in table.items()},
+        )
+
+
+def _classes(source: str, tables: object) -> tuple[DeviceClass, ...]:
+    checked = _tables(source, "classes", tables, CLASS_KEYS, ("name", "group"))
+    classes = [_class(source, where, values) for where, values in checked]
     if len({one.name for one in classes}) != len(classes):
         raise errors.BadConfig(source, "classes", "two classes have the same name")
     defaults = [one for one in classes if one.default]
@@ -371,18 +415,7 @@ def _classes(source: str, tables: Sequence[Mapping[str, Any]]) -> tuple[DeviceCl
     return tuple(classes)
 
 
-def _class(source: str, index: int, table: Mapping[str, Any]) -> DeviceClass:
-    where = f"classes[{index}]"
-    for key in table:
-        if key not in CLASS_KEYS:
-            allowed = ", ".join(CLASS_KEYS)
-            raise errors.BadConfig(source, f"{where}.{key}", f"is not a key; allowed: {allowed}")
-    for key in ("name", "group"):
-        if key not in table:
-            raise errors.BadConfig(source, f"{where}.{key}", "is required")
-    values = {
-        key: _checked(source, f"{where}.{key}", CLASS_KEYS[key], raw) for key, raw in table.items()
-    }
+def _class(source: str, where: str, values: dict[str, Any]) -> DeviceClass:
     try:
         values["layout"] = _layout(values)
     except ValueError as error:
@@ -393,6 +426,36 @@ def _class(source: str, index: int, table: Mapping[str, Any]) -> DeviceClass:
     except Exception as error:
         raise errors.BadConfig(source, f"{where}.mkfs_options", str(error)) from None
     return one
+
+
+def _foundations(
+    source: str, tables: object, classes: Sequence[DeviceClass]
+) -> tuple[Foundation, ...]:
+    used = {one.group for one in classes}
+    found: list[Foundation] = []
+    places: set[str] = set()
+    for where, values in _tables(source, "groups", tables, GROUP_KEYS, ("name",)):
+        one = _foundation(source, where, values)
+        if one.group not in used:
+            raise errors.BadConfig(source, f"{where}.name", f"no class uses the group {one.group}")
+        if one.group in {other.group for other in found}:
+            raise errors.BadConfig(source, f"{where}.name", f"{one.group} is listed twice")
+        for place in (str(one.file.path),) if one.file else one.devices:
+            if place in places:
+                raise errors.BadConfig(source, where, f"{place} is listed twice")
+            places.add(place)
+        found.append(one)
+    return tuple(found)
+
+
+def _foundation(source: str, where: str, values: Mapping[str, Any]) -> Foundation:
+    devices, file = values.get("devices", ()), values.get("file")
+    if bool(devices) == bool(file):
+        raise errors.BadConfig(source, where, "has either devices or a file")
+    if file is None and "file_size" in values:
+        raise errors.BadConfig(source, f"{where}.file_size", "is for a group on a file")
+    backing = BackingFile(file, values.get("file_size")) if file else None
+    return Foundation(values["name"], tuple(devices), backing)
 
 
 def _layout(values: dict[str, Any]) -> Layout:

@@ -146,6 +146,14 @@ class NotReady(AgentError):
     """The node lacks something that Carver needs."""
 
 
+class GroupRefused(NotReady):
+    """A group that Carver should make, and could not; or that is there, and is another."""
+
+    def __init__(self, group: str, why: str) -> None:
+        super().__init__(f"volume group {group} is not used: {why}")
+        self.group = group
+
+
 class SocketTaken(AgentError):
     """Another process serves the socket."""
 

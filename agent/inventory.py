@@ -5,7 +5,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from agent import errors
+from agent import errors, founding
+from agent.founding import Foundations
 from agent.ids import VolumeId
 from lvm import command, devices, names, report, tags, volumes
 from lvm import errors as lvm_errors
@@ -112,10 +113,17 @@ class Inventory:
     Each call reads anew what it decides by. The last report is kept for those who only watch.
     """
 
-    def __init__(self, lvm: Lvm, kernel_devices: devices.Devices, groups: Sequence[str]) -> None:
+    def __init__(
+        self,
+        lvm: Lvm,
+        kernel_devices: devices.Devices,
+        groups: Sequence[str],
+        foundations: Foundations = founding.NONE,
+    ) -> None:
         self._lvm = lvm
         self._devices = kernel_devices
         self._groups = groups
+        self._foundations = foundations
         self._seen = Seen(0.0, None)
         self._watching = threading.Lock()
 
@@ -147,17 +155,22 @@ class Inventory:
         except lvm_errors.LvmError as error:
             self._seen = Seen(time.time(), None, error)
 
+    def group(self, known: report.Report, name: str) -> report.Group:
+        """A group to make volumes in; raises GroupMissing, GroupRefused."""
+        return self._foundations.group(known, name)
+
     def require_groups(self, known: report.Report) -> None:
-        """Raise GroupMissing for one of Carver's groups that is not there."""
+        """Raise GroupMissing, GroupRefused for one of Carver's groups that cannot be used."""
         for name in self._groups:
-            known.group(name)
+            self.group(known, name)
 
     def all(self, known: report.Report) -> list[Volume]:
         """Every volume in Carver's groups, also those that are being wiped.
 
         Raises GroupMissing: a list that lacks a group's volumes would say they are gone.
         """
-        self.require_groups(known)
+        for name in self._groups:
+            known.group(name)
         return list(self.present(known))
 
     def present(self, known: report.Report) -> Iterator[Volume]:

@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from agent import condition, config, errors, inventory, sockets
+from agent import condition, config, founding, inventory, sockets
 from agent.config import Config, DeviceClass
 from agent.inventory import Inventory
 from agent.server import Host
 from lvm import layout, report
 from lvm.devices import Device
-from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
 from mount import health, loop, nodes, table, usage
 from mount.syscalls import Kernel
@@ -111,7 +110,8 @@ def read(settings: Config, host: Host) -> Overview:
 
 def known_to(settings: Config, host: Host) -> Inventory:
     """The inventory that the service has, with its own lvm2; raises NotReady."""
-    return Inventory(Lvm(host.run, _devices(settings, host.kernel)), host.devices, settings.groups)
+    lvm = founding.look(host.run, host.kernel, settings)
+    return Inventory(lvm, host.devices, settings.groups)
 
 
 def places(kernel: Kernel, device: Device) -> tuple[Place, ...]:
@@ -122,20 +122,6 @@ def places(kernel: Kernel, device: Device) -> tuple[Place, ...]:
     numbers += [kernel.device_number(one) for one in loop.over(kernel, device.number)]
     bound = [one for number in numbers for one in nodes.bound(kernel, number)]
     return tuple(Place(one.path, one.read_only) for one in (*whole, *bound))
-
-
-def _devices(settings: Config, kernel: Kernel) -> tuple[str, ...]:
-    """What lvm2 is confined to, as the service confines it."""
-    if settings.backing is None:
-        return settings.devices
-    path = settings.backing.path
-    device = loop.find(kernel, str(path)) if path.exists() else None
-    if device is None:
-        raise errors.NotReady(
-            f"{path} has no loop device, which Carver makes when it starts: start the service, or"
-            " name your own group in a class"
-        )
-    return (device,)
 
 
 def _class(one: DeviceClass, now: report.Report) -> Class:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent import errors, sockets
+from agent import errors, founding, sockets
 from agent.config import Config
 from lvm import errors as lvm_errors
 from lvm import lvm2
@@ -172,7 +172,7 @@ def _devices(node: Node) -> Iterator[Seen]:
             )
     if not node.at("/dev/loop-control").exists():
         yield (
-            FAIL if node.settings.backing else WARN,
+            FAIL if any(one.file for one in node.settings.foundations) else WARN,
             "there are no loop devices, which read-only raw block volumes and a group on a file"
             " need",
             "`modprobe loop`; in a container, mount the host's /dev",
@@ -210,8 +210,18 @@ def _groups(node: Node) -> Iterator[Seen]:
     except (lvm_errors.LvmError, errors.NotReady) as error:
         yield FAIL, str(error), "mend that first; the groups cannot be looked at without it"
         return
+    listed = {one.group: one.devices for one in node.settings.foundations if one.devices}
+    foundations = founding.Foundations(node.kernel, listed)
     for name in node.settings.groups:
         group = known.groups.get(name)
+        if group is None and name in listed:
+            yield (
+                FAIL,
+                f"volume group {name} is not there, which Carver makes of {', '.join(listed[name])}"
+                " when it starts",
+                "start it; if it did, its log and Probe say why the group could not be made",
+            )
+            continue
         if group is None:
             yield (
                 FAIL,
@@ -219,7 +229,19 @@ def _groups(node: Node) -> Iterator[Seen]:
                 "attach its disks (`pvs --all`), make it (`vgcreate`), or correct the class;"
                 " with a devices file, see lvmdevices(8)",
             )
-        elif group.missing_disks:
+            continue
+        try:
+            foundations.group(known, name)
+        except errors.GroupRefused as error:
+            yield FAIL, str(error), "`vgrename` that group, or correct the list"
+            continue
+        for device in foundations.absent(group):
+            yield (
+                WARN,
+                f"{device} is listed for volume group {name}, and is none of its disks",
+                f"if nothing on it is needed, `vgextend {name} {device}`; else correct the list",
+            )
+        if group.missing_disks:
             yield (
                 WARN,
                 f"volume group {name} misses {group.missing_disks} of its disks",

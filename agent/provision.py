@@ -66,7 +66,7 @@ class Provisioner:
         prefix = inventory.INLINE_PREFIX if call.is_ephemeral else inventory.VOLUME_PREFIX
         with self._groups.hold(one.group):
             known = self._inventory.read()
-            group = known.group(one.group)
+            group = self._inventory.group(known, one.group)
             size = planned_bytes(call.size, call.capabilities, parameters, group, one.layout)
             facts = _facts(call, parameters, size, one.layout)
             found = self._inventory.named(known, call.name, prefix)
@@ -173,7 +173,7 @@ class Provisioner:
         if call.unsupported or not self._is_here(call.segments):
             return Capacity(0, 0, 0)
         parameters = with_defaults(call.parameters, call.capabilities, one)
-        group = self._inventory.read().group(one.group)
+        group = self._inventory.group(self._inventory.read(), one.group)
         maximum = layout.maximum_bytes(group, one.layout, one.reserve.extents(group))
         least = calls.SizeRange(1)
         minimum = planned_bytes(least, call.capabilities, parameters, group, one.layout)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from agent import embedded, errors, monitor, preflight, sockets
+from agent import errors, founding, monitor, preflight, sockets
 from agent.access import Access
 from agent.config import Config
 from agent.controller import Controller
 from agent.ephemeral import Ephemeral
+from agent.founding import Foundations
 from agent.identity import Identity
 from agent.interceptor import Interceptor
 from agent.inventory import Inventory
@@ -73,8 +74,9 @@ class Service:
         host: Host,
         lvm: Lvm,
         observe: Callable[[str, str, float], None] | None = None,
+        foundations: Foundations = founding.NONE,
     ) -> None:
-        known = self.inventory = Inventory(lvm, host.devices, config.groups)
+        known = self.inventory = Inventory(lvm, host.devices, config.groups, foundations)
         self.node = preflight.Node(config, host.kernel, host.run, lambda: known.recent()[0])
         self.readiness = Readiness(known, self.node)
         volume_locks, group_locks = VolumeLocks(), GroupLocks()
@@ -130,12 +132,8 @@ def serve(config: Config, host: Host) -> None:
         if config.metrics_address is not None:
             metrics = _metrics()
             host = replace(host, run=metrics.counted(host.run))
-        lvm = Lvm(host.run, config.devices)
-        if config.backing is not None:
-            device = embedded.ensure_device(host.kernel, config.backing)
-            lvm = Lvm(host.run, (device,))
-            embedded.ensure_group(host.run, lvm, config.groups[0], device)
-        service = Service(config, host, lvm, metrics.count_call if metrics else None)
+        lvm, foundations = founding.lay(host.run, host.kernel, config)
+        service = Service(config, host, lvm, metrics.count_call if metrics else None, foundations)
         ended = _until_signal()
         _resume(service.wiper)
         service.start(config.endpoint)

@@ -28,6 +28,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.ContentsLost, Code.FAILED_PRECONDITION),
     (agent.errors.OperationPending, Code.ABORTED),
     (agent.errors.BadToken, Code.ABORTED),
+    (agent.errors.GroupRefused, Code.FAILED_PRECONDITION),
     (agent.errors.NotReady, Code.FAILED_PRECONDITION),
     (agent.errors.SocketTaken, Code.FAILED_PRECONDITION),
     # These four are met at the caller's side of the socket, by `carver volume`.
@@ -54,6 +55,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (mount.errors.UnsupportedFileSystem, Code.INVALID_ARGUMENT),
     (mount.errors.TooSmall, Code.OUT_OF_RANGE),
     (mount.errors.DeviceMissing, Code.INTERNAL),
+    (mount.errors.NotVacant, Code.FAILED_PRECONDITION),
     (mount.errors.ProbeFailed, Code.INTERNAL),
     (mount.errors.UnexpectedContents, Code.FAILED_PRECONDITION),
     (mount.errors.FormatFailed, Code.INTERNAL),

@@ -9,8 +9,10 @@ from lvm.lvm2 import Lvm
 def create(lvm: Lvm, name: str, devices: Sequence[str], facts: Mapping[str, str]) -> None:
     """Make a group of block devices that the caller has proved to be blank (vgcreate(8)).
 
-    Raises NameTaken when a group of that name exists.
+    All of them become the group's disks by one command, or none does. Raises NameTaken when a group
+    of that name exists.
     """
     tagging = [word for tag in tags.encode(facts) for word in ("--addtag", tag)]
-    # --yes answers nothing here that was not proved before: the devices are blank.
-    lvm("vgcreate", "--yes", *tagging, "--", name, *devices)
+    # --quiet twice answers no to whatever lvm2 asks (lvm(8)): it looks for signatures itself, and
+    # one that came after the caller's look must not be wiped.
+    lvm("vgcreate", "--quiet", "--quiet", *tagging, "--", name, *devices)

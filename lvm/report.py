@@ -101,9 +101,10 @@ class Group:
 
 @dataclass(frozen=True)
 class Report:
-    """All groups that lvm2 sees."""
+    """All groups that lvm2 sees. `orphans` are disks that lvm2 has labelled and no group has."""
 
     groups: Mapping[str, Group]
+    orphans: tuple[str, ...] = ()
 
     def group(self, name: str) -> Group:
         """The group of that name; raises GroupMissing."""
@@ -135,10 +136,13 @@ def read(lvm: Lvm) -> Report:
         words += ["--configreport", part, "--options", columns]
     try:
         document = json.loads(lvm("fullreport", *words))
-        groups = [_group(part) for part in document["report"] if part["vg"]]
+        parts = document["report"]
+        groups = [_group(part) for part in parts if part.get("vg")]
+        # Disks in no group are a part of their own, which has only "pv" and "pvseg".
+        orphans = [disk["pv_name"] for part in parts if not part.get("vg") for disk in part["pv"]]
     except (KeyError, ValueError, TypeError) as error:
         raise errors.BadReport(f"{type(error).__name__}: {error}") from error
-    return Report({group.name: group for group in groups})
+    return Report({group.name: group for group in groups}, tuple(orphans))
 
 
 def _group(part: Mapping[str, Any]) -> Group:

@@ -67,6 +67,15 @@ class DeviceMissing(MountError):
         )
 
 
+class NotVacant(MountError):
+    """A block device that something is on, in or at, so it does not become a group's disk."""
+
+    def __init__(self, device: str, found: str, remedy: str) -> None:
+        self.device = device
+        self.found = found
+        super().__init__(f"{device} {found}; it is left untouched: {remedy}")
+
+
 class ProbeFailed(MountError):
     """What a device holds could not be told, so nothing may be written to it."""
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+_SWAPS = Path("/proc/swaps")
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
 
@@ -313,6 +315,24 @@ class Kernel:
             raise
         return False
 
+    def device_partitions(self, device: str) -> list[str]:
+        """The names of its partitions, by sysfs: sda1, sda2."""
+        return sorted(path.parent.name for path in self._sysfs(device).glob("*/partition"))
+
+    def device_holders(self, device: str) -> list[str]:
+        """The names of the devices that are made of it, by sysfs: dm-0, md1."""
+        return sorted(path.name for path in self._sysfs(device).glob("holders/*"))
+
+    def device_is_swap(self, device: str) -> bool:
+        """Whether the kernel swaps to it (/proc/swaps)."""
+        number = self.device_number(device)
+        for line in _SWAPS.read_text().splitlines()[1:]:
+            # A file that is swapped to is no block device.
+            with suppress(OSError):
+                if self.device_number(line.split()[0]) == number:
+                    return True
+        return False
+
     def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         """BLKZEROOUT: the range reads as zeroes afterwards. EBUSY while mounted or held."""
         # O_EXCL is the kernel's own guard: mounted or held means EBUSY (open(2)).
@@ -362,6 +382,10 @@ class Kernel:
     def loop_set_capacity(self, device: str) -> None:
         """LOOP_SET_CAPACITY: take over the backing file's present size."""
         _ioctl(device, _LOOP_SET_CAPACITY)
+
+    def _sysfs(self, device: str) -> Path:
+        major, minor = self.device_number(device)
+        return Path(f"/sys/dev/block/{major}:{minor}")
 
     # Places, and how mounts come to be there
 

@@ -20,6 +20,5 @@ def carver(directory: Path, group: str = "data", **changes: Any) -> Config:
         "devices": (),
         "wipe": "zero",
         "classes": (DeviceClass(name="plain", group=group, default=True),),
-        "backing": None,
     }
     return Config(**values | changes)

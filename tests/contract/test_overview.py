@@ -12,7 +12,7 @@ from rich.console import Console
 
 from agent import errors, overview, screen
 from agent.client import Client, Mode, block, mounted
-from agent.config import BackingFile, Config, DeviceClass
+from agent.config import BackingFile, Config, DeviceClass, Foundation
 from agent.overview import Overview, Place
 from agent.server import Host
 from lvm.lvm2 import Lvm
@@ -109,6 +109,6 @@ def test_a_group_that_is_not_here_is_said_to_be_missing(host: AnyHost, config: C
 def test_a_group_on_a_file_that_was_never_made_names_the_next_step(
     host: AnyHost, config: Config, tmp_path: Path
 ) -> None:
-    backing = BackingFile(tmp_path / "carver.img", 64 * MIB)
+    foundation = Foundation("carver", file=BackingFile(tmp_path / "carver.img", 64 * MIB))
     with pytest.raises(errors.NotReady, match="start the service"):
-        look(host, replace(config, backing=backing))
+        look(host, replace(config, foundations=(foundation,)))

@@ -64,6 +64,9 @@ class FakeDevice:
     unreadable: bool = False
     held: int = 0
     mounted: int = 0
+    swap: bool = False
+    partitions: list[str] = field(default_factory=list)
+    holders: list[str] = field(default_factory=list)
     media: Media = field(default_factory=Media)
 
     @property
@@ -131,7 +134,7 @@ class FakeDevices:
 
     def is_open(self, path: str) -> bool:
         device = self.get(path)
-        return bool(device.mounted or device.held)
+        return bool(device.mounted or device.held or device.swap or device.holders)
 
     def remove(self, path: str) -> None:
         """The device goes with its links; EBUSY while it is mounted or held."""

@@ -11,7 +11,10 @@ from fakes.lvm import FakeLvm
 from lvm.command import Result
 from lvm.devices import Devices
 from lvm.lvm2 import Lvm
+from mount.filesystem import Signature
 from mount.syscalls import Kernel
+
+_DISK_MAJOR = 8
 
 
 class FakeHost:
@@ -44,7 +47,7 @@ class FakeHost:
     def new_device(self, size_bytes: int) -> str:
         """A blank block device."""
         number = sum(1 for _ in self.block)
-        return self.block.add(f"/dev/fake{number}", size_bytes).path
+        return self.block.add(f"/dev/fake{number}", size_bytes, major=_DISK_MAJOR).path
 
     def new_group(self, *disk_extents: int) -> str:
         """A group with so many extents of 4 MiB on each of its disks."""
@@ -69,6 +72,14 @@ class FakeHost:
     def read_bytes(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
         """Read whole blocks of data from a device."""
         return self.block.get(device).media.read(offset_bytes, length_bytes)
+
+    def label(self, device: str) -> None:
+        """Make a device lvm2's, in no group: what vgcreate leaves when it is killed half-way."""
+        self.block.get(device).contents = Signature("LVM2_member", "raid", "label")
+
+    def partition(self, device: str) -> None:
+        """Put a partition table on a device; the kernel has not read it."""
+        self.block.get(device).contents = Signature("dos", "partition table", "12345678")
 
     def damage(self, device: str) -> None:
         """Break the ext4 on a device so that no program mends it unasked."""

@@ -192,6 +192,15 @@ class FakeKernel(Kernel):
     def device_is_held(self, device: str) -> bool:
         return self.devices.is_open(self._block_device(device).path)
 
+    def device_partitions(self, device: str) -> list[str]:
+        return self._block_device(device).partitions
+
+    def device_holders(self, device: str) -> list[str]:
+        return self._block_device(device).holders
+
+    def device_is_swap(self, device: str) -> bool:
+        return self._block_device(device).swap
+
     def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         found = self._block_device(device)
         if found.mounted or found.held:

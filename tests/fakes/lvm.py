@@ -16,7 +16,9 @@ from lvm.command import Result
 from lvm.devicemapper import Raid, Status
 from lvm.devices import Device
 from lvm.layout import LINEAR, Layout
+from mount.filesystem import Signature
 
+_LABEL = "LVM2_member"
 _UUID_GROUPS = (6, 4, 4, 4, 4, 4, 6)
 
 
@@ -87,6 +89,7 @@ class FakeLvm:
         self.groups: dict[str, FakeGroup] = {}
         self.version = "2.03.16(2) (2022-05-18)"
         self._devices = devices
+        self._confined: set[str] = set()
         self._serial = itertools.count(1)
 
     def add_group(
@@ -122,8 +125,8 @@ class FakeLvm:
     def __call__(self, words: Sequence[str]) -> Result:
         """Carry out `lvm SUBCOMMAND …`."""
         arguments = _Arguments(words[2:])
-        for option in ("--devices", "--config"):
-            arguments.take(option)
+        arguments.take("--config")
+        self._confined = set(filter(None, arguments.take("--devices").split(",")))
         try:
             command = {
                 "version": self._version,
@@ -166,7 +169,9 @@ class FakeLvm:
         columns = {}
         while part := arguments.take("--configreport"):
             columns[part] = arguments.take("--options").split(",")
-        rows = [self._report(group) for group in self.groups.values()]
+        rows = [self._report(group) for group in self.groups.values() if self._sees(group)]
+        if orphans := self._orphans():
+            rows.append({"pv": orphans, "pvseg": []})
         chosen = [
             {
                 part: [{key: row[key] for key in columns[part]} for row in rows_of_part]
@@ -224,8 +229,31 @@ class FakeLvm:
             "seg": [],
         }
 
+    def _sees(self, group: FakeGroup) -> bool:
+        return not self._confined or any(disk.name in self._confined for disk in group.disks)
+
+    def _orphans(self) -> list[dict[str, str]]:
+        """Disks that lvm2 has labelled, and no group has: they are reported without a group."""
+        taken = {disk.name for group in self.groups.values() for disk in group.disks}
+        return [
+            {
+                "pv_name": device.path,
+                "pv_uuid": device.contents.uuid,
+                "pv_pe_count": "0",
+                "pv_pe_alloc_count": "0",
+                "pv_missing": "",
+                "pv_allocatable": "",
+            }
+            for device in self._devices
+            if device.contents is not None
+            and device.contents.fs_type == _LABEL
+            and device.path not in taken
+            and (not self._confined or device.path in self._confined)
+        ]
+
     def _vgcreate(self, arguments: "_Arguments") -> str:
-        assert arguments.flag("--yes")
+        assert arguments.flag("--quiet")
+        assert arguments.flag("--quiet")
         tags = set(arguments.take_all("--addtag"))
         name, *paths = arguments.rest()
         if name in self.groups:
@@ -234,6 +262,8 @@ class FakeLvm:
         disks = []
         for path in paths:
             device = self._devices.get(path)
+            assert device.contents is None or device.contents.fs_type == _LABEL, "not blank"
+            device.contents = Signature(_LABEL, "raid", self._uuid())
             # The first extent's worth holds the metadata, as with lvm2's default alignment.
             disks.append(FakeDisk(path, self._uuid(), (device.size_bytes - (1 << 20)) // extent))
         self.groups[name] = FakeGroup(name, self._uuid(), extent, disks, tags)

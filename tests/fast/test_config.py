@@ -23,7 +23,8 @@ def load(
 def test_nothing_configured_is_one_class_on_a_file(tmp_path: Path) -> None:
     found = load(tmp_path)
     assert found.classes == (config.EMBEDDED_CLASS,)
-    assert found.backing == config.BackingFile(config.EMBEDDED_FILE, None)
+    file = config.BackingFile(config.EMBEDDED_FILE, None)
+    assert found.foundations == (config.Foundation("carver", file=file),)
     assert found.endpoint == config.DEFAULT_SOCKET
 
 
@@ -92,7 +93,7 @@ def test_classes_name_their_groups(tmp_path: Path) -> None:
     """
     found = load(tmp_path, text)
     assert found.groups == ("nvme", "disks")
-    assert found.backing is None
+    assert found.foundations == ()
     assert found.device_class("") == found.device_class("fast")
     bulk = found.device_class("bulk")
     assert bulk is not None
@@ -105,14 +106,68 @@ def test_classes_name_their_groups(tmp_path: Path) -> None:
     [("4096", 4096), ("512MiB", 512 << 20), ("10G", 10 << 30), ("2TB", 2 * 10**12), ("1Ki", 1024)],
 )
 def test_sizes_are_read_with_their_units(tmp_path: Path, text: str, size: int) -> None:
-    backing = load(tmp_path, f'file_size = "{text}"').backing
-    assert backing is not None
-    assert backing.size_bytes == size
+    [foundation] = load(tmp_path, f'file_size = "{text}"').foundations
+    assert foundation.file is not None
+    assert foundation.file.size_bytes == size
+
+
+def test_a_group_says_what_it_is_made_of(tmp_path: Path) -> None:
+    text = """
+        classes = [{name = "a", group = "disks"}, {name = "b", group = "file"}]
+        [[groups]]
+        name = "disks"
+        devices = ["/dev/sdb", "/dev/disk/by-id/x"]
+        [[groups]]
+        name = "file"
+        file = "/srv/file.img"
+        file_size = "1GiB"
+    """
+    assert load(tmp_path, text).foundations == (
+        config.Foundation("disks", ("/dev/sdb", "/dev/disk/by-id/x")),
+        config.Foundation("file", file=config.BackingFile(Path("/srv/file.img"), 1 << 30)),
+    )
+
+
+def test_the_group_of_the_class_that_is_there_anyway_may_be_of_devices(tmp_path: Path) -> None:
+    found = load(tmp_path, '[[groups]]\nname = "carver"\ndevices = ["/dev/sdb"]')
+    assert found.classes == (config.EMBEDDED_CLASS,)
+    assert found.foundations == (config.Foundation("carver", ("/dev/sdb",)),)
+
+
+CLASS = "classes = [{name = 'n', group = 'g'}]\n"
 
 
 @pytest.mark.parametrize(
     ("text", "key", "words"),
     [
+        ('groups = "x"', "groups", ["[[groups]]"]),
+        ("[[groups]]\ndevices = ['/dev/sdb']", "groups[0].name", ["required"]),
+        (CLASS + "groups = [{name = 'g'}]", "groups[0]", ["either devices or a file"]),
+        (
+            CLASS + "groups = [{name = 'g', devices = ['/dev/sdb'], file = '/x'}]",
+            "groups[0]",
+            ["either devices or a file"],
+        ),
+        (
+            CLASS + "groups = [{name = 'g', devices = ['/dev/sdb'], file_size = '1G'}]",
+            "groups[0].file_size",
+            ["on a file"],
+        ),
+        (CLASS + "groups = [{name = 'g', devices = []}]", "groups[0].devices", ["one absolute"]),
+        (CLASS + "groups = [{name = 'g', devices = ['sdb']}]", "groups[0].devices", ["absolute"]),
+        (CLASS + "groups = [{name = 'g', file = 'x'}]", "groups[0].file", ["absolute"]),
+        (CLASS + "groups = [{name = 'g', disks = []}]", "groups[0].disks", ["not a key"]),
+        (CLASS + "groups = [{name = 'h', file = '/x'}]", "groups[0].name", ["no class", "h"]),
+        (
+            CLASS + "groups = [{name = 'g', file = '/x'}, {name = 'g', file = '/y'}]",
+            "groups[1].name",
+            ["listed twice"],
+        ),
+        (
+            CLASS + "groups = [{name = 'g', devices = ['/dev/sdb', '/dev/sdb']}]",
+            "groups[0]",
+            ["/dev/sdb is listed twice"],
+        ),
         ("colour = 1", "colour", ["not a setting", "node_id", "classes"]),
         ('node_id = "a b"', "node_id", ["'a b'", "letters"]),
         (f'node_id = "{"n" * 129}"', "node_id", ["128"]),

@@ -50,6 +50,11 @@ def test_every_key_of_a_class_is_documented_and_no_other() -> None:
     assert first_cells(documented) == set(config.CLASS_KEYS)
 
 
+def test_every_key_of_a_group_is_documented_and_no_other() -> None:
+    documented = section(text_of("docs/configuration.md"), "Groups that Carver makes")
+    assert first_cells(documented) == set(config.GROUP_KEYS)
+
+
 def test_every_parameter_of_a_storage_class_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "StorageClass parameters")
     parameters = {calls.PARAMETER_PREFIX + one for one in calls.PARAMETERS}

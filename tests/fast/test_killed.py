@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import configured
 import pytest
 from fakes.host import FakeHost
 from model import operations as do
@@ -13,6 +14,9 @@ from model.machine import Machine
 from model.operations import MIB, Outcome, Use
 from model.stopping import CHANGING, Killed, Switch
 
+from agent import founding
+from agent.config import BackingFile, Config, DeviceClass, Foundation
+from agent.founding import Foundations
 from lvm.command import Result
 from mount.syscalls import Kernel
 
@@ -211,6 +215,39 @@ def test_what_a_killed_call_left_can_be_undone_without_a_trace(name: str, tmp_pa
             trial.machine.stop()
 
 
+def test_a_start_that_was_killed_while_it_made_groups_is_made_good_by_the_next(
+    tmp_path: Path,
+) -> None:
+    def machine(name: str) -> tuple[FakeHost, Config]:
+        host = FakeHost(tmp_path)
+        disks = [host.new_device(40 * MIB) for _ in range(3)]
+        classes = tuple(DeviceClass(name=one, group=one) for one in ("disks", "other", "file"))
+        foundations = (
+            Foundation("disks", tuple(disks[:2])),
+            Foundation("other", tuple(disks[2:])),
+            Foundation("file", file=BackingFile(tmp_path / name, 64 * MIB)),
+        )
+        return host, configured.carver(tmp_path, classes=classes, foundations=foundations)
+
+    def start(host: FakeHost, config: Config, switch: Switch) -> Foundations:
+        switch.counting = True
+        return founding.lay(switch.run(host.run), switch.kernel(host.kernel), config)[1]
+
+    whole = Switch()
+    start(*machine("whole"), whole)
+    assert whole.taken.count("lvm vgcreate") == 3
+    for stop_at in range(len(whole.taken)):
+        for before in (True, False):
+            host, config = machine(f"{stop_at}{before}")
+            with pytest.raises(Killed):
+                start(host, config, Switch(stop_at, before=before))
+            laid = start(host, config, Switch())
+            assert laid.failures == {}
+            sizes = {name: len(group.disks) for name, group in host.lvm2.groups.items()}
+            assert sizes == {"disks": 2, "other": 1, "file": 1}
+            assert len(host.kernel.loop_devices()) == 1
+
+
 def test_every_call_of_the_model_is_killed() -> None:
     assert {type(case.call) for case in CASES.values()} | set(UNSTOPPED) == set(do.Call.__args__)
 
@@ -219,7 +256,8 @@ def test_every_operation_that_changes_something_is_a_step() -> None:
     public = {name for name in vars(Kernel) if not name.startswith("_")}
     looking = {
         *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
-        *("device_size_bytes", "device_is_read_only", "device_is_held"),
+        *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap"),
+        *("device_partitions", "device_holders"),
         *("has_new_mount_calls", "loop_devices", "loop_free", "loop_status", "error_counters"),
     }
     assert public == CHANGING | looking

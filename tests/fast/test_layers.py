@@ -47,7 +47,7 @@ def test_mechanism_knows_neither_policy_nor_transport_nor_the_other_mechanism() 
 @pytest.mark.parametrize(
     "policy",
     [
-        *("ephemeral", "provision", "snapshots", "access", "wiping", "inventory", "embedded"),
+        *("ephemeral", "provision", "snapshots", "access", "wiping", "inventory", "founding"),
         *("holders", "paging"),
     ],
 )
@@ -83,10 +83,11 @@ ORDER = (
     "server",
     "identity controller node interceptor metrics monitor",
     "condition status secrets readiness registration ephemeral",
-    "access provision snapshots embedded preflight",
+    "access provision snapshots preflight",
     "wiping",
     "holders paging",
     "inventory calls",
+    "founding",
     "config",
     "ids locks log client sockets",
     "errors",

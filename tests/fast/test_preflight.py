@@ -11,10 +11,10 @@ from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
 from agent import cli, preflight, server
-from agent.config import BackingFile, Config
+from agent.config import BackingFile, Config, Foundation
 from agent.preflight import FAIL, PASS, WARN, Finding, Node
 from agent.server import Host
-from lvm import layout, report
+from lvm import groups, layout, report
 from lvm.command import Result
 from lvm.layout import Layout
 from mount.syscalls import Kernel
@@ -138,7 +138,9 @@ def without_device(place: Place) -> None:
 
 
 def on_a_file(place: Place) -> None:
-    place.settings = replace(place.settings, backing=BackingFile(Path("/x"), None))
+    place.settings = replace(
+        place.settings, foundations=(Foundation("data", file=BackingFile(Path("/x"))),)
+    )
     without("/dev/loop-control")(place)
 
 
@@ -184,6 +186,27 @@ class OldKernel(FakeKernel):
         return False
 
 
+def listed(place: Place, group: str, *devices: str) -> None:
+    place.settings = replace(place.settings, foundations=(Foundation(group, devices),))
+
+
+def unmade_group(place: Place) -> None:
+    listed(place, "group0", "/dev/sdx")
+    without_group(place)
+
+
+def other_group(place: Place) -> None:
+    listed(place, "group0", place.host.new_device(1 << 30))
+
+
+def new_disk(place: Place) -> None:
+    first, second = (place.host.new_device(1 << 30) for _ in range(2))
+    groups.create(place.host.lvm, "made", [first], {})
+    classes = (replace(place.settings.classes[0], group="made"),)
+    place.settings = replace(place.settings, classes=classes)
+    listed(place, "made", first, second)
+
+
 def no_raid(place: Place) -> None:
     with_class(place, "raid1")
     place.file(f"/lib/modules/{RELEASE}/modules.dep", "kernel/drivers/md/dm-snapshot.ko:\n")
@@ -215,6 +238,9 @@ LACKS: list[tuple[Callable[[Place], None], str, str, str]] = [
     (sick_lvm2, "lvm2", FAIL, "exit code 3"),
     (lvm2_on_a_host_that_cannot_be_entered, "lvm2", FAIL, "nsenter"),
     (without_group, "groups", FAIL, "group0 is not on this node"),
+    (unmade_group, "groups", FAIL, "which Carver makes of /dev/sdx"),
+    (other_group, "groups", FAIL, "which Carver did not make"),
+    (new_disk, "groups", WARN, "is none of its disks"),
     (without_disk, "groups", WARN, "misses 1 of its disks"),
     (sick_lvm2, "groups", FAIL, "exit code 3"),
     (old_kernel, "kernel", WARN, "5.12"),

@@ -23,7 +23,7 @@ from fakes.kubelet import FakeKubelet
 
 from agent import cli, errors, log, preflight, secrets, server
 from agent.client import Client, block
-from agent.config import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config
+from agent.config import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config, Foundation
 from agent.inventory import Inventory
 from agent.readiness import Readiness
 from agent.server import Host
@@ -42,7 +42,17 @@ def fake(tmp_path: Path) -> FakeHost:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def file(tmp_path: Path) -> BackingFile:
+    return BackingFile(tmp_path / "state" / "carver.img", 256 * MIB)
+
+
+def on(config: Config, file: BackingFile) -> Config:
+    """The configuration with its group on another file."""
+    return replace(config, foundations=(Foundation("carver", file=file),))
+
+
+@pytest.fixture
+def config(tmp_path: Path, file: BackingFile) -> Config:
     return configured.carver(
         tmp_path,
         endpoint=tmp_path / "plugins" / "csi.sock",
@@ -50,7 +60,7 @@ def config(tmp_path: Path) -> Config:
         controller_expand=False,
         max_volumes_per_node=7,
         classes=(EMBEDDED_CLASS,),
-        backing=BackingFile(tmp_path / "state" / "carver.img", 256 * MIB),
+        foundations=(Foundation("carver", file=file),),
     )
 
 
@@ -162,64 +172,69 @@ def test_calls_in_flight_end_before_the_service_does(
 
 
 def test_an_embedded_group_is_found_again_at_the_next_start(
-    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, file: BackingFile
 ) -> None:
     first = Running(config, fake, monkeypatch)
-    assert config.backing is not None
-    status = config.backing.path.stat()
+    status = file.path.stat()
     assert (status.st_size, stat.S_IMODE(status.st_mode)) == (256 * MIB, 0o600)
     with Client(config.endpoint) as client:
         made = client.create("pvc-1", MIB, block())
     first.end()
 
-    again = Running(
-        replace(config, backing=replace(config.backing, size_bytes=MIB)), fake, monkeypatch
-    )
+    again = Running(on(config, replace(file, size_bytes=MIB)), fake, monkeypatch)
     with Client(config.endpoint) as client:
         assert client.volumes() == [made]
     again.end()
-    assert config.backing.path.stat().st_size == 256 * MIB
+    assert file.path.stat().st_size == 256 * MIB
 
 
-def serve(config: Config, fake: FakeHost) -> None:
-    server.serve(config, Host(fake.run, fake.kernel, fake.devices))
+def refused(config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """The service starts without its group; Probe and CreateVolume say why."""
+    running = Running(config, fake, monkeypatch)
+    try:
+        with Client(config.endpoint) as client:
+            with expect.code("FAILED_PRECONDITION", "carver", *words):
+                client.probe()
+            with expect.code("FAILED_PRECONDITION", "carver", *words):
+                client.create("pvc-1", MIB, block())
+    finally:
+        running.end()
 
 
-def test_a_file_that_holds_something_else_is_left_untouched(config: Config, fake: FakeHost) -> None:
-    assert config.backing is not None
-    config.backing.path.parent.mkdir()
-    with config.backing.path.open("wb") as file:
-        file.truncate(64 * MIB)
-    fake.write(loop.attach(fake.kernel, str(config.backing.path)), "ext4")
-    with pytest.raises(errors.NotReady, match="holds ext4"):
-        serve(config, fake)
+def test_a_file_that_holds_something_else_is_left_untouched(
+    config: Config, fake: FakeHost, file: BackingFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.path.parent.mkdir()
+    with file.path.open("wb") as opened:
+        opened.truncate(64 * MIB)
+    fake.write(loop.attach(fake.kernel, str(file.path)), "ext4")
+    refused(config, fake, monkeypatch, "holds ext4")
     assert fake.lvm2.groups == {}
 
 
-def test_a_file_too_large_for_its_file_system_is_not_made(config: Config, fake: FakeHost) -> None:
-    assert config.backing is not None
-    huge = replace(config, backing=replace(config.backing, size_bytes=1 << 60))
-    with pytest.raises(errors.NotReady, match="--file-size"):
-        serve(huge, fake)
-    assert config.backing.path.stat().st_size == 0
+def test_a_file_too_large_for_its_file_system_is_not_made(
+    config: Config, fake: FakeHost, file: BackingFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = on(config, replace(file, size_bytes=1 << 60))
+    refused(huge, fake, monkeypatch, "file_size")
+    assert file.path.stat().st_size == 0
 
 
 def test_a_file_without_a_size_takes_half_of_what_is_free(
-    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, file: BackingFile
 ) -> None:
-    assert config.backing is not None
-    half = replace(config, backing=replace(config.backing, size_bytes=None))
+    half = on(config, replace(file, size_bytes=None))
     Running(half, fake, monkeypatch).end()
-    status = os.statvfs(config.backing.path)
+    status = os.statvfs(file.path)
     free = status.f_bavail * status.f_frsize
-    assert free * 0.4 < config.backing.path.stat().st_size < free * 0.6
+    assert free * 0.4 < file.path.stat().st_size < free * 0.6
 
 
-def test_a_directory_that_cannot_be_made_is_told(config: Config, fake: FakeHost) -> None:
-    assert config.backing is not None
-    config.backing.path.parent.write_text("a file")
-    with pytest.raises(errors.NotReady, match="state"):
-        serve(config, fake)
+def test_a_directory_that_cannot_be_made_is_told(
+    config: Config, fake: FakeHost, file: BackingFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file.path.parent.write_text("a file")
+    refused(config, fake, monkeypatch, "state")
 
 
 def test_capabilities_say_what_is_switched_off(config: Config, running: Running) -> None:
@@ -440,13 +455,12 @@ def test_the_service_is_put_together_and_served(
 
 
 def test_a_group_whose_making_was_killed_half_way_is_made_at_the_next_start(
-    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, file: BackingFile
 ) -> None:
-    assert config.backing is not None
-    config.backing.path.parent.mkdir()
-    with config.backing.path.open("wb") as file:
-        file.truncate(64 * MIB)
-    device = loop.attach(fake.kernel, str(config.backing.path))
+    file.path.parent.mkdir()
+    with file.path.open("wb") as opened:
+        opened.truncate(64 * MIB)
+    device = loop.attach(fake.kernel, str(file.path))
     fake.block.get(device).contents = Signature("LVM2_member", "raid")
     Running(config, fake, monkeypatch).end()
     assert list(fake.lvm2.groups) == ["carver"]

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -126,6 +127,16 @@ class RealHost:
         """Read whole blocks of data from a device."""
         with Path(device).open("rb", buffering=0) as opened:
             return os.pread(opened.fileno(), length_bytes, offset_bytes)
+
+    def label(self, device: str) -> None:
+        """Make a device lvm2's, in no group: what vgcreate leaves when it is killed half-way."""
+        Lvm(self._lab.programs, (device,))("pvcreate", "--", device)
+
+    def partition(self, device: str) -> None:
+        """Put a partition table on a device; the kernel has not read it."""
+        entry = struct.pack("<8B2I", 0, 0, 0, 0, 0x83, 0, 0, 0, 2048, 2048)
+        with Path(device).open("r+b") as disk:
+            disk.write(bytes(446) + entry + bytes(48) + b"\x55\xaa")
 
     def damage(self, device: str) -> None:
         """Break the ext4 on a device so that no program mends it unasked."""

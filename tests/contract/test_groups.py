@@ -1,0 +1,237 @@
+"""Groups that Carver makes: of devices that are vacant, or on a file; otherwise nothing is done."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import configured
+import pytest
+from fakes.host import FakeHost
+from real.host import RealHost
+
+from agent import errors, founding
+from agent.config import BackingFile, Config, DeviceClass, Foundation
+from agent.founding import Foundations
+from lvm import report
+from lvm.lvm2 import Lvm
+from mount import loop
+
+AnyHost = FakeHost | RealHost
+MIB = 1 << 20
+DISK = 33 * MIB
+
+
+def of_devices(tmp_path: Path, group: str, *devices: str) -> Config:
+    """A group to be made of devices, to which lvm2 is confined."""
+    return configured.carver(
+        tmp_path, group, devices=devices, foundations=(Foundation(group, devices),)
+    )
+
+
+def lay(host: AnyHost, config: Config) -> tuple[Lvm, Foundations]:
+    return founding.lay(host.run, host.kernel, config)
+
+
+def disks(lvm: Lvm, group: str) -> list[str]:
+    return sorted(disk.name for disk in report.read(lvm).group(group).disks)
+
+
+def refusal(lvm: Lvm, laid: Foundations, group: str) -> str:
+    with pytest.raises(errors.GroupRefused) as refused:
+        laid.group(report.read(lvm), group)
+    return str(refused.value)
+
+
+@pytest.fixture
+def name(tmp_path: Path) -> str:
+    """A group that is not there."""
+    return f"made-{tmp_path.parent.name[-6:]}-{tmp_path.name[-20:]}".replace("_", "-")[:40]
+
+
+def test_a_group_is_made_of_blank_devices_by_one_command_and_left_alone_afterwards(
+    host: AnyHost, tmp_path: Path, name: str
+) -> None:
+    devices = [host.new_device(DISK) for _ in range(3)]
+    config = of_devices(tmp_path, name, *devices)
+
+    lvm, laid = lay(host, config)
+    assert disks(lvm, name) == sorted(devices)
+    assert laid.failures == {}
+    made = laid.group(report.read(lvm), name)
+    assert made.free_extents == 3 * 8
+    assert [words[1] for words in host.commands if words[0] == "lvm"].count("vgcreate") == 1
+
+    host.commands.clear()
+    again, laid = lay(host, config)
+    assert len(host.commands) == 1
+    assert laid.group(report.read(again), name).uuid == made.uuid
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda host, device: host.write(device, "ext4"), ["holds ext4", "wipefs --all"]),
+        (lambda host, device: host.partition(device), ["holds dos", "wipefs --all"]),
+    ],
+    ids=["file system", "partition table"],
+)
+def test_a_device_that_holds_something_is_refused_and_no_other_is_touched(
+    host: AnyHost,
+    tmp_path: Path,
+    name: str,
+    spoil: Callable[[AnyHost, str], None],
+    words: list[str],
+) -> None:
+    blank, other, last = (host.new_device(DISK) for _ in range(3))
+    spoil(host, other)
+    lvm, laid = lay(host, of_devices(tmp_path, name, blank, other, last))
+    for word in (name, other, "restart Carver", *words):
+        assert word in refusal(lvm, laid, name)
+    assert not [words for words in host.commands if "vgcreate" in words]
+    assert name not in report.read(lvm).groups
+
+
+def test_a_device_that_is_mounted_is_refused(host: AnyHost, tmp_path: Path, name: str) -> None:
+    device, place = host.new_device(DISK), host.directory / "place"
+    place.mkdir()
+    host.write(device, "ext4")
+    host.kernel.mount(device, str(place), "ext4", set(), [])
+    lvm, laid = lay(host, of_devices(tmp_path, name, device))
+    assert f"{device} is mounted at {place}" in refusal(lvm, laid, name)
+    host.kernel.unmount(str(place))
+
+
+def test_a_device_that_is_read_only_missing_or_no_device_is_refused(
+    host: AnyHost, tmp_path: Path, name: str
+) -> None:
+    file = tmp_path / "disk"
+    file.write_bytes(bytes(MIB))
+    device = loop.attach(host.kernel, str(file), read_only=True)
+    try:
+        for path, word in (
+            (device, "is read-only"),
+            (str(file), "is not a usable block device"),
+            ("/dev/carver-none", "is not there"),
+        ):
+            lvm, laid = lay(host, of_devices(tmp_path, name, path))
+            assert f"{path} {word}" in refusal(lvm, laid, name)
+    finally:
+        loop.detach(host.kernel, device)
+
+
+def test_a_device_of_another_group_is_refused(host: AnyHost, tmp_path: Path, name: str) -> None:
+    first, second = host.new_device(DISK), host.new_device(DISK)
+    lay(host, of_devices(tmp_path, f"{name}-1", first))
+    config = replace(of_devices(tmp_path, name, second, first), devices=(first, second))
+    lvm, laid = lay(host, config)
+    assert f"{first} holds LVM2_member" in refusal(lvm, laid, name)
+    assert set(report.read(lvm).groups) == {f"{name}-1"}
+
+
+def test_one_device_by_two_names_is_refused(host: AnyHost, tmp_path: Path, name: str) -> None:
+    device, link = host.new_device(DISK), tmp_path / "link"
+    link.symlink_to(device)
+    if isinstance(host, FakeHost):
+        host.block.link(str(link), device)
+    lvm, laid = lay(host, of_devices(tmp_path, name, device, str(link)))
+    assert "same device" in refusal(lvm, laid, name)
+
+
+def test_a_making_that_was_killed_half_way_is_finished(
+    host: AnyHost, tmp_path: Path, name: str
+) -> None:
+    devices = [host.new_device(DISK) for _ in range(2)]
+    host.label(devices[0])
+    lvm, laid = lay(host, of_devices(tmp_path, name, *devices))
+    assert laid.failures == {}
+    assert disks(lvm, name) == sorted(devices)
+
+
+def test_a_disk_without_a_group_keeps_nothing_from_being_read(
+    host: AnyHost, group: str, tmp_path: Path
+) -> None:
+    host.label(device := host.new_device(DISK))
+    known = report.read(host.lvm)
+    assert group in known.groups
+    assert known.orphans == (device,)
+
+
+def test_a_device_that_is_listed_later_is_not_added_but_told(
+    host: AnyHost, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, blank, full = (host.new_device(DISK) for _ in range(3))
+    lay(host, of_devices(tmp_path, name, first))
+    host.write(full, "ext4")
+    with caplog.at_level(logging.WARNING):
+        lvm, laid = lay(host, of_devices(tmp_path, name, first, blank, full))
+    assert f"vgextend {name} {blank}" in caplog.text
+    assert f"{full} holds ext4" in caplog.text
+    known = report.read(lvm)
+    assert laid.absent(laid.group(known, name)) == [blank, full]
+    assert disks(lvm, name) == [first]
+
+
+def test_a_group_of_that_name_on_other_disks_is_refused_unless_carver_made_it(
+    host: AnyHost, group: str, tmp_path: Path, name: str
+) -> None:
+    listed, other = host.new_device(DISK), host.new_device(DISK)
+    config = of_devices(tmp_path, group, listed)
+    there = [disk.name for disk in report.read(host.lvm).group(group).disks]
+    lvm, laid = lay(host, replace(config, devices=(listed, *there)))
+    assert "which Carver did not make" in refusal(lvm, laid, group)
+    assert sorted(there) == disks(lvm, group)
+
+    lay(host, of_devices(tmp_path, name, other))
+    renamed = replace(of_devices(tmp_path, name, listed), devices=(listed, other))
+    lvm, laid = lay(host, renamed)
+    assert laid.group(report.read(lvm), name).name == name
+
+
+def test_groups_on_files_come_back_when_their_loop_devices_are_gone(
+    host: AnyHost, tmp_path: Path, name: str
+) -> None:
+    names = [f"{name}-{number}" for number in range(2)]
+    files = [BackingFile(tmp_path / "state" / one, 65 * MIB) for one in names]
+    config = configured.carver(
+        tmp_path,
+        classes=tuple(DeviceClass(name=one, group=one) for one in names),
+        foundations=tuple(
+            Foundation(one, file=file) for one, file in zip(names, files, strict=True)
+        ),
+    )
+    lvm, laid = lay(host, config)
+    assert laid.failures == {}
+    uuids = {one: laid.group(report.read(lvm), one).uuid for one in names}
+    assert set(uuids) == set(report.read(lvm).groups), "lvm2 is confined to the files"
+    for file in files:
+        assert file.path.stat().st_size == 65 * MIB
+        assert file.path.stat().st_blocks * 512 < 8 * MIB, "sparse"
+
+    for device in lvm.devices:
+        loop.detach(host.kernel, device)
+    lvm, laid = lay(host, config)
+    try:
+        assert {one: laid.group(report.read(lvm), one).uuid for one in names} == uuids
+    finally:
+        for device in lvm.devices:
+            loop.detach(host.kernel, device)
+
+
+def test_a_group_that_cannot_be_made_leaves_the_others_alone(
+    host: AnyHost, tmp_path: Path, name: str
+) -> None:
+    good, bad = host.new_device(DISK), host.new_device(DISK)
+    host.write(bad, "ext4")
+    config = configured.carver(
+        tmp_path,
+        classes=(
+            DeviceClass(name="good", group=name, default=True),
+            DeviceClass(name="bad", group=f"{name}-bad"),
+        ),
+        devices=(good, bad),
+        foundations=(Foundation(f"{name}-bad", (bad,)), Foundation(name, (good,))),
+    )
+    lvm, laid = lay(host, config)
+    assert laid.group(report.read(lvm), name).name == name
+    assert "holds ext4" in refusal(lvm, laid, f"{name}-bad")
