@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agent import errors
-from lvm import layout, names
+from lvm import layout, names, pools
 from lvm.layout import LINEAR, NO_RESERVE, Layout, Reserve
 from mount import filesystem
 
@@ -150,6 +150,29 @@ def parse_snapshot_size(value: object) -> Reserve:
     return size
 
 
+def _percent(value: object) -> float:
+    percent = layout.parse_percent(str(value).removesuffix("%") + "%")
+    if not percent:
+        raise ValueError("a percentage above 0 and up to 100, such as 70")
+    return percent
+
+
+def _ratio(value: object) -> float:
+    if isinstance(value, bool) or not re.fullmatch(r"\d+(\.\d+)?", str(value)):
+        raise ValueError("a number of 1 or more, such as 1.5")
+    if float(str(value)) < 1:
+        raise ValueError("1 or more: what volumes may hold together, as a multiple of the pool")
+    return float(str(value))
+
+
+def _chunk_size(value: object) -> int:
+    size = parse_size(value)
+    least, most = pools.LEAST_CHUNK_BYTES, pools.MOST_CHUNK_BYTES
+    if not least <= size <= most or size & (size - 1):
+        raise ValueError("a power of two from 64KiB to 1GiB")
+    return size
+
+
 @dataclass(frozen=True)
 class Setting:
     """One thing that can be set in the file, by a variable or by a flag."""
@@ -219,7 +242,7 @@ SNAPSHOT_SIZE = Reserve(percent=20)
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """A group and how to carve it. A StorageClass names one."""
+    """A group and how to carve it. A StorageClass names one. `pool` is set for layout thin."""
 
     name: str
     group: str
@@ -229,6 +252,7 @@ class DeviceClass:
     snapshot_size: Reserve = SNAPSHOT_SIZE
     fs_type: str = "ext4"
     mkfs_options: tuple[str, ...] = ()
+    pool: pools.Policy | None = None
 
 
 @dataclass(frozen=True)
@@ -363,6 +387,12 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "stripe_size": parse_size,
     "reserve": _reserve,
     "snapshot_size": parse_snapshot_size,
+    "over_provisioning": _ratio,
+    "pool_size": _reserve,
+    "autoextend_threshold": _percent,
+    "autoextend_percent": _percent,
+    "refuse_above": _percent,
+    "chunk_size": _chunk_size,
     "fs_type": _choice(*filesystem.FILE_SYSTEMS),
     "mkfs_options": _words,
 }
@@ -418,6 +448,7 @@ def _classes(source: str, tables: object) -> tuple[DeviceClass, ...]:
 def _class(source: str, where: str, values: dict[str, Any]) -> DeviceClass:
     try:
         values["layout"] = _layout(values)
+        values["pool"] = _pool(values, values["layout"])
     except ValueError as error:
         raise errors.BadConfig(source, f"{where}.layout", str(error)) from None
     one = DeviceClass(**values)
@@ -467,3 +498,28 @@ def _layout(values: dict[str, Any]) -> Layout:
         mirrors=values.pop("mirrors", 1 if kind in {"raid1", "raid10"} else 0),
         stripe_size_bytes=values.pop("stripe_size", 0),
     )
+
+
+# The keys of a thin class's pool, and the field of its policy that each is.
+POOL_KEYS: Mapping[str, str] = {
+    "over_provisioning": "over_provisioning",
+    "pool_size": "size",
+    "autoextend_threshold": "autoextend_threshold",
+    "autoextend_percent": "autoextend_percent",
+    "refuse_above": "refuse_above",
+    "chunk_size": "chunk_size_bytes",
+}
+
+
+def _pool(values: dict[str, Any], shape: Layout) -> pools.Policy | None:
+    """The pool that a class's keys amount to; they are taken out of `values`."""
+    given = {field: values.pop(key) for key, field in POOL_KEYS.items() if key in values}
+    if not shape.is_thin:
+        if given:
+            keys = ", ".join(key for key, field in POOL_KEYS.items() if field in given)
+            raise ValueError(f"{keys}: only for layout thin, this is {shape.kind}")
+        return None
+    policy = pools.Policy(**given)
+    if policy.autoextend_threshold >= policy.refuse_above:
+        raise ValueError("autoextend_threshold must be less than refuse_above")
+    return policy

@@ -17,6 +17,8 @@ VOLUME_PREFIX = "vol"
 # Inline volumes, which have ids of kubelet's and live as long as their pods.
 INLINE_PREFIX = "eph"
 SNAPSHOT_PREFIX = "snap"
+POOL_PREFIX = "pool"
+WIPE_PREFIX = "wipe"
 
 # The facts that are kept as tags. NAME is on every volume of Carver's, and on no other.
 NAME = "name"
@@ -179,6 +181,10 @@ class Inventory:
             if (volume := _volume(group, logical)) is not None:
                 yield volume
 
+    def own_groups(self, known: report.Report) -> Iterator[report.Group]:
+        """Those of Carver's groups that are there."""
+        return (known.groups[one] for one in self._groups if one in known.groups)
+
     def named(self, known: report.Report, name: str, prefix: str = VOLUME_PREFIX) -> Volume | None:
         """The volume that the CO calls `name`, in whichever of Carver's groups it is."""
         own_name = names.logical_volume(prefix, name)
@@ -252,7 +258,10 @@ class Inventory:
 
     def activate(self, volume: Volume) -> devices.Device:
         """The volume's device; a command only where it is not active. Raises Inactive."""
-        group, name = volume.group.name, volume.name
+        return self.ensure_active(volume.group.name, volume.name)
+
+    def ensure_active(self, group: str, name: str) -> devices.Device:
+        """The device of any logical volume; a command only where it is not active."""
         found = self._devices.find(group, name)
         if found is None:
             volumes.activate(self._lvm, group, name)
@@ -260,6 +269,10 @@ class Inventory:
         if found is None:
             raise lvm_errors.Inactive(group, name)
         return found
+
+    def status(self, group: str, name: str) -> tuple[devices.Status, ...]:
+        """What device-mapper says of an active logical volume, and of all that it stands on."""
+        return self._devices.status(group, name)
 
 
 def _find(known: report.Report, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:

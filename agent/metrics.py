@@ -20,11 +20,12 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
+from agent.carving import Carvings
 from agent.config import DeviceClass
 from agent.inventory import Inventory
 from agent.registration import Registration, State
 from agent.wiping import Wiper
-from lvm import errors, layout, report
+from lvm import errors, report
 from lvm.command import Result, Run
 
 # A time of creation for each counter would be as many series again, and nobody asks for it.
@@ -129,6 +130,7 @@ class _Gauges(Collector):
         registration: Registration,
     ) -> None:
         self._classes = classes
+        self._carvings = Carvings(classes, known)
         self._inventory = known
         self._wiper = wiper
         self._registration = registration
@@ -210,8 +212,7 @@ class _Gauges(Collector):
         )
         for one in self._classes:
             if (group := known.groups.get(one.group)) is not None:
-                reserve_extents = one.reserve.extents(group)
-                largest = layout.maximum_bytes(group, one.layout, reserve_extents)
+                largest = self._carvings.of(one).maximum_bytes(group)
                 available.add_metric([one.name, one.group], largest)
         return available
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from agent import condition, config, founding, inventory, sockets
+from agent.carving import Carvings
 from agent.config import Config, DeviceClass
 from agent.inventory import Inventory
 from agent.server import Host
-from lvm import layout, report
+from lvm import report
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import health, loop, nodes, table, usage
@@ -93,14 +94,14 @@ class Overview:
 def read(settings: Config, host: Host) -> Overview:
     """Look at everything once; raises what lvm2's report raises, and NotReady."""
     known = known_to(settings, host)
-    now = known.read()
+    now, carvings = known.read(), Carvings(settings.classes, known)
     return Overview(
         node=settings.node_id,
         driver=config.DRIVER_NAME,
         version=version("carver"),
         endpoint=str(settings.endpoint),
         serving=sockets.is_served(settings.endpoint),
-        classes=tuple(_class(one, now) for one in settings.classes),
+        classes=tuple(_class(one, now, carvings) for one in settings.classes),
         groups=tuple(_group(name, now) for name in settings.groups),
         volumes=tuple(
             _volume(host.kernel, one, known.device(str(one.id))) for one in known.present(now)
@@ -124,11 +125,9 @@ def places(kernel: Kernel, device: Device) -> tuple[Place, ...]:
     return tuple(Place(one.path, one.read_only) for one in (*whole, *bound))
 
 
-def _class(one: DeviceClass, now: report.Report) -> Class:
+def _class(one: DeviceClass, now: report.Report, carvings: Carvings) -> Class:
     group = now.groups.get(one.group)
-    largest = None
-    if group is not None:
-        largest = layout.maximum_bytes(group, one.layout, one.reserve.extents(group))
+    largest = carvings.of(one).maximum_bytes(group) if group is not None else None
     return Class(one.name, one.group, one.layout.kind, one.fs_type, one.default, largest)
 
 

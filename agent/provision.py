@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agent import calls, errors, holders, inventory, paging
+from agent.carving import Carvings, pool_name
 from agent.config import TOPOLOGY_KEY, Config, DeviceClass
 from agent.ids import VolumeId
 from agent.inventory import Inventory, Volume
 from agent.locks import GroupLocks
 from agent.paging import Part
+from agent.reclaiming import Reclaimer
 from agent.wiping import Wiper
 from lvm import errors as lvm_errors
 from lvm import layout, names, report, tags, volumes
@@ -41,6 +43,7 @@ class Provisioner:
         known: Inventory,
         groups: GroupLocks,
         wiper: Wiper,
+        reclaimer: Reclaimer,
     ) -> None:
         self._config = config
         self._lvm = lvm
@@ -48,6 +51,8 @@ class Provisioner:
         self._inventory = known
         self._groups = groups
         self._wiper = wiper
+        self._reclaimer = reclaimer
+        self._carvings = Carvings(config.classes, known)
 
     @staticmethod
     def logical_name(name: str, prefix: str = inventory.VOLUME_PREFIX) -> str:
@@ -57,7 +62,8 @@ class Provisioner:
     def create(self, call: calls.Create) -> Volume:
         """Make a volume, or find the one that an earlier call made.
 
-        Two commands at most: a report, and lvcreate, which also tags and activates.
+        Two commands: a report, and lvcreate, which also tags and activates; for the first thin
+        volume of a class two more at most, for its pool.
         """
         self._require_here(call.topology)
         one = self._device_class("parameters", call.parameters)
@@ -72,19 +78,13 @@ class Provisioner:
             found = self._inventory.named(known, call.name, prefix)
             if found is not None:
                 return _same(found, facts)
-            reserve = one.reserve.extents(group)
-            if size > (maximum := layout.maximum_bytes(group, one.layout, reserve)):
-                raise errors.NoRoom(group.name, size, maximum, _asked(one, group))
+            carving = self._carvings.of(one)
+            if size > (maximum := carving.maximum_bytes(group)):
+                raise errors.NoRoom(group.name, size, maximum, carving.purpose(group))
             name = self.logical_name(call.name, prefix)
-            volumes.create(
-                self._lvm,
-                group.name,
-                name,
-                size_bytes=size,
-                facts=facts,
-                layout=one.layout,
-                disks=layout.placement(group, one.layout),
-            )
+            if one.layout.is_thin:
+                self._reclaimer.keep(group, pool_name(one.name))
+            carving.create(self._lvm, group, name, size, facts)
         made = Volume(VolumeId.of(group, name), group, name, size, facts)
         self._wiper.forget(str(made.id))
         return made
@@ -99,17 +99,27 @@ class Provisioner:
     def delete(self, volume_id: str) -> None:
         """Wipe and remove a volume; no volume of that id is no error.
 
-        A wipe that takes long goes on behind the answer: see agent/wiping.py.
+        A wipe that takes long goes on behind the answer: see agent/wiping.py, and for thin volumes
+        agent/reclaiming.py.
         """
         try:
-            volume = self._inventory.get(self._inventory.read(), volume_id)
+            # So that of two that go at once, one sees that it is the last of its pool.
+            with self._groups.hold(inventory.group_of(volume_id)):
+                volume = self._inventory.get(self._inventory.read(), volume_id)
+                if held := snapshots_of(volume):
+                    raise errors.HasSnapshots(
+                        volume_id, held, "they are nothing without it; delete them first"
+                    )
+                if volume.layout.is_thin:
+                    # It takes nothing along: its pool zeroes what it gives out.
+                    holders.require_unused(self._kernel, self._inventory, volume)
+                    volumes.remove(self._lvm, volume.group.name, volume.name)
         except errors.NoSuchVolume:
             return
-        if held := snapshots_of(volume):
-            raise errors.HasSnapshots(
-                volume_id, held, "they are nothing without it; delete them first"
-            )
-        self._wiper.delete(volume)
+        if volume.layout.is_thin:
+            self._reclaimer.after(volume, self._wiper.grace_seconds)
+        else:
+            self._wiper.delete(volume)
 
     def get(self, volume_id: str) -> Volume:
         """The volume of that id; raises NoSuchVolume."""
@@ -142,16 +152,13 @@ class Provisioner:
                 )
             if wanted <= volume.size_bytes:
                 return volume
-            logical = group.volume(volume.name)
-            reserve = self._reserve(volume).extents(group)
+            carving = self._carvings.of_volume(volume)
             more = wanted - volume.size_bytes
-            room = layout.maximum_growth_bytes(group, logical, volume.layout, reserve)
-            if more > room:
-                raise errors.NoRoom(group.name, more, room, f"more for {volume.layout.kind}")
-            if logical.active and (held := snapshots_of(volume)):
+            if more > (room := carving.maximum_growth_bytes(volume)):
+                raise errors.NoRoom(group.name, more, room, f"more {carving.purpose(group)}")
+            if group.volume(volume.name).active and (held := snapshots_of(volume)):
                 self._take_out_of_use(volume, held)
-            disks = layout.growth_placement(group, logical, volume.layout)
-            volumes.extend(self._lvm, group.name, volume.name, size_bytes=wanted, disks=disks)
+            carving.extend(self._lvm, volume, wanted)
         return replace(volume, size_bytes=wanted)
 
     def _take_out_of_use(self, volume: Volume, snapshots: Sequence[str]) -> None:
@@ -174,7 +181,7 @@ class Provisioner:
             return Capacity(0, 0, 0)
         parameters = with_defaults(call.parameters, call.capabilities, one)
         group = self._inventory.group(self._inventory.read(), one.group)
-        maximum = layout.maximum_bytes(group, one.layout, one.reserve.extents(group))
+        maximum = self._carvings.of(one).maximum_bytes(group)
         least = calls.SizeRange(1)
         minimum = planned_bytes(least, call.capabilities, parameters, group, one.layout)
         # What several smaller volumes could have beside the largest is not promised.
@@ -202,11 +209,6 @@ class Provisioner:
             known = [one.name for one in self._config.classes]
             raise errors.NotAllowed(f"{field}[class]", parameters.device_class, known)
         return found
-
-    def _reserve(self, volume: Volume) -> layout.Reserve:
-        """What the volume's class keeps free; a class that is configured no more keeps nothing."""
-        one = self._config.device_class(volume.facts.get("class", ""))
-        return one.reserve if one is not None else layout.NO_RESERVE
 
     def _require_here(self, topology: calls.Topology) -> None:
         places = topology.requisite or topology.preferred
@@ -285,12 +287,6 @@ def snapshots_of(volume: Volume) -> list[str]:
 def context_of(facts: Mapping[str, str]) -> dict[str, str]:
     """The volume_context that a volume's facts amount to."""
     return {calls.PARAMETER_PREFIX + key: facts[key] for key in calls.PARAMETERS if key in facts}
-
-
-def _asked(one: DeviceClass, group: report.Group) -> str:
-    """What a class asks of its group, for the error that says it is not there."""
-    disks = sum(1 for disk in group.disks if disk.free_extents)
-    return f"for {one.layout.kind} on {one.layout.disks} of {disks} disks with room"
 
 
 def _facts(

@@ -29,6 +29,7 @@ from agent.locks import GroupLocks, VolumeLocks
 from agent.node import Node
 from agent.provision import Provisioner
 from agent.readiness import Readiness
+from agent.reclaiming import Reclaimer
 from agent.registration import Registration
 from agent.snapshots import Snapshotter
 from agent.wiping import Wiper
@@ -81,7 +82,10 @@ class Service:
         self.readiness = Readiness(known, self.node)
         volume_locks, group_locks = VolumeLocks(), GroupLocks()
         self.wiper = Wiper(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
-        provision = Provisioner(config, lvm, host.kernel, known, group_locks, self.wiper)
+        self.reclaimer = Reclaimer(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
+        provision = Provisioner(
+            config, lvm, host.kernel, known, group_locks, self.wiper, self.reclaimer
+        )
         snapshotter = Snapshotter(config, lvm, known, group_locks, self.wiper)
         access = Access(
             host.run, lvm, host.kernel, known, group_locks, self.wiper, config.kubelet_dir
@@ -123,6 +127,7 @@ class Service:
         self.ephemeral.stop()
         self._server.stop(_DRAIN_SECONDS).wait()
         self.wiper.stop()
+        self.reclaimer.stop()
 
 
 def serve(config: Config, host: Host) -> None:
@@ -135,7 +140,7 @@ def serve(config: Config, host: Host) -> None:
         lvm, foundations = founding.lay(host.run, host.kernel, config)
         service = Service(config, host, lvm, metrics.count_call if metrics else None, foundations)
         ended = _until_signal()
-        _resume(service.wiper)
+        _resume(service.wiper, service.reclaimer)
         service.start(config.endpoint)
         ending.callback(service.stop)
         registration = Registration(config.registration_directory, config.endpoint)
@@ -180,10 +185,10 @@ def _tell(findings: Sequence[preflight.Finding]) -> None:
             )
 
 
-def _resume(wiper: Wiper) -> None:
+def _resume(wiper: Wiper, reclaimer: Reclaimer) -> None:
     """Take up the wipes that are left; where lvm2 does not answer, Probe will say so."""
     try:
-        left = wiper.resume()
+        left = wiper.resume() + reclaimer.resume()
     except lvm_errors.LvmError as error:
         _log.warning("wipes that are left are not gone on with: %s", error)
         return

@@ -4,6 +4,7 @@ import logging
 import time
 
 from agent import calls, errors, inventory, paging
+from agent.carving import Carvings
 from agent.config import SNAPSHOT_SIZE, Config
 from agent.ids import VolumeId
 from agent.inventory import Inventory, Snapshot, Volume
@@ -30,6 +31,7 @@ class Snapshotter:
         self._inventory = known
         self._groups = groups
         self._wiper = wiper
+        self._carvings = Carvings(config.classes, known)
 
     @staticmethod
     def logical_name(name: str) -> str:
@@ -119,11 +121,9 @@ class Snapshotter:
         """What a copy-on-write snapshot of the volume gets; raises NoRoom."""
         one = self._config.device_class(volume.facts.get("class", ""))
         wish = call.size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
-        reserve = layout.NO_RESERVE if one is None else one.reserve
         group = volume.group
         size = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
-        room = layout.maximum_bytes(group, reserve_extents=reserve.extents(group))
-        if size > room:
+        if size > (room := self._carvings.beside_bytes(volume)):
             raise errors.NoRoom(group.name, size, room, f"for a snapshot of {volume.name}")
         return size
 

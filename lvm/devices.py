@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from lvm import names
-from lvm.devicemapper import DeviceMapper, Status
+from lvm.devicemapper import DeviceMapper
+from lvm.devicemapper import Status as Status
 
 _SYS_BLOCK = Path("/sys/block")
 _SYS_BY_NUMBER = Path("/sys/dev/block")

@@ -39,6 +39,8 @@ _KINDS = {
     "raid5": _Kind(least_stripes=2, striped=True, parity=1, metadata_extents=1),
     "raid6": _Kind(least_stripes=3, striped=True, parity=2, metadata_extents=1),
     "raid10": _Kind(least_stripes=2, striped=True, mirrored=True, metadata_extents=1),
+    # In a pool, which lies on the disks: lvm/pools.py.
+    "thin": _Kind(),
 }
 KINDS = tuple(_KINDS)
 
@@ -78,6 +80,11 @@ class Layout:
     def is_linear(self) -> bool:
         """Whether a volume may lie on any disks, one after the other."""
         return self.kind == "linear"
+
+    @property
+    def is_thin(self) -> bool:
+        """Whether a volume lies in a pool and takes what it uses."""
+        return self.kind == "thin"
 
     @property
     def metadata_extents(self) -> int:

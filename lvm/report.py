@@ -19,6 +19,8 @@ Row = Mapping[str, str]
 
 # lvm(8): what lvm2 appends to a volume's name for the images of a RAID volume, and their metadata.
 _PART = re.compile(r"_r(image|meta)_\d+$")
+# lib/metadata/pool_manip.c of lvm2: the one spare of a group.
+_SPARE = "[lvol0_pmspare]"
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class LogicalVolume:
     # A copy-on-write snapshot whose area was full once: what it holds is no snapshot any more.
     overflowed: bool = False
     read_only: bool = False
+    # Of a pool.
+    metadata_size_bytes: int = 0
 
     @property
     def is_copy_on_write(self) -> bool:
@@ -79,6 +83,8 @@ class Group:
     missing_disks: int
     disks: tuple[PhysicalVolume, ...] = ()
     volumes: Mapping[str, LogicalVolume] = field(default_factory=dict)
+    # What lvm2 keeps for the repair of pools' metadata.
+    spare_extents: int = 0
 
     @property
     def free_extents(self) -> int:
@@ -118,9 +124,10 @@ _COLUMNS = {
     "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count",
     "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_device_open,lv_layout,pool_lv,origin,"
-    "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions",
+    "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions,"
+    "lv_metadata_size",
     # What lies on each disk, parts of a volume by names of their own.
-    "pvseg": "pv_uuid,lv_name",
+    "pvseg": "pv_uuid,lv_name,pvseg_size",
     # Not used; one column keeps the report short.
     "seg": "seg_start",
 }
@@ -158,6 +165,7 @@ def _group(part: Mapping[str, Any]) -> Group:
         missing_disks=int(row["vg_missing_pv_count"]),
         disks=tuple(_physical_volume(disk) for disk in part["pv"]),
         volumes={volume.name: volume for volume in volumes},
+        spare_extents=sum(int(r["pvseg_size"]) for r in part["pvseg"] if r["lv_name"] == _SPARE),
     )
 
 
@@ -201,6 +209,7 @@ def _logical_volume(group: str, row: Row, disks: Mapping[str, set[str]]) -> Logi
         # Of an inactive one nothing is known: "unknown".
         overflowed=row["lv_snapshot_invalid"] == "snapshot invalid",
         read_only=row["lv_permissions"] == "read-only",
+        metadata_size_bytes=int(row["lv_metadata_size"] or 0),
     )
 
 

@@ -12,6 +12,7 @@ from agent.client import Client, block, mounted
 from agent.config import Config, DeviceClass
 from lvm import report
 from lvm.layout import Layout, Reserve
+from lvm.pools import Policy
 
 AnyHost = FakeHost | RealHost
 MIB = 1 << 20
@@ -25,6 +26,7 @@ LAYOUTS = {
     "raid5": Layout("raid5", stripes=2),
     "raid6": Layout("raid6", stripes=3),
     "raid10": Layout("raid10", stripes=2, mirrors=1),
+    "thin": Layout("thin"),
 }
 
 
@@ -37,7 +39,13 @@ def group(host: AnyHost) -> str:
 @pytest.fixture
 def config(config: Config, group: str) -> Config:
     classes = [
-        DeviceClass(name=name, group=group, layout=shape, default=name == "linear")
+        DeviceClass(
+            name=name,
+            group=group,
+            layout=shape,
+            default=name == "linear",
+            pool=Policy() if shape.is_thin else None,
+        )
         for name, shape in LAYOUTS.items()
     ]
     spare = DeviceClass(name="spare", group=group, reserve=Reserve(percent=50))

@@ -13,7 +13,7 @@ from fakes.devices import FakeDevices, Media
 
 from lvm import names
 from lvm.command import Result
-from lvm.devicemapper import Raid, Status
+from lvm.devicemapper import Raid, Status, ThinPool
 from lvm.devices import Device
 from lvm.layout import LINEAR, Layout
 from mount.filesystem import Signature
@@ -61,6 +61,51 @@ class FakeVolume:
         on_each = max(self.extents.values(), default=0) - self.layout.metadata_extents
         return max(0, on_each) * self.layout.stripes
 
+    def taken(self, disk: str) -> int:
+        """The extents that it has of a disk."""
+        return self.extents.get(disk, 0)
+
+
+@dataclass
+class FakePool(FakeVolume):
+    """A thin pool; its data are its extents. What is used of it is a test's to say."""
+
+    metadata: dict[str, int] = field(default_factory=dict)
+    chunk_size_bytes: int = 0
+    used_data_blocks: int = 0
+    used_metadata_blocks: int = 10
+    mode: str = "rw"
+    needs_check: bool = False
+
+    def taken(self, disk: str) -> int:
+        return self.extents.get(disk, 0) + self.metadata.get(disk, 0)
+
+    def status(self, extent_size_bytes: int) -> ThinPool:
+        """What device-mapper says of it."""
+        size = self.length * extent_size_bytes
+        metadata_blocks = sum(self.metadata.values()) * extent_size_bytes // 4096
+        return ThinPool(
+            size,
+            self.mode,
+            self.needs_check,
+            self.used_data_blocks,
+            size // self.chunk_size_bytes,
+            self.used_metadata_blocks,
+            metadata_blocks,
+        )
+
+
+@dataclass
+class FakeThin(FakeVolume):
+    """A volume in a pool."""
+
+    virtual_extents: int = 0
+    pool: str = ""
+
+    @property
+    def length(self) -> int:
+        return self.virtual_extents
+
 
 @dataclass
 class FakeGroup:
@@ -72,10 +117,18 @@ class FakeGroup:
     disks: list[FakeDisk]
     tags: set[str] = field(default_factory=set)
     volumes: dict[str, FakeVolume] = field(default_factory=dict)
+    # What lvm2 keeps for the repair of pools' metadata, by disk.
+    spare: dict[str, int] = field(default_factory=dict)
 
     def free(self, disk: FakeDisk) -> int:
         """The extents of a disk that no volume has."""
-        return disk.extents - sum(one.extents.get(disk.name, 0) for one in self.volumes.values())
+        taken = sum(one.taken(disk.name) for one in self.volumes.values())
+        return disk.extents - taken - self.spare.get(disk.name, 0)
+
+    def thin(self, pool: str) -> list[FakeThin]:
+        """The volumes in a pool."""
+        found = self.volumes.values()
+        return [one for one in found if isinstance(one, FakeThin) and one.pool == pool]
 
 
 class Failure(Exception):
@@ -115,7 +168,13 @@ class FakeLvm:
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         """The seam `lvm.devices.Devices`."""
         volume = self.groups[group].volumes.get(name) if group in self.groups else None
-        if volume is None or not volume.active or not volume.layout.metadata_extents:
+        if volume is None or not volume.active:
+            return ()
+        if isinstance(volume, FakeThin):
+            volume = self.groups[group].volumes[volume.pool]
+        if isinstance(volume, FakePool):
+            return (volume.status(self.groups[group].extent_size_bytes),)
+        if not volume.layout.metadata_extents:
             return ()
         missing = {disk.name for disk in self.groups[group].disks if disk.missing}
         health = "".join("D" if disk in missing else "A" for disk in volume.extents)
@@ -211,20 +270,20 @@ class FakeLvm:
                     "lv_tags": ",".join(sorted(volume.tags)),
                     "lv_active": "active" if volume.active else "",
                     "lv_device_open": "open" if self._is_open(group, volume) else "",
-                    "lv_layout": volume.layout.kind,
-                    "pool_lv": "",
+                    "lv_layout": _layout_words(volume),
+                    "pool_lv": volume.pool if isinstance(volume, FakeThin) else "",
                     "origin": volume.origin,
                     "lv_health_status": volume.health,
+                    "lv_metadata_size": _metadata_size(volume, group.extent_size_bytes),
                     **_status(volume),
                 }
                 for volume in group.volumes.values()
             ],
             "pvseg": [
-                {"pv_uuid": disk.uuid, "lv_name": name}
+                {"pv_uuid": disk.uuid, "lv_name": name, "pvseg_size": str(size)}
                 for disk in group.disks
-                for volume in group.volumes.values()
-                if disk.name in volume.extents
-                for name in _parts(volume, list(volume.extents).index(disk.name))
+                for name, size in _segments(group, disk.name)
+                if size
             ],
             "seg": [],
         }
@@ -273,6 +332,10 @@ class FakeLvm:
         assert arguments.flag("--yes")
         if arguments.has("--type", "snapshot"):
             return self._snapshot(arguments)
+        if arguments.has("--type", "thin-pool"):
+            return self._lvcreate_pool(arguments)
+        if arguments.has("--type", "thin"):
+            return self._lvcreate_thin(arguments)
         assert (arguments.take("--wipesignatures"), arguments.take("--zero")) == ("y", "y")
         skipped = arguments.take("--setactivationskip") == "y"
         assert arguments.take("--activate") == "y"
@@ -282,8 +345,7 @@ class FakeLvm:
         layout = _layout(arguments)
         group_name, *disks = arguments.rest()
         group = self._group(group_name)
-        if name in group.volumes:
-            raise Failure(f'Logical Volume "{name}" already exists in volume group "{group_name}"')
+        _require_new(group, name)
         extents = -(-size // group.extent_size_bytes)
         volume = FakeVolume(name, self._uuid(), {}, tags, activation_skipped=skipped, layout=layout)
         self._allocate(group, volume, extents, disks)
@@ -304,8 +366,7 @@ class FakeLvm:
         tags = set(arguments.take_all("--addtag"))
         group, origin = self._volume(arguments)
         assert not origin.origin, "Snapshots of snapshots are not supported."
-        if name in group.volumes:
-            raise Failure(f'Logical Volume "{name}" already exists in volume group "{group.name}"')
+        _require_new(group, name)
         area = FakeVolume(name, self._uuid(), {}, tags, activation_skipped=skipped)
         self._allocate(group, area, -(-size // group.extent_size_bytes), ())
         area.read_only, area.origin, area.media = read_only, origin.name, origin.media.copy()
@@ -328,6 +389,66 @@ class FakeLvm:
         if was_active:
             self._activate_one(group, volume)
         return f"  Logical Volume {group.name}/{volume.name} split from its origin.\n"
+
+    def _lvcreate_pool(self, arguments: "_Arguments") -> str:
+        assert arguments.take("--type") == "thin-pool"
+        assert (arguments.take("--zero"), arguments.take("--discards")) == ("y", "passdown")
+        assert arguments.take("--monitor") == "n"
+        skipped = arguments.take("--setactivationskip") == "y"
+        assert arguments.take("--activate") == "y"
+        assert arguments.flag("--ignoreactivationskip") or not skipped
+        chunk = _bytes(arguments.take("--chunksize"))
+        metadata, size = (_bytes(arguments.take(one)) for one in ("--poolmetadatasize", "--size"))
+        name, tags = arguments.take("--name"), set(arguments.take_all("--addtag"))
+        (group_name,) = arguments.rest()
+        group = self._group(group_name)
+        _require_new(group, name)
+        assert metadata >= 2 << 20, "lvm2 would round that up by itself"
+        assert size >= chunk, "lvm2 refuses a pool of less than a chunk"
+        extents, of_metadata = (-(-one // group.extent_size_bytes) for one in (size, metadata))
+        pool = FakePool(
+            *(name, self._uuid(), {}, tags), activation_skipped=skipped, chunk_size_bytes=chunk
+        )
+        missing = self._missing_spare(group, of_metadata)
+        free = [group.free(disk) for disk in _usable(group)]
+        if extents + of_metadata + missing > sum(free) or of_metadata > max(free):
+            raise Failure(f'Volume group "{group.name}" has insufficient free space')
+        group.volumes[name] = pool
+        # In one piece, on one disk.
+        roomiest = max(_usable(group), key=group.free)
+        self._append(group, pool.metadata, of_metadata, [roomiest])
+        self._append(group, pool.extents, extents, _usable(group))
+        self._append(group, group.spare, missing, _usable(group))
+        self._activate(group, pool)
+        return f'  Logical volume "{name}" created.\n'
+
+    @staticmethod
+    def _missing_spare(group: FakeGroup, metadata_extents: int) -> int:
+        return max(0, metadata_extents - sum(group.spare.values()))
+
+    def _lvcreate_thin(self, arguments: "_Arguments") -> str:
+        assert arguments.take("--type") == "thin"
+        skipped = arguments.take("--setactivationskip") == "y"
+        assert arguments.take("--activate") == "y"
+        assert arguments.flag("--ignoreactivationskip") or not skipped
+        size = _bytes(arguments.take("--virtualsize"))
+        pool, name = arguments.take("--thinpool"), arguments.take("--name")
+        tags = set(arguments.take_all("--addtag"))
+        (group_name,) = arguments.rest()
+        group = self._group(group_name)
+        _require_new(group, name)
+        if not isinstance(group.volumes.get(pool), FakePool):
+            raise Failure(f"Thin pool {group_name}/{pool} not found.")
+        volume = FakeThin(
+            *(name, self._uuid(), {}, tags),
+            activation_skipped=skipped,
+            layout=Layout("thin"),
+            virtual_extents=-(-size // group.extent_size_bytes),
+            pool=pool,
+        )
+        group.volumes[name] = volume
+        self._activate(group, volume)
+        return f'  Logical volume "{name}" created.\n'
 
     def _lvchange(self, arguments: "_Arguments") -> str:
         activate = arguments.take("--activate")
@@ -354,6 +475,8 @@ class FakeLvm:
         return ""
 
     def _lvextend(self, arguments: "_Arguments") -> str:
+        if more := arguments.take("--poolmetadatasize"):
+            return self._extend_metadata(arguments, _bytes(more.removeprefix("+")))
         size = _bytes(arguments.take("--size"))
         path, *disks = arguments.rest()
         group, volume = self._found(path)
@@ -367,19 +490,39 @@ class FakeLvm:
             raise Failure(
                 "Snapshot origin volumes can be resized only while inactive: try lvchange -an."
             )
-        self._allocate(group, volume, extents - volume.length, disks)
+        if isinstance(volume, FakeThin):
+            volume.virtual_extents = extents
+        else:
+            self._allocate(group, volume, extents - volume.length, disks)
         if volume.active:
             self._devices.resize(_node(group.name, volume.name), self._size(group, volume))
+        return ""
+
+    def _extend_metadata(self, arguments: "_Arguments", more_bytes: int) -> str:
+        group, pool = self._volume(arguments)
+        assert isinstance(pool, FakePool)
+        more = -(-more_bytes // group.extent_size_bytes)
+        missing = self._missing_spare(group, sum(pool.metadata.values()) + more)
+        free = sum(group.free(disk) for disk in _usable(group))
+        if more + missing > free:
+            raise Failure(f'Volume group "{group.name}" has insufficient free space')
+        self._append(group, pool.metadata, more, _usable(group))
+        self._append(group, group.spare, missing, _usable(group))
         return ""
 
     def _lvremove(self, arguments: "_Arguments") -> str:
         assert arguments.flag("--yes")
         group, volume = self._volume(arguments)
-        self._refuse_open(group, volume)
-        self.deactivate(group.name, volume.name)
-        # With --yes the snapshots of an origin go with it.
-        for one in (volume, *self._snapshots(group, volume)):
-            del group.volumes[one.name]
+        # With --yes the snapshots of an origin go with it, and with a pool what is in it.
+        held = (*group.thin(volume.name), volume)
+        for one in held:
+            self._refuse_open(group, one)
+        for one in held:
+            self.deactivate(group.name, one.name)
+            for gone in (one, *self._snapshots(group, one)):
+                del group.volumes[gone.name]
+        if not any(isinstance(one, FakePool) for one in group.volumes.values()):
+            group.spare.clear()
         return ""
 
     def deactivate(self, group: str, name: str) -> None:
@@ -406,6 +549,8 @@ class FakeLvm:
             node, size = _node(group.name, volume.name), self._size(group, volume)
             self._devices.add(node, size, volume.media).read_only = volume.read_only
             volume.active = True
+            if isinstance(volume, FakeThin):
+                self._activate(group, group.volumes[volume.pool])
 
     @staticmethod
     def _size(group: FakeGroup, volume: FakeVolume) -> int:
@@ -425,19 +570,15 @@ class FakeLvm:
     def _allocate(
         self, group: FakeGroup, volume: FakeVolume, extents: int, names_: Sequence[str]
     ) -> None:
-        usable = [
-            one
-            for one in group.disks
-            if one.allocatable and not one.missing and (one.name in names_ or not names_)
-        ]
+        usable = [one for one in _usable(group) if one.name in names_ or not names_]
         if volume.layout.is_linear:
-            self._append(group, volume, extents, usable)
+            self._append(group, volume.extents, extents, usable)
         else:
             self._spread(group, volume, extents, usable)
 
     @staticmethod
     def _append(
-        group: FakeGroup, volume: FakeVolume, extents: int, usable: Sequence[FakeDisk]
+        group: FakeGroup, area: dict[str, int], extents: int, usable: Sequence[FakeDisk]
     ) -> None:
         free = sum(group.free(disk) for disk in usable)
         if extents > free:
@@ -445,10 +586,10 @@ class FakeLvm:
                 f'Volume group "{group.name}" has insufficient free space ({free} extents):'
                 f" {extents} required."
             )
-        for disk in usable:
-            part = min(extents, group.free(disk))
-            if part:
-                volume.extents[disk.name] = volume.extents.get(disk.name, 0) + part
+        parts = {disk.name: group.free(disk) for disk in usable}
+        for name, available in parts.items():
+            if part := min(extents, available):
+                area[name] = area.get(name, 0) + part
             extents -= part
 
     @staticmethod
@@ -545,6 +686,14 @@ def _layout(arguments: _Arguments) -> Layout:
 
 def _status(volume: FakeVolume) -> dict[str, str]:
     """What lvm2 asks the kernel; of what is not active it knows nothing."""
+    if isinstance(volume, FakePool) and volume.active:
+        told = volume.status(4 << 20)
+        return {
+            "data_percent": f"{told.data_percent:.2f}",
+            "metadata_percent": f"{told.metadata_percent:.2f}",
+            "lv_snapshot_invalid": "",
+            "lv_permissions": "writeable",
+        }
     known = bool(volume.origin) and volume.active
     percent = f"{100.0 if volume.overflowed else volume.data_percent:.2f}" if known else ""
     invalid = "snapshot invalid" if volume.overflowed else ""
@@ -556,11 +705,41 @@ def _status(volume: FakeVolume) -> dict[str, str]:
     }
 
 
-def _parts(volume: FakeVolume, index: int) -> list[str]:
-    """The names under which a volume lies on one of its disks, as lvm2 reports them."""
-    if not volume.layout.metadata_extents:
-        return [volume.name]
-    return [f"[{volume.name}_rimage_{index}]", f"[{volume.name}_rmeta_{index}]"]
+def _require_new(group: FakeGroup, name: str) -> None:
+    if name in group.volumes:
+        raise Failure(f'Logical Volume "{name}" already exists in volume group "{group.name}"')
+
+
+def _usable(group: FakeGroup) -> list[FakeDisk]:
+    return [one for one in group.disks if one.allocatable and not one.missing]
+
+
+def _layout_words(volume: FakeVolume) -> str:
+    if isinstance(volume, FakePool):
+        return "thin,pool"
+    return "thin,sparse" if isinstance(volume, FakeThin) else volume.layout.kind
+
+
+def _metadata_size(volume: FakeVolume, extent_size_bytes: int) -> str:
+    if not isinstance(volume, FakePool):
+        return ""
+    return str(sum(volume.metadata.values()) * extent_size_bytes)
+
+
+def _segments(group: FakeGroup, disk: str) -> Iterator[tuple[str, int]]:
+    """What lies on a disk, by the names that lvm2 reports, and how many extents of it."""
+    for volume in group.volumes.values():
+        size = volume.extents.get(disk, 0)
+        if isinstance(volume, FakePool):
+            yield f"[{volume.name}_tdata]", size
+            yield f"[{volume.name}_tmeta]", volume.metadata.get(disk, 0)
+        elif volume.layout.metadata_extents and size:
+            index, of_metadata = list(volume.extents).index(disk), volume.layout.metadata_extents
+            yield f"[{volume.name}_rimage_{index}]", size - of_metadata
+            yield f"[{volume.name}_rmeta_{index}]", of_metadata
+        else:
+            yield volume.name, size
+    yield "[lvol0_pmspare]", group.spare.get(disk, 0)
 
 
 def _node(group: str, name: str) -> str:

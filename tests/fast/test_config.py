@@ -7,6 +7,8 @@ import pytest
 
 from agent import config, errors
 from agent.config import Config
+from lvm.layout import Reserve
+from lvm.pools import Policy
 
 
 def load(
@@ -99,6 +101,67 @@ def test_classes_name_their_groups(tmp_path: Path) -> None:
     assert bulk is not None
     assert (bulk.fs_type, bulk.mkfs_options) == ("xfs", ("-L", "bulk"))
     assert found.device_class("gold") is None
+
+
+def test_a_thin_class_says_how_its_pool_is_made_promised_and_grown(tmp_path: Path) -> None:
+    text = """
+        [[classes]]
+        name = "plain"
+        group = "data"
+        layout = "thin"
+        [[classes]]
+        name = "generous"
+        group = "data"
+        layout = "thin"
+        over_provisioning = 2.5
+        pool_size = "10GiB"
+        autoextend_threshold = "60%"
+        autoextend_percent = 50
+        refuse_above = 85
+        chunk_size = "256KiB"
+    """
+    plain, generous = load(tmp_path, text).classes
+    assert plain.layout.is_thin
+    assert plain.pool == Policy()
+    assert generous.pool == Policy(2.5, Reserve(size_bytes=10 << 30), 60.0, 50.0, 85.0, 256 << 10)
+    assert load(tmp_path, "[[classes]]\nname = 'n'\ngroup = 'g'").classes[0].pool is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("over_provisioning", "0.5", ["1 or more"]),
+        ("over_provisioning", "true", ["1 or more"]),
+        ("autoextend_threshold", "0", ["up to 100"]),
+        ("autoextend_percent", "'much'", ["up to 100"]),
+        ("refuse_above", "101", ["up to 100"]),
+        ("chunk_size", "'96KiB'", ["power of two"]),
+        ("chunk_size", "'2GiB'", ["64KiB to 1GiB"]),
+        ("pool_size", "'all'", ["a size is"]),
+    ],
+)
+def test_what_no_pool_can_be_is_refused_with_what_can(
+    tmp_path: Path, key: str, value: str, words: list[str]
+) -> None:
+    text = f"[[classes]]\nname = 'n'\ngroup = 'g'\nlayout = 'thin'\n{key} = {value}"
+    with pytest.raises(errors.BadConfig) as refused:
+        load(tmp_path, text)
+    assert refused.value.key == f"classes[0].{key}"
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("layout = 'linear'\nover_provisioning = 2", "over_provisioning: only for layout thin"),
+        ("layout = 'thin'\nstripes = 2", "thin has no stripes"),
+        ("layout = 'thin'\nautoextend_threshold = 95", "less than refuse_above"),
+    ],
+)
+def test_keys_that_contradict_each_other_are_refused(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(errors.BadConfig, match=words):
+        load(tmp_path, f"[[classes]]\nname = 'n'\ngroup = 'g'\n{text}")
 
 
 @pytest.mark.parametrize(

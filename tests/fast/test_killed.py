@@ -157,6 +157,7 @@ class Trial:
     def settle(self) -> None:
         """Let wipes that a new process took up come to their end."""
         self.machine.service.wiper._workers.shutdown(wait=True)
+        self.machine.service.reclaimer._worker.shutdown(wait=True)
 
     def undo(self) -> None:
         """What a CO does that gives up; then nothing may be left."""

@@ -48,7 +48,7 @@ def test_mechanism_knows_neither_policy_nor_transport_nor_the_other_mechanism() 
     "policy",
     [
         *("ephemeral", "provision", "snapshots", "access", "wiping", "inventory", "founding"),
-        *("holders", "paging"),
+        *("holders", "paging", "reclaiming", "carving"),
     ],
 )
 def test_policy_names_neither_grpc_nor_the_wire(policy: str) -> None:
@@ -84,8 +84,8 @@ ORDER = (
     "identity controller node interceptor metrics monitor",
     "condition status secrets readiness registration ephemeral",
     "access provision snapshots preflight",
-    "wiping",
-    "holders paging",
+    "wiping reclaiming",
+    "holders paging carving",
     "inventory calls",
     "founding",
     "config",

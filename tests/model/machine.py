@@ -5,6 +5,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import configured
 import grpc
@@ -27,9 +28,9 @@ AnyHost = FakeHost | RealHost
 _OVERHEAD = 0.5
 
 
-def config(group: str, endpoint: Path) -> Config:
+def config(group: str, endpoint: Path, **settings: Any) -> Config:
     """One class, `plain`, on the group."""
-    return configured.carver(endpoint.parent, group, endpoint=endpoint)
+    return configured.carver(endpoint.parent, group, endpoint=endpoint, **settings)
 
 
 @dataclass
@@ -42,6 +43,8 @@ class Machine:
     switch: Switch = field(default_factory=Switch)
     contexts: dict[str, dict[str, str]] = field(default_factory=dict)
     grace_seconds: float = 30
+    # Of the configuration, other than usual.
+    settings: dict[str, Any] = field(default_factory=dict)
     _serial: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -59,11 +62,12 @@ class Machine:
         endpoint = self.sockets / f"{next(self._serial)}.sock"
         lvm = replace(self.host.lvm, run=run)
         host = Host(run, switch.kernel(self.host.kernel), switch.devices(self.host.devices))
-        self.service = Service(config(self.group, endpoint), host, lvm)
+        self.service = Service(config(self.group, endpoint, **self.settings), host, lvm)
         self.service.wiper.grace_seconds = self.grace_seconds
         server = self.service._server
         switch.on_death = lambda: server.stop(0)
         self.service.wiper.resume()
+        self.service.reclaimer.resume()
         self.service.start(endpoint)
         self.client = Client(endpoint)
         switch.counting = True

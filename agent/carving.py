@@ -1,0 +1,222 @@
+"""How volumes are cut from a group: thick, or thin out of a pool. Each class does it in one way.
+
+Both say how much there is by the arithmetic that they make and grow volumes by. What a pool
+promised and has not got yet is kept free by all others of its group.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from agent import inventory
+from agent.config import DeviceClass
+from agent.inventory import Inventory, Volume
+from lvm import layout, names, pools, report, tags, thin, volumes
+from lvm.layout import Layout
+from lvm.lvm2 import Lvm
+from lvm.pools import Policy, Pool
+
+# Facts of a pool, beside its state; it has no name of a caller's.
+CLASS = "class"
+CHUNK = "chunk"
+
+# Extents of a group that are not to be taken.
+Kept = Callable[[report.Group], int]
+
+
+def pool_name(device_class: str) -> str:
+    """The logical volume's name of a class's pool."""
+    return names.logical_volume(inventory.POOL_PREFIX, device_class)
+
+
+def wipe_name(device_class: str) -> str:
+    """The name of the volume that a class's pool is overwritten through."""
+    return names.logical_volume(inventory.WIPE_PREFIX, device_class)
+
+
+class Carving(Protocol):
+    """One way to take volumes from a group. Sizes are in bytes and whole extents."""
+
+    def maximum_bytes(self, group: report.Group) -> int:
+        """The largest volume that can be made now; one extent more cannot."""
+        ...
+
+    def maximum_growth_bytes(self, volume: Volume) -> int:
+        """By how much a volume can grow."""
+        ...
+
+    def purpose(self, group: report.Group) -> str:
+        """What room is asked for, for the error that says that there is too little."""
+        ...
+
+    def create(
+        self, lvm: Lvm, group: report.Group, name: str, size_bytes: int, facts: Mapping[str, str]
+    ) -> None:
+        """Make, tag and activate a volume; the group's lock is held, the report read within."""
+        ...
+
+    def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
+        """Grow a volume, as `create` makes one."""
+        ...
+
+
+@dataclass(frozen=True)
+class Thick:
+    """Volumes that have all their extents from the start."""
+
+    layout: Layout
+    kept: Kept
+
+    def maximum_bytes(self, group: report.Group) -> int:
+        """The largest volume that can be made now; one extent more cannot."""
+        return layout.maximum_bytes(group, self.layout, self.kept(group))
+
+    def maximum_growth_bytes(self, volume: Volume) -> int:
+        """By how much a volume can grow, on its disks."""
+        group, logical = volume.group, volume.group.volume(volume.name)
+        return layout.maximum_growth_bytes(group, logical, self.layout, self.kept(group))
+
+    def purpose(self, group: report.Group) -> str:
+        """The layout, and the disks it needs."""
+        disks = sum(1 for disk in group.disks if disk.free_extents)
+        return f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room"
+
+    def create(
+        self, lvm: Lvm, group: report.Group, name: str, size_bytes: int, facts: Mapping[str, str]
+    ) -> None:
+        """One command."""
+        volumes.create(
+            lvm,
+            group.name,
+            name,
+            size_bytes=size_bytes,
+            facts=facts,
+            layout=self.layout,
+            disks=layout.placement(group, self.layout),
+        )
+
+    def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
+        """One command, on the volume's disks."""
+        group = volume.group
+        disks = layout.growth_placement(group, group.volume(volume.name), self.layout)
+        volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=disks)
+
+
+@dataclass(frozen=True)
+class Thin:
+    """Volumes that take from their class's pool what is written to them."""
+
+    device_class: str
+    policy: Policy
+    kept: Kept
+    known: Inventory
+
+    def pool(self, group: report.Group) -> Pool:
+        """The class's pool as it is, or as it will be made."""
+        name = pool_name(self.device_class)
+        made = group.volumes.get(name)
+        facts = tags.decode(made.tags) if made else {}
+        chunk = int(facts.get(CHUNK, 0)) or pools.chunk_size_bytes(group, self.policy)
+        return pools.find(group, name, chunk, wipe_name(self.device_class))
+
+    def outstanding_extents(self, group: report.Group) -> int:
+        """What the pool promised and has not got yet."""
+        return pools.outstanding_extents(group, self.pool(group), self.policy)
+
+    def maximum_bytes(self, group: report.Group) -> int:
+        """What may still be promised; nothing while the pool is too full to grow out of it."""
+        if self._refusal(group):
+            return 0
+        return pools.maximum_bytes(group, self.pool(group), self.policy, self.kept(group))
+
+    def maximum_growth_bytes(self, volume: Volume) -> int:
+        """The same: a larger volume is a larger promise."""
+        return self.maximum_bytes(volume.group)
+
+    def purpose(self, group: report.Group) -> str:
+        """The pool, and what is wrong with it."""
+        why = self._refusal(group)
+        times = f"{self.policy.over_provisioning:g} times what the pool can grow to"
+        return f"for thin volumes: {why or times}"
+
+    def create(
+        self, lvm: Lvm, group: report.Group, name: str, size_bytes: int, facts: Mapping[str, str]
+    ) -> None:
+        """One command, and one more for a pool that is not made yet."""
+        pool = self.pool(group)
+        if not pool.data_extents:
+            self._create_pool(lvm, group, pool)
+        thin.create(lvm, group.name, pool.name, name, size_bytes=size_bytes, facts=facts)
+
+    def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
+        """One command; the pool grows when it is used."""
+        volumes.extend(lvm, volume.group.name, volume.name, size_bytes=size_bytes)
+
+    def _create_pool(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
+        thin.create_pool(
+            lvm,
+            group.name,
+            pool.name,
+            data_extents=pools.first_extents(group, pool, self.policy, self.kept(group)),
+            metadata_extents=pools.suitable_metadata_extents(group, pool.chunk_size_bytes),
+            extent_size_bytes=group.extent_size_bytes,
+            chunk_size_bytes=pool.chunk_size_bytes,
+            facts={
+                inventory.STATE: inventory.READY,
+                CLASS: self.device_class,
+                CHUNK: str(pool.chunk_size_bytes),
+            },
+        )
+
+    def _refusal(self, group: report.Group) -> str:
+        pool = self.pool(group)
+        status = pools.status_of(self.known.status(group.name, pool.name))
+        return pools.refusal(group, pool, self.policy, self.kept(group), status)
+
+
+class Carvings:
+    """The way of each class."""
+
+    def __init__(self, classes: Sequence[DeviceClass], known: Inventory) -> None:
+        self._classes = classes
+        self._inventory = known
+
+    def of(self, one: DeviceClass) -> Thick | Thin:
+        """How volumes of a class are made."""
+        if one.pool is None:
+            return Thick(one.layout, lambda group: self._kept(one, group))
+        return self._thin(one, one.pool)
+
+    def of_volume(self, volume: Volume) -> Thick | Thin:
+        """How a volume was made, by the rules of its class; one that is gone had no rules."""
+        shape = volume.layout
+        for one in self._classes:
+            if one.name == volume.facts.get(CLASS) and (one.pool is not None) == shape.is_thin:
+                return self.of(replace(one, layout=shape))
+        policy = Policy() if shape.is_thin else None
+        gone = volume.facts.get(CLASS, "")
+        return self.of(DeviceClass(gone, volume.group.name, layout=shape, pool=policy))
+
+    def _thin(self, one: DeviceClass, policy: Policy) -> Thin:
+        return Thin(one.name, policy, lambda group: self._kept(one, group), self._inventory)
+
+    def beside_bytes(self, volume: Volume) -> int:
+        """What its group has for snapshots of a volume, beside the reserve and all promises."""
+        group = volume.group
+        kept = self._promised(group)
+        for one in self._classes:
+            if one.name == volume.facts.get(CLASS):
+                kept += one.reserve.extents(group)
+        return layout.maximum_bytes(group, reserve_extents=kept)
+
+    def _kept(self, one: DeviceClass, group: report.Group) -> int:
+        """What a class leaves free: its reserve, and what the pools of others promised."""
+        return one.reserve.extents(group) + self._promised(group, but=one.name)
+
+    def _promised(self, group: report.Group, but: str = "") -> int:
+        """What pools promised and have not got yet."""
+        return sum(
+            self._thin(one, one.pool).outstanding_extents(group)
+            for one in self._classes
+            if one.pool is not None and one.group == group.name and one.name != but
+        )

@@ -1,0 +1,171 @@
+"""The arithmetic of thin pools: how large one can become, what it may promise, when it grows.
+
+A pool may grow to its present data and all free extents of its group, less what is kept for others
+and what its metadata still need. The sizes of its volumes, which are promises, add up to no more
+than the class's ratio times that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from lvm.devicemapper import ThinPool
+from lvm.layout import Reserve
+from lvm.report import Group, LogicalVolume
+
+_MIB, _GIB = 1 << 20, 1 << 30
+# lvmthin(7): chunks of 64 KiB to 1 GiB, metadata of 2 MiB to some 16 GiB, of which a chunk takes 64
+# bytes at most. A quarter more is headroom.
+LEAST_CHUNK_BYTES = 64 << 10
+MOST_CHUNK_BYTES = _GIB
+_METADATA_BYTES_OF_CHUNK = 80
+_LEAST_METADATA_BYTES = 2 * _MIB
+_MOST_METADATA_BYTES = 15 * _GIB
+# Metadata that are looked through in seconds when the pool is activated after a crash.
+_CONVENIENT_METADATA_BYTES = _GIB
+_METADATA_BLOCK_BYTES = 4096
+_TENTH = Reserve(percent=10)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a class's pool is made, promised and grown; a chunk size of 0 suits the group."""
+
+    over_provisioning: float = 1.0
+    size: Reserve = _TENTH
+    autoextend_threshold: float = 70.0
+    autoextend_percent: float = 20.0
+    refuse_above: float = 90.0
+    chunk_size_bytes: int = 0
+
+    @property
+    def ratio(self) -> Fraction:
+        """The over-provisioning, exactly: 1.15 times 100 is 115."""
+        return Fraction(str(self.over_provisioning))
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A pool as a report has it; all its extents are 0 where it is not made yet.
+
+    `promised_bytes` are the sizes of its volumes and their snapshots.
+    """
+
+    name: str
+    chunk_size_bytes: int
+    data_extents: int = 0
+    metadata_extents: int = 0
+    promised_bytes: int = 0
+
+
+def members(group: Group, name: str) -> list[LogicalVolume]:
+    """The volumes that lie in a pool."""
+    return [one for one in group.volumes.values() if one.pool == name]
+
+
+def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> Pool:
+    """The pool of that name; the member called `ignored` is no promise to anyone."""
+    found = group.volumes.get(name)
+    if found is None:
+        return Pool(name, chunk_size_bytes)
+    promised = sum(one.size_bytes for one in members(group, name) if one.name != ignored)
+    extent = group.extent_size_bytes
+    data, metadata = found.size_bytes // extent, found.metadata_size_bytes // extent
+    return Pool(name, chunk_size_bytes, data, metadata, promised)
+
+
+def chunk_size_bytes(group: Group, policy: Policy) -> int:
+    """The least chunk that is a power of two and keeps the metadata of the whole group handy."""
+    chunk = policy.chunk_size_bytes or LEAST_CHUNK_BYTES
+    while (
+        not policy.chunk_size_bytes
+        and chunk < MOST_CHUNK_BYTES
+        and _metadata_bytes(group, chunk) > _CONVENIENT_METADATA_BYTES
+    ):
+        chunk *= 2
+    return chunk
+
+
+def suitable_metadata_extents(group: Group, chunk_bytes: int) -> int:
+    """What the metadata take of a pool that has all of the group."""
+    size_bytes = max(_LEAST_METADATA_BYTES, _metadata_bytes(group, chunk_bytes))
+    return _ceil(min(size_bytes, _MOST_METADATA_BYTES), group.extent_size_bytes)
+
+
+def missing_metadata_extents(group: Group, pool: Pool) -> int:
+    """What the pool's metadata, and the spare beside them, lack to suit the group.
+
+    lvm2 keeps one spare in the group, as large as the largest of its pools' metadata.
+    """
+    wanted = suitable_metadata_extents(group, pool.chunk_size_bytes)
+    spare = max(wanted, pool.metadata_extents) - group.spare_extents
+    return max(0, wanted - pool.metadata_extents) + max(0, spare)
+
+
+def growth_extents(group: Group, pool: Pool, kept_extents: int) -> int:
+    """By how much the pool's data can still grow; all of them, where it is not made yet."""
+    free = max(0, group.free_extents - kept_extents - missing_metadata_extents(group, pool))
+    enough = pool.data_extents or free * group.extent_size_bytes >= pool.chunk_size_bytes
+    return free if enough else 0
+
+
+def first_extents(group: Group, pool: Pool, policy: Policy, kept_extents: int) -> int:
+    """The data that a new pool is made with."""
+    one_chunk = _ceil(pool.chunk_size_bytes, group.extent_size_bytes)
+    asked = max(policy.size.extents(group), one_chunk)
+    return min(asked, growth_extents(group, pool, kept_extents))
+
+
+def maximum_bytes(group: Group, pool: Pool, policy: Policy, kept_extents: int) -> int:
+    """What may still be promised, in whole extents: one volume, or growth of one."""
+    largest = pool.data_extents + growth_extents(group, pool, kept_extents)
+    promises = int(largest * policy.ratio) * group.extent_size_bytes
+    return max(0, promises - pool.promised_bytes)
+
+
+def outstanding_extents(group: Group, pool: Pool, policy: Policy) -> int:
+    """What must stay free in the group for the pool to keep its promises, at the class's ratio."""
+    if not pool.promised_bytes:
+        return 0
+    promised = _ceil(pool.promised_bytes, group.extent_size_bytes)
+    data = max(0, -int(-promised // policy.ratio) - pool.data_extents)
+    return data + missing_metadata_extents(group, pool)
+
+
+def refusal(
+    group: Group, pool: Pool, policy: Policy, kept_extents: int, status: ThinPool | None
+) -> str:
+    """Why nothing more may be promised, whatever the sizes add up to; empty where something may.
+
+    Fullness is measured by the size that the pool can grow to. A pool that is not over-provisioned
+    has room for all that it promised, however full. One without a status is not active.
+    """
+    if status is None:
+        return ""
+    if status.mode not in ("rw", "out_of_data_space") or status.needs_check:
+        return f"pool {pool.name} needs a repair (`lvconvert --repair {group.name}/{pool.name}`)"
+    extent = group.extent_size_bytes
+    largest = (pool.data_extents + growth_extents(group, pool, kept_extents)) * extent
+    used = status.used_data_blocks * pool.chunk_size_bytes
+    if policy.ratio > 1 and used * 100 > largest * policy.refuse_above:
+        return f"pool {pool.name} is {100 * used / largest:.0f} % full of what it can grow to"
+    metadata = max(pool.metadata_extents, suitable_metadata_extents(group, pool.chunk_size_bytes))
+    used = status.used_metadata_blocks * _METADATA_BLOCK_BYTES
+    if used * 100 > metadata * extent * policy.refuse_above:
+        percent = 100 * used / (metadata * extent)
+        return f"the metadata of pool {pool.name} are {percent:.0f} % full"
+    return ""
+
+
+def _metadata_bytes(group: Group, chunk_bytes: int) -> int:
+    total = sum(disk.extents for disk in group.disks) * group.extent_size_bytes
+    return _ceil(total, chunk_bytes) * _METADATA_BYTES_OF_CHUNK
+
+
+def _ceil(amount: int, unit: int) -> int:
+    return -(-amount // unit)
+
+
+def status_of(found: Sequence[object]) -> ThinPool | None:
+    """The pool among what device-mapper says of a volume."""
+    return next((one for one in found if isinstance(one, ThinPool)), None)

@@ -1,0 +1,73 @@
+"""Thin pools and the volumes in them: made and extended, one lvm2 command each (lvmthin(7))."""
+
+from collections.abc import Mapping
+
+from lvm import tags
+from lvm.lvm2 import Lvm
+
+
+def create_pool(
+    lvm: Lvm,
+    group: str,
+    name: str,
+    *,
+    data_extents: int,
+    metadata_extents: int,
+    extent_size_bytes: int,
+    chunk_size_bytes: int,
+    facts: Mapping[str, str],
+) -> None:
+    """Make a pool that zeroes each chunk before it gives it out, and passes discards down.
+
+    Where it is full, writes wait for room before they fail: a minute, by the kernel's own limit.
+    (That is lvm.conf(5)'s default; lvm2 2.03.16 refuses --errorwhenfull here.) dmeventd is not
+    asked to watch it. The metadata lie in one piece on one disk. Raises NoSpace, NameTaken.
+    """
+    lvm(
+        "lvcreate",
+        "--yes",
+        *("--type", "thin-pool"),
+        *("--zero", "y"),
+        *("--discards", "passdown"),
+        *("--monitor", "n"),
+        *("--setactivationskip", "y"),
+        *("--activate", "y", "--ignoreactivationskip"),
+        *("--chunksize", f"{chunk_size_bytes}b"),
+        *("--poolmetadatasize", f"{metadata_extents * extent_size_bytes}b"),
+        *("--size", f"{data_extents * extent_size_bytes}b"),
+        *_tagging(facts),
+        *("--name", name),
+        "--",
+        group,
+    )
+
+
+def create(
+    lvm: Lvm, group: str, pool: str, name: str, *, size_bytes: int, facts: Mapping[str, str]
+) -> None:
+    """Make, tag and activate a volume in a pool (lvcreate(8)); it takes no room until it is used.
+
+    As with others, the system never activates it by itself at boot. Raises NameTaken.
+    """
+    lvm(
+        "lvcreate",
+        "--yes",
+        *("--type", "thin"),
+        *("--setactivationskip", "y"),
+        *("--activate", "y", "--ignoreactivationskip"),
+        *("--virtualsize", f"{size_bytes}b"),
+        *_tagging(facts),
+        *("--thinpool", pool),
+        *("--name", name),
+        "--",
+        group,
+    )
+
+
+def extend_metadata(lvm: Lvm, group: str, pool: str, *, by_bytes: int) -> None:
+    """Grow a pool's metadata, and the group's spare where it is smaller; raises NoSpace."""
+    lvm("lvextend", "--poolmetadatasize", f"+{by_bytes}b", "--", f"{group}/{pool}")
+
+
+def _tagging(facts: Mapping[str, str]) -> list[str]:
+    return [word for tag in tags.encode(facts) for word in ("--addtag", tag)]

@@ -1,0 +1,201 @@
+"""What pools promise and how far they can grow: the arithmetic."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fakes.devices import FakeDevices
+from fakes.lvm import FakeLvm
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lvm import layout, pools, report, thin, volumes
+from lvm.devicemapper import ThinPool
+from lvm.layout import Reserve
+from lvm.lvm2 import Lvm
+from lvm.pools import Policy, Pool
+
+EXTENT = 4 << 20
+KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
+
+
+def machine(*extents: int) -> tuple[Lvm, FakeLvm]:
+    fake = FakeLvm(FakeDevices())
+    fake.add_group("data", extents)
+    return Lvm(lambda *words: fake(words), settings=()), fake
+
+
+def group_of(lvm: Lvm) -> report.Group:
+    return report.read(lvm).group("data")
+
+
+def found(group: report.Group, policy: Policy) -> Pool:
+    return pools.find(group, "pool-p", pools.chunk_size_bytes(group, policy))
+
+
+def make(lvm: Lvm, policy: Policy, kept: int = 0) -> None:
+    group = group_of(lvm)
+    pool = found(group, policy)
+    thin.create_pool(
+        lvm,
+        "data",
+        "pool-p",
+        data_extents=pools.first_extents(group, pool, policy, kept),
+        metadata_extents=pools.suitable_metadata_extents(group, pool.chunk_size_bytes),
+        extent_size_bytes=EXTENT,
+        chunk_size_bytes=pool.chunk_size_bytes,
+        facts={},
+    )
+
+
+policies = st.builds(
+    Policy,
+    over_provisioning=st.sampled_from([1.0, 1.15, 1.5, 2.0, 10.0]),
+    size=st.builds(Reserve, percent=st.integers(1, 100).map(float)),
+    chunk_size_bytes=st.sampled_from([0, 64 * KIB, MIB, 16 * MIB]),
+)
+
+
+@settings(max_examples=600, deadline=None)
+@given(
+    disks=st.lists(st.integers(1, 60), min_size=1, max_size=5),
+    policy=policies,
+    kept=st.integers(0, 40),
+)
+def test_what_may_be_promised_can_be_held_at_the_ratio_beside_what_is_kept(
+    disks: list[int], policy: Policy, kept: int
+) -> None:
+    lvm, _ = machine(*disks)
+    group = group_of(lvm)
+    maximum = pools.maximum_bytes(group, found(group, policy), policy, kept)
+    assert maximum % EXTENT == 0
+    if not maximum:
+        return
+    make(lvm, policy, kept)
+    made = group_of(lvm)
+    # Making the pool changes nothing of what it may become.
+    assert pools.maximum_bytes(made, found(made, policy), policy, kept) == maximum
+    thin.create(lvm, "data", "pool-p", "all", size_bytes=maximum, facts={})
+    group = group_of(lvm)
+    pool = found(group, policy)
+    assert pools.maximum_bytes(group, pool, policy, kept) == 0
+    assert pools.outstanding_extents(group, pool, policy) <= group.free_extents - kept
+    # And it can become that.
+    more = pools.growth_extents(group, pool, kept)
+    if more:
+        size = (pool.data_extents + more) * EXTENT
+        volumes.extend(lvm, "data", "pool-p", size_bytes=size)
+    group = group_of(lvm)
+    grown = found(group, policy)
+    assert group.free_extents >= kept
+    assert maximum <= grown.data_extents * EXTENT * policy.ratio
+    assert pools.growth_extents(group, grown, kept) == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    disks=st.lists(st.integers(10, 60), min_size=1, max_size=5),
+    policy=policies,
+    parts=st.lists(st.integers(1, 100), max_size=5),
+    thick=st.integers(0, 100),
+)
+def test_no_order_of_volumes_breaks_what_a_pool_promised(
+    disks: list[int], policy: Policy, parts: list[int], thick: int
+) -> None:
+    lvm, _ = machine(*disks)
+    if not pools.maximum_bytes(group_of(lvm), found(group_of(lvm), policy), policy, 0):
+        return
+    make(lvm, policy)
+    for number, part in enumerate(parts):
+        group = group_of(lvm)
+        most = pools.maximum_bytes(group, found(group, policy), policy, 0)
+        size = most * part // 100 // EXTENT * EXTENT
+        if size:
+            thin.create(lvm, "data", "pool-p", f"t{number}", size_bytes=size, facts={})
+        group = group_of(lvm)
+        outstanding = pools.outstanding_extents(group, found(group, policy), policy)
+        most = layout.maximum_bytes(group, reserve_extents=outstanding)
+        size = most * thick // 100 // EXTENT * EXTENT
+        if size:
+            volumes.create(lvm, "data", f"v{number}", size_bytes=size, facts={})
+    group = group_of(lvm)
+    pool = found(group, policy)
+    largest = pool.data_extents + pools.growth_extents(group, pool, 0)
+    assert pool.promised_bytes <= largest * EXTENT * policy.ratio
+
+
+@pytest.mark.parametrize(
+    ("group_bytes", "chunk", "metadata_extents"),
+    [
+        (GIB, 64 * KIB, 1),
+        (100 * GIB, 64 * KIB, 32),
+        (TIB, 128 * KIB, 160),
+        (100 * TIB, 8 * MIB, 250),
+    ],
+)
+def test_chunks_are_as_large_as_keeps_the_metadata_handy(
+    group_bytes: int, chunk: int, metadata_extents: int
+) -> None:
+    lvm, _ = machine(group_bytes // EXTENT)
+    group = group_of(lvm)
+    assert pools.chunk_size_bytes(group, Policy()) == chunk
+    assert pools.suitable_metadata_extents(group, chunk) == metadata_extents
+
+
+def test_metadata_have_bounds_whatever_the_chunks() -> None:
+    lvm, _ = machine(2)
+    assert pools.suitable_metadata_extents(group_of(lvm), GIB) == 1
+    lvm, _ = machine(100 * TIB // EXTENT)
+    assert pools.suitable_metadata_extents(group_of(lvm), 64 * KIB) == 15 * GIB // EXTENT
+    assert pools.chunk_size_bytes(group_of(lvm), Policy(chunk_size_bytes=64 * KIB)) == 64 * KIB
+
+
+def test_a_group_that_grew_keeps_room_for_larger_metadata() -> None:
+    lvm, fake = machine(100)
+    make(lvm, Policy())
+    assert pools.missing_metadata_extents(group_of(lvm), found(group_of(lvm), Policy())) == 0
+    fake.groups["data"].disks[0].extents = 2000
+    # Two extents of metadata more, and two of the spare.
+    assert pools.missing_metadata_extents(group_of(lvm), found(group_of(lvm), Policy())) == 4
+
+
+def test_what_wipes_a_pool_is_no_promise() -> None:
+    lvm, _ = machine(100)
+    make(lvm, Policy())
+    thin.create(lvm, "data", "pool-p", "wipe-p", size_bytes=10 * EXTENT, facts={})
+    group = group_of(lvm)
+    assert pools.find(group, "pool-p", 64 * KIB).promised_bytes == 10 * EXTENT
+    assert pools.find(group, "pool-p", 64 * KIB, ignored="wipe-p").promised_bytes == 0
+    assert (
+        pools.outstanding_extents(group, found(group, Policy()), Policy())
+        == 10 - found(group, Policy()).data_extents
+    )
+
+
+@pytest.mark.parametrize(
+    ("over_provisioning", "status", "words"),
+    [
+        (1.0, {}, ""),
+        (1.0, {"used_data_blocks": 100 * 64}, ""),
+        (2.0, {"used_data_blocks": 88 * 64}, ""),
+        (2.0, {"used_data_blocks": 89 * 64}, "91 % full"),
+        (1.0, {"used_metadata_blocks": 920}, ""),
+        (1.0, {"used_metadata_blocks": 930}, "metadata of pool pool-p are 91 % full"),
+        (1.0, {"needs_check": True}, "lvconvert --repair data/pool-p"),
+        (1.0, {"mode": "ro"}, "repair"),
+        (1.0, {"mode": "fail"}, "repair"),
+        (1.0, {"mode": "out_of_data_space"}, ""),
+    ],
+)
+def test_a_pool_that_is_nearly_full_or_broken_is_promised_no_more_of(
+    over_provisioning: float, status: dict[str, Any], words: str
+) -> None:
+    lvm, _ = machine(100)
+    policy = Policy(over_provisioning=over_provisioning)
+    make(lvm, policy)
+    group = group_of(lvm)
+    told = replace(ThinPool(40 * MIB, "rw"), **status)
+    why = pools.refusal(group, found(group, policy), policy, 0, told)
+    assert words in why
+    assert bool(words) == bool(why)
+    assert pools.refusal(group, found(group, policy), policy, 0, None) == ""
