@@ -186,7 +186,7 @@ class NotPublished(AgentError):
 
 
 class NotConfirmed(AgentError):
-    """Nobody said that a volume may be deleted."""
+    """Nobody said that a volume or a snapshot may be deleted."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"volume {name!r} is not deleted; say yes, or give --yes")
+        super().__init__(f"{name!r} is not deleted; say yes, or give --yes")

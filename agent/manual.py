@@ -1,4 +1,4 @@
-"""Volumes by hand: the verbs of `carver volume`, by the calls that a cluster makes."""
+"""Volumes and snapshots by hand: what each verb does, by the calls that a cluster makes."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -119,6 +119,40 @@ class Manual:
         self._caller.delete(volume.volume_id)
         print(f"{name} is deleted")
 
+    def take(self, volume_name: str, name: str, size: str) -> None:
+        """Take a snapshot; `size` is of the area for what the volume overwrites, or empty."""
+        volume = self._find(volume_name)
+        parameters = {"size": size} if size else {}
+        made = self._caller.snapshot(name, volume.volume_id, parameters)
+        print(f"{name}: {volume_name} as it is now, {made.snapshot_id}")
+
+    def show_snapshots(self, *, as_json: bool, names_only: bool) -> None:
+        """Show all snapshots."""
+        found = [_told_snapshot(one) for one in self._caller.snapshots()]
+        if names_only:
+            print(*(one["name"] for one in found), sep="\n")
+        elif as_json:
+            print(_json(found))
+        else:
+            made = screen.table("SNAPSHOT", "VOLUME", "TAKEN", "SIZE", "READY", right=("SIZE",))
+            for one in found:
+                ready = "yes" if one["ready"] else "no"
+                size = screen.human(one["size_bytes"])
+                made.add_row(one["name"], one["volume"], one["taken"], size, ready)
+            screen.console().print(made)
+
+    def drop(self, name: str, *, confirmed: bool) -> None:
+        """Delete a snapshot, if that is what the user wants."""
+        wanted = names.logical_volume(inventory.SNAPSHOT_PREFIX, name)
+        for one in self._caller.snapshots():
+            if name == one.snapshot_id or inventory.logical_name(one.snapshot_id) in (wanted, name):
+                if not confirmed and not screen.confirmed(f"Delete snapshot {name}?"):
+                    raise errors.NotConfirmed(name)
+                self._caller.delete_snapshot(one.snapshot_id)
+                print(f"{name} is deleted")
+                return
+        raise errors.NoSuchSnapshot(name)
+
     def _find(self, name: str) -> csi.Volume:
         """The volume of that name, logical volume or id; raises NoSuchVolume."""
         logical = names.logical_volume(inventory.VOLUME_PREFIX, name)
@@ -162,7 +196,7 @@ def _logical(volume: csi.Volume) -> str:
 
 def _name(volume: csi.Volume) -> str:
     """What a person may call the volume by: its name, or the logical volume where it has a hash."""
-    return _logical(volume).removeprefix(f"{inventory.VOLUME_PREFIX}-")
+    return names.readable(inventory.VOLUME_PREFIX, _logical(volume))
 
 
 def _told(volume: csi.Volume, condition: csi.VolumeCondition) -> dict[str, Any]:
@@ -174,6 +208,21 @@ def _told(volume: csi.Volume, condition: csi.VolumeCondition) -> dict[str, Any]:
         **dict(sorted(volume.volume_context.items())),
         "abnormal": condition.abnormal,
         "condition": condition.message,
+    }
+
+
+def _told_snapshot(snapshot: csi.Snapshot) -> dict[str, Any]:
+    """What the service tells of a snapshot."""
+    name, volume = (
+        inventory.logical_name(one) for one in (snapshot.snapshot_id, snapshot.source_volume_id)
+    )
+    return {
+        "name": names.readable(inventory.SNAPSHOT_PREFIX, name),
+        "id": snapshot.snapshot_id,
+        "volume": names.readable(inventory.VOLUME_PREFIX, volume),
+        "taken": f"{snapshot.creation_time.ToDatetime():%Y-%m-%d %H:%M:%S} UTC",
+        "size_bytes": snapshot.size_bytes,
+        "ready": snapshot.ready_to_use,
     }
 
 

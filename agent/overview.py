@@ -1,4 +1,4 @@
-"""What a node holds, as `carver status` tells it: classes, groups, volumes, and where they are.
+"""What a node holds, as `carver status` tells it: classes, groups, pools, volumes, snapshots.
 
 Read from LVM and the kernel with the service's own modules, so it is true whether or not the
 service runs. One lvm2 command; nothing is changed.
@@ -13,7 +13,7 @@ from agent.carving import Carvings
 from agent.config import Config, DeviceClass
 from agent.inventory import Inventory
 from agent.server import Host
-from lvm import report
+from lvm import names, report
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import health, loop, nodes, table, usage
@@ -78,6 +78,36 @@ class Volume:
 
 
 @dataclass(frozen=True)
+class Pool:
+    """A thin pool in one of Carver's groups; shares are in percent, None while it is inactive."""
+
+    name: str
+    group: str
+    size_bytes: int
+    data_percent: float | None
+    metadata_percent: float | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot of Carver's. `volume` is what it was taken of.
+
+    `area_bytes` and `area_percent` are of the room for what the volume overwrites; None where it
+    shares a pool with the volume. `taken_seconds` is of the epoch.
+    """
+
+    id: str
+    name: str
+    volume: str
+    group: str
+    size_bytes: int
+    taken_seconds: int
+    area_bytes: int | None
+    area_percent: float | None
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Overview:
     """All of it, at one moment. `serving` is whether a process answers at the socket."""
 
@@ -88,7 +118,9 @@ class Overview:
     serving: bool
     classes: tuple[Class, ...]
     groups: tuple[Group, ...]
+    pools: tuple[Pool, ...]
     volumes: tuple[Volume, ...]
+    snapshots: tuple[Snapshot, ...]
 
 
 def read(settings: Config, host: Host) -> Overview:
@@ -103,9 +135,11 @@ def read(settings: Config, host: Host) -> Overview:
         serving=sockets.is_served(settings.endpoint),
         classes=tuple(_class(one, now, carvings) for one in settings.classes),
         groups=tuple(_group(name, now) for name in settings.groups),
+        pools=tuple(_pools(settings, now)),
         volumes=tuple(
             _volume(host.kernel, one, known.device(str(one.id))) for one in known.present(now)
         ),
+        snapshots=tuple(_snapshot(one) for one in known.snapshots(now)),
     )
 
 
@@ -143,6 +177,30 @@ def _group(name: str, now: report.Report) -> Group:
         free_bytes=group.free_extents * group.extent_size_bytes,
         disks=len(group.disks),
         missing_disks=group.missing_disks,
+    )
+
+
+def _pools(settings: Config, now: report.Report) -> Iterator[Pool]:
+    for group in (now.groups[name] for name in settings.groups if name in now.groups):
+        for one in group.volumes.values():
+            if {"thin", "pool"} <= one.layout:
+                shares = one.data_percent, one.metadata_percent
+                yield Pool(one.name, group.name, one.size_bytes, *shares)
+
+
+def _snapshot(one: inventory.Snapshot) -> Snapshot:
+    logical = one.group.volume(one.name)
+    kept = logical.is_copy_on_write
+    return Snapshot(
+        id=str(one.id),
+        name=one.facts[inventory.NAME],
+        volume=names.readable(inventory.VOLUME_PREFIX, one.source_id.name),
+        group=one.group.name,
+        size_bytes=one.size_bytes,
+        taken_seconds=one.time_nanoseconds // 10**9,
+        area_bytes=one.area_bytes if kept else None,
+        area_percent=logical.data_percent if kept else None,
+        problems=(one.problem,) if one.problem else (),
     )
 
 

@@ -12,7 +12,7 @@ from rich.prompt import Confirm
 from rich.table import Table
 from rich.text import Text
 
-from agent import overview, preflight
+from agent import preflight
 from agent.overview import Overview
 
 # A pipe has no width; on a terminal a line longer than that is hard to follow.
@@ -48,7 +48,7 @@ def table(*titles: str, right: Iterable[str] = ()) -> Table:
     return made
 
 
-def bar(part: int, whole: int) -> Text:
+def bar(part: float, whole: float) -> Text:
     """How full something is, as a bar and a percentage."""
     share = part / whole if whole else 0.0
     eighths = round(min(share, 1.0) * _BAR_CELLS * 8)
@@ -67,7 +67,16 @@ def status(seen: Overview) -> RenderableType:
         served,
         f" {seen.endpoint}",
     )
-    return Group(head, "", _groups(seen), "", _classes(seen), "", *_volumes(seen.volumes))
+    parts: list[RenderableType] = [head, "", _groups(seen), "", _classes(seen), ""]
+    if seen.pools:
+        parts += [_pools(seen), ""]
+    if seen.volumes:
+        parts.append(_volumes(seen))
+    else:
+        parts.append(Text("There are no volumes.", style="dim"))
+    if seen.snapshots:
+        parts += ["", _snapshots(seen)]
+    return Group(*parts, *_details(seen))
 
 
 def _groups(seen: Overview) -> Table:
@@ -93,29 +102,60 @@ def _classes(seen: Overview) -> Table:
     return made
 
 
-def _volumes(volumes: Sequence[overview.Volume]) -> Iterable[RenderableType]:
-    if not volumes:
-        yield Text("There are no volumes.", style="dim")
-        return
+def _pools(seen: Overview) -> Table:
+    made = table("POOL", "GROUP", "SIZE", "DATA", "METADATA", right=("SIZE",))
+    for one in seen.pools:
+        shares = (one.data_percent, one.metadata_percent)
+        size = human(one.size_bytes)
+        made.add_row(one.name, one.group, size, *(_share(percent) for percent in shares))
+    return made
+
+
+def _share(percent: float | None) -> Text:
+    return Text("inactive", style="dim") if percent is None else bar(percent, 100)
+
+
+def _volumes(seen: Overview) -> Table:
     titles = ("VOLUME", "GROUP", "SIZE", "LAYOUT", "CONTENTS", "USED", "CLAIM")
     made = table(*titles, right=("SIZE",))
-    for one in volumes:
+    for one in seen.volumes:
         used: Text | str = ""
         if one.used_bytes is not None and one.total_bytes is not None:
             used = bar(one.used_bytes, one.total_bytes)
         contents = one.contents if one.state == "ready" else one.state
         size = human(one.size_bytes)
         made.add_row(one.name, one.group, size, one.layout, contents, used, one.claim)
-    yield made
-    yield ""
-    # Below, as each of these is as long as a line.
-    for one in volumes:
-        for place in one.places:
-            access = " (read-only)" if place.read_only else ""
-            yield Text.assemble((one.name, "bold"), f" is at {place.path}{access}")
-    for one in volumes:
-        for problem in one.problems:
-            yield Text.assemble((f"{one.name}: {problem}", "bold red"))
+    return made
+
+
+def _snapshots(seen: Overview) -> Table:
+    made = table("SNAPSHOT", "OF", "GROUP", "TAKEN", "SIZE", "ITS AREA", right=("SIZE",))
+    for one in seen.snapshots:
+        taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.taken_seconds))
+        area: Text | str = "shares the pool"
+        if one.area_bytes is not None:
+            area = Text.assemble(_share(one.area_percent), f" of {human(one.area_bytes)}")
+        made.add_row(one.name, one.volume, one.group, taken, human(one.size_bytes), area)
+    return made
+
+
+def _details(seen: Overview) -> Iterable[RenderableType]:
+    """Below the tables: what is as long as a line."""
+    lines = [
+        Text.assemble((one.name, "bold"), f" is at {at.path}{' (read-only)' * at.read_only}")
+        for one in seen.volumes
+        for at in one.places
+    ]
+    troubles = [(one.name, one.problems) for one in seen.volumes]
+    troubles += [(one.name, one.problems) for one in seen.snapshots]
+    lines += [
+        Text(f"{name}: {problem}", style="bold red")
+        for name, problems in troubles
+        for problem in problems
+    ]
+    if lines:
+        yield ""
+        yield from lines
 
 
 _VERDICTS = {preflight.PASS: "green", preflight.WARN: "yellow", preflight.FAIL: "bold red"}

@@ -37,6 +37,11 @@ def is_of(prefix: str, name: str) -> bool:
     return name.startswith((f"{prefix}-", f"{prefix}."))
 
 
+def readable(prefix: str, logical: str) -> str:
+    """What the CO called it, where the logical volume's name tells; else the logical volume."""
+    return logical.removeprefix(f"{prefix}-")
+
+
 def escaped(name: str) -> str:
     """A group's or a volume's name as it stands in a device's."""
     return name.replace("-", "--")

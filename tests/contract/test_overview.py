@@ -13,7 +13,7 @@ from rich.console import Console
 from agent import errors, overview, screen
 from agent.client import Client, Mode, block, mounted
 from agent.config import BackingFile, Config, DeviceClass, Foundation
-from agent.overview import Overview, Place
+from agent.overview import Overview, Place, Pool
 from agent.server import Host
 from lvm.lvm2 import Lvm
 
@@ -88,6 +88,31 @@ def test_it_tells_where_a_raw_block_volume_is(
     assert one.contents == "raw block"
     assert one.used_bytes is None
     assert {place.path for place in one.places} == {str(target), str(host.directory / "reader")}
+
+
+def test_it_tells_of_snapshots_and_how_full_each_is(
+    host: AnyHost, client: Client, config: Config
+) -> None:
+    volume = client.create("pvc-1", 64 * MIB)
+    made = client.snapshot("monday", volume.volume_id)
+
+    seen = look(host, config)
+
+    [one] = seen.snapshots
+    assert (one.id, one.name, one.volume) == (made.snapshot_id, "monday", "pvc-1")
+    assert one.taken_seconds == made.creation_time.seconds
+    assert one.area_bytes
+    assert one.area_percent is not None
+    assert one.problems == ()
+    assert "monday" in shown(seen)
+
+
+def test_it_shows_pools_and_says_where_one_is_inactive() -> None:
+    pools = (Pool("pool", "data", 1 << 30, 42.0, 7.5), Pool("idle", "data", 1 << 30, None, None))
+    text = shown(Overview("here", "driver", "1", "/socket", True, (), (), pools, (), ()))
+    assert "42 %" in text
+    assert "8 %" in text
+    assert text.count("inactive") == 2
 
 
 def test_it_looks_also_where_nothing_is_served(

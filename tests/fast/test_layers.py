@@ -77,6 +77,7 @@ def test_a_library_is_imported_where_its_idea_lives(library: str, owners: set[st
 ORDER = (
     "__main__",
     "cli",
+    "verbs",
     "manual",
     "screen",
     "overview",

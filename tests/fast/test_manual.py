@@ -1,12 +1,15 @@
-"""Volumes by hand: each verb as a person types it, on the service that runs."""
+"""Volumes by hand: each verb as a person types it, on the service that runs.
+
+tests/container types them on real volumes.
+"""
 
 import json
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
+import configured
 import pytest
 from fakes.host import FakeHost
-from real.host import RealHost
 
 from agent import cli, screen, server
 from agent import config as configuration
@@ -15,7 +18,6 @@ from agent.config import Config
 from agent.server import Host, Service
 from mount import table
 
-AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 
 
@@ -26,9 +28,9 @@ class Shell:
         self._capsys = capsys
         self.complaint = ""
 
-    def __call__(self, line: str, exit_code: int = 0) -> str:
+    def __call__(self, line: str, exit_code: int = 0, noun: str = "volume") -> str:
         """Type a line without `carver volume`, and return what was printed."""
-        ended = cli.main(["volume", *line.split()])
+        ended = cli.main([noun, *line.split()])
         seen = self._capsys.readouterr()
         self.complaint = seen.err
         assert ended == exit_code, seen.err
@@ -36,8 +38,34 @@ class Shell:
 
 
 @pytest.fixture
+def host(tmp_path: Path) -> FakeHost:
+    made = FakeHost(tmp_path)
+    made.lvm2.add_group("data", [100, 60])
+    return made
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return configured.carver(tmp_path)
+
+
+@pytest.fixture
+def service(host: FakeHost, config: Config) -> Iterator[Service]:
+    running = Service(config, Host(host.run, host.kernel, host.devices), host.lvm)
+    running.start(config.endpoint)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def client(service: Service, config: Config) -> Iterator[Client]:
+    with Client(config.endpoint) as caller:
+        yield caller
+
+
+@pytest.fixture
 def shell(
-    host: AnyHost,
+    host: FakeHost,
     config: Config,
     service: Service,
     capsys: pytest.CaptureFixture[str],
@@ -47,20 +75,20 @@ def shell(
     return Shell(capsys)
 
 
-def here(host: AnyHost, settings: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(host: FakeHost, settings: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the command find the test's machine, and its configuration."""
     machine = Host(host.run, host.kernel, host.devices)
     monkeypatch.setattr(server, "this_host", lambda _settings: machine)
     monkeypatch.setattr(configuration, "load", lambda _arguments, _environment: settings)
 
 
-def mounted(host: AnyHost) -> list[str]:
+def mounted(host: FakeHost) -> list[str]:
     """The volumes' mounts, by name."""
     inside = table.read(host.kernel).mounts
     return [one.path for one in inside if "vol-" in one.path or one.path.endswith("/db")]
 
 
-def test_a_volume_s_life_by_hand(shell: Shell, host: AnyHost, client: Client) -> None:
+def test_a_volume_s_life_by_hand(shell: Shell, host: FakeHost, client: Client) -> None:
     place = host.directory / "db"
 
     assert shell("create db --size 64MiB").startswith("db: 64 MiB, ")
@@ -77,7 +105,7 @@ def test_a_volume_s_life_by_hand(shell: Shell, host: AnyHost, client: Client) ->
     assert client.volumes() == []
 
 
-def test_a_raw_block_volume_is_published_as_what_it_is(shell: Shell, host: AnyHost) -> None:
+def test_a_raw_block_volume_is_published_as_what_it_is(shell: Shell, host: FakeHost) -> None:
     shell("create raw --size 16MiB --block")
     shell(f"publish raw {host.directory}/raw")
     assert host.kernel.device_size_bytes(f"{host.directory}/raw") == 16 * MIB
@@ -85,7 +113,7 @@ def test_a_raw_block_volume_is_published_as_what_it_is(shell: Shell, host: AnyHo
     shell("delete raw --yes")
 
 
-def test_a_volume_is_at_a_second_path_only_if_that_is_said(shell: Shell, host: AnyHost) -> None:
+def test_a_volume_is_at_a_second_path_only_if_that_is_said(shell: Shell, host: FakeHost) -> None:
     one, other = host.directory / "db", host.directory / "reader"
     shell("create db --size 64MiB")
     shell(f"publish db {one}")
@@ -149,7 +177,7 @@ def test_nothing_is_deleted_that_nobody_confirmed(
 
 
 def test_where_nobody_serves_the_next_step_is_named(
-    host: AnyHost,
+    host: FakeHost,
     config: Config,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -161,7 +189,7 @@ def test_where_nobody_serves_the_next_step_is_named(
 
 
 def test_a_size_that_is_none_is_refused_before_anything_is_asked(
-    shell: Shell, host: AnyHost, capsys: pytest.CaptureFixture[str]
+    shell: Shell, host: FakeHost, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         shell("create db --size large")
@@ -169,15 +197,32 @@ def test_a_size_that_is_none_is_refused_before_anything_is_asked(
     assert host.commands == []
 
 
+def test_a_snapshot_is_taken_listed_and_deleted(shell: Shell, client: Client) -> None:
+    shell("create db --size 64MiB")
+    made = shell("create db monday --size 50%", noun="snapshot")
+    assert made.startswith("monday: db as it is now, ")
+    assert shell("list --names", noun="snapshot") == "monday\n"
+    [told] = json.loads(shell("list --json", noun="snapshot"))
+    assert (told["name"], told["volume"], told["ready"]) == ("monday", "db", True)
+    assert "monday" in shell("list", noun="snapshot")
+
+    shell("delete monday", 1, noun="snapshot")
+    assert "give --yes" in shell.complaint
+    shell("delete tuesday --yes", 1, noun="snapshot")
+    assert "there is no snapshot 'tuesday'" in shell.complaint
+    assert shell("delete monday --yes", noun="snapshot") == "monday is deleted\n"
+    assert client.snapshots() == []
+
+
 class TestInACluster:
     """Where volumes grow on their node."""
 
     @pytest.fixture
-    def config(self, config: Config) -> Config:
+    def config(self, tmp_path: Path) -> Config:
         """The same, as a cluster has it."""
-        return replace(config, controller_expand=False)
+        return configured.carver(tmp_path, controller_expand=False)
 
-    def test_a_volume_grows_where_it_is_used(self, shell: Shell, host: AnyHost) -> None:
+    def test_a_volume_grows_where_it_is_used(self, shell: Shell, host: FakeHost) -> None:
         place: Path = host.directory / "db"
         shell("create db --size 64MiB")
         shell("expand db 100MiB", 1)
