@@ -195,6 +195,7 @@ class FakeLvm:
                 "lvchange": self._lvchange,
                 "lvextend": self._lvextend,
                 "lvremove": self._lvremove,
+                "pvchange": self._pvchange,
                 "lvconvert": self._lvconvert,
             }[words[1]]
         except KeyError:
@@ -336,9 +337,11 @@ class FakeLvm:
             return self._lvcreate_pool(arguments)
         if arguments.has("--type", "thin"):
             return self._lvcreate_thin(arguments)
-        assert (arguments.take("--wipesignatures"), arguments.take("--zero")) == ("y", "y")
+        activate, test = arguments.take("--activate"), arguments.flag("--test")
+        # What is not active cannot be wiped.
+        wiped = (arguments.take("--wipesignatures"), arguments.take("--zero"))
+        assert wiped == (activate, activate)
         skipped = arguments.take("--setactivationskip") == "y"
-        assert arguments.take("--activate") == "y"
         assert arguments.flag("--ignoreactivationskip") or not skipped
         size, name = _bytes(arguments.take("--size")), arguments.take("--name")
         tags = set(arguments.take_all("--addtag"))
@@ -349,8 +352,10 @@ class FakeLvm:
         extents = -(-size // group.extent_size_bytes)
         volume = FakeVolume(name, self._uuid(), {}, tags, activation_skipped=skipped, layout=layout)
         self._allocate(group, volume, extents, disks)
-        group.volumes[name] = volume
-        self._activate(group, volume)
+        if not test:
+            group.volumes[name] = volume
+            if activate == "y":
+                self._activate(group, volume)
         return f'  Logical volume "{name}" created.\n'
 
     def _snapshot(self, arguments: "_Arguments") -> str:
@@ -512,17 +517,28 @@ class FakeLvm:
 
     def _lvremove(self, arguments: "_Arguments") -> str:
         assert arguments.flag("--yes")
-        group, volume = self._volume(arguments)
         # With --yes the snapshots of an origin go with it, and with a pool what is in it.
-        held = (*group.thin(volume.name), volume)
-        for one in held:
+        named = [self._found(path) for path in arguments.rest()]
+        held = [
+            (group, one) for group, volume in named for one in (*group.thin(volume.name), volume)
+        ]
+        for group, one in held:
             self._refuse_open(group, one)
-        for one in held:
+        for group, one in held:
             self.deactivate(group.name, one.name)
             for gone in (one, *self._snapshots(group, one)):
                 del group.volumes[gone.name]
-        if not any(isinstance(one, FakePool) for one in group.volumes.values()):
-            group.spare.clear()
+            if not any(isinstance(other, FakePool) for other in group.volumes.values()):
+                group.spare.clear()
+        return ""
+
+    def _pvchange(self, arguments: "_Arguments") -> str:
+        allocatable = arguments.take("--allocatable") == "y"
+        chosen = arguments.rest()
+        for group in self.groups.values():
+            for disk in group.disks:
+                if disk.name in chosen:
+                    disk.allocatable = allocatable
         return ""
 
     def deactivate(self, group: str, name: str) -> None:

@@ -1,0 +1,119 @@
+"""The capacity that is reported can be made, and one row of extents more cannot: what lvm2 says.
+
+tests/fast/test_layout.py asks the same of the arithmetic, ten thousand times. Here it is held to
+lvm2's own allocation, for random states of seven uneven disks. CARVER_STATES asks for more of them
+than the usual run. A kill, a tenant or a device cost too much time for that: fillers are volumes
+that are never activated, and `lvcreate --test` allocates and writes nothing. That it allocates as
+it does in earnest is looked at again and again by making the volume.
+"""
+
+import os
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from fakes.host import FakeHost
+from real.host import RealHost
+
+from lvm import errors, layout, report, volumes
+from lvm.layout import Layout
+from lvm.lvm2 import Lvm
+
+AnyHost = FakeHost | RealHost
+STATES = int(os.environ.get("CARVER_STATES", "200"))
+IN_EARNEST_EVERY = 20
+DISKS = (40, 33, 29, 21, 17, 9, 5)
+LAYOUTS = (
+    Layout(),
+    Layout("striped", stripes=2),
+    Layout("striped", stripes=3, stripe_size_bytes=8192),
+    Layout("raid1", mirrors=1),
+    Layout("raid1", mirrors=2),
+    Layout("raid5", stripes=2),
+    Layout("raid6", stripes=3),
+    Layout("raid10", stripes=2, mirrors=1),
+)
+
+
+@dataclass
+class Group:
+    """A group whose disks are filled at random, one change at a time."""
+
+    lvm: Lvm
+    name: str
+    chance: random.Random
+    fillers: list[str] = field(default_factory=list)
+    serial: int = 0
+
+    def now(self) -> report.Group:
+        return report.read(self.lvm).group(self.name)
+
+    def change(self, known: report.Group) -> None:
+        """Fill a part of one disk, give some back, or have some not allocated from."""
+        roomy = [disk for disk in known.disks if disk.free_extents]
+        kind = self.chance.choice(("fill", "fill", "free", "allow"))
+        if kind == "fill" and roomy:
+            self._fill(self.chance.choice(roomy))
+        elif kind == "allow" or not self.fillers:
+            names = [disk.name for disk in known.disks]
+            some = self.chance.sample(names, self.chance.randint(1, 3))
+            # Rather allowed than not, or nothing would be left soon.
+            answer = self.chance.choice("yyn")
+            self.lvm("pvchange", "--allocatable", answer, "--", *some)
+        else:
+            some = self.chance.sample(
+                self.fillers, self.chance.randint(1, -(-len(self.fillers) // 2))
+            )
+            self.lvm("lvremove", "--yes", "--", *(f"{self.name}/{one}" for one in some))
+            self.fillers = [one for one in self.fillers if one not in some]
+
+    def _fill(self, disk: report.PhysicalVolume) -> None:
+        self.serial += 1
+        name, extents = f"filler{self.serial}", self.chance.randint(1, disk.free_extents)
+        idle = ("--activate", "n", "--zero", "n", "--wipesignatures", "n")
+        self.lvm(
+            *("lvcreate", "--yes", *idle, "--type", "linear"),
+            *("--size", f"{extents * (4 << 20)}b", "--name", name, "--", self.name, disk.name),
+        )
+        self.fillers.append(name)
+
+
+def trying(lvm: Lvm) -> Lvm:
+    """lvm2 that allocates and writes nothing."""
+    return Lvm(lambda *words: lvm.run(*words[:2], "--test", *words[2:]), lvm.devices, lvm.settings)
+
+
+def make(lvm: Lvm, group: report.Group, size_bytes: int, shape: Layout) -> None:
+    disks = layout.placement(group, shape)
+    volumes.create(
+        lvm, group.name, "largest", size_bytes=size_bytes, facts={}, layout=shape, disks=disks
+    )
+
+
+@pytest.mark.timeout(1200)
+def test_lvm2_makes_what_is_reported_and_nothing_larger(host: AnyHost) -> None:
+    name = host.new_group(*DISKS)
+    group = Group(host.lvm, name, random.Random(7))
+    seen = dict.fromkeys(LAYOUTS, 0)
+    try:
+        for number in range(STATES):
+            known, shape = group.now(), LAYOUTS[number % len(LAYOUTS)]
+            maximum = layout.maximum_bytes(known, shape)
+            in_earnest = number % IN_EARNEST_EVERY == 0
+            lvm = group.lvm if in_earnest else trying(group.lvm)
+            state = [disk.free_extents for disk in known.disks]
+            with pytest.raises(errors.NoSpace):
+                make(lvm, known, maximum + known.extent_size_bytes * shape.stripes, shape)
+            if maximum:
+                seen[shape] += 1
+                try:
+                    make(lvm, known, maximum, shape)
+                except errors.LvmError as error:
+                    raise AssertionError(f"state {number}, {shape}: {state}") from error
+            if maximum and in_earnest:
+                volumes.remove(lvm, name, "largest")
+            group.change(known)
+        assert min(seen.values()) > STATES // len(LAYOUTS) // 2, "most states have room"
+    finally:
+        every = [disk.name for disk in group.now().disks]
+        host.lvm("pvchange", "--allocatable", "y", "--", *every)
