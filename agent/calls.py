@@ -4,8 +4,8 @@ Policy takes these records and never sees a protobuf message.
 """
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 from agent import config, errors
@@ -18,9 +18,16 @@ from proto import csi_pb2 as csi
 
 PARAMETER_PREFIX = "carver/"
 PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions")
+# What they may override of their class's layout: the field, and how it is read.
+LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
+    "stripes": ("stripes", config.parse_count),
+    "stripeSize": ("stripe_size_bytes", config.parse_size),
+    "mirrors": ("mirrors", config.parse_count),
+}
+STORAGE_CLASS_PARAMETERS = (*PARAMETERS, *LAYOUT_PARAMETERS)
 # What a pod may say of an inline volume: as a StorageClass may, and how large it is.
 SIZE = "size"
-INLINE_PARAMETERS = (*PARAMETERS, SIZE)
+INLINE_PARAMETERS = (*STORAGE_CLASS_PARAMETERS, SIZE)
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
 # What a VolumeSnapshotClass may say.
 SNAPSHOT_PARAMETERS = (SIZE,)
@@ -150,6 +157,8 @@ class Parameters:
     mkfs_options: tuple[str, ...] = ()
     mount_options: tuple[str, ...] = ()
     about: Mapping[str, str] | None = None
+    # Fields of lvm.layout.Layout that are not to be the class's.
+    layout: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
@@ -157,7 +166,7 @@ class Parameters:
         _check_map(field, wire)
         about = {_ABOUT[key]: value for key, value in wire.items() if key in _ABOUT}
         rest = {key: value for key, value in wire.items() if key not in _ABOUT}
-        return cls._read(_known(rest, field, PARAMETERS), field, about)
+        return cls._read(_known(rest, field, STORAGE_CLASS_PARAMETERS), field, about)
 
     @classmethod
     def from_pod(cls, wire: Mapping[str, str]) -> tuple[Self, str]:
@@ -192,12 +201,18 @@ class Parameters:
             raise errors.NotAllowed(f"{field}[fsType]", fs_type, filesystem.FILE_SYSTEMS)
         mount_options = tuple(filter(None, found.get("mountOptions", "").split(",")))
         _check_mount_options(f"{field}[mountOptions]", mount_options)
+        layout = {
+            one: _number(f"{field}[{key}]", found[key], read)
+            for key, (one, read) in LAYOUT_PARAMETERS.items()
+            if key in found
+        }
         return cls(
             device_class=found.get("class", ""),
             fs_type=fs_type,
             mkfs_options=tuple(found.get("mkfsOptions", "").split()),
             mount_options=mount_options,
             about=about,
+            layout=layout,
         )
 
     def check_for(self, fs_type: str, field: str) -> None:
@@ -582,6 +597,13 @@ def _known(wire: Mapping[str, str], field: str, allowed: Sequence[str]) -> dict[
             raise errors.BadField(f"{field}[{key}]", "is given with the prefix and without")
         found[name] = value
     return found
+
+
+def _number(field: str, text: str, read: Callable[[str], int]) -> int:
+    try:
+        return read(text)
+    except ValueError as error:
+        raise errors.BadField(field, f"{text!r} is not allowed: {error}") from None
 
 
 def _check_map(field: str, wire: Mapping[str, str]) -> None:

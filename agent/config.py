@@ -64,7 +64,8 @@ def _file_size(value: object) -> int | None:
     return size
 
 
-def _count(value: object) -> int:
+def parse_count(value: object) -> int:
+    """A whole number, from a number or a text."""
     if isinstance(value, bool) or not re.fullmatch(r"\d+", str(value)):
         raise ValueError("a whole number, 0 or more")
     return int(str(value))
@@ -213,7 +214,7 @@ SETTINGS: Mapping[str, Setting] = {
         "advertise the controller's EXPAND_VOLUME; false in a cluster, where NodeExpandVolume"
         " grows the volume on its node",
     ),
-    "max_volumes_per_node": Setting(_count, lambda: 0, "volumes on this node; 0: no limit"),
+    "max_volumes_per_node": Setting(parse_count, lambda: 0, "volumes on this node; 0: no limit"),
     "lvm": Setting(
         _choice("direct", "host"), lambda: "direct", "where lvm2 is; host: through nsenter"
     ),
@@ -382,8 +383,8 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "group": _lvm_name,
     "default": _flag,
     "layout": _choice(*layout.KINDS),
-    "stripes": _count,
-    "mirrors": _count,
+    "stripes": parse_count,
+    "mirrors": parse_count,
     "stripe_size": parse_size,
     "reserve": _reserve,
     "snapshot_size": parse_snapshot_size,

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from agent import calls, errors, holders, inventory, paging
 from agent.carving import Carvings, pool_name
@@ -73,6 +74,7 @@ class Provisioner:
         with self._groups.hold(one.group):
             known = self._inventory.read()
             group = self._inventory.group(known, one.group)
+            _check_stripe_size(one, group)
             size = planned_bytes(call.size, call.capabilities, parameters, group, one.layout)
             facts = _facts(call, parameters, size, one.layout)
             found = self._inventory.named(known, call.name, prefix)
@@ -181,6 +183,7 @@ class Provisioner:
             return Capacity(0, 0, 0)
         parameters = with_defaults(call.parameters, call.capabilities, one)
         group = self._inventory.group(self._inventory.read(), one.group)
+        _check_stripe_size(one, group)
         maximum = self._carvings.of(one).maximum_bytes(group)
         least = calls.SizeRange(1)
         minimum = planned_bytes(least, call.capabilities, parameters, group, one.layout)
@@ -208,7 +211,7 @@ class Provisioner:
         if found is None:
             known = [one.name for one in self._config.classes]
             raise errors.NotAllowed(f"{field}[class]", parameters.device_class, known)
-        return found
+        return _overridden(field, found, parameters)
 
     def _require_here(self, topology: calls.Topology) -> None:
         places = topology.requisite or topology.preferred
@@ -218,6 +221,26 @@ class Provisioner:
     def _is_here(self, segments: Mapping[str, str] | None) -> bool:
         here = {TOPOLOGY_KEY: self._config.node_id}
         return segments is None or all(here.get(key) == value for key, value in segments.items())
+
+
+def _overridden(field: str, one: DeviceClass, parameters: calls.Parameters) -> DeviceClass:
+    """A class with the layout that the parameters make of its own."""
+    chosen: dict[str, Any] = dict(parameters.layout)
+    try:
+        return replace(one, layout=replace(one.layout, **chosen))
+    except layout.Impossible as error:
+        [key] = [key for key, (part, _) in calls.LAYOUT_PARAMETERS.items() if part == error.part]
+        raise errors.BadField(f"{field}[{key}]", f"{error} (class {one.name})") from None
+
+
+def _check_stripe_size(one: DeviceClass, group: report.Group) -> None:
+    """Refuse what lvm2 would silently make smaller: a stripe is no larger than an extent."""
+    if one.layout.stripe_size_bytes > group.extent_size_bytes:
+        raise errors.BadField(
+            "parameters[stripeSize]",
+            f"{one.layout.stripe_size_bytes} is more than an extent of volume group {group.name},"
+            f" {group.extent_size_bytes} bytes (class {one.name})",
+        )
 
 
 def with_defaults(

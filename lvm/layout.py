@@ -45,11 +45,19 @@ _KINDS = {
 KINDS = tuple(_KINDS)
 
 
+class Impossible(ValueError):
+    """A layout that cannot be; `part` is the field that does not fit its kind."""
+
+    def __init__(self, part: str, why: str) -> None:
+        super().__init__(why)
+        self.part = part
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a volume lies on disks: `stripes` of data, each with `mirrors` further copies.
 
-    `stripe_size_bytes` 0 leaves lvm2's own (64 KiB). Raises ValueError for what cannot be.
+    `stripe_size_bytes` 0 leaves lvm2's own (64 KiB). Raises Impossible.
     """
 
     kind: str = "linear"
@@ -60,16 +68,16 @@ class Layout:
     def __post_init__(self) -> None:
         kind = _KINDS[self.kind]
         if not kind.striped and self.stripes != 1:
-            raise ValueError(f"{self.kind} has no stripes")
+            raise Impossible("stripes", f"{self.kind} has no stripes")
         if self.stripes < kind.least_stripes:
-            raise ValueError(f"{self.kind} needs {kind.least_stripes} stripes or more")
+            raise Impossible("stripes", f"{self.kind} needs {kind.least_stripes} stripes or more")
         if kind.mirrored != (self.mirrors > 0):
             needs = "needs 1 mirror or more" if kind.mirrored else "has no mirrors"
-            raise ValueError(f"{self.kind} {needs}")
+            raise Impossible("mirrors", f"{self.kind} {needs}")
         if self.stripe_size_bytes and not kind.striped:
-            raise ValueError(f"{self.kind} has no stripes, so no stripe size")
+            raise Impossible("stripe_size_bytes", f"{self.kind} has no stripes, so no stripe size")
         if self.stripe_size_bytes and self.stripe_size_bytes not in _POWER_OF_TWO_PAGES:
-            raise ValueError("a stripe size is 4 KiB times a power of two")
+            raise Impossible("stripe_size_bytes", "a stripe size is 4 KiB times a power of two")
 
     @property
     def disks(self) -> int:

@@ -150,3 +150,69 @@ def test_a_mounted_volume_of_a_mirrored_class_says_what_staging_needs(
 ) -> None:
     volume = client.create("pvc-1", 8 * MIB, mounted(), parameters={"class": "raid1"})
     assert volume.volume_context["carver/class"] == "raid1"
+
+
+# What a StorageClass may override
+
+
+def test_a_storage_class_overrides_the_layout_of_its_class(
+    client: Client, host: AnyHost, group: str, free: None
+) -> None:
+    wider = {"class": "striped", "carver/stripes": "3", "carver/stripeSize": "16KiB"}
+    volume = client.create("pvc-1", 24 * MIB, block(), parameters=wider)
+    found = report.read(host.lvm).group(group).volume("vol-pvc-1")
+    assert len(found.disks) == 3
+    assert client.create("pvc-1", 24 * MIB, block(), parameters=wider) == volume
+    with expect.code("ALREADY_EXISTS", "layout"):
+        client.create("pvc-1", 24 * MIB, block(), parameters={"class": "striped"})
+    assert client.expand(volume.volume_id, 36 * MIB).capacity_bytes == 36 * MIB
+    client.delete(volume.volume_id)
+
+
+def test_capacity_is_that_of_the_layout_as_it_is_overridden(client: Client, free: None) -> None:
+    for overrides, disks, stripes, metadata in (
+        ({"class": "striped", "stripes": "4"}, 4, 4, 0),
+        ({"class": "raid1", "mirrors": "2"}, 3, 1, 1),
+        ({"class": "raid5", "stripes": "4"}, 5, 4, 1),
+    ):
+        roomiest = sorted((9, 10, 11, 12, 14, 16))[-disks:]
+        size = client.capacity(overrides).maximum_volume_size.value
+        assert size == (roomiest[0] - metadata) * stripes * EXTENT
+        with expect.code("RESOURCE_EXHAUSTED", str(size)):
+            client.create("pvc-1", size + 1, block(), parameters=overrides)
+        volume = client.create("pvc-1", size, block(), parameters=overrides)
+        assert volume.capacity_bytes == size
+        client.delete(volume.volume_id)
+
+
+def test_an_override_that_asks_for_more_disks_than_there_are_says_how_many(client: Client) -> None:
+    wide = {"class": "striped", "stripes": "7"}
+    assert client.capacity(wide).maximum_volume_size.value == 0
+    with expect.code("RESOURCE_EXHAUSTED", "striped on 7 of 6 disks"):
+        client.create("pvc-1", 28 * MIB, block(), parameters=wide)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"class": "linear", "stripes": "2"}, ["parameters[stripes]", "linear has no stripes"]),
+        ({"class": "linear", "stripeSize": "8Ki"}, ["parameters[stripeSize]", "no stripes"]),
+        ({"class": "striped", "stripes": "1"}, ["parameters[stripes]", "2 stripes or more"]),
+        ({"class": "striped", "mirrors": "1"}, ["parameters[mirrors]", "no mirrors"]),
+        ({"class": "striped", "stripeSize": "5000"}, ["parameters[stripeSize]", "power of two"]),
+        ({"class": "striped", "stripeSize": "8MiB"}, ["parameters[stripeSize]", "extent"]),
+        ({"class": "striped", "stripes": "-2"}, ["parameters[stripes]", "'-2'", "0 or more"]),
+        ({"class": "striped", "stripes": ""}, ["parameters[stripes]", "0 or more"]),
+        ({"class": "raid1", "mirrors": "0"}, ["parameters[mirrors]", "1 mirror or more"]),
+        ({"class": "raid6", "stripes": "2"}, ["parameters[stripes]", "3 stripes or more"]),
+        ({"class": "striped", "layout": "linear"}, ["parameters", "'layout'", "carver/stripes"]),
+    ],
+    ids=str,
+)
+def test_an_override_that_cannot_be_is_refused_by_its_name(
+    client: Client, parameters: dict[str, str], words: list[str]
+) -> None:
+    with expect.code("INVALID_ARGUMENT", *words):
+        client.create("pvc-1", SIZE, block(), parameters=parameters)
+    with expect.code("INVALID_ARGUMENT", *words):
+        client.capacity(parameters)
