@@ -74,6 +74,9 @@ class Layout:
         if kind.mirrored != (self.mirrors > 0):
             needs = "needs 1 mirror or more" if kind.mirrored else "has no mirrors"
             raise Impossible("mirrors", f"{self.kind} {needs}")
+        if kind.mirrored and kind.striped and self.mirrors > 1:
+            # "RAID10 currently supports only 2-way mirroring" (lvm2 2.03.16).
+            raise Impossible("mirrors", f"{self.kind} has 1 mirror, and no more")
         if self.stripe_size_bytes and not kind.striped:
             raise Impossible("stripe_size_bytes", f"{self.kind} has no stripes, so no stripe size")
         if self.stripe_size_bytes and self.stripe_size_bytes not in _POWER_OF_TWO_PAGES:

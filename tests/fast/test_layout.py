@@ -150,6 +150,7 @@ def test_a_layout_survives_being_a_fact(shape: Layout) -> None:
         ("raid5", 1, 0, 0, "2 stripes"),
         ("raid6", 2, 0, 0, "3 stripes"),
         ("raid10", 2, 0, 0, "1 mirror"),
+        ("raid10", 2, 2, 0, "1 mirror, and no more"),
     ],
 )
 def test_a_layout_that_cannot_be_says_why(
