@@ -5,10 +5,12 @@ sysfs say all that they need.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 
 from agent import calls, errors, inventory
+from agent.diagnosis import Diagnosis
 from agent.inventory import Inventory, Volume
 from agent.locks import GroupLocks
 from agent.wiping import Wiper
@@ -17,7 +19,7 @@ from lvm.command import Run
 from lvm.devices import Device
 from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
-from mount import filesystem, health, loop, mounts, nodes, options, table, target, usage
+from mount import filesystem, loop, mounts, nodes, options, table, target, usage
 from mount.syscalls import Kernel
 
 DEFAULT_FS_TYPE = "ext4"
@@ -47,6 +49,7 @@ class Access:
         known: Inventory,
         groups: GroupLocks,
         wiper: Wiper,
+        diagnosis: Diagnosis,
         inside: Sequence[str],
     ) -> None:
         self._run = run
@@ -55,6 +58,7 @@ class Access:
         self._inventory = known
         self._groups = groups
         self._wiper = wiper
+        self._diagnosis = diagnosis
         # The directories in which kubelet may have volumes mounted.
         self._inside = inside
 
@@ -171,15 +175,13 @@ class Access:
     def statistics(self, call: calls.At) -> Statistics:
         """How large and how full the volume is where it is staged or published, and how well."""
         device, mounted = self._find(call)
-        if mounted.device != device.number:
-            return Statistics(usage.device_size_bytes(self._kernel, device.path), None)
-        problems = health.problems(self._kernel, mounted)
-        try:
-            found = usage.of(self._kernel, mounted.path)
-        except mount_errors.TargetError:
-            size_bytes = usage.device_size_bytes(self._kernel, device.path)
-            return Statistics(size_bytes, None, problems)
-        return Statistics(found.total_bytes, found, problems)
+        seen = mounted if mounted.device == device.number else None
+        problems = self._diagnosis.in_use(call.volume_id, seen)
+        if seen is not None:
+            with suppress(mount_errors.TargetError):  # it does not answer, and `problems` says so
+                found = usage.of(self._kernel, seen.path)
+                return Statistics(found.total_bytes, found, problems)
+        return Statistics(usage.device_size_bytes(self._kernel, device.path), None, problems)
 
     def size_bytes(self, call: calls.At) -> int:
         """The device's size, if the volume is staged or published at the path."""

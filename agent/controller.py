@@ -5,6 +5,7 @@ from google.protobuf import timestamp_pb2, wrappers_pb2
 
 from agent import calls, condition, inventory
 from agent.config import TOPOLOGY_KEY, Config
+from agent.diagnosis import Diagnosis
 from agent.inventory import Snapshot, Volume
 from agent.locks import VolumeLocks
 from agent.provision import Provisioner, context_of
@@ -23,11 +24,13 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         config: Config,
         provision: Provisioner,
         snapshotter: Snapshotter,
+        diagnosis: Diagnosis,
         locks: VolumeLocks,
     ) -> None:
         self._config = config
         self._provision = provision
         self._snapshotter = snapshotter
+        self._diagnosis = diagnosis
         self._locks = locks
 
     def CreateVolume(  # noqa: N802
@@ -68,10 +71,13 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ListVolumesResponse:
         """List this node's volumes, part by part."""
         part = self._provision.list(calls.Page.from_proto(request))
+        mounts = self._diagnosis.mounts()
         entries = [
             csi.ListVolumesResponse.Entry(
                 volume=self._volume(volume),
-                status=csi.ListVolumesResponse.VolumeStatus(volume_condition=_condition(volume)),
+                status=csi.ListVolumesResponse.VolumeStatus(
+                    volume_condition=condition.answer(self._diagnosis.of(volume, mounts))
+                ),
             )
             for volume in part.entries
         ]
@@ -93,7 +99,9 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ControllerGetVolumeResponse:
         """One volume."""
         volume = self._provision.get(calls.volume_id(request))
-        status = csi.ControllerGetVolumeResponse.VolumeStatus(volume_condition=_condition(volume))
+        status = csi.ControllerGetVolumeResponse.VolumeStatus(
+            volume_condition=condition.answer(self._diagnosis.of(volume))
+        )
         return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
 
     def ControllerExpandVolume(  # noqa: N802
@@ -184,7 +192,3 @@ def _snapshot(snapshot: Snapshot) -> csi.Snapshot:
         creation_time=taken,
         ready_to_use=not snapshot.problem,
     )
-
-
-def _condition(volume: Volume) -> csi.VolumeCondition:
-    return condition.answer(condition.problems(volume))

@@ -92,7 +92,7 @@ class Ephemeral:
         """
         volume = self._find(volume_id)
         if volume is not None:
-            self._wiper.delete(volume)
+            self._delete(volume)
 
     def start(self) -> None:
         """Look for what is forgotten, once, when kubelet has had its time."""
@@ -116,9 +116,16 @@ class Ephemeral:
                 return
             _log.warning("inline volume %s was left by a pod that is gone; removing it", volume_id)
             try:
-                self._wiper.delete(volume)
+                self._delete(volume)
             except errors.VolumeInUse as error:
                 _log.warning("%s", error)
+
+    def _delete(self, volume: Volume) -> None:
+        # A thin one is not overwritten itself; its pool must hear of it.
+        if volume.layout.is_thin:
+            self._provision.delete(str(volume.id))
+        else:
+            self._wiper.delete(volume)
 
     def _sweep_quietly(self) -> None:
         try:

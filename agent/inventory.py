@@ -40,6 +40,10 @@ WIPING = "wiping"
 # Those who only watch are served from a report of this age, and wait for a new one so long.
 _RECENT_SECONDS = 60.0
 _WATCHING_SECONDS = 5.0
+# What is read behind everyone's back keeps nobody waiting.
+_BEHIND_SECONDS = 60.0
+# Changes come in bursts: a command of lvm2's is several.
+_SETTLED_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Seen:
-    """A report, or the error in place of one, and when that was."""
+    """The last report, when lvm2 was asked last, and the error if that brought none."""
 
     time_seconds: float
     report: report.Report | None
@@ -128,9 +132,14 @@ class Inventory:
         self._foundations = foundations
         self._seen = Seen(0.0, None)
         self._watching = threading.Lock()
+        # Whether a disk changed since the last report was asked for, and whether anyone cares.
+        self._outdated = False
+        self._glimpsed = False
 
     def read(self) -> report.Report:
         """All that lvm2 knows now: one command."""
+        # Before the look: what changes meanwhile may be in it, or not.
+        self._outdated = False
         known = report.read(self._lvm)
         self._seen = Seen(time.time(), known)
         return known
@@ -143,19 +152,48 @@ class Inventory:
         """
         with self._watching:
             if not self._seen.is_recent():
-                self._look()
+                self._look(_WATCHING_SECONDS)
             seen = self._seen
-        if seen.report is None:
+        if seen.report is None or seen.error is not None:
             # The same error each time: without the traces of those who met it before.
             raise (seen.error or lvm_errors.BadReport("none was read")).with_traceback(None)
         return seen.report, seen.time_seconds
 
-    def _look(self) -> None:
+    def glimpse(self, volume_id: str) -> Volume | None:
+        """A volume as the last report has it, without asking lvm2; None where none tells of it.
+
+        Whoever looks so has `renew` look anew when it is due.
+        """
+        self._glimpsed = True
+        known = self._seen.report
+        if known is None:
+            return None
+        if VolumeId.parse(volume_id) is None:
+            return self.named(known, volume_id, INLINE_PREFIX)
         try:
-            with command.time_limit(_WATCHING_SECONDS):
+            return self.get(known, volume_id)
+        except (errors.NoSuchVolume, errors.OtherGroup):
+            return None
+
+    def outdate(self) -> None:
+        """A disk changed, or may have: the last report need not be true any more."""
+        self._outdated = True
+
+    def renew(self, slow_seconds: float) -> None:
+        """Read a report for those who glimpse, if the last one is old, or outdated for a moment."""
+        age_seconds = abs(time.time() - self._seen.time_seconds)
+        due_seconds = _SETTLED_SECONDS if self._outdated else slow_seconds
+        if self._glimpsed and age_seconds >= due_seconds:
+            self._glimpsed = False
+            with self._watching:
+                self._look(_BEHIND_SECONDS)
+
+    def _look(self, patience_seconds: float) -> None:
+        try:
+            with command.time_limit(patience_seconds):
                 self.read()
         except lvm_errors.LvmError as error:
-            self._seen = Seen(time.time(), None, error)
+            self._seen = Seen(time.time(), self._seen.report, error)
 
     def group(self, known: report.Report, name: str) -> report.Group:
         """A group to make volumes in; raises GroupMissing, GroupRefused."""
@@ -274,6 +312,13 @@ class Inventory:
         """What device-mapper says of an active logical volume, and of all that it stands on."""
         return self._devices.status(group, name)
 
+    def status_of(self, volume_id: str) -> tuple[devices.Status, ...]:
+        """The same of an active volume, by the CO's id."""
+        parsed = VolumeId.parse(volume_id)
+        name = logical_name(volume_id)
+        found_in = (self.status(one, name) for one in ([parsed.group] if parsed else self._groups))
+        return next(filter(None, found_in), ())
+
 
 def _find(known: report.Report, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:
     """What has an id; None where nothing can have it, or the report proves that nothing has.
@@ -341,6 +386,12 @@ def _snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | 
         facts=facts,
         overflowed=logical.overflowed,
     )
+
+
+def snapshots_of(volume: Volume) -> Iterator[Snapshot]:
+    """The snapshots of a volume, in the report that the volume is of."""
+    every = (_snapshot(volume.group, one) for one in volume.group.volumes.values())
+    return (one for one in every if one is not None and one.source_id == volume.id)
 
 
 def remains_of(snapshot: Snapshot) -> Volume:

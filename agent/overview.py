@@ -8,15 +8,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from agent import condition, config, founding, inventory, sockets
+from agent import config, founding, inventory, sockets
 from agent.carving import Carvings
 from agent.config import Config, DeviceClass
+from agent.diagnosis import Diagnosis
 from agent.inventory import Inventory
 from agent.server import Host
 from lvm import names, report
 from lvm.devices import Device
 from mount import errors as mount_errors
-from mount import health, loop, nodes, table, usage
+from mount import loop, nodes, table, usage
 from mount.syscalls import Kernel
 
 
@@ -127,6 +128,7 @@ def read(settings: Config, host: Host) -> Overview:
     """Look at everything once; raises what lvm2's report raises, and NotReady."""
     known = known_to(settings, host)
     now, carvings = known.read(), Carvings(settings.classes, known)
+    diagnosis = Diagnosis(host.kernel, known)
     return Overview(
         node=settings.node_id,
         driver=config.DRIVER_NAME,
@@ -137,7 +139,8 @@ def read(settings: Config, host: Host) -> Overview:
         groups=tuple(_group(name, now) for name in settings.groups),
         pools=tuple(_pools(settings, now)),
         volumes=tuple(
-            _volume(host.kernel, one, known.device(str(one.id))) for one in known.present(now)
+            _volume(host.kernel, one, known.device(str(one.id)), diagnosis.of(one))
+            for one in known.present(now)
         ),
         snapshots=tuple(_snapshot(one) for one in known.snapshots(now)),
     )
@@ -204,7 +207,9 @@ def _snapshot(one: inventory.Snapshot) -> Snapshot:
     )
 
 
-def _volume(kernel: Kernel, one: inventory.Volume, device: Device | None) -> Volume:
+def _volume(
+    kernel: Kernel, one: inventory.Volume, device: Device | None, problems: tuple[str, ...]
+) -> Volume:
     found = places(kernel, device) if device is not None else ()
     use = _use(kernel, found)
     facts = one.facts
@@ -222,7 +227,7 @@ def _volume(kernel: Kernel, one: inventory.Volume, device: Device | None) -> Vol
         places=found,
         total_bytes=use.total_bytes if use else None,
         used_bytes=use.used_bytes if use else None,
-        problems=(*condition.problems(one), *_troubles(kernel, found)),
+        problems=problems,
     )
 
 
@@ -240,9 +245,3 @@ def _use(kernel: Kernel, found: tuple[Place, ...]) -> usage.Usage | None:
         except mount_errors.MountError:
             return None  # it does not answer; `problems` says so
     return None
-
-
-def _troubles(kernel: Kernel, found: tuple[Place, ...]) -> tuple[str, ...]:
-    return tuple(
-        one for mounted in _mounted(kernel, found) for one in health.problems(kernel, mounted)
-    )

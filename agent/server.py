@@ -20,6 +20,7 @@ from agent import errors, founding, monitor, preflight, sockets
 from agent.access import Access
 from agent.config import Config
 from agent.controller import Controller
+from agent.diagnosis import Diagnosis
 from agent.ephemeral import Ephemeral
 from agent.founding import Foundations
 from agent.identity import Identity
@@ -32,6 +33,7 @@ from agent.readiness import Readiness
 from agent.reclaiming import Reclaimer
 from agent.registration import Registration
 from agent.snapshots import Snapshotter
+from agent.watching import Watch
 from agent.wiping import Wiper
 from lvm import errors as lvm_errors
 from lvm.command import Finished, Programs, Run
@@ -87,8 +89,16 @@ class Service:
             config, lvm, host.kernel, known, group_locks, self.wiper, self.reclaimer
         )
         snapshotter = Snapshotter(config, lvm, known, group_locks, self.wiper)
+        diagnosis = Diagnosis(host.kernel, known)
         access = Access(
-            host.run, lvm, host.kernel, known, group_locks, self.wiper, config.kubelet_dir
+            host.run,
+            lvm,
+            host.kernel,
+            known,
+            group_locks,
+            self.wiper,
+            diagnosis,
+            config.kubelet_dir,
         )
         self.ephemeral = Ephemeral(
             host.kernel,
@@ -105,7 +115,7 @@ class Service:
         )
         csi_pb2_grpc.add_IdentityServicer_to_server(Identity(self.readiness), self._server)
         csi_pb2_grpc.add_ControllerServicer_to_server(
-            Controller(config, provision, snapshotter, volume_locks), self._server
+            Controller(config, provision, snapshotter, diagnosis, volume_locks), self._server
         )
         csi_pb2_grpc.add_NodeServicer_to_server(
             Node(config, provision, access, self.ephemeral, volume_locks), self._server
@@ -153,6 +163,9 @@ def serve(config: Config, host: Host) -> None:
             # Kubelet calls the endpoint before it registers it.
             registration.start()
             ending.callback(registration.stop)
+        watch = Watch(service.inventory)
+        watch.start()
+        ending.callback(watch.stop)
         _tell(preflight.everything(service.node))
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")

@@ -8,10 +8,10 @@ from mount.syscalls import Kernel
 from mount.table import Mount
 
 
-def problems(kernel: Kernel, mount: Mount) -> tuple[str, ...]:
-    """What the kernel knows against the file system seen through a mount; usually nothing."""
+def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> tuple[str, ...]:
+    """What the kernel knows against a file system, seen through one of its mounts; else nothing."""
     found = []
-    if _turned_read_only(table.read(kernel), mount):
+    if _turned_read_only(mounts, mount):
         found.append(
             f"the {mount.fs_type} on {mount.source} turned read-only after an error; see the kernel"
             " log (journalctl -k), stop the workload, and have the volume unstaged and staged again"

@@ -10,10 +10,12 @@ from fakes.host import FakeHost
 from real.host import RealHost
 
 from agent.client import Client, Mode, block, mounted
-from agent.config import Config
+from agent.config import Config, DeviceClass
 from agent.server import Host, Service
 from lvm import report, tags
 from lvm.command import Result
+from lvm.layout import Layout
+from lvm.pools import Policy
 from lvm.report import LogicalVolume
 from mount import table
 from proto import csi_pb2 as csi
@@ -28,7 +30,12 @@ SMALL = {"size": "64Mi"}
 @pytest.fixture
 def config(host: AnyHost, group: str, tmp_path: Path) -> Config:
     """Kubelet's directory is the host's own, so that the directory of all pods lies in it."""
-    return configured.carver(tmp_path, group, kubelet_dir=(str(host.directory),))
+    classes = (
+        DeviceClass(name="plain", group=group, default=True),
+        DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy()),
+    )
+    directory = str(host.directory)
+    return configured.carver(tmp_path, group, kubelet_dir=(directory,), classes=classes)
 
 
 @pytest.fixture
@@ -81,6 +88,15 @@ def test_unpublishing_wipes_and_removes_it(
         assert volumes(host, group) == []
         assert not target.exists()
     assert client.capacity().available_capacity == free
+
+
+def test_a_thin_one_goes_with_its_pool(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, {**SMALL, "class": "thin"})
+    assert len(table.read(host.kernel).at(str(target))) == 1
+    client.unpublish(VOLUME, target)
+    assert volumes(host, group) == []
 
 
 def test_publishing_again_starts_no_process_and_changes_nothing(

@@ -2,7 +2,9 @@
 
 import errno
 import os
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import configured
@@ -10,8 +12,11 @@ import pytest
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
-from agent.client import Client, mounted
+from agent.client import Client, block, mounted
 from agent.server import Host, Service
+from lvm.command import Result
+from lvm.errors import LvmError
+from lvm.report import Report
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -49,13 +54,18 @@ def fake(tmp_path: Path) -> FakeHost:
 
 
 @pytest.fixture
-def client(fake: FakeHost, kernel: Kernel, tmp_path: Path) -> Iterator[Client]:
+def service(fake: FakeHost, kernel: Kernel, tmp_path: Path) -> Iterator[Service]:
     config = configured.carver(tmp_path)
     running = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
     running.start(config.endpoint)
-    with Client(config.endpoint) as caller:
-        yield caller
+    yield running
     running.stop()
+
+
+@pytest.fixture
+def client(service: Service, tmp_path: Path) -> Iterator[Client]:
+    with Client(configured.carver(tmp_path).endpoint) as caller:
+        yield caller
 
 
 @pytest.fixture
@@ -115,7 +125,12 @@ def test_a_file_system_that_does_not_answer_is_told_and_no_failure_of_the_call(
 
 
 @pytest.mark.parametrize(
-    ("health", "remedy"), [("partial", "attach the disk"), ("strange", "lv_health_status")]
+    ("health", "remedy"),
+    [
+        ("partial", "attach it again"),
+        ("refresh needed", "lvchange --refresh data/vol-pvc-1"),
+        ("strange", "lv_health_status"),
+    ],
 )
 def test_what_lvm_reports_against_a_volume_is_told_by_the_controller(
     client: Client, staged: csi.Volume, fake: FakeHost, health: str, remedy: str
@@ -128,3 +143,112 @@ def test_what_lvm_reports_against_a_volume_is_told_by_the_controller(
         assert condition.abnormal
         assert health in condition.message
         assert remedy in condition.message
+
+
+# What NodeGetVolumeStats tells of LVM, by a report that was read before
+
+
+def told(client: Client, volume: csi.Volume, path: Path) -> str:
+    return client.stats(volume.volume_id, path).volume_condition.message
+
+
+def renew(service: Service) -> None:
+    """As the thread that watches does, when its time has come."""
+    service.inventory._seen = replace(service.inventory._seen, time_seconds=0.0)
+    service.inventory.renew(300.0)
+
+
+def test_statistics_tell_what_lvm_said_last_and_start_no_process(
+    client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
+) -> None:
+    group = fake.lvm2.groups["data"]
+    group.disks[0].missing = True
+    group.volumes["vol-pvc-1"].health = "partial"
+    before = len(fake.commands)
+    assert told(client, staged, tmp_path / "staging") == "no problem is known"
+    assert len(fake.commands) == before
+
+    renew(service)
+    message = told(client, staged, tmp_path / "staging")
+    assert f"the disk {group.disks[0].uuid} is missing" in message
+    assert "restore the volume from a backup" in message
+    assert len(fake.commands) == before + 1
+
+    group.disks[0].missing = False
+    group.volumes["vol-pvc-1"].health = ""
+    renew(service)
+    assert told(client, staged, tmp_path / "staging") == "no problem is known"
+
+
+def test_a_raw_block_volume_has_a_condition_too(
+    client: Client, service: Service, fake: FakeHost, tmp_path: Path
+) -> None:
+    volume = client.create("pvc-1", 16 * MIB, block())
+    client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
+    fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
+    service.inventory.read()
+    found = client.stats(volume.volume_id, tmp_path / "target")
+    assert "partial" in found.volume_condition.message
+    assert found.usage[0].total == 16 * MIB
+
+
+def test_an_inline_volume_has_a_condition_too(
+    client: Client, service: Service, fake: FakeHost, tmp_path: Path
+) -> None:
+    client.publish_inline("csi-1", tmp_path / "target", {"size": "64Mi"})
+    fake.lvm2.groups["data"].volumes["eph-csi-1"].health = "partial"
+    service.inventory.read()
+    message = client.stats("csi-1", tmp_path / "target").volume_condition.message
+    assert "eph-csi-1 is partial" in message
+
+
+def test_while_lvm_does_not_answer_what_it_said_before_is_told(
+    client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
+) -> None:
+    fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
+    service.inventory.read()
+    fake.intercept = lambda words: Result(5, "", "a disk hangs")
+    renew(service)
+    assert "partial" in told(client, staged, tmp_path / "staging")
+    with pytest.raises(LvmError, match="a disk hangs"):
+        service.inventory.recent()
+
+
+def test_a_volume_that_no_report_has_yet_is_told_of_by_the_kernel_alone(
+    client: Client, service: Service, staged: csi.Volume, tmp_path: Path
+) -> None:
+    for report in (None, Report({})):
+        service.inventory._seen = replace(service.inventory._seen, report=report)
+        assert told(client, staged, tmp_path / "staging") == "no problem is known"
+
+
+def test_nothing_is_read_behind_anyone_s_back_while_nobody_asks(
+    client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
+) -> None:
+    before = len(fake.commands)
+    service.inventory._glimpsed = False
+    renew(service)
+    assert len(fake.commands) == before
+
+    client.stats(staged.volume_id, tmp_path / "staging")
+    service.inventory.read()
+    service.inventory.renew(300.0)
+    assert len(fake.commands) == before + 1, "the report is new"
+
+    service.inventory.outdate()
+    service.inventory._seen = replace(service.inventory._seen, time_seconds=time.time() - 10)
+    service.inventory.renew(300.0)
+    assert len(fake.commands) == before + 2, "a disk changed since"
+
+
+def test_a_snapshot_that_ran_full_is_told_of_its_volume(
+    client: Client, staged: csi.Volume, fake: FakeHost
+) -> None:
+    request = csi.CreateSnapshotRequest(name="s", source_volume_id=staged.volume_id)
+    snapshot = client.controller.CreateSnapshot(request).snapshot
+    fake.lvm2.wrote("/dev/mapper/data-vol--pvc--1", 320 * MIB)
+    asked = csi.ControllerGetVolumeRequest(volume_id=staged.volume_id)
+    condition = client.controller.ControllerGetVolume(asked).status.volume_condition
+    assert condition.abnormal
+    assert f"snapshot {snapshot.snapshot_id} of it is of no use" in condition.message
+    assert "delete it" in condition.message

@@ -47,7 +47,16 @@ def test_mechanism_knows_neither_policy_nor_transport_nor_the_other_mechanism() 
 @pytest.mark.parametrize(
     "policy",
     [
-        *("ephemeral", "provision", "snapshots", "access", "wiping", "inventory", "founding"),
+        *(
+            "diagnosis",
+            "ephemeral",
+            "provision",
+            "snapshots",
+            "access",
+            "wiping",
+            "inventory",
+            "founding",
+        ),
         *("holders", "paging", "reclaiming", "carving"),
     ],
 )
@@ -60,7 +69,7 @@ def test_policy_names_neither_grpc_nor_the_wire(policy: str) -> None:
     ("library", "owners"),
     [
         ("sh", {"lvm/command.py"}),
-        ("pyudev", set()),
+        ("pyudev", {"lvm/events.py"}),
         ("prometheus_client", {"agent/metrics.py"}),
         ("ctypes", {"mount/syscalls.py"}),
         ("psutil", {"mount/users.py"}),
@@ -83,9 +92,9 @@ ORDER = (
     "overview",
     "server",
     "identity controller node interceptor metrics monitor",
-    "condition status secrets readiness registration ephemeral",
+    "condition status secrets readiness registration ephemeral watching",
     "access provision snapshots preflight",
-    "wiping reclaiming",
+    "wiping reclaiming diagnosis",
     "holders paging carving",
     "inventory calls",
     "founding",

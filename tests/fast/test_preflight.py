@@ -222,6 +222,11 @@ def no_list_of_modules(place: Place) -> None:
     place.file("/sys/module/dm_snapshot/refcnt")
 
 
+def thin_without_its_tools(place: Place) -> None:
+    with_class(place, "thin")
+    without("/usr/sbin/thin_check")(place)
+
+
 LACKS: list[tuple[Callable[[Place], None], str, str, str]] = [
     (without_privileges, "privileges", FAIL, "CAP_SYS_ADMIN"),
     (without_status, "privileges", WARN, "cannot be looked at"),
@@ -250,6 +255,7 @@ LACKS: list[tuple[Callable[[Place], None], str, str, str]] = [
     (without("/usr/sbin/blkid"), "file systems", FAIL, "blkid"),
     (without("/usr/sbin/fsck.ext4"), "file systems", FAIL, "fsck.ext4"),
     (without("/usr/sbin/mkfs.xfs"), "file systems", WARN, "mkfs.xfs"),
+    (thin_without_its_tools, "thin tools", FAIL, "thin_check"),
 ]
 
 
@@ -279,6 +285,12 @@ def test_who_leaves_registration_to_others_needs_no_directory(place: Place) -> N
     without_kubelet(place)
     place.settings = replace(place.settings, registration="none")
     assert place.one("registration").verdict == PASS
+
+
+def test_the_tools_of_thin_pools_are_asked_for_where_a_class_is_thin(place: Place) -> None:
+    with_class(place, "thin")
+    assert place.one("thin tools").verdict == PASS
+    assert {one.verdict for one in place.of("modules")} == {PASS}
 
 
 def test_every_layout_has_a_module_to_look_for() -> None:

@@ -1,0 +1,49 @@
+"""That a disk changed, as udev tells it. The only module that imports pyudev.
+
+Every write of LVM's metadata closes the disk, and udev's watch rule answers with a "change" event
+(udev(7), OPTIONS+="watch"); a disk that goes or comes has events of its own.
+"""
+
+import logging
+from pathlib import Path
+from typing import Any, Self
+
+import pyudev
+
+_log = logging.getLogger(__name__)
+
+_UDEV_CONTROL = Path("/run/udev/control")
+# Logical volumes come and go with Carver's own calls, and say nothing of the disks under them.
+_OF_A_VOLUME = "LVM-"
+
+
+class DiskEvents:
+    """Events of block devices that are not logical volumes. For one thread: libudev(3)."""
+
+    def __init__(self, monitor: Any) -> None:
+        self._monitor = monitor
+
+    @classmethod
+    def open(cls, control: Path = _UDEV_CONTROL) -> Self | None:
+        """Listen from now on; None where udev does not run, as in many a container.
+
+        Once in a process: to find its library, pyudev starts ldconfig (ctypes.util.find_library).
+        """
+        if not control.exists():
+            return None
+        try:
+            monitor = pyudev.Monitor.from_netlink(pyudev.Context())
+            monitor.filter_by("block")
+            monitor.start()
+        except (ImportError, OSError) as error:
+            _log.warning("no events of udev's: %s", error)
+            return None
+        return cls(monitor)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for an event, so long at most; whether a disk changed, or may have."""
+        try:
+            device = self._monitor.poll(timeout=seconds)
+        except OSError:
+            return True  # more events than the socket could hold
+        return device is not None and not device.get("DM_UUID", "").startswith(_OF_A_VOLUME)
