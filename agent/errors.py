@@ -158,6 +158,15 @@ class SocketTaken(AgentError):
     """Another process serves the socket."""
 
 
+class SocketGone(AgentError):
+    """The socket that is served was deleted or replaced: nobody can call any more."""
+
+    def __init__(self, path: object) -> None:
+        super().__init__(
+            f"{path} is not there any more, so nobody can call; end, to be started again"
+        )
+
+
 class NotServed(AgentError):
     """Nobody answers at the socket."""
 

@@ -148,7 +148,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         # The umask is the whole process's, and other threads make files meanwhile.
         hidden.chmod(0o600)
         server.start()
-        self._inode = _inode(hidden)
+        self._inode = sockets.inode(hidden)
         self._retry_at = None
         self.state = State.WAITING
         hidden.rename(self.socket)
@@ -166,7 +166,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
 
     def _is_ours(self) -> bool:
         """Whether the socket in the directory is the one that is served here."""
-        return self._inode is not None and _inode(self.socket) == self._inode
+        return self._inode is not None and sockets.inode(self.socket) == self._inode
 
     def _is_due_again(self) -> bool:
         """Whether to try anew after a refusal: kubelet itself asks a new socket only."""
@@ -177,11 +177,3 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         if problem != self._problem:
             _log.warning("%s", problem)
         self._problem = problem
-
-
-def _inode(path: Path) -> tuple[int, int] | None:
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return None
-    return status.st_dev, status.st_ino

@@ -51,6 +51,8 @@ _log = logging.getLogger(__name__)
 _THREADS = 32
 # systemd's TimeoutStopSec and kubelet's grace period are longer.
 _DRAIN_SECONDS = 25
+# How soon a deleted socket is noticed.
+_LOOK_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ def serve(config: Config, host: Host) -> None:
         ended = _until_signal()
         _resume(service.wiper, service.reclaimer)
         service.start(config.endpoint)
+        served = sockets.inode(config.endpoint)
         ending.callback(service.stop)
         registration = Registration(config.registration_directory, config.endpoint)
         if config.metrics_address is not None and metrics is not None:
@@ -169,7 +172,10 @@ def serve(config: Config, host: Host) -> None:
         _tell(preflight.everything(service.node))
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")
-        ended.wait()
+        # gRPC can bind nothing while it serves: a new socket takes a new process.
+        while not ended.wait(_LOOK_SECONDS):
+            if sockets.inode(config.endpoint) != served:
+                raise errors.SocketGone(config.endpoint)
         notify("STOPPING=1")
     _log.info("stopped")
 

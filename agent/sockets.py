@@ -1,4 +1,4 @@
-"""Unix sockets: whether one was left by a process that ended."""
+"""Unix sockets: whether one was left by a process that ended, or is still the one that was made."""
 
 import socket
 from pathlib import Path
@@ -19,3 +19,12 @@ def is_stale(path: Path) -> bool:
 def is_served(path: Path) -> bool:
     """Whether a process answers at the socket."""
     return path.is_socket() and not is_stale(path)
+
+
+def inode(path: Path) -> tuple[int, int] | None:
+    """What tells the file at a path from another that is put there; None where there is none."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino

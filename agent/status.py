@@ -31,6 +31,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.GroupRefused, Code.FAILED_PRECONDITION),
     (agent.errors.NotReady, Code.FAILED_PRECONDITION),
     (agent.errors.SocketTaken, Code.FAILED_PRECONDITION),
+    (agent.errors.SocketGone, Code.FAILED_PRECONDITION),
     # These four are met at the caller's side of the socket, by `carver volume`.
     (agent.errors.NotServed, Code.FAILED_PRECONDITION),
     (agent.errors.CallRefused, Code.FAILED_PRECONDITION),

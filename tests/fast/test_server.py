@@ -106,6 +106,20 @@ def test_the_socket_is_root_s_alone_and_goes_with_the_service(
     assert not config.endpoint.exists()
 
 
+def test_a_deleted_socket_ends_the_service_so_that_it_is_started_again(
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def delete(state: str) -> None:
+        assert state == "READY=1"
+        config.endpoint.unlink()
+
+    monkeypatch.setattr(server, "notify", delete)
+    monkeypatch.setattr(server, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(server, "_until_signal", threading.Event)
+    with pytest.raises(errors.SocketGone, match=r"csi\.sock is not there any more"):
+        server.serve(config, Host(fake.run, fake.kernel, fake.devices))
+
+
 def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "csi.sock"
     with socket.socket(socket.AF_UNIX) as left:
