@@ -7,12 +7,12 @@ chooses others. What hypothesis prints of a failure is the shortest sequence tha
 
 import contextlib
 import itertools
-import os
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import chosen
 import pytest
 from fakes.host import FakeHost
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -311,20 +311,15 @@ def _held(call: do.Call) -> set[str]:
     return held - {""}
 
 
-def chosen(**defaults: int) -> dict[str, int]:
-    """Seed, examples and steps, as the environment has them."""
-    pairs = filter(None, os.environ.get("CARVER_MODEL", "").split(","))
-    return defaults | {key: int(value) for key, _, value in (one.partition("=") for one in pairs)}
-
-
 @pytest.mark.timeout(1800)
 def test_the_node_does_what_the_model_does(
     request: pytest.FixtureRequest, real: bool, tmp_path: Path
 ) -> None:
     # A shorter sequence is not worth hours on a real machine.
     examples, steps = (3, 30) if real else (80, 50)
-    numbers = chosen(seed=1, examples=examples, steps=steps, shrink=int(not real))
-    print(f"\nCARVER_MODEL={','.join(f'{key}={value}' for key, value in numbers.items())}")
+    numbers = chosen.numbers(
+        "CARVER_MODEL", seed=1, examples=examples, steps=steps, shrink=int(not real)
+    )
     shared: Lab | None = request.getfixturevalue("shared_lab") if real else None
     serial = itertools.count()
 
