@@ -9,11 +9,9 @@ import grpc
 import pytest
 
 from agent.client import Client
-from agent.config import DEFAULT_SOCKET
+from agent.config import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from mount import table
 from mount.syscalls import Kernel
-
-KUBELET = Path("/var/lib/kubelet")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,7 +36,7 @@ def client() -> Iterator[Client]:
 @pytest.fixture
 def directory(client: Client, request: pytest.FixtureRequest) -> Iterator[Path]:
     """A place where kubelet would have mounts made; what a test leaves there is unmounted."""
-    place = KUBELET / "plugins" / f"test-{request.node.name}"
+    place = KUBELET_DIRECTORY / "plugins" / f"test-{request.node.name}"
     place.mkdir(parents=True)
     yield place
     kernel = Kernel()

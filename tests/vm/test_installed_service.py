@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from agent.client import Client, Mode, block, mounted
-from agent.config import DEFAULT_SOCKET
+from agent.config import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from mount import table
 from mount.syscalls import Kernel
 
@@ -142,23 +142,48 @@ def test_a_killed_service_comes_back_and_every_call_goes_on(
         again.delete(volume.volume_id)
 
 
-def test_a_mount_of_the_service_is_seen_and_unseen_in_kubelet_s_namespace(
-    client: Client, directory: Path
+@contextmanager
+def container(place: Path) -> Iterator[Path]:
+    """Where a container that has kubelet's directory, as HostToContainer gives it, sees it."""
+    # All mounts become slaves (rslave) of the host's, and so does the bind of one.
+    script = f"mount --rbind {KUBELET_DIRECTORY} {place}; echo ready; cat"
+    words = ["unshare", "--mount", "--propagation", "slave", "sh", "-e", "-c", script]
+    with subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield Path(f"/proc/{process.pid}/root{place}")
+        process.communicate()
+
+
+def test_what_the_service_mounts_and_unmounts_a_container_sees(
+    client: Client, directory: Path, tmp_path: Path
 ) -> None:
-    staging = directory / "staging"
-    volume = client.create("test-propagation", 64 * MIB)
-    # A process whose mounts are slaves of the system's, as a container's are with HostToContainer.
-    words = ["unshare", "--mount", "--propagation", "slave", "cat"]
-    with subprocess.Popen(words, stdin=subprocess.PIPE) as other:
-        mountinfo = Path(f"/proc/{other.pid}/mountinfo")
-        own = Path("/proc/self/ns/mnt").readlink()
-        while Path(f"/proc/{other.pid}/ns/mnt").readlink() == own:
-            time.sleep(0.05)
+    staging, target, node = directory / "staging", directory / "target", directory / "node"
+    volume = client.create("test-propagation", 16 * MIB, mounted("ext4"))
+    raw = client.create("test-propagation-raw", 16 * MIB, block())
+    with container(tmp_path) as kubelet:
+        inside = {
+            one: kubelet / one.relative_to(KUBELET_DIRECTORY) for one in (staging, target, node)
+        }
         client.stage(volume, staging)
-        assert str(staging) in mountinfo.read_text()
+        (staging / "file").write_text("data")
+        assert (inside[staging] / "file").read_text() == "data"
+        client.publish(volume, staging, target, read_only=True)
+        assert (inside[target] / "file").read_text() == "data"
+        with pytest.raises(OSError, match="Read-only"):
+            (inside[target] / "file").write_text("other")
+        client.stage(raw, staging, block())
+        client.publish(raw, staging, node, block())
+        assert inside[node].is_block_device()
+
+        client.unpublish(raw.volume_id, node)
+        assert not inside[node].exists()
+        client.unpublish(volume.volume_id, target)
+        assert not inside[target].exists()
         client.unstage(volume.volume_id, staging)
-        assert str(staging) not in mountinfo.read_text()
-        other.communicate()
+        assert list(inside[staging].iterdir()) == []
 
 
 @pytest.mark.parametrize("fs_type", ["ext4", "xfs", "btrfs"])
