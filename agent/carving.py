@@ -6,6 +6,7 @@ promised and has not got yet is kept free by all others of its group.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from agent import inventory
@@ -107,6 +108,7 @@ class Thin:
     """Volumes that take from their class's pool what is written to them."""
 
     device_class: str
+    group: str
     policy: Policy
     kept: Kept
     known: Inventory
@@ -152,6 +154,32 @@ class Thin:
         """One command; the pool grows when it is used."""
         volumes.extend(lvm, volume.group.name, volume.name, size_bytes=size_bytes)
 
+    def extend_data(self, lvm: Lvm, group: report.Group, percent: float) -> int | None:
+        """Grow the data of a pool that is so full; by how many bytes, 0 where there is no room.
+
+        One that holds nothing is full because it is overwritten, to be removed: None.
+        """
+        pool, extent = self.pool(group), group.extent_size_bytes
+        if not pool.promised_bytes:
+            return None
+        room = pools.growth_extents(group, pool, self.kept(group))
+        more = min(room, pools.wanted_extents(pool.data_extents, percent, self.policy))
+        if more:
+            size = (pool.data_extents + more) * extent
+            volumes.extend(lvm, group.name, pool.name, size_bytes=size)
+        return more * extent
+
+    def extend_metadata(self, lvm: Lvm, group: report.Group, percent: float) -> int | None:
+        """The same for the pool's metadata."""
+        pool, extent = self.pool(group), group.extent_size_bytes
+        if not pool.promised_bytes:
+            return None
+        room = pools.metadata_growth_extents(group, pool, self.kept(group))
+        more = min(room, pools.wanted_extents(pool.metadata_extents, percent, self.policy))
+        if more:
+            thin.extend_metadata(lvm, group.name, pool.name, by_bytes=more * extent)
+        return more * extent
+
     def _create_pool(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
         thin.create_pool(
             lvm,
@@ -184,7 +212,7 @@ class Carvings:
     def of(self, one: DeviceClass) -> Thick | Thin:
         """How volumes of a class are made."""
         if one.pool is None:
-            return Thick(one.layout, lambda group: self._kept(one, group))
+            return Thick(one.layout, partial(self._kept, one))
         return self._thin(one, one.pool)
 
     def of_volume(self, volume: Volume) -> Thick | Thin:
@@ -198,7 +226,13 @@ class Carvings:
         return self.of(DeviceClass(gone, volume.group.name, layout=shape, pool=policy))
 
     def _thin(self, one: DeviceClass, policy: Policy) -> Thin:
-        return Thin(one.name, policy, lambda group: self._kept(one, group), self._inventory)
+        kept = partial(self._kept, one)
+        return Thin(one.name, one.group, policy, kept, self._inventory)
+
+    def thin(self, group: str = "") -> list[Thin]:
+        """The classes that have a pool, in one group or in any."""
+        found = (one for one in self._classes if group in ("", one.group))
+        return [self._thin(one, one.pool) for one in found if one.pool is not None]
 
     def beside_bytes(self, volume: Volume) -> int:
         """What its group has for snapshots of a volume, beside the reserve and all promises."""
@@ -215,8 +249,5 @@ class Carvings:
 
     def _promised(self, group: report.Group, but: str = "") -> int:
         """What pools promised and have not got yet."""
-        return sum(
-            self._thin(one, one.pool).outstanding_extents(group)
-            for one in self._classes
-            if one.pool is not None and one.group == group.name and one.name != but
-        )
+        others = (one for one in self.thin(group.name) if one.device_class != but)
+        return sum(one.outstanding_extents(group) for one in others)

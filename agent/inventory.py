@@ -308,6 +308,13 @@ class Inventory:
             raise lvm_errors.Inactive(group, name)
         return found
 
+    def active(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Group and name of each active logical volume with a prefix; no command."""
+        for group in self._groups:
+            for name in self._devices.active(group):
+                if names.is_of(prefix, name):
+                    yield group, name
+
     def status(self, group: str, name: str) -> tuple[devices.Status, ...]:
         """What device-mapper says of an active logical volume, and of all that it stands on."""
         return self._devices.status(group, name)

@@ -16,16 +16,17 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from agent.carving import Carvings
 from agent.config import DeviceClass
+from agent.growing import Grower
 from agent.inventory import Inventory
 from agent.registration import Registration, State
 from agent.wiping import Wiper
-from lvm import errors, report
+from lvm import errors, pools, report
 from lvm.command import Result, Run
 
 # A time of creation for each counter would be as many series again, and nobody asks for it.
@@ -98,10 +99,11 @@ class Metrics:
         classes: Sequence[DeviceClass],
         known: Inventory,
         wiper: Wiper,
+        grower: Grower,
         registration: Registration,
     ) -> None:
         """Measure these from now on."""
-        self._registry.register(_Gauges(classes, known, wiper, registration))
+        self._registry.register(_Gauges(classes, known, wiper, grower, registration))
 
     def families(self) -> Iterable[Metric]:
         """Everything as it is now."""
@@ -127,12 +129,14 @@ class _Gauges(Collector):
         classes: Sequence[DeviceClass],
         known: Inventory,
         wiper: Wiper,
+        grower: Grower,
         registration: Registration,
     ) -> None:
         self._classes = classes
         self._carvings = Carvings(classes, known)
         self._inventory = known
         self._wiper = wiper
+        self._grower = grower
         self._registration = registration
 
     def collect(self) -> Iterable[Metric]:
@@ -151,6 +155,15 @@ class _Gauges(Collector):
         for state, count in self._wiper.counts().items():
             wipes.add_metric([state], count)
         yield wipes
+
+        extensions = CounterMetricFamily(
+            "carver_extensions",
+            "How often what fills up was extended, had no room for that, or failed to be.",
+            labels=["kind", "outcome"],
+        )
+        for (kind, outcome), count in self._grower.counts().items():
+            extensions.add_metric([kind, outcome], count)
+        yield extensions
 
         registration = GaugeMetricFamily(
             "carver_registration", "How far the registration is: 1 for one.", labels=["state"]
@@ -202,7 +215,27 @@ class _Gauges(Collector):
             free.add_metric([name], group.free_extents * group.extent_size_bytes)
             missing.add_metric([name], group.missing_disks)
             volumes.add_metric([name], held[name])
-        return present, size, free, missing, volumes, abnormal, self._of_classes(known)
+        classes = self._of_classes(known)
+        return present, size, free, missing, volumes, abnormal, classes, *self._of_pools(known)
+
+    def _of_pools(self, known: report.Report) -> Iterable[Metric]:
+        size = _of_pool("size_bytes", "The data that the pool has now.")
+        promised = _of_pool("promised_bytes", "The sizes of its volumes and their snapshots.")
+        data = _of_pool("data_percent", "How full its data are.")
+        metadata = _of_pool("metadata_percent", "How full its metadata are.")
+        for group in self._inventory.own_groups(known):
+            for one in self._carvings.thin(group.name):
+                pool = one.pool(group)
+                if not pool.data_extents:
+                    continue
+                labels = [one.device_class, group.name]
+                size.add_metric(labels, pool.data_extents * group.extent_size_bytes)
+                promised.add_metric(labels, pool.promised_bytes)
+                status = pools.status_of(self._inventory.status(group.name, pool.name))
+                if status is not None:
+                    data.add_metric(labels, status.data_percent)
+                    metadata.add_metric(labels, status.metadata_percent)
+        return size, promised, data, metadata
 
     def _of_classes(self, known: report.Report) -> Metric:
         available = GaugeMetricFamily(
@@ -219,3 +252,7 @@ class _Gauges(Collector):
 
 def _of_group(name: str, documentation: str) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"carver_group_{name}", documentation, labels=["group"])
+
+
+def _of_pool(name: str, documentation: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"carver_pool_{name}", documentation, labels=["class", "group"])

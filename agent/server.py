@@ -23,6 +23,7 @@ from agent.controller import Controller
 from agent.diagnosis import Diagnosis
 from agent.ephemeral import Ephemeral
 from agent.founding import Foundations
+from agent.growing import Grower
 from agent.identity import Identity
 from agent.interceptor import Interceptor
 from agent.inventory import Inventory
@@ -87,6 +88,7 @@ class Service:
         volume_locks, group_locks = VolumeLocks(), GroupLocks()
         self.wiper = Wiper(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
         self.reclaimer = Reclaimer(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
+        self.grower = Grower(config.classes, lvm, known, group_locks)
         provision = Provisioner(
             config, lvm, host.kernel, known, group_locks, self.wiper, self.reclaimer
         )
@@ -138,6 +140,7 @@ class Service:
         """Let calls in flight end, then background work at its next safe point."""
         self.ephemeral.stop()
         self._server.stop(_DRAIN_SECONDS).wait()
+        self.grower.stop()
         self.wiper.stop()
         self.reclaimer.stop()
 
@@ -156,9 +159,12 @@ def serve(config: Config, host: Host) -> None:
         service.start(config.endpoint)
         served = sockets.inode(config.endpoint)
         ending.callback(service.stop)
+        service.grower.start()
         registration = Registration(config.registration_directory, config.endpoint)
         if config.metrics_address is not None and metrics is not None:
-            metrics.watch(config.classes, service.inventory, service.wiper, registration)
+            metrics.watch(
+                config.classes, service.inventory, service.wiper, service.grower, registration
+            )
             pages = monitor.Monitor(config.metrics_address, _pages(config, service, metrics))
             pages.start()
             ending.callback(pages.stop)

@@ -10,6 +10,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -20,6 +21,8 @@ _CONTROL = Path("/dev/mapper/control")
 # padding, dev, name, uuid, and seven bytes that fill it up.
 _HEADER = struct.Struct("=3I I I I i I I I Q 128s 129s 7x")
 _DATA_START_AT, _TARGET_COUNT_AT, _FLAGS_AT = 16, 20, 28
+# struct dm_name_list: dev, next; the name follows.
+_NAME = struct.Struct("=Q I")
 # struct dm_target_spec: sector_start, length, status, next, target_type; the line follows.
 _TARGET = struct.Struct("=Q Q i I 16s")
 _VERSION = (4, 0, 0)
@@ -28,6 +31,7 @@ _SECTOR_BYTES = 512
 
 # _IOWR(0xfd, command, struct dm_ioctl)
 _REQUEST = 0b11 << 30 | _HEADER.size << 16 | 0xFD << 8
+_LIST_DEVICES = _REQUEST | 2
 _TABLE_DEPS = _REQUEST | 11
 _TABLE_STATUS = _REQUEST | 12
 _BUFFER_FULL = 1 << 8
@@ -187,6 +191,14 @@ class DeviceMapper:
         self._control = control
         self._ioctl = ioctl
 
+    def names(self) -> tuple[str, ...]:
+        """The names of all devices; empty where there is no answer."""
+        try:
+            with self._opened() as control:
+                return tuple(_names(self._ask(control, _LIST_DEVICES, "", 0)))
+        except OSError:
+            return ()
+
     def status(self, name: str) -> tuple[Status, ...]:
         """What stands out in a device and in all that it stands on, from above to below.
 
@@ -194,13 +206,16 @@ class DeviceMapper:
         there is nothing to tell, no such device, or no answer: it proves nothing.
         """
         try:
-            control = os.open(self._control, os.O_RDWR | os.O_CLOEXEC)
+            with self._opened() as control:
+                return tuple(self._walk(control, name=name))
         except OSError:
             return ()
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
+        control = os.open(self._control, os.O_RDWR | os.O_CLOEXEC)
         try:
-            return tuple(self._walk(control, name=name))
-        except OSError:
-            return ()
+            yield control
         finally:
             os.close(control)
 
@@ -234,13 +249,25 @@ class DeviceMapper:
             size_bytes *= 2
 
 
+def _names(buffer: bytearray) -> Iterator[str]:
+    at = _number(buffer, _DATA_START_AT)
+    while True:
+        device, following = _NAME.unpack_from(buffer, at)
+        # Where there is none, there is one that is 0.
+        if device:
+            yield _text(buffer[at + _NAME.size :])
+        if not following:
+            return
+        at += following
+
+
 def _targets(buffer: bytearray) -> Iterator[tuple[str, int, str]]:
     """The kind, size in bytes and status line of each target in an answer."""
     start = at = _number(buffer, _DATA_START_AT)
     for _ in range(_number(buffer, _TARGET_COUNT_AT)):
         _, sectors, _, following, kind = _TARGET.unpack_from(buffer, at)
-        line = buffer[at + _TARGET.size :].partition(b"\0")[0]
-        yield _text(kind), sectors * _SECTOR_BYTES, line.decode().strip()
+        line = _text(buffer[at + _TARGET.size :])
+        yield _text(kind), sectors * _SECTOR_BYTES, line.strip()
         at = start + following
 
 
@@ -256,7 +283,7 @@ def _number(buffer: bytearray, at: int) -> int:
     return int(number)
 
 
-def _text(field: bytes) -> str:
+def _text(field: bytes | bytearray) -> str:
     return field.partition(b"\0")[0].decode()
 
 

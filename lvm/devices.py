@@ -40,6 +40,10 @@ class Devices(Protocol):
         """The device, or None where the volume is not active on this node (or not there)."""
         ...
 
+    def active(self, group: str) -> tuple[str, ...]:
+        """The names of a group's active volumes."""
+        ...
+
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         """What device-mapper says of an active volume and of all that it stands on."""
         ...
@@ -55,6 +59,11 @@ class KernelDevices:
         """The device, or None where the volume is not active on this node (or not there)."""
         dm_name = names.device(group, name)
         return self._by_node(dm_name) or self._by_search(dm_name)
+
+    def active(self, group: str) -> tuple[str, ...]:
+        """The names of a group's active volumes, of lvm2's own parts of volumes too. One ioctl."""
+        found = (names.of_device(group, one) for one in self._mapper.names())
+        return tuple(one for one in found if one)
 
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         """What device-mapper says of an active volume and of all that it stands on.

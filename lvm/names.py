@@ -8,6 +8,8 @@ _RESERVED = re.compile(
     r"_(cdata|cmeta|corig|cpool|cvol|iorig|mimage|mlog|pmspare|rimage|rmeta|tdata|tmeta|vdata"
     r"|vorigin|wcorig|imeta)"
 )
+# A dash that is not doubled parts the group from the volume, or lvm2's own appendix from both.
+_ESCAPED = re.compile(r"([^-]|--)+")
 _ALLOWED = re.compile(r"[A-Za-z0-9_+.-]+")
 
 # The device's name is `group-name` with every dash of both doubled, and lvm2 appends such as
@@ -50,3 +52,11 @@ def escaped(name: str) -> str:
 def device(group: str, name: str) -> str:
     """The device-mapper name of a logical volume."""
     return f"{escaped(group)}-{escaped(name)}"
+
+
+def of_device(group: str, device_name: str) -> str:
+    """The logical volume of the group that has a device's name; empty where none can have it."""
+    prefix, rest = f"{escaped(group)}-", device_name.removeprefix(f"{escaped(group)}-")
+    if not device_name.startswith(prefix) or not _ESCAPED.fullmatch(rest):
+        return ""
+    return rest.replace("--", "-")

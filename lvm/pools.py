@@ -109,6 +109,24 @@ def growth_extents(group: Group, pool: Pool, kept_extents: int) -> int:
     return free if enough else 0
 
 
+def metadata_growth_extents(group: Group, pool: Pool, kept_extents: int) -> int:
+    """By how much the pool's metadata can grow, and the group's spare with them."""
+    free = max(0, group.free_extents - kept_extents)
+    # Until the spare is as large as they are, an extent costs one; from then on, two.
+    alone = max(0, group.spare_extents - pool.metadata_extents)
+    behind = max(0, pool.metadata_extents - group.spare_extents)
+    room = free if free <= alone else (free - behind + alone) // 2
+    most = _MOST_METADATA_BYTES // group.extent_size_bytes - pool.metadata_extents
+    return max(0, min(room, most))
+
+
+def wanted_extents(extents: int, percent: float, policy: Policy) -> int:
+    """What is added to what is so full: its share, or all that brings it below the threshold."""
+    share = _ceil(int(extents * policy.autoextend_percent), 100)
+    enough = int(extents * percent / policy.autoextend_threshold) + 1 - extents
+    return max(1, share, enough)
+
+
 def first_extents(group: Group, pool: Pool, policy: Policy, kept_extents: int) -> int:
     """The data that a new pool is made with."""
     one_chunk = _ceil(pool.chunk_size_bytes, group.extent_size_bytes)

@@ -28,6 +28,9 @@ def test_a_raid_volume_tells_of_its_images_and_a_linear_one_of_nothing(host: Any
     assert set(status.health) <= {"A", "a"}
     assert host.devices.status(group, "plain") == ()
     assert host.devices.status(group, "none") == ()
+    # With lvm2's own parts on a real machine.
+    assert {"web", "plain"} <= set(host.devices.active(group))
+    assert host.devices.active("no" + group) == ()
     assert host.commands == []
 
 
@@ -36,3 +39,4 @@ def test_a_volume_that_is_not_active_has_no_status(host: AnyHost) -> None:
     make(host, group, "web", Layout("raid1", mirrors=1))
     host.deactivate(group, "web")
     assert host.devices.status(group, "web") == ()
+    assert host.devices.active(group) == ()

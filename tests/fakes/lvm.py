@@ -13,7 +13,7 @@ from fakes.devices import FakeDevices, Media
 
 from lvm import names
 from lvm.command import Result
-from lvm.devicemapper import Raid, Status, ThinPool
+from lvm.devicemapper import Raid, Snapshot, Status, ThinPool
 from lvm.devices import Device
 from lvm.layout import LINEAR, Layout
 from mount.filesystem import Signature
@@ -165,6 +165,11 @@ class FakeLvm:
         uuid = self.groups[group].uuid.replace("-", "")
         return Device(device.path, (device.major, device.minor), uuid)
 
+    def active(self, group: str) -> tuple[str, ...]:
+        """The seam `lvm.devices.Devices`."""
+        found = self.groups[group].volumes.values() if group in self.groups else ()
+        return tuple(one.name for one in found if one.active)
+
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         """The seam `lvm.devices.Devices`."""
         volume = self.groups[group].volumes.get(name) if group in self.groups else None
@@ -174,6 +179,13 @@ class FakeLvm:
             volume = self.groups[group].volumes[volume.pool]
         if isinstance(volume, FakePool):
             return (volume.status(self.groups[group].extent_size_bytes),)
+        if volume.origin:
+            area = volume.length * self.groups[group].extent_size_bytes // 512
+            used = int(area * volume.data_percent / 100)
+            size = self._size(self.groups[group], volume)
+            return (
+                Snapshot(size, "Invalid") if volume.overflowed else Snapshot(size, "", used, area),
+            )
         if not volume.layout.metadata_extents:
             return ()
         missing = {disk.name for disk in self.groups[group].disks if disk.missing}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lvm import devicemapper
+from lvm import devicemapper, names
 from lvm.devicemapper import Cache, DeviceMapper, Raid, Snapshot, ThinPool, WriteCache
 
 SECTORS = 2048
@@ -82,6 +82,8 @@ class Driver:
         assert (major, size) == (4, len(buffer))
         assert flags & 1 << 11, "a look must not have the target flush"
         name = buffer[48:176].partition(b"\0")[0].decode()
+        if request & 0xFF == 2:
+            return self._fill(self._list(), 0, buffer)
         for known, one in self.devices.items():
             if (name and known == name) or (not name and one.number == number):
                 return self._answer(request & 0xFF, one, buffer)
@@ -99,12 +101,25 @@ class Driver:
                 text += b"\0" * (-len(text) % 8)
                 following = len(data) + 40 + len(text)
                 data += struct.pack("=QQiI16s", 0, SECTORS, 0, following, kind.encode()) + text
+        return self._fill(data, len(one.targets), buffer)
+
+    def _list(self) -> bytes:
+        data, last = b"", len(self.devices) - 1
+        for index, (name, one) in enumerate(self.devices.items()):
+            text = name.encode() + b"\0"
+            text += b"\0" * (-(12 + len(text)) % 8)
+            following = 0 if index == last else 12 + len(text)
+            data += struct.pack("=QI", one.number, following) + text
+        return data or bytes(16)
+
+    @staticmethod
+    def _fill(data: bytes, targets: int, buffer: bytearray) -> int:
         start = 312
         if start + len(data) > len(buffer):
             struct.pack_into("=I", buffer, 28, 1 << 8)
             return 0
         struct.pack_into("=I", buffer, 16, start)
-        struct.pack_into("=I", buffer, 20, len(one.targets))
+        struct.pack_into("=I", buffer, 20, targets)
         buffer[start : start + len(data)] = data
         return 0
 
@@ -157,8 +172,30 @@ def test_what_is_not_there_has_no_status(mapper: DeviceMapper) -> None:
     assert mapper.status("data-web") == ()
 
 
-def test_no_control_node_is_no_status(tmp_path: Path) -> None:
+def test_no_control_node_is_no_status_and_no_name(tmp_path: Path) -> None:
     assert DeviceMapper(tmp_path / "none").status("data-web") == ()
+    assert DeviceMapper(tmp_path / "none").names() == ()
+
+
+def test_all_devices_are_named(driver: Driver, mapper: DeviceMapper) -> None:
+    assert mapper.names() == ()
+    driver.devices |= {f"data-web{number}": Mapped(number + 1) for number in range(1000)}
+    assert mapper.names() == tuple(driver.devices)
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("my--data-snap--1", "snap-1"),
+        ("my--data-snap--1-cow", ""),
+        ("my--data-pool--thin_tdata", "pool-thin_tdata"),
+        ("my--data--two-snap--1", ""),
+        ("my--dat-a", ""),
+        ("my--data-", ""),
+    ],
+)
+def test_a_device_s_name_tells_its_volume(device: str, name: str) -> None:
+    assert names.of_device("my-data", device) == name
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def test_mechanism_knows_neither_policy_nor_transport_nor_the_other_mechanism() 
             "inventory",
             "founding",
         ),
-        *("holders", "paging", "reclaiming", "carving"),
+        *("holders", "paging", "reclaiming", "growing", "carving"),
     ],
 )
 def test_policy_names_neither_grpc_nor_the_wire(policy: str) -> None:
@@ -94,7 +94,7 @@ ORDER = (
     "identity controller node interceptor metrics monitor",
     "condition status secrets readiness registration ephemeral watching",
     "access provision snapshots preflight",
-    "wiping reclaiming diagnosis",
+    "wiping reclaiming growing diagnosis",
     "holders paging carving",
     "inventory calls",
     "founding",

@@ -15,9 +15,10 @@ import grpc
 import pytest
 import yaml
 from fakes.host import FakeHost
+from fakes.lvm import FakePool
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent import registration
+from agent import growing, registration
 from agent.client import Client, block
 from agent.config import DeviceClass
 from agent.metrics import Metrics
@@ -25,8 +26,9 @@ from agent.registration import Registration
 from agent.server import Host, Service
 from lvm import errors
 from lvm.command import Result
-from lvm.layout import Reserve
+from lvm.layout import Layout, Reserve
 from lvm.lvm2 import Lvm
+from lvm.pools import Policy
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -63,6 +65,7 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
             DeviceClass(name="plain", group="data", default=True),
             DeviceClass(name="kept", group="data", reserve=Reserve(percent=10)),
             DeviceClass(name="lost", group="gone"),
+            DeviceClass(name="thin", group="data", layout=Layout("thin"), pool=Policy()),
         ),
     )
     metrics = Metrics()
@@ -70,7 +73,7 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     lvm = Lvm(run, settings=())
     service = Service(config, Host(run, host.kernel, host.devices), lvm, metrics.count_call)
     kubelet = Registration(tmp_path / "registry", config.endpoint)
-    metrics.watch(config.classes, service.inventory, service.wiper, kubelet)
+    metrics.watch(config.classes, service.inventory, service.wiper, service.grower, kubelet)
     service.start(config.endpoint)
     with Client(config.endpoint) as client:
         yield Measured(metrics, host, client, service, kubelet)
@@ -230,6 +233,31 @@ def test_wipes_are_counted_by_how_far_they_are(
     assert measured.samples()["carver_wipes", "failed"] == 3
 
 
+def test_pools_are_measured_by_what_the_kernel_says_of_them(measured: Measured) -> None:
+    found = measured.samples()
+    assert ("carver_pool_size_bytes", "thin", "data") not in found
+    measured.client.create("pvc-1", 100 * MIB, block(), parameters={"class": "thin"})
+    pool = measured.host.lvm2.groups["data"].volumes["pool-thin"]
+    assert isinstance(pool, FakePool)
+    pool.used_data_blocks, pool.used_metadata_blocks = 256, 512
+    measured.client.capacity()
+    found = measured.samples()
+    told = {
+        name: found[f"carver_pool_{name}", "thin", "data"]
+        for name in ("size_bytes", "promised_bytes", "data_percent", "metadata_percent")
+    }
+    assert told == {
+        "size_bytes": 64 * MIB,
+        "promised_bytes": 100 * MIB,
+        "data_percent": 25,
+        "metadata_percent": 50,
+    }
+    measured.host.deactivate("data", "vol-pvc-1")
+    measured.host.deactivate("data", "pool-thin")
+    assert ("carver_pool_data_percent", "thin", "data") not in measured.samples()
+    assert found["carver_extensions_total", "data", "extended"] == 0
+
+
 def test_the_registration_is_in_one_state(measured: Measured) -> None:
     measured.registration.state = registration.State.REFUSED
     found = measured.samples()
@@ -243,6 +271,7 @@ def test_the_registration_is_in_one_state(measured: Measured) -> None:
 def exported(measured: Measured) -> dict[str, set[str]]:
     """Every sample's name that a scrape can have, with its labels."""
     measured.client.create("pvc-1", 4 * MIB, block())
+    measured.client.create("pvc-2", 4 * MIB, block(), parameters={"class": "thin"})
     measured.host.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
     measured.client.capacity()
     found: dict[str, set[str]] = {}
@@ -308,7 +337,7 @@ def test_alerts_and_dashboard_use_only_labels_that_are_there(names: dict[str, se
 def test_alerts_and_dashboard_ask_only_for_values_that_occur(measured: Measured) -> None:
     occurring = {
         "code": {code.name for code in grpc.StatusCode},
-        "outcome": {"OK", *(name for name in vars(errors) if name[0].isupper())},
+        "outcome": {"OK", *growing.OUTCOMES, *(name for name in vars(errors) if name[0].isupper())},
         "state": {*registration.State, *measured.service.wiper.counts()},
     }
     for expression in expressions():
