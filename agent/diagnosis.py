@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from agent import inventory
 from agent.inventory import Inventory, Volume
+from lvm import pools
 from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 from mount import health, table
 from mount.syscalls import Kernel
@@ -42,7 +43,7 @@ class Diagnosis:
         whole = next((one for one in mounted if one.root == "/"), None)
         return (
             *by_report(volume),
-            *self._by_kernel(str(volume.id), mounts, whole),
+            *self._by_kernel(str(volume.id), volume, mounts, whole),
         )
 
     def in_use(self, volume_id: str, mounted: Mount | None) -> tuple[str, ...]:
@@ -53,14 +54,14 @@ class Diagnosis:
         volume = self._inventory.glimpse(volume_id)
         return (
             *(by_report(volume) if volume else ()),
-            *self._by_kernel(volume_id, table.read(self._kernel), mounted),
+            *self._by_kernel(volume_id, volume, table.read(self._kernel), mounted),
         )
 
     def _by_kernel(
-        self, volume_id: str, mounts: table.Table, mounted: Mount | None
+        self, volume_id: str, volume: Volume | None, mounts: table.Table, mounted: Mount | None
     ) -> Iterator[str]:
-        name = inventory.logical_name(volume_id)
-        yield from by_device_mapper(name, self._inventory.status_of(volume_id))
+        name, found = inventory.logical_name(volume_id), self._inventory.status_of(volume_id)
+        yield from by_device_mapper(name, found, volume is not None and _has_all(volume))
         if mounted is not None:
             yield from health.problems(self._kernel, mounts, mounted)
 
@@ -88,14 +89,24 @@ def _missing(volume: Volume) -> str:
     return f"{again}, or restore the volume from a backup"
 
 
-def by_device_mapper(name: str, found: Sequence[Status]) -> Iterator[str]:
-    """What device-mapper says against an active volume and what it stands on."""
+def _has_all(volume: Volume) -> bool:
+    """Whether the volume's pool has all the room that it promised: then it may well be full."""
+    logical = volume.group.volumes.get(volume.name)
+    pool = pools.find(volume.group, logical.pool if logical else "", 0)
+    return pool.promised_bytes <= pool.data_extents * volume.group.extent_size_bytes
+
+
+def by_device_mapper(name: str, found: Sequence[Status], has_all: bool = False) -> Iterator[str]:
+    """What device-mapper says against an active volume and what it stands on.
+
+    `has_all` says of its pool that it has all the room that it promised.
+    """
     for one in found:
         match one:
             case Raid():
                 yield from _of_raid(name, one)
             case ThinPool():
-                yield from _of_pool(one)
+                yield from _of_pool(one, has_all)
             case Snapshot(state=str(state)) if state:
                 yield (
                     f"logical volume {name} is a snapshot whose store cannot be read any more"
@@ -128,7 +139,7 @@ def _of_raid(name: str, raid: Raid) -> Iterator[str]:
         )
 
 
-def _of_pool(pool: ThinPool) -> Iterator[str]:
+def _of_pool(pool: ThinPool, has_all: bool) -> Iterator[str]:
     if pool.mode == FAILED or pool.needs_check:
         yield (
             f"the thin pool under the volume failed ({pool.mode}): look at `dmesg`; take the pool's"
@@ -136,11 +147,11 @@ def _of_pool(pool: ThinPool) -> Iterator[str]:
         )
         return
     for what, percent in (("data", pool.data_percent), ("metadata", pool.metadata_percent)):
-        if percent >= _FULL_PERCENT:
+        if percent >= _FULL_PERCENT and not (what == "data" and has_all):
             yield (
                 f"the {what} of the thin pool under the volume are {percent:.0f} % full, and writes"
-                " fail when they are full: add a disk to the group (`vgextend`) and run `lvextend`"
-                " on the pool, or delete volumes and snapshots"
+                " fail when they are full: add a disk to the group (`vgextend`), to which Carver"
+                " extends the pool (`lvextend`), or delete volumes and snapshots"
             )
     if pool.mode != "rw":
         yield (

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import configured
+import expect
 import pytest
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
@@ -279,3 +280,35 @@ def test_metadata_grow_by_what_leaves_room_for_the_spare(
     more = pools.metadata_growth_extents(group, Pool("p", 65536, 1, metadata), 0)
     assert cost(more) <= free or more == 0
     assert cost(more + 1) > free
+
+
+# What callers hear of it
+
+
+def test_a_pool_that_cannot_grow_is_told_of_before_it_is_full(
+    client: Client, service: Service, fake: FakeHost, pool: FakePool
+) -> None:
+    volume = client.create("pvc-1", 100 * EXTENT, block(), parameters=THIN)
+    fake.lvm2.groups["data"].disks[0].extents = 22
+    fill(pool, 91)
+    assert not service.grower.step(0)
+    told = client.volume(volume.volume_id).status.volume_condition
+    assert told.abnormal
+    assert "91 % full" in told.message
+    assert "vgextend" in told.message
+    with expect.code("RESOURCE_EXHAUSTED", "pool-thin is 91 % full of what it can grow to"):
+        client.create("pvc-2", EXTENT, block(), parameters=THIN)
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.expand(volume.volume_id, 101 * EXTENT)
+
+
+def test_a_pool_that_has_all_that_it_promised_may_well_be_full(
+    client: Client, fake: FakeHost
+) -> None:
+    volume = client.create("pvc-1", 10 * EXTENT, block(), parameters=THIN)
+    pool = fake.lvm2.groups["data"].volumes["pool-thin"]
+    assert isinstance(pool, FakePool)
+    fill(pool, 99)
+    assert not client.volume(volume.volume_id).status.volume_condition.abnormal
+    client.create("pvc-2", EXTENT, block(), parameters=THIN)
+    assert client.volume(volume.volume_id).status.volume_condition.abnormal

@@ -1,0 +1,189 @@
+"""A writer that fills an over-provisioned pool: while it can grow, and when it no longer can.
+
+On loop devices and a group of the test's own, with a service of its own beside the installed one.
+"""
+
+import errno
+import hashlib
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+from real.host import RealHost, lab, real_host
+
+from agent.client import Client, block
+from agent.config import Config, DeviceClass
+from agent.server import Host, Service
+from lvm import pools, report
+from lvm.devicemapper import ThinPool
+from lvm.layout import Layout, Reserve
+from lvm.pools import Policy
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+THIN = {"class": "thin"}
+# Less the metadata and their spare, this is what the pool can grow to.
+LARGEST = (48 - 2) * EXTENT
+_NO_SPACE_TIMEOUT = Path("/sys/module/dm_thin_pool/parameters/no_space_timeout")
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[RealHost]:
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "mounts").mkdir()
+    with lab(tmp_path / "lab") as shared, real_host(shared, tmp_path / "lab" / "mounts") as this:
+        yield this
+
+
+@pytest.fixture
+def group(host: RealHost) -> str:
+    return host.new_group(24, 24)
+
+
+@pytest.fixture
+def service(host: RealHost, group: str, tmp_path: Path) -> Iterator[Service]:
+    pool = Policy(over_provisioning=4, size=Reserve(size_bytes=4 * EXTENT))
+    classes = (
+        DeviceClass("thick", group, default=True),
+        DeviceClass("thin", group, layout=Layout("thin"), pool=pool),
+    )
+    config: Config = configured.carver(
+        tmp_path, classes=classes, kubelet_dir=(str(host.directory),)
+    )
+    running = Service(config, Host(host.run, host.kernel, host.devices), host.lvm)
+    running.wiper.grace_seconds = 600
+    running.start(config.endpoint)
+    running.grower.start()
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def client(service: Service, tmp_path: Path) -> Iterator[Client]:
+    with Client(tmp_path / "csi.sock") as caller:
+        yield caller
+
+
+class Writer:
+    """Writes what it makes up to a device, past every cache, and can tell whether it is there."""
+
+    def __init__(self, path: str) -> None:
+        self._device = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+        self._page = mmap.mmap(-1, MIB)
+        self.written: list[str] = []
+
+    def write(self) -> None:
+        """Write another MiB; raises OSError when the kernel refuses it."""
+        self._page[:] = os.urandom(MIB)
+        assert os.pwrite(self._device, self._page, len(self.written) * MIB) == MIB
+        self.written.append(hashlib.sha256(self._page).hexdigest())
+
+    def fill_up(self) -> int | None:
+        """Write until the kernel refuses it; the error's number."""
+        while True:
+            try:
+                self.write()
+            except OSError as error:
+                return error.errno
+
+    def is_whole(self) -> bool:
+        """Whether all that was written can be read."""
+        read = []
+        for number in range(len(self.written)):
+            assert os.preadv(self._device, [self._page], number * MIB) == MIB
+            read.append(hashlib.sha256(self._page).hexdigest())
+        return read == self.written
+
+    def close(self) -> None:
+        os.close(self._device)
+
+
+@contextmanager
+def writer(host: RealHost, group: str, name: str) -> Iterator[Writer]:
+    device = host.devices.find(group, name)
+    assert device is not None
+    this = Writer(device.path)
+    try:
+        yield this
+    finally:
+        this.close()
+
+
+@contextmanager
+def short_wait() -> Iterator[None]:
+    """A full pool fails what waits for room after a second, not after a minute."""
+    before = _NO_SPACE_TIMEOUT.read_text()
+    _NO_SPACE_TIMEOUT.write_text("1")
+    try:
+        yield
+    finally:
+        _NO_SPACE_TIMEOUT.write_text(before)
+
+
+def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
+    client: Client, service: Service, host: RealHost, group: str
+) -> None:
+    def pool() -> ThinPool:
+        found = pools.status_of(host.devices.status(group, "pool-thin"))
+        assert found is not None
+        return found
+
+    def is_abnormal() -> bool:
+        told = client.volume(big.volume_id).status.volume_condition
+        seen = client.stats(big.volume_id, target).volume_condition
+        assert told.abnormal == seen.abnormal, (told, seen)
+        return told.abnormal
+
+    big = client.create("big", 2 * LARGEST, block(), parameters=THIN)
+    kept = client.create("kept", 4 * EXTENT, block(), parameters=THIN)
+    thick = client.create("thick", 0, block(), limit_bytes=EXTENT)
+    largest = LARGEST - EXTENT
+    staging, target = host.directory / "staging", host.directory / "target"
+    client.stage(big, staging, block())
+    client.publish(big, staging, target, block())
+    with (
+        writer(host, group, "vol-big") as filling,
+        writer(host, group, "vol-kept") as small,
+        writer(host, group, "vol-thick") as other,
+    ):
+        for _ in range(4):
+            small.write()
+            other.write()
+        assert pool().size_bytes == 4 * EXTENT
+
+        # As long as it can grow no write fails, and nothing is wrong.
+        while len(filling.written) * MIB < largest * 80 // 100:
+            filling.write()
+        assert service.grower.counts()["data", "extended"] > 3
+        assert not is_abnormal()
+
+        # There is no more room: that is told before it is too late.
+        while pool().used_data_blocks * 64 * 1024 < largest * 91 // 100:
+            filling.write()
+        while service.grower.step(0):
+            pass
+        assert pool().size_bytes == largest
+        assert 90 < pool().data_percent < 95
+        assert is_abnormal()
+        with expect.code("RESOURCE_EXHAUSTED", "pool-thin is 91 % full"):
+            client.create("another", EXTENT, block(), parameters=THIN)
+        assert client.capacity(THIN).maximum_volume_size.value == 0
+
+        # And when it is too late, what was written before is not harmed.
+        with short_wait():
+            assert filling.fill_up() in (errno.ENOSPC, errno.EIO)
+        assert filling.is_whole()
+        assert small.is_whole()
+        assert other.is_whole()
+
+    client.unpublish(big.volume_id, target)
+    client.unstage(big.volume_id, staging)
+    for volume in (big, kept, thick):
+        client.delete(volume.volume_id)
+    left = report.read(host.lvm).group(group)
+    assert (left.free_extents, set(left.volumes)) == (48, set())
