@@ -7,9 +7,11 @@ sysfs say all that they need.
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 from agent import calls, errors, inventory
+from agent.chores import Chores
 from agent.diagnosis import Diagnosis
 from agent.inventory import Inventory, Volume
 from agent.locks import GroupLocks
@@ -59,6 +61,7 @@ class Access:
         self._groups = groups
         self._wiper = wiper
         self._diagnosis = diagnosis
+        self._chores = Chores()
         # The directories in which kubelet may have volumes mounted.
         self._inside = inside
 
@@ -217,6 +220,8 @@ class Access:
     ) -> None:
         """Look, refuse the surprising, make; or look over what is there."""
         formatted = volume.facts.get(inventory.FORMATTED)
+        # A call that was given up may have left mkfs or fsck at work.
+        self._chores.finish(call.volume_id)
         found = filesystem.probe(self._run, device.path)
         if found is not None and found.fs_type != fs_type:
             raise mount_errors.UnexpectedContents(device.path, str(found), fs_type)
@@ -226,9 +231,12 @@ class Access:
             call.parameters.check_for(fs_type, "volume_context")
             filesystem.check_size(fs_type, volume.size_bytes)
             # Blank by the probe, and never formatted by the tags: only then.
-            filesystem.make(self._run, device.path, fs_type, call.parameters.mkfs_options)
+            words = call.parameters.mkfs_options
+            make = partial(filesystem.make, self._run, device.path, fs_type, words)
+            self._chores.do(call.volume_id, "mkfs", make)
         elif not table.read(self._kernel).of_device(device.number):
-            filesystem.check(self._run, device.path, fs_type)
+            check = partial(filesystem.check, self._run, device.path, fs_type)
+            self._chores.do(call.volume_id, "fsck", check)
         if not formatted:
             with self._groups.hold(volume.group.name):
                 new = {inventory.FORMATTED: fs_type}
@@ -267,13 +275,18 @@ class Access:
             mounted = self.top(self.place(call.path))
         except mount_errors.BadPath:
             mounted = None
-        if device is None or mounted is None:
-            raise errors.NoSuchPath(call.volume_id, call.path)
-        if mounted.device != device.number:
-            published = mounts.node(self._kernel, mounted.path)
-            if published is None or published not in self._numbers(device):
-                raise errors.NoSuchPath(call.volume_id, call.path)
-        return device, mounted
+        if device is not None and mounted is not None:
+            if mounted.device == device.number:
+                return device, mounted
+            if mounts.node(self._kernel, mounted.path) in self._numbers(device):
+                return device, mounted
+        if mounted is not None and mounted.is_stale_node:
+            raise errors.NotStaged(
+                call.volume_id,
+                f"{mounted.path} shows a device that went away; look at `dmesg`, and have it"
+                " unpublished first",
+            )
+        raise errors.NoSuchPath(call.volume_id, call.path)
 
     def _numbers(self, device: Device) -> list[table.DeviceNumber]:
         """The device's number, and that of the loop device through which it is read only."""
@@ -281,13 +294,12 @@ class Access:
         return [device.number, *(self._kernel.device_number(one) for one in loops)]
 
     def _ensure_unmounted(self, call: calls.At) -> None:
-        device, mounted = self._inventory.device(call.volume_id), self.top(call.path)
+        device = self._inventory.device(call.volume_id)
+        # Without a device, whatever is mounted there is not this volume, or a node that it had.
+        numbers = [] if device is None else self._numbers(device)
+        mounts.ensure_unmounted(self._kernel, call.path, numbers)
         if device is not None:
-            mounts.ensure_unmounted(self._kernel, call.path, self._numbers(device))
             self._drop_unused_loops(device)
-        elif mounted is not None:
-            # Whatever it is, it is not this volume, which has no device here.
-            raise mount_errors.ForeignMount(call.path, str(mounted))
 
     def _drop_unused_loops(self, device: Device) -> None:
         """Detach a read-only loop device when nothing is published through it any more."""

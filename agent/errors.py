@@ -133,6 +133,18 @@ class OperationPending(AgentError):
         super().__init__(f"another call on {name!r} is in progress")
 
 
+class StillAtWork(OperationPending):
+    """What an earlier call began for the volume goes on, and has not ended."""
+
+    def __init__(self, volume_id: str, what: str, seconds: float) -> None:
+        # Not the sentence of the class above: no other call is in progress.
+        AgentError.__init__(
+            self,
+            f"{what} of volume {volume_id!r} goes on since {seconds:.0f} s; it is not begun anew,"
+            " and the next call waits for it too",
+        )
+
+
 class BadToken(AgentError):
     """A starting_token that this plugin did not give out."""
 

@@ -26,6 +26,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.HasSnapshots, Code.FAILED_PRECONDITION),
     (agent.errors.NotStaged, Code.FAILED_PRECONDITION),
     (agent.errors.ContentsLost, Code.FAILED_PRECONDITION),
+    (agent.errors.StillAtWork, Code.ABORTED),
     (agent.errors.OperationPending, Code.ABORTED),
     (agent.errors.BadToken, Code.ABORTED),
     (agent.errors.GroupRefused, Code.FAILED_PRECONDITION),

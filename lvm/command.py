@@ -72,6 +72,12 @@ def time_limit(seconds: float | None) -> Iterator[None]:
         _deadline.reset(token)
 
 
+def remaining_seconds() -> float | None:
+    """What is left of the limit that holds here, 0 if it is over; None where none does."""
+    deadline = _deadline.get()
+    return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+
 class Programs:
     """The real `Run`.
 
@@ -92,7 +98,9 @@ class Programs:
         """
         if words[0] == "lvm":
             words = (*self._lvm_prefix, *words)
-        remaining = self._remaining_seconds(words)
+        remaining = remaining_seconds()
+        if remaining == 0:
+            raise errors.CommandTimedOut(words, 0.0)
         started = time.monotonic()
         try:
             result = _execute(words, remaining)
@@ -102,16 +110,6 @@ class Programs:
             raise errors.CommandTimedOut(words, remaining or 0.0) from None
         self._observe(Finished(words, result.exit_code, time.monotonic() - started))
         return result
-
-    @staticmethod
-    def _remaining_seconds(words: Sequence[str]) -> float | None:
-        deadline = _deadline.get()
-        if deadline is None:
-            return None
-        remaining = deadline - time.monotonic()
-        if remaining <= 0:
-            raise errors.CommandTimedOut(words, 0.0)
-        return remaining
 
 
 def _execute(words: Sequence[str], timeout_seconds: float | None) -> Result:

@@ -87,15 +87,18 @@ def ensure_bound(
             raise errors.MountFailed(source, path, "the mount table does not show it")
 
 
-def ensure_unmounted(kernel: Kernel, path: str, devices: Collection[DeviceNumber] = ()) -> None:
+def ensure_unmounted(
+    kernel: Kernel, path: str, devices: Collection[DeviceNumber] | None = None
+) -> None:
     """Have nothing mounted at `path`. Never lazy, never forced.
 
-    All mounts stacked there go, if each is of one of `devices` (none given: all of one and the
-    same); one that is not means ForeignMount, and all stay. Raises Busy, UnmountFailed.
+    All mounts stacked there go, if each is of one of `devices` (None: all of one and the same), or
+    the node of a device that is gone; one that is not means ForeignMount, and all stay. Raises
+    Busy, UnmountFailed.
     """
     stack = table.read(kernel).at(path)
     for mount in stack:
-        if not _is_of(kernel, mount, stack[-1], devices):
+        if not (mount.is_stale_node or _is_of(kernel, mount, stack[-1], devices)):
             raise errors.ForeignMount(path, str(mount))
     for _ in stack:
         _unmount(kernel, path)
@@ -194,8 +197,10 @@ def _is_bound(
     return True
 
 
-def _is_of(kernel: Kernel, mount: Mount, top: Mount, devices: Collection[DeviceNumber]) -> bool:
-    if not devices:
+def _is_of(
+    kernel: Kernel, mount: Mount, top: Mount, devices: Collection[DeviceNumber] | None
+) -> bool:
+    if devices is None:
         return mount.device == top.device
     if mount.device in devices:
         return True

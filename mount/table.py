@@ -9,6 +9,9 @@ from mount.syscalls import Kernel
 
 DeviceNumber = tuple[int, int]
 
+# How d_path(9) ends for what was unlinked.
+_DELETED = "//deleted"
+
 _OCTAL = re.compile(r"\\([0-3][0-7]{2})")
 
 
@@ -36,6 +39,14 @@ class Mount:
     def read_only(self) -> bool:
         """Whether nothing can be written through this mount, by its own or the superblock's ro."""
         return "ro" in self.options or "ro" in self.super_options
+
+    @property
+    def is_stale_node(self) -> bool:
+        """Whether this is the bind of a device node whose device went away.
+
+        It still opens whatever has the device's number now, which may be another volume.
+        """
+        return self.fs_type in {"devtmpfs", "tmpfs"} and self.root.endswith(_DELETED)
 
     def __str__(self) -> str:
         inside = "" if self.root == "/" else f"[{self.root}]"

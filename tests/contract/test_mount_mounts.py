@@ -332,7 +332,7 @@ def test_mounts_of_the_volume_that_were_stacked_all_go(host: Any, known: bool) -
         host.kernel.bind(path, published, set())
     assert len(table.read(host.kernel).at(published)) == 3
 
-    devices = [host.kernel.device_number(device)] if known else []
+    devices = [host.kernel.device_number(device)] if known else None
     mounts.ensure_unmounted(host.kernel, published, devices)
 
     assert table.read(host.kernel).at(published) == ()
@@ -366,7 +366,7 @@ def test_our_mount_under_a_foreign_one_is_left_alone(host: Any) -> None:
     filesystem.make(host.run, other, "ext4")
     host.kernel.mount(other, path, "ext4", set(), ())
 
-    for devices in ([], [host.kernel.device_number(device)]):
+    for devices in (None, [], [host.kernel.device_number(device)]):
         with pytest.raises(errors.ForeignMount):
             mounts.ensure_unmounted(host.kernel, path, devices)
 

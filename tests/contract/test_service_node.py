@@ -1,7 +1,7 @@
 """The Node's answers, right and wrong requests alike, and after what happens behind its back."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,8 +11,9 @@ from fakes.host import FakeHost
 from real.host import RealHost
 
 from agent.client import Client, Mode, block, mounted
-from agent.config import TOPOLOGY_KEY
+from agent.config import TOPOLOGY_KEY, Config
 from lvm import report
+from lvm.command import Result
 from mount import loop, table
 from proto import csi_pb2 as csi
 
@@ -543,3 +544,85 @@ def test_two_volumes_at_once_never_cover_each_other_at_one_target(
         let_go.set()
         first.result()
     assert len(table.read(host.kernel).at(str(target))) == 1
+
+
+def test_a_raw_block_volume_whose_device_went_away_is_told_and_can_be_let_go(
+    client: Client, host: AnyHost, staging: Path, target: Path, group: str
+) -> None:
+    volume = client.create("pvc-1", 16 * MIB, block())
+    client.stage(volume, staging, block())
+    client.publish(volume, staging, target, block())
+    # Nobody has the bound node open, so nothing keeps an operator from it.
+    host.deactivate(group, "vol-pvc-1")
+
+    with expect.code("FAILED_PRECONDITION", "went away"):
+        client.stats(volume.volume_id, target)
+    client.stage(volume, staging, block())
+    client.unpublish(volume.volume_id, target)
+    assert not target.exists()
+    client.publish(volume, staging, target, block())
+    assert host.kernel.device_size_bytes(str(target)) == 16 * MIB
+
+
+def test_the_node_of_a_device_that_went_away_is_let_go_while_there_is_none(
+    client: Client, host: AnyHost, staging: Path, target: Path, group: str
+) -> None:
+    volume = client.create("pvc-1", 16 * MIB, block())
+    client.publish(volume, staging, target, block())
+    host.deactivate(group, "vol-pvc-1")
+    client.unpublish(volume.volume_id, target)
+    assert not target.exists()
+    assert table.read(host.kernel).at(str(target)) == ()
+
+
+@pytest.mark.parametrize("program", ["mkfs.ext4", "fsck.ext4"])
+def test_what_outlasts_its_call_goes_on_and_the_next_call_waits_for_it(
+    client: Client, config: Config, host: AnyHost, volume: csi.Volume, staging: Path, program: str
+) -> None:
+    if program == "fsck.ext4":
+        client.stage(volume, staging)
+        client.unstage(volume.volume_id, staging)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(words: Sequence[str]) -> None:
+        if words[0] == program:
+            begun.set()
+            assert go_on.wait(60)
+
+    host.intercept = slow
+    with Client(config.endpoint, timeout_seconds=5) as impatient:
+        for _ in range(2):
+            with expect.code("ABORTED", "goes on", "not begun anew"):
+                impatient.stage(volume, staging)
+    assert begun.is_set()
+    assert not table.read(host.kernel).at(str(staging))
+
+    go_on.set()
+    client.stage(volume, staging)
+    assert table.read(host.kernel).at(str(staging))
+    assert formats(host) == 1
+
+
+def test_what_went_wrong_behind_a_call_is_told_to_the_next(
+    client: Client, config: Config, host: AnyHost, volume: csi.Volume, staging: Path
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(words: Sequence[str]) -> Result | None:
+        if words[0] != "mkfs.ext4" or begun.is_set():
+            return None
+        begun.set()
+        assert go_on.wait(60)
+        return Result(1, "", "no luck")
+
+    host.intercept = slow
+    with (
+        Client(config.endpoint, timeout_seconds=5) as impatient,
+        expect.code("ABORTED", "mkfs of volume"),
+    ):
+        impatient.stage(volume, staging)
+    go_on.set()
+    with expect.code("INTERNAL", "no luck"):
+        client.stage(volume, staging)
+    client.stage(volume, staging)
+    assert table.read(host.kernel).at(str(staging))

@@ -51,7 +51,7 @@ class FakeKernel(Kernel):
     # The mount table and paths
 
     def mountinfo(self) -> str:
-        return "".join(render(mount) + "\n" for mount in self.mounts)
+        return "".join(render(self._seen(mount)) + "\n" for mount in self.mounts)
 
     def lstat(self, path: str) -> os.stat_result:
         device = self._node_at(path)
@@ -184,7 +184,7 @@ class FakeKernel(Kernel):
         return self._block_device(path).number
 
     def device_size_bytes(self, device: str) -> int:
-        return self._block_device(device).size_bytes
+        return self._present(device).size_bytes
 
     def device_is_read_only(self, device: str) -> bool:
         return self._block_device(device).read_only
@@ -298,6 +298,13 @@ class FakeKernel(Kernel):
         self.mounts.append(mount)
         self._next_id += 1
 
+    def _seen(self, mount: Mount) -> Mount:
+        """A mount as the table has it: the bind of a node that is gone says so."""
+        node = self._nodes.get(mount.mount_id)
+        if mount.fs_type != "devtmpfs" or node is None or self._is_there(node):
+            return mount
+        return replace(mount, root=f"{mount.root}//deleted")
+
     def _seen_through(self, path: str) -> Mount:
         """The topmost mount at a path or its nearest parent."""
         place = Path(path)
@@ -336,6 +343,15 @@ class FakeKernel(Kernel):
             Path(path).lstat()
             _fail(errno.ENOTBLK, path)
         return device
+
+    def _present(self, path: str) -> FakeDevice:
+        device = self._block_device(path)
+        if not self._is_there(device):
+            _fail(errno.ENXIO, path)
+        return device
+
+    def _is_there(self, device: FakeDevice) -> bool:
+        return any(one is device for one in self.devices)
 
     def _lstat_mode(self, path: str) -> int:
         return self.lstat(path).st_mode

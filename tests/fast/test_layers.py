@@ -94,7 +94,7 @@ ORDER = (
     "identity controller node interceptor metrics monitor",
     "condition status secrets readiness registration ephemeral watching",
     "access provision snapshots preflight",
-    "wiping reclaiming growing diagnosis",
+    "wiping reclaiming growing diagnosis chores",
     "holders paging carving",
     "inventory calls",
     "founding",
