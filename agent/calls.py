@@ -389,7 +389,7 @@ class CreateSnapshot:
         size = None
         if SIZE in found:
             try:
-                size = config.parse_snapshot_size(found[SIZE])
+                size = config.parse_part(found[SIZE])
             except ValueError as error:
                 raise errors.BadField(f"{field}[size]", f"{found[SIZE]!r}: {error}") from None
         return cls(wire.name, wire.source_volume_id, size, about)

@@ -12,7 +12,8 @@ from typing import Protocol
 from agent import inventory
 from agent.config import DeviceClass
 from agent.inventory import Inventory, Volume
-from lvm import layout, names, pools, report, tags, thin, volumes
+from lvm import caches, layout, names, pools, report, tags, thin, volumes
+from lvm.caches import Cache
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.pools import Policy, Pool
@@ -60,6 +61,10 @@ class Carving(Protocol):
         """Grow a volume, as `create` makes one."""
         ...
 
+    def finish(self, lvm: Lvm, volume: Volume) -> None:
+        """Make good what a `create` left that was killed."""
+        ...
+
 
 @dataclass(frozen=True)
 class Thick:
@@ -101,6 +106,37 @@ class Thick:
         group = volume.group
         disks = layout.growth_placement(group, group.volume(volume.name), self.layout)
         volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=disks)
+
+    def finish(self, lvm: Lvm, volume: Volume) -> None:
+        """There is nothing half-made: a volume is there, or it is not."""
+
+
+@dataclass(frozen=True)
+class Cached(Thick):
+    """Volumes on the slow disks of their group, with a cache on its fast ones."""
+
+    cache: Cache
+
+    def maximum_bytes(self, group: report.Group) -> int:
+        """The largest volume that slow and fast disks have room for."""
+        return caches.maximum_bytes(group, self.cache, self.kept(group))
+
+    def purpose(self, group: report.Group) -> str:
+        """The tier that is beside the data's."""
+        fast = group.fast_free_extents * group.extent_size_bytes
+        return f"for linear with a {self.cache.kind} on fast disks, which have {fast} bytes free,"
+
+    def create(
+        self, lvm: Lvm, group: report.Group, name: str, size_bytes: int, facts: Mapping[str, str]
+    ) -> None:
+        """One command."""
+        caches.create(lvm, group, name, self.cache, size_bytes=size_bytes, facts=facts)
+
+    def finish(self, lvm: Lvm, volume: Volume) -> None:
+        """A volume without its cache gets it."""
+        logical = volume.group.volume(volume.name)
+        if not caches.is_cached(logical):
+            caches.attach(lvm, volume.group, logical, self.cache)
 
 
 @dataclass(frozen=True)
@@ -154,6 +190,9 @@ class Thin:
         """One command; the pool grows when it is used."""
         volumes.extend(lvm, volume.group.name, volume.name, size_bytes=size_bytes)
 
+    def finish(self, lvm: Lvm, volume: Volume) -> None:
+        """There is nothing half-made: a pool without volumes is made use of."""
+
     def extend_data(self, lvm: Lvm, group: report.Group, percent: float) -> int | None:
         """Grow the data of a pool that is so full; by how many bytes, 0 where there is no room.
 
@@ -166,7 +205,8 @@ class Thin:
         more = min(room, pools.wanted_extents(pool.data_extents, percent, self.policy))
         if more:
             size = (pool.data_extents + more) * extent
-            volumes.extend(lvm, group.name, pool.name, size_bytes=size)
+            disks = layout.anywhere(group)
+            volumes.extend(lvm, group.name, pool.name, size_bytes=size, disks=disks)
         return more * extent
 
     def extend_metadata(self, lvm: Lvm, group: report.Group, percent: float) -> int | None:
@@ -177,7 +217,8 @@ class Thin:
         room = pools.metadata_growth_extents(group, pool, self.kept(group))
         more = min(room, pools.wanted_extents(pool.metadata_extents, percent, self.policy))
         if more:
-            thin.extend_metadata(lvm, group.name, pool.name, by_bytes=more * extent)
+            disks = layout.anywhere(group)
+            thin.extend_metadata(lvm, group.name, pool.name, by_bytes=more * extent, disks=disks)
         return more * extent
 
     def _create_pool(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
@@ -194,6 +235,7 @@ class Thin:
                 CLASS: self.device_class,
                 CHUNK: str(pool.chunk_size_bytes),
             },
+            disks=layout.anywhere(group),
         )
 
     def _refusal(self, group: report.Group) -> str:
@@ -209,18 +251,21 @@ class Carvings:
         self._classes = classes
         self._inventory = known
 
-    def of(self, one: DeviceClass) -> Thick | Thin:
+    def of(self, one: DeviceClass) -> Carving:
         """How volumes of a class are made."""
+        if one.cache is not None:
+            return Cached(one.layout, partial(self._kept, one), one.cache)
         if one.pool is None:
             return Thick(one.layout, partial(self._kept, one))
         return self._thin(one, one.pool)
 
-    def of_volume(self, volume: Volume) -> Thick | Thin:
+    def of_volume(self, volume: Volume) -> Carving:
         """How a volume was made, by the rules of its class; one that is gone had no rules."""
         shape = volume.layout
         for one in self._classes:
             if one.name == volume.facts.get(CLASS) and (one.pool is not None) == shape.is_thin:
-                return self.of(replace(one, layout=shape))
+                # Its data grow, on slow disks; its cache does not.
+                return self.of(replace(one, layout=shape, cache=None))
         policy = Policy() if shape.is_thin else None
         gone = volume.facts.get(CLASS, "")
         return self.of(DeviceClass(gone, volume.group.name, layout=shape, pool=policy))

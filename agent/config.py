@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from agent import errors
-from lvm import layout, names, pools
+from lvm import caches, layout, names, pools
+from lvm.caches import Cache
 from lvm.layout import LINEAR, NO_RESERVE, Layout, Reserve
 from mount import filesystem
 
@@ -143,8 +144,8 @@ def _reserve(value: object) -> Reserve:
     return Reserve(size_bytes=parse_size(value)) if percent is None else Reserve(percent=percent)
 
 
-def parse_snapshot_size(value: object) -> Reserve:
-    """What a copy-on-write snapshot gets: a size, or a part of its origin, such as `20%`."""
+def parse_part(value: object) -> Reserve:
+    """A size, or a part of the volume that it is for, such as `20%`: a snapshot's, a cache's."""
     size = _reserve(value)
     if size == NO_RESERVE:
         raise ValueError("must be larger than 0")
@@ -254,6 +255,7 @@ class DeviceClass:
     fs_type: str = "ext4"
     mkfs_options: tuple[str, ...] = ()
     pool: pools.Policy | None = None
+    cache: Cache | None = None
 
 
 @dataclass(frozen=True)
@@ -269,11 +271,15 @@ class BackingFile:
 
 @dataclass(frozen=True)
 class Foundation:
-    """What a group is made of where it is not there yet: block devices, or a file."""
+    """What a group is made of where it is not there yet: block devices, or a file.
+
+    Those of its devices that are `fast` are for caches, whether or not Carver made the group.
+    """
 
     group: str
     devices: tuple[str, ...] = ()
     file: BackingFile | None = None
+    fast: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -387,13 +393,16 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "mirrors": parse_count,
     "stripe_size": parse_size,
     "reserve": _reserve,
-    "snapshot_size": parse_snapshot_size,
+    "snapshot_size": parse_part,
     "over_provisioning": _ratio,
     "pool_size": _reserve,
     "autoextend_threshold": _percent,
     "autoextend_percent": _percent,
     "refuse_above": _percent,
     "chunk_size": _chunk_size,
+    "cache": _choice(*caches.KINDS),
+    "cache_mode": _choice(*caches.MODES),
+    "cache_size": parse_part,
     "fs_type": _choice(*filesystem.FILE_SYSTEMS),
     "mkfs_options": _words,
 }
@@ -402,6 +411,7 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
 GROUP_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "name": _lvm_name,
     "devices": _paths,
+    "fast": _paths,
     "file": _absolute_path,
     "file_size": _file_size,
 }
@@ -450,6 +460,7 @@ def _class(source: str, where: str, values: dict[str, Any]) -> DeviceClass:
     try:
         values["layout"] = _layout(values)
         values["pool"] = _pool(values, values["layout"])
+        values["cache"] = _cache(values, values["layout"])
     except ValueError as error:
         raise errors.BadConfig(source, f"{where}.layout", str(error)) from None
     one = DeviceClass(**values)
@@ -486,8 +497,11 @@ def _foundation(source: str, where: str, values: Mapping[str, Any]) -> Foundatio
         raise errors.BadConfig(source, where, "has either devices or a file")
     if file is None and "file_size" in values:
         raise errors.BadConfig(source, f"{where}.file_size", "is for a group on a file")
+    fast = values.get("fast", ())
+    if not set(fast) <= set(devices):
+        raise errors.BadConfig(source, f"{where}.fast", "are some of the group's `devices`")
     backing = BackingFile(file, values.get("file_size")) if file else None
-    return Foundation(values["name"], tuple(devices), backing)
+    return Foundation(values["name"], tuple(devices), backing, tuple(fast))
 
 
 def _layout(values: dict[str, Any]) -> Layout:
@@ -524,3 +538,18 @@ def _pool(values: dict[str, Any], shape: Layout) -> pools.Policy | None:
     if policy.autoextend_threshold >= policy.refuse_above:
         raise ValueError("autoextend_threshold must be less than refuse_above")
     return policy
+
+
+def _cache(values: dict[str, Any], shape: Layout) -> Cache | None:
+    """The cache that a class's keys amount to; they are taken out of `values`."""
+    given = {key: values.pop(key) for key in ("cache_mode", "cache_size") if key in values}
+    kind = values.pop("cache", None)
+    if kind is None:
+        if given:
+            raise ValueError(f"{', '.join(given)}: only for a class with a cache")
+        return None
+    if shape != LINEAR:
+        raise ValueError(f"cache: only for layout linear, this is {shape.kind}")
+    mode = caches.WRITEBACK if kind == caches.WRITECACHE else caches.WRITETHROUGH
+    size = given.get("cache_size", Cache.size)
+    return Cache(kind, given.get("cache_mode", mode), size)

@@ -109,6 +109,13 @@ class HasSnapshots(AgentError):
         )
 
 
+class NotSnapshotted(AgentError):
+    """A volume of which no snapshot can be taken."""
+
+    def __init__(self, volume_id: str, why: str) -> None:
+        super().__init__(f"no snapshot can be taken of volume {volume_id!r}: {why}")
+
+
 class NotStaged(AgentError):
     """The volume must be staged first."""
 

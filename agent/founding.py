@@ -96,12 +96,19 @@ def lay(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Foundations]:
     laid = Foundations(kernel, devices, failures)
     with _noted(failures, *devices):
         known = report.read(lvm) if devices else report.Report({})
-        for name in [one for one in devices if one not in failures]:
-            with _noted(failures, name):
-                if name in known.groups:
-                    _tell_of_absent(run, laid, laid.group(known, name))
+        for one in config.foundations:
+            if one.group in failures:
+                continue
+            with _noted(failures, one.group):
+                if one.group in known.groups:
+                    group = laid.group(known, one.group)
+                    _tell_of_absent(run, laid, group)
+                    slow = [disk.name for disk in group.disks if not disk.fast]
                 else:
-                    _make(run, lvm, laid, known, name)
+                    _make(run, lvm, laid, known, one.group)
+                    slow = [kernel.real_path(device) for device in one.devices]
+                if unmarked := _same_as(kernel, slow, one.fast):
+                    groups.mark_fast(lvm, unmarked)
     return lvm, laid
 
 
@@ -217,6 +224,12 @@ def _confined(
     own = [kernel.real_path(device) for listed in devices.values() for device in listed]
     # Without any, lvm2 would look at all: one that is no disk keeps it from that.
     return (*config.devices, *own) or (_NO_DISK,)
+
+
+def _same_as(kernel: Kernel, disks: Iterable[str], devices: Iterable[str]) -> list[str]:
+    """The disks that are one of the devices, whatever they are called there."""
+    wanted = _numbers(kernel, devices)
+    return [disk for disk in disks if _numbers(kernel, [disk]) & wanted]
 
 
 def _numbers(kernel: Kernel, paths: Iterable[str]) -> set[DeviceNumber]:

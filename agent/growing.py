@@ -174,7 +174,8 @@ class Grower:
         more = max(0, min(wanted * extent, room))
         if more:
             size = snapshot.area_bytes + more
-            volumes.extend(self._lvm, group, name, size_bytes=size)
+            disks = layout.anywhere(snapshot.group)
+            volumes.extend(self._lvm, group, name, size_bytes=size, disks=disks)
         return more
 
 

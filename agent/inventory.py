@@ -30,6 +30,7 @@ FORMATTED = "formatted"
 EPHEMERAL = "ephemeral"
 TARGET = "target"
 LAYOUT = "layout"
+CACHE = "cache"
 # Of a snapshot: the logical volume it was taken of, and when (nanoseconds of the epoch).
 SOURCE = "source"
 TIME = "time"

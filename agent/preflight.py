@@ -265,6 +265,7 @@ def _kernel(node: Node) -> Iterator[Seen]:
 
 def _modules(node: Node) -> Iterator[Seen]:
     needed = {_MODULES[one.layout.kind]: one.name for one in node.settings.classes}
+    needed |= {f"dm-{one.cache.kind}": one.name for one in node.settings.classes if one.cache}
     wanted = {_FOR_SNAPSHOTS: "snapshots"} | {
         module: f"class {name}" for module, name in needed.items() if module
     }

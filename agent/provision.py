@@ -77,10 +77,14 @@ class Provisioner:
             _check_stripe_size(one, group)
             size = planned_bytes(call.size, call.capabilities, parameters, group, one.layout)
             facts = _facts(call, parameters, size, one.layout)
+            if one.cache is not None:
+                facts |= {inventory.CACHE: one.cache.fact(size, group.extent_size_bytes)}
             found = self._inventory.named(known, call.name, prefix)
-            if found is not None:
-                return _same(found, facts)
             carving = self._carvings.of(one)
+            if found is not None:
+                same = _same(found, facts)
+                carving.finish(self._lvm, same)
+                return same
             if size > (maximum := carving.maximum_bytes(group)):
                 raise errors.NoRoom(group.name, size, maximum, carving.purpose(group))
             name = self.logical_name(call.name, prefix)
@@ -341,7 +345,8 @@ def _same(found: Volume, facts: Mapping[str, str]) -> Volume:
     """The volume that is there, if it is what is asked for now."""
     if found.wiping:
         raise errors.OperationPending(f"{found.id} (being wiped)")
-    for key in (inventory.SIZE, inventory.LAYOUT, inventory.CAPABILITIES, *calls.PARAMETERS):
+    compared = (inventory.SIZE, inventory.LAYOUT, inventory.CACHE, inventory.CAPABILITIES)
+    for key in (*compared, *calls.PARAMETERS):
         if (was := found.facts.get(key, "")) != (wanted := facts.get(key, "")):
             raise errors.Incompatible(
                 f"volume {facts[inventory.NAME]!r} exists with {key} {was or 'none'!r},"

@@ -51,6 +51,8 @@ class Snapshotter:
             volume = self._inventory.usable(known, call.source_id)
             if self._wiper.is_deleting(call.source_id):
                 raise errors.NoSuchVolume(call.source_id)
+            if inventory.CACHE in volume.facts:
+                raise errors.NotSnapshotted(call.source_id, "it has a cache")
             group = volume.group
             area_bytes = self._area_bytes(call, volume)
             now = time.time_ns()
@@ -70,6 +72,7 @@ class Snapshotter:
                 origin=volume.name,
                 size_bytes=area_bytes,
                 facts=facts,
+                disks=layout.anywhere(group),
             )
         identity = VolumeId.of(group, name)
         return Snapshot(identity, group, name, volume.id, volume.size_bytes, now, area_bytes, facts)

@@ -24,6 +24,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.NoRoom, Code.RESOURCE_EXHAUSTED),
     (agent.errors.VolumeInUse, Code.FAILED_PRECONDITION),
     (agent.errors.HasSnapshots, Code.FAILED_PRECONDITION),
+    (agent.errors.NotSnapshotted, Code.FAILED_PRECONDITION),
     (agent.errors.NotStaged, Code.FAILED_PRECONDITION),
     (agent.errors.ContentsLost, Code.FAILED_PRECONDITION),
     (agent.errors.StillAtWork, Code.ABORTED),

@@ -14,12 +14,12 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agent import errors, holders, inventory
 from agent.inventory import Inventory, Volume
 from agent.locks import GroupLocks
-from lvm import volumes
+from lvm import caches, volumes
 from lvm.lvm2 import Lvm
 from mount.syscalls import Kernel
 
@@ -176,19 +176,41 @@ class Wiper:
 
     def _wipe_and_remove(self, job: _Job) -> None:
         volume = job.volume
+        doomed = [volume.name]
         if self.zero:
             if volume.read_only:
                 with self._groups.hold(volume.group.name):
                     volumes.allow_writing(self._lvm, volume.group.name, volume.name)
-            device = self._inventory.activate(volume)
-            for offset in range(0, volume.size_bytes, _CHUNK_BYTES):
-                if self._stopping.is_set():
-                    raise _Stopping(str(volume.id))
-                length = min(_CHUNK_BYTES, volume.size_bytes - offset)
-                self._zero_out(volume, device.path, offset, length)
+            self._inventory.activate(volume)
+            if inventory.CACHE in volume.facts:
+                doomed += self._parted_cache(volume)
+            for name in doomed:
+                self._wipe(replace(volume, name=name))
+        elif inventory.CACHE in volume.facts:
+            doomed += filter(None, [caches.parted(volume.group, volume.name)])
         with self._groups.hold(volume.group.name):
-            volumes.remove(self._lvm, volume.group.name, volume.name)
+            volumes.remove(self._lvm, volume.group.name, *doomed)
             job.removed = True
+
+    def _parted_cache(self, volume: Volume) -> list[str]:
+        """The cache of a volume as one of its own: what was written is there, too.
+
+        Killed afterwards, the volume has none; whoever goes on with it finds the parted one.
+        """
+        group, logical = volume.group, volume.group.volume(volume.name)
+        if not caches.is_cached(logical):
+            return list(filter(None, [caches.parted(group, volume.name)]))
+        with self._groups.hold(group.name):
+            caches.split(self._lvm, group.name, volume.name)
+        return [caches.attached(logical)]
+
+    def _wipe(self, volume: Volume) -> None:
+        device = self._inventory.activate(volume).path
+        size_bytes = self._kernel.device_size_bytes(device)
+        for offset in range(0, size_bytes, _CHUNK_BYTES):
+            if self._stopping.is_set():
+                raise _Stopping(str(volume.id))
+            self._zero_out(volume, device, offset, min(_CHUNK_BYTES, size_bytes - offset))
 
     def _zero_out(self, volume: Volume, device: str, offset: int, length: int) -> None:
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from lvm import tags
+from lvm import report, tags
 from lvm.lvm2 import Lvm
 
 
@@ -16,3 +16,8 @@ def create(lvm: Lvm, name: str, devices: Sequence[str], facts: Mapping[str, str]
     # --quiet twice answers no to whatever lvm2 asks (lvm(8)): it looks for signatures itself, and
     # one that came after the caller's look must not be wiped.
     lvm("vgcreate", "--quiet", "--quiet", *tagging, "--", name, *devices)
+
+
+def mark_fast(lvm: Lvm, disks: Sequence[str]) -> None:
+    """Have disks hold caches from now on, and nothing else that is new (pvchange(8))."""
+    lvm("pvchange", "--addtag", report.FAST, "--", *disks)

@@ -149,9 +149,9 @@ def maximum_bytes(group: Group, layout: Layout = LINEAR, reserve_extents: int = 
 
 
 def placement(group: Group, layout: Layout) -> tuple[str, ...]:
-    """The disks that a new volume is made on; none named for a linear one."""
+    """The disks that a new volume is made on; none named for one that may lie on any."""
     if layout.is_linear:
-        return ()
+        return anywhere(group)
     return tuple(disk.name for disk in _roomiest(group.disks, layout.disks))
 
 
@@ -169,10 +169,20 @@ def maximum_growth_bytes(
 
 
 def growth_placement(group: Group, volume: LogicalVolume, layout: Layout) -> tuple[str, ...]:
-    """The disks that a volume grows on; none named for a linear one."""
+    """The disks that a volume grows on; none named for one that may lie on any."""
     if layout.is_linear:
-        return ()
+        return anywhere(group)
     return tuple(disk.name for disk in group.disks if disk.uuid in volume.disks)
+
+
+def anywhere(group: Group) -> tuple[str, ...]:
+    """The disks to name for what may lie on any but the fast ones; none where all are alike.
+
+    Full ones are among them: with none named, lvm2 would take the fast ones.
+    """
+    if not any(disk.fast for disk in group.disks):
+        return ()
+    return tuple(disk.name for disk in group.disks if not (disk.fast or disk.missing))
 
 
 def copy_on_write_bytes(origin_bytes: int, wish: "Reserve", group: Group) -> int:
@@ -198,7 +208,7 @@ class Reserve:
 
     def extents(self, group: Group) -> int:
         """The reserve of a group, rounded up."""
-        total = sum(disk.extents for disk in group.disks)
+        total = sum(disk.extents for disk in group.disks if not disk.fast)
         return -(-self.of(total * group.extent_size_bytes) // group.extent_size_bytes)
 
     def of(self, whole_bytes: int) -> int:
@@ -217,5 +227,5 @@ def parse_percent(text: str) -> float | None:
 
 def _roomiest(disks: Sequence[PhysicalVolume], count: int) -> list[PhysicalVolume]:
     """The usable disks with the most free extents, roomiest first; of equals, the first."""
-    usable = [disk for disk in disks if disk.allocatable and not disk.missing]
+    usable = [disk for disk in disks if disk.allocatable and not (disk.missing or disk.fast)]
     return sorted(usable, key=lambda disk: -disk.free_extents)[:count]

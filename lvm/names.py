@@ -6,7 +6,9 @@ import re
 # lvm(8) reserves these words inside a name, and these beginnings, for its own volumes.
 _RESERVED = re.compile(
     r"_(cdata|cmeta|corig|cpool|cvol|iorig|mimage|mlog|pmspare|rimage|rmeta|tdata|tmeta|vdata"
-    r"|vorigin|wcorig|imeta)"
+    r"|vorigin|wcorig|imeta"
+    # Not reserved, but what lvm2 calls the cache of a volume: lvm/caches.py.
+    r"|cache)"
 )
 # A dash that is not doubled parts the group from the volume, or lvm2's own appendix from both.
 _ESCAPED = re.compile(r"([^-]|--)+")
@@ -16,7 +18,7 @@ _ALLOWED = re.compile(r"[A-Za-z0-9_+.-]+")
 # "_rmeta_0" or "-cow" to it. device-mapper allows 127 characters in all (DM_NAME_LEN); half of
 # them are the volume's, so that its name does not depend on its group's.
 MAXIMUM_ESCAPED_LENGTH = 63
-MAXIMUM_ESCAPED_GROUP_LENGTH = 127 - len("-") - MAXIMUM_ESCAPED_LENGTH - len("_rmeta_00-real")
+MAXIMUM_ESCAPED_GROUP_LENGTH = 127 - len("-") - MAXIMUM_ESCAPED_LENGTH - len("_cache_cvol-cmeta")
 _DIGEST_CHARACTERS = 32
 
 

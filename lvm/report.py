@@ -17,8 +17,11 @@ from lvm.lvm2 import Lvm
 
 Row = Mapping[str, str]
 
-# lvm(8): what lvm2 appends to a volume's name for the images of a RAID volume, and their metadata.
-_PART = re.compile(r"_r(image|meta)_\d+$")
+# lvm(8): what lvm2 appends to a volume's name for the images of a RAID volume, and their metadata,
+# and for what a cached one holds its data in.
+_PART = re.compile(r"(_r(image|meta)_\d+|_w?corig)$")
+# The tag of a disk on which nothing but caches is made (pvchange(8)).
+FAST = "carver.fast"
 # lib/metadata/pool_manip.c of lvm2: the one spare of a group.
 _SPARE = "[lvol0_pmspare]"
 
@@ -33,12 +36,18 @@ class PhysicalVolume:
     allocated_extents: int
     missing: bool
     allocatable: bool
+    fast: bool = False
+
+    @property
+    def unallocated_extents(self) -> int:
+        """Extents that lvm2 may allocate."""
+        usable = self.allocatable and not self.missing
+        return self.extents - self.allocated_extents if usable else 0
 
     @property
     def free_extents(self) -> int:
-        """Extents that new volumes may use."""
-        usable = self.allocatable and not self.missing
-        return self.extents - self.allocated_extents if usable else 0
+        """Extents that new volumes may use: none of a disk that is for caches."""
+        return 0 if self.fast else self.unallocated_extents
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,11 @@ class Group:
         """Extents that new volumes may use, over all disks."""
         return sum(disk.free_extents for disk in self.disks)
 
+    @property
+    def fast_free_extents(self) -> int:
+        """Extents that new caches may use."""
+        return sum(disk.unallocated_extents for disk in self.disks if disk.fast)
+
     def copy_on_write_of(self, origin: str) -> list[LogicalVolume]:
         """The copy-on-write snapshots of a volume. Without it they are nothing."""
         return [
@@ -122,7 +136,7 @@ class Report:
 
 _COLUMNS = {
     "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count",
-    "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable",
+    "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable,pv_tags",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_device_open,lv_layout,pool_lv,origin,"
     "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions,"
     "lv_metadata_size",
@@ -177,6 +191,7 @@ def _physical_volume(row: Row) -> PhysicalVolume:
         allocated_extents=int(row["pv_pe_alloc_count"]),
         missing=bool(row["pv_missing"]),
         allocatable=bool(row["pv_allocatable"]),
+        fast=FAST in _words(row["pv_tags"]),
     )
 
 

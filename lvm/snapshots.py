@@ -1,6 +1,6 @@
 """Copy-on-write snapshots: taken, and parted from their origins, one lvm2 command each."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lvm import tags
 from lvm.layout import COPY_ON_WRITE_CHUNK_BYTES
@@ -8,7 +8,14 @@ from lvm.lvm2 import Lvm
 
 
 def create(
-    lvm: Lvm, group: str, name: str, *, origin: str, size_bytes: int, facts: Mapping[str, str]
+    lvm: Lvm,
+    group: str,
+    name: str,
+    *,
+    origin: str,
+    size_bytes: int,
+    facts: Mapping[str, str],
+    disks: Sequence[str] = (),
 ) -> None:
     """Take a read-only snapshot whose area for old data has so many bytes (lvcreate(8)).
 
@@ -30,6 +37,7 @@ def create(
         *("--name", name),
         "--",
         f"{group}/{origin}",
+        *disks,
     )
 
 

@@ -1,6 +1,6 @@
 """Thin pools and the volumes in them: made and extended, one lvm2 command each (lvmthin(7))."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from lvm import tags
 from lvm.lvm2 import Lvm
@@ -16,6 +16,7 @@ def create_pool(
     extent_size_bytes: int,
     chunk_size_bytes: int,
     facts: Mapping[str, str],
+    disks: Sequence[str] = (),
 ) -> None:
     """Make a pool that zeroes each chunk before it gives it out, and passes discards down.
 
@@ -39,6 +40,7 @@ def create_pool(
         *("--name", name),
         "--",
         group,
+        *disks,
     )
 
 
@@ -64,9 +66,11 @@ def create(
     )
 
 
-def extend_metadata(lvm: Lvm, group: str, pool: str, *, by_bytes: int) -> None:
+def extend_metadata(
+    lvm: Lvm, group: str, pool: str, *, by_bytes: int, disks: Sequence[str] = ()
+) -> None:
     """Grow a pool's metadata, and the group's spare where it is smaller; raises NoSpace."""
-    lvm("lvextend", "--poolmetadatasize", f"+{by_bytes}b", "--", f"{group}/{pool}")
+    lvm("lvextend", "--poolmetadatasize", f"+{by_bytes}b", "--", f"{group}/{pool}", *disks)
 
 
 def _tagging(facts: Mapping[str, str]) -> list[str]:

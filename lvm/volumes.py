@@ -73,6 +73,6 @@ def extend(lvm: Lvm, group: str, name: str, *, size_bytes: int, disks: Sequence[
     lvm("lvextend", "--size", f"{size_bytes}b", "--", f"{group}/{name}", *disks)
 
 
-def remove(lvm: Lvm, group: str, name: str) -> None:
-    """Deactivate and remove the volume (lvremove(8)); raises InUse while something has it open."""
-    lvm("lvremove", "--yes", "--", f"{group}/{name}")
+def remove(lvm: Lvm, group: str, *names: str) -> None:
+    """Deactivate and remove volumes (lvremove(8)); raises InUse while something has one open."""
+    lvm("lvremove", "--yes", "--", *(f"{group}/{name}" for name in names))

@@ -235,3 +235,17 @@ def test_a_group_that_cannot_be_made_leaves_the_others_alone(
     lvm, laid = lay(host, config)
     assert laid.group(report.read(lvm), name).name == name
     assert "holds ext4" in refusal(lvm, laid, f"{name}-bad")
+
+
+def test_listed_devices_are_marked_as_fast_once(host: AnyHost, tmp_path: Path, name: str) -> None:
+    slow, fast = host.new_device(DISK), host.new_device(DISK)
+    config = of_devices(tmp_path, name, slow, fast)
+    lay(host, config)
+    marked = replace(config, foundations=(Foundation(name, (slow, fast), fast=(fast,)),))
+    for commands in (2, 1):
+        host.commands.clear()
+        lvm, laid = lay(host, marked)
+        assert len(host.commands) == commands
+        group = laid.group(report.read(lvm), name)
+        assert [disk.name for disk in group.disks if disk.fast] == [fast]
+        assert (group.free_extents, group.fast_free_extents) == (8, 8)

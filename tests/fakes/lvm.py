@@ -31,6 +31,7 @@ class FakeDisk:
     extents: int
     missing: bool = False
     allocatable: bool = True
+    tags: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -52,6 +53,9 @@ class FakeVolume:
     origin: str = ""
     data_percent: float = 0.0
     overflowed: bool = False
+    # Its cachevol, while it has one.
+    cache: "FakeVolume | None" = None
+    cache_kind: str = ""
 
     @property
     def length(self) -> int:
@@ -63,7 +67,7 @@ class FakeVolume:
 
     def taken(self, disk: str) -> int:
         """The extents that it has of a disk."""
-        return self.extents.get(disk, 0)
+        return self.extents.get(disk, 0) + (self.cache.taken(disk) if self.cache else 0)
 
 
 @dataclass
@@ -272,6 +276,7 @@ class FakeLvm:
                     "pv_pe_alloc_count": str(disk.extents - group.free(disk)),
                     "pv_missing": "missing" if disk.missing else "",
                     "pv_allocatable": "allocatable" if disk.allocatable else "",
+                    "pv_tags": ",".join(sorted(disk.tags)),
                 }
                 for disk in group.disks
             ],
@@ -284,8 +289,8 @@ class FakeLvm:
                     "lv_active": "active" if volume.active else "",
                     "lv_device_open": "open" if self._is_open(group, volume) else "",
                     "lv_layout": _layout_words(volume),
-                    "pool_lv": volume.pool if isinstance(volume, FakeThin) else "",
-                    "origin": volume.origin,
+                    "pool_lv": _pool(volume),
+                    "origin": volume.origin or (f"[{_origin(volume)}]" if volume.cache else ""),
                     "lv_health_status": volume.health,
                     "lv_metadata_size": _metadata_size(volume, group.extent_size_bytes),
                     **_status(volume),
@@ -315,6 +320,7 @@ class FakeLvm:
                 "pv_pe_alloc_count": "0",
                 "pv_missing": "",
                 "pv_allocatable": "",
+                "pv_tags": "",
             }
             for device in self._devices
             if device.contents is not None
@@ -349,6 +355,8 @@ class FakeLvm:
             return self._lvcreate_pool(arguments)
         if arguments.has("--type", "thin"):
             return self._lvcreate_thin(arguments)
+        if arguments.has("--type", "cache") or arguments.has("--type", "writecache"):
+            return self._lvcreate_cached(arguments)
         activate, test = arguments.take("--activate"), arguments.flag("--test")
         # What is not active cannot be wiped.
         wiped = (arguments.take("--wipesignatures"), arguments.take("--zero"))
@@ -370,6 +378,39 @@ class FakeLvm:
                 self._activate(group, volume)
         return f'  Logical volume "{name}" created.\n'
 
+    def _lvcreate_cached(self, arguments: "_Arguments") -> str:
+        """The volume, its cachevol, then both in one; undone where the cachevol does not fit."""
+        kind, cache_size = arguments.take("--type"), arguments.take("--cachesize")
+        fast = arguments.take_all("--cachedevice")
+        group_name, name = arguments.value("--"), arguments.value("--name")
+        arguments.put("--type", "linear")
+        arguments.put("--yes")
+        self._lvcreate(arguments)
+        group = self._group(group_name)
+        volume = group.volumes[name]
+        try:
+            self._attach(group, volume, kind, self._cachevol(group, volume, cache_size, fast))
+        except Failure:
+            self.deactivate(group.name, name)
+            del group.volumes[name]
+            raise
+        return f"  Logical volume {group.name}/{name} is now cached.\n"
+
+    def _cachevol(
+        self, group: FakeGroup, volume: FakeVolume, size: str, disks: Sequence[str]
+    ) -> FakeVolume:
+        made = FakeVolume(f"{volume.name}_cache", self._uuid(), {})
+        _require_new(group, made.name)
+        assert disks, "no --cachedevice"
+        self._allocate(group, made, -(-_bytes(size) // group.extent_size_bytes), disks)
+        return made
+
+    @staticmethod
+    def _attach(group: FakeGroup, volume: FakeVolume, kind: str, cache: FakeVolume) -> None:
+        assert not volume.cache
+        group.volumes.pop(cache.name, None)
+        volume.cache, volume.cache_kind = cache, kind
+
     def _snapshot(self, arguments: "_Arguments") -> str:
         """A copy-on-write snapshot: its own extents are the area, its device is the origin's size.
 
@@ -381,11 +422,12 @@ class FakeLvm:
         assert arguments.take("--chunksize") == "4096b"
         size, name = _bytes(arguments.take("--size")), arguments.take("--name")
         tags = set(arguments.take_all("--addtag"))
-        group, origin = self._volume(arguments)
+        path, *disks = arguments.rest()
+        group, origin = self._found(path)
         assert not origin.origin, "Snapshots of snapshots are not supported."
         _require_new(group, name)
         area = FakeVolume(name, self._uuid(), {}, tags, activation_skipped=skipped)
-        self._allocate(group, area, -(-size // group.extent_size_bytes), ())
+        self._allocate(group, area, -(-size // group.extent_size_bytes), disks)
         area.read_only, area.origin, area.media = read_only, origin.name, origin.media.copy()
         group.volumes[name] = area
         if origin.active:
@@ -394,6 +436,13 @@ class FakeLvm:
 
     def _lvconvert(self, arguments: "_Arguments") -> str:
         assert arguments.flag("--yes")
+        if kind := arguments.take("--type"):
+            return self._lvconvert_to_cached(arguments, kind)
+        if arguments.flag("--splitcache"):
+            group, volume = self._volume(arguments)
+            assert volume.cache, f"{volume.name} has no cache"
+            group.volumes[volume.cache.name], volume.cache = volume.cache, None
+            return ""
         assert arguments.flag("--splitsnapshot")
         group, volume = self._volume(arguments)
         assert volume.origin, f"{volume.name} is not a snapshot."
@@ -407,6 +456,18 @@ class FakeLvm:
             self._activate_one(group, volume)
         return f"  Logical Volume {group.name}/{volume.name} split from its origin.\n"
 
+    def _lvconvert_to_cached(self, arguments: "_Arguments", kind: str) -> str:
+        cachevol, size = arguments.take("--cachevol"), arguments.take("--cachesize")
+        fast = arguments.take_all("--cachedevice")
+        group, volume = self._volume(arguments)
+        if cachevol:
+            cache = group.volumes[cachevol]
+            self.deactivate(group.name, cachevol)
+        else:
+            cache = self._cachevol(group, volume, size, fast)
+        self._attach(group, volume, kind, cache)
+        return ""
+
     def _lvcreate_pool(self, arguments: "_Arguments") -> str:
         assert arguments.take("--type") == "thin-pool"
         assert (arguments.take("--zero"), arguments.take("--discards")) == ("y", "passdown")
@@ -417,7 +478,7 @@ class FakeLvm:
         chunk = _bytes(arguments.take("--chunksize"))
         metadata, size = (_bytes(arguments.take(one)) for one in ("--poolmetadatasize", "--size"))
         name, tags = arguments.take("--name"), set(arguments.take_all("--addtag"))
-        (group_name,) = arguments.rest()
+        group_name, *disks = arguments.rest()
         group = self._group(group_name)
         _require_new(group, name)
         assert metadata >= 2 << 20, "lvm2 would round that up by itself"
@@ -426,16 +487,17 @@ class FakeLvm:
         pool = FakePool(
             *(name, self._uuid(), {}, tags), activation_skipped=skipped, chunk_size_bytes=chunk
         )
+        usable = _usable(group, disks)
         missing = self._missing_spare(group, of_metadata)
-        free = [group.free(disk) for disk in _usable(group)]
+        free = [group.free(disk) for disk in usable]
         if extents + of_metadata + missing > sum(free) or of_metadata > max(free):
             raise Failure(f'Volume group "{group.name}" has insufficient free space')
         group.volumes[name] = pool
         # In one piece, on one disk.
-        roomiest = max(_usable(group), key=group.free)
+        roomiest = max(usable, key=group.free)
         self._append(group, pool.metadata, of_metadata, [roomiest])
-        self._append(group, pool.extents, extents, _usable(group))
-        self._append(group, group.spare, missing, _usable(group))
+        self._append(group, pool.extents, extents, usable)
+        self._append(group, group.spare, missing, usable)
         self._activate(group, pool)
         return f'  Logical volume "{name}" created.\n'
 
@@ -516,15 +578,17 @@ class FakeLvm:
         return ""
 
     def _extend_metadata(self, arguments: "_Arguments", more_bytes: int) -> str:
-        group, pool = self._volume(arguments)
+        path, *disks = arguments.rest()
+        group, pool = self._found(path)
+        usable = _usable(group, disks)
         assert isinstance(pool, FakePool)
         more = -(-more_bytes // group.extent_size_bytes)
         missing = self._missing_spare(group, sum(pool.metadata.values()) + more)
-        free = sum(group.free(disk) for disk in _usable(group))
+        free = sum(group.free(disk) for disk in usable)
         if more + missing > free:
             raise Failure(f'Volume group "{group.name}" has insufficient free space')
-        self._append(group, pool.metadata, more, _usable(group))
-        self._append(group, group.spare, missing, _usable(group))
+        self._append(group, pool.metadata, more, usable)
+        self._append(group, group.spare, missing, usable)
         return ""
 
     def _lvremove(self, arguments: "_Arguments") -> str:
@@ -545,12 +609,14 @@ class FakeLvm:
         return ""
 
     def _pvchange(self, arguments: "_Arguments") -> str:
-        allocatable = arguments.take("--allocatable") == "y"
+        allocatable = arguments.take("--allocatable")
+        tags = arguments.take_all("--addtag")
         chosen = arguments.rest()
         for group in self.groups.values():
             for disk in group.disks:
                 if disk.name in chosen:
-                    disk.allocatable = allocatable
+                    disk.allocatable = allocatable == "y" if allocatable else disk.allocatable
+                    disk.tags |= set(tags)
         return ""
 
     def deactivate(self, group: str, name: str) -> None:
@@ -598,7 +664,7 @@ class FakeLvm:
     def _allocate(
         self, group: FakeGroup, volume: FakeVolume, extents: int, names_: Sequence[str]
     ) -> None:
-        usable = [one for one in _usable(group) if one.name in names_ or not names_]
+        usable = _usable(group, names_)
         if volume.layout.is_linear:
             self._append(group, volume.extents, extents, usable)
         else:
@@ -686,6 +752,14 @@ class _Arguments:
     def has(self, option: str, value: str) -> bool:
         return (option, value) in itertools.pairwise(self._words)
 
+    def value(self, option: str) -> str:
+        """What an option says; it stays."""
+        return self._words[self._words.index(option) + 1]
+
+    def put(self, *words: str) -> None:
+        """Words more."""
+        self._words[:0] = words
+
     def flag(self, option: str) -> bool:
         if option not in self._words:
             return False
@@ -738,11 +812,26 @@ def _require_new(group: FakeGroup, name: str) -> None:
         raise Failure(f'Logical Volume "{name}" already exists in volume group "{group.name}"')
 
 
-def _usable(group: FakeGroup) -> list[FakeDisk]:
-    return [one for one in group.disks if one.allocatable and not one.missing]
+def _usable(group: FakeGroup, chosen: Sequence[str] = ()) -> list[FakeDisk]:
+    """The disks that may be allocated from, of those that are named, if any are."""
+    usable = [one for one in group.disks if one.allocatable and not one.missing]
+    return [one for one in usable if one.name in chosen or not chosen]
+
+
+def _origin(volume: FakeVolume) -> str:
+    """What a cached volume holds its data in."""
+    return volume.name + ("_corig" if volume.cache_kind == "cache" else "_wcorig")
+
+
+def _pool(volume: FakeVolume) -> str:
+    if volume.cache:
+        return f"[{volume.cache.name}_cvol]"
+    return volume.pool if isinstance(volume, FakeThin) else ""
 
 
 def _layout_words(volume: FakeVolume) -> str:
+    if volume.cache:
+        return volume.cache_kind
     if isinstance(volume, FakePool):
         return "thin,pool"
     return "thin,sparse" if isinstance(volume, FakeThin) else volume.layout.kind
@@ -765,6 +854,9 @@ def _segments(group: FakeGroup, disk: str) -> Iterator[tuple[str, int]]:
             index, of_metadata = list(volume.extents).index(disk), volume.layout.metadata_extents
             yield f"[{volume.name}_rimage_{index}]", size - of_metadata
             yield f"[{volume.name}_rmeta_{index}]", of_metadata
+        elif volume.cache:
+            yield f"[{_origin(volume)}]", size
+            yield _pool(volume), volume.cache.taken(disk)
         else:
             yield volume.name, size
     yield "[lvol0_pmspare]", group.spare.get(disk, 0)

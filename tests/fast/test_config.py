@@ -7,6 +7,7 @@ import pytest
 
 from agent import config, errors
 from agent.config import Config
+from lvm.caches import Cache
 from lvm.layout import Reserve
 from lvm.pools import Policy
 
@@ -197,6 +198,24 @@ def test_the_group_of_the_class_that_is_there_anyway_may_be_of_devices(tmp_path:
     assert found.foundations == (config.Foundation("carver", ("/dev/sdb",)),)
 
 
+def test_a_class_says_what_cache_its_volumes_have(tmp_path: Path) -> None:
+    text = """
+        [[classes]]
+        name = "a"
+        group = "g"
+        cache = "cache"
+        [[classes]]
+        name = "b"
+        group = "g"
+        cache = "writecache"
+        cache_size = "1GiB"
+    """
+    assert [one.cache for one in load(tmp_path, text).classes] == [
+        Cache("cache", "writethrough", Reserve(percent=10)),
+        Cache("writecache", "writeback", Reserve(size_bytes=1 << 30)),
+    ]
+
+
 CLASS = "classes = [{name = 'n', group = 'g'}]\n"
 
 
@@ -219,6 +238,23 @@ CLASS = "classes = [{name = 'n', group = 'g'}]\n"
         (CLASS + "groups = [{name = 'g', devices = []}]", "groups[0].devices", ["one absolute"]),
         (CLASS + "groups = [{name = 'g', devices = ['sdb']}]", "groups[0].devices", ["absolute"]),
         (CLASS + "groups = [{name = 'g', file = 'x'}]", "groups[0].file", ["absolute"]),
+        (
+            CLASS + "groups = [{name = 'g', devices = ['/dev/sdb'], fast = ['/dev/sdc']}]",
+            "groups[0].fast",
+            ["some of the group's"],
+        ),
+        ("[[classes]]\nname = 'n'\ngroup = 'g'\ncache_size = '1G'", "classes[0].layout", ["cache"]),
+        (
+            "[[classes]]\nname = 'n'\ngroup = 'g'\ncache = 'cache'\nlayout = 'thin'",
+            "classes[0].layout",
+            ["only for layout linear"],
+        ),
+        (
+            "[[classes]]\nname = 'n'\ngroup = 'g'\ncache = 'writecache'\n"
+            "cache_mode = 'writethrough'",
+            "classes[0].layout",
+            ["writecache is writeback"],
+        ),
         (CLASS + "groups = [{name = 'g', disks = []}]", "groups[0].disks", ["not a key"]),
         (CLASS + "groups = [{name = 'h', file = '/x'}]", "groups[0].name", ["no class", "h"]),
         (

@@ -224,7 +224,7 @@ def test_a_start_that_was_killed_while_it_made_groups_is_made_good_by_the_next(
         disks = [host.new_device(40 * MIB) for _ in range(3)]
         classes = tuple(DeviceClass(name=one, group=one) for one in ("disks", "other", "file"))
         foundations = (
-            Foundation("disks", tuple(disks[:2])),
+            Foundation("disks", tuple(disks[:2]), fast=(disks[1],)),
             Foundation("other", tuple(disks[2:])),
             Foundation("file", file=BackingFile(tmp_path / name, 64 * MIB)),
         )
@@ -246,6 +246,8 @@ def test_a_start_that_was_killed_while_it_made_groups_is_made_good_by_the_next(
             assert laid.failures == {}
             sizes = {name: len(group.disks) for name, group in host.lvm2.groups.items()}
             assert sizes == {"disks": 2, "other": 1, "file": 1}
+            tags = [bool(disk.tags) for disk in host.lvm2.groups["disks"].disks]
+            assert tags == [False, True]
             assert len(host.kernel.loop_devices()) == 1
 
 

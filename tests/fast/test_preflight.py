@@ -15,6 +15,7 @@ from agent.config import BackingFile, Config, Foundation
 from agent.preflight import FAIL, PASS, WARN, Finding, Node
 from agent.server import Host
 from lvm import groups, layout, report
+from lvm.caches import Cache
 from lvm.command import Result
 from lvm.layout import Layout
 from mount.syscalls import Kernel
@@ -212,6 +213,11 @@ def no_raid(place: Place) -> None:
     place.file(f"/lib/modules/{RELEASE}/modules.dep", "kernel/drivers/md/dm-snapshot.ko:\n")
 
 
+def no_cache(place: Place) -> None:
+    one = replace(place.settings.classes[0], cache=Cache())
+    place.settings = replace(place.settings, classes=(one,))
+
+
 def no_snapshots(place: Place) -> None:
     place.file(f"/lib/modules/{RELEASE}/modules.dep", "")
 
@@ -250,6 +256,7 @@ LACKS: list[tuple[Callable[[Place], None], str, str, str]] = [
     (sick_lvm2, "groups", FAIL, "exit code 3"),
     (old_kernel, "kernel", WARN, "5.12"),
     (no_raid, "modules", FAIL, "no dm-raid, which class plain needs"),
+    (no_cache, "modules", FAIL, "no dm-cache, which class plain needs"),
     (no_snapshots, "modules", WARN, "no dm-snapshot, which snapshots need"),
     (no_list_of_modules, "modules", WARN, "dm-raid, for class plain, is not loaded"),
     (without("/usr/sbin/blkid"), "file systems", FAIL, "blkid"),

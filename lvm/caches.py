@@ -1,0 +1,135 @@
+"""Volumes on slow disks with a cache on fast ones (lvmcache(7)): made, mended and parted.
+
+A group's fast disks are those with the tag FAST; nothing but caches lies on them. A cache is a
+"cachevol": one linear volume that holds data and metadata of a dm-cache or a dm-writecache.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from lvm import layout, tags
+from lvm.layout import Reserve
+from lvm.lvm2 import Lvm
+from lvm.report import Group, LogicalVolume
+
+CACHE, WRITECACHE = KINDS = ("cache", "writecache")
+WRITETHROUGH, WRITEBACK = MODES = ("writethrough", "writeback")
+# lvm2 takes 8 MiB of a small cachevol for metadata.
+LEAST_BYTES = 16 << 20
+
+_TENTH = Reserve(percent=10)
+
+# lvm2 calls a cachevol so, and adds _cvol while it is in use. names.py makes no volume's like it.
+_SUFFIX, _HIDDEN = "_cache", "_cvol"
+
+
+@dataclass(frozen=True)
+class Cache:
+    """How large a volume's cache is, beside its size, and what it does with writes."""
+
+    kind: str = CACHE
+    mode: str = WRITETHROUGH
+    size: Reserve = _TENTH
+
+    def __post_init__(self) -> None:
+        if self.kind == WRITECACHE and self.mode != WRITEBACK:
+            raise ValueError("a writecache is writeback; there is no other")
+
+    def extents(self, volume_extents: int, extent_size_bytes: int) -> int:
+        """The cache of a volume, in whole extents."""
+        wish = self.size.of(volume_extents * extent_size_bytes)
+        return -(-max(wish, LEAST_BYTES) // extent_size_bytes)
+
+    def fact(self, volume_bytes: int, extent_size_bytes: int) -> str:
+        """What is kept of it with a volume."""
+        extents = self.extents(volume_bytes // extent_size_bytes, extent_size_bytes)
+        return f"{self.kind}:{self.mode}:{extents * extent_size_bytes}"
+
+
+def maximum_bytes(group: Group, cache: Cache, reserve_extents: int = 0) -> int:
+    """The largest volume whose data the slow disks hold and whose cache the fast ones do."""
+    extent = group.extent_size_bytes
+    least, most = 0, layout.maximum_bytes(group, reserve_extents=reserve_extents) // extent
+    while least < most:
+        middle = (least + most + 1) // 2
+        if cache.extents(middle, extent) <= group.fast_free_extents:
+            least = middle
+        else:
+            most = middle - 1
+    return least * extent
+
+
+def create(
+    lvm: Lvm, group: Group, name: str, cache: Cache, *, size_bytes: int, facts: Mapping[str, str]
+) -> None:
+    """Make, tag and activate a volume with its cache (lvcreate(8)).
+
+    lvm2 writes its metadata for the volume, then for the cachevol, then for both. It undoes that by
+    itself where the cache does not fit; killed in between, it leaves what `attach` makes good.
+    Raises NoSpace, NameTaken.
+    """
+    tagging = [word for tag in tags.encode(facts) for word in ("--addtag", tag)]
+    extents = size_bytes // group.extent_size_bytes
+    _with_mode(lvm, cache)(
+        "lvcreate",
+        "--yes",
+        *("--wipesignatures", "y"),
+        *("--zero", "y"),
+        *("--setactivationskip", "y"),
+        *("--activate", "y", "--ignoreactivationskip"),
+        *("--type", cache.kind),
+        *_on_fast(group, cache, extents),
+        *("--size", f"{size_bytes}b"),
+        *tagging,
+        *("--name", name),
+        "--",
+        group.name,
+        *layout.placement(group, layout.LINEAR),
+    )
+
+
+def attach(lvm: Lvm, group: Group, volume: LogicalVolume, cache: Cache) -> None:
+    """Give a volume the cache that it lacks: the one that was parted from it, or a new one."""
+    found = parted(group, volume.name)
+    extents = volume.size_bytes // group.extent_size_bytes
+    own = ("--cachevol", found) if found else _on_fast(group, cache, extents)
+    path = f"{group.name}/{volume.name}"
+    _with_mode(lvm, cache)("lvconvert", "--yes", "--type", cache.kind, *own, "--", path)
+
+
+def split(lvm: Lvm, group: str, name: str) -> None:
+    """Part a volume and its cache, which is written back first; it stays as a volume of its own."""
+    lvm("lvconvert", "--yes", "--splitcache", "--", f"{group}/{name}")
+
+
+def is_cached(volume: LogicalVolume) -> bool:
+    """Whether the volume has a cache now."""
+    return not volume.layout.isdisjoint(KINDS)
+
+
+def attached(volume: LogicalVolume) -> str:
+    """The name that the cache of a volume has once it is parted; empty where there is none."""
+    return volume.pool.strip("[]").removesuffix(_HIDDEN) if is_cached(volume) else ""
+
+
+def parted(group: Group, name: str) -> str:
+    """The cache that was parted from a volume, or never joined with it; empty for none."""
+    found = group.volumes.get(name + _SUFFIX)
+    fast = {disk.uuid for disk in group.disks if disk.fast}
+    if found is None or found.tags or not found.disks <= fast:
+        return ""
+    return found.name
+
+
+def _with_mode(lvm: Lvm, cache: Cache) -> Lvm:
+    if cache.kind != CACHE:
+        return lvm
+    # lvm2 2.03.16 refuses --cachemode together with --cachedevice.
+    return replace(lvm, settings=(*lvm.settings, f'allocation/cache_mode="{cache.mode}"'))
+
+
+def _on_fast(group: Group, cache: Cache, volume_extents: int) -> Sequence[str]:
+    extent = group.extent_size_bytes
+    disks = [disk.name for disk in group.disks if disk.fast and disk.unallocated_extents]
+    named = [word for disk in disks for word in ("--cachedevice", disk)]
+    return (*named, "--cachesize", f"{cache.extents(volume_extents, extent) * extent}b")

@@ -1,0 +1,197 @@
+"""Classes with a cache: volumes on slow disks whose hot or new blocks are on fast ones."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import expect
+import pytest
+from fakes.host import FakeHost
+from real.host import RealHost
+
+from agent.client import Client, block
+from agent.config import Config, DeviceClass
+from lvm import caches, report, volumes
+from lvm.caches import Cache
+from lvm.layout import Layout, Reserve
+from lvm.pools import Policy
+
+AnyHost = FakeHost | RealHost
+MIB = 1 << 20
+EXTENT = 4 * MIB
+SLOW, FAST = (31, 17), (13, 9)
+CACHES = {
+    "cache": Cache(),
+    "writeback": Cache(mode="writeback", size=Reserve(size_bytes=20 * MIB)),
+    "writecache": Cache("writecache", "writeback", Reserve(percent=50)),
+}
+
+
+@pytest.fixture
+def group(host: AnyHost) -> str:
+    """Two slow disks, and two fast ones."""
+    name = host.new_group(*SLOW, *FAST)
+    disks = report.read(host.lvm).group(name).disks
+    fast = [disk.name for disk in disks if disk.extents in FAST]
+    host.lvm("pvchange", "--addtag", report.FAST, "--", *fast)
+    return name
+
+
+@pytest.fixture
+def config(config: Config, group: str) -> Config:
+    classes = [DeviceClass(name=name, group=group, cache=cache) for name, cache in CACHES.items()]
+    plain = DeviceClass(name="plain", group=group, default=True)
+    striped = DeviceClass(name="striped", group=group, layout=Layout("striped", stripes=2))
+    thin = DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy())
+    return Config(**{**vars(config), "classes": (*classes, plain, striped, thin)})
+
+
+def free(host: AnyHost, group: str) -> tuple[int, int]:
+    now = report.read(host.lvm).group(group)
+    return now.free_extents, now.fast_free_extents
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(host: AnyHost, group: str) -> Iterator[None]:
+    yield
+    assert free(host, group) == (sum(SLOW), sum(FAST))
+
+
+def logical(host: AnyHost, group: str, name: str = "vol-pvc-1") -> report.LogicalVolume:
+    return report.read(host.lvm).group(group).volume(name)
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_cached_volume_lives_and_grows_while_mounted(
+    client: Client, host: AnyHost, group: str, name: str
+) -> None:
+    staging, target = host.directory / "staging", host.directory / "target"
+    volume = client.create("pvc-1", 40 * MIB, parameters={"class": name})
+    assert logical(host, group).layout == {CACHES[name].kind}
+    assert client.create("pvc-1", 40 * MIB, parameters={"class": name}) == volume
+    client.stage(volume, staging)
+    client.publish(volume, staging, target)
+    (staging / "data").write_bytes(b"data" * MIB)
+
+    assert client.node_expand(volume.volume_id, target, 60 * MIB).capacity_bytes == 60 * MIB
+
+    assert (staging / "data").read_bytes() == b"data" * MIB
+    (staging / "data").unlink()
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    host.deactivate(group, "vol-pvc-1")
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize(
+    ("name", "extents"),
+    [("cache", sum(SLOW)), ("writeback", sum(SLOW)), ("writecache", 2 * sum(FAST))],
+)
+def test_the_maximum_is_what_both_tiers_have_room_for(
+    client: Client, host: AnyHost, group: str, name: str, extents: int
+) -> None:
+    parameters = {"class": name}
+    assert client.capacity(parameters).maximum_volume_size.value == extents * EXTENT
+    with expect.code("RESOURCE_EXHAUSTED", "fast disks"):
+        client.create("pvc-1", extents * EXTENT + 1, block(), parameters=parameters)
+    volume = client.create("pvc-1", extents * EXTENT, block(), parameters=parameters)
+    used = CACHES[name].extents(extents, EXTENT)
+    assert free(host, group) == (sum(SLOW) - extents, sum(FAST) - used)
+    client.delete(volume.volume_id)
+
+
+def test_nothing_but_caches_lies_on_fast_disks(client: Client, host: AnyHost, group: str) -> None:
+    fast = {disk.uuid for disk in report.read(host.lvm).group(group).disks if disk.fast}
+    assert len(fast) == len(FAST)
+    for name, size in (("plain", sum(SLOW)), ("striped", 2 * min(SLOW))):
+        parameters = {"class": name}
+        assert client.capacity(parameters).maximum_volume_size.value == size * EXTENT
+        volume = client.create("pvc-1", 8 * MIB, block(), parameters=parameters)
+        assert not logical(host, group).disks & fast
+        assert client.expand(volume.volume_id, size * EXTENT).capacity_bytes == size * EXTENT
+        assert not logical(host, group).disks & fast
+        client.delete(volume.volume_id)
+
+
+def test_no_pool_and_no_snapshot_lies_on_fast_disks(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    thin = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "thin"})
+    plain = client.create("pvc-2", 40 * MIB, block(), parameters={"class": "plain"})
+    snapshot = client.snapshot("snapshot-1", plain.volume_id)
+    assert free(host, group)[1] == sum(FAST)
+    client.delete_snapshot(snapshot.snapshot_id)
+    for volume in (thin, plain):
+        client.delete(volume.volume_id)
+
+
+def test_without_fast_disks_there_is_no_room_for_a_cache(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create(
+        "pvc-1", 2 * sum(FAST) * EXTENT, block(), parameters={"class": "writecache"}
+    )
+    assert client.capacity({"class": "cache"}).maximum_volume_size.value == 0
+    with expect.code("RESOURCE_EXHAUSTED", "fast disks, which have 0 bytes free"):
+        client.create("pvc-2", MIB, block(), parameters={"class": "cache"})
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["parted", "never made"])
+@pytest.mark.parametrize("name", ["cache", "writecache"])
+def test_a_volume_without_its_cache_gets_it_when_the_call_is_made_again(
+    client: Client, host: AnyHost, group: str, name: str, keep: bool
+) -> None:
+    volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": name})
+    caches.split(host.lvm, group, "vol-pvc-1")
+    if not keep:
+        volumes.remove(host.lvm, group, "vol-pvc-1_cache")
+    assert logical(host, group).layout == {"linear"}
+    assert client.create("pvc-1", 40 * MIB, block(), parameters={"class": name}) == volume
+    assert logical(host, group).layout == {name}
+    client.delete(volume.volume_id)
+
+
+def test_a_cache_that_was_parted_from_its_volume_goes_with_it(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "cache"})
+    caches.split(host.lvm, group, "vol-pvc-1")
+    client.delete(volume.volume_id)
+    assert report.read(host.lvm).group(group).volumes == {}
+
+
+def test_what_is_in_a_cache_is_overwritten_too(
+    client: Client, host: AnyHost, group: str, tmp_path: Path
+) -> None:
+    volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "writecache"})
+    device = host.devices.find(group, "vol-pvc-1")
+    assert device
+    secret = b"tenant's secret\n" * 256
+    host.write_bytes(device.path, 8 * MIB, secret)
+    disks = [disk.name for disk in report.read(host.lvm).group(group).disks if disk.fast]
+    if isinstance(host, RealHost):
+        assert any(secret[:4096] in Path(disk).read_bytes() for disk in disks)
+        client.delete(volume.volume_id)
+        assert not any(secret[:4096] in Path(disk).read_bytes() for disk in disks)
+    else:
+        cache = host.lvm2.groups[group].volumes["vol-pvc-1"].cache
+        assert cache
+        client.delete(volume.volume_id)
+        assert cache.media.zeroed == [(0, 5 * EXTENT)]
+
+
+def test_no_snapshot_is_taken_of_a_cached_volume(client: Client) -> None:
+    volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "cache"})
+    with expect.code("FAILED_PRECONDITION", "it has a cache"):
+        client.snapshot("snapshot-1", volume.volume_id)
+    client.delete(volume.volume_id)
+
+
+def test_a_volume_called_like_a_cache_is_not_taken_for_one(client: Client, host: AnyHost) -> None:
+    cached = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "cache"})
+    other = client.create("pvc-1_cache", 8 * MIB, block(), parameters={"class": "plain"})
+    client.delete(cached.volume_id)
+    assert [one.volume_id for one in client.volumes()] == [other.volume_id]
+    client.delete(other.volume_id)
