@@ -10,14 +10,13 @@ Killed before that tag is written, the caller has no answer and calls again. Kil
 
 import errno
 import logging
-import threading
-from collections import Counter
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
 
 from agent import errors, holders, inventory
 from agent.inventory import Inventory, Volume
+from agent.jobs import Job, Jobs, Stopping
 from agent.locks import GroupLocks
 from lvm import caches, volumes
 from lvm.lvm2 import Lvm
@@ -30,18 +29,12 @@ _CHUNK_BYTES = 128 << 20
 _WORKERS = 2
 
 
-@dataclass
-class _Job:
+@dataclass(kw_only=True)
+class _Wipe(Job):
     volume: Volume
     # Both are set under the group's lock: nothing is put on record of a volume that is gone.
     removed: bool = False
     on_record: bool = False
-    running: bool = False
-    ended: Future[None] = field(default_factory=Future)
-
-
-class _Stopping(errors.OperationPending):
-    """The service ends; the tag, or the caller, tells the next start to go on."""
 
 
 class Wiper:
@@ -64,12 +57,9 @@ class Wiper:
         self._groups = groups
         self.zero = zero
         self.grace_seconds = grace_seconds
-        self.retry_seconds = retry_seconds
-        self._stopping = threading.Event()
-        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="wipe")
-        self._guard = threading.Lock()
-        self._jobs: dict[str, _Job] = {}
-        self._timers: list[threading.Timer] = []
+        self.jobs = Jobs(
+            "wipe", self._work, self._look_again, workers=_WORKERS, retry_seconds=retry_seconds
+        )
 
     def delete(self, volume: Volume) -> None:
         """Wipe and remove, or leave that to the background on record; raises VolumeInUse."""
@@ -87,7 +77,7 @@ class Wiper:
         """Wipe and remove what is on record already; most wipes are over when this returns."""
         wait([self._start(volume).ended], self.grace_seconds)
 
-    def _put_on_record(self, job: _Job) -> bool:
+    def _put_on_record(self, job: _Wipe) -> bool:
         """Tag a volume as deleted, unless it is removed already."""
         group, name = job.volume.group.name, job.volume.name
         with self._groups.hold(group):
@@ -98,19 +88,16 @@ class Wiper:
             job.on_record = True
         if job.ended.done():
             # It failed in between, and nobody else will hear of it.
-            self._try_again(job.volume)
+            self.jobs.try_again(job.key)
         return True
 
     def is_deleting(self, volume_id: str) -> bool:
         """Whether the volume's data are being overwritten, or were in part."""
-        with self._guard:
-            return volume_id in self._jobs
+        return self.jobs.has(volume_id)
 
     def counts(self) -> Mapping[str, int]:
         """How many wipes wait for a worker, are under way, and failed and will be tried again."""
-        with self._guard:
-            states = Counter(_state(job) for job in self._jobs.values())
-        return {state: states[state] for state in ("queued", "running", "failed")}
+        return self.jobs.counts()
 
     def resume(self) -> int:
         """Go on with the wipes that an earlier process left; returns how many."""
@@ -121,52 +108,28 @@ class Wiper:
 
     def forget(self, volume_id: str) -> None:
         """A new volume has the id now: what is known of an earlier one is void."""
-        with self._guard:
-            self._jobs.pop(volume_id, None)
+        self.jobs.forget(volume_id)
 
     def stop(self) -> None:
         """End at the next chunk; the tags tell the next start what is left."""
-        self._stopping.set()
-        with self._guard:
-            for timer in self._timers:
-                timer.cancel()
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        self.jobs.stop()
 
-    def _start(self, volume: Volume) -> _Job:
-        key = str(volume.id)
-        with self._guard:
-            running = self._jobs.get(key)
-            if running is not None and not running.ended.done():
-                return running
-            job = self._jobs[key] = _Job(volume, on_record=volume.wiping)
-        self._workers.submit(self._work, key, job)
-        return job
+    def _start(self, volume: Volume) -> _Wipe:
+        return self.jobs.start(_Wipe(key=str(volume.id), volume=volume, on_record=volume.wiping))
 
-    def _work(self, key: str, job: _Job) -> None:
-        job.running = True
+    def _work(self, job: _Wipe) -> None:
         try:
             self._wipe_and_remove(job)
-        except _Stopping as stopping:
-            job.ended.set_exception(stopping)
+        except Stopping:
+            raise
         except Exception as error:
-            _log.error("volume %s is deleted, but not wiped and removed: %s", key, error)
-            job.ended.set_exception(error)
+            _log.error("volume %s is deleted, but not wiped and removed: %s", job.key, error)
             if job.on_record:
-                self._try_again(job.volume)
-        else:
-            self.forget(key)
-            job.ended.set_result(None)
-
-    def _try_again(self, volume: Volume) -> None:
-        """Later, by a fresh look: the disk may answer again, or the volume be gone."""
-        timer = threading.Timer(self.retry_seconds, self._look_again, [str(volume.id)])
-        timer.daemon = True
-        with self._guard:
-            self._timers = [one for one in self._timers if one.is_alive()] + [timer]
-            if not self._stopping.is_set():
-                timer.start()
+                self.jobs.try_again(job.key)
+            raise
 
     def _look_again(self, volume_id: str) -> None:
+        """By a fresh look: the disk may answer again, or the volume be gone."""
         try:
             self._start(self._inventory.doomed_one(self._inventory.read(), volume_id))
         except errors.NoSuchVolume:
@@ -174,7 +137,7 @@ class Wiper:
         except Exception as error:
             _log.error("volume %s is deleted, but cannot be looked at: %s", volume_id, error)
 
-    def _wipe_and_remove(self, job: _Job) -> None:
+    def _wipe_and_remove(self, job: _Wipe) -> None:
         volume = job.volume
         doomed = [volume.name]
         if self.zero:
@@ -185,7 +148,7 @@ class Wiper:
             if inventory.CACHE in volume.facts:
                 doomed += self._parted_cache(volume)
             for name in doomed:
-                self._wipe(replace(volume, name=name))
+                self._wipe(job, replace(volume, name=name))
         elif inventory.CACHE in volume.facts:
             doomed += filter(None, [caches.parted(volume.group, volume.name)])
         with self._groups.hold(volume.group.name):
@@ -204,12 +167,11 @@ class Wiper:
             caches.split(self._lvm, group.name, volume.name)
         return [caches.attached(logical)]
 
-    def _wipe(self, volume: Volume) -> None:
+    def _wipe(self, job: _Wipe, volume: Volume) -> None:
         device = self._inventory.activate(volume).path
         size_bytes = self._kernel.device_size_bytes(device)
         for offset in range(0, size_bytes, _CHUNK_BYTES):
-            if self._stopping.is_set():
-                raise _Stopping(str(volume.id))
+            self.jobs.check(job)
             self._zero_out(volume, device, offset, min(_CHUNK_BYTES, size_bytes - offset))
 
     def _zero_out(self, volume: Volume, device: str, offset: int, length: int) -> None:
@@ -219,10 +181,3 @@ class Wiper:
             if error.errno == errno.EBUSY:
                 raise errors.VolumeInUse(str(volume.id), "its device is mounted or held") from None
             raise
-
-
-def _state(job: _Job) -> str:
-    if job.ended.done():
-        # One that succeeded is not kept.
-        return "failed"
-    return "running" if job.running else "queued"

@@ -156,7 +156,7 @@ class Trial:
 
     def settle(self) -> None:
         """Let wipes that a new process took up come to their end."""
-        self.machine.service.wiper._workers.shutdown(wait=True)
+        self.machine.service.wiper.jobs._workers.shutdown(wait=True)
         self.machine.service.reclaimer._worker.shutdown(wait=True)
 
     def undo(self) -> None:

@@ -47,17 +47,8 @@ def test_mechanism_knows_neither_policy_nor_transport_nor_the_other_mechanism() 
 @pytest.mark.parametrize(
     "policy",
     [
-        *(
-            "diagnosis",
-            "ephemeral",
-            "provision",
-            "snapshots",
-            "access",
-            "wiping",
-            "inventory",
-            "founding",
-        ),
-        *("holders", "paging", "reclaiming", "growing", "carving"),
+        *("diagnosis", "ephemeral", "provision", "snapshots", "access", "wiping", "inventory"),
+        *("founding", "holders", "paging", "reclaiming", "growing", "carving", "jobs"),
     ],
 )
 def test_policy_names_neither_grpc_nor_the_wire(policy: str) -> None:
@@ -99,7 +90,7 @@ ORDER = (
     "inventory calls",
     "founding",
     "config",
-    "ids locks log client sockets",
+    "ids locks log client sockets jobs",
     "errors",
 )
 

@@ -229,7 +229,7 @@ def test_wipes_are_counted_by_how_far_they_are(
     assert counts == {"queued": 1, "running": 2}
     let_go.set()
     assert reached.acquire(timeout=20)
-    measured.service.wiper._workers.shutdown(wait=True)
+    measured.service.wiper.jobs._workers.shutdown(wait=True)
     assert measured.samples()["carver_wipes", "failed"] == 3
 
 

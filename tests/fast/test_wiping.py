@@ -169,7 +169,7 @@ def test_a_wipe_on_record_goes_on_after_a_restart(
         assert disk.reached.wait(20)
     stopping = threading.Thread(target=first.stop)
     stopping.start()
-    assert first.wiper._stopping.wait(20)
+    assert first.wiper.jobs._stopping.wait(20)
     disk.free.set()
     stopping.join()
     assert "carver.state=wiping" in tags(fake)["vol-pvc-1"]
@@ -242,7 +242,7 @@ def test_a_wipe_that_fails_behind_the_answer_is_tried_again(
     removed: threading.Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    service.wiper.retry_seconds = 0.2
+    service.wiper.jobs.retry_seconds = 0.2
     volume = client.create("pvc-1", SIZE, block())
     client.delete(volume.volume_id)
     disk.fail_once = OSError(5, "Input/output error")
