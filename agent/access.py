@@ -12,6 +12,7 @@ from itertools import chain
 
 from agent import calls, errors, inventory
 from agent.chores import Chores
+from agent.copying import Copier
 from agent.diagnosis import Diagnosis
 from agent.inventory import Inventory, Volume
 from agent.locks import GroupLocks
@@ -51,6 +52,7 @@ class Access:
         known: Inventory,
         groups: GroupLocks,
         wiper: Wiper,
+        copier: Copier,
         diagnosis: Diagnosis,
         inside: Sequence[str],
     ) -> None:
@@ -60,6 +62,7 @@ class Access:
         self._inventory = known
         self._groups = groups
         self._wiper = wiper
+        self._copier = copier
         self._diagnosis = diagnosis
         self._chores = Chores()
         # The directories in which kubelet may have volumes mounted.
@@ -86,10 +89,11 @@ class Access:
         `find` is asked for the volume where it is not mounted there; no command runs where it is.
         """
         fs_type = call.capability.fs_type or call.parameters.fs_type
-        mounted = self.top(call.staging_path)
+        mounted, grows = self.top(call.staging_path), False
         if device is None or mounted is None or mounted.device != device.number:
             volume = find()
             device = self._activate(volume)
+            grows = inventory.FROM in volume.facts and not call.capability.read_only
             if volume.facts[inventory.ACCESS] == calls.BLOCK:
                 raise errors.BadField(
                     "volume_capability.mount",
@@ -111,6 +115,9 @@ class Access:
             options.parse(flags, fs_type),
             read_only=call.capability.read_only,
         )
+        if grows:
+            # It may be larger than what was copied to it.
+            self.fill_device(calls.At(call.volume_id, call.staging_path))
 
     def unstage(self, call: calls.At) -> None:
         """Unmount the staging path; a path where nothing is mounted is no error."""
@@ -209,6 +216,8 @@ class Access:
         """
         if self._wiper.is_deleting(volume_id) or inventory.is_inline(volume_id):
             raise errors.NoSuchVolume(volume_id)
+        if self._copier.is_copying(volume_id):
+            raise errors.Copying(volume_id, "it is not complete")
         return self._inventory.device(volume_id)
 
     def _activate(self, volume: Volume) -> Device:

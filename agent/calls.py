@@ -33,6 +33,8 @@ EPHEMERAL = "csi.storage.k8s.io/ephemeral"
 SNAPSHOT_PARAMETERS = (SIZE,)
 BLOCK = "block"
 MOUNT = "mount"
+SNAPSHOT = "snapshot"
+VOLUME = "volume"
 
 # CSI spec, "Size Limits" and CreateVolumeRequest.name.
 _MAXIMUM_STRING_BYTES = 128
@@ -251,6 +253,28 @@ class Topology:
 
 
 @dataclass(frozen=True)
+class Source:
+    """A snapshot's id, or a volume's, of which a volume is made."""
+
+    kind: str
+    id: str
+
+    @classmethod
+    def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self | None:
+        """Read and check a request's source, if it has one."""
+        field = "volume_content_source"
+        if not wire.HasField("volume_content_source"):
+            return None
+        kind = wire.volume_content_source.WhichOneof("type")
+        if kind is None:
+            raise errors.BadField(f"{field}.type", "snapshot or volume is required")
+        identity = getattr(getattr(wire.volume_content_source, kind), f"{kind}_id")
+        if not identity:
+            raise errors.Missing(f"{field}.{kind}.{kind}_id")
+        return cls(kind, identity)
+
+
+@dataclass(frozen=True)
 class Create:
     """CreateVolume."""
 
@@ -259,6 +283,8 @@ class Create:
     capabilities: tuple[Capability, ...]
     parameters: Parameters
     topology: Topology
+    # What it is made of; None for an empty volume.
+    source: Source | None = None
     # An inline volume, which has the CO's id for a name.
     is_ephemeral: bool = False
 
@@ -268,8 +294,6 @@ class Create:
         _check_name("name", wire.name)
         if not wire.volume_capabilities:
             raise errors.Missing("volume_capabilities")
-        if wire.HasField("volume_content_source"):
-            raise errors.BadField("volume_content_source", "is not supported")
         if wire.mutable_parameters:
             raise errors.BadField("mutable_parameters", "are not supported")
         return cls(
@@ -278,6 +302,7 @@ class Create:
             capabilities=_capabilities(wire.volume_capabilities),
             parameters=Parameters.from_proto(wire.parameters),
             topology=Topology.from_proto(wire.accessibility_requirements),
+            source=Source.from_proto(wire),
         )
 
 

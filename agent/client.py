@@ -33,6 +33,18 @@ def block(mode: "Mode.ValueType" = Mode.SINGLE_NODE_WRITER) -> csi.VolumeCapabil
     )
 
 
+def of_snapshot(snapshot_id: str) -> csi.VolumeContentSource:
+    """What a volume is made of: a snapshot."""
+    source = csi.VolumeContentSource.SnapshotSource(snapshot_id=snapshot_id)
+    return csi.VolumeContentSource(snapshot=source)
+
+
+def of_volume(volume_id: str) -> csi.VolumeContentSource:
+    """What a volume is made of: another volume."""
+    source = csi.VolumeContentSource.VolumeSource(volume_id=volume_id)
+    return csi.VolumeContentSource(volume=source)
+
+
 class Client:
     """The plugin's services, and its everyday calls in a few words.
 
@@ -81,6 +93,7 @@ class Client:
         *capabilities: csi.VolumeCapability,
         limit_bytes: int = 0,
         parameters: Mapping[str, str] | None = None,
+        source: csi.VolumeContentSource | None = None,
     ) -> csi.Volume:
         """Make a volume; for one file system and one writer where nothing is said."""
         request = csi.CreateVolumeRequest(
@@ -90,6 +103,7 @@ class Client:
             ),
             volume_capabilities=capabilities or [mounted()],
             parameters=parameters or {},
+            volume_content_source=source,
         )
         return self.controller.CreateVolume(request, timeout=self._timeout).volume
 

@@ -3,7 +3,7 @@
 import grpc
 from google.protobuf import timestamp_pb2, wrappers_pb2
 
-from agent import calls, condition, inventory
+from agent import calls, condition, contents, inventory
 from agent.config import TOPOLOGY_KEY, Config
 from agent.diagnosis import Diagnosis
 from agent.inventory import Snapshot, Volume
@@ -38,7 +38,10 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.CreateVolumeResponse:
         """Make a volume, or find the one that an earlier call made."""
         call = calls.Create.from_proto(request)
-        with self._locks.hold(self._provision.logical_name(call.name)):
+        names = [self._provision.logical_name(call.name)]
+        if call.source is not None:
+            names.append(inventory.logical_name(call.source.id))
+        with self._locks.hold(*names):
             volume = self._provision.create(call)
         return csi.CreateVolumeResponse(volume=self._volume(volume))
 
@@ -166,6 +169,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             _Rpc.CREATE_DELETE_SNAPSHOT,
             _Rpc.LIST_SNAPSHOTS,
             _Rpc.GET_SNAPSHOT,
+            _Rpc.CLONE_VOLUME,
         ]
         if self._config.controller_expand:
             offered.append(_Rpc.EXPAND_VOLUME)
@@ -179,7 +183,20 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             capacity_bytes=volume.size_bytes,
             volume_context=context_of(volume.facts),
             accessible_topology=[here],
+            content_source=_content_source(volume),
         )
+
+
+def _content_source(volume: Volume) -> csi.VolumeContentSource | None:
+    source = contents.source_of(volume.facts)
+    if source is None:
+        return None
+    made_of = csi.VolumeContentSource()
+    if source.kind == calls.SNAPSHOT:
+        made_of.snapshot.snapshot_id = source.id
+    else:
+        made_of.volume.volume_id = source.id
+    return made_of
 
 
 def _snapshot(snapshot: Snapshot) -> csi.Snapshot:

@@ -152,6 +152,20 @@ class StillAtWork(OperationPending):
         )
 
 
+class Copying(AgentError):
+    """The volume's contents are being copied; it is none before that is done."""
+
+    def __init__(self, volume_id: str, progress: str) -> None:
+        super().__init__(f"volume {volume_id!r} is being copied: {progress}; call again")
+
+
+class SourceLost(AgentError):
+    """What a volume shall be made of can never be read again."""
+
+    def __init__(self, source_id: str, problem: str) -> None:
+        super().__init__(f"nothing can be made of {source_id!r}: {problem}")
+
+
 class BadToken(AgentError):
     """A starting_token that this plugin did not give out."""
 

@@ -113,9 +113,10 @@ class Grower:
 
     def _parts(self) -> Iterator[_Part]:
         """What can fill up."""
-        for group, name in self._inventory.active(inventory.SNAPSHOT_PREFIX):
-            how = partial(self._extend_area, group, name)
-            yield _Part(group, name, AREA, _OF_SNAPSHOTS, how)
+        for prefix in (inventory.SNAPSHOT_PREFIX, inventory.BRIDGE_PREFIX):
+            for group, name in self._inventory.active(prefix):
+                how = partial(self._extend_area, group, name)
+                yield _Part(group, name, AREA, _OF_SNAPSHOTS, how)
         for one in self._carvings.thin():
             pool = pool_name(one.device_class)
             for kind, extend in ((DATA, one.extend_data), (METADATA, one.extend_metadata)):
@@ -161,7 +162,7 @@ class Grower:
         self, group: str, name: str, known: report.Report, percent: float
     ) -> int | None:
         """Grow the area of a snapshot, to what it can use at most."""
-        for snapshot in self._inventory.snapshots(known):
+        for snapshot in self._inventory.all_snapshots(known):
             if (snapshot.group.name, snapshot.name) == (group, name):
                 break
         else:

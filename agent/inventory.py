@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from agent import errors, founding
 from agent.founding import Foundations
 from agent.ids import VolumeId
-from lvm import command, devices, names, report, tags, volumes
+from lvm import command, devicemapper, devices, names, report, tags, volumes
 from lvm import errors as lvm_errors
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
@@ -19,6 +19,8 @@ INLINE_PREFIX = "eph"
 SNAPSHOT_PREFIX = "snap"
 POOL_PREFIX = "pool"
 WIPE_PREFIX = "wipe"
+# A snapshot for as long as a volume is copied, whose name it has.
+BRIDGE_PREFIX = "copy"
 
 # The facts that are kept as tags. NAME is on every volume of Carver's, and on no other.
 NAME = "name"
@@ -31,11 +33,14 @@ EPHEMERAL = "ephemeral"
 TARGET = "target"
 LAYOUT = "layout"
 CACHE = "cache"
+# Of a volume that was made of something: the id of that.
+FROM = "from"
 # Of a snapshot: the logical volume it was taken of, and when (nanoseconds of the epoch).
 SOURCE = "source"
 TIME = "time"
 
 READY = "ready"
+COPYING = "copying"
 WIPING = "wiping"
 
 # Those who only watch are served from a report of this age, and wait for a new one so long.
@@ -71,6 +76,16 @@ class Volume:
         return EPHEMERAL in self.facts
 
     @property
+    def is_listed(self) -> bool:
+        """Whether it is a volume for the callers of the Controller."""
+        return not (self.wiping or self.copying or self.is_ephemeral)
+
+    @property
+    def copying(self) -> bool:
+        """Whether it has not yet what it shall be made of; then it is no volume yet."""
+        return self.facts.get(STATE) == COPYING
+
+    @property
     def wiping(self) -> bool:
         """Whether it was deleted, and only its wiping is left to do."""
         return self.facts.get(STATE) == WIPING
@@ -89,6 +104,17 @@ class Snapshot:
     area_bytes: int
     facts: Mapping[str, str]
     overflowed: bool = False
+    pool: str = ""
+
+    @property
+    def is_thin(self) -> bool:
+        """Whether it shares a pool with its source, and does not need it any more."""
+        return bool(self.pool)
+
+    @property
+    def is_bridge(self) -> bool:
+        """Whether it is there only for a volume to be copied from it."""
+        return names.is_of(BRIDGE_PREFIX, self.name)
 
     @property
     def problem(self) -> str:
@@ -245,15 +271,27 @@ class Inventory:
         """The snapshot of that id; raises NoSuchSnapshot or OtherGroup, as `get` does."""
         found = _find(known, snapshot_id)
         snapshot = None if found is None else _snapshot(*found)
-        if snapshot is None:
+        if snapshot is None or snapshot.is_bridge:
             raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
 
     def snapshots(self, known: report.Report) -> Iterator[Snapshot]:
-        """Every snapshot in those of Carver's groups that are there."""
+        """Every snapshot that a caller asked for, in those of Carver's groups that are there."""
+        return (one for one in self.all_snapshots(known) if not one.is_bridge)
+
+    def all_snapshots(self, known: report.Report) -> Iterator[Snapshot]:
+        """These, and those that volumes are copied from."""
         for group, logical in self._logical(known):
             if (snapshot := _snapshot(group, logical)) is not None:
                 yield snapshot
+
+    def copies_of(self, known: report.Report, source_id: str) -> list[str]:
+        """The ids of the volumes that are being copied from a snapshot or a volume."""
+        return [
+            str(one.id)
+            for one in self.present(known)
+            if one.copying and one.facts.get(FROM) == source_id
+        ]
 
     def doomed(self, known: report.Report) -> Iterator[Volume]:
         """All that is on record as deleted, and is only there to be wiped."""
@@ -279,10 +317,15 @@ class Inventory:
         return self.usable(self.read(), volume_id)
 
     def usable(self, known: report.Report, volume_id: str) -> Volume:
-        """The volume of that id, as CreateVolume made it; one that was deleted is not there."""
+        """The volume of that id, as CreateVolume made it; one that was deleted is not there.
+
+        Raises NoSuchVolume, OtherGroup, and Copying for one that is not complete.
+        """
         volume = self.get(known, volume_id)
         if volume.wiping or volume.is_ephemeral:
             raise errors.NoSuchVolume(volume_id)
+        if volume.copying:
+            raise errors.Copying(volume_id, "it is not complete")
         return volume
 
     def device(self, volume_id: str) -> devices.Device | None:
@@ -327,6 +370,24 @@ class Inventory:
         found_in = (self.status(one, name) for one in ([parsed.group] if parsed else self._groups))
         return next(filter(None, found_in), ())
 
+    def activate_snapshot(self, snapshot: Snapshot) -> devices.Device:
+        """The snapshot's device, which is there whenever its source's is. Raises Inactive."""
+        group, name = snapshot.group.name, snapshot.name
+        found = self._devices.find(group, name)
+        if found is None:
+            # For a copy-on-write snapshot lvm2 would ask whether its origin may be activated, too.
+            origin = name if snapshot.is_thin else snapshot.source_id.name
+            volumes.activate(self._lvm, group, origin)
+            found = self._devices.find(group, name)
+        if found is None:
+            raise lvm_errors.Inactive(group, name)
+        return found
+
+    def has_overflowed(self, snapshot: Snapshot) -> bool:
+        """Whether an active snapshot was lost until now, as device-mapper says; no command."""
+        told = self.status(snapshot.group.name, snapshot.name)
+        return any(isinstance(one, devicemapper.Snapshot) and one.state for one in told)
+
 
 def _find(known: report.Report, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:
     """What has an id; None where nothing can have it, or the report proves that nothing has.
@@ -359,9 +420,13 @@ def _remains(group: report.Group, logical: report.LogicalVolume) -> Volume | Non
     Its area holds what the origin held once, and is nobody's: being there is its record.
     """
     facts = tags.decode(logical.tags)
-    if NAME not in facts or not names.is_of(SNAPSHOT_PREFIX, logical.name) or logical.origin:
+    if NAME not in facts or not _is_snapshot(logical.name) or logical.origin or logical.pool:
         return None
     return _as_volume(group, logical, {**facts, STATE: WIPING})
+
+
+def _is_snapshot(name: str) -> bool:
+    return names.is_of(SNAPSHOT_PREFIX, name) or names.is_of(BRIDGE_PREFIX, name)
 
 
 def _as_volume(
@@ -381,7 +446,9 @@ def _as_volume(
 
 def _snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | None:
     facts = tags.decode(logical.tags)
-    if NAME not in facts or not names.is_of(SNAPSHOT_PREFIX, logical.name) or not logical.origin:
+    if NAME not in facts or not _is_snapshot(logical.name):
+        return None
+    if not (logical.origin or logical.pool):
         return None
     return Snapshot(
         id=VolumeId.of(group, logical.name),
@@ -393,6 +460,7 @@ def _snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | 
         area_bytes=logical.size_bytes,
         facts=facts,
         overflowed=logical.overflowed,
+        pool=logical.pool,
     )
 
 

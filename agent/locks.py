@@ -3,7 +3,7 @@
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from agent import errors
 
@@ -44,9 +44,11 @@ class GroupLocks:
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
     @contextmanager
-    def hold(self, group: str) -> Iterator[None]:
-        """Hold a group, after any other call that does."""
+    def hold(self, *groups: str) -> Iterator[None]:
+        """Hold groups, after any other call that does; all take them in the same order."""
         with self._guard:
-            lock = self._locks[group]
-        with lock:
+            locks = [self._locks[one] for one in sorted(set(groups))]
+        with ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
             yield

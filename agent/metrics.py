@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from agent.carving import Carvings
 from agent.config import DeviceClass
+from agent.copying import Copier
 from agent.growing import Grower
 from agent.inventory import Inventory
 from agent.registration import Registration, State
@@ -99,11 +100,12 @@ class Metrics:
         classes: Sequence[DeviceClass],
         known: Inventory,
         wiper: Wiper,
+        copier: Copier,
         grower: Grower,
         registration: Registration,
     ) -> None:
         """Measure these from now on."""
-        self._registry.register(_Gauges(classes, known, wiper, grower, registration))
+        self._registry.register(_Gauges(classes, known, wiper, copier, grower, registration))
 
     def families(self) -> Iterable[Metric]:
         """Everything as it is now."""
@@ -129,6 +131,7 @@ class _Gauges(Collector):
         classes: Sequence[DeviceClass],
         known: Inventory,
         wiper: Wiper,
+        copier: Copier,
         grower: Grower,
         registration: Registration,
     ) -> None:
@@ -136,6 +139,7 @@ class _Gauges(Collector):
         self._carvings = Carvings(classes, known)
         self._inventory = known
         self._wiper = wiper
+        self._copier = copier
         self._grower = grower
         self._registration = registration
 
@@ -155,6 +159,13 @@ class _Gauges(Collector):
         for state, count in self._wiper.counts().items():
             wipes.add_metric([state], count)
         yield wipes
+
+        copies = GaugeMetricFamily(
+            "carver_copies", "Volumes whose contents are not complete yet.", labels=["state"]
+        )
+        for state, count in self._copier.counts().items():
+            copies.add_metric([state], count)
+        yield copies
 
         extensions = CounterMetricFamily(
             "carver_extensions",
@@ -200,6 +211,15 @@ class _Gauges(Collector):
             "1 for each volume that LVM reports something against.",
             labels=["volume", "problem"],
         )
+        fullness = GaugeMetricFamily(
+            "carver_snapshot_used_ratio",
+            "How full a copy-on-write snapshot's area is; at 1 the snapshot is lost.",
+            labels=["snapshot"],
+        )
+        for snapshot in self._inventory.all_snapshots(known):
+            percent = snapshot.group.volume(snapshot.name).data_percent
+            if percent is not None and not snapshot.is_thin:
+                fullness.add_metric([str(snapshot.id)], percent / 100)
         held = Counts[str]()
         for volume in self._inventory.present(known):
             held[volume.group.name] += 1
@@ -216,7 +236,8 @@ class _Gauges(Collector):
             missing.add_metric([name], group.missing_disks)
             volumes.add_metric([name], held[name])
         classes = self._of_classes(known)
-        return present, size, free, missing, volumes, abnormal, classes, *self._of_pools(known)
+        seen = (present, size, free, missing, volumes, abnormal, fullness, classes)
+        return *seen, *self._of_pools(known)
 
     def _of_pools(self, known: report.Report) -> Iterable[Metric]:
         size = _of_pool("size_bytes", "The data that the pool has now.")

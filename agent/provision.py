@@ -2,14 +2,16 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agent import calls, errors, holders, inventory, paging
+from agent import calls, contents, errors, holders, inventory, paging
 from agent.carving import Carvings, pool_name
 from agent.config import TOPOLOGY_KEY, Config, DeviceClass
+from agent.copying import Copier
 from agent.ids import VolumeId
-from agent.inventory import Inventory, Volume
+from agent.inventory import Inventory, Snapshot, Volume
 from agent.locks import GroupLocks
 from agent.paging import Part
 from agent.reclaiming import Reclaimer
@@ -33,6 +35,10 @@ class Capacity:
     minimum_volume_bytes: int
 
 
+# What no repeated call changes: the contents of a new volume cannot be had any more, or at all.
+_FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost)
+
+
 class Provisioner:
     """Carries out the Controller's calls on this node's groups."""
 
@@ -45,6 +51,7 @@ class Provisioner:
         groups: GroupLocks,
         wiper: Wiper,
         reclaimer: Reclaimer,
+        copier: Copier,
     ) -> None:
         self._config = config
         self._lvm = lvm
@@ -53,6 +60,7 @@ class Provisioner:
         self._groups = groups
         self._wiper = wiper
         self._reclaimer = reclaimer
+        self._copier = copier
         self._carvings = Carvings(config.classes, known)
 
     @staticmethod
@@ -64,36 +72,75 @@ class Provisioner:
         """Make a volume, or find the one that an earlier call made.
 
         Two commands: a report, and lvcreate, which also tags and activates; for the first thin
-        volume of a class two more at most, for its pool.
+        volume of a class two more at most, for its pool; one more where another volume is copied.
+        Raises Copying while the contents are not complete.
         """
         self._require_here(call.topology)
         one = self._device_class("parameters", call.parameters)
-        parameters = with_defaults(call.parameters, call.capabilities, one)
-        _check_options(call, parameters)
         prefix = inventory.INLINE_PREFIX if call.is_ephemeral else inventory.VOLUME_PREFIX
-        with self._groups.hold(one.group):
+        if call.source is not None and call.source.kind == calls.VOLUME:
+            holders.flush(self._kernel, self._inventory, call.source.id)
+        with ExitStack() as undo, self._groups.hold(one.group, *_groups_of(call)):
             known = self._inventory.read()
-            group = self._inventory.group(known, one.group)
-            _check_stripe_size(one, group)
-            size = planned_bytes(call.size, call.capabilities, parameters, group, one.layout)
-            facts = _facts(call, parameters, size, one.layout)
-            if one.cache is not None:
-                facts |= {inventory.CACHE: one.cache.fact(size, group.extent_size_bytes)}
             found = self._inventory.named(known, call.name, prefix)
-            carving = self._carvings.of(one)
             if found is not None:
-                same = _same(found, facts)
-                carving.finish(self._lvm, same)
-                return same
-            if size > (maximum := carving.maximum_bytes(group)):
-                raise errors.NoRoom(group.name, size, maximum, carving.purpose(group))
-            name = self.logical_name(call.name, prefix)
-            if one.layout.is_thin:
-                self._reclaimer.keep(group, pool_name(one.name))
-            carving.create(self._lvm, group, name, size, facts)
-        made = Volume(VolumeId.of(group, name), group, name, size, facts)
+                _check_stripe_size(one, found.group)
+                volume, source = self._same(call, one, found), None
+                self._carvings.of(one).finish(self._lvm, volume)
+            else:
+                volume, source = self._make(call, one, known, undo)
+        if not volume.copying:
+            return volume
+        try:
+            return self._copier.fill(volume, source or self._copier.source_of(known, volume))
+        except _FOR_EVER:
+            # The caller gives up on such an answer, so nothing may stay.
+            self.delete(str(volume.id))
+            raise
+
+    def _same(self, call: calls.Create, one: DeviceClass, found: Volume) -> Volume:
+        """The volume that is there, if it is what is asked for now."""
+        told = call.source.id if call.source is not None else ""
+        if (was := found.facts.get(inventory.FROM, "")) != told:
+            raise errors.Incompatible(
+                f"volume {call.name!r} exists, made of {was or 'nothing'}, not {told or 'nothing'}"
+            )
+        if not told:
+            return _compared(found, _planned(call, one, found.group)[1])
+        # What it was made of gave the size and the file system, and may be gone by now.
+        required = call.size.required_bytes or int(found.facts[inventory.SIZE])
+        call = replace(call, size=calls.SizeRange(required, call.size.limit_bytes))
+        return _compared(found, _planned(call, one, found.group, found.facts.get("fsType"))[1])
+
+    def _make(
+        self, call: calls.Create, one: DeviceClass, known: report.Report, undo: ExitStack
+    ) -> tuple[Volume, Snapshot | None]:
+        """A new volume, and what is to be copied to it; raises NoRoom."""
+        group = self._inventory.group(known, one.group)
+        _check_stripe_size(one, group)
+        content = contents.find(self._inventory, known, call.source) if call.source else None
+        if content is None:
+            size_bytes, facts = _planned(call, one, group)
+        else:
+            call = replace(call, size=contents.size_of(call.size, content))
+            size_bytes, facts = _planned(call, one, group, content.facts.get(inventory.FORMATTED))
+            facts = contents.facts_of(facts, content)
+        carving = self._carvings.of(one)
+        if size_bytes > (maximum := carving.maximum_bytes(group)):
+            raise errors.NoRoom(group.name, size_bytes, maximum, carving.purpose(group))
+        source = None
+        if content is not None:
+            source = self._copier.prepare(call.name, content)
+            undo.callback(self._copier.give_up, source)
+        prefix = inventory.INLINE_PREFIX if call.is_ephemeral else inventory.VOLUME_PREFIX
+        name = self.logical_name(call.name, prefix)
+        if one.layout.is_thin:
+            self._reclaimer.keep(group, pool_name(one.name))
+        carving.create(self._lvm, group, name, size_bytes, facts)
+        undo.pop_all()
+        made = Volume(VolumeId.of(group, name), group, name, size_bytes, facts)
         self._wiper.forget(str(made.id))
-        return made
+        return made, source
 
     def completed(
         self, parameters: calls.Parameters, capability: calls.Capability
@@ -109,19 +156,27 @@ class Provisioner:
         agent/reclaiming.py.
         """
         try:
-            # So that of two that go at once, one sees that it is the last of its pool.
-            with self._groups.hold(inventory.group_of(volume_id)):
-                volume = self._inventory.get(self._inventory.read(), volume_id)
-                if held := snapshots_of(volume):
-                    raise errors.HasSnapshots(
-                        volume_id, held, "they are nothing without it; delete them first"
-                    )
-                if volume.layout.is_thin:
-                    # It takes nothing along: its pool zeroes what it gives out.
-                    holders.require_unused(self._kernel, self._inventory, volume)
-                    volumes.remove(self._lvm, volume.group.name, volume.name)
+            with self._copier.halted(volume_id):
+                self._delete(volume_id)
         except errors.NoSuchVolume:
             return
+
+    def _delete(self, volume_id: str) -> None:
+        # So that of two that go at once, one sees that it is the last of its pool.
+        with self._groups.hold(inventory.group_of(volume_id)):
+            known = self._inventory.read()
+            volume = self._inventory.get(known, volume_id)
+            if copies := self._inventory.copies_of(known, volume_id):
+                raise errors.VolumeInUse(volume_id, f"{', '.join(copies)} is copied from it")
+            if held := snapshots_of(volume):
+                raise errors.HasSnapshots(
+                    volume_id, held, "they are nothing without it; delete them first"
+                )
+            if volume.layout.is_thin:
+                # It takes nothing along: its pool zeroes what it gives out.
+                holders.require_unused(self._kernel, self._inventory, volume)
+                volumes.remove(self._lvm, volume.group.name, volume.name)
+        self._copier.clear(known, volume)
         if volume.layout.is_thin:
             self._reclaimer.after(volume, self._wiper.grace_seconds)
         else:
@@ -136,7 +191,7 @@ class Provisioner:
         paging.check(page)
         known = self._inventory.read()
         every = self._inventory.all(known)
-        found = {str(one.id): one for one in every if not (one.wiping or one.is_ephemeral)}
+        found = {str(one.id): one for one in every if one.is_listed}
         return paging.part(found, page)
 
     def grow(self, call: calls.Expand) -> Volume:
@@ -248,12 +303,18 @@ def _check_stripe_size(one: DeviceClass, group: report.Group) -> None:
 
 
 def with_defaults(
-    parameters: calls.Parameters, capabilities: Sequence[calls.Capability], one: DeviceClass
+    parameters: calls.Parameters,
+    capabilities: Sequence[calls.Capability],
+    one: DeviceClass,
+    held: str = "",
 ) -> calls.Parameters:
-    """The parameters as the class completes them, so that they no longer depend on it."""
+    """The parameters as the class completes them, so that they no longer depend on it.
+
+    `held` is the file system that is there already, on what is copied.
+    """
     asked = next((c.fs_type for c in capabilities if c.fs_type), "") or parameters.fs_type
     mounted = any(not capability.is_block for capability in capabilities)
-    fs_type = (asked or one.fs_type) if mounted else ""
+    fs_type = (asked or held or one.fs_type) if mounted else ""
     inherits = not parameters.mkfs_options and fs_type == one.fs_type
     return calls.Parameters(
         device_class=one.name,
@@ -262,6 +323,24 @@ def with_defaults(
         mount_options=parameters.mount_options,
         about=parameters.about,
     )
+
+
+def _planned(
+    call: calls.Create, one: DeviceClass, group: report.Group, held: str | None = None
+) -> tuple[int, dict[str, str]]:
+    """The size and the facts of the volume that is asked for."""
+    parameters = with_defaults(call.parameters, call.capabilities, one, held or "")
+    _check_options(call, parameters)
+    size_bytes = planned_bytes(call.size, call.capabilities, parameters, group, one.layout)
+    facts = _facts(call, parameters, size_bytes, one.layout)
+    if one.cache is not None:
+        facts |= {inventory.CACHE: one.cache.fact(size_bytes, group.extent_size_bytes)}
+    return size_bytes, facts
+
+
+def _groups_of(call: calls.Create) -> list[str]:
+    """The group of what a volume is made of."""
+    return [] if call.source is None else [inventory.group_of(call.source.id)]
 
 
 def _check_options(call: calls.Create, parameters: calls.Parameters) -> None:
@@ -341,7 +420,7 @@ def _facts(
     }
 
 
-def _same(found: Volume, facts: Mapping[str, str]) -> Volume:
+def _compared(found: Volume, facts: Mapping[str, str]) -> Volume:
     """The volume that is there, if it is what is asked for now."""
     if found.wiping:
         raise errors.OperationPending(f"{found.id} (being wiped)")

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from agent import inventory
 from agent.carving import CHUNK, CLASS, wipe_name
-from agent.inventory import Inventory, Volume
+from agent.inventory import Inventory, Snapshot, Volume
 from agent.locks import GroupLocks
 from lvm import pools, report, tags, thin, volumes
 from lvm.lvm2 import Lvm
@@ -65,10 +65,10 @@ class Reclaimer:
         self._jobs: dict[tuple[str, str], _Job] = {}
         self._timers: list[threading.Timer] = []
 
-    def after(self, removed: Volume, wait_seconds: float) -> None:
+    def after(self, removed: Volume | Snapshot, wait_seconds: float) -> None:
         """Give a pool back that lost its last volume, and wait a moment for it.
 
-        The volume is removed, and the group was locked from its report until then.
+        The volume, or snapshot, is removed, and the group was locked from its report until then.
         """
         pool = removed.group.volume(removed.name).pool
         others = [one for one in pools.members(removed.group, pool) if one.name != removed.name]

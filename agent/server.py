@@ -20,6 +20,7 @@ from agent import errors, founding, monitor, preflight, sockets
 from agent.access import Access
 from agent.config import Config
 from agent.controller import Controller
+from agent.copying import Copier
 from agent.diagnosis import Diagnosis
 from agent.ephemeral import Ephemeral
 from agent.founding import Foundations
@@ -89,10 +90,20 @@ class Service:
         self.wiper = Wiper(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
         self.reclaimer = Reclaimer(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
         self.grower = Grower(config.classes, lvm, known, group_locks)
-        provision = Provisioner(
+        snapshotter = Snapshotter(
             config, lvm, host.kernel, known, group_locks, self.wiper, self.reclaimer
         )
-        snapshotter = Snapshotter(config, lvm, known, group_locks, self.wiper)
+        self.copier = Copier(lvm, host.kernel, known, group_locks, snapshotter)
+        provision = Provisioner(
+            config,
+            lvm,
+            host.kernel,
+            known,
+            group_locks,
+            self.wiper,
+            self.reclaimer,
+            self.copier,
+        )
         diagnosis = Diagnosis(host.kernel, known)
         access = Access(
             host.run,
@@ -101,6 +112,7 @@ class Service:
             known,
             group_locks,
             self.wiper,
+            self.copier,
             diagnosis,
             config.kubelet_dir,
         )
@@ -141,6 +153,7 @@ class Service:
         self.ephemeral.stop()
         self._server.stop(_DRAIN_SECONDS).wait()
         self.grower.stop()
+        self.copier.stop()
         self.wiper.stop()
         self.reclaimer.stop()
 
@@ -155,7 +168,7 @@ def serve(config: Config, host: Host) -> None:
         lvm, foundations = founding.lay(host.run, host.kernel, config)
         service = Service(config, host, lvm, metrics.count_call if metrics else None, foundations)
         ended = _until_signal()
-        _resume(service.wiper, service.reclaimer)
+        _resume(service)
         service.start(config.endpoint)
         served = sockets.inode(config.endpoint)
         ending.callback(service.stop)
@@ -163,7 +176,12 @@ def serve(config: Config, host: Host) -> None:
         registration = Registration(config.registration_directory, config.endpoint)
         if config.metrics_address is not None and metrics is not None:
             metrics.watch(
-                config.classes, service.inventory, service.wiper, service.grower, registration
+                config.classes,
+                service.inventory,
+                service.wiper,
+                service.copier,
+                service.grower,
+                registration,
             )
             pages = monitor.Monitor(config.metrics_address, _pages(config, service, metrics))
             pages.start()
@@ -210,15 +228,16 @@ def _tell(findings: Sequence[preflight.Finding]) -> None:
             )
 
 
-def _resume(wiper: Wiper, reclaimer: Reclaimer) -> None:
-    """Take up the wipes that are left; where lvm2 does not answer, Probe will say so."""
+def _resume(service: Service) -> None:
+    """Take up the wipes and copies that are left; where lvm2 does not answer, Probe will say so."""
     try:
-        left = wiper.resume() + reclaimer.resume()
+        wipes = service.wiper.resume() + service.reclaimer.resume()
+        copies = service.copier.resume()
     except lvm_errors.LvmError as error:
-        _log.warning("wipes that are left are not gone on with: %s", error)
+        _log.warning("wipes and copies that are left are not gone on with: %s", error)
         return
-    if left:
-        _log.info("going on with %d wipes", left)
+    if wipes or copies:
+        _log.info("going on with %d wipes and %d copies", wipes, copies)
 
 
 @contextmanager

@@ -2,17 +2,21 @@
 
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 
-from agent import calls, errors, inventory, paging
+from agent import calls, errors, holders, inventory, paging
 from agent.carving import Carvings
 from agent.config import SNAPSHOT_SIZE, Config
 from agent.ids import VolumeId
 from agent.inventory import Inventory, Snapshot, Volume
 from agent.locks import GroupLocks
 from agent.paging import Part
+from agent.reclaiming import Reclaimer
 from agent.wiping import Wiper
-from lvm import layout, names, report, snapshots, volumes
+from lvm import layout, names, report, snapshots, thin, volumes
 from lvm.lvm2 import Lvm
+from mount.syscalls import Kernel
 
 _log = logging.getLogger(__name__)
 
@@ -24,13 +28,22 @@ class Snapshotter:
     """Carries out the Controller's calls for snapshots."""
 
     def __init__(
-        self, config: Config, lvm: Lvm, known: Inventory, groups: GroupLocks, wiper: Wiper
+        self,
+        config: Config,
+        lvm: Lvm,
+        kernel: Kernel,
+        known: Inventory,
+        groups: GroupLocks,
+        wiper: Wiper,
+        reclaimer: Reclaimer,
     ) -> None:
         self._config = config
         self._lvm = lvm
+        self._kernel = kernel
         self._inventory = known
         self._groups = groups
         self._wiper = wiper
+        self._reclaimer = reclaimer
         self._carvings = Carvings(config.classes, known)
 
     @staticmethod
@@ -44,6 +57,7 @@ class Snapshotter:
         Two commands at most: a report, and lvcreate, which also tags.
         """
         name = self.logical_name(call.name)
+        holders.flush(self._kernel, self._inventory, call.source_id)
         with self._groups.hold(inventory.group_of(call.source_id)):
             known = self._inventory.read()
             if (found := self._named(known, name)) is not None:
@@ -51,20 +65,35 @@ class Snapshotter:
             volume = self._inventory.usable(known, call.source_id)
             if self._wiper.is_deleting(call.source_id):
                 raise errors.NoSuchVolume(call.source_id)
-            if inventory.CACHE in volume.facts:
-                raise errors.NotSnapshotted(call.source_id, "it has a cache")
-            group = volume.group
-            area_bytes = self._area_bytes(call, volume)
-            now = time.time_ns()
-            facts = {
-                inventory.NAME: call.name,
-                inventory.STATE: inventory.READY,
-                inventory.SIZE: str(volume.size_bytes),
-                inventory.SOURCE: volume.name,
-                inventory.TIME: str(now),
-                **{key: volume.facts[key] for key in _INHERITED if key in volume.facts},
-                **call.about,
-            }
+            return self.take(name, volume, {inventory.NAME: call.name, **call.about}, call.size)
+
+    def take(
+        self, name: str, volume: Volume, facts: Mapping[str, str], size: layout.Reserve | None
+    ) -> Snapshot:
+        """Take a snapshot with a logical volume's name; to be called with the group held.
+
+        One command. Raises NoRoom, NotSnapshotted.
+        """
+        if inventory.CACHE in volume.facts:
+            raise errors.NotSnapshotted(str(volume.id), "it has a cache")
+        group, pool = volume.group, volume.group.volume(volume.name).pool
+        now = time.time_ns()
+        facts = {
+            **facts,
+            inventory.STATE: inventory.READY,
+            inventory.SIZE: str(volume.size_bytes),
+            inventory.SOURCE: volume.name,
+            inventory.TIME: str(now),
+            **{key: volume.facts[key] for key in _INHERITED if key in volume.facts},
+        }
+        if pool:
+            area_bytes = volume.size_bytes
+            self._check_promise(volume)
+            thin.snapshot(
+                self._lvm, group.name, name, origin=volume.name, facts=facts, read_only=True
+            )
+        else:
+            area_bytes = self._area_bytes(size, volume)
             snapshots.create(
                 self._lvm,
                 group.name,
@@ -74,8 +103,17 @@ class Snapshotter:
                 facts=facts,
                 disks=layout.anywhere(group),
             )
-        identity = VolumeId.of(group, name)
-        return Snapshot(identity, group, name, volume.id, volume.size_bytes, now, area_bytes, facts)
+        return Snapshot(
+            VolumeId.of(group, name),
+            group,
+            name,
+            volume.id,
+            volume.size_bytes,
+            now,
+            area_bytes,
+            facts,
+            pool=pool,
+        )
 
     def delete(self, snapshot_id: str) -> None:
         """Part a snapshot from its origin, wipe and remove it; no such snapshot is no error.
@@ -86,16 +124,38 @@ class Snapshotter:
         if parsed is None:
             return
         with self._groups.hold(parsed.group):
+            known = self._inventory.read()
             try:
-                snapshot = self._inventory.snapshot(self._inventory.read(), snapshot_id)
+                snapshot = self._inventory.snapshot(known, snapshot_id)
             except errors.NoSuchSnapshot:
                 return
-            if not self._wiper.zero:
-                volumes.remove(self._lvm, parsed.group, snapshot.name)
-                return
+            if copies := self._inventory.copies_of(known, snapshot_id):
+                raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
+            self._part(snapshot)
+        self._finish(snapshot)
+
+    def discard(self, snapshot: Snapshot) -> None:
+        """Wipe and remove a snapshot that is there; the wipe may go on behind the answer."""
+        with self._groups.hold(snapshot.group.name):
+            if snapshot.is_thin:
+                # Whether it was the last in its pool is asked of a fresh report.
+                group = self._inventory.read().group(snapshot.group.name)
+                snapshot = replace(snapshot, group=group)
+            self._part(snapshot)
+        self._finish(snapshot)
+
+    def _part(self, snapshot: Snapshot) -> None:
+        if self._wiper.zero and not snapshot.is_thin:
             # Its area holds what the origin held; it may not be anyone else's before it is wiped.
-            snapshots.split(self._lvm, parsed.group, snapshot.name)
-        self._wiper.finish(inventory.remains_of(snapshot))
+            snapshots.split(self._lvm, snapshot.group.name, snapshot.name)
+        else:
+            volumes.remove(self._lvm, snapshot.group.name, snapshot.name)
+
+    def _finish(self, snapshot: Snapshot) -> None:
+        if snapshot.is_thin:
+            self._reclaimer.after(snapshot, self._wiper.grace_seconds)
+        elif self._wiper.zero:
+            self._wiper.finish(inventory.remains_of(snapshot))
 
     def get(self, snapshot_id: str) -> Snapshot:
         """The snapshot of that id; raises NoSuchSnapshot."""
@@ -120,15 +180,21 @@ class Snapshotter:
                 raise errors.OperationPending(f"{doomed.id} (being wiped)")
         return next((one for one in self._inventory.snapshots(known) if one.name == name), None)
 
-    def _area_bytes(self, call: calls.CreateSnapshot, volume: Volume) -> int:
+    def _check_promise(self, volume: Volume) -> None:
+        """A thin snapshot is a promise as its volume is; raises NoRoom."""
+        group, carving = volume.group, self._carvings.of_volume(volume)
+        if volume.size_bytes > (room := carving.maximum_bytes(group)):
+            raise errors.NoRoom(group.name, volume.size_bytes, room, carving.purpose(group))
+
+    def _area_bytes(self, size: layout.Reserve | None, volume: Volume) -> int:
         """What a copy-on-write snapshot of the volume gets; raises NoRoom."""
         one = self._config.device_class(volume.facts.get("class", ""))
-        wish = call.size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
+        wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
         group = volume.group
-        size = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
-        if size > (room := self._carvings.beside_bytes(volume)):
-            raise errors.NoRoom(group.name, size, room, f"for a snapshot of {volume.name}")
-        return size
+        area = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
+        if area > (room := self._carvings.beside_bytes(volume)):
+            raise errors.NoRoom(group.name, area, room, f"for a snapshot of {volume.name}")
+        return area
 
 
 def _same(found: Snapshot, call: calls.CreateSnapshot) -> Snapshot:

@@ -83,7 +83,8 @@ class Wiper:
         with self._groups.hold(group):
             if job.removed:
                 return False
-            old, new = {inventory.STATE: inventory.READY}, {inventory.STATE: inventory.WIPING}
+            old = {inventory.STATE: job.volume.facts[inventory.STATE]}
+            new = {inventory.STATE: inventory.WIPING}
             volumes.mark(self._lvm, group, name, old=old, new=new)
             job.on_record = True
         if job.ended.done():

@@ -66,6 +66,35 @@ def create(
     )
 
 
+def snapshot(
+    lvm: Lvm,
+    group: str,
+    name: str,
+    *,
+    origin: str,
+    facts: Mapping[str, str],
+    read_only: bool,
+) -> None:
+    """Make and tag a volume that shares all its blocks with another of its pool (lvcreate(8)).
+
+    Both are whole without the other. It is made active only where it may be written to. Raises
+    NameTaken.
+    """
+    active = ["--activate", "y", "--ignoreactivationskip"]
+    lvm(
+        "lvcreate",
+        "--yes",
+        "--snapshot",
+        *("--permission", "r" if read_only else "rw"),
+        *("--setactivationskip", "y"),
+        *([] if read_only else active),
+        *_tagging(facts),
+        *("--name", name),
+        "--",
+        f"{group}/{origin}",
+    )
+
+
 def extend_metadata(
     lvm: Lvm, group: str, pool: str, *, by_bytes: int, disks: Sequence[str] = ()
 ) -> None:

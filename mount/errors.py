@@ -232,6 +232,13 @@ class TargetInUse(TargetError):
     """A target that holds data or is still mounted, so it is not removed."""
 
 
+class RenewFailed(MountError):
+    """A copied file system did not get an identity of its own."""
+
+    def __init__(self, device: str, why: str) -> None:
+        super().__init__(f"the file system on {device} keeps the id of its origin: {why}")
+
+
 class GrowFailed(MountError):
     """A file system could not be grown to its device's size."""
 

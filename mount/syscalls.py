@@ -80,6 +80,7 @@ _XFS_GROWFS = struct.Struct("=QI4x")
 _XFS_FSGROWFSDATA = _ioc(1, ord("X"), 110, _XFS_GROWFS.size)
 # struct btrfs_ioctl_vol_args: s64 fd, char name[4088].
 _BTRFS_VOL_ARGS = struct.Struct("=q4088s")
+_BTRFS_SYNC = _ioc(0, 0x94, 8, 0)
 _BTRFS_RESIZE = _ioc(1, 0x94, 3, _BTRFS_VOL_ARGS.size)
 
 _LOOP_CLR_FD, _LOOP_GET_STATUS64, _LOOP_SET_CAPACITY = 0x4C01, 0x4C05, 0x4C07
@@ -97,6 +98,10 @@ class XfsGeometry:
     block_size_bytes: int
     blocks: int
     max_inode_percent: int
+
+
+# What is looked over for zeroes at once: the least chunk of a thin pool, lvmthin(7).
+_PIECE_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -286,6 +291,10 @@ class Kernel:
         """BTRFS_IOC_RESIZE of device 1 to the size of the device."""
         _ioctl(path, _BTRFS_RESIZE, _BTRFS_VOL_ARGS.pack(0, b"max"))
 
+    def sync_btrfs(self, path: str) -> None:
+        """BTRFS_IOC_SYNC: what was written is on disk, and the log is empty."""
+        _ioctl(path, _BTRFS_SYNC)
+
     # Block devices
 
     def device_number(self, path: str) -> tuple[int, int]:
@@ -338,6 +347,50 @@ class Kernel:
         # O_EXCL is the kernel's own guard: mounted or held means EBUSY (open(2)).
         span = struct.pack("=2Q", offset_bytes, length_bytes)
         _ioctl(device, _BLKZEROOUT, span, os.O_WRONLY | os.O_EXCL)
+
+    def read(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
+        """pread(2) of a part of a block device."""
+        descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+        with _closing(descriptor):
+            return _read(descriptor, device, offset_bytes, length_bytes)
+
+    def write(self, device: str, offset_bytes: int, data: bytes) -> None:
+        """pwrite(2) on a block device, and fsync(2). EBUSY while it is mounted or held."""
+        descriptor = os.open(device, os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC)
+        with _closing(descriptor):
+            _write(descriptor, device, offset_bytes, data)
+            os.fsync(descriptor)
+
+    def copy(
+        self, source: str, target: str, offset_bytes: int, length_bytes: int, *, blank: bool
+    ) -> None:
+        """Copy a part of one block device to the same place on another; it is on the disk then.
+
+        Where the source has zeroes nothing is written: the target is zeroed there by BLKZEROOUT, or
+        left alone where it is `blank`. EBUSY while the target is mounted or held.
+        """
+        reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        with _closing(reading):
+            writing = os.open(target, os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC)
+            with _closing(writing):
+                at, end = offset_bytes, offset_bytes + length_bytes
+                zeroes = 0  # so many bytes before `at`
+                while at < end:
+                    data = _read(reading, source, at, min(_PIECE_BYTES, end - at))
+                    if data == bytes(len(data)):
+                        zeroes += len(data)
+                    else:
+                        if not blank:
+                            _zero_out(writing, at - zeroes, zeroes)
+                        _write(writing, target, at, data)
+                        zeroes = 0
+                    at += len(data)
+                if not blank:
+                    _zero_out(writing, end - zeroes, zeroes)
+                os.fsync(writing)
+                # Neither is read again soon; the workloads' pages are worth more.
+                for descriptor in (reading, writing):
+                    os.posix_fadvise(descriptor, offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
 
     # Loop devices
 
@@ -500,6 +553,25 @@ def _ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDON
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
         return bytes(buffer)
+
+
+def _read(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> bytes:
+    data = os.pread(descriptor, length_bytes, offset_bytes)
+    if len(data) != length_bytes:
+        raise OSError(errno.EIO, f"{len(data)} of {length_bytes} bytes at {offset_bytes}", device)
+    return data
+
+
+def _write(descriptor: int, device: str, offset_bytes: int, data: bytes) -> None:
+    written = os.pwrite(descriptor, data, offset_bytes)
+    if written != len(data):
+        raise OSError(errno.EIO, f"{written} of {len(data)} bytes at {offset_bytes}", device)
+
+
+def _zero_out(descriptor: int, offset_bytes: int, length_bytes: int) -> None:
+    if length_bytes:
+        span = struct.pack("=2Q", offset_bytes, length_bytes)
+        fcntl.ioctl(descriptor, _BLKZEROOUT, bytearray(span))
 
 
 def _number(name: str) -> int:

@@ -51,7 +51,7 @@ def service(host: AnyHost, config: Config) -> Iterator[Service]:
     """Carver, serving on a socket of the test's own."""
     running = Service(config, Host(host.run, host.kernel, host.devices), host.lvm)
     # A delete has ended when it answers, however slow the disk: what is left is the test's to see.
-    running.wiper.grace_seconds = 600
+    running.wiper.grace_seconds = running.copier.grace_seconds = 600
     running.start(config.endpoint)
     yield running
     running.stop()

@@ -8,7 +8,7 @@ import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, block
+from agent.client import Client, block, of_snapshot, of_volume
 from agent.config import Config, DeviceClass
 from agent.server import Service
 from lvm import report
@@ -186,3 +186,70 @@ def test_a_thin_volume_is_staged_again_after_its_device_was_gone(
         host.deactivate(group, name)
     client.stage(volume, host.directory / "staging")
     client.unstage(volume.volume_id, host.directory / "staging")
+
+
+# Snapshots and copies
+
+
+def test_a_thin_snapshot_is_made_in_two_commands_and_is_whole_without_its_origin(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", 16 * MIB, block(), parameters=THIN)
+    device = host.devices.find(group, "vol-pvc-1")
+    assert device
+    host.write_bytes(device.path, 4 * MIB, b"before  " * 512)
+    started(host)
+    snapshot = client.snapshot("1", volume.volume_id)
+    assert started(host) == ["lvm fullreport", "lvm lvcreate"]
+    assert (snapshot.ready_to_use, snapshot.size_bytes) == (True, 16 * MIB)
+    made = report.read(host.lvm).group(group).volume("snap-1")
+    assert (made.origin, made.read_only) == ("vol-pvc-1", True)
+    host.write_bytes(device.path, 4 * MIB, b"after   " * 512)
+    client.delete(volume.volume_id)
+    assert client.snapshots() == [snapshot]
+    copy = client.create("pvc-2", 0, block(), source=of_snapshot(snapshot.snapshot_id))
+    copied = host.devices.find(group, "vol-pvc-2")
+    assert copied
+    assert host.read_bytes(copied.path, 4 * MIB, 4096) == b"before  " * 512
+    client.delete(copy.volume_id)
+    started(host)
+    client.delete_snapshot(snapshot.snapshot_id)
+    assert started(host)[:2] == ["lvm fullreport", "lvm lvremove"]
+
+
+def test_a_thin_snapshot_counts_towards_what_its_pool_promised(client: Client) -> None:
+    room = maximum(client, THIN)
+    volume = client.create("pvc-1", 2 * EXTENT, block(), parameters=THIN)
+    assert maximum(client, THIN) == room - 2 * EXTENT
+    snapshot = client.snapshot("1", volume.volume_id)
+    assert maximum(client, THIN) == room - 4 * EXTENT
+    client.create("pvc-2", room - 5 * EXTENT, block(), parameters=THIN)
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.snapshot("2", volume.volume_id)
+    client.delete_snapshot(snapshot.snapshot_id)
+
+
+@pytest.mark.parametrize("to", ["thin", "thick", "twice"])
+def test_thin_volumes_are_copied_to_any_class_and_leave_no_snapshot(
+    client: Client, host: AnyHost, group: str, to: str
+) -> None:
+    volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
+    device = host.devices.find(group, "vol-pvc-1")
+    assert device
+    host.write_bytes(device.path, 4 * MIB, b"contents" * 512)
+    source = of_volume(volume.volume_id)
+    copy = client.create("pvc-2", 12 * MIB, block(), parameters={"class": to}, source=source)
+    assert copy.capacity_bytes == 12 * MIB
+    copied = host.devices.find(group, "vol-pvc-2")
+    assert copied
+    assert host.read_bytes(copied.path, 4 * MIB, 4096) == b"contents" * 512
+    left = set(report.read(host.lvm).group(group).volumes)
+    assert not {name for name in left if name.startswith(("copy", "snap"))}
+
+
+def test_a_thin_volume_grows_under_its_snapshots(client: Client) -> None:
+    volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
+    snapshot = client.snapshot("1", volume.volume_id)
+    assert client.expand(volume.volume_id, 16 * MIB).capacity_bytes == 16 * MIB
+    assert client.snapshots()[0].size_bytes == 8 * MIB
+    client.delete_snapshot(snapshot.snapshot_id)

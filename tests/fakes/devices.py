@@ -10,6 +10,7 @@ from mount.filesystem import Signature
 DEVICE_MAPPER_MAJOR = 253
 LOOP_MAJOR = 7
 BLOCK_BYTES = 4096
+BTRFS_SUPERBLOCK_AT = 64 << 10
 
 
 @dataclass
@@ -26,6 +27,8 @@ class Media:
     # Data that are no file system's, such as a deleted snapshot's; gone when they are overwritten.
     residue: bool = False
 
+    # No read succeeds: an overflowed snapshot's.
+    unreadable: bool = False
     # What programs wrote, by the number of the block.
     blocks: dict[int, bytes] = field(default_factory=dict)
 
@@ -45,11 +48,15 @@ class Media:
         numbers = range(offset_bytes // BLOCK_BYTES, (offset_bytes + length_bytes) // BLOCK_BYTES)
         return b"".join(self.blocks.get(one, bytes(BLOCK_BYTES)) for one in numbers)
 
+    def part(self, offset_bytes: int, length_bytes: int) -> dict[int, bytes]:
+        """The blocks that were written in a range, by their numbers."""
+        first, last = offset_bytes // BLOCK_BYTES, (offset_bytes + length_bytes) // BLOCK_BYTES
+        return {number: data for number, data in self.blocks.items() if first <= number < last}
+
     def erase(self, offset_bytes: int, length_bytes: int) -> None:
         """Zeroes in place of data."""
-        end = offset_bytes + length_bytes
-        kept = (number for number in self.blocks if not offset_bytes <= number * BLOCK_BYTES < end)
-        self.blocks = {number: self.blocks[number] for number in kept}
+        for number in self.part(offset_bytes, length_bytes):
+            del self.blocks[number]
 
 
 @dataclass

@@ -8,8 +8,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fakes.devices import FakeDevice, FakeDevices
+from fakes.devices import BTRFS_SUPERBLOCK_AT, FakeDevice, FakeDevices
 
+from mount import btrfs
 from mount.filesystem import FILE_SYSTEMS, Signature
 
 
@@ -86,5 +87,17 @@ PROGRAMS: dict[str, Callable[[Sequence[str], FakeDevices], Result]] = {
 
 def _write(device: FakeDevice, fs_type: str, options: Sequence[str]) -> None:
     label = options[options.index("-L") + 1] if "-L" in options else ""
-    device.contents = Signature(fs_type, "filesystem", str(uuid.uuid4()), label)
+    identity = uuid.uuid4()
+    device.contents = Signature(fs_type, "filesystem", str(identity), label)
+    if fs_type == "btrfs":
+        device.media.write(BTRFS_SUPERBLOCK_AT, _superblock(identity))
     device.media.fs_size_bytes = device.size_bytes
+
+
+def _superblock(identity: uuid.UUID) -> bytes:
+    """As much of a btrfs superblock as is looked at."""
+    block = bytearray(4096)
+    block[0x20:0x30] = identity.bytes
+    block[0x30:0x38] = BTRFS_SUPERBLOCK_AT.to_bytes(8, "little")
+    block[0x40:0x48] = b"_BHRfS_M"
+    return btrfs._signed(block)

@@ -7,13 +7,21 @@ same errno: the contract tests hold both to it.
 import errno
 import os
 import stat
+import uuid
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from fakes.devices import LOOP_MAJOR, FakeDevice, FakeDevices, Media
+from fakes.devices import (
+    BLOCK_BYTES,
+    BTRFS_SUPERBLOCK_AT,
+    LOOP_MAJOR,
+    FakeDevice,
+    FakeDevices,
+    Media,
+)
 
 from mount.options import FILE_SYSTEM_DATA, SUPERBLOCK
 from mount.syscalls import Kernel, LoopStatus, XfsGeometry
@@ -130,6 +138,8 @@ class FakeKernel(Kernel):
             super_options = others[0].super_options
         elif fs_type == "xfs" and "nouuid" not in parameters and self._is_copy(found):
             _fail(errno.EINVAL, device)
+        elif fs_type == "btrfs" and self._is_copy(found):
+            _fail(errno.EEXIST, device)
         # btrfs shows a number of its own in mountinfo, not its device's.
         number = (0, 100 + found.minor) if fs_type == "btrfs" else found.number
         words = _words(attributes, {"relatime"})
@@ -178,6 +188,9 @@ class FakeKernel(Kernel):
     def grow_btrfs(self, path: str) -> None:
         self._grow(path, "btrfs", self._file_system(path, "btrfs").size_bytes // _BLOCK_BYTES)
 
+    def sync_btrfs(self, path: str) -> None:
+        self._file_system(path, "btrfs")
+
     # Block devices
 
     def device_number(self, path: str) -> tuple[int, int]:
@@ -215,6 +228,42 @@ class FakeKernel(Kernel):
             found.contents = None
         if offset_bytes + length_bytes == found.size_bytes:
             found.media.residue = False
+
+    def read(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
+        found = self._block_device(device)
+        first, last = offset_bytes // BLOCK_BYTES, -(-(offset_bytes + length_bytes) // BLOCK_BYTES)
+        data = found.media.read(first * BLOCK_BYTES, (last - first) * BLOCK_BYTES)
+        start = offset_bytes - first * BLOCK_BYTES
+        return data[start : start + length_bytes]
+
+    def write(self, device: str, offset_bytes: int, data: bytes) -> None:
+        found = self._block_device(device)
+        if found.mounted or found.held:
+            _fail(errno.EBUSY, device)
+        found.media.write(offset_bytes, data)
+        if offset_bytes == BTRFS_SUPERBLOCK_AT and found.contents:
+            identity = str(uuid.UUID(bytes=data[0x20:0x30]))
+            found.contents = replace(found.contents, uuid=identity)
+
+    def copy(
+        self, source: str, target: str, offset_bytes: int, length_bytes: int, *, blank: bool
+    ) -> None:
+        read, written = self._block_device(source), self._block_device(target)
+        if written.mounted or written.held:
+            _fail(errno.EBUSY, target)
+        if written.read_only:
+            _fail(errno.EACCES, target)
+        end = offset_bytes + length_bytes
+        if read.media.unreadable or end > min(read.size_bytes, written.size_bytes):
+            _fail(errno.EIO, source)
+        if not blank:
+            written.media.erase(offset_bytes, length_bytes)
+        written.media.blocks |= read.media.part(offset_bytes, length_bytes)
+        if offset_bytes == 0:
+            for fact in ("contents", "fs_size_bytes", "damage"):
+                setattr(written.media, fact, getattr(read.media, fact))
+        if end == written.size_bytes:
+            written.media.residue = False
 
     # Loop devices
 

@@ -58,6 +58,10 @@ class FakeVolume:
     cache_kind: str = ""
 
     @property
+    def is_copy_on_write(self) -> bool:
+        return bool(self.origin) and not isinstance(self, FakeThin)
+
+    @property
     def length(self) -> int:
         """The extents that it offers: what its data take on all disks, once."""
         if self.layout.is_linear:
@@ -183,13 +187,11 @@ class FakeLvm:
             volume = self.groups[group].volumes[volume.pool]
         if isinstance(volume, FakePool):
             return (volume.status(self.groups[group].extent_size_bytes),)
-        if volume.origin:
-            area = volume.length * self.groups[group].extent_size_bytes // 512
-            used = int(area * volume.data_percent / 100)
+        if volume.is_copy_on_write:
             size = self._size(self.groups[group], volume)
-            return (
-                Snapshot(size, "Invalid") if volume.overflowed else Snapshot(size, "", used, area),
-            )
+            sectors = volume.length * self.groups[group].extent_size_bytes // 512
+            used = int(volume.data_percent / 100 * sectors)
+            return (Snapshot(size, "Invalid" if volume.overflowed else "", used, sectors),)
         if not volume.layout.metadata_extents:
             return ()
         missing = {disk.name for disk in self.groups[group].disks if disk.missing}
@@ -233,7 +235,7 @@ class FakeLvm:
                     area = one.length * group.extent_size_bytes
                     one.data_percent += 100 * length_bytes / area
                     if one.data_percent >= 100:
-                        one.overflowed = True
+                        one.overflowed = one.media.unreadable = True
 
     def _version(self, arguments: "_Arguments") -> str:
         return f"  LVM version:     {self.version}\n  Driver version:  4.47.0\n"
@@ -351,6 +353,8 @@ class FakeLvm:
         assert arguments.flag("--yes")
         if arguments.has("--type", "snapshot"):
             return self._snapshot(arguments)
+        if arguments.flag("--snapshot"):
+            return self._thin_snapshot(arguments)
         if arguments.has("--type", "thin-pool"):
             return self._lvcreate_pool(arguments)
         if arguments.has("--type", "thin"):
@@ -445,7 +449,7 @@ class FakeLvm:
             return ""
         assert arguments.flag("--splitsnapshot")
         group, volume = self._volume(arguments)
-        assert volume.origin, f"{volume.name} is not a snapshot."
+        assert volume.is_copy_on_write, f"{volume.name} is not a snapshot."
         if self._is_open(group, volume):
             raise Failure(f"Logical volume {group.name}/{volume.name} in use.")
         was_active = volume.active
@@ -467,6 +471,31 @@ class FakeLvm:
             cache = self._cachevol(group, volume, size, fast)
         self._attach(group, volume, kind, cache)
         return ""
+
+    def _thin_snapshot(self, arguments: "_Arguments") -> str:
+        """A volume that shares a pool with its origin, and is whole without it."""
+        read_only = arguments.take("--permission") == "r"
+        assert arguments.take("--setactivationskip") == "y"
+        activate = arguments.take("--activate")
+        assert arguments.flag("--ignoreactivationskip") == (activate == "y")
+        name, tags = arguments.take("--name"), set(arguments.take_all("--addtag"))
+        group, origin = self._volume(arguments)
+        _require_new(group, name)
+        assert isinstance(origin, FakeThin), "lvm2 would ask for a size"
+        made = FakeThin(
+            *(name, self._uuid(), {}, tags),
+            activation_skipped=True,
+            layout=origin.layout,
+            media=origin.media.copy(),
+            read_only=read_only,
+            origin=origin.name,
+            virtual_extents=origin.virtual_extents,
+            pool=origin.pool,
+        )
+        group.volumes[name] = made
+        if activate:
+            self._activate(group, made)
+        return f'  Logical volume "{name}" created.\n'
 
     def _lvcreate_pool(self, arguments: "_Arguments") -> str:
         assert arguments.take("--type") == "thin-pool"
@@ -549,6 +578,8 @@ class FakeLvm:
             self.deactivate(group.name, volume.name)
         elif activate:
             assert activate == "y"
+            # "Change of snapshot will also change its origin. Proceed?"
+            assert not volume.is_copy_on_write, "lvm2 would ask, and get no answer"
             if ignored or not volume.activation_skipped:
                 self._activate(group, volume)
         return ""
@@ -604,6 +635,9 @@ class FakeLvm:
             self.deactivate(group.name, one.name)
             for gone in (one, *self._snapshots(group, one)):
                 del group.volumes[gone.name]
+            for other in group.volumes.values():
+                # A thin snapshot is whole without its origin.
+                other.origin = "" if other.origin == one.name else other.origin
             if not any(isinstance(other, FakePool) for other in group.volumes.values()):
                 group.spare.clear()
         return ""
@@ -623,7 +657,7 @@ class FakeLvm:
         """Take a volume's device away, as a reboot or an operator does; a snapshot stays."""
         found = self.groups[group]
         volume = found.volumes[name]
-        if not volume.origin:
+        if not volume.is_copy_on_write:
             for one in (*self._snapshots(found, volume), volume):
                 self._deactivate_one(found, one)
 
@@ -634,7 +668,7 @@ class FakeLvm:
 
     def _activate(self, group: FakeGroup, volume: FakeVolume) -> None:
         """An origin and its snapshots are active together."""
-        top = group.volumes[volume.origin] if volume.origin else volume
+        top = group.volumes[volume.origin] if volume.is_copy_on_write else volume
         for one in (top, *self._snapshots(group, top)):
             self._activate_one(group, one)
 
@@ -649,12 +683,16 @@ class FakeLvm:
     @staticmethod
     def _size(group: FakeGroup, volume: FakeVolume) -> int:
         """What its device has: a snapshot's is as large as its origin."""
-        shown = group.volumes[volume.origin] if volume.origin else volume
+        shown = group.volumes[volume.origin] if volume.is_copy_on_write else volume
         return shown.length * group.extent_size_bytes
 
     @staticmethod
     def _snapshots(group: FakeGroup, volume: FakeVolume) -> list[FakeVolume]:
-        return [one for one in group.volumes.values() if one.origin == volume.name]
+        return [
+            one
+            for one in group.volumes.values()
+            if one.is_copy_on_write and one.origin == volume.name
+        ]
 
     def _refuse_open(self, group: FakeGroup, volume: FakeVolume) -> None:
         for one in (volume, *self._snapshots(group, volume)):
@@ -796,14 +834,15 @@ def _status(volume: FakeVolume) -> dict[str, str]:
             "lv_snapshot_invalid": "",
             "lv_permissions": "writeable",
         }
-    known = bool(volume.origin) and volume.active
+    known = volume.is_copy_on_write and volume.active
     percent = f"{100.0 if volume.overflowed else volume.data_percent:.2f}" if known else ""
     invalid = "snapshot invalid" if volume.overflowed else ""
+    writable = "writeable" if volume.active else "unknown"
     return {
         "data_percent": percent,
         "metadata_percent": "",
-        "lv_snapshot_invalid": invalid if volume.active else "unknown",
-        "lv_permissions": "read-only" if volume.read_only else "writeable",
+        "lv_snapshot_invalid": invalid if known else "unknown",
+        "lv_permissions": "read-only" if volume.read_only else writable,
     }
 
 

@@ -49,6 +49,7 @@ def test_mechanism_knows_neither_policy_nor_transport_nor_the_other_mechanism() 
     [
         *("diagnosis", "ephemeral", "provision", "snapshots", "access", "wiping", "inventory"),
         *("founding", "holders", "paging", "reclaiming", "growing", "carving", "jobs"),
+        *("copying", "contents"),
     ],
 )
 def test_policy_names_neither_grpc_nor_the_wire(policy: str) -> None:
@@ -84,9 +85,11 @@ ORDER = (
     "server",
     "identity controller node interceptor metrics monitor",
     "condition status secrets readiness registration ephemeral watching",
-    "access provision snapshots preflight",
+    "access provision preflight",
+    "copying",
+    "snapshots",
     "wiping reclaiming growing diagnosis chores",
-    "holders paging carving",
+    "contents holders paging carving",
     "inventory calls",
     "founding",
     "config",

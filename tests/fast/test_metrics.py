@@ -73,7 +73,8 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     lvm = Lvm(run, settings=())
     service = Service(config, Host(run, host.kernel, host.devices), lvm, metrics.count_call)
     kubelet = Registration(tmp_path / "registry", config.endpoint)
-    metrics.watch(config.classes, service.inventory, service.wiper, service.grower, kubelet)
+    running = (service.wiper, service.copier, service.grower)
+    metrics.watch(config.classes, service.inventory, *running, kubelet)
     service.start(config.endpoint)
     with Client(config.endpoint) as client:
         yield Measured(metrics, host, client, service, kubelet)
@@ -270,7 +271,8 @@ def test_the_registration_is_in_one_state(measured: Measured) -> None:
 
 def exported(measured: Measured) -> dict[str, set[str]]:
     """Every sample's name that a scrape can have, with its labels."""
-    measured.client.create("pvc-1", 4 * MIB, block())
+    volume = measured.client.create("pvc-1", 4 * MIB, block())
+    measured.client.snapshot("1", volume.volume_id)
     measured.client.create("pvc-2", 4 * MIB, block(), parameters={"class": "thin"})
     measured.host.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
     measured.client.capacity()
@@ -373,3 +375,14 @@ def test_every_panel_is_told_apart_and_explained() -> None:
     for panel in panels():
         assert panel["title"]
         assert panel["description"].endswith(".")
+
+
+def test_a_snapshot_s_area_is_measured_and_copies_are_counted(measured: Measured) -> None:
+    volume = measured.client.create("pvc-1", 64 * MIB, block())
+    snapshot = measured.client.snapshot("1", volume.volume_id, {"size": "16MiB"})
+    measured.host.write_bytes("/dev/mapper/data-vol--pvc--1", 0, bytes(4 * MIB))
+    measured.service.inventory.read()
+    ratio = 'carver_snapshot_used_ratio{snapshot="' + snapshot.snapshot_id + '"}'
+    assert f"{ratio} 0.25" in measured.metrics.text().decode()
+    for state in ("queued", "running", "failed"):
+        assert f'carver_copies{{state="{state}"}} 0.0' in measured.metrics.text().decode()

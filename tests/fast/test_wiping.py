@@ -229,7 +229,7 @@ def test_lvm_that_does_not_answer_at_start_is_left_to_probe(
 ) -> None:
     running = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
     fake.intercept = lambda words: Result(5, "", "  broken\n")
-    server._resume(running.wiper, running.reclaimer)
+    server._resume(running)
     assert "broken" in caplog.text
     running.wiper.stop()
 

@@ -1,0 +1,226 @@
+"""Volumes made of others: copied behind the answer, whole or not at all.
+
+A copy takes as long as the disk takes. The volume is made first, on record as `copying` and of
+what; it is no volume before its last byte is on the disk and the tag says `ready`. CreateVolume
+waits a moment, then answers that it is not ready and how far it is; called again, it tells anew,
+and in the end gives the volume. Killed at any moment, the next start finds `copying` and copies
+anew, from the beginning: nothing else has to be remembered.
+
+Of a volume in use a snapshot is taken first, a bridge, so that what is copied is of one moment. It
+is made before the copy's volume and removed after it is ready, and one without a volume that is
+being copied is removed at the next start.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from agent import calls, contents, errors, inventory
+from agent.contents import Contents
+from agent.inventory import Inventory, Snapshot, Volume
+from agent.jobs import Job, Jobs, Stopping
+from agent.locks import GroupLocks
+from agent.snapshots import Snapshotter
+from lvm import names, report, volumes
+from lvm.lvm2 import Lvm
+from mount import btrfs
+from mount.syscalls import Kernel
+
+_log = logging.getLogger(__name__)
+
+# Small enough to stop soon and to tell of progress, large enough to cost nothing.
+_CHUNK_BYTES = 64 << 20
+_WORKERS = 2
+
+
+@dataclass(kw_only=True)
+class _Copy(Job):
+    volume: Volume
+    source: Snapshot
+    copied_bytes: int = 0
+
+    def __str__(self) -> str:
+        percent = 100 * self.copied_bytes // self.source.size_bytes
+        return f"{percent} % of {self.source.size_bytes} bytes"
+
+
+class Copier:
+    """Fills new volumes, a few at a time."""
+
+    def __init__(
+        self,
+        lvm: Lvm,
+        kernel: Kernel,
+        known: Inventory,
+        groups: GroupLocks,
+        snapshotter: Snapshotter,
+        *,
+        grace_seconds: float = 2.0,
+        retry_seconds: float = 60.0,
+    ) -> None:
+        self._lvm = lvm
+        self._kernel = kernel
+        self._inventory = known
+        self._groups = groups
+        self._snapshotter = snapshotter
+        self.grace_seconds = grace_seconds
+        self.jobs = Jobs(
+            "copy", self._work, self._look_again, workers=_WORKERS, retry_seconds=retry_seconds
+        )
+
+    def prepare(self, name: str, source: Contents) -> Snapshot:
+        """What the volume called `name` can be copied from: a snapshot, or a bridge taken now.
+
+        To be called with the source's group held. A command for a bridge. Raises NoRoom.
+        """
+        if isinstance(source.of, Snapshot):
+            return source.of
+        bridge = names.logical_volume(inventory.BRIDGE_PREFIX, name)
+        return self._snapshotter.take(bridge, source.of, {inventory.NAME: name}, None)
+
+    def give_up(self, source: Snapshot) -> None:
+        """The volume that `prepare` was called for is not made: its bridge goes."""
+        if source.is_bridge:
+            self._snapshotter.discard(source)
+
+    def fill(self, volume: Volume, source: Snapshot) -> Volume:
+        """Copy, or see how far it is; the volume, if it is ready within a moment.
+
+        Raises Copying, which tells how far it is, or what went wrong.
+        """
+        job = self.jobs.start(_Copy(key=str(volume.id), volume=volume, source=source))
+        wait([job.ended], self.grace_seconds)
+        if not job.ended.done():
+            raise errors.Copying(job.key, str(job))
+        job.ended.result()
+        return replace(volume, facts={**volume.facts, inventory.STATE: inventory.READY})
+
+    def source_of(self, known: report.Report, volume: Volume) -> Snapshot:
+        """What a volume that is not ready is copied from.
+
+        Raises NoSuchSnapshot, OtherGroup or SourceLost where it can never be completed.
+        """
+        source = contents.source_of(volume.facts)
+        if source is not None and source.kind == calls.SNAPSHOT:
+            found = self._inventory.snapshot(known, source.id)
+        elif (bridge := self._bridge_of(known, volume)) is not None:
+            found = bridge
+        else:
+            raise errors.SourceLost(volume.facts[inventory.FROM], "it was not kept; ask anew")
+        if found.problem:
+            raise errors.SourceLost(str(found.id), found.problem)
+        return found
+
+    @contextmanager
+    def halted(self, volume_id: str) -> Iterator[None]:
+        """Inside, nothing is copied to the volume: it is being deleted."""
+        self.jobs.call_off(volume_id)
+        try:
+            yield
+        finally:
+            self.jobs.allow(volume_id)
+
+    def clear(self, known: report.Report, volume: Volume) -> None:
+        """Remove the bridge to a volume that is deleted before it was complete."""
+        if volume.copying and (bridge := self._bridge_of(known, volume)) is not None:
+            self._snapshotter.discard(bridge)
+
+    def is_copying(self, volume_id: str) -> bool:
+        """Whether the volume is not complete."""
+        return self.jobs.has(volume_id)
+
+    def counts(self) -> Mapping[str, int]:
+        """How many copies wait for a worker, are under way, and failed and will be tried again."""
+        return self.jobs.counts()
+
+    def resume(self) -> int:
+        """Go on with the copies that an earlier process left; returns how many."""
+        known, _ = self._inventory.recent()
+        left = [one for one in self._inventory.present(known) if one.copying]
+        wanted = {names.logical_volume(inventory.BRIDGE_PREFIX, _name(one)) for one in left}
+        for snapshot in self._inventory.all_snapshots(known):
+            if snapshot.is_bridge and snapshot.name not in wanted:
+                self._snapshotter.discard(snapshot)
+        for volume in left:
+            self._begin(known, volume)
+        return len(left)
+
+    def stop(self) -> None:
+        """End at the next chunk; the tags tell the next start what is left."""
+        self.jobs.stop()
+
+    def _begin(self, known: report.Report, volume: Volume) -> None:
+        try:
+            source = self.source_of(known, volume)
+        except errors.AgentError as error:
+            # The caller, who has no volume yet, calls again and hears of it.
+            _log.error("volume %s cannot be completed: %s", volume.id, error)
+            return
+        self.jobs.start(_Copy(key=str(volume.id), volume=volume, source=source))
+
+    def _bridge_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
+        name = names.logical_volume(inventory.BRIDGE_PREFIX, _name(volume))
+        every = self._inventory.all_snapshots(known)
+        return next((one for one in every if one.name == name), None)
+
+    def _work(self, job: _Copy) -> None:
+        try:
+            self._copy(job)
+        except Stopping:
+            raise
+        except Exception as error:
+            _log.error("volume %s is not completed: %s", job.key, error)
+            self.jobs.try_again(job.key)
+            raise
+
+    def _look_again(self, volume_id: str) -> None:
+        """By a fresh look: the disk may answer again, or the volume be gone."""
+        try:
+            known = self._inventory.read()
+            volume = self._inventory.get(known, volume_id)
+        except errors.NoSuchVolume:
+            self.jobs.forget(volume_id)
+            return
+        except Exception as error:
+            _log.error("volume %s is not completed: %s", volume_id, error)
+            return
+        self._begin(known, volume)
+
+    def _copy(self, job: _Copy) -> None:
+        volume, source = job.volume, job.source
+        with self._groups.hold(volume.group.name, source.group.name):
+            reading = self._inventory.activate_snapshot(source).path
+            writing = self._inventory.activate(volume).path
+        formatted = volume.facts.get(inventory.FORMATTED, "")
+        # A thin volume has no blocks before they are written, and those read as zeroes.
+        blank = volume.layout.kind == "thin"
+        for offset in range(0, source.size_bytes, _CHUNK_BYTES):
+            self.jobs.check(job)
+            length = min(_CHUNK_BYTES, source.size_bytes - offset)
+            self._kernel.copy(reading, writing, offset, length, blank=blank)
+            job.copied_bytes = offset + length
+        if self._inventory.has_overflowed(source):
+            # What was read just before that may have been overwritten already.
+            raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
+        if formatted == "btrfs":
+            btrfs.renew(self._kernel, writing)
+        self.jobs.check(job)
+        with self._groups.hold(volume.group.name):
+            old, new = ({inventory.STATE: one} for one in (inventory.COPYING, inventory.READY))
+            volumes.mark(self._lvm, volume.group.name, volume.name, old=old, new=new)
+        self._drop(source)
+
+    def _drop(self, source: Snapshot) -> None:
+        """The volume is complete: its bridge goes. What fails here is done at the next start."""
+        if not source.is_bridge:
+            return
+        try:
+            self._snapshotter.discard(source)
+        except Exception as error:
+            _log.error("snapshot %s, of no use any more, stays for now: %s", source.id, error)
+
+
+def _name(volume: Volume) -> str:
+    return volume.facts[inventory.NAME]

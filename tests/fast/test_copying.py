@@ -1,0 +1,294 @@
+"""Copies that take longer than the caller waits, fail, are called off, or outlive their process."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+from fakes.host import FakeHost
+
+from agent.client import Client, block, of_snapshot, of_volume
+from agent.config import Config
+from agent.errors import OperationPending
+from agent.jobs import Job, Jobs
+from agent.server import Host, Service
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+SIZE = 200 * MIB
+DATA = b"contents" * 512
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("data", [300])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return configured.carver(tmp_path, kubelet_dir=("/",))
+
+
+def start(config: Config, fake: FakeHost, socket: str = "") -> Service:
+    if socket:
+        config = replace(config, endpoint=config.endpoint.with_name(socket))
+    running = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
+    running.wiper.grace_seconds = 20
+    running.copier.grace_seconds = 0.05
+    running.wiper.resume()
+    running.copier.resume()
+    running.start(config.endpoint)
+    return running
+
+
+@pytest.fixture
+def service(config: Config, fake: FakeHost) -> Iterator[Service]:
+    running = start(config, fake)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def client(config: Config, service: Service) -> Iterator[Client]:
+    with Client(config.endpoint) as caller:
+        yield caller
+
+
+class Disk:
+    """A disk that copies as many chunks as the test lets it."""
+
+    def __init__(self, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.allowed = threading.Semaphore(0)
+        self.reached = threading.Semaphore(0)
+        self.error: OSError | None = None
+        self._real = fake.kernel.copy
+        monkeypatch.setattr(fake.kernel, "copy", self._copy)
+
+    def _copy(
+        self, source: str, target: str, offset_bytes: int, length_bytes: int, *, blank: bool
+    ) -> None:
+        self.reached.release()
+        assert self.allowed.acquire(timeout=20)
+        if self.error is not None:
+            raise self.error
+        self._real(source, target, offset_bytes, length_bytes, blank=blank)
+
+    def let(self, chunks: int = 100) -> None:
+        self.allowed.release(chunks)
+
+    def wait(self, chunks: int) -> None:
+        """Until the copy has come to so many chunks, of which the last waits."""
+        for _ in range(chunks):
+            assert self.reached.acquire(timeout=20)
+
+
+@pytest.fixture
+def disk(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    return Disk(fake, monkeypatch)
+
+
+@pytest.fixture
+def snapshot(client: Client, fake: FakeHost) -> csi.Snapshot:
+    volume = client.create("pvc-1", SIZE, block())
+    fake.write_bytes("/dev/mapper/data-vol--pvc--1", 64 * MIB, DATA)
+    return client.snapshot("1", volume.volume_id)
+
+
+def names(fake: FakeHost) -> set[str]:
+    return set(fake.lvm2.groups["data"].volumes)
+
+
+def copied(fake: FakeHost) -> bytes:
+    return fake.read_bytes("/dev/mapper/data-vol--pvc--2", 64 * MIB, len(DATA))
+
+
+def settle(service: Service) -> None:
+    service.copier.jobs._workers.shutdown(wait=True)
+    service.wiper.jobs._workers.shutdown(wait=True)
+
+
+def test_a_long_copy_is_put_off_with_its_progress_until_it_is_ready(
+    client: Client, fake: FakeHost, disk: Disk, snapshot: csi.Snapshot, service: Service
+) -> None:
+    source = of_snapshot(snapshot.snapshot_id)
+    with expect.code("ABORTED", "copied", "0 %"):
+        client.create("pvc-2", 0, block(), source=source)
+    disk.let(1)
+    disk.wait(2)
+    with expect.code("ABORTED", "32 %", str(SIZE)):
+        client.create("pvc-2", 0, block(), source=source)
+    assert service.copier.counts() == {"queued": 0, "running": 1, "failed": 0}
+    disk.let()
+    service.copier.grace_seconds = 20
+    assert client.create("pvc-2", 0, block(), source=source).capacity_bytes == SIZE
+    assert copied(fake) == DATA
+    assert service.copier.counts() == {"queued": 0, "running": 0, "failed": 0}
+
+
+def test_a_volume_that_is_not_complete_is_none_yet(
+    client: Client, disk: Disk, snapshot: csi.Snapshot, tmp_path: Path
+) -> None:
+    with expect.code("ABORTED"):
+        client.create("pvc-2", 0, block(), source=of_snapshot(snapshot.snapshot_id))
+    volume_id = snapshot.source_volume_id.replace("pvc-1", "pvc-2")
+    assert [one.volume_id for one in client.volumes()] == [snapshot.source_volume_id]
+    with expect.code("ABORTED", "not complete"):
+        client.stage(csi.Volume(volume_id=volume_id), tmp_path / "staging", block())
+    with expect.code("ABORTED", "not complete"):
+        client.expand(volume_id, 2 * SIZE)
+    with expect.code("ABORTED", "not complete"):
+        client.snapshot("2", volume_id)
+    with expect.code("ABORTED", "not complete"):
+        client.create("pvc-3", 0, block(), source=of_volume(volume_id))
+    disk.let()
+
+
+def test_a_source_is_kept_while_it_is_copied(
+    client: Client, disk: Disk, snapshot: csi.Snapshot, service: Service
+) -> None:
+    with expect.code("ABORTED"):
+        client.create("pvc-2", 0, block(), source=of_snapshot(snapshot.snapshot_id))
+    with expect.code("ABORTED"):
+        client.create("pvc-3", 0, block(), source=of_volume(snapshot.source_volume_id))
+    with expect.code("FAILED_PRECONDITION", "pvc-2", "copied"):
+        client.delete_snapshot(snapshot.snapshot_id)
+    with expect.code("FAILED_PRECONDITION", "pvc-3", "copied"):
+        client.delete(snapshot.source_volume_id)
+    disk.let()
+    settle(service)
+    assert not service.copier.counts()["failed"]
+
+
+def test_deleting_what_is_not_complete_ends_the_copy_and_leaves_nothing(
+    client: Client, fake: FakeHost, disk: Disk, snapshot: csi.Snapshot, service: Service
+) -> None:
+    for source in (of_snapshot(snapshot.snapshot_id), of_volume(snapshot.source_volume_id)):
+        with expect.code("ABORTED"):
+            client.create("pvc-2", 0, block(), source=source)
+        disk.wait(1)
+        volume_id = snapshot.source_volume_id.replace("pvc-1", "pvc-2")
+        job = service.copier.jobs._jobs[volume_id]
+        with ThreadPoolExecutor(1) as caller:
+            deleted = caller.submit(client.delete, volume_id)
+            assert job.called_off.wait(20)
+            disk.let(1)
+            deleted.result(20)
+        assert names(fake) == {"vol-pvc-1", "snap-1"}
+
+
+def test_a_copy_that_a_restart_interrupts_is_made_anew(
+    client: Client, fake: FakeHost, disk: Disk, snapshot: csi.Snapshot, config: Config
+) -> None:
+    first = start(config, fake, "2.sock")
+    with Client(config.endpoint.with_name("2.sock")) as caller:
+        for name, source in (
+            ("pvc-2", of_snapshot(snapshot.snapshot_id)),
+            ("pvc-3", of_volume(snapshot.source_volume_id)),
+        ):
+            with expect.code("ABORTED"):
+                caller.create(name, 0, block(), source=source)
+    disk.wait(2)
+    disk.let(2)
+    first.copier.jobs._stopping.set()
+    first.stop()
+    assert "copy-pvc-3" in names(fake)
+    assert not copied(fake).strip(b"\0")
+    disk.let()
+    second = start(
+        Config(**{**vars(config), "endpoint": config.endpoint.with_name("3.sock")}), fake
+    )
+    settle(second)
+    assert copied(fake) == DATA
+    assert names(fake) == {"vol-pvc-1", "vol-pvc-2", "vol-pvc-3", "snap-1"}
+    second.stop()
+
+
+def test_a_copy_that_fails_is_tried_again(
+    client: Client, fake: FakeHost, disk: Disk, snapshot: csi.Snapshot, service: Service
+) -> None:
+    service.copier.grace_seconds = 20
+    disk.error = OSError(5, "Input/output error")
+    disk.let(1)
+    source = of_snapshot(snapshot.snapshot_id)
+    with expect.code("INTERNAL", "Input/output error"):
+        client.create("pvc-2", 0, block(), source=source)
+    assert service.copier.counts()["failed"] == 1
+    disk.error = None
+    disk.let()
+    service.copier._look_again(snapshot.source_volume_id.replace("pvc-1", "pvc-2"))
+    client.create("pvc-2", 0, block(), source=source)
+    assert copied(fake) == DATA
+
+
+def test_a_snapshot_that_overflows_while_it_is_copied_gives_no_volume_and_leaves_none(
+    client: Client, fake: FakeHost, disk: Disk, snapshot: csi.Snapshot, service: Service
+) -> None:
+    service.copier.grace_seconds = 20
+    for number, source in enumerate(
+        (of_snapshot(snapshot.snapshot_id), of_volume(snapshot.source_volume_id))
+    ):
+        with ThreadPoolExecutor(1) as caller, expect.code("FAILED_PRECONDITION", "lost"):
+            made = caller.submit(client.create, f"pvc-2-{number}", 0, block(), source=source)
+            disk.wait(1)
+            fake.write_bytes("/dev/mapper/data-vol--pvc--1", 0, bytes(range(256)) * 16 * 11000)
+            # All was read before, so that only the last look tells.
+            for one in fake.lvm2.groups["data"].volumes.values():
+                one.media.unreadable = False
+            disk.let(4)
+            made.result(20)
+        assert names(fake) == {"vol-pvc-1", "snap-1"}
+        while disk.reached.acquire(blocking=False):
+            pass
+
+
+def test_what_can_never_be_completed_goes_when_the_caller_hears_of_it(
+    client: Client, fake: FakeHost, disk: Disk, snapshot: csi.Snapshot, service: Service
+) -> None:
+    source = of_snapshot(snapshot.snapshot_id)
+    service.copier.grace_seconds = 20
+    disk.error = OSError(5, "Input/output error")
+    disk.let()
+    with expect.code("INTERNAL"):
+        client.create("pvc-2", 0, block(), source=source)
+    fake.lvm("lvremove", "--yes", "--", "data/snap-1")
+    service.copier._look_again(snapshot.source_volume_id.replace("pvc-1", "pvc-2"))
+    assert names(fake) == {"vol-pvc-1", "vol-pvc-2"}
+    with expect.code("NOT_FOUND", "snap-1"):
+        client.create("pvc-2", 0, block(), source=source)
+    assert names(fake) == {"vol-pvc-1"}
+
+
+def test_a_bridge_without_a_copy_goes_at_the_next_start(
+    client: Client, fake: FakeHost, snapshot: csi.Snapshot, service: Service
+) -> None:
+    bridge = fake.lvm2.groups["data"].volumes["snap-1"]
+    fake.lvm2.groups["data"].volumes = {
+        name.replace("snap-1", "copy-pvc-9"): one
+        for name, one in fake.lvm2.groups["data"].volumes.items()
+    }
+    fake.lvm2.deactivate("data", "vol-pvc-1")
+    bridge.name = "copy-pvc-9"
+    assert client.snapshots() == []
+    service.inventory.read()
+    service.copier.resume()
+    assert names(fake) == {"vol-pvc-1"}
+
+
+def test_a_job_that_was_called_off_does_not_begin_before_it_is_allowed() -> None:
+    done: list[str] = []
+    jobs = Jobs[Job](
+        "test", lambda job: done.append(job.key), done.append, workers=1, retry_seconds=60
+    )
+    jobs.call_off("one")
+    with pytest.raises(OperationPending):
+        jobs.start(Job("one"))
+    jobs.allow("one")
+    jobs.start(Job("one")).ended.result(20)
+    assert done == ["one"]
+    jobs.stop()
