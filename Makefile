@@ -72,6 +72,10 @@ demo: ## the main job on real volumes, in the lab VM
 bench: ## what each call costs, beside the bare commands, in the lab VM
 	vagrant/lab.py bench
 
+.PHONY: pictures
+pictures: ## docs/images, from what the commands show in the lab VM
+	vagrant/lab.py pictures
+
 .PHONY: conformance
 conformance: venv image ## the manifests are what the chart renders; csi-sanity and the image, in the lab VM
 	$(BIN)/python deploy/render.py --check

@@ -129,7 +129,7 @@ def _volumes(seen: Overview) -> Table:
 
 
 def _snapshots(seen: Overview) -> Table:
-    made = table("SNAPSHOT", "OF", "GROUP", "TAKEN", "SIZE", "ITS AREA", right=("SIZE",))
+    made = table("SNAPSHOT", "VOLUME", "GROUP", "TAKEN", "SIZE", "ITS AREA", right=("SIZE",))
     for one in seen.snapshots:
         taken = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one.taken_seconds))
         area: Text | str = "shares the pool"

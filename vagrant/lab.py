@@ -25,6 +25,8 @@ from vagrant.progress import Step, StepError, step
 __all__ = ["down", "is_up", "provision", "reboot", "reset", "run", "sync", "up"]
 
 _MACHINE = host.LAB / "machine.json"
+# The service's own environment in the guest.
+_PYTHON = "/opt/carver/venv/bin/python"
 _LIBVIRT_BOOT = Path("/var/lib/libvirt/boot")
 # Beside root and console: the processor may be emulated and shares its host. Side-channel
 # mitigations and five-level page tables cost time there, a watchdog mistakes slowness for a hang,
@@ -218,9 +220,21 @@ def _during(work: Callable[[], int]) -> int:
             down()
 
 
+def _take_pictures() -> int:
+    """Make docs/images anew from what the guest shows."""
+    words = [_PYTHON, f"{guest.TREE}/vagrant/pictures.py"]
+    taken = guest.run(words, check=False)
+    if taken.returncode != 0:
+        print(taken.stderr, file=sys.stderr)
+        return 1
+    for name, picture in json.loads(taken.stdout).items():
+        (host.PROJECT / "docs" / "images" / f"{name}.svg").write_text(picture)
+    return 0
+
+
 def _present(program: str) -> int:
     """Run a program of this folder in the guest, with the service's own environment."""
-    words = ["/opt/carver/venv/bin/python", f"{guest.TREE}/vagrant/{program}"]
+    words = [_PYTHON, f"{guest.TREE}/vagrant/{program}"]
     return _during(lambda: _session(words))
 
 
@@ -245,6 +259,7 @@ def _parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=text).add_argument("words", nargs=argparse.REMAINDER)
     for name, (_, text) in _PROGRAMS.items():
         commands.add_parser(name, help=text)
+    commands.add_parser("pictures", help=_take_pictures.__doc__)
     commands.add_parser("status", help=is_up.__doc__)
     return parser
 
@@ -276,6 +291,8 @@ def main() -> int:
         if arguments.command == "status":
             print("up" if (answer := is_up()) else "down")
             return 0 if answer else 1
+        if arguments.command == "pictures":
+            return _during(_take_pictures)
         words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
         if arguments.command == "during":
             return _during(lambda: subprocess.run(words, check=False).returncode)

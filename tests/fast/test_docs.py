@@ -1,12 +1,16 @@
 """What users read is true of the code: names, codes, links."""
 
+import argparse
+import io
 import re
 import tomllib
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from agent import calls, config, status
+from agent import calls, cli, config, screen, status
+from agent.overview import Class, Group, Overview, Pool, Snapshot, Volume
 from mount import filesystem, options
 
 ROOT = Path(__file__).parents[2]
@@ -108,6 +112,54 @@ def test_every_code_is_explained() -> None:
     rows = section(text_of("docs/errors.md"), "The codes").splitlines()
     explained = {line.split("|")[1].strip() for line in rows if line.startswith("|")}
     assert {code.name for _, code in status.TABLE} <= explained
+
+
+# The command
+
+
+def commands() -> set[str]:
+    """Every `carver` line that a document tells people to type."""
+    lines = {line.strip() for one in DOCUMENTS for line in one.read_text().splitlines()}
+    return {line.split(" > ")[0] for line in lines if re.match(r"carver [a-z]+( |$)", line)}
+
+
+@pytest.mark.parametrize("line", sorted(commands()))
+def test_a_command_that_is_documented_is_understood(line: str) -> None:
+    # argparse ends the process where it does not understand.
+    assert cli.parser().parse_args(line.split()[1:]).run
+
+
+def test_every_command_is_documented() -> None:
+    typed = [line.split()[1:] for line in commands()]
+    for noun, parser in offered(cli.parser()).items():
+        assert noun in {words[0] for words in typed} | {"serve"}
+        assert set(offered(parser)) <= {
+            words[1] for words in typed if words[0] == noun and words[1:]
+        }
+
+
+def offered(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """A parser's own commands."""
+    found = [one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    return dict(found[0]) if found else {}
+
+
+def test_the_pictures_show_what_the_commands_show_today() -> None:
+    seen = Overview(
+        *("node", "driver", "1", "/socket", True),
+        (Class("fast", "nvme", "linear", "ext4", True, 0),),
+        (Group("nvme", True),),
+        (Pool("pool", "nvme", 0, 0.0, 0.0),),
+        (Volume("id", "db", "nvme", 0, "linear", "", "ready", "", (), None, None, ()),),
+        (Snapshot("id", "monday", "db", "nvme", 0, 0, 0, 0.0, ()),),
+    )
+    for picture, shown in (("status", screen.status(seen)), ("doctor", screen.doctor(()))):
+        out = io.StringIO()
+        Console(file=out, width=200).print(shown)
+        titles = re.findall(r"[A-Z]{4,}", out.getvalue())
+        drawn = re.sub(r"<[^>]*>|&#160;", " ", text_of(f"docs/images/{picture}.svg"))
+        assert titles
+        assert [one for one in titles if one not in drawn.split()] == []
 
 
 # The rest

@@ -4,6 +4,7 @@ tests/container types them on real volumes.
 """
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -212,6 +213,21 @@ def test_a_snapshot_is_taken_listed_and_deleted(shell: Shell, client: Client) ->
     assert "there is no snapshot 'tuesday'" in shell.complaint
     assert shell("delete monday --yes", noun="snapshot") == "monday is deleted\n"
     assert client.snapshots() == []
+
+
+def test_the_document_s_example_works_as_it_stands(
+    shell: Shell, host: FakeHost, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.lvm2.add_group("data", [8000])
+    monkeypatch.setattr(screen, "confirmed", lambda _question: True)
+    document = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
+    [example] = re.findall(r"<!-- by hand: begin -->\n(.*?)<!-- by hand: end -->", document, re.S)
+    for line in example.replace("/mnt", str(host.directory)).splitlines():
+        carver, noun, words = line.strip().split(" ", 2)
+        assert carver == "carver"
+        shell(words, noun=noun)
+    assert client.volumes() == []
+    assert mounted(host) == []
 
 
 class TestInACluster:
