@@ -24,6 +24,8 @@ if ! cmp --quiet "$tree/systemd/carver.service" "$unit"; then
     install -m 644 "$tree/systemd/carver.service" "$unit"
     systemctl daemon-reload
 fi
+# So that the hardened unit is tested with all that the service can do.
+echo CARVER_METRICS_ADDRESS=127.0.0.1:9898 > /etc/default/carver
 systemctl enable --quiet carver.service
 # With Type=notify this returns once the socket is served.
 systemctl reset-failed carver.service 2>/dev/null || true

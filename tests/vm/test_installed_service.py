@@ -7,6 +7,7 @@ import signal
 import stat
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -202,3 +203,24 @@ def test_a_file_system_grows_under_a_writer(client: Client, directory: Path, fs_
     assert client.stats(volume.volume_id, staging).usage[0].total > total + 64 * MIB
     assert subprocess.run(words, check=True, capture_output=True).stdout == before
     client.unstage(volume.volume_id, staging)
+
+
+def test_the_unit_is_hardened_and_metrics_are_served_under_it(
+    client: Client, main_pid: Callable[[], int]
+) -> None:
+    # docs/security.md tells the figure; tenths, as systemd-analyze counts them for a threshold.
+    words = ["systemd-analyze", "security", "--no-pager", "--threshold=65", "carver.service"]
+    rated = subprocess.run(words, capture_output=True, text=True)
+    assert rated.returncode == 0, rated.stdout.splitlines()[-1:]
+    status = Path(f"/proc/{main_pid()}/status").read_text()
+    assert re.search(r"^NoNewPrivs:\t1$", status, re.M)
+    assert re.search(r"^Seccomp:\t2$", status, re.M)
+
+    client.probe()
+    pages = {
+        page: urllib.request.urlopen(f"http://127.0.0.1:9898/{page}", timeout=30).read().decode()
+        for page in ("metrics", "healthz", "readyz")
+    }
+    assert 'method="Probe"' in pages["metrics"]
+    assert 'carver_group_free_bytes{group="carver"}' in pages["metrics"]
+    assert pages["healthz"] == pages["readyz"] == "ok\n"
