@@ -24,9 +24,13 @@ from hypothesis.stateful import (
 )
 from model import operations as do
 from model.expected import EXTENT_BYTES, Model
-from model.machine import Machine
+from model.machine import METADATA_EXTENTS, Machine
 from model.operations import MIB, Outcome, Use
 from real.host import Lab, real_host
+
+from agent.config import DeviceClass
+from lvm.layout import Layout
+from lvm.pools import Policy
 
 _DISKS = (150, 100)
 _NAMES = ("a", "b", "c")
@@ -311,9 +315,15 @@ def _held(call: do.Call) -> set[str]:
     return held - {""}
 
 
+def _thin(group: str) -> DeviceClass:
+    """A class that promises what its pool can grow to, and no more."""
+    return DeviceClass("plain", group, default=True, layout=Layout("thin"), pool=Policy())
+
+
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("layout", ["linear", "thin"])
 def test_the_node_does_what_the_model_does(
-    request: pytest.FixtureRequest, real: bool, tmp_path: Path
+    request: pytest.FixtureRequest, real: bool, layout: str, tmp_path: Path
 ) -> None:
     # A shorter sequence is not worth hours on a real machine.
     examples, steps = (3, 30) if real else (80, 50)
@@ -331,7 +341,11 @@ def test_the_node_does_what_the_model_does(
             host = own.enter_context(real_host(shared, directory)) if shared else None
             any_host = host or FakeHost(directory)
             group = any_host.new_group(*_DISKS)
-            super().__init__(Machine(any_host, group, directory.parent), own.close)
+            changes = {"classes": (_thin(group),)} if layout == "thin" else {}
+            machine = Machine(any_host, group, directory.parent, settings=changes)
+            super().__init__(machine, own.close)
+            if layout == "thin":
+                self.model.total_bytes -= METADATA_EXTENTS * EXTENT_BYTES
 
     run_state_machine_as_test(
         seed(numbers["seed"])(Here),

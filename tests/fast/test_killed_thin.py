@@ -61,7 +61,7 @@ class Trial:
         for volume in ("a", "b"):
             assert self.machine.call(do.Delete(volume)) == Outcome("OK")
         self.machine.service.reclaimer._worker.shutdown(wait=True)
-        assert self.machine.state().free_bytes == EXTENTS * 4 * MIB
+        assert self.machine._report().free_extents == EXTENTS
         assert self.names() == set()
         self.machine.stop()
 

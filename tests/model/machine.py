@@ -26,6 +26,8 @@ from proto import csi_pb2 as csi
 AnyHost = FakeHost | RealHost
 # The fs_bytes that a file system tells lacks its own metadata: on a real one, that much at most.
 _OVERHEAD = 0.5
+# Of a pool on a group of some hundred extents, with their spare.
+METADATA_EXTENTS = 2
 
 
 def config(group: str, endpoint: Path, **settings: Any) -> Config:
@@ -236,7 +238,9 @@ class Machine:
         """What is seen of Carver on the machine, by its own means and not by asking Carver."""
         kernel, group = self.host.kernel, self._report()
         names, places, loops = {}, [], []
-        for logical in group.volumes.values():
+        # A pool is nobody's volume; what is free in it is what it has not promised.
+        volumes = [one for one in group.volumes.values() if "pool" not in one.layout]
+        for logical in volumes:
             name = tags.decode(logical.tags).get("name", f"?{logical.name}")
             device = self.host.devices.find(self.group, logical.name)
             assert (device is not None) == logical.active
@@ -251,12 +255,22 @@ class Machine:
             volume = names.get(number, "?") if number is not None else "?"
             places.append((Path(mount.path).name, volume, kind, mount.read_only))
         return State(
-            volumes=tuple(sorted(_described(group.volumes.values()))),
+            volumes=tuple(sorted(_described(volumes))),
             places=tuple(sorted(places)),
             loops=tuple(sorted(loops)),
             entries=tuple(sorted((one.name, _kind(one)) for one in self.host.directory.iterdir())),
-            free_bytes=group.free_extents * group.extent_size_bytes,
+            free_bytes=self._free_extents(group) * group.extent_size_bytes,
         )
+
+    def _free_extents(self, group: report.Group) -> int:
+        """What new volumes can have: by what a group has, or by what its pool may promise."""
+        if not self.settings.get("classes"):
+            return group.free_extents
+        pool = group.volumes.get("pool-plain")
+        if pool is None:
+            return group.free_extents - METADATA_EXTENTS
+        promised = sum(one.size_bytes for one in group.volumes.values() if one.pool)
+        return group.free_extents + (pool.size_bytes - promised) // group.extent_size_bytes
 
     def _report(self) -> report.Group:
         return report.read(self.host.lvm).group(self.group)
