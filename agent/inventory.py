@@ -48,8 +48,6 @@ _RECENT_SECONDS = 60.0
 _WATCHING_SECONDS = 5.0
 # What is read behind everyone's back keeps nobody waiting.
 _BEHIND_SECONDS = 60.0
-# Changes come in bursts: a command of lvm2's is several.
-_SETTLED_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -207,9 +205,12 @@ class Inventory:
         self._outdated = True
 
     def renew(self, slow_seconds: float) -> None:
-        """Read a report for those who glimpse, if the last one is old, or outdated for a moment."""
+        """Read a report for those who glimpse, if the last one is old; an outdated one is sooner.
+
+        Carver's own changes outdate it too, so it is not read anew each time.
+        """
         age_seconds = abs(time.time() - self._seen.time_seconds)
-        due_seconds = _SETTLED_SECONDS if self._outdated else slow_seconds
+        due_seconds = _RECENT_SECONDS if self._outdated else slow_seconds
         if self._glimpsed and age_seconds >= due_seconds:
             self._glimpsed = False
             with self._watching:

@@ -273,6 +273,8 @@ def _modules(node: Node) -> Iterator[Seen]:
         there = _module_is_there(node, module)
         if there:
             yield PASS, f"the kernel has {module}, for {purpose}", ""
+        elif there is None and module not in needed:
+            yield PASS, f"{module}, for {purpose}, is loaded when it is wanted, if it is there", ""
         elif there is None:
             yield (
                 WARN,

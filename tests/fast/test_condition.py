@@ -236,7 +236,10 @@ def test_nothing_is_read_behind_anyone_s_back_while_nobody_asks(
     assert len(fake.commands) == before + 1, "the report is new"
 
     service.inventory.outdate()
-    service.inventory._seen = replace(service.inventory._seen, time_seconds=time.time() - 10)
+    service.inventory.renew(300.0)
+    assert len(fake.commands) == before + 1, "but not as new as that"
+
+    service.inventory._seen = replace(service.inventory._seen, time_seconds=time.time() - 70)
     service.inventory.renew(300.0)
     assert len(fake.commands) == before + 2, "a disk changed since"
 

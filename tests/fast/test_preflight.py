@@ -225,7 +225,6 @@ def no_snapshots(place: Place) -> None:
 def no_list_of_modules(place: Place) -> None:
     with_class(place, "raid1")
     without(f"/lib/modules/{RELEASE}/modules.dep")(place)
-    place.file("/sys/module/dm_snapshot/refcnt")
 
 
 def thin_without_its_tools(place: Place) -> None:

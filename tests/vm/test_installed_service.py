@@ -1,6 +1,7 @@
 """What only the real thing can show: no processes, no old data, an orderly end, a sudden one."""
 
 import hashlib
+import json
 import os
 import re
 import signal
@@ -224,3 +225,12 @@ def test_the_unit_is_hardened_and_metrics_are_served_under_it(
     assert 'method="Probe"' in pages["metrics"]
     assert 'carver_group_free_bytes{group="carver"}' in pages["metrics"]
     assert pages["healthz"] == pages["readyz"] == "ok\n"
+
+
+def test_the_doctor_finds_nothing_amiss_where_the_service_runs() -> None:
+    ended = subprocess.run(
+        ["/opt/carver/venv/bin/carver", "doctor", "--json"], capture_output=True, text=True
+    )
+    told = json.loads(ended.stdout)
+    assert [one for one in told["checks"] if one["verdict"] != "pass"] == []
+    assert ended.returncode == 0
