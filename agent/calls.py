@@ -6,7 +6,7 @@ Policy takes these records and never sees a protobuf message.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Self, TypeVar
 
 from agent import config, errors
 from agent.ids import VolumeId
@@ -16,6 +16,8 @@ from mount import errors as mount_errors
 from mount import filesystem, options, target
 from proto import csi_pb2 as csi
 
+Number = TypeVar("Number", int, Reserve)
+
 PARAMETER_PREFIX = "carver/"
 PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions")
 # What they may override of their class's layout: the field, and how it is read.
@@ -24,7 +26,8 @@ LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
     "stripeSize": ("stripe_size_bytes", config.parse_size),
     "mirrors": ("mirrors", config.parse_count),
 }
-STORAGE_CLASS_PARAMETERS = (*PARAMETERS, *LAYOUT_PARAMETERS)
+CACHE_SIZE = "cacheSize"
+STORAGE_CLASS_PARAMETERS = (*PARAMETERS, *LAYOUT_PARAMETERS, CACHE_SIZE)
 # What a pod may say of an inline volume: as a StorageClass may, and how large it is.
 SIZE = "size"
 INLINE_PARAMETERS = (*STORAGE_CLASS_PARAMETERS, SIZE)
@@ -161,6 +164,7 @@ class Parameters:
     about: Mapping[str, str] | None = None
     # Fields of lvm.layout.Layout that are not to be the class's.
     layout: Mapping[str, int] = field(default_factory=dict)
+    cache_size: Reserve | None = None
 
     @classmethod
     def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
@@ -208,6 +212,7 @@ class Parameters:
             for key, (one, read) in LAYOUT_PARAMETERS.items()
             if key in found
         }
+        cache_size = found.get(CACHE_SIZE)
         return cls(
             device_class=found.get("class", ""),
             fs_type=fs_type,
@@ -215,6 +220,11 @@ class Parameters:
             mount_options=mount_options,
             about=about,
             layout=layout,
+            cache_size=(
+                None
+                if cache_size is None
+                else _number(f"{field}[{CACHE_SIZE}]", cache_size, config.parse_part)
+            ),
         )
 
     def check_for(self, fs_type: str, field: str) -> None:
@@ -624,7 +634,7 @@ def _known(wire: Mapping[str, str], field: str, allowed: Sequence[str]) -> dict[
     return found
 
 
-def _number(field: str, text: str, read: Callable[[str], int]) -> int:
+def _number(field: str, text: str, read: Callable[[str], Number]) -> Number:
     try:
         return read(text)
     except ValueError as error:

@@ -283,7 +283,11 @@ class Provisioner:
 
 
 def _overridden(field: str, one: DeviceClass, parameters: calls.Parameters) -> DeviceClass:
-    """A class with the layout that the parameters make of its own."""
+    """A class with the layout, and the size of its caches, that the parameters make of its own."""
+    if parameters.cache_size is not None:
+        if one.cache is None:
+            raise errors.BadField(f"{field}[{calls.CACHE_SIZE}]", f"class {one.name} has no cache")
+        one = replace(one, cache=replace(one.cache, size=parameters.cache_size))
     chosen: dict[str, Any] = dict(parameters.layout)
     try:
         return replace(one, layout=replace(one.layout, **chosen))

@@ -101,6 +101,33 @@ def test_the_maximum_is_what_both_tiers_have_room_for(
     client.delete(volume.volume_id)
 
 
+def test_a_storage_class_overrides_the_size_of_the_cache(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    larger = {"class": "cache", "carver/cacheSize": "44MiB"}
+    assert client.capacity(larger).maximum_volume_size.value == sum(SLOW) * EXTENT
+    volume = client.create("pvc-1", 40 * MIB, block(), parameters=larger)
+    assert free(host, group)[1] == sum(FAST) - 11
+    with expect.code("ALREADY_EXISTS", "cache"):
+        client.create("pvc-1", 40 * MIB, block(), parameters={"class": "cache"})
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "word"),
+    [
+        ({"class": "plain", "cacheSize": "1GiB"}, "has no cache"),
+        ({"class": "cache", "cacheSize": "0"}, "larger than 0"),
+        ({"class": "cache", "cacheSize": "much"}, "'much'"),
+    ],
+)
+def test_a_cache_size_that_cannot_be_is_refused(
+    client: Client, parameters: dict[str, str], word: str
+) -> None:
+    with expect.code("INVALID_ARGUMENT", "parameters[cacheSize]", word):
+        client.create("pvc-1", 40 * MIB, block(), parameters=parameters)
+
+
 def test_nothing_but_caches_lies_on_fast_disks(client: Client, host: AnyHost, group: str) -> None:
     fast = {disk.uuid for disk in report.read(host.lvm).group(group).disks if disk.fast}
     assert len(fast) == len(FAST)

@@ -89,6 +89,7 @@ KEYS = {
     "carver/stripes": ["1", "2", "-1", "1e9", "9" * 5000],
     "stripeSize": ["64KiB", "0", "x"],
     "mirrors": ["0", "1"],
+    "cacheSize": ["10%", "-1"],
     "carver/mountOptions": ["noatime", "errors=panic", "device=/dev/sda"],
     "csi.storage.k8s.io/pvc/name": ["web"],
     "csi.storage.k8s.io/ephemeral": ["true", "maybe"],
