@@ -90,7 +90,7 @@ def _choice(*allowed: str) -> Callable[[object], str]:
 
 def _absolute_path(value: object) -> Path:
     path = Path(str(value).removeprefix("unix://"))
-    if not path.is_absolute():
+    if not path.is_absolute() or "\0" in str(value):
         raise ValueError("an absolute path")
     return path
 
@@ -99,6 +99,14 @@ def _paths(value: object) -> tuple[str, ...]:
     found = tuple(str(_absolute_path(one)) for one in _words(value))
     if not found:
         raise ValueError("one absolute path or several")
+    return found
+
+
+def _device_names(value: object) -> tuple[str, ...]:
+    found = _paths(value)
+    # lvm2 is given them as one list.
+    if any(re.search(r"[\s,]", one) for one in found):
+        raise ValueError("absolute paths without blanks and commas")
     return found
 
 
@@ -410,8 +418,8 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
 
 GROUP_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "name": _lvm_name,
-    "devices": _paths,
-    "fast": _paths,
+    "devices": _device_names,
+    "fast": _device_names,
     "file": _absolute_path,
     "file_size": _file_size,
 }

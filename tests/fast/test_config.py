@@ -2,8 +2,11 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from agent import config, errors
 from agent.config import Config
@@ -237,6 +240,12 @@ CLASS = "classes = [{name = 'n', group = 'g'}]\n"
         ),
         (CLASS + "groups = [{name = 'g', devices = []}]", "groups[0].devices", ["one absolute"]),
         (CLASS + "groups = [{name = 'g', devices = ['sdb']}]", "groups[0].devices", ["absolute"]),
+        (
+            CLASS + "groups = [{name = 'g', devices = ['/dev/a,b']}]",
+            "groups[0].devices",
+            ["without blanks and commas"],
+        ),
+        (CLASS + 'groups = [{name = "g", file = "/a\\u0000"}]', "groups[0].file", ["absolute"]),
         (CLASS + "groups = [{name = 'g', file = 'x'}]", "groups[0].file", ["absolute"]),
         (
             CLASS + "groups = [{name = 'g', devices = ['/dev/sdb'], fast = ['/dev/sdc']}]",
@@ -331,3 +340,39 @@ def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:
     arguments = argparse.Namespace(config=tmp_path / "none.toml")
     with pytest.raises(errors.BadConfig, match="does not exist"):
         config.load(arguments, {})
+
+
+TEXTS = [
+    "",
+    "g",
+    "/x",
+    "/dev/sdb",
+    "..",
+    "-",
+    "--yes",
+    "a\nb",
+    "/a\0b",
+    "/dev/a b",
+    "1G",
+    "-1",
+    "half",
+]
+VALUES = st.recursive(
+    st.one_of(st.sampled_from(TEXTS), st.integers(-1, 1 << 70), st.booleans(), st.floats()),
+    lambda one: st.one_of(st.lists(one, max_size=3), st.dictionaries(st.sampled_from(TEXTS), one)),
+    max_leaves=4,
+)
+KEYS = [*config.GROUP_KEYS, "disks", ""]
+
+
+@given(st.one_of(VALUES, st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES), max_size=3)))
+def test_whatever_stands_in_the_place_of_groups_is_understood_or_refused(tables: Any) -> None:
+    classes = (config.DeviceClass(name="c", group="g"),)
+    found: tuple[config.Foundation, ...] = ()
+    where = "groups"
+    try:
+        found = config._foundations("file", tables, classes)
+    except errors.BadConfig as refused:
+        where = refused.key
+    assert where.startswith("groups")
+    assert all(bool(one.devices) != bool(one.file) for one in found)
