@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from agent import inventory
 from agent.inventory import Inventory, Volume
-from lvm import pools
+from lvm import caches, pools
 from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 from mount import health, table
 from mount.syscalls import Kernel
@@ -81,11 +81,14 @@ def by_report(volume: Volume) -> Iterator[str]:
 
 def _missing(volume: Volume) -> str:
     lies_on = volume.group.volume(volume.name).disks
-    missing = [one.uuid for one in volume.group.disks if one.missing and one.uuid in lies_on]
-    disks = f"the disk {', '.join(missing)}" if missing else "a disk of it"
+    gone = [one for one in volume.group.disks if one.missing and one.uuid in lies_on]
+    disks = f"the disk {', '.join(one.uuid for one in gone)}" if gone else "a disk of it"
     again = f"{disks} is missing; attach it again (`pvs`)"
     if volume.layout.kind.startswith("raid"):
         return f"{again}, or replace it: `vgextend`, then `lvconvert --repair`"
+    cache = volume.facts.get(inventory.CACHE, "")
+    if caches.is_copy(cache) and gone and all(one.fast for one in gone):
+        return f"{again}, or see `A fast disk is lost` in docs/operations.md: no data are lost"
     return f"{again}, or restore the volume from a backup"
 
 

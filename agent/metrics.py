@@ -230,8 +230,7 @@ class _Gauges(Collector):
             present.add_metric([name], group is not None)
             if group is None:
                 continue
-            extents = sum(disk.extents for disk in group.disks if not disk.missing)
-            size.add_metric([name], extents * group.extent_size_bytes)
+            size.add_metric([name], group.extents * group.extent_size_bytes)
             free.add_metric([name], group.free_extents * group.extent_size_bytes)
             missing.add_metric([name], group.missing_disks)
             volumes.add_metric([name], held[name])

@@ -172,11 +172,10 @@ def _group(name: str, now: report.Report) -> Group:
     group = now.groups.get(name)
     if group is None:
         return Group(name, present=False)
-    extents = sum(disk.extents for disk in group.disks if not disk.missing)
     return Group(
         name,
         present=True,
-        size_bytes=extents * group.extent_size_bytes,
+        size_bytes=group.extents * group.extent_size_bytes,
         free_bytes=group.free_extents * group.extent_size_bytes,
         disks=len(group.disks),
         missing_disks=group.missing_disks,

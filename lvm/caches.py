@@ -102,6 +102,11 @@ def split(lvm: Lvm, group: str, name: str) -> None:
     lvm("lvconvert", "--yes", "--splitcache", "--", f"{group}/{name}")
 
 
+def is_copy(fact: str) -> bool:
+    """Whether a cache, by its fact, holds nothing that is not on the slow disks as well."""
+    return fact.startswith(f"{CACHE}:{WRITETHROUGH}:")
+
+
 def is_cached(volume: LogicalVolume) -> bool:
     """Whether the volume has a cache now."""
     return not volume.layout.isdisjoint(KINDS)

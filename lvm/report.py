@@ -18,8 +18,8 @@ from lvm.lvm2 import Lvm
 Row = Mapping[str, str]
 
 # lvm(8): what lvm2 appends to a volume's name for the images of a RAID volume, and their metadata,
-# and for what a cached one holds its data in.
-_PART = re.compile(r"(_r(image|meta)_\d+|_w?corig)$")
+# and for what a cached one holds its data in; lvmcache(7) for its cache.
+_PART = re.compile(r"(_r(image|meta)_\d+|_w?corig|_cache_cvol)$")
 # The tag of a disk on which nothing but caches is made (pvchange(8)).
 FAST = "carver.fast"
 # lib/metadata/pool_manip.c of lvm2: the one spare of a group.
@@ -94,6 +94,11 @@ class Group:
     volumes: Mapping[str, LogicalVolume] = field(default_factory=dict)
     # What lvm2 keeps for the repair of pools' metadata.
     spare_extents: int = 0
+
+    @property
+    def extents(self) -> int:
+        """Extents of the disks that are there, but for those of caches."""
+        return sum(disk.extents for disk in self.disks if not (disk.missing or disk.fast))
 
     @property
     def free_extents(self) -> int:

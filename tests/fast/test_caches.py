@@ -6,6 +6,8 @@ import pytest
 from fakes.devices import FakeDevices
 from fakes.lvm import FakeLvm
 
+from agent import diagnosis
+from agent.inventory import Inventory
 from lvm import caches, errors, report
 from lvm.caches import Cache
 from lvm.layout import Reserve
@@ -36,6 +38,33 @@ def test_the_maximum_can_be_made_and_one_extent_more_cannot_for_a_thousand_state
             caches.create(lvm, group, "v", cache, size_bytes=maximum, facts={})
             assert report.read(lvm).group("data").volume("v").size_bytes == maximum
     assert room > 300
+
+
+@pytest.mark.parametrize(
+    ("cache", "words"),
+    [
+        (Cache(), "no data are lost"),
+        (Cache(mode="writeback"), "from a backup"),
+        (Cache("writecache", "writeback"), "from a backup"),
+    ],
+)
+def test_the_loss_of_a_fast_disk_is_told_by_what_was_on_it_alone(cache: Cache, words: str) -> None:
+    fake = FakeLvm(FakeDevices())
+    slow, fast = fake.add_group("data", [40, 40]).disks
+    fast.tags = {report.FAST}
+    lvm = Lvm(lambda *words: fake(words), settings=())
+    facts = {"name": "pvc-1", "cache": cache.fact(40 << 20, EXTENT)}
+    group = report.read(lvm).group("data")
+    caches.create(lvm, group, "vol-pvc-1", cache, size_bytes=40 << 20, facts=facts)
+    fake.groups["data"].volumes["vol-pvc-1"].health = "partial"
+    known = Inventory(lvm, fake, ["data"])
+    for disk, told in ((fast, words), (slow, "from a backup")):
+        fast.missing = slow.missing = False
+        disk.missing = True
+        [volume] = known.all(known.read())
+        [problem] = diagnosis.by_report(volume)
+        assert disk.uuid in problem
+        assert told in problem
 
 
 def test_a_cache_is_at_least_so_large_and_whole_extents() -> None:
