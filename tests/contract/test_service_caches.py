@@ -8,7 +8,7 @@ import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, block
+from agent.client import Client, block, of_volume
 from agent.config import Config, DeviceClass
 from lvm import caches, report, volumes
 from lvm.caches import Cache
@@ -214,6 +214,25 @@ def test_no_snapshot_is_taken_of_a_cached_volume(client: Client) -> None:
     with expect.code("FAILED_PRECONDITION", "it has a cache"):
         client.snapshot("snapshot-1", volume.volume_id)
     client.delete(volume.volume_id)
+
+
+def test_a_cached_volume_can_be_made_of_another_but_not_the_other_way_round(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    plain = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "plain"})
+    device = host.devices.find(group, "vol-pvc-1")
+    assert device
+    host.write_bytes(device.path, 8 * MIB, data := b"data" * 1024)
+    source = of_volume(plain.volume_id)
+    copy = client.create("pvc-2", 0, block(), parameters={"class": "cache"}, source=source)
+    device = host.devices.find(group, "vol-pvc-2")
+    assert device
+    assert host.read_bytes(device.path, 8 * MIB, len(data)) == data
+    assert logical(host, group, "vol-pvc-2").layout == {"cache"}
+    with expect.code("FAILED_PRECONDITION", "it has a cache"):
+        client.create("pvc-3", 0, block(), source=of_volume(copy.volume_id))
+    for volume in (copy, plain):
+        client.delete(volume.volume_id)
 
 
 def test_a_volume_called_like_a_cache_is_not_taken_for_one(client: Client, host: AnyHost) -> None:
