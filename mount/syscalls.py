@@ -12,10 +12,12 @@ ioctl encoding (x86, arm, riscv, s390). System calls from 424 on have one number
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 import re
 import stat
 import struct
+import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -102,6 +104,10 @@ class XfsGeometry:
 
 # What is looked over for zeroes at once: the least chunk of a thin pool, lvmthin(7).
 _PIECE_BYTES = 64 << 10
+
+# How often a device that is busy is tried again, and how long after.
+_BUSY_TRIES = 50
+_BUSY_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -344,9 +350,9 @@ class Kernel:
 
     def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         """BLKZEROOUT: the range reads as zeroes afterwards. EBUSY while mounted or held."""
-        # O_EXCL is the kernel's own guard: mounted or held means EBUSY (open(2)).
-        span = struct.pack("=2Q", offset_bytes, length_bytes)
-        _ioctl(device, _BLKZEROOUT, span, os.O_WRONLY | os.O_EXCL)
+        descriptor = _open_exclusively(device)
+        with _closing(descriptor):
+            _zero_out(descriptor, device, offset_bytes, length_bytes)
 
     def read(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
         """pread(2) of a part of a block device."""
@@ -356,7 +362,7 @@ class Kernel:
 
     def write(self, device: str, offset_bytes: int, data: bytes) -> None:
         """pwrite(2) on a block device, and fsync(2). EBUSY while it is mounted or held."""
-        descriptor = os.open(device, os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC)
+        descriptor = _open_exclusively(device)
         with _closing(descriptor):
             _write(descriptor, device, offset_bytes, data)
             os.fsync(descriptor)
@@ -371,7 +377,7 @@ class Kernel:
         """
         reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
         with _closing(reading):
-            writing = os.open(target, os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC)
+            writing = _open_exclusively(target)
             with _closing(writing):
                 at, end = offset_bytes, offset_bytes + length_bytes
                 zeroes = 0  # so many bytes before `at`
@@ -381,12 +387,12 @@ class Kernel:
                         zeroes += len(data)
                     else:
                         if not blank:
-                            _zero_out(writing, at - zeroes, zeroes)
+                            _zero_out(writing, target, at - zeroes, zeroes)
                         _write(writing, target, at, data)
                         zeroes = 0
                     at += len(data)
                 if not blank:
-                    _zero_out(writing, end - zeroes, zeroes)
+                    _zero_out(writing, target, end - zeroes, zeroes)
                 os.fsync(writing)
                 # Neither is read again soon; the workloads' pages are worth more.
                 for descriptor in (reading, writing):
@@ -542,6 +548,22 @@ def _closing(descriptor: int) -> Iterator[None]:
         os.close(descriptor)
 
 
+def _open_exclusively(device: str) -> int:
+    """A descriptor to write to a device by, which nobody has mounted or held; else EBUSY (open(2)).
+
+    A child between its fork and its exec has what this process had open, and for that moment holds
+    the device like anyone else. On a busy node that is long, so EBUSY counts when it stays.
+    """
+    tries = itertools.count(1)
+    while True:
+        try:
+            return os.open(device, os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno != errno.EBUSY or next(tries) == _BUSY_TRIES:
+                raise
+        time.sleep(_BUSY_SECONDS)
+
+
 def _ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDONLY) -> bytes:
     """One ioctl(2) on a freshly opened file; the kernel's copy of the argument comes back."""
     descriptor = os.open(path, mode | os.O_CLOEXEC)
@@ -568,10 +590,13 @@ def _write(descriptor: int, device: str, offset_bytes: int, data: bytes) -> None
         raise OSError(errno.EIO, f"{written} of {len(data)} bytes at {offset_bytes}", device)
 
 
-def _zero_out(descriptor: int, offset_bytes: int, length_bytes: int) -> None:
+def _zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> None:
     if length_bytes:
         span = struct.pack("=2Q", offset_bytes, length_bytes)
-        fcntl.ioctl(descriptor, _BLKZEROOUT, bytearray(span))
+        try:
+            fcntl.ioctl(descriptor, _BLKZEROOUT, bytearray(span))
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, device) from error
 
 
 def _number(name: str) -> int:

@@ -1,7 +1,9 @@
 """The fake kernel covers the real one, and the package keeps to its seams."""
 
 import ast
+import errno
 import inspect
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -116,3 +118,45 @@ def test_the_fake_knows_what_is_no_device(tmp_path: Path) -> None:
         kernel.device_number(str(tmp_path / "missing"))
     with pytest.raises(OSError, match="ioctl"):
         kernel.xfs_geometry(str(tmp_path))
+
+
+class Held:
+    """os.open, for which a device is busy so many times."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+        self.left, self._open = times, os.open
+        monkeypatch.setattr("mount.syscalls.os.open", self)
+        monkeypatch.setattr("mount.syscalls._BUSY_SECONDS", 0)
+
+    def __call__(self, path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_EXCL and self.left:
+            self.left -= 1
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+        return self._open(path, flags, mode)
+
+
+def test_a_device_that_a_child_has_open_until_its_exec_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    device = tmp_path / "device"
+    device.touch()
+    Held(monkeypatch, 3)
+    Kernel().write(str(device), 0, b"data")
+    assert device.read_bytes() == b"data"
+
+
+def test_a_device_that_stays_held_is_busy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    device = tmp_path / "device"
+    device.touch()
+    held = Held(monkeypatch, 1000)
+    with pytest.raises(OSError, match="busy") as refused:
+        Kernel().zero_out(str(device), 0, 4096)
+    assert refused.value.errno == errno.EBUSY
+    assert held.left == 950
+
+
+def test_what_is_no_block_device_cannot_be_zeroed(tmp_path: Path) -> None:
+    device = tmp_path / "device"
+    device.touch()
+    with pytest.raises(OSError, match="device"):
+        Kernel().zero_out(str(device), 0, 4096)
