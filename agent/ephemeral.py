@@ -73,7 +73,7 @@ class Ephemeral:
             name=call.volume_id,
             size=calls.SizeRange(call.size_bytes),
             capabilities=(call.capability,),
-            parameters=replace(parameters, about=about),
+            parameters=replace(call.parameters, about=about),
             topology=calls.Topology(),
             is_ephemeral=True,
         )

@@ -33,6 +33,7 @@ def config(host: AnyHost, group: str, tmp_path: Path) -> Config:
     classes = (
         DeviceClass(name="plain", group=group, default=True),
         DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy()),
+        DeviceClass(name="striped", group=group, layout=Layout("striped", stripes=2)),
     )
     directory = str(host.directory)
     return configured.carver(tmp_path, group, kubelet_dir=(directory,), classes=classes)
@@ -88,6 +89,19 @@ def test_unpublishing_wipes_and_removes_it(
         assert volumes(host, group) == []
         assert not target.exists()
     assert client.capacity().available_capacity == free
+
+
+def test_what_a_pod_asks_of_the_layout_is_done(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    asked = {**SMALL, "class": "striped", "carver/stripeSize": "8KiB"}
+    client.publish_inline(VOLUME, target, asked)
+    [volume] = volumes(host, group)
+    layout = Layout.parse(tags.decode(volume.tags)["layout"])
+    assert layout == Layout("striped", stripes=2, stripe_size_bytes=8192)
+    client.publish_inline(VOLUME, target, asked)
+    with expect.code("INVALID_ARGUMENT", "stripes"):
+        client.publish_inline("csi-other", target, {**SMALL, "stripes": "2"})
 
 
 def test_a_thin_one_goes_with_its_pool(

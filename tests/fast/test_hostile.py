@@ -71,7 +71,7 @@ HOSTILE = [
     "data/vol-pvc-1",
 ]
 WORDS: Mapping[str, list[str]] = {
-    "volume_id": [MOUNTED, RAW],
+    "volume_id": ["csi-1", MOUNTED, RAW],
     "source_volume_id": [MOUNTED],
     "name": ["pvc-mounted", "pvc-new", "snapshot1", "x_tmeta"],
     "staging_target_path": [f"{HERE}/staging", f"{HERE}/new"],
@@ -92,7 +92,10 @@ KEYS = {
     "cacheSize": ["10%", "-1"],
     "carver/mountOptions": ["noatime", "errors=panic", "device=/dev/sda"],
     "csi.storage.k8s.io/pvc/name": ["web"],
-    "csi.storage.k8s.io/ephemeral": ["true", "maybe"],
+    "csi.storage.k8s.io/ephemeral": ["true", "true", "maybe"],
+    "csi.storage.k8s.io/pod.name": ["web-0", "x" * 2000],
+    "size": ["16Mi", "0", "-1", "1e9", "9" * 30],
+    "carver/size": ["16Mi"],
     TOPOLOGY_KEY: ["here", "elsewhere"],
 }
 NUMBERS = [0, 1, -1, 4096, 64 * MIB, 400 * MIB, (1 << 63) - 1, -(1 << 63)]
