@@ -82,6 +82,19 @@ def _own_staging(volume: str) -> str:
 _creates = st.builds(do.Create, _names, _sizes, _limits, _any_use, _parameters)
 _plain_creates = st.builds(do.Create, _names, st.just(16 * MIB), st.just(0), _usual)
 _deletes = st.builds(do.Delete, _volumes)
+_snapshot_names = st.sampled_from(("snap-1", "snap-2"))
+_snapshots = st.builds(do.Snapshot, _volumes, _snapshot_names)
+_sources = st.one_of(
+    st.tuples(st.just(do.OF_SNAPSHOT), _snapshot_names), st.tuples(st.just(do.OF_VOLUME), _names)
+)
+_copies = st.builds(
+    do.Create,
+    _names,
+    st.sampled_from((0, 0, 16 * MIB, 64 * MIB)),
+    _limits,
+    _any_use,
+    source=_sources,
+)
 _stages = st.one_of(
     *(st.builds(do.Stage, st.just(one), st.just(_STAGING[one]), _usual) for one in _NAMES),
     st.builds(do.Stage, _volumes, _paths, _any_use),
@@ -106,6 +119,7 @@ _looks = st.one_of(
     st.builds(do.Get, _volumes),
     st.builds(do.Validate, _volumes, _any_use),
     st.builds(do.Volumes, st.sampled_from((0, 1, 2))),
+    st.builds(do.Snapshots, st.sampled_from(("", *_NAMES))),
     st.just(do.Capacity()),
     st.builds(do.Stats, _volumes, _paths),
 )
@@ -131,6 +145,7 @@ def _of(volume: str) -> st.SearchStrategy[do.Call]:
     return st.one_of(
         st.builds(do.Create, st.just(volume), st.just(16 * MIB), st.just(0), _usual),
         st.builds(do.Delete, st.just(volume)),
+        st.builds(do.Snapshot, st.just(volume), st.just(f"snap-{volume}")),
         st.builds(do.Stage, st.just(volume), st.just(staging), _usual),
         st.builds(do.Unstage, st.just(volume), st.just(staging)),
         st.builds(do.Expand, st.just(volume), _sizes.filter(bool)),
@@ -180,6 +195,18 @@ class Node(RuleBasedStateMachine):
 
     @rule(call=_deletes)
     def delete(self, call: do.Delete) -> None:
+        self._do(call)
+
+    @rule(call=_snapshots)
+    def snapshot(self, call: do.Snapshot) -> None:
+        self._do(call)
+
+    @rule(snapshot=_snapshot_names)
+    def delete_snapshot(self, snapshot: str) -> None:
+        self._do(do.DeleteSnapshot(snapshot))
+
+    @rule(call=_copies)
+    def copy(self, call: do.Create) -> None:
         self._do(call)
 
     @rule(call=_stages)
@@ -287,7 +314,8 @@ class Node(RuleBasedStateMachine):
 
     @rule(volume=_any_name, contents=st.sampled_from(("", "ext4")))
     def overwrite_behind_its_back(self, volume: str, contents: str) -> None:
-        if self._is_unused(volume):
+        # What overwrites all of a volume overflows its snapshots, too.
+        if self._is_unused(volume) and not self.model.has_snapshots(volume):
             self.machine.overwrite(volume, contents)
             self.model.overwrite(volume, contents)
 
@@ -296,6 +324,8 @@ class Node(RuleBasedStateMachine):
         try:
             for path, place in list(self.model.places.items()):
                 self._do(do.Unpublish(place.volume, path))
+            for snapshot in list(self.model.snapshots):
+                self._do(do.DeleteSnapshot(snapshot))
             for volume in list(self.model.volumes):
                 inline = do.is_inline(volume)
                 self._do(do.Unpublish(volume, _TARGETS[0]) if inline else do.Delete(volume))
@@ -312,6 +342,8 @@ def _held(call: do.Call) -> set[str]:
     held = {getattr(call, "volume", "")}
     if isinstance(call, do.Stage | do.Publish | do.PublishInline):
         held.add(call.path)
+    if isinstance(call, do.Snapshot):
+        held.add(call.snapshot)
     return held - {""}
 
 

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,11 +25,18 @@ EXT4 = Use("mount", do.MULTI_WRITER, "ext4")
 XFS = Use("mount", do.MULTI_WRITER, "xfs")
 READER = Use("mount", do.READER_ONLY, "ext4")
 BLOCK = Use("block", do.MULTI_WRITER)
-EXTENTS = 250
+EXTENTS = 300
 
 CREATE = do.Create("a", 320 * MIB, 0, EXT4)
 STAGE = do.Stage("a", "staging", EXT4)
 PUBLISH = do.Publish("a", "staging", "target", EXT4)
+SNAPSHOT = do.Snapshot("a", "snap")
+RESTORE = do.Create("copy", 400 * MIB, 0, EXT4, source=(do.OF_SNAPSHOT, "snap"))
+CLONE = do.Create("copy", 324 * MIB, 0, EXT4, source=(do.OF_VOLUME, "a"))
+BTRFS = Use("mount", do.MULTI_WRITER, "btrfs")
+BTRFS_CREATE = do.Create("a", 256 * MIB, 0, BTRFS)
+BTRFS_STAGE = do.Stage("a", "staging", BTRFS)
+BTRFS_CLONE = do.Create("copy", 260 * MIB, 0, BTRFS, source=(do.OF_VOLUME, "a"))
 RAW = do.Create("a", 32 * MIB, 0, BLOCK)
 RAW_STAGE = do.Stage("a", "staging", BLOCK)
 RAW_PUBLISH = do.Publish("a", "staging", "target", BLOCK, read_only=True)
@@ -97,6 +105,22 @@ CASES = {
     "expand on the node, raw": Case(
         do.NodeExpand("a", "target", 64 * MIB), (RAW, RAW_STAGE, RAW_PUBLISH)
     ),
+    "expand, with a snapshot": Case(do.Expand("a", 400 * MIB), (CREATE, SNAPSHOT)),
+    "snapshot": Case(SNAPSHOT, (CREATE,)),
+    "snapshot, formatted": Case(SNAPSHOT, (CREATE, STAGE)),
+    "snapshot, btrfs": Case(SNAPSHOT, (BTRFS_CREATE, BTRFS_STAGE)),
+    "snapshot, inactive": Case(SNAPSHOT, (CREATE,), deactivate),
+    "delete a snapshot": Case(do.DeleteSnapshot("snap"), (CREATE, SNAPSHOT)),
+    "create of a snapshot": Case(RESTORE, (CREATE, SNAPSHOT)),
+    "create of a snapshot, inactive": Case(RESTORE, (CREATE, SNAPSHOT), deactivate),
+    "create of a volume": Case(CLONE, (CREATE,)),
+    "create of a btrfs": Case(BTRFS_CLONE, (BTRFS_CREATE, BTRFS_STAGE)),
+    "stage a copy": Case(
+        do.Stage("copy", "staging", EXT4),
+        (CREATE, STAGE, do.Unstage("a", "staging"), CLONE),
+    ),
+    "delete a copy": Case(do.Delete("copy"), (CREATE, CLONE)),
+    "list snapshots": Case(do.Snapshots(), (CREATE, SNAPSHOT)),
     "get": Case(do.Get("a"), (CREATE,)),
     "validate": Case(do.Validate("a", EXT4), (CREATE,)),
     "list": Case(do.Volumes(), (CREATE,)),
@@ -156,16 +180,21 @@ class Trial:
 
     def settle(self) -> None:
         """Let wipes that a new process took up come to their end."""
-        self.machine.service.wiper.jobs._workers.shutdown(wait=True)
+        wait([job.ended for job in list(self.machine.service.wiper.jobs._jobs.values())], 20)
         self.machine.service.reclaimer._worker.shutdown(wait=True)
 
     def undo(self) -> None:
         """What a CO does that gives up; then nothing may be left."""
         volume = getattr(self.case.call, "volume", "a")
+        staged = next((name for _, name, _, _ in self.machine.state().places), volume)
         for call in (
             do.Unpublish(volume, "target"),
+            do.Unpublish(staged, "staging"),
             do.Unpublish(volume, "staging"),
+            do.Delete("copy"),
+            do.DeleteSnapshot("snap"),
             do.Delete(volume),
+            do.Delete("a"),
         ):
             assert self.machine.call(call) == Outcome("OK"), call
         self.settle()

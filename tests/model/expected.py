@@ -30,6 +30,16 @@ class Volume:
     fs_bytes: int = 0
     superblock_read_only: bool = False
     active: bool = True
+    source: tuple[str, str] = do.NO_SOURCE
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A volume as it was, and the room that is kept for what it overwrites."""
+
+    source: str
+    was: Volume
+    area_bytes: int
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class Model:
     volumes: dict[str, Volume] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)
     entries: dict[str, str] = field(default_factory=dict)
+    snapshots: dict[str, Snapshot] = field(default_factory=dict)
 
     def copy(self) -> Self:
         """A node of its own in the same state."""
@@ -65,7 +76,8 @@ class Model:
     @property
     def free_bytes(self) -> int:
         """What new volumes can have."""
-        return self.total_bytes - sum(one.size_bytes for one in self.volumes.values())
+        areas = sum(one.area_bytes for one in self.snapshots.values())
+        return self.total_bytes - areas - sum(one.size_bytes for one in self.volumes.values())
 
     def of(self, volume: str) -> dict[str, Place]:
         """Where a volume is mounted."""
@@ -74,13 +86,23 @@ class Model:
     def state(self) -> State:
         """What there is to be seen."""
         over = {one.volume for one in self.places.values() if one.kind == "block" and one.read_only}
+        snapshots = (
+            (
+                name,
+                one.area_bytes,
+                one.was.formatted,
+                "ready",
+                # It is active whenever its source is.
+                self.volumes[one.source].active,
+            )
+            for name, one in self.snapshots.items()
+        )
+        volumes = (
+            (name, one.size_bytes, one.formatted, "ready", one.active)
+            for name, one in self.volumes.items()
+        )
         return State(
-            volumes=tuple(
-                sorted(
-                    (name, one.size_bytes, one.formatted, "ready", one.active)
-                    for name, one in self.volumes.items()
-                )
-            ),
+            volumes=tuple(sorted((*volumes, *snapshots))),
             places=tuple(
                 sorted(
                     (path, one.volume, one.kind, one.read_only) for path, one in self.places.items()
@@ -113,6 +135,16 @@ class Model:
                     (name, one.size_bytes)
                     for name, one in self.volumes.items()
                     if not do.is_inline(name)
+                )
+            case do.Snapshot():
+                return self._snapshot(call)
+            case do.DeleteSnapshot():
+                self.snapshots.pop(call.snapshot, None)
+            case do.Snapshots():
+                return sorted(
+                    (name, one.source, one.was.size_bytes)
+                    for name, one in self.snapshots.items()
+                    if call.volume in ("", one.source)
                 )
             case do.Capacity():
                 return self.free_bytes
@@ -151,21 +183,38 @@ class Model:
             _refuse("INVALID_ARGUMENT")
         if parameters.get("carver/class", CLASS) != CLASS:
             _refuse("INVALID_ARGUMENT")
-        asked = call.use.fs_type or parameters.get("carver/fsType") or DEFAULT_FS_TYPE
+        there = self.volumes.get(call.volume)
+        if there is not None and there.source != call.source:
+            _refuse("ALREADY_EXISTS")
+        was = self._source(call) if there is None else None
+        held, least = "", 0
+        if was is not None:
+            held, least = was.formatted, was.size_bytes
+            if 0 < call.required_bytes < least or 0 < call.limit_bytes < least:
+                _refuse("OUT_OF_RANGE")
+        elif there is not None and call.source != do.NO_SOURCE:
+            held, least = there.fs_type, there.planned_bytes
+        asked = call.use.fs_type or parameters.get("carver/fsType") or held or DEFAULT_FS_TYPE
         fs_type = "" if call.use.is_block else asked
-        wish = call.required_bytes
+        wish = call.required_bytes or least
         if not wish:
             within = call.limit_bytes // EXTENT_BYTES * EXTENT_BYTES
             wish = min(DEFAULT_BYTES, within or DEFAULT_BYTES)
         planned = _extents(max(wish, LEAST_BYTES.get(fs_type, 0)))
         if call.limit_bytes and planned > call.limit_bytes:
             _refuse("OUT_OF_RANGE")
-        made = Volume(planned, planned, call.use, fs_type)
-        there = self.volumes.get(call.volume)
+        made = Volume(planned, planned, call.use, fs_type, source=call.source)
         if there is None:
-            if planned > self.free_bytes:
+            if was is not None:
+                self._fill(made, was)
+            bridge = 0
+            if call.source[0] == do.OF_VOLUME and was is not None:
+                bridge = _area(was.size_bytes, 20)
+            if planned + bridge > self.free_bytes:
                 _refuse("RESOURCE_EXHAUSTED")
             there = self.volumes[call.volume] = made
+            if was is not None:
+                self.volumes[self._volume_of(call.source)].active = True
         told = ("planned_bytes", "use", "fs_type")
         if any(getattr(there, one) != getattr(made, one) for one in told):
             _refuse("ALREADY_EXISTS")
@@ -174,12 +223,53 @@ class Model:
             context["carver/fsType"] = there.fs_type
         return there.size_bytes, context
 
+    def _source(self, call: do.Create) -> Volume | None:
+        """What a new volume is made of, as it was then."""
+        kind, name = call.source
+        if not kind:
+            return None
+        if kind == do.OF_VOLUME:
+            return self._require(name)
+        if name not in self.snapshots:
+            _refuse("NOT_FOUND")
+        return self.snapshots[name].was
+
+    def _volume_of(self, source: tuple[str, str]) -> str:
+        kind, name = source
+        return name if kind == do.OF_VOLUME else self.snapshots[name].source
+
+    def _fill(self, made: Volume, was: Volume) -> None:
+        """What a volume has that is made of another."""
+        if made.fs_type:
+            if was.use.is_block or was.formatted not in ("", made.fs_type):
+                _refuse("INVALID_ARGUMENT")
+            made.formatted = was.formatted
+        made.contents, made.fs_bytes = was.contents, was.fs_bytes
+
+    def _snapshot(self, call: do.Snapshot) -> object:
+        if call.volume == do.MALFORMED:
+            _refuse("NOT_FOUND")
+        there = self.snapshots.get(call.snapshot)
+        if there is None:
+            was = self._require(call.volume)
+            if was.size_bytes > self.free_bytes:
+                _refuse("RESOURCE_EXHAUSTED")
+            there = Snapshot(call.volume, copy.deepcopy(was), was.size_bytes)
+            self.snapshots[call.snapshot] = there
+        if there.source != call.volume:
+            _refuse("ALREADY_EXISTS")
+        return there.was.size_bytes
+
+    def has_snapshots(self, volume: str) -> bool:
+        """Whether there are snapshots that need the volume."""
+        return any(one.source == volume for one in self.snapshots.values())
+
     def _delete(self, call: do.Delete) -> None:
         if call.volume == do.ELSEWHERE:
             _refuse("FAILED_PRECONDITION")
         if do.is_inline(call.volume):
             return
-        if self.of(call.volume):
+        if self.of(call.volume) or self.has_snapshots(call.volume):
             _refuse("FAILED_PRECONDITION")
         self.volumes.pop(call.volume, None)
 
@@ -208,6 +298,10 @@ class Model:
             _refuse("OUT_OF_RANGE")
         if wanted - volume.size_bytes > self.free_bytes:
             _refuse("RESOURCE_EXHAUSTED")
+        if wanted > volume.size_bytes and volume.active and self.has_snapshots(call.volume):
+            if self.of(call.volume):
+                _refuse("FAILED_PRECONDITION")
+            volume.active = False
         volume.size_bytes = wanted
 
     # The Node
@@ -236,6 +330,8 @@ class Model:
             _refuse("FAILED_PRECONDITION")
         volume.superblock_read_only = read_only
         self.places[call.path] = Place(call.volume, "fs", read_only)
+        if volume.source != do.NO_SOURCE and not read_only:
+            volume.fs_bytes = volume.size_bytes
 
     def _format(self, volume: Volume, fs_type: str) -> None:
         if volume.contents not in ("", fs_type):
@@ -353,6 +449,10 @@ class Model:
         """Have a directory or a file at a path; a bound device lies where a file does."""
         if self.entries.setdefault(path, kind) != kind:
             _refuse("FAILED_PRECONDITION")
+
+
+def _area(size_bytes: int, percent: int) -> int:
+    return _extents(-(-size_bytes * percent // 100))
 
 
 def _extents(size_bytes: int) -> int:

@@ -66,10 +66,12 @@ class Machine:
         host = Host(run, switch.kernel(self.host.kernel), switch.devices(self.host.devices))
         self.service = Service(config(self.group, endpoint, **self.settings), host, lvm)
         self.service.wiper.grace_seconds = self.grace_seconds
+        self.service.copier.grace_seconds = self.grace_seconds
         server = self.service._server
         switch.on_death = lambda: server.stop(0)
         self.service.wiper.resume()
         self.service.reclaimer.resume()
+        self.service.copier.resume()
         self.service.start(endpoint)
         self.client = Client(endpoint)
         switch.counting = True
@@ -100,6 +102,16 @@ class Machine:
         uuid = "00000000" if volume == do.ELSEWHERE else self._uuid
         return f"{self.group}@{uuid}/vol-{volume.strip('<>')}"
 
+    def snapshot_id_of(self, snapshot: str) -> str:
+        """A snapshot's id, also where there is no such snapshot."""
+        return f"{self.group}@{self._uuid}/snap-{snapshot}"
+
+    def _source(self, source: tuple[str, str]) -> csi.VolumeContentSource | None:
+        kind, name = source
+        if kind == do.OF_SNAPSHOT:
+            return client.of_snapshot(self.snapshot_id_of(name))
+        return client.of_volume(self.id_of(name)) if kind else None
+
     def place(self, path: str) -> str:
         """Where a path of the model's is on the machine."""
         return str(self.host.directory / path)
@@ -113,6 +125,7 @@ class Machine:
                     _capability(call.use),
                     limit_bytes=call.limit_bytes,
                     parameters=dict(call.parameters),
+                    source=self._source(call.source),
                 )
                 assert made.volume_id == self.id_of(call.volume)
                 self.contexts[call.volume] = dict(made.volume_context)
@@ -130,6 +143,24 @@ class Machine:
                 return answer.HasField("confirmed")
             case do.Volumes():
                 return sorted(self._volumes(call.page))
+            case do.Snapshot():
+                whole = {"size": "100%"}
+                taken = self.client.snapshot(call.snapshot, self.id_of(call.volume), whole)
+                assert taken.ready_to_use
+                assert taken.snapshot_id == self.snapshot_id_of(call.snapshot)
+                return taken.size_bytes
+            case do.DeleteSnapshot():
+                self.client.delete_snapshot(self.snapshot_id_of(call.snapshot))
+            case do.Snapshots():
+                of = self.id_of(call.volume) if call.volume else ""
+                return sorted(
+                    (
+                        one.snapshot_id.partition("/snap-")[2],
+                        one.source_volume_id.partition("/vol-")[2],
+                        one.size_bytes,
+                    )
+                    for one in self.client.snapshots(volume_id=of)
+                )
             case do.Capacity():
                 told = self.client.capacity()
                 assert told.maximum_volume_size.value == told.available_capacity
@@ -225,7 +256,9 @@ class Machine:
         kernel = self.host.kernel
         for mount in reversed(table.read(kernel).under(str(self.host.directory))):
             kernel.unmount(mount.path)
-        for name in self._report().volumes:
+        for name, logical in self._report().volumes.items():
+            if logical.is_copy_on_write:
+                continue  # it goes with its origin
             if (device := self.host.devices.find(self.group, name)) is not None:
                 for one in loop.over(kernel, device.number):
                     loop.detach(kernel, one)

@@ -20,6 +20,11 @@ def is_inline(volume: str) -> bool:
     return volume.startswith(INLINE)
 
 
+# What a volume is made of.
+NO_SOURCE = ("", "")
+OF_SNAPSHOT, OF_VOLUME = "snapshot", "volume"
+
+
 @dataclass(frozen=True)
 class Use:
     """A volume capability; `access` is block or mount."""
@@ -35,13 +40,14 @@ class Use:
 
 @dataclass(frozen=True)
 class Create:
-    """CreateVolume; `parameters` as pairs."""
+    """CreateVolume; `parameters` as pairs, `source` as a kind and a name, empty for none."""
 
     volume: str
     required_bytes: int
     limit_bytes: int
     use: Use
     parameters: tuple[tuple[str, str], ...] = ()
+    source: tuple[str, str] = NO_SOURCE
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,28 @@ class Volumes:
     """ListVolumes, to its end, so many entries at a time; 0 is all at once."""
 
     page: int = 0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """CreateSnapshot, with room for all of the volume."""
+
+    volume: str
+    snapshot: str
+
+
+@dataclass(frozen=True)
+class DeleteSnapshot:
+    """DeleteSnapshot."""
+
+    snapshot: str
+
+
+@dataclass(frozen=True)
+class Snapshots:
+    """ListSnapshots, of one volume or of all."""
+
+    volume: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,6 +186,9 @@ Call = (
     | Get
     | Validate
     | Volumes
+    | Snapshot
+    | DeleteSnapshot
+    | Snapshots
     | Capacity
     | Expand
     | Stage
