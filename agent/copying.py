@@ -38,10 +38,13 @@ _WORKERS = 2
 @dataclass(kw_only=True)
 class _Copy(Job):
     volume: Volume
-    source: Snapshot
+    # None where the volume shares its blocks with what it is made of.
+    source: Snapshot | None
     copied_bytes: int = 0
 
     def __str__(self) -> str:
+        if self.source is None:
+            return "it is not grown yet"
         percent = 100 * self.copied_bytes // self.source.size_bytes
         return f"{percent} % of {self.source.size_bytes} bytes"
 
@@ -85,7 +88,7 @@ class Copier:
         if source.is_bridge:
             self._snapshotter.discard(source)
 
-    def fill(self, volume: Volume, source: Snapshot) -> Volume:
+    def fill(self, volume: Volume, source: Snapshot | None) -> Volume:
         """Copy, or see how far it is; the volume, if it is ready within a moment.
 
         Raises Copying, which tells how far it is, or what went wrong.
@@ -95,13 +98,16 @@ class Copier:
         if not job.ended.done():
             raise errors.Copying(job.key, str(job))
         job.ended.result()
-        return replace(volume, facts={**volume.facts, inventory.STATE: inventory.READY})
+        facts = {**volume.facts, inventory.STATE: inventory.READY}
+        return replace(volume, size_bytes=int(facts[inventory.SIZE]), facts=facts)
 
-    def source_of(self, known: report.Report, volume: Volume) -> Snapshot:
-        """What a volume that is not ready is copied from.
+    def source_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
+        """What a volume that is not ready is copied from; None where it has its contents.
 
         Raises NoSuchSnapshot, OtherGroup or SourceLost where it can never be completed.
         """
+        if volume.group.volume(volume.name).origin:
+            return None
         source = contents.source_of(volume.facts)
         if source is not None and source.kind == calls.SNAPSHOT:
             found = self._inventory.snapshot(known, source.id)
@@ -189,11 +195,31 @@ class Copier:
         self._begin(known, volume)
 
     def _copy(self, job: _Copy) -> None:
-        volume, source = job.volume, job.source
+        if job.source is None:
+            self._grow(job.volume)
+        else:
+            self._copy_all(job, job.volume, job.source)
+        if job.volume.facts.get(inventory.FORMATTED) == "btrfs":
+            btrfs.renew(self._kernel, self._inventory.activate(job.volume).path)
+        self.jobs.check(job)
+        group, name = job.volume.group.name, job.volume.name
+        with self._groups.hold(group):
+            old, new = ({inventory.STATE: one} for one in (inventory.COPYING, inventory.READY))
+            volumes.mark(self._lvm, group, name, old=old, new=new)
+        if job.source is not None:
+            self._drop(job.source)
+
+    def _grow(self, volume: Volume) -> None:
+        """A volume that shares blocks begins as large as what it is made of."""
+        size_bytes = int(volume.facts[inventory.SIZE])
+        with self._groups.hold(volume.group.name):
+            if volume.size_bytes < size_bytes:
+                volumes.extend(self._lvm, volume.group.name, volume.name, size_bytes=size_bytes)
+
+    def _copy_all(self, job: _Copy, volume: Volume, source: Snapshot) -> None:
         with self._groups.hold(volume.group.name, source.group.name):
             reading = self._inventory.activate_snapshot(source).path
             writing = self._inventory.activate(volume).path
-        formatted = volume.facts.get(inventory.FORMATTED, "")
         # A thin volume has no blocks before they are written, and those read as zeroes.
         blank = volume.layout.kind == "thin"
         for offset in range(0, source.size_bytes, _CHUNK_BYTES):
@@ -204,13 +230,6 @@ class Copier:
         if self._inventory.has_overflowed(source):
             # What was read just before that may have been overwritten already.
             raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
-        if formatted == "btrfs":
-            btrfs.renew(self._kernel, writing)
-        self.jobs.check(job)
-        with self._groups.hold(volume.group.name):
-            old, new = ({inventory.STATE: one} for one in (inventory.COPYING, inventory.READY))
-            volumes.mark(self._lvm, volume.group.name, volume.name, old=old, new=new)
-        self._drop(source)
 
     def _drop(self, source: Snapshot) -> None:
         """The volume is complete: its bridge goes. What fails here is done at the next start."""

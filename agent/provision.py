@@ -92,7 +92,9 @@ class Provisioner:
         if not volume.copying:
             return volume
         try:
-            return self._copier.fill(volume, source or self._copier.source_of(known, volume))
+            if found is not None:
+                source = self._copier.source_of(known, volume)
+            return self._copier.fill(volume, source)
         except _FOR_EVER:
             # The caller gives up on such an answer, so nothing may stay.
             self.delete(str(volume.id))
@@ -128,12 +130,14 @@ class Provisioner:
         carving = self._carvings.of(one)
         if size_bytes > (maximum := carving.maximum_bytes(group)):
             raise errors.NoRoom(group.name, size_bytes, maximum, carving.purpose(group))
+        prefix = inventory.INLINE_PREFIX if call.is_ephemeral else inventory.VOLUME_PREFIX
+        name = self.logical_name(call.name, prefix)
+        if content is not None and contents.is_in(content, group, pool_name(one.name)):
+            return contents.share(self._lvm, content, name, size_bytes, facts), None
         source = None
         if content is not None:
             source = self._copier.prepare(call.name, content)
             undo.callback(self._copier.give_up, source)
-        prefix = inventory.INLINE_PREFIX if call.is_ephemeral else inventory.VOLUME_PREFIX
-        name = self.logical_name(call.name, prefix)
         if one.layout.is_thin:
             self._reclaimer.keep(group, pool_name(one.name))
         carving.create(self._lvm, group, name, size_bytes, facts)

@@ -8,7 +8,7 @@ import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, block, mounted
+from agent.client import Client, block, mounted, of_snapshot, of_volume
 from agent.config import Config, DeviceClass
 from lvm import report
 from lvm.layout import Layout, Reserve
@@ -84,6 +84,50 @@ def test_a_volume_of_each_layout_lives_and_grows_while_mounted(
     client.unpublish(volume.volume_id, target)
     client.unstage(volume.volume_id, staging)
     client.delete(volume.volume_id)
+
+
+def _write_tree(place: Path) -> None:
+    """Files of many sizes, in directories of their own."""
+    for number in range(20):
+        directory = place / f"directory-{number}"
+        directory.mkdir()
+        (directory / "file").write_bytes(bytes([number]) * (number * 7919))
+
+
+def _is_tree(place: Path) -> bool:
+    return all(
+        (place / f"directory-{number}" / "file").read_bytes() == bytes([number]) * (number * 7919)
+        for number in range(20)
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_volume_of_each_layout_is_snapshotted_restored_larger_and_cloned(
+    client: Client, host: AnyHost, name: str, free: None
+) -> None:
+    use, parameters = mounted("ext4"), {"class": name}
+    origin = client.create("pvc-1", 12 * MIB, use, parameters=parameters)
+    client.stage(origin, host.directory / "origin", use)
+    _write_tree(host.directory / "origin")
+    client.node_expand(origin.volume_id, host.directory / "origin", 24 * MIB)
+    snapshot = client.snapshot("1", origin.volume_id)
+    for number, (source, size) in enumerate(
+        (
+            (of_snapshot(snapshot.snapshot_id), 40 * MIB),
+            (of_volume(origin.volume_id), 24 * MIB),
+        )
+    ):
+        copy = client.create(f"copy-{number}", size, use, parameters=parameters, source=source)
+        assert copy.capacity_bytes >= size
+        client.stage(copy, host.directory / "copy", use)
+        assert client.stats(copy.volume_id, host.directory / "copy").usage[0].total > size * 0.6
+        # A file system in memory holds no files.
+        assert isinstance(host, FakeHost) or _is_tree(host.directory / "copy")
+        client.unstage(copy.volume_id, host.directory / "copy")
+        client.delete(copy.volume_id)
+    client.unstage(origin.volume_id, host.directory / "origin")
+    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete(origin.volume_id)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -253,3 +253,29 @@ def test_a_thin_volume_grows_under_its_snapshots(client: Client) -> None:
     assert client.expand(volume.volume_id, 16 * MIB).capacity_bytes == 16 * MIB
     assert client.snapshots()[0].size_bytes == 8 * MIB
     client.delete_snapshot(snapshot.snapshot_id)
+
+
+def test_a_copy_within_a_pool_is_made_in_an_instant_and_grown_where_it_is_larger(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
+    device = host.devices.find(group, "vol-pvc-1")
+    assert device
+    host.write_bytes(device.path, 4 * MIB, b"contents" * 512)
+    snapshot = client.snapshot("1", volume.volume_id)
+    started(host)
+    of = of_snapshot(snapshot.snapshot_id)
+    copy = client.create("pvc-2", 0, block(), parameters=THIN, source=of)
+    assert started(host) == ["lvm fullreport", "lvm lvcreate"]
+    larger = client.create(
+        "pvc-3", 12 * MIB, block(), parameters=THIN, source=of_volume(volume.volume_id)
+    )
+    assert started(host) == ["lvm fullreport", "lvm lvcreate", "lvm lvextend", "lvm lvchange"]
+    assert (copy.capacity_bytes, larger.capacity_bytes) == (8 * MIB, 12 * MIB)
+    assert client.create("pvc-2", 0, block(), parameters=THIN, source=of) == copy
+    client.delete(volume.volume_id)
+    client.delete_snapshot(snapshot.snapshot_id)
+    for name in ("vol-pvc-2", "vol-pvc-3"):
+        found = host.devices.find(group, name)
+        assert found
+        assert host.read_bytes(found.path, 4 * MIB, 4096) == b"contents" * 512
