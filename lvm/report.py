@@ -141,7 +141,8 @@ class Report:
 
 _COLUMNS = {
     "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count",
-    "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable,pv_tags",
+    "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable,pv_in_use,"
+    "pv_tags",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_device_open,lv_layout,pool_lv,origin,"
     "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions,"
     "lv_metadata_size",
@@ -164,8 +165,10 @@ def read(lvm: Lvm) -> Report:
         document = json.loads(lvm("fullreport", *words))
         parts = document["report"]
         groups = [_group(part) for part in parts if part.get("vg")]
-        # Disks in no group are a part of their own, which has only "pv" and "pvseg".
-        orphans = [disk["pv_name"] for part in parts if not part.get("vg") for disk in part["pv"]]
+        # Disks in no group are a part of their own, which has only "pv" and "pvseg". Where a label
+        # says that a group uses it, that is a group that lvm2 cannot read.
+        free = [disk for part in parts if not part.get("vg") for disk in part["pv"]]
+        orphans = [disk["pv_name"] for disk in free if not disk["pv_in_use"]]
     except (KeyError, ValueError, TypeError) as error:
         raise errors.BadReport(f"{type(error).__name__}: {error}") from error
     return Report({group.name: group for group in groups}, tuple(orphans))

@@ -278,6 +278,7 @@ class FakeLvm:
                     "pv_pe_alloc_count": str(disk.extents - group.free(disk)),
                     "pv_missing": "missing" if disk.missing else "",
                     "pv_allocatable": "allocatable" if disk.allocatable else "",
+                    "pv_in_use": "used",
                     "pv_tags": ",".join(sorted(disk.tags)),
                 }
                 for disk in group.disks
@@ -322,6 +323,8 @@ class FakeLvm:
                 "pv_pe_alloc_count": "0",
                 "pv_missing": "",
                 "pv_allocatable": "",
+                # A label of a group that is not there any more.
+                "pv_in_use": "used" if device.contents.label == "used" else "",
                 "pv_tags": "",
             }
             for device in self._devices

@@ -3,11 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import configured
 import pytest
 from fakes.devices import FakeDevice
 from fakes.host import FakeHost
 
+from agent import founding
+from agent.config import Foundation
 from mount import errors, syscalls, vacancy
+from mount.filesystem import Signature
 from mount.syscalls import Kernel
 
 MIB = 1 << 20
@@ -88,3 +92,15 @@ def test_the_kernel_tells_swap_by_number_whatever_the_device_is_called(
     monkeypatch.setattr(Kernel, "device_number", number)
     assert Kernel().device_is_swap("/dev/mapper/swap")
     assert not Kernel().device_is_swap("/dev/sda")
+
+
+def test_a_disk_of_a_group_that_lvm2_cannot_read_is_not_taken(tmp_path: Path) -> None:
+    host = FakeHost(tmp_path)
+    device = host.new_device(40 * MIB)
+    host.block.get(device).contents = Signature("LVM2_member", "raid", "label", "used")
+    config = configured.carver(
+        tmp_path, foundations=(Foundation("data", (device,)),), devices=(device,)
+    )
+    _, laid = founding.lay(host.run, host.kernel, config)
+    assert "holds LVM2_member" in laid.failures["data"]
+    assert host.lvm2.groups == {}
