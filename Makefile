@@ -57,6 +57,10 @@ manifests: venv ## render deploy/helm into deploy/kubernetes
 image: venv ## the container image, from Debian packages and wheels, into dist/; as root
 	$(BIN)/python deploy/image/build.py
 
+.PHONY: deb
+deb: venv ## a Debian package of the service, into dist/
+	$(BIN)/python deploy/deb/build.py
+
 .PHONY: lock
 lock: ## resolve the newest versions and write constraints.txt
 	rm -rf .cache/lock && $(PYTHON) -m venv .cache/lock

@@ -80,7 +80,7 @@ def main() -> int:
     architecture = output("dpkg", "--print-architecture").strip()
     stem = f"carver-{project()['version']}-{architecture}"
 
-    fetch_wheels(WORK / "wheels")
+    fetch_wheels(WORK)
     root = make_root(WORK / "root", WORK / "wheels")
     document = json.dumps(sbom(root, stem), indent=1) + "\n"
     (root / SBOM).parent.mkdir(parents=True)
@@ -131,12 +131,13 @@ def ensure_tools() -> None:
         run(*apt, *missing, DEBIAN_FRONTEND="noninteractive")
 
 
-def fetch_wheels(wheels: Path) -> None:
-    """Carver's own wheel, those that it needs, and pip's, which installs them."""
+def fetch_wheels(work: Path) -> None:
+    """Put into `work`/wheels Carver's own wheel, those that it needs, and pip's."""
+    wheels = work / "wheels"
     machine = os.uname().machine
     platforms = [f"--platform=manylinux_{version}_{machine}" for version in GLIBC]
     # setuptools takes up what an earlier build left in build/: so, a copy.
-    tree = WORK / "tree"
+    tree = work / "tree"
     leave = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
     shutil.copytree(ROOT, tree, ignore=leave)
     run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", wheels, tree)

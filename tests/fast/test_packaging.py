@@ -16,6 +16,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from deploy.deb import build as deb
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["agent", "lvm", "mount", "proto"]
 
@@ -171,3 +173,33 @@ def built_wheel(tree: Path, output: Path) -> Path:
     )
     [wheel] = output.iterdir()
     return wheel
+
+
+# The Debian package
+
+
+def test_the_debian_package_is_described_as_dpkg_reads_it(tmp_path: Path) -> None:
+    deb.describe(tmp_path)
+    lines = (tmp_path / "DEBIAN" / "control").read_text().splitlines()
+    control = dict(line.split(": ", 1) for line in lines)
+    assert (control["Package"], control["Version"]) == ("carver", project()["project"]["version"])
+    assert {"lvm2", "util-linux", "python3 (<< 3.12)"} <= set(control["Depends"].split(", "))
+    for name in ("postinst", "prerm", "postrm"):
+        script = tmp_path / "DEBIAN" / name
+        assert script.stat().st_mode & 0o111
+        subprocess.run(["sh", "-n", script], check=True)
+
+
+def test_the_debian_package_s_command_sees_its_own_folder_only(tmp_path: Path) -> None:
+    # The wheels that are there stand for those that are downloaded.
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "carver-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("agent/__init__.py", "")
+    deb.fill(tmp_path / "root", wheels)
+    assert (tmp_path / "root/usr/lib/carver/agent/__init__.py").exists()
+    unit = (tmp_path / "root/lib/systemd/system/carver.service").read_text()
+    assert "ExecStart=/usr/bin/carver serve" in unit
+    launcher = (tmp_path / "root/usr/bin/carver").read_text()
+    assert launcher.startswith("#!/usr/bin/python3 -I\n")
+    assert f'sys.path.insert(0, "{deb.LIBRARY}")' in launcher
