@@ -10,11 +10,12 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from agent import errors
 from agent.config import BackingFile, Config, Foundation
 from lvm import errors as lvm_errors
-from lvm import groups, report, tags
+from lvm import groups, lvm2, report, tags
 from lvm.command import Run
 from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
@@ -92,7 +93,7 @@ def lay(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Foundations]:
         devices[one.group] = ()
         with _noted(failures, one.group):
             devices[one.group] = _devices(kernel, one)
-    lvm = Lvm(run, _confined(kernel, config, devices))
+    lvm = _lvm(run, kernel, config, devices)
     laid = Foundations(kernel, devices, failures)
     with _noted(failures, *devices):
         known = report.read(lvm) if devices else report.Report({})
@@ -115,7 +116,7 @@ def lay(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Foundations]:
 def look(run: Run, kernel: Kernel, config: Config) -> Lvm:
     """lvm2 as `lay` would have it called, without making anything; raises NotReady."""
     devices = {one.group: _found(kernel, one) for one in config.foundations}
-    return Lvm(run, _confined(kernel, config, devices))
+    return _lvm(run, kernel, config, devices)
 
 
 @contextmanager
@@ -208,6 +209,13 @@ def _planned_bytes(file: BackingFile) -> int:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def _lvm(run: Run, kernel: Kernel, config: Config, devices: Mapping[str, Sequence[str]]) -> Lvm:
+    # The host's own lvm2 is reached through its first process, and so is its /etc/lvm.
+    root = Path("/proc/1/root" if config.lvm == "host" else "/")
+    settings = (*lvm2.without_udev(), *lvm2.without_archives(root))
+    return Lvm(run, _confined(kernel, config, devices), settings)
 
 
 def _confined(

@@ -45,6 +45,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (lvm.errors.ProgramMissing, Code.FAILED_PRECONDITION),
     (lvm.errors.CommandTimedOut, Code.DEADLINE_EXCEEDED),
     (lvm.errors.NoSpace, Code.RESOURCE_EXHAUSTED),
+    (lvm.errors.MetadataFull, Code.RESOURCE_EXHAUSTED),
     # Carver looks before it makes: the name was taken in between, by another process.
     (lvm.errors.NameTaken, Code.ABORTED),
     (lvm.errors.InUse, Code.FAILED_PRECONDITION),

@@ -40,6 +40,10 @@ class NoSpace(CommandFailed):
     """The group has too few free extents."""
 
 
+class MetadataFull(CommandFailed):
+    """The group's metadata area has no room for one volume, snapshot or tag more."""
+
+
 class NameTaken(CommandFailed):
     """A volume or group of that name exists."""
 
@@ -90,6 +94,7 @@ class BadReport(LvmError):
 # What lvm2 2.03 prints in the C locale. Its exit code is 5 for nearly everything.
 _MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
     (re.compile(r"insufficient (free|suitable)|No specified PVs have space", re.I), NoSpace),
+    (re.compile(r"exceeds maximum metadata size|too large for circular buffer"), MetadataFull),
     (re.compile(r"already exists", re.I), NameTaken),
     (re.compile(r"filesystem in use|used by another device| in use[.:]", re.I), InUse),
     (re.compile(r"device-mapper driver|/dev/mapper/control", re.I), NoDeviceMapper),

@@ -1,5 +1,6 @@
 """Call lvm2: one command, its output, or the error that says what went wrong."""
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,7 @@ from lvm import errors
 from lvm.command import Run
 
 _UDEV_CONTROL = Path("/run/udev/control")
-
+_ARCHIVES = "etc/lvm"
 
 # "  LVM version:     2.03.16(2) (2022-05-18)"
 _VERSION = re.compile(r"LVM version:\s*(\d+)\.(\d+)\.(\d+)")
@@ -23,6 +24,19 @@ def without_udev() -> tuple[str, ...]:
         "activation/udev_rules=0",
         "devices/obtain_device_list_from_udev=0",
     )
+
+
+def without_archives(root: Path) -> tuple[str, ...]:
+    """lvm.conf(5) settings for a node whose /etc/lvm is read-only.
+
+    There lvm2 cannot keep copies of a group's metadata, and else would refuse every change ("Cannot
+    archive volume group metadata"). `root` is where lvm2's own root directory is seen.
+    """
+    try:
+        is_read_only = os.statvfs(root / _ARCHIVES).f_flag & os.ST_RDONLY
+    except OSError:
+        return ()
+    return ("backup/archive=0", "backup/backup=0") if is_read_only else ()
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,14 @@
 """Names, tags, extents, and lvm2's messages: the parts that need no lvm2."""
 
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lvm import errors, layout, names, tags
+from lvm import errors, layout, lvm2, names, tags
 from lvm.report import Group, PhysicalVolume
 
 TEXT = st.text(max_size=128)
@@ -81,6 +85,11 @@ def test_only_disks_that_can_be_used_count_as_room() -> None:
         ('  Volume group "d" has insufficient free space (1 extents): 2 required.', errors.NoSpace),
         ("  Insufficient suitable allocatable extents for logical volume v", errors.NoSpace),
         ("  No specified PVs have space available.", errors.NoSpace),
+        (
+            "  VG d 34 metadata on /dev/loop5 (16003 bytes) exceeds maximum metadata size (15616"
+            " bytes)\n  Failed to write VG d.",
+            errors.MetadataFull,
+        ),
         ('  Logical Volume "v" already exists in volume group "d"', errors.NameTaken),
         ("  A volume group called d already exists.", errors.NameTaken),
         ("  Logical volume d/v contains a filesystem in use.", errors.InUse),
@@ -94,3 +103,26 @@ def test_lvm_s_messages_are_understood(stderr: str, error: type[errors.CommandFa
     found = errors.classify(("lvm", "lvcreate"), 5, f"  WARNING: noise\n{stderr}\n")
     assert type(found) is error
     assert "WARNING" not in str(found) or not stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "settings"),
+    [(0, ()), (os.ST_RDONLY, ("backup/archive=0", "backup/backup=0"))],
+    ids=["writable", "read-only"],
+)
+def test_lvm2_keeps_no_copies_of_metadata_where_it_cannot(
+    flags: int, settings: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Path] = []
+
+    def statvfs(path: Path) -> SimpleNamespace:
+        seen.append(path)
+        return SimpleNamespace(f_flag=flags)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    assert lvm2.without_archives(Path("/proc/1/root")) == settings
+    assert seen == [Path("/proc/1/root/etc/lvm")]
+
+
+def test_where_lvm2_has_no_directory_it_is_left_alone(tmp_path: Path) -> None:
+    assert lvm2.without_archives(tmp_path) == ()
