@@ -41,6 +41,7 @@ vm-tier: venv ## the VM tier: real LVM, real mounts, the installed service, rebo
 in-vm:
 	vagrant/lab.py run 'cd /carver && /opt/carver/test-venv/bin/python -m pytest -q --real --timeout 900 tests/contract tests/vm'
 	$(BIN)/python -m pytest -q tests/lab
+	$(BIN)/python tests/faults/run.py --cut at_a_step_of_every_call group_full metadata_full lvm2_hangs socket_deleted
 
 .PHONY: test
 test: lint types fast vm-tier ## everything: lint, types, layers, the fast tier, the VM tier
@@ -90,6 +91,14 @@ conformance: venv image ## the manifests are what the chart renders; csi-sanity 
 in-vm-conformance:
 	$(BIN)/python tests/conformance/run.py
 	$(BIN)/python -m pytest -q tests/container
+
+.PHONY: faults
+faults: venv ## what can go wrong: kills, power losses, disks, lvm2; one table, in the lab VM
+	vagrant/lab.py during $(BIN)/python tests/faults/run.py
+
+.PHONY: load
+load: venv ## 200 volumes by 8 clients: times of calls, and what they cost the service
+	vagrant/lab.py during vagrant/lab.py run 'cd /carver && PYTHONPATH=.:tests /opt/carver/test-venv/bin/python tests/faults/figures.py'
 
 .PHONY: vm
 vm: ## the lab VM, up and with the present tree installed (docs/lab.md)

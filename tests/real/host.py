@@ -108,6 +108,22 @@ class RealHost:
         self._groups.append(self._lab.group(disk_extents))
         return self._groups[-1][0]
 
+    @contextmanager
+    def own_group(self, name: str, disks: Sequence[str], *options: str) -> Iterator[int]:
+        """A group on such disks as a test has, removed afterwards; yields how many extents it has.
+
+        `options` are those of vgcreate(8).
+        """
+        own = (name, list(disks))
+        self._groups.append(own)
+        try:
+            self.lvm("vgcreate", "--yes", *options, "--", name, *disks)
+            yield int(self.lvm("vgs", "--noheadings", "--options", "vg_free_count", "--", name))
+        finally:
+            self._unmount_all()
+            self.lvm("vgremove", "--force", "--yes", "--", name)
+            self._groups.remove(own)
+
     def deactivate(self, group: str, name: str) -> None:
         """Take a volume's device away, as a reboot or an operator does."""
         self.lvm("lvchange", "--activate", "n", "--", f"{group}/{name}")
@@ -152,10 +168,7 @@ class RealHost:
     def clean_up(self) -> None:
         """Leave the lab as it was: no mount, volume or device of this host's stays."""
         self.intercept = lambda _words: None
-        own = f"{self.directory.parent}/"
-        for mount in reversed(table.read(self.kernel).mounts):
-            if mount.path.startswith(own):
-                self.kernel.unmount(mount.path)
+        self._unmount_all()
         for group, disks in self._groups:
             for node in Path("/dev/mapper").glob(f"{names.escaped(group)}-*"):
                 for device in loop.over(self.kernel, self.kernel.device_number(str(node))):
@@ -163,6 +176,12 @@ class RealHost:
             Lvm(self._lab.programs, tuple(disks))("lvremove", "--yes", "--", group)
         for device in self._own:
             loop.detach(self.kernel, device)
+
+    def _unmount_all(self) -> None:
+        own = f"{self.directory.parent}/"
+        for mount in reversed(table.read(self.kernel).mounts):
+            if mount.path.startswith(own):
+                self.kernel.unmount(mount.path)
 
 
 @contextmanager

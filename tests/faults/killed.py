@@ -1,0 +1,49 @@
+"""The process is killed at chosen steps of every call; the next one makes it good."""
+
+import tempfile
+from pathlib import Path
+
+from fast.test_killed import CASES, EXTENTS, Case, steps
+from faults.bench import Bench
+from faults.process import GONE, Trial
+from model import operations as do
+
+# On a real machine its wipe takes as long as it takes.
+_LEFT_OUT = {"delete, a long wipe"}
+
+
+def at_a_step_of_every_call(bench: Bench) -> tuple[int, str]:
+    """Kill -9 at a step, each call."""
+    cases = {name: case for name, case in CASES.items() if name not in _LEFT_OUT}
+    chosen = bench.random.sample(sorted(cases), bench.times(len(cases), 4))
+    rounds = bench.times(2, 1)
+    reached = 0
+    with bench.trial(EXTENTS) as trial:
+        for name in chosen * rounds:
+            reached += _killed(bench, trial, cases[name])
+    return len(chosen) * rounds, f"each call succeeded when repeated; {reached} died in a step"
+
+
+def _killed(bench: Bench, trial: Trial, case: Case) -> bool:
+    """Whether the call got as far as the step; a fake machine tells how many there are."""
+    with tempfile.TemporaryDirectory() as directory:
+        step = bench.random.randrange(steps(case, Path(directory)))
+    # Given
+    for one in case.before:
+        trial.make(one)
+    case.arrange(trial.machine, trial.model)
+    # When
+    trial.machine.arm(step, before=bench.random.random() < 0.5)
+    told = trial.machine.call(case.call)
+    if died := told.code in GONE:
+        trial.machine.died()
+    else:
+        trial.machine.restart()
+    # Then
+    trial.patiently(case.call)
+    trial.compare()
+    for path in ("target", "staging"):
+        trial.make(do.Unpublish("a", path))
+    trial.patiently(do.Delete("a"))
+    trial.compare()
+    return died

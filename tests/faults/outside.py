@@ -1,0 +1,426 @@
+"""What goes wrong outside Carver: disks, lvm2, files, the clock, the operator."""
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from faults.bench import Bench
+from faults.process import Fault, Trial
+from model import operations as do
+from model.operations import MIB, Use
+from real.disks import Disk
+from real.host import RealHost
+
+from agent.client import Client
+from mount import loop
+
+EXT4 = Use("mount", do.MULTI_WRITER, "ext4")
+BLOCK = Use("block", do.MULTI_WRITER)
+_EXTENT_BYTES = 4 * MIB
+
+
+def group_full(bench: Bench) -> tuple[int, str]:
+    """The group is full."""
+    with bench.trial(20) as trial:
+        wishes = [do.Create(f"full-{number}", 16 * MIB, 0, BLOCK) for number in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            told = list(pool.map(trial.machine.call, wishes))
+        for call, outcome in zip(wishes, told, strict=True):
+            if outcome.code == "OK":
+                trial.model.apply(call)
+            elif outcome.code != "RESOURCE_EXHAUSTED":
+                raise Fault(f"{call}: {outcome}")
+        trial.compare()
+        if len(trial.model.volumes) != 5:
+            raise Fault(f"{len(trial.model.volumes)} volumes in place of 5")
+        trial.make(do.Capacity())
+        trial.refused(do.Expand(next(iter(trial.model.volumes)), 32 * MIB), "RESOURCE_EXHAUSTED")
+        trial.make(do.Delete(next(iter(trial.model.volumes))))
+        trial.make(do.Create("again", 16 * MIB, 0, BLOCK))
+    return 1, "8 at once: as many as fit, RESOURCE_EXHAUSTED to the others"
+
+
+def group_missing(bench: Bench) -> tuple[int, str]:
+    """The group is missing."""
+    with bench.host() as host:
+        group = host.new_group(40)
+        ((_, (disk,)),) = host._groups
+        file = loop_file(disk)
+        with bench.served(host, group, 40) as trial:
+            trial.make(do.Create("a", 16 * MIB, 0, BLOCK))
+            trial.machine.deactivate("a")
+            trial.model.deactivate("a")
+            loop.detach(host.kernel, disk)
+            for call in (do.Delete("a"), do.Get("a"), do.Volumes(), do.Create("b", 0, 0, BLOCK)):
+                trial.refused(call, "FAILED_PRECONDITION")
+            trial.refused(do.Stage("a", "staging", BLOCK), "FAILED_PRECONDITION")
+            host.kernel.loop_configure(disk, file, read_only=False, direct_io=False)
+            trial.compare()
+            trial.make(do.Stage("a", "staging", BLOCK))
+            trial.make(do.Create("b", 16 * MIB, 0, BLOCK))
+    return 1, "FAILED_PRECONDITION, nothing taken for gone; all there when it is back"
+
+
+def metadata_full(bench: Bench) -> tuple[int, str]:
+    """The group's metadata area is full."""
+    with bench.host() as host:
+        disk = host.new_device(200 * _EXTENT_BYTES)
+        small = ("--metadatasize", "32k", "--dataalignment", "4k")
+        with (
+            host.own_group("carver_small", [disk], *small) as total,
+            bench.served(host, "carver_small", total) as trial,
+        ):
+            # What others keep there leaves room for a few volumes.
+            for word in "abcdefghijklm":
+                host.lvm("vgchange", "--addtag", word * 1000, "--", "carver_small")
+            for number in range(20):
+                call = do.Create(f"volume-{number}", 4 * MIB, 0, BLOCK)
+                if trial.machine.call(call).code != "OK":
+                    break
+                trial.model.apply(call)
+            else:
+                raise Fault("the metadata area holds 20 volumes")
+            trial.refused(call, "RESOURCE_EXHAUSTED")
+            trial.compare()
+            trial.make(do.Delete(next(iter(trial.model.volumes))))
+            trial.make(call)
+    return 1, f"RESOURCE_EXHAUSTED after {number} volumes; room again after a deletion"
+
+
+def disk_errors(bench: Bench) -> tuple[int, str]:
+    """A disk gives I/O errors."""
+    kinds: tuple[Callable[[Disk], None], ...] = (Disk.fail, Disk.flake)
+    with (
+        bench.host() as host,
+        Disk.on(bench.shared.new_device(41 * _EXTENT_BYTES)) as disk,
+        host.own_group("carver_fault", [disk.path]) as total,
+        bench.served(host, "carver_fault", total) as trial,
+    ):
+        trial.make(do.Create("a", 16 * MIB, 0, BLOCK))
+        trial.make(do.Stage("a", "staging", BLOCK))
+        trial.make(do.Publish("a", "staging", "target", BLOCK))
+        target = Path(trial.machine.place("target"))
+        data = os.urandom(MIB)
+        write(target, data)
+        for break_it in kinds:
+            break_it(disk)
+            trial.refused(do.Create("b", 16 * MIB, 0, BLOCK), "INTERNAL", "FAILED_PRECONDITION")
+            trial.refused(do.Expand("a", 64 * MIB), "INTERNAL", "FAILED_PRECONDITION")
+            disk.mend()
+            trial.make(do.Create("b", 16 * MIB, 0, BLOCK))
+            trial.make(do.Delete("b"))
+            if read(target, len(data)) != data:
+                trial.lost += 1
+            trial.compare()
+    return len(kinds), "refused while it lasts; everything as before when the disk answers again"
+
+
+def lvm2_killed(bench: Bench) -> tuple[int, str]:
+    """lvm2 is killed in its work."""
+    times, hits = bench.times(12, 3), 0
+    with bench.trial(40) as trial:
+        for _ in range(times):
+            for call in (
+                do.Create("a", 16 * MIB, 0, BLOCK),
+                do.Expand("a", 32 * MIB),
+                do.Delete("a"),
+            ):
+                delay_seconds = bench.random.uniform(0, 0.5)
+                with killing_lvm2(trial, delay_seconds) as killed:
+                    told = trial.machine.call(call)
+                hits += bool(killed)
+                if told.code not in ("OK", "INTERNAL", "ABORTED"):
+                    raise Fault(f"{call}: {told}")
+                trial.patiently(call)
+                trial.compare()
+    return times * 3, f"{hits} lvm2 commands died; each call succeeded when repeated"
+
+
+def lvm2_hangs(bench: Bench) -> tuple[int, str]:
+    """lvm2 waits for a lock, or stops."""
+    with bench.trial(40) as trial:
+        trial.make(do.Create("a", 16 * MIB, 0, BLOCK))
+        machine = trial.machine
+        usual = machine.client
+        with Client(machine.endpoint, timeout_seconds=6) as machine.client:
+            lock = Path("/run/lock/lvm", f"V_{machine.group}")
+            with lock.open("a") as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                started = time.monotonic()
+                trial.refused(do.Create("b", 16 * MIB, 0, BLOCK), "DEADLINE_EXCEEDED")
+                late_seconds = time.monotonic() - started - 6
+                # lvm2 went by itself, before the lock was free.
+                await_none(lambda: lvm2_of(trial))
+            trial.make(do.Get("a"))
+            with stopping_lvm2(trial):
+                trial.refused(do.Create("c", 16 * MIB, 0, BLOCK), "DEADLINE_EXCEEDED")
+            await_none(lambda: lvm2_of(trial))
+        machine.client = usual
+        for name in ("b", "c"):
+            trial.patiently(do.Create(name, 16 * MIB, 0, BLOCK))
+        trial.compare()
+    return 2, f"DEADLINE_EXCEEDED, {max(0, late_seconds):.1f} s late; no lock and no lvm2 left"
+
+
+def lvm_directory_read_only(bench: Bench) -> tuple[int, str]:
+    """/etc/lvm is read-only."""
+    with read_only("/etc/lvm"), bench.trial(40) as trial:
+        trial.make(do.Create("a", 16 * MIB, 0, EXT4))
+        trial.make(do.Stage("a", "staging", EXT4))
+        trial.make(do.Expand("a", 32 * MIB))
+        trial.make(do.NodeExpand("a", "staging"))
+        trial.make(do.Unstage("a", "staging"))
+        trial.make(do.Unpublish("a", "staging"))
+        trial.make(do.Delete("a"))
+        trial.compare()
+    return 1, "every call succeeds"
+
+
+def clock_jumps(bench: Bench) -> tuple[int, str]:
+    """The clock jumps, a day on and two back."""
+    with bench.trial(40) as trial:
+        trial.make(do.Create("a", 16 * MIB, 0, EXT4))
+        for jump_seconds in (86_400, -2 * 86_400):
+            with clock(jump_seconds):
+                trial.make(do.Stage("a", "staging", EXT4))
+                trial.make(do.Publish("a", "staging", "target", EXT4))
+                trial.make(do.Stats("a", "target"))
+                trial.make(do.Volumes())
+                trial.make(do.Unpublish("a", "target"))
+                trial.make(do.Unstage("a", "staging"))
+        trial.compare()
+    return 2, "every call succeeds"
+
+
+def socket_deleted(bench: Bench) -> tuple[int, str]:
+    """The socket is deleted."""
+    with bench.trial(40) as trial:
+        trial.make(do.Create("a", 16 * MIB, 0, EXT4))
+        trial.make(do.Stage("a", "staging", EXT4))
+        trial.machine.endpoint.unlink()
+        started = time.monotonic()
+        if trial.machine.process.wait(60) == 0:
+            raise Fault("the process ended as if all were well")
+        seconds = time.monotonic() - started
+        trial.machine.died()
+        trial.compare()
+        trial.make(do.Stage("a", "staging", EXT4))
+    return 1, f"the process ends after {seconds:.0f} s, to be started again with a new socket"
+
+
+def second_instance(bench: Bench) -> tuple[int, str]:
+    """A second instance is started."""
+    with bench.trial(40) as trial:
+        trial.make(do.Create("a", 16 * MIB, 0, BLOCK))
+        if trial.machine.launch().wait(120) != 1:
+            raise Fault("the second instance did not give up")
+        trial.make(do.Volumes())
+        trial.compare()
+    return 1, "it ends with 1; the first one serves on"
+
+
+def configuration_changed(bench: Bench) -> tuple[int, str]:
+    """The configuration changes under volumes."""
+    with bench.trial(40) as trial:
+        machine = trial.machine
+        trial.make(do.Create("a", 32 * MIB, 0, Use("mount", do.MULTI_WRITER)))
+        trial.make(do.Stage("a", "staging", EXT4))
+        machine.stop()
+        machine.classes = (
+            f'[[classes]]\nname = "other"\ngroup = "{machine.group}"\ndefault = true\n'
+            'fs_type = "xfs"\nreserve = "10%"\n'
+        )
+        machine.start(machine.switch)
+        trial.make(do.Stage("a", "staging", EXT4))
+        trial.make(do.Publish("a", "staging", "target", EXT4))
+        trial.make(do.Get("a"))
+        trial.make(do.Volumes())
+        trial.make(do.NodeExpand("a", "target", 48 * MIB))
+        trial.make(do.Unpublish("a", "target"))
+        trial.make(do.Unstage("a", "staging"))
+        trial.make(do.Unpublish("a", "staging"))
+        trial.make(do.Delete("a"))
+        trial.compare()
+    return 1, "the class gone, its file system another: volumes are served on"
+
+
+def disk_full(bench: Bench) -> tuple[int, str]:
+    """The file system of kubelet's directory and of the group's disk is full."""
+    with bench.host() as host, small_file_system(host, 96 * MIB) as small:
+        sparse = small / "disk"
+        with sparse.open("wb") as file:
+            file.truncate(164 * MIB)
+        disk = loop.attach(host.kernel, str(sparse))
+        host._own.append(disk)
+        host.directory = small / "mounts"
+        host.directory.mkdir()
+        with (
+            host.own_group("carver_full", [disk]) as total,
+            bench.served(host, "carver_full", total) as trial,
+        ):
+            trial.make(do.Create("a", 32 * MIB, 0, BLOCK))
+            trial.make(do.Stage("a", "staging", BLOCK))
+            with filled(small):
+                trial.refused(do.Publish("a", "staging", "t" * 200, BLOCK), "INTERNAL")
+                # Whether a new volume's first sectors can be written depends on the file system.
+                told = trial.machine.call(do.Create("b", 32 * MIB, 0, BLOCK))
+                trial.machine.restart()
+            if told.code == "OK":
+                trial.model.apply(do.Create("b", 32 * MIB, 0, BLOCK))
+            trial.compare()
+            trial.patiently(do.Publish("a", "staging", "target", BLOCK))
+            data = os.urandom(MIB)
+            write(Path(trial.machine.place("target")), data)
+            trial.patiently(do.Create("b", 32 * MIB, 0, BLOCK))
+            trial.compare()
+    return 1, "INTERNAL while it lasts, also across a restart; well when there is room"
+
+
+# What the faults are made of.
+
+
+def loop_file(device: str) -> str:
+    return Path("/sys/block", Path(device).name, "loop/backing_file").read_text().strip()
+
+
+def write(path: Path, data: bytes) -> None:
+    with path.open("r+b", buffering=0) as file:
+        file.write(data)
+        os.fsync(file.fileno())
+
+
+def read(path: Path, length: int) -> bytes:
+    """What is on the disk, not what memory still has of it."""
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, length, os.POSIX_FADV_DONTNEED)
+        return file.read(length)
+
+
+def lvm2_of(trial: Trial) -> list[psutil.Process]:
+    """The lvm2 commands that the process has running."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(trial.machine.process.pid).children(recursive=True)
+        return [one for one in children if one.is_running() and one.name().startswith("lvm")]
+    return []
+
+
+def await_none(look: Callable[[], list[psutil.Process]]) -> None:
+    deadline = time.monotonic() + 30
+    while left := look():
+        if time.monotonic() > deadline:
+            raise Fault(f"{left} still runs")
+        time.sleep(0.1)
+
+
+@contextmanager
+def at_lvm2(trial: Trial, act: Callable[[psutil.Process], None]) -> Iterator[list[psutil.Process]]:
+    """Do something to each lvm2 command that is started meanwhile; yields those it was done to."""
+    done: list[psutil.Process] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            for one in lvm2_of(trial):
+                if one not in done:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        act(one)
+                        done.append(one)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield done
+    finally:
+        over.set()
+        watcher.join()
+
+
+@contextmanager
+def killing_lvm2(trial: Trial, delay_seconds: float) -> Iterator[list[psutil.Process]]:
+    def kill(process: psutil.Process) -> None:
+        time.sleep(delay_seconds)
+        process.kill()
+
+    with at_lvm2(trial, kill) as killed:
+        yield killed
+
+
+@contextmanager
+def stopping_lvm2(trial: Trial) -> Iterator[None]:
+    with at_lvm2(trial, lambda process: process.send_signal(signal.SIGSTOP)) as stopped:
+        yield
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+
+
+def command(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def unmount(path: str) -> None:
+    """Unmount, as soon as the last command that has a file open there has ended."""
+    for _ in range(100):
+        if subprocess.run(["umount", path], capture_output=True).returncode == 0:
+            return
+        time.sleep(0.1)
+    raise Fault(f"{path} cannot be unmounted")
+
+
+@contextmanager
+def read_only(directory: str) -> Iterator[None]:
+    command("mount", "--bind", directory, directory)
+    try:
+        command("mount", "-o", "remount,bind,ro", directory)
+        yield
+    finally:
+        unmount(directory)
+
+
+@contextmanager
+def clock(jump_seconds: float) -> Iterator[None]:
+    """The system's clock, set to another time and back."""
+    before, started = time.time(), time.monotonic()
+    time.clock_settime(time.CLOCK_REALTIME, before + jump_seconds)
+    try:
+        yield
+    finally:
+        time.clock_settime(time.CLOCK_REALTIME, before + time.monotonic() - started)
+
+
+@contextmanager
+def small_file_system(host: RealHost, size_bytes: int) -> Iterator[Path]:
+    device = host.new_device(size_bytes)
+    place = host.directory.parent / "small"
+    place.mkdir()
+    command("mkfs.ext4", "-q", "-m", "0", device)
+    command("mount", device, str(place))
+    try:
+        yield place
+    finally:
+        unmount(str(place))
+
+
+@contextmanager
+def filled(place: Path) -> Iterator[None]:
+    """No free block in a file system."""
+    filling = place / "filling"
+    with filling.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(64 << 10))
+    with filling.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 10))
+    try:
+        yield
+    finally:
+        filling.unlink()

@@ -1,0 +1,165 @@
+"""A machine of the model's that a process of its own serves, and that may be killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+from model import operations as do
+from model.expected import Model
+from model.machine import Machine
+from model.operations import Outcome, State
+from model.stopping import Switch
+
+from agent.client import Client
+
+_STOPPING = Path(__file__).with_name("stopping.py")
+_START_SECONDS = 120
+# What a caller meets whose callee has died, or does not answer in time.
+GONE = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN"})
+
+
+class Fault(AssertionError):
+    """Something was other than the model says."""
+
+
+@dataclass
+class Process(Machine):
+    """Carver as a process on a group of its own; `devices` are the disks that lvm2 may see."""
+
+    classes: str = ""
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def endpoint(self) -> Path:
+        return self.sockets / "csi.sock"
+
+    @property
+    def configuration(self) -> Path:
+        return self.sockets / "config.toml"
+
+    def words(self) -> list[str]:
+        """The command line of `carver serve`."""
+        return [
+            *("--config", str(self.configuration)),
+            *("--endpoint", str(self.endpoint)),
+            *("--kubelet-dir", str(self.host.directory)),
+            *("--devices", ",".join(self.host.lvm.devices)),
+            *("--node-id", "here", "--registration", "none"),
+        ]
+
+    def start(self, switch: Switch) -> None:
+        self.configuration.write_text(
+            self.classes or f'[[classes]]\nname = "plain"\ngroup = "{self.group}"\ndefault = true\n'
+        )
+        self.process = self.launch()
+        with grpc.insecure_channel(f"unix://{self.endpoint}") as channel:
+            grpc.channel_ready_future(channel).result(timeout=_START_SECONDS)
+        self.client = Client(self.endpoint)
+
+    def launch(self) -> subprocess.Popen[bytes]:
+        """A process, whether or not it comes to serve."""
+        words = [sys.executable, str(_STOPPING), str(self.sockets / "plan"), *self.words()]
+        environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+        with (self.sockets / "log").open("ab") as log:
+            return subprocess.Popen(words, stderr=log, env=environment)
+
+    def stop(self) -> None:
+        self.client.__exit__(None, None, None)
+        self.process.terminate()
+        if code := self.process.wait(60):
+            raise Fault(f"the process ended with {code} at SIGTERM")
+
+    def restart(self) -> None:
+        self.stop()
+        self.start(self.switch)
+
+    def kill(self) -> None:
+        """End the process as kill -9 does, and start another."""
+        self.process.kill()
+        self.died()
+
+    def died(self) -> None:
+        """Start another process in place of one that is dead."""
+        self.process.wait(60)
+        self.client.__exit__(None, None, None)
+        self.start(self.switch)
+
+    def arm(self, step: int, before: bool) -> None:
+        """Have the process killed at a step, counted from now on."""
+        plan = self.sockets / "plan"
+        plan.write_text(json.dumps([step, before]))
+        self.process.send_signal(signal.SIGUSR1)
+        while plan.exists():
+            time.sleep(0.01)
+
+
+@dataclass
+class Trial:
+    """A process, what the model expects of its machine, and what was found other than that."""
+
+    machine: Process
+    model: Model
+    lost: int = 0
+    leaked: int = 0
+
+    def make(self, call: do.Call) -> Outcome:
+        """Make a call, whose answer and effect are as the model says."""
+        told, expected = self.machine.call(call), self.model.apply(call)
+        if not self.machine.same(call, told, expected):
+            raise Fault(f"{call}: {told}, {expected} was expected")
+        return told
+
+    def refused(self, call: do.Call, *codes: str) -> None:
+        """Make a call that fails with one of these codes, and changes nothing."""
+        told = self.machine.call(call)
+        if told.code not in codes:
+            raise Fault(f"{call}: {told}, one of {', '.join(codes)} was expected")
+
+    def patiently(self, call: do.Call) -> None:
+        """Repeat a call, as a CO does, until it is as the model says."""
+        deadline = time.monotonic() + 60
+        expected = self.model.apply(call)
+        while not self.machine.same(call, told := self.machine.call(call), expected):
+            if time.monotonic() > deadline:
+                raise Fault(f"{call}: {told}, {expected} was expected")
+            time.sleep(0.5)
+
+    def compare(self) -> None:
+        """Count what is not there though it should be, and what is there though it should not."""
+        deadline = time.monotonic() + 120
+        while "wiping" in str((seen := self.machine.state()).volumes):
+            # A deletion was acknowledged, and what is left of it goes on behind the answer.
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.5)
+        expected = self.model.state()
+        lost, leaked = list(_less(expected, seen)), list(_less(seen, expected))
+        self.lost += len(lost)
+        self.leaked += len(leaked)
+        if lost or leaked:
+            raise Fault(f"lost {lost}, leaked {leaked}")
+
+    def undo(self) -> None:
+        """What a CO does that gives up; then nothing may be left."""
+        for path, place in list(self.model.places.items()):
+            self.patiently(do.Unpublish(place.volume, path))
+        for volume in list(self.model.volumes):
+            self.patiently(do.Delete(volume))
+        for path in list(self.model.entries):
+            self.patiently(do.Unpublish("a", path))
+        self.compare()
+
+
+def _less(state: State, other: State) -> Iterable[object]:
+    """What one state has more than another."""
+    for name in ("volumes", "places", "loops", "entries"):
+        yield from (one for one in getattr(state, name) if one not in getattr(other, name))
+    if state.free_bytes < other.free_bytes:
+        yield f"{other.free_bytes - state.free_bytes} bytes"

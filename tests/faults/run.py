@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""Try what can go wrong, and print one table: `make faults`. The lab VM is up.
+
+The seed is printed; the same seed, and the name of a fault, try it again.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# This file is a program, and Python would look beside it only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from faults.row import Row
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from vagrant import guest
+
+_PATH = f"PYTHONPATH={guest.TREE}:{guest.TREE}/tests"
+_PYTHON = ("env", _PATH, "/opt/carver/test-venv/bin/python")
+_HERE = f"{guest.TREE}/tests/faults"
+_POWER = "power_loss"
+
+
+def in_guest(seed: int, cut: bool, names: list[str]) -> Iterator[Row]:
+    """The faults that are tried in the guest, as they end."""
+    options = ["--seed", str(seed), *(["--cut"] if cut else [])]
+    words = [*_PYTHON, f"{_HERE}/inside.py", *options, *names]
+    with subprocess.Popen(guest.ssh(words), stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield Row(**json.loads(line))
+    if process.returncode:
+        yield Row("the faults in the guest", 1, f"FAILED: exit code {process.returncode}", 0, 0)
+
+
+def power_loss(seed: int, times: int) -> Row:
+    """Reset the machine at random moments of a load, and see what is left of it."""
+    chance, started = random.Random(seed), time.monotonic()
+    lost, leaked, volumes, deleted = [], [], 0, 0
+    for number in range(times):
+        words = [*_PYTHON, f"{_HERE}/power.py", "load", str(seed + number)]
+        with subprocess.Popen(
+            guest.ssh(words, "-o", "ControlPath=none"), stdout=subprocess.PIPE, text=True
+        ) as loading:
+            assert loading.stdout is not None
+            if not loading.stdout.readline():
+                return Row("power loss under load", number, "FAILED: no load", 0, 0)
+            time.sleep(chance.uniform(2, 15))
+            guest.reset()
+            loading.kill()
+        ended = guest.run([*_PYTHON, f"{_HERE}/power.py", "judge"], check=False)
+        if ended.returncode:
+            return Row("power loss under load", number, f"FAILED: {ended.stderr}", 0, 0)
+        verdict = json.loads(ended.stdout)
+        lost += verdict["lost"]
+        leaked += verdict["leaked"]
+        volumes += verdict["volumes"]
+        deleted += verdict["deleted"]
+    outcome = f"{volumes} volumes came back with their data, {deleted} were deleted and stayed so"
+    if lost or leaked:
+        outcome = f"FAILED: lost {lost}, leaked {leaked}"
+    seconds = time.monotonic() - started
+    return Row("power loss under load", times, outcome, len(lost), len(leaked), seconds)
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows, as a table."""
+    drawn = Table(box=box.SIMPLE_HEAD)
+    for title in ("fault", "times", "outcome", "lost", "leaked", "s"):
+        drawn.add_column(title, justify="left" if title in {"fault", "outcome"} else "right")
+    for row in rows:
+        cells = (str(row.times), row.outcome, str(row.lost), str(row.leaked), f"{row.seconds:.0f}")
+        drawn.add_row(row.fault, *cells, style="" if row.is_well else "bold red")
+    return drawn
+
+
+def main() -> int:
+    """Read the command line, try, print; 0 where nothing was lost or leaked and none failed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 16))
+    parser.add_argument("--cut", action="store_true", help="a few of the times only")
+    parser.add_argument("--power-losses", type=int, help="default: 10, or 1 with --cut")
+    parser.add_argument("names", nargs="*", help=f"only these, such as {_POWER}; default: all")
+    chosen = parser.parse_args()
+    console = Console(width=120 if not sys.stdout.isatty() else None)
+    console.print(f"seed {chosen.seed}")
+    rows = []
+    names = [one for one in chosen.names if one != _POWER]
+    if names or not chosen.names:
+        for row in in_guest(chosen.seed, chosen.cut, names):
+            rows.append(row)
+            console.print(f"{row.fault}: {row.outcome} ({row.seconds:.0f} s)", highlight=False)
+    if _POWER in chosen.names or not chosen.names:
+        times = chosen.power_losses or (1 if chosen.cut else 10)
+        rows.append(power_loss(chosen.seed, times))
+    console.print(table(rows))
+    return 0 if all(row.is_well for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

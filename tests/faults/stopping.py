@@ -1,0 +1,47 @@
+"""Serve as `carver serve` does, but for a SIGKILL at a step that the harness chooses.
+
+The two seams are wrapped from outside, so nothing in Carver knows of it. The file PLAN tells before
+or after which step; SIGUSR1 has it read, after which the file is gone and steps are counted.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from model.stopping import Switch
+
+from agent import cli, config, log, server
+from agent.server import Host
+
+
+class Kill(Switch):
+    """Ends the process as kill -9 does."""
+
+    def _die(self) -> NoReturn:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("SIGKILL was survived")
+
+    def arm(self, plan: Path) -> None:
+        """Count from now on, to the step that the plan tells."""
+        self._stop_at, self._before = json.loads(plan.read_text())
+        self.taken.clear()
+        self.counting = True
+        plan.unlink()
+
+
+def main() -> None:
+    """Serve what the command line after the plan's path says."""
+    plan, words = Path(sys.argv[1]), sys.argv[2:]
+    switch = Kill()
+    signal.signal(signal.SIGUSR1, lambda _number, _frame: switch.arm(plan))
+    settings = config.load(cli.parser().parse_args(["serve", *words]), {})
+    log.configure(settings.log_format, settings.log_level)
+    host = server.this_host(settings)
+    through = Host(switch.run(host.run), switch.kernel(host.kernel), switch.devices(host.devices))
+    server.serve(settings, through)
+
+
+main()

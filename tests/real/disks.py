@@ -1,0 +1,66 @@
+"""Disks that fail when they are told to: a device-mapper device over another. In the lab VM."""
+
+import itertools
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from mount import loop
+from mount.syscalls import Kernel
+
+_SECTOR_BYTES = 512
+_serial = itertools.count()
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A block device whose device-mapper table can be changed under whoever uses it."""
+
+    name: str
+    under: str
+    sectors: int
+
+    @property
+    def path(self) -> str:
+        return f"/dev/mapper/{self.name}"
+
+    @classmethod
+    @contextmanager
+    def on(cls, under: str) -> Iterator["Disk"]:
+        """A disk that works, over a loop device, which goes with it."""
+        sectors = Kernel().device_size_bytes(under) // _SECTOR_BYTES
+        disk = cls(f"carver-disk-{os.getpid()}-{next(_serial)}", under, sectors)
+        _dmsetup("create", disk.name, "--table", disk._table("linear"))
+        try:
+            yield disk
+        finally:
+            disk.mend()
+            _dmsetup("remove", "--retry", disk.name)
+            loop.detach(Kernel(), under)
+
+    def fail(self) -> None:
+        """Every read and write is an I/O error from now on (dm-error)."""
+        self._swap(f"0 {self.sectors} error")
+
+    def flake(self) -> None:
+        """The same by dm-flakey: a disk that is down for as long as anybody looks."""
+        self._swap(f"{self._table('flakey')} 0 3600")
+
+    def mend(self) -> None:
+        """It works again."""
+        self._swap(self._table("linear"))
+
+    def _table(self, target: str) -> str:
+        return f"0 {self.sectors} {target} {self.under} 0"
+
+    def _swap(self, table: str) -> None:
+        # Without a flush and a freeze: a disk that fails does not wait for either.
+        _dmsetup("suspend", "--noflush", "--nolockfs", self.name)
+        _dmsetup("load", self.name, "--table", table)
+        _dmsetup("resume", self.name)
+
+
+def _dmsetup(*words: str) -> None:
+    subprocess.run(["dmsetup", *words], check=True, capture_output=True)
