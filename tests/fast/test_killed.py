@@ -227,8 +227,8 @@ def test_a_call_that_was_killed_at_any_step_succeeds_when_it_is_made_again(
             expected = trial.model.apply(case.call)
             assert trial.machine.call(case.call) == expected, (stop_at, before)
             assert expected.code == "OK"
-            if isinstance(case.call, do.Delete) or case.call == END:
-                trial.settle()
+            # A copy's bridge is wiped behind the answer, and so is what a killed delete had begun.
+            trial.settle()
             assert trial.machine.state() == trial.model.state(), (stop_at, before)
             trial.undo()
             trial.machine.stop()
