@@ -60,7 +60,7 @@ class Copier:
         groups: GroupLocks,
         snapshotter: Snapshotter,
         *,
-        grace_seconds: float = 2.0,
+        grace_seconds: float = 5.0,
         retry_seconds: float = 60.0,
     ) -> None:
         self._lvm = lvm
