@@ -74,7 +74,7 @@ def _write(
 ) -> None:
     fields = {
         "method": method,
-        "volume": getattr(request, "volume_id", "") or getattr(request, "name", ""),
+        "volume": next(filter(None, (getattr(request, one, "") for one in _SUBJECTS)), ""),
         "code": code.name,
         "milliseconds": round(seconds * 1000, 1),
     }
@@ -87,6 +87,9 @@ def _write(
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("request", extra={"fields": {"method": method, **secrets.stripped(request)}})
 
+
+# What a call is about, in the order in which a request is asked for it.
+_SUBJECTS = ("volume_id", "snapshot_id", "name")
 
 _ROUTINE = frozenset(
     {

@@ -335,13 +335,15 @@ def test_each_call_is_one_line_with_its_volume_code_and_time(
         client.create("pvc-1", MIB, block())
         with expect.code("INVALID_ARGUMENT"):
             client.create("pvc-2\n", MIB, parameters={"a": "b\nINFO forged"})
+        client.delete_snapshot("carver@none/snap-1")
         client.capacity()
     lines = [
         log.TextFormatter().format(record)
         for record in caplog.records
         if record.name == "carver.calls"
     ]
-    assert len(lines) == 2
+    assert len(lines) == 3
+    assert lines[2].startswith("info call method=DeleteSnapshot volume=carver@none/snap-1 code=OK")
     assert lines[0].startswith("info call method=CreateVolume volume=pvc-1 code=OK milliseconds=")
     assert 'volume="pvc-2\\n" code=INVALID_ARGUMENT' in lines[1]
     assert "\n" not in lines[1]
