@@ -1,72 +1,123 @@
-"""In the guest: make volumes with known data before a restart, find them all after it."""
+"""In the guest: bring volumes with known data into use before a restart, and again after it."""
 
 import hashlib
 import os
 import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
 import agent  # noqa: F401 - before grpc
-from agent.client import Client, block
+from agent.client import Client, block, mounted
 from agent.config import DEFAULT_SOCKET
 from mount import table
 from mount.syscalls import Kernel
+from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 PLACE = Path("/var/lib/kubelet/plugins/across-reboot")
-STAGING, TARGET, NODE = PLACE / "staging", PLACE / "target", PLACE / "node"
-DATA = hashlib.shake_256(b"across a reboot").digest(4 * MIB)
 
 
-def before(client: Client) -> None:
+@dataclass(frozen=True)
+class Kept:
+    """A volume that is to outlive the restart, in use."""
+
+    number: int
+    fs_type: str
+    size_bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"across-reboot-{self.number}"
+
+    @property
+    def capability(self) -> csi.VolumeCapability:
+        return mounted(self.fs_type) if self.fs_type else block()
+
+    @property
+    def staging(self) -> Path:
+        return PLACE / f"staging-{self.number}"
+
+    @property
+    def target(self) -> Path:
+        return PLACE / f"target-{self.number}"
+
+    @property
+    def file(self) -> Path:
+        return self.target / "data" if self.fs_type else self.target
+
+    @property
+    def data(self) -> bytes:
+        return hashlib.shake_256(self.name.encode()).digest(MIB)
+
+    def use(self, client: Client) -> csi.Volume:
+        """The calls that kubelet and the provisioner make for a pod, in their order."""
+        volume = client.create(self.name, self.size_bytes, self.capability)
+        client.stage(volume, self.staging, self.capability)
+        client.publish(volume, self.staging, self.target, self.capability)
+        return volume
+
+    def before(self, client: Client) -> None:
+        """Bring it into use, with data that are on the disk."""
+        self.use(client)
+        descriptor = os.open(self.file, os.O_WRONLY | (os.O_CREAT if self.fs_type else 0))
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(self.data)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def after(self, client: Client) -> None:
+        """Bring it into use again, find the data, and let go of it."""
+        volume = self.use(client)
+        with self.file.open("rb") as file:
+            assert file.read(MIB) == self.data, self.name
+        client.unpublish(volume.volume_id, self.target)
+        client.unstage(volume.volume_id, self.staging)
+        client.delete(volume.volume_id)
+        if self.fs_type:
+            self.staging.rmdir()
+
+
+FILE_SYSTEMS = ("ext4", "ext4", "ext4", "ext4", "xfs", "btrfs")
+SIZES = {"": 8 * MIB, "ext4": 16 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
+
+
+def kept(count: int) -> list[Kept]:
+    """So many volumes, raw ones and a few of each file system."""
+    fs_types = FILE_SYSTEMS if count > len(FILE_SYSTEMS) else ("ext4",)
+    every = [*fs_types, *[""] * (count - len(fs_types))]
+    return [Kept(number, fs_type, SIZES[fs_type]) for number, fs_type in enumerate(every)]
+
+
+def before(client: Client, volumes: Iterable[Kept]) -> None:
     PLACE.mkdir(parents=True, exist_ok=True)
-    volume = client.create("across-reboot", 64 * MIB)
-    client.stage(volume, STAGING)
-    client.publish(volume, STAGING, TARGET)
-    write(TARGET / "data")
-    write(TARGET / "data")
-    raw = client.create("across-reboot-raw", 16 * MIB, block())
-    client.stage(raw, STAGING, block())
-    client.publish(raw, STAGING, NODE, block())
-    write(NODE)
+    _at_once(lambda one: one.before(client), volumes)
 
 
-def after(client: Client) -> None:
+def after(client: Client, volumes: Iterable[Kept]) -> None:
     assert table.read(Kernel()).under(str(PLACE)) == (), "stale mounts"
-    names = {volume.volume_id.rpartition("/")[2] for volume in client.volumes()}
-    assert names >= {"vol-across-reboot", "vol-across-reboot-raw"}, names
-    # In kubelet's order, with what it left of the directories before.
-    volume = client.create("across-reboot", 64 * MIB)
-    client.stage(volume, STAGING)
-    client.publish(volume, STAGING, TARGET)
-    assert (TARGET / "data").read_bytes() == DATA
-    raw = client.create("across-reboot-raw", 16 * MIB, block())
-    client.stage(raw, STAGING, block())
-    client.publish(raw, STAGING, NODE, block())
-    with NODE.open("rb") as device:
-        assert device.read(len(DATA)) == DATA
-    for one, target in ((volume, TARGET), (raw, NODE)):
-        client.unpublish(one.volume_id, target)
-        client.unstage(one.volume_id, STAGING)
-        client.delete(one.volume_id)
-    STAGING.rmdir()
+    there = {volume.volume_id.rpartition("/")[2] for volume in client.volumes()}
+    assert there == {f"vol-{one.name}" for one in volumes}
+    _at_once(lambda one: one.after(client), volumes)
+    assert client.volumes() == []
+    assert table.read(Kernel()).under(str(PLACE)) == ()
     PLACE.rmdir()
 
 
-def write(path: Path) -> None:
-    descriptor = os.open(path, os.O_WRONLY | (0 if path == NODE else os.O_CREAT))
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(DATA)
-        file.flush()
-        os.fsync(file.fileno())
+def _at_once(do: Callable[[Kept], None], volumes: Iterable[Kept]) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(do, volumes))
 
 
 def main() -> None:
+    step, count = sys.argv[1], int(sys.argv[2])
     with grpc.insecure_channel(f"unix://{DEFAULT_SOCKET}") as channel:
         grpc.channel_ready_future(channel).result(timeout=200)
-    with Client(DEFAULT_SOCKET) as client:
-        {"before": before, "after": after}[sys.argv[1]](client)
+    with Client(DEFAULT_SOCKET, timeout_seconds=300) as client:
+        {"before": before, "after": after}[step](client, kept(count))
 
 
 main()

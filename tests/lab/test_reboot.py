@@ -1,23 +1,28 @@
-"""From outside the VM: what a reboot, and a power cut, leave of volumes that were made before."""
+"""From outside the VM: what a reboot, and a power cut, leave of volumes that were in use."""
 
 from collections.abc import Callable
 
 import pytest
 
 from vagrant import lab
+from vagrant.guest import TREE
 
-SCRIPT = "/carver/tests/lab/across_reboot.py"
+SCRIPT = f"{TREE}/tests/lab/across_reboot.py"
 PYTHON = "/opt/carver/venv/bin/python"
 
 
-def in_guest(step: str) -> None:
-    ended = lab.run(["env", "PYTHONPATH=/carver", PYTHON, SCRIPT, step])
+def in_guest(step: str, volumes: int) -> None:
+    ended = lab.run(["env", f"PYTHONPATH={TREE}", PYTHON, SCRIPT, step, str(volumes)], check=False)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("restart", [lab.reboot, lab.reset], ids=["reboot", "power cut"])
-def test_volumes_stage_with_their_data_after(restart: Callable[[], None]) -> None:
-    in_guest("before")
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("restart", "volumes"), [(lab.reboot, 2), (lab.reset, 20)], ids=["reboot", "power cut"]
+)
+def test_volumes_in_use_come_back_with_their_data_after(
+    restart: Callable[[], None], volumes: int
+) -> None:
+    in_guest("before", volumes)
     restart()
-    in_guest("after")
+    in_guest("after", volumes)
