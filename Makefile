@@ -41,7 +41,6 @@ vm-tier: venv ## the VM tier: real LVM, real mounts, the installed service, rebo
 in-vm:
 	vagrant/lab.py run 'cd /carver && /opt/carver/test-venv/bin/python -m pytest -q --real --timeout 900 tests/contract tests/vm'
 	$(BIN)/python -m pytest -q tests/lab
-	$(BIN)/python tests/faults/run.py --cut at_a_step_of_every_call group_full metadata_full lvm2_hangs socket_deleted
 
 .PHONY: test
 test: lint types fast vm-tier ## everything: lint, types, layers, the fast tier, the VM tier

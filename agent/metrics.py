@@ -23,6 +23,7 @@ from prometheus_client.registry import Collector
 from agent.carving import Carvings
 from agent.config import DeviceClass
 from agent.copying import Copier
+from agent.diagnosis import Diagnosis
 from agent.growing import Grower
 from agent.inventory import Inventory
 from agent.registration import Registration, State
@@ -99,13 +100,15 @@ class Metrics:
         self,
         classes: Sequence[DeviceClass],
         known: Inventory,
+        diagnosis: Diagnosis,
         wiper: Wiper,
         copier: Copier,
         grower: Grower,
         registration: Registration,
     ) -> None:
         """Measure these from now on."""
-        self._registry.register(_Gauges(classes, known, wiper, copier, grower, registration))
+        gauges = _Gauges(classes, known, diagnosis, wiper, copier, grower, registration)
+        self._registry.register(gauges)
 
     def families(self) -> Iterable[Metric]:
         """Everything as it is now."""
@@ -130,6 +133,7 @@ class _Gauges(Collector):
         self,
         classes: Sequence[DeviceClass],
         known: Inventory,
+        diagnosis: Diagnosis,
         wiper: Wiper,
         copier: Copier,
         grower: Grower,
@@ -138,6 +142,7 @@ class _Gauges(Collector):
         self._classes = classes
         self._carvings = Carvings(classes, known)
         self._inventory = known
+        self._diagnosis = diagnosis
         self._wiper = wiper
         self._copier = copier
         self._grower = grower
@@ -208,8 +213,8 @@ class _Gauges(Collector):
         volumes = _of_group("volumes", "Carver's volumes, with those that are being wiped.")
         abnormal = GaugeMetricFamily(
             "carver_volume_abnormal",
-            "1 for each volume that LVM reports something against.",
-            labels=["volume", "problem"],
+            "1 for each volume whose condition is abnormal.",
+            labels=["volume"],
         )
         fullness = GaugeMetricFamily(
             "carver_snapshot_used_ratio",
@@ -220,11 +225,11 @@ class _Gauges(Collector):
             percent = snapshot.group.volume(snapshot.name).data_percent
             if percent is not None and not snapshot.is_thin:
                 fullness.add_metric([str(snapshot.id)], percent / 100)
-        held = Counts[str]()
+        held, mounts = Counts[str](), self._diagnosis.mounts()
         for volume in self._inventory.present(known):
             held[volume.group.name] += 1
-            if volume.health:
-                abnormal.add_metric([str(volume.id), volume.health], 1)
+            if self._diagnosis.of(volume, mounts):
+                abnormal.add_metric([str(volume.id)], 1)
         for name in dict.fromkeys(one.group for one in self._classes):
             group = known.groups.get(name)
             present.add_metric([name], group is not None)

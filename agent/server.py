@@ -104,7 +104,7 @@ class Service:
             self.reclaimer,
             self.copier,
         )
-        diagnosis = Diagnosis(host.kernel, known)
+        diagnosis = self.diagnosis = Diagnosis(host.kernel, known)
         access = Access(
             host.run,
             lvm,
@@ -178,6 +178,7 @@ def serve(config: Config, host: Host) -> None:
             metrics.watch(
                 config.classes,
                 service.inventory,
+                service.diagnosis,
                 service.wiper,
                 service.copier,
                 service.grower,

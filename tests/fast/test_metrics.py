@@ -73,7 +73,7 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     lvm = Lvm(run, settings=())
     service = Service(config, Host(run, host.kernel, host.devices), lvm, metrics.count_call)
     kubelet = Registration(tmp_path / "registry", config.endpoint)
-    running = (service.wiper, service.copier, service.grower)
+    running = (service.diagnosis, service.wiper, service.copier, service.grower)
     metrics.watch(config.classes, service.inventory, *running, kubelet)
     service.start(config.endpoint)
     with Client(config.endpoint) as client:
@@ -159,7 +159,7 @@ def test_only_volumes_with_a_problem_are_named(measured: Measured) -> None:
     measured.host.lvm2.groups["data"].volumes["vol-sick"].health = "partial"
     measured.client.capacity()
     found = measured.samples()
-    assert found["carver_volume_abnormal", "partial", sick.volume_id] == 1
+    assert found["carver_volume_abnormal", sick.volume_id] == 1
     assert not any(well.volume_id in key for key in found)
 
 
