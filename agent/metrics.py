@@ -7,6 +7,7 @@ import platform
 import time
 from collections import Counter as Counts
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from importlib.metadata import version
 
 from prometheus_client import (
@@ -36,6 +37,19 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # From a call that runs nothing to one that waits for a disk. Seconds.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is looked at for each scrape."""
+
+    classes: Sequence[DeviceClass]
+    inventory: Inventory
+    diagnosis: Diagnosis
+    wiper: Wiper
+    copier: Copier
+    grower: Grower
+    registration: Registration
 
 
 class Metrics:
@@ -96,19 +110,9 @@ class Metrics:
         self._commands.labels(words[0], subcommand, outcome).inc()
         self._command_seconds.labels(words[0], subcommand).observe(seconds)
 
-    def watch(
-        self,
-        classes: Sequence[DeviceClass],
-        known: Inventory,
-        diagnosis: Diagnosis,
-        wiper: Wiper,
-        copier: Copier,
-        grower: Grower,
-        registration: Registration,
-    ) -> None:
+    def watch(self, parts: Parts) -> None:
         """Measure these from now on."""
-        gauges = _Gauges(classes, known, diagnosis, wiper, copier, grower, registration)
-        self._registry.register(gauges)
+        self._registry.register(_Gauges(parts))
 
     def families(self) -> Iterable[Metric]:
         """Everything as it is now."""
@@ -129,24 +133,9 @@ def _outcome(words: tuple[str, ...], result: Result) -> str:
 
 
 class _Gauges(Collector):
-    def __init__(
-        self,
-        classes: Sequence[DeviceClass],
-        known: Inventory,
-        diagnosis: Diagnosis,
-        wiper: Wiper,
-        copier: Copier,
-        grower: Grower,
-        registration: Registration,
-    ) -> None:
-        self._classes = classes
-        self._carvings = Carvings(classes, known)
-        self._inventory = known
-        self._diagnosis = diagnosis
-        self._wiper = wiper
-        self._copier = copier
-        self._grower = grower
-        self._registration = registration
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._carvings = Carvings(parts.classes, parts.inventory)
 
     def collect(self) -> Iterable[Metric]:
         """What is looked up at each scrape."""
@@ -161,14 +150,14 @@ class _Gauges(Collector):
             "Deleted volumes that are not yet overwritten and removed.",
             labels=["state"],
         )
-        for state, count in self._wiper.counts().items():
+        for state, count in self._parts.wiper.counts().items():
             wipes.add_metric([state], count)
         yield wipes
 
         copies = GaugeMetricFamily(
             "carver_copies", "Volumes whose contents are not complete yet.", labels=["state"]
         )
-        for state, count in self._copier.counts().items():
+        for state, count in self._parts.copier.counts().items():
             copies.add_metric([state], count)
         yield copies
 
@@ -177,7 +166,7 @@ class _Gauges(Collector):
             "How often what fills up was extended, had no room for that, or failed to be.",
             labels=["kind", "outcome"],
         )
-        for (kind, outcome), count in self._grower.counts().items():
+        for (kind, outcome), count in self._parts.grower.counts().items():
             extensions.add_metric([kind, outcome], count)
         yield extensions
 
@@ -185,7 +174,7 @@ class _Gauges(Collector):
             "carver_registration", "How far the registration is: 1 for one.", labels=["state"]
         )
         for one in State:
-            registration.add_metric([one.value], one is self._registration.state)
+            registration.add_metric([one.value], one is self._parts.registration.state)
         yield registration
 
         answers = GaugeMetricFamily("carver_lvm_up", "Whether lvm2 gave a report when last asked.")
@@ -193,7 +182,7 @@ class _Gauges(Collector):
             "carver_report_timestamp_seconds", "When the report of the groups was read."
         )
         try:
-            known, time_seconds = self._inventory.recent()
+            known, time_seconds = self._parts.inventory.recent()
         except errors.LvmError:
             answers.add_metric([], 0)
             yield answers
@@ -221,16 +210,16 @@ class _Gauges(Collector):
             "How full a copy-on-write snapshot's area is; at 1 the snapshot is lost.",
             labels=["snapshot"],
         )
-        for snapshot in self._inventory.all_snapshots(known):
+        for snapshot in self._parts.inventory.all_snapshots(known):
             percent = snapshot.group.volume(snapshot.name).data_percent
             if percent is not None and not snapshot.is_thin:
                 fullness.add_metric([str(snapshot.id)], percent / 100)
-        held, mounts = Counts[str](), self._diagnosis.mounts()
-        for volume in self._inventory.present(known):
+        held, mounts = Counts[str](), self._parts.diagnosis.mounts()
+        for volume in self._parts.inventory.present(known):
             held[volume.group.name] += 1
-            if self._diagnosis.of(volume, mounts):
+            if self._parts.diagnosis.of(volume, mounts):
                 abnormal.add_metric([str(volume.id)], 1)
-        for name in dict.fromkeys(one.group for one in self._classes):
+        for name in dict.fromkeys(one.group for one in self._parts.classes):
             group = known.groups.get(name)
             present.add_metric([name], group is not None)
             if group is None:
@@ -248,7 +237,7 @@ class _Gauges(Collector):
         promised = _of_pool("promised_bytes", "The sizes of its volumes and their snapshots.")
         data = _of_pool("data_percent", "How full its data are.")
         metadata = _of_pool("metadata_percent", "How full its metadata are.")
-        for group in self._inventory.own_groups(known):
+        for group in self._parts.inventory.own_groups(known):
             for one in self._carvings.thin(group.name):
                 pool = one.pool(group)
                 if not pool.data_extents:
@@ -256,7 +245,7 @@ class _Gauges(Collector):
                 labels = [one.device_class, group.name]
                 size.add_metric(labels, pool.data_extents * group.extent_size_bytes)
                 promised.add_metric(labels, pool.promised_bytes)
-                status = pools.status_of(self._inventory.status(group.name, pool.name))
+                status = pools.status_of(self._parts.inventory.status(group.name, pool.name))
                 if status is not None:
                     data.add_metric(labels, status.data_percent)
                     metadata.add_metric(labels, status.metadata_percent)
@@ -268,7 +257,7 @@ class _Gauges(Collector):
             "The largest volume of the class that can be made, as GetCapacity says.",
             labels=["class", "group"],
         )
-        for one in self._classes:
+        for one in self._parts.classes:
             if (group := known.groups.get(one.group)) is not None:
                 largest = self._carvings.of(one).maximum_bytes(group)
                 available.add_metric([one.name, one.group], largest)

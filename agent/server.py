@@ -45,7 +45,7 @@ from mount.syscalls import Kernel
 from proto import csi_pb2_grpc
 
 if TYPE_CHECKING:
-    from agent.metrics import Metrics
+    from agent.metrics import Metrics, Parts
 
 _log = logging.getLogger(__name__)
 
@@ -175,15 +175,7 @@ def serve(config: Config, host: Host) -> None:
         service.grower.start()
         registration = Registration(config.registration_directory, config.endpoint)
         if config.metrics_address is not None and metrics is not None:
-            metrics.watch(
-                config.classes,
-                service.inventory,
-                service.diagnosis,
-                service.wiper,
-                service.copier,
-                service.grower,
-                registration,
-            )
+            metrics.watch(_measured(config, service, registration))
             pages = monitor.Monitor(config.metrics_address, _pages(config, service, metrics))
             pages.start()
             ending.callback(pages.stop)
@@ -210,6 +202,20 @@ def _metrics() -> "Metrics":
     from agent.metrics import Metrics
 
     return Metrics()
+
+
+def _measured(config: Config, service: Service, registration: Registration) -> "Parts":
+    from agent.metrics import Parts
+
+    return Parts(
+        config.classes,
+        service.inventory,
+        service.diagnosis,
+        service.wiper,
+        service.copier,
+        service.grower,
+        registration,
+    )
 
 
 def _pages(config: Config, service: Service, metrics: "Metrics") -> Mapping[str, monitor.Page]:

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from agent import growing, registration
 from agent.client import Client, block
 from agent.config import DeviceClass
-from agent.metrics import Metrics
+from agent.metrics import Metrics, Parts
 from agent.registration import Registration
 from agent.server import Host, Service
 from lvm import errors
@@ -74,7 +74,7 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     service = Service(config, Host(run, host.kernel, host.devices), lvm, metrics.count_call)
     kubelet = Registration(tmp_path / "registry", config.endpoint)
     running = (service.diagnosis, service.wiper, service.copier, service.grower)
-    metrics.watch(config.classes, service.inventory, *running, kubelet)
+    metrics.watch(Parts(config.classes, service.inventory, *running, kubelet))
     service.start(config.endpoint)
     with Client(config.endpoint) as client:
         yield Measured(metrics, host, client, service, kubelet)
