@@ -23,7 +23,7 @@ from agent.inventory import Inventory, Snapshot, Volume
 from agent.jobs import Job, Jobs, Stopping
 from agent.locks import GroupLocks
 from agent.snapshots import Snapshotter
-from lvm import names, report, volumes
+from lvm import command, names, report, volumes
 from lvm.lvm2 import Lvm
 from mount import btrfs
 from mount.syscalls import Kernel
@@ -60,7 +60,7 @@ class Copier:
         groups: GroupLocks,
         snapshotter: Snapshotter,
         *,
-        grace_seconds: float = 5.0,
+        grace_seconds: float = 10.0,
         retry_seconds: float = 60.0,
     ) -> None:
         self._lvm = lvm
@@ -94,7 +94,9 @@ class Copier:
         Raises Copying, which tells how far it is, or what went wrong.
         """
         job = self.jobs.start(_Copy(key=str(volume.id), volume=volume, source=source))
-        wait([job.ended], self.grace_seconds)
+        patience = command.remaining_seconds()
+        moment = self.grace_seconds if patience is None else min(patience, self.grace_seconds)
+        wait([job.ended], moment)
         if not job.ended.done():
             raise errors.Copying(job.key, str(job))
         job.ended.result()
