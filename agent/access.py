@@ -4,26 +4,22 @@ Publishing, unpublishing, unstaging and statistics start no process: the kernel'
 sysfs say all that they need.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 
-from agent import calls, errors, inventory
+from agent import calls, errors, holders, inventory
 from agent.chores import Chores
 from agent.copying import Copier
 from agent.diagnosis import Diagnosis
-from agent.inventory import Inventory, Volume
-from agent.locks import GroupLocks
+from agent.inventory import Volume
+from agent.means import Means
 from agent.wiping import Wiper
 from lvm import volumes
-from lvm.command import Run
 from lvm.devices import Device
-from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
 from mount import filesystem, loop, mounts, nodes, options, table, target, usage
-from mount.syscalls import Kernel
 
 DEFAULT_FS_TYPE = "ext4"
 
@@ -44,29 +40,16 @@ class Statistics:
 class Access:
     """Carries out the Node's calls."""
 
-    def __init__(
-        self,
-        run: Run,
-        lvm: Lvm,
-        kernel: Kernel,
-        known: Inventory,
-        groups: GroupLocks,
-        wiper: Wiper,
-        copier: Copier,
-        diagnosis: Diagnosis,
-        inside: Sequence[str],
-    ) -> None:
-        self._run = run
-        self._lvm = lvm
-        self._kernel = kernel
-        self._inventory = known
-        self._groups = groups
+    def __init__(self, means: Means, wiper: Wiper, copier: Copier, diagnosis: Diagnosis) -> None:
+        self._run = means.run
+        self._lvm, self._kernel = means.lvm, means.kernel
+        self._inventory, self._groups = means.inventory, means.groups
         self._wiper = wiper
         self._copier = copier
         self._diagnosis = diagnosis
         self._chores = Chores()
         # The directories in which kubelet may have volumes mounted.
-        self._inside = inside
+        self._inside = means.config.kubelet_dir
 
     def stage(self, call: calls.Stage) -> None:
         """Activate the volume; format it, once in its life, and mount it at the staging path.
@@ -157,7 +140,7 @@ class Access:
 
     def _publish_device(self, call: calls.Publish, device: Device) -> None:
         published = mounts.node(self._kernel, call.target_path)
-        if published is None or published not in self._numbers(device):
+        if published is None or published not in holders.numbers(self._kernel, device):
             self._require_single(call, device)
         elif (published == device.number) == call.read_only:
             raise errors.Incompatible(
@@ -264,12 +247,8 @@ class Access:
         """Only SINGLE_NODE_MULTI_WRITER allows a second target (CSI spec, NodePublishVolume)."""
         if call.capability.mode == calls.MULTI_WRITER:
             return
-        mounted = table.read(self._kernel).of_device(device.number)
-        bound = (nodes.bound(self._kernel, number) for number in self._numbers(device))
-        # A part of the volume, bound elsewhere by kubelet for a subPath, is no target.
-        whole = (one for one in mounted if one.root == "/")
-        others = {one.path for one in chain(whole, *bound)} - {call.staging_path, call.target_path}
-        if others:
+        found = holders.places(self._kernel, table.read(self._kernel), device)
+        if others := {one.path for one in found} - {call.staging_path, call.target_path}:
             raise errors.VolumeInUse(
                 call.volume_id,
                 f"it is published at {', '.join(sorted(others))}, and {call.capability.mode}"
@@ -287,7 +266,7 @@ class Access:
         if device is not None and mounted is not None:
             if mounted.device == device.number:
                 return device, mounted
-            if mounts.node(self._kernel, mounted.path) in self._numbers(device):
+            if mounts.node(self._kernel, mounted.path) in holders.numbers(self._kernel, device):
                 return device, mounted
         if mounted is not None and mounted.is_stale_node:
             raise errors.NotStaged(
@@ -297,21 +276,17 @@ class Access:
             )
         raise errors.NoSuchPath(call.volume_id, call.path)
 
-    def _numbers(self, device: Device) -> list[table.DeviceNumber]:
-        """The device's number, and that of the loop device through which it is read only."""
-        loops = loop.over(self._kernel, device.number)
-        return [device.number, *(self._kernel.device_number(one) for one in loops)]
-
     def _ensure_unmounted(self, call: calls.At) -> None:
         device = self._inventory.device(call.volume_id)
         # Without a device, whatever is mounted there is not this volume, or a node that it had.
-        numbers = [] if device is None else self._numbers(device)
+        numbers = [] if device is None else holders.numbers(self._kernel, device)
         mounts.ensure_unmounted(self._kernel, call.path, numbers)
         if device is not None:
             self._drop_unused_loops(device)
 
     def _drop_unused_loops(self, device: Device) -> None:
         """Detach a read-only loop device when nothing is published through it any more."""
+        known = table.read(self._kernel)
         for one in loop.over(self._kernel, device.number):
-            if not nodes.bound(self._kernel, self._kernel.device_number(one)):
+            if not nodes.bound(self._kernel, known, [self._kernel.device_number(one)]):
                 loop.detach(self._kernel, one)

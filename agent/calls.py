@@ -6,17 +6,18 @@ Policy takes these records and never sees a protobuf message.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from agent import config, errors
 from agent.ids import VolumeId
 from lvm import tags
 from lvm.layout import Reserve
+from lvm.tuning import AS_IT_IS, Tuning
 from mount import errors as mount_errors
 from mount import filesystem, options, target
 from proto import csi_pb2 as csi
 
-Number = TypeVar("Number", int, Reserve)
+Number = TypeVar("Number")
 
 PARAMETER_PREFIX = "carver/"
 PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions")
@@ -28,6 +29,13 @@ LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
 }
 CACHE_SIZE = "cacheSize"
 STORAGE_CLASS_PARAMETERS = (*PARAMETERS, *LAYOUT_PARAMETERS, CACHE_SIZE)
+# What a VolumeAttributesClass may say: the field of a Tuning, and how it is read.
+MUTABLE = "mutable_parameters"
+MUTABLE_PARAMETERS: Mapping[str, tuple[str, Callable[[str], object]]] = {
+    "readAhead": ("read_ahead_bytes", config.parse_read_ahead),
+    "minimumRecoveryRate": ("minimum_recovery_kib", config.parse_rate),
+    "maximumRecoveryRate": ("maximum_recovery_kib", config.parse_rate),
+}
 # What a pod may say of an inline volume: as a StorageClass may, and how large it is.
 SIZE = "size"
 INLINE_PARAMETERS = (*STORAGE_CLASS_PARAMETERS, SIZE)
@@ -73,6 +81,11 @@ _ABOUT_SNAPSHOT = {
     "csi.storage.k8s.io/volumesnapshot/name": "snapshot",
     "csi.storage.k8s.io/volumesnapshot/namespace": "namespace",
     "csi.storage.k8s.io/volumesnapshotcontent/name": "content",
+}
+_ABOUT_GROUP_SNAPSHOT = {
+    "csi.storage.k8s.io/volumegroupsnapshot/name": "groupSnapshotName",
+    "csi.storage.k8s.io/volumegroupsnapshot/namespace": "namespace",
+    "csi.storage.k8s.io/volumegroupsnapshotcontent/name": "content",
 }
 
 
@@ -170,8 +183,7 @@ class Parameters:
     def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
         """Read and check a StorageClass's parameters: each must be known."""
         _check_map(field, wire)
-        about = {_ABOUT[key]: value for key, value in wire.items() if key in _ABOUT}
-        rest = {key: value for key, value in wire.items() if key not in _ABOUT}
+        about, rest = _told(wire, _ABOUT)
         return cls._read(_known(rest, field, STORAGE_CLASS_PARAMETERS), field, about)
 
     @classmethod
@@ -179,9 +191,9 @@ class Parameters:
         """Read an inline volume's attributes and its size, among what kubelet tells of the pod."""
         field = "volume_context"
         _check_map(field, wire)
-        about = {_POD[key]: value for key, value in wire.items() if key in _POD}
-        rest = {key: value for key, value in wire.items() if not key.startswith(_KUBELET_PREFIX)}
-        found = _known(rest, field, INLINE_PARAMETERS)
+        about, rest = _told(wire, _POD)
+        own = {key: value for key, value in rest.items() if not key.startswith(_KUBELET_PREFIX)}
+        found = _known(own, field, INLINE_PARAMETERS)
         size = found.pop(SIZE, "")
         return cls._read(found, field, about), size
 
@@ -212,7 +224,9 @@ class Parameters:
             for key, (one, read) in LAYOUT_PARAMETERS.items()
             if key in found
         }
-        cache_size = found.get(CACHE_SIZE)
+        cache_size = None
+        if CACHE_SIZE in found:
+            cache_size = _number(f"{field}[{CACHE_SIZE}]", found[CACHE_SIZE], config.parse_part)
         return cls(
             device_class=found.get("class", ""),
             fs_type=fs_type,
@@ -220,11 +234,7 @@ class Parameters:
             mount_options=mount_options,
             about=about,
             layout=layout,
-            cache_size=(
-                None
-                if cache_size is None
-                else _number(f"{field}[{CACHE_SIZE}]", cache_size, config.parse_part)
-            ),
+            cache_size=cache_size,
         )
 
     def check_for(self, fs_type: str, field: str) -> None:
@@ -295,6 +305,7 @@ class Create:
     topology: Topology
     # What it is made of; None for an empty volume.
     source: Source | None = None
+    tuning: Tuning = AS_IT_IS
     # An inline volume, which has the CO's id for a name.
     is_ephemeral: bool = False
 
@@ -304,8 +315,6 @@ class Create:
         _check_name("name", wire.name)
         if not wire.volume_capabilities:
             raise errors.Missing("volume_capabilities")
-        if wire.mutable_parameters:
-            raise errors.BadField("mutable_parameters", "are not supported")
         return cls(
             name=wire.name,
             size=SizeRange.from_proto(wire.capacity_range),
@@ -313,6 +322,7 @@ class Create:
             parameters=Parameters.from_proto(wire.parameters),
             topology=Topology.from_proto(wire.accessibility_requirements),
             source=Source.from_proto(wire),
+            tuning=_tuning(wire.mutable_parameters),
         )
 
 
@@ -323,6 +333,7 @@ class Validate:
     volume_id: str
     capabilities: tuple[Capability, ...]
     unsupported: str
+    tuning: Tuning = AS_IT_IS
 
     @classmethod
     def from_proto(cls, wire: csi.ValidateVolumeCapabilitiesRequest) -> Self:
@@ -334,11 +345,26 @@ class Validate:
             capabilities = _capabilities(wire.volume_capabilities)
             if wire.parameters:
                 Parameters.from_proto(wire.parameters)
-            if wire.mutable_parameters:
-                raise errors.BadField("mutable_parameters", "are not supported")
+            tuning = _tuning(wire.mutable_parameters)
         except errors.BadField as error:
             return cls(volume_id, (), str(error))
-        return cls(volume_id, capabilities, "")
+        return cls(volume_id, capabilities, "", tuning)
+
+
+@dataclass(frozen=True)
+class Modify:
+    """ControllerModifyVolume."""
+
+    volume_id: str
+    tuning: Tuning
+
+    @classmethod
+    def from_proto(cls, wire: csi.ControllerModifyVolumeRequest) -> Self:
+        """Read and check the request."""
+        volume_id = _volume_id(wire.volume_id)
+        if not wire.mutable_parameters:
+            raise errors.Missing(MUTABLE)
+        return cls(volume_id, _tuning(wire.mutable_parameters))
 
 
 @dataclass(frozen=True)
@@ -414,20 +440,53 @@ class CreateSnapshot:
         _check_name("name", wire.name)
         if not wire.source_volume_id:
             raise errors.Missing("source_volume_id")
-        field, told = "parameters", _ABOUT_SNAPSHOT
-        _check_map(field, wire.parameters)
-        about = {told[key]: value for key, value in wire.parameters.items() if key in told}
-        for key, value in about.items():
-            _check_fits(field, key, value)
-        rest = {key: value for key, value in wire.parameters.items() if key not in told}
-        found = _known(rest, field, SNAPSHOT_PARAMETERS)
-        size = None
-        if SIZE in found:
-            try:
-                size = config.parse_part(found[SIZE])
-            except ValueError as error:
-                raise errors.BadField(f"{field}[size]", f"{found[SIZE]!r}: {error}") from None
+        size, about = _of_snapshot(wire.parameters, _ABOUT_SNAPSHOT)
         return cls(wire.name, wire.source_volume_id, size, about)
+
+
+@dataclass(frozen=True)
+class CreateGroupSnapshot:
+    """CreateVolumeGroupSnapshot. The sources are in the order of their ids."""
+
+    name: str
+    source_ids: tuple[str, ...]
+    size: Reserve | None
+    about: Mapping[str, str]
+
+    @classmethod
+    def from_proto(cls, wire: csi.CreateVolumeGroupSnapshotRequest) -> Self:
+        """Read and check the request."""
+        _check_name("name", wire.name)
+        field = "source_volume_ids"
+        if not wire.source_volume_ids:
+            raise errors.Missing(field)
+        for index, one in enumerate(wire.source_volume_ids):
+            if not one:
+                raise errors.Missing(f"{field}[{index}]")
+            if one in wire.source_volume_ids[:index]:
+                raise errors.BadField(f"{field}[{index}]", f"{one!r} is named twice")
+        size, about = _of_snapshot(wire.parameters, _ABOUT_GROUP_SNAPSHOT)
+        return cls(wire.name, tuple(sorted(wire.source_volume_ids)), size, about)
+
+
+@dataclass(frozen=True)
+class GroupSnapshot:
+    """GetVolumeGroupSnapshot and DeleteVolumeGroupSnapshot: which, and what the caller has of it.
+
+    Which snapshots are its own is compared where there is one of that id.
+    """
+
+    id: str
+    snapshot_ids: tuple[str, ...]
+
+    @classmethod
+    def from_proto(
+        cls, wire: csi.GetVolumeGroupSnapshotRequest | csi.DeleteVolumeGroupSnapshotRequest
+    ) -> Self:
+        """Read and check the request."""
+        if not wire.group_snapshot_id:
+            raise errors.Missing("group_snapshot_id")
+        return cls(wire.group_snapshot_id, tuple(wire.snapshot_ids))
 
 
 @dataclass(frozen=True)
@@ -522,7 +581,7 @@ class Inline:
         if wire.readonly:
             capability = replace(capability, mode=READER_ONLY)
         parameters, size = Parameters.from_pod(wire.volume_context)
-        size_bytes = _size(f"volume_context[{SIZE}]", size) if size else 0
+        size_bytes = _number(f"volume_context[{SIZE}]", size, _size) if size else 0
         return cls(wire.volume_id, target_path, capability, parameters, size_bytes)
 
 
@@ -589,13 +648,10 @@ def _check_name(field: str, text: str) -> None:
         raise errors.BadField(field, f"{text!r} has a control character")
 
 
-def _size(field: str, text: str) -> int:
-    try:
-        size_bytes = config.parse_size(text)
-    except ValueError as error:
-        raise errors.BadField(field, f"{text!r}: {error}") from None
+def _size(text: str) -> int:
+    size_bytes = config.parse_size(text)
     if size_bytes == 0:
-        raise errors.BadField(field, "must be larger than 0")
+        raise ValueError("must be larger than 0")
     return size_bytes
 
 
@@ -621,6 +677,29 @@ def _capabilities(wire: Sequence[csi.VolumeCapability]) -> tuple[Capability, ...
     )
 
 
+def _told(
+    wire: Mapping[str, str], names: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What other programs tell, by the names of the facts that it is kept as, and the rest."""
+    about = {names[key]: value for key, value in wire.items() if key in names}
+    return about, {key: value for key, value in wire.items() if key not in names}
+
+
+def _of_snapshot(
+    parameters: Mapping[str, str], known: Mapping[str, str]
+) -> tuple[Reserve | None, dict[str, str]]:
+    """The size of a snapshot's area, if the parameters say it, and what they tell about it."""
+    field = "parameters"
+    _check_map(field, parameters)
+    about, rest = _told(parameters, known)
+    for key, value in about.items():
+        _check_fits(field, key, value)
+    found = _known(rest, field, SNAPSHOT_PARAMETERS)
+    if SIZE not in found:
+        return None, about
+    return _number(f"{field}[{SIZE}]", found[SIZE], config.parse_part), about
+
+
 def _known(wire: Mapping[str, str], field: str, allowed: Sequence[str]) -> dict[str, str]:
     """Parameters by their names, without the prefix; each must be allowed, and given once."""
     found: dict[str, str] = {}
@@ -639,6 +718,21 @@ def _number(field: str, text: str, read: Callable[[str], Number]) -> Number:
         return read(text)
     except ValueError as error:
         raise errors.BadField(field, f"{text!r} is not allowed: {error}") from None
+
+
+def _tuning(wire: Mapping[str, str]) -> Tuning:
+    """A VolumeAttributesClass's parameters, beside what sidecars tell of the claim."""
+    _check_map(MUTABLE, wire)
+    _, rest = _told(wire, _ABOUT)
+    found = _known(rest, MUTABLE, tuple(MUTABLE_PARAMETERS))
+    said: dict[str, Any] = {
+        part: _number(f"{MUTABLE}[{key}]", found[key], read)
+        for key, (part, read) in MUTABLE_PARAMETERS.items()
+        if key in found
+    }
+    if why := Tuning(**said).refusal:
+        raise errors.BadField(MUTABLE, why)
+    return Tuning(**said)
 
 
 def _check_map(field: str, wire: Mapping[str, str]) -> None:

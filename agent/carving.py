@@ -17,6 +17,7 @@ from lvm.caches import Cache
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.pools import Policy, Pool
+from lvm.tuning import AS_IT_IS, Tuning
 
 # Facts of a pool, beside its state; it has no name of a caller's.
 CLASS = "class"
@@ -52,7 +53,13 @@ class Carving(Protocol):
         ...
 
     def create(
-        self, lvm: Lvm, group: report.Group, name: str, size_bytes: int, facts: Mapping[str, str]
+        self,
+        lvm: Lvm,
+        group: report.Group,
+        name: str,
+        size_bytes: int,
+        facts: Mapping[str, str],
+        tuning: Tuning = AS_IT_IS,
     ) -> None:
         """Make, tag and activate a volume; the group's lock is held, the report read within."""
         ...
@@ -88,7 +95,13 @@ class Thick:
         return f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room"
 
     def create(
-        self, lvm: Lvm, group: report.Group, name: str, size_bytes: int, facts: Mapping[str, str]
+        self,
+        lvm: Lvm,
+        group: report.Group,
+        name: str,
+        size_bytes: int,
+        facts: Mapping[str, str],
+        tuning: Tuning = AS_IT_IS,
     ) -> None:
         """One command."""
         volumes.create(
@@ -99,6 +112,7 @@ class Thick:
             facts=facts,
             layout=self.layout,
             disks=layout.placement(group, self.layout),
+            tuning=tuning,
         )
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
@@ -127,16 +141,26 @@ class Cached(Thick):
         return f"for linear with a {self.cache.kind} on fast disks, which have {fast} bytes free,"
 
     def create(
-        self, lvm: Lvm, group: report.Group, name: str, size_bytes: int, facts: Mapping[str, str]
+        self,
+        lvm: Lvm,
+        group: report.Group,
+        name: str,
+        size_bytes: int,
+        facts: Mapping[str, str],
+        tuning: Tuning = AS_IT_IS,
     ) -> None:
         """One command."""
-        caches.create(lvm, group, name, self.cache, size_bytes=size_bytes, facts=facts)
+        caches.create(
+            lvm, group, name, self.cache, size_bytes=size_bytes, facts=facts, tuning=tuning
+        )
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
-        """A volume without its cache gets it."""
+        """A volume without its cache gets it; one with snapshots was in use without it."""
         logical = volume.group.volume(volume.name)
-        if not caches.is_cached(logical):
-            caches.attach(lvm, volume.group, logical, self.cache)
+        if not caches.is_cached(logical) and not volume.group.copy_on_write_of(volume.name):
+            extent = volume.group.extent_size_bytes
+            extents = self.cache.extents(logical.size_bytes // extent, extent)
+            caches.attach(lvm, volume.group, volume.name, self.cache, extents)
 
 
 @dataclass(frozen=True)
@@ -178,13 +202,20 @@ class Thin:
         return f"for thin volumes: {why or times}"
 
     def create(
-        self, lvm: Lvm, group: report.Group, name: str, size_bytes: int, facts: Mapping[str, str]
+        self,
+        lvm: Lvm,
+        group: report.Group,
+        name: str,
+        size_bytes: int,
+        facts: Mapping[str, str],
+        tuning: Tuning = AS_IT_IS,
     ) -> None:
         """One command, and one more for a pool that is not made yet."""
         pool = self.pool(group)
-        if not pool.data_extents:
-            self._create_pool(lvm, group, pool)
-        thin.create(lvm, group.name, pool.name, name, size_bytes=size_bytes, facts=facts)
+        self._ensure_made(lvm, group, pool)
+        thin.create(
+            lvm, group.name, pool.name, name, size_bytes=size_bytes, facts=facts, tuning=tuning
+        )
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
         """One command; the pool grows when it is used."""
@@ -221,7 +252,9 @@ class Thin:
             thin.extend_metadata(lvm, group.name, pool.name, by_bytes=more * extent, disks=disks)
         return more * extent
 
-    def _create_pool(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
+    def _ensure_made(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
+        if pool.data_extents:
+            return
         thin.create_pool(
             lvm,
             group.name,
@@ -234,14 +267,67 @@ class Thin:
                 inventory.STATE: inventory.READY,
                 CLASS: self.device_class,
                 CHUNK: str(pool.chunk_size_bytes),
+                **self._about_cache(group),
             },
             disks=layout.anywhere(group),
         )
+
+    def _about_cache(self, _group: report.Group) -> Mapping[str, str]:
+        """What is kept of a pool's cache."""
+        return {}
 
     def _refusal(self, group: report.Group) -> str:
         pool = self.pool(group)
         status = pools.status_of(self.known.status(group.name, pool.name))
         return pools.refusal(group, pool, self.policy, self.kept(group), status)
+
+
+@dataclass(frozen=True)
+class CachedThin(Thin):
+    """Thin volumes out of a pool on slow disks whose data have a cache on fast ones.
+
+    The pool is made first, then its cache, then a volume in it: killed in between, the pool is
+    empty, and the next call gives it what it lacks, or the next start takes it away.
+    """
+
+    cache: Cache
+
+    def maximum_bytes(self, group: report.Group) -> int:
+        """What the pool may still promise; nothing while it has no cache and no room for one."""
+        if not caches.has_room(group, pool_name(self.device_class), self.cache):
+            return 0
+        return super().maximum_bytes(group)
+
+    def purpose(self, group: report.Group) -> str:
+        """The pool, and its cache where that is what has no room."""
+        if caches.has_room(group, pool_name(self.device_class), self.cache):
+            return super().purpose(group)
+        wanted, free = self.cache.of_pool(group), group.fast_free_extents
+        return (
+            f"for thin volumes: the {self.cache.kind} of their pool takes"
+            f" {wanted * group.extent_size_bytes} bytes of fast disks, which have"
+            f" {free * group.extent_size_bytes} bytes free;"
+        )
+
+    def _ensure_made(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
+        super()._ensure_made(lvm, group, pool)
+        made = group.volumes.get(pool.name)
+        if made is not None and caches.is_cached(made):
+            return
+        if made is not None:
+            self._tell_of_cache(lvm, group, made)
+        caches.attach(lvm, group, pool.name, self.cache, self.cache.of_pool(group))
+
+    def _tell_of_cache(self, lvm: Lvm, group: report.Group, made: report.LogicalVolume) -> None:
+        """A pool that had none, or another, has the facts of the one that it gets."""
+        facts, wanted = tags.decode(made.tags), self._about_cache(group)
+        old = {key: facts[key] for key in wanted if key in facts}
+        if old != wanted:
+            volumes.mark(lvm, group.name, made.name, old=old, new=wanted)
+
+    def _about_cache(self, group: report.Group) -> Mapping[str, str]:
+        extent = group.extent_size_bytes
+        return {inventory.CACHE: self.cache.fact(group.extents * extent, extent)}
 
 
 class Carvings:
@@ -253,11 +339,17 @@ class Carvings:
 
     def of(self, one: DeviceClass) -> Carving:
         """How volumes of a class are made."""
-        if one.cache is not None:
-            return Cached(one.layout, partial(self._kept, one), one.cache)
-        if one.pool is None:
-            return Thick(one.layout, partial(self._kept, one))
-        return self._thin(one, one.pool)
+        kept = partial(self._kept, one)
+        match one.pool, one.cache:
+            case None, None:
+                return Thick(one.layout, kept)
+            case None, Cache() as cache:
+                return Cached(one.layout, kept, cache)
+            case Policy() as policy, None:
+                return self._thin(one, policy)
+            case Policy() as policy, Cache() as cache:
+                return CachedThin(one.name, one.group, policy, kept, self._inventory, cache)
+        raise AssertionError(one)  # pragma: no cover - there is no other class
 
     def of_volume(self, volume: Volume) -> Carving:
         """How a volume was made, by the rules of its class; one that is gone had no rules."""

@@ -12,6 +12,13 @@ from proto import csi_pb2_grpc
 
 Mode = csi.VolumeCapability.AccessMode.Mode
 
+# A socket of this machine's costs nothing to try: the pauses between attempts need not grow to
+# minutes, as they would for a server far away.
+_OPTIONS = (
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 500),
+)
+
 
 def mounted(
     fs_type: str = "",
@@ -52,10 +59,11 @@ class Client:
     """
 
     def __init__(self, socket: Path, timeout_seconds: float = 120) -> None:
-        self._channel = grpc.insecure_channel(f"unix://{socket}")
+        self._channel = grpc.insecure_channel(f"unix://{socket}", options=_OPTIONS)
         self._timeout = timeout_seconds
         self.identity = csi_pb2_grpc.IdentityStub(self._channel)
         self.controller = csi_pb2_grpc.ControllerStub(self._channel)
+        self.group_controller = csi_pb2_grpc.GroupControllerStub(self._channel)
         self.node = csi_pb2_grpc.NodeStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -94,6 +102,7 @@ class Client:
         limit_bytes: int = 0,
         parameters: Mapping[str, str] | None = None,
         source: csi.VolumeContentSource | None = None,
+        mutable: Mapping[str, str] | None = None,
     ) -> csi.Volume:
         """Make a volume; for one file system and one writer where nothing is said."""
         request = csi.CreateVolumeRequest(
@@ -104,6 +113,7 @@ class Client:
             volume_capabilities=capabilities or [mounted()],
             parameters=parameters or {},
             volume_content_source=source,
+            mutable_parameters=mutable or {},
         )
         return self.controller.CreateVolume(request, timeout=self._timeout).volume
 
@@ -161,6 +171,35 @@ class Client:
         request = csi.ListSnapshotsRequest(source_volume_id=volume_id, snapshot_id=snapshot_id)
         response = self.controller.ListSnapshots(request, timeout=self._timeout)
         return [entry.snapshot for entry in response.entries]
+
+    def group_snapshot(
+        self, name: str, volume_ids: Sequence[str], parameters: Mapping[str, str] | None = None
+    ) -> csi.VolumeGroupSnapshot:
+        """Take snapshots of several volumes at one moment."""
+        request = csi.CreateVolumeGroupSnapshotRequest(
+            name=name, source_volume_ids=volume_ids, parameters=parameters or {}
+        )
+        answer = self.group_controller.CreateVolumeGroupSnapshot(request, timeout=self._timeout)
+        return answer.group_snapshot
+
+    def find_group_snapshot(
+        self, group_snapshot_id: str, snapshot_ids: Sequence[str] = ()
+    ) -> csi.VolumeGroupSnapshot:
+        """One group snapshot."""
+        request = csi.GetVolumeGroupSnapshotRequest(
+            group_snapshot_id=group_snapshot_id, snapshot_ids=snapshot_ids
+        )
+        answer = self.group_controller.GetVolumeGroupSnapshot(request, timeout=self._timeout)
+        return answer.group_snapshot
+
+    def delete_group_snapshot(
+        self, group_snapshot_id: str, snapshot_ids: Sequence[str] = ()
+    ) -> None:
+        """Delete all snapshots of a group."""
+        request = csi.DeleteVolumeGroupSnapshotRequest(
+            group_snapshot_id=group_snapshot_id, snapshot_ids=snapshot_ids
+        )
+        self.group_controller.DeleteVolumeGroupSnapshot(request, timeout=self._timeout)
 
     def stage(
         self,
@@ -241,6 +280,13 @@ class Client:
             volume_id=volume_id, capacity_range=csi.CapacityRange(required_bytes=required_bytes)
         )
         return self.controller.ControllerExpandVolume(request, timeout=self._timeout)
+
+    def modify(self, volume_id: str, parameters: Mapping[str, str]) -> None:
+        """Change a volume's mutable parameters."""
+        request = csi.ControllerModifyVolumeRequest(
+            volume_id=volume_id, mutable_parameters=parameters
+        )
+        self.controller.ControllerModifyVolume(request, timeout=self._timeout)
 
     def node_expand(
         self, volume_id: str, volume_path: Path | str, required_bytes: int = 0

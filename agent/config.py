@@ -10,12 +10,13 @@ import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from agent import errors
-from lvm import caches, layout, names, pools
+from lvm import caches, layout, names, pools, tuning
 from lvm.caches import Cache
 from lvm.layout import LINEAR, NO_RESERVE, Layout, Reserve
+from mount import errors as mount_errors
 from mount import filesystem
 
 DRIVER_NAME = "lvm.csi.carver"
@@ -160,6 +161,28 @@ def parse_part(value: object) -> Reserve:
     return size
 
 
+def parse_read_ahead(value: object) -> int | Literal["auto"]:
+    """Bytes that are read ahead, 0 for none, or `auto`: as the kernel chooses."""
+    if value == tuning.AUTO:
+        return tuning.AUTO
+    try:
+        size = parse_size(value)
+    except ValueError as error:
+        raise ValueError(f"{tuning.AUTO}, 0 for none, or a size: {error}") from None
+    unit, most = tuning.READ_AHEAD_UNIT_BYTES, tuning.MOST_READ_AHEAD_BYTES
+    if size > most or size % unit:
+        raise ValueError(f"{tuning.AUTO}, or 0 to {most >> 30}GiB in steps of {unit >> 10}KiB")
+    return size
+
+
+def parse_rate(value: object) -> int:
+    """KiB a second, from a size; 0 for no limit."""
+    size = parse_size(value)
+    if size > tuning.MOST_RECOVERY_KIB << 10 or size % 1024:
+        raise ValueError(f"whole KiB a second, up to {tuning.MOST_RECOVERY_KIB}KiB; 0 for no limit")
+    return size >> 10
+
+
 def _percent(value: object) -> float:
     percent = layout.parse_percent(str(value).removesuffix("%") + "%")
     if not percent:
@@ -228,7 +251,9 @@ SETTINGS: Mapping[str, Setting] = {
         _choice("direct", "host"), lambda: "direct", "where lvm2 is; host: through nsenter"
     ),
     "devices": Setting(
-        _words, lambda: (), "confine lvm2 to these block devices; empty: as lvm.conf says"
+        lambda value: _device_names(value) if value else (),
+        lambda: (),
+        "confine lvm2 to these block devices; empty: as lvm.conf says",
     ),
     "wipe": Setting(
         _choice("zero", "none"), lambda: "zero", "what is done to a deleted volume's blocks"
@@ -339,7 +364,8 @@ def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Confi
     file = arguments.config or Path(environment.get("CARVER_CONFIG", DEFAULT_FILE))
     optional = file == DEFAULT_FILE
     table = _read(file, optional=optional)
-    classes = _classes(str(file), table.pop("classes", [])) or (EMBEDDED_CLASS,)
+    given = _classes(str(file), table.pop("classes", []))
+    classes = given or (EMBEDDED_CLASS,)
     foundations = _foundations(str(file), table.pop("groups", []), classes)
     for key in table:
         if key not in SETTINGS:
@@ -350,7 +376,7 @@ def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Confi
         for key, setting in SETTINGS.items()
     }
     embedded = BackingFile(values.pop("file"), values.pop("file_size"))
-    if classes == (EMBEDDED_CLASS,) and not foundations:
+    if not given and not foundations:
         foundations = (Foundation(EMBEDDED_CLASS.group, file=embedded),)
     return Config(**values, classes=classes, foundations=foundations)
 
@@ -465,16 +491,18 @@ def _classes(source: str, tables: object) -> tuple[DeviceClass, ...]:
 
 
 def _class(source: str, where: str, values: dict[str, Any]) -> DeviceClass:
+    key = "layout"
     try:
-        values["layout"] = _layout(values)
-        values["pool"] = _pool(values, values["layout"])
-        values["cache"] = _cache(values, values["layout"])
+        shape = values["layout"] = _layout(values)
+        values["pool"] = _pool(values, shape)
+        key = "cache"
+        values["cache"] = _cache(values, shape)
     except ValueError as error:
-        raise errors.BadConfig(source, f"{where}.layout", str(error)) from None
+        raise errors.BadConfig(source, f"{where}.{key}", str(error)) from None
     one = DeviceClass(**values)
     try:
         filesystem.check_options(one.fs_type, one.mkfs_options)
-    except Exception as error:
+    except mount_errors.BadOption as error:
         raise errors.BadConfig(source, f"{where}.mkfs_options", str(error)) from None
     return one
 
@@ -556,8 +584,8 @@ def _cache(values: dict[str, Any], shape: Layout) -> Cache | None:
         if given:
             raise ValueError(f"{', '.join(given)}: only for a class with a cache")
         return None
-    if shape != LINEAR:
-        raise ValueError(f"cache: only for layout linear, this is {shape.kind}")
+    if not (shape.is_linear or shape.is_thin):
+        raise ValueError(f"cache: only for layouts linear and thin, this is {shape.kind}")
     mode = caches.WRITEBACK if kind == caches.WRITECACHE else caches.WRITETHROUGH
     size = given.get("cache_size", Cache.size)
     return Cache(kind, given.get("cache_mode", mode), size)

@@ -8,6 +8,7 @@ from agent.ids import VolumeId
 from agent.inventory import Inventory, Snapshot, Volume
 from lvm import names, report, thin
 from lvm.lvm2 import Lvm
+from lvm.tuning import Tuning
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,12 @@ def is_in(contents: Contents, group: report.Group, pool: str) -> bool:
 
 
 def share(
-    lvm: Lvm, contents: Contents, name: str, size_bytes: int, facts: Mapping[str, str]
+    lvm: Lvm,
+    contents: Contents,
+    name: str,
+    size_bytes: int,
+    facts: Mapping[str, str],
+    tuning: Tuning,
 ) -> Volume:
     """Make a volume that shares its blocks with these: one command, and none of them is copied.
 
@@ -95,5 +101,5 @@ def share(
     present_bytes = group.volume(origin).size_bytes
     if present_bytes == size_bytes and facts.get(inventory.FORMATTED) != "btrfs":
         facts = {**facts, inventory.STATE: inventory.READY}
-    thin.snapshot(lvm, group.name, name, origin=origin, facts=facts, read_only=False)
+    thin.snapshot(lvm, group.name, name, origin=origin, facts=facts, read_only=False, tuning=tuning)
     return Volume(VolumeId.of(group, name), group, name, present_bytes, facts)

@@ -1,12 +1,12 @@
 """CSI Controller: parse, hold the volume, call policy, answer."""
 
 import grpc
-from google.protobuf import timestamp_pb2, wrappers_pb2
+from google.protobuf import wrappers_pb2
 
-from agent import calls, condition, contents, inventory
+from agent import calls, condition, contents, inventory, wire
 from agent.config import TOPOLOGY_KEY, Config
 from agent.diagnosis import Diagnosis
-from agent.inventory import Snapshot, Volume
+from agent.inventory import Volume
 from agent.locks import VolumeLocks
 from agent.provision import Provisioner, context_of
 from agent.snapshots import Snapshotter
@@ -60,12 +60,13 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """Confirm that a volume can be used as described, or say why not."""
         call = calls.Validate.from_proto(request)
         volume = self._provision.get(call.volume_id)
-        if refusal := call.unsupported or self._provision.refusal(volume, call.capabilities):
+        if refusal := call.unsupported or self._provision.refusal(volume, call):
             return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
         confirmed = csi.ValidateVolumeCapabilitiesResponse.Confirmed(
             volume_context=context_of(volume.facts),
             volume_capabilities=request.volume_capabilities,
             parameters=request.parameters,
+            mutable_parameters=request.mutable_parameters,
         )
         return csi.ValidateVolumeCapabilitiesResponse(confirmed=confirmed)
 
@@ -121,6 +122,15 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             node_expansion_required=volume.facts.get(inventory.ACCESS) != calls.BLOCK,
         )
 
+    def ControllerModifyVolume(  # noqa: N802
+        self, request: csi.ControllerModifyVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.ControllerModifyVolumeResponse:
+        """Change a volume's mutable parameters, all that are given or none."""
+        call = calls.Modify.from_proto(request)
+        with self._locks.hold(inventory.logical_name(call.volume_id)):
+            self._provision.modify(call)
+        return csi.ControllerModifyVolumeResponse()
+
     def CreateSnapshot(  # noqa: N802
         self, request: csi.CreateSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateSnapshotResponse:
@@ -129,7 +139,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         name = self._snapshotter.logical_name(call.name)
         with self._locks.hold(name, inventory.logical_name(call.source_id)):
             snapshot = self._snapshotter.create(call)
-        return csi.CreateSnapshotResponse(snapshot=_snapshot(snapshot))
+        return csi.CreateSnapshotResponse(snapshot=wire.snapshot(snapshot))
 
     def DeleteSnapshot(  # noqa: N802
         self, request: csi.DeleteSnapshotRequest, context: grpc.ServicerContext
@@ -145,7 +155,9 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ListSnapshotsResponse:
         """All snapshots, or those of a volume, or one; in parts where the caller wants that."""
         part = self._snapshotter.list(calls.ListSnapshots.from_proto(request))
-        entries = [csi.ListSnapshotsResponse.Entry(snapshot=_snapshot(one)) for one in part.entries]
+        entries = [
+            csi.ListSnapshotsResponse.Entry(snapshot=wire.snapshot(one)) for one in part.entries
+        ]
         return csi.ListSnapshotsResponse(entries=entries, next_token=part.next_token)
 
     def GetSnapshot(  # noqa: N802
@@ -153,7 +165,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.GetSnapshotResponse:
         """One snapshot."""
         snapshot = self._snapshotter.get(calls.snapshot_id(request))
-        return csi.GetSnapshotResponse(snapshot=_snapshot(snapshot))
+        return csi.GetSnapshotResponse(snapshot=wire.snapshot(snapshot))
 
     def ControllerGetCapabilities(  # noqa: N802
         self, request: csi.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
@@ -170,6 +182,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             _Rpc.LIST_SNAPSHOTS,
             _Rpc.GET_SNAPSHOT,
             _Rpc.CLONE_VOLUME,
+            _Rpc.MODIFY_VOLUME,
         ]
         if self._config.controller_expand:
             offered.append(_Rpc.EXPAND_VOLUME)
@@ -197,15 +210,3 @@ def _content_source(volume: Volume) -> csi.VolumeContentSource | None:
     else:
         made_of.volume.volume_id = source.id
     return made_of
-
-
-def _snapshot(snapshot: Snapshot) -> csi.Snapshot:
-    taken = timestamp_pb2.Timestamp()
-    taken.FromNanoseconds(snapshot.time_nanoseconds)
-    return csi.Snapshot(
-        size_bytes=snapshot.size_bytes,
-        snapshot_id=str(snapshot.id),
-        source_volume_id=str(snapshot.source_id),
-        creation_time=taken,
-        ready_to_use=not snapshot.problem,
-    )

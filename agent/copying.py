@@ -19,14 +19,12 @@ from dataclasses import dataclass, replace
 
 from agent import calls, contents, errors, inventory
 from agent.contents import Contents
-from agent.inventory import Inventory, Snapshot, Volume
-from agent.jobs import Job, Jobs, Stopping
-from agent.locks import GroupLocks
+from agent.inventory import Snapshot, Volume
+from agent.jobs import Job, Jobs
+from agent.means import Means
 from agent.snapshots import Snapshotter
 from lvm import command, names, report, volumes
-from lvm.lvm2 import Lvm
 from mount import btrfs
-from mount.syscalls import Kernel
 
 _log = logging.getLogger(__name__)
 
@@ -52,25 +50,17 @@ class _Copy(Job):
 class Copier:
     """Fills new volumes, a few at a time."""
 
-    def __init__(
-        self,
-        lvm: Lvm,
-        kernel: Kernel,
-        known: Inventory,
-        groups: GroupLocks,
-        snapshotter: Snapshotter,
-        *,
-        grace_seconds: float = 10.0,
-        retry_seconds: float = 60.0,
-    ) -> None:
-        self._lvm = lvm
-        self._kernel = kernel
-        self._inventory = known
-        self._groups = groups
+    def __init__(self, means: Means, snapshotter: Snapshotter) -> None:
+        self._lvm, self._kernel = means.lvm, means.kernel
+        self._inventory, self._groups = means.inventory, means.groups
         self._snapshotter = snapshotter
-        self.grace_seconds = grace_seconds
+        self.grace_seconds = 10.0
         self.jobs = Jobs(
-            "copy", self._work, self._look_again, workers=_WORKERS, retry_seconds=retry_seconds
+            "copy",
+            self._copy,
+            self._find,
+            "volume %s is not completed: %s",
+            workers=_WORKERS,
         )
 
     def prepare(self, name: str, source: Contents) -> Snapshot:
@@ -124,8 +114,8 @@ class Copier:
     @contextmanager
     def halted(self, volume_id: str) -> Iterator[None]:
         """Inside, nothing is copied to the volume: it is being deleted."""
-        self.jobs.call_off(volume_id)
         try:
+            self.jobs.call_off(volume_id)
             yield
         finally:
             self.jobs.allow(volume_id)
@@ -152,49 +142,28 @@ class Copier:
             if snapshot.is_bridge and snapshot.name not in wanted:
                 self._snapshotter.discard(snapshot)
         for volume in left:
-            self._begin(known, volume)
+            try:
+                self.jobs.start(self._copy_to(known, volume))
+            except errors.AgentError as error:
+                # The caller, who has no volume yet, calls again and hears of it.
+                _log.error("volume %s cannot be completed: %s", volume.id, error)
         return len(left)
 
     def stop(self) -> None:
         """End at the next chunk; the tags tell the next start what is left."""
         self.jobs.stop()
 
-    def _begin(self, known: report.Report, volume: Volume) -> None:
-        try:
-            source = self.source_of(known, volume)
-        except errors.AgentError as error:
-            # The caller, who has no volume yet, calls again and hears of it.
-            _log.error("volume %s cannot be completed: %s", volume.id, error)
-            return
-        self.jobs.start(_Copy(key=str(volume.id), volume=volume, source=source))
+    def _copy_to(self, known: report.Report, volume: Volume) -> _Copy:
+        return _Copy(key=str(volume.id), volume=volume, source=self.source_of(known, volume))
+
+    def _find(self, volume_id: str) -> _Copy:
+        known = self._inventory.read()
+        return self._copy_to(known, self._inventory.get(known, volume_id))
 
     def _bridge_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
         name = names.logical_volume(inventory.BRIDGE_PREFIX, _name(volume))
         every = self._inventory.all_snapshots(known)
         return next((one for one in every if one.name == name), None)
-
-    def _work(self, job: _Copy) -> None:
-        try:
-            self._copy(job)
-        except Stopping:
-            raise
-        except Exception as error:
-            _log.error("volume %s is not completed: %s", job.key, error)
-            self.jobs.try_again(job.key)
-            raise
-
-    def _look_again(self, volume_id: str) -> None:
-        """By a fresh look: the disk may answer again, or the volume be gone."""
-        try:
-            known = self._inventory.read()
-            volume = self._inventory.get(known, volume_id)
-        except errors.NoSuchVolume:
-            self.jobs.forget(volume_id)
-            return
-        except Exception as error:
-            _log.error("volume %s is not completed: %s", volume_id, error)
-            return
-        self._begin(known, volume)
 
     def _copy(self, job: _Copy) -> None:
         if job.source is None:
@@ -223,7 +192,7 @@ class Copier:
             reading = self._inventory.activate_snapshot(source).path
             writing = self._inventory.activate(volume).path
         # A thin volume has no blocks before they are written, and those read as zeroes.
-        blank = volume.layout.kind == "thin"
+        blank = volume.layout.is_thin
         for offset in range(0, source.size_bytes, _CHUNK_BYTES):
             self.jobs.check(job)
             length = min(_CHUNK_BYTES, source.size_bytes - offset)

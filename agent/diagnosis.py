@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from agent import inventory
 from agent.inventory import Inventory, Volume
-from lvm import caches, pools
+from lvm import caches, pools, tags
 from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 from mount import health, table
 from mount.syscalls import Kernel
@@ -80,13 +80,13 @@ def by_report(volume: Volume) -> Iterator[str]:
 
 
 def _missing(volume: Volume) -> str:
-    lies_on = volume.group.volume(volume.name).disks
-    gone = [one for one in volume.group.disks if one.missing and one.uuid in lies_on]
+    holder = volume.on_disks
+    gone = [one for one in volume.group.disks if one.missing and one.uuid in holder.disks]
     disks = f"the disk {', '.join(one.uuid for one in gone)}" if gone else "a disk of it"
     again = f"{disks} is missing; attach it again (`pvs`)"
     if volume.layout.kind.startswith("raid"):
         return f"{again}, or replace it: `vgextend`, then `lvconvert --repair`"
-    cache = volume.facts.get(inventory.CACHE, "")
+    cache = tags.decode(holder.tags).get(inventory.CACHE, "")
     if caches.is_copy(cache) and gone and all(one.fast for one in gone):
         return f"{again}, or see `A fast disk is lost` in docs/operations.md: no data are lost"
     return f"{again}, or restore the volume from a backup"
@@ -104,6 +104,9 @@ def by_device_mapper(name: str, found: Sequence[Status], has_all: bool = False) 
 
     `has_all` says of its pool that it has all the room that it promised.
     """
+    cached, owner = name, f"logical volume {name}"
+    if any(isinstance(one, ThinPool) for one in found):
+        cached, owner = "GROUP/POOL_tdata", f"the thin pool under {owner}"
     for one in found:
         match one:
             case Raid():
@@ -117,13 +120,13 @@ def by_device_mapper(name: str, found: Sequence[Status], has_all: bool = False) 
                 )
             case Cache(mode=mode, needs_check=needs_check) if mode != "rw" or needs_check:
                 yield (
-                    f"the cache of logical volume {name} failed ({mode}): its disk has errors; look"
-                    f" at `dmesg`, and detach it with `lvconvert --uncache {name}`"
+                    f"the cache of {owner} failed ({mode}): its disk has errors; look at `dmesg`,"
+                    f" and detach it with `lvconvert --uncache {cached}`"
                 )
             case WriteCache(error=error) if error:
                 yield (
-                    f"the write cache of logical volume {name} met error {error}: writes may be"
-                    " lost; look at `dmesg`, and back the data up"
+                    f"the write cache of {owner} met error {error}: writes may be lost; look at"
+                    " `dmesg`, and back the data up"
                 )
 
 

@@ -12,22 +12,20 @@ directory is gone, though that of all pods is there, nobody will call again.
 
 import logging
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from agent import calls, errors, inventory
+from agent import calls, errors, holders, inventory
 from agent.access import Access
-from agent.inventory import Inventory, Volume
+from agent.inventory import Volume
 from agent.locks import VolumeLocks
+from agent.means import Means
 from agent.provision import Provisioner
-from agent.wiping import Wiper
 from lvm import errors as lvm_errors
 from lvm import tags
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import table, target
-from mount.syscalls import Kernel
 
 _log = logging.getLogger(__name__)
 
@@ -40,22 +38,13 @@ class Ephemeral:
     """Carries out the Node's calls on inline volumes."""
 
     def __init__(
-        self,
-        kernel: Kernel,
-        known: Inventory,
-        provision: Provisioner,
-        access: Access,
-        wiper: Wiper,
-        locks: VolumeLocks,
-        inside: Sequence[str],
+        self, means: Means, provision: Provisioner, access: Access, locks: VolumeLocks
     ) -> None:
-        self._kernel = kernel
-        self._inventory = known
+        self._kernel, self._inventory = means.kernel, means.inventory
         self._provision = provision
         self._access = access
-        self._wiper = wiper
         self._locks = locks
-        self._inside = inside
+        self._inside = means.config.kubelet_dir
         self._timer = threading.Timer(_GRACE_SECONDS, self._sweep_quietly)
         self._timer.daemon = True
 
@@ -92,7 +81,7 @@ class Ephemeral:
         """
         volume = self._find(volume_id)
         if volume is not None:
-            self._delete(volume)
+            self._provision.delete(str(volume.id))
 
     def start(self) -> None:
         """Look for what is forgotten, once, when kubelet has had its time."""
@@ -116,16 +105,9 @@ class Ephemeral:
                 return
             _log.warning("inline volume %s was left by a pod that is gone; removing it", volume_id)
             try:
-                self._delete(volume)
+                self._provision.delete(str(volume.id))
             except errors.VolumeInUse as error:
                 _log.warning("%s", error)
-
-    def _delete(self, volume: Volume) -> None:
-        # A thin one is not overwritten itself; its pool must hear of it.
-        if volume.layout.is_thin:
-            self._provision.delete(str(volume.id))
-        else:
-            self._wiper.delete(volume)
 
     def _sweep_quietly(self) -> None:
         try:
@@ -170,8 +152,8 @@ class Ephemeral:
             if mount.device != number:
                 raise mount_errors.ForeignMount(place, str(mount))
         target.check_directory(self._kernel, place)
-        mounted = () if number is None else known.of_device(number)
-        if others := {one.path for one in mounted if one.root == "/"} - {place}:
+        found = [] if device is None else holders.places(self._kernel, known, device)
+        if others := {one.path for one in found} - {place}:
             elsewhere = ", ".join(sorted(others))
             raise errors.VolumeInUse(
                 volume_id, f"it is published at {elsewhere}, and an inline volume has one target"

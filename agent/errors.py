@@ -56,6 +56,13 @@ class NoSuchSnapshot(AgentError):
         super().__init__(f"there is no snapshot {snapshot_id!r} on this node")
 
 
+class NoSuchGroupSnapshot(AgentError):
+    """The group snapshot is not there, whole, and a report proves it."""
+
+    def __init__(self, group_snapshot_id: str) -> None:
+        super().__init__(f"there is no group snapshot {group_snapshot_id!r} on this node")
+
+
 class NoSuchPath(AgentError):
     """The volume is not mounted or published at the path."""
 
@@ -114,6 +121,36 @@ class NotSnapshotted(AgentError):
 
     def __init__(self, volume_id: str, why: str) -> None:
         super().__init__(f"no snapshot can be taken of volume {volume_id!r}: {why}")
+
+
+class PartOfGroup(AgentError):
+    """A snapshot that comes and goes with the others of its group snapshot."""
+
+    def __init__(self, snapshot_id: str, group_snapshot_id: str) -> None:
+        super().__init__(
+            f"snapshot_id: {snapshot_id!r} is a part of group snapshot {group_snapshot_id!r} and"
+            " goes with it; call DeleteVolumeGroupSnapshot"
+        )
+
+
+class NotTogether(AgentError):
+    """Volumes that cannot be brought to a standstill together."""
+
+    def __init__(self, volume_id: str, why: str) -> None:
+        super().__init__(
+            f"source_volume_ids: volume {volume_id!r} cannot be held while snapshots of it and of"
+            f" others are taken: {why}"
+        )
+
+
+class StandstillOver(AgentError):
+    """Volumes were let go before the last snapshot of a group was taken, so none is kept."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"the snapshots took longer than the {seconds:g} s for which volumes are held; none of"
+            " them is kept. Call again; if it stays, look why lvm2 is slow, or name fewer volumes"
+        )
 
 
 class NotStaged(AgentError):

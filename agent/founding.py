@@ -26,6 +26,8 @@ from mount.table import DeviceNumber
 _log = logging.getLogger(__name__)
 
 _MINIMUM_BYTES = 64 << 20
+# Where lvm2 keeps a disk's label and its group's metadata (pvcreate(8), --metadatasize).
+_METADATA_BYTES = 1 << 20
 _NO_DISK = "/dev/null"
 
 # The fact that tells a group that Carver made from an operator's, whatever its disks are called.
@@ -106,7 +108,7 @@ def lay(run: Run, kernel: Kernel, config: Config) -> tuple[Lvm, Foundations]:
                     _tell_of_absent(run, laid, group)
                     slow = [disk.name for disk in group.disks if not disk.fast]
                 else:
-                    _make(run, lvm, laid, known, one.group)
+                    _make(run, lvm, laid, known, one)
                     slow = [kernel.real_path(device) for device in one.devices]
                 if unmarked := _same_as(kernel, slow, one.fast):
                     groups.mark_fast(lvm, unmarked)
@@ -130,9 +132,12 @@ def _noted(failures: dict[str, str], *names: str) -> Iterator[None]:
             failures.setdefault(name, str(error))
 
 
-def _make(run: Run, lvm: Lvm, laid: Foundations, known: report.Report, name: str) -> None:
+def _make(
+    run: Run, lvm: Lvm, laid: Foundations, known: report.Report, foundation: Foundation
+) -> None:
     """Make a group of its devices, each of which is vacant; raises NotVacant, ProbeFailed."""
-    devices, kernel = laid.devices[name], laid.kernel
+    name, kernel = foundation.group, laid.kernel
+    devices = laid.devices[name]
     for device in devices:
         vacancy.require_unused(kernel, device)
     if len(_numbers(kernel, devices)) < len(devices):
@@ -142,9 +147,24 @@ def _make(run: Run, lvm: Lvm, laid: Foundations, known: report.Report, name: str
     for device in devices:
         if not _numbers(kernel, [device]) & orphans:
             vacancy.require_blank(run, device)
+            if foundation.file is not None:
+                _fill(kernel, device)
     # lvm2 knows devices by the names of their nodes, not by every link that leads to them.
     groups.create(lvm, name, [kernel.real_path(one) for one in devices], _MADE)
     _log.info("made volume group %s on %s", name, ", ".join(devices))
+
+
+def _fill(kernel: Kernel, device: str) -> None:
+    """Have the part of a sparse file in which lvm2 keeps metadata on the disk.
+
+    lvm2 writes there without a flush (lib/device/bcache.c). In a hole that takes a new block, and
+    which one is on record in the file's own file system seconds later: a power loss meanwhile would
+    leave a header that points to zeroes, and no group.
+    """
+    try:
+        kernel.write(device, 0, bytes(_METADATA_BYTES))
+    except OSError as error:
+        raise errors.NotReady(f"{device} cannot be written: {error.strerror}") from None
 
 
 def _tell_of_absent(run: Run, laid: Foundations, group: report.Group) -> None:

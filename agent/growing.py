@@ -18,9 +18,7 @@ from functools import partial
 
 from agent import errors, inventory
 from agent.carving import Carvings, pool_name
-from agent.config import DeviceClass
-from agent.inventory import Inventory
-from agent.locks import GroupLocks
+from agent.means import Means
 from lvm import command, layout, pools, report, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import Snapshot, Status, ThinPool
@@ -62,17 +60,9 @@ class _Part:
 class Grower:
     """Extends what fills up."""
 
-    def __init__(
-        self,
-        classes: Sequence[DeviceClass],
-        lvm: Lvm,
-        known: Inventory,
-        groups: GroupLocks,
-    ) -> None:
-        self._lvm = lvm
-        self._inventory = known
-        self._groups = groups
-        self._carvings = Carvings(classes, known)
+    def __init__(self, means: Means) -> None:
+        self._lvm, self._inventory, self._groups = means.lvm, means.inventory, means.groups
+        self._carvings = Carvings(means.config.classes, means.inventory)
         self._counts = Counter({(kind, outcome): 0 for kind in KINDS for outcome in OUTCOMES})
         # When lvm2 is asked again for what could not grow (monotonic, seconds).
         self._later: dict[_Part, float] = {}

@@ -1,9 +1,26 @@
-"""Who uses a volume on this node: to be asked before it is taken away, or a snapshot of it."""
+"""Where a volume is used on this node: to be asked before it is taken away, or put elsewhere."""
 
 from agent import errors
 from agent.inventory import Inventory, Volume
-from mount import nodes, table
+from lvm.devices import Device
+from mount import loop, nodes, table
 from mount.syscalls import Kernel
+from mount.table import DeviceNumber, Mount, Table
+
+
+def numbers(kernel: Kernel, device: Device) -> list[DeviceNumber]:
+    """The device's number, and that of the loop device through which it is read only."""
+    loops = loop.over(kernel, device.number)
+    return [device.number, *(kernel.device_number(one) for one in loops)]
+
+
+def places(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
+    """Everywhere that an active volume is mounted or its node bound, the first mount first.
+
+    A part of the volume, bound elsewhere by kubelet for a subPath, is no place of its own.
+    """
+    whole = [one for one in mounts.of_device(device.number) if one.root == "/"]
+    return [*whole, *nodes.bound(kernel, mounts, numbers(kernel, device))]
 
 
 def flush(kernel: Kernel, known: Inventory, volume_id: str) -> None:
@@ -25,10 +42,9 @@ def require_unused(kernel: Kernel, known: Inventory, volume: Volume) -> None:
     """Raise VolumeInUse where the volume is mounted, published or open."""
     device = known.device(str(volume.id))
     if device is not None:
-        mounted = table.read(kernel).of_device(device.number)
-        published = nodes.bound(kernel, device.number)
-        paths = [one.path for one in (*mounted, *published)]
-        if paths:
-            raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(paths)}")
+        mounts = table.read(kernel)
+        parts = mounts.of_device(device.number)
+        if paths := {one.path for one in (*parts, *places(kernel, mounts, device))}:
+            raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(sorted(paths))}")
     if volume.open:
         raise errors.VolumeInUse(str(volume.id), "a process has its device open")

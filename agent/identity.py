@@ -30,7 +30,11 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         self, request: csi.GetPluginCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginCapabilitiesResponse:
         """Volumes are made here, belong to one node, and grow while in use."""
-        services = (_Service.CONTROLLER_SERVICE, _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS)
+        services = (
+            _Service.CONTROLLER_SERVICE,
+            _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,
+            _Service.GROUP_CONTROLLER_SERVICE,
+        )
         capabilities = [
             csi.PluginCapability(service=_Service(type=service)) for service in services
         ]

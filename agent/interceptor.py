@@ -89,7 +89,7 @@ def _write(
 
 
 # What a call is about, in the order in which a request is asked for it.
-_SUBJECTS = ("volume_id", "snapshot_id", "name")
+_SUBJECTS = ("volume_id", "snapshot_id", "group_snapshot_id", "name")
 
 _ROUTINE = frozenset(
     {
@@ -97,6 +97,7 @@ _ROUTINE = frozenset(
         "GetPluginInfo",
         "GetPluginCapabilities",
         "ControllerGetCapabilities",
+        "GroupControllerGetCapabilities",
         "NodeGetCapabilities",
         "NodeGetVolumeStats",
         "GetCapacity",

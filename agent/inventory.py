@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from agent import errors, founding
@@ -38,6 +39,10 @@ FROM = "from"
 # Of a snapshot: the logical volume it was taken of, and when (nanoseconds of the epoch).
 SOURCE = "source"
 TIME = "time"
+# Of a snapshot of a group: the group snapshot's id, how many snapshots it has, what was asked for.
+GROUP_SNAPSHOT = "groupSnapshot"
+MEMBERS = "members"
+ASKED = "asked"
 
 READY = "ready"
 COPYING = "copying"
@@ -67,6 +72,11 @@ class Volume:
     def layout(self) -> Layout:
         """How it lies on disks, as its class said when it was made."""
         return Layout.parse(self.facts.get(LAYOUT, ""))
+
+    @property
+    def on_disks(self) -> report.LogicalVolume:
+        """What of it lies on disks, and has a cache if any has: itself, or its pool."""
+        return _lies_on(self.group, self.group.volume(self.name))
 
     @property
     def is_ephemeral(self) -> bool:
@@ -101,7 +111,7 @@ class Snapshot:
     time_nanoseconds: int
     area_bytes: int
     facts: Mapping[str, str]
-    overflowed: bool = False
+    overflowed: bool | None = False
     pool: str = ""
 
     @property
@@ -113,6 +123,16 @@ class Snapshot:
     def is_bridge(self) -> bool:
         """Whether it is there only for a volume to be copied from it."""
         return names.is_of(BRIDGE_PREFIX, self.name)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether something can be made of it; not where its disk does not tell."""
+        return self.overflowed is False
+
+    @property
+    def group_snapshot_id(self) -> str:
+        """The group snapshot that it was taken for; empty where it was taken alone."""
+        return self.facts.get(GROUP_SNAPSHOT, "")
 
     @property
     def problem(self) -> str:
@@ -157,6 +177,7 @@ class Inventory:
         self._foundations = foundations
         self._seen = Seen(0.0, None)
         self._watching = threading.Lock()
+        self._held: frozenset[tuple[str, str]] = frozenset()
         # Whether a disk changed since the last report was asked for, and whether anyone cares.
         self._outdated = False
         self._glimpsed = False
@@ -165,9 +186,35 @@ class Inventory:
         """All that lvm2 knows now: one command."""
         # Before the look: what changes meanwhile may be in it, or not.
         self._outdated = False
-        known = report.read(self._lvm)
+        known = report.read(self._lvm, self._devices.overflowed)
         self._seen = Seen(time.time(), known)
         return known
+
+    def awake(self) -> report.Report:
+        """The same, before a change; one more command for each device that was left suspended.
+
+        lvm2 suspends a device while it changes its table. Killed meanwhile (SIGKILL), it leaves it
+        so, and whoever reads or writes there waits for ever. lvm2 reports under the group's lock:
+        what a report says is suspended is left over, not under way.
+        """
+        known = self.read()
+        for group, logical in self._logical(known):
+            held = (group.name, logical.name) in self._held
+            if logical.suspended and not held and tags.decode(logical.tags):
+                volumes.refresh(self._lvm, group.name, logical.name)
+        return known
+
+    @contextmanager
+    def holding(self, volumes: Iterable[tuple[str, str]]) -> Iterator[None]:
+        """Inside, these are suspended on purpose: they are not resumed. One call at a time.
+
+        Each is a group's name and a logical volume's.
+        """
+        self._held = frozenset(volumes)
+        try:
+            yield
+        finally:
+            self._held = frozenset()
 
     def recent(self) -> tuple[report.Report, float]:
         """What lvm2 knew at most a minute ago, and when (epoch, seconds), to watch it by.
@@ -223,6 +270,10 @@ class Inventory:
         except lvm_errors.LvmError as error:
             self._seen = Seen(time.time(), self._seen.report, error)
 
+    def require_group_of(self, known: report.Report, identity: str) -> None:
+        """Raise OtherGroup for an id of a group that is not here: then nothing is proved."""
+        _find(known, identity)
+
     def group(self, known: report.Report, name: str) -> report.Group:
         """A group to make volumes in; raises GroupMissing, GroupRefused."""
         return self._foundations.group(known, name)
@@ -272,13 +323,26 @@ class Inventory:
         """The snapshot of that id; raises NoSuchSnapshot or OtherGroup, as `get` does."""
         found = _find(known, snapshot_id)
         snapshot = None if found is None else _snapshot(*found)
-        if snapshot is None or snapshot.is_bridge:
+        if snapshot is None or snapshot.is_bridge or not self._is_whole(known, snapshot):
             raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
 
     def snapshots(self, known: report.Report) -> Iterator[Snapshot]:
         """Every snapshot that a caller asked for, in those of Carver's groups that are there."""
-        return (one for one in self.all_snapshots(known) if not one.is_bridge)
+        for one in self.all_snapshots(known):
+            if not one.is_bridge and self._is_whole(known, one):
+                yield one
+
+    def members(self, known: report.Report, group_snapshot_id: str) -> list[Snapshot]:
+        """The snapshots of a group that are there, be it whole or not."""
+        every = self.all_snapshots(known)
+        return [one for one in every if one.group_snapshot_id == group_snapshot_id]
+
+    def _is_whole(self, known: report.Report, snapshot: Snapshot) -> bool:
+        """Whether all that were taken with it are there; if not, none of them is for callers."""
+        if not snapshot.group_snapshot_id:
+            return True
+        return is_whole(self.members(known, snapshot.group_snapshot_id))
 
     def all_snapshots(self, known: report.Report) -> Iterator[Snapshot]:
         """These, and those that volumes are copied from."""
@@ -310,12 +374,12 @@ class Inventory:
         return volume
 
     def _logical(self, known: report.Report) -> Iterator[tuple[report.Group, report.LogicalVolume]]:
-        for group in (known.groups[one] for one in self._groups if one in known.groups):
+        for group in self.own_groups(known):
             yield from ((group, logical) for logical in group.volumes.values())
 
     def require(self, volume_id: str) -> Volume:
         """The volume of that id, by a fresh report; one that was deleted is not there."""
-        return self.usable(self.read(), volume_id)
+        return self.usable(self.awake(), volume_id)
 
     def usable(self, known: report.Report, volume_id: str) -> Volume:
         """The volume of that id, as CreateVolume made it; one that was deleted is not there.
@@ -343,11 +407,14 @@ class Inventory:
         """The volume's device; a command only where it is not active. Raises Inactive."""
         return self.ensure_active(volume.group.name, volume.name)
 
-    def ensure_active(self, group: str, name: str) -> devices.Device:
-        """The device of any logical volume; a command only where it is not active."""
+    def ensure_active(self, group: str, name: str, by: str = "") -> devices.Device:
+        """The device of any logical volume; a command only where it is not active.
+
+        `by` is whose activation brings it, where that is another's. Raises Inactive.
+        """
         found = self._devices.find(group, name)
         if found is None:
-            volumes.activate(self._lvm, group, name)
+            volumes.activate(self._lvm, group, by or name)
             found = self._devices.find(group, name)
         if found is None:
             raise lvm_errors.Inactive(group, name)
@@ -373,16 +440,9 @@ class Inventory:
 
     def activate_snapshot(self, snapshot: Snapshot) -> devices.Device:
         """The snapshot's device, which is there whenever its source's is. Raises Inactive."""
-        group, name = snapshot.group.name, snapshot.name
-        found = self._devices.find(group, name)
-        if found is None:
-            # For a copy-on-write snapshot lvm2 would ask whether its origin may be activated, too.
-            origin = name if snapshot.is_thin else snapshot.source_id.name
-            volumes.activate(self._lvm, group, origin)
-            found = self._devices.find(group, name)
-        if found is None:
-            raise lvm_errors.Inactive(group, name)
-        return found
+        # For a copy-on-write snapshot lvm2 would ask whether its origin may be activated, too.
+        by = "" if snapshot.is_thin else snapshot.source_id.name
+        return self.ensure_active(snapshot.group.name, snapshot.name, by)
 
     def has_overflowed(self, snapshot: Snapshot) -> bool:
         """Whether an active snapshot was lost until now, as device-mapper says; no command."""
@@ -440,9 +500,14 @@ def _as_volume(
         logical.size_bytes,
         facts,
         open=logical.open,
-        health=logical.health,
+        health=logical.health or _lies_on(group, logical).health,
         read_only=logical.read_only,
     )
+
+
+def _lies_on(group: report.Group, logical: report.LogicalVolume) -> report.LogicalVolume:
+    """What of a volume lies on disks: itself, or its pool."""
+    return group.volumes.get(logical.pool, logical)
 
 
 def _snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | None:
@@ -469,6 +534,11 @@ def snapshots_of(volume: Volume) -> Iterator[Snapshot]:
     """The snapshots of a volume, in the report that the volume is of."""
     every = (_snapshot(volume.group, one) for one in volume.group.volumes.values())
     return (one for one in every if one is not None and one.source_id == volume.id)
+
+
+def is_whole(members: Sequence[Snapshot]) -> bool:
+    """Whether these snapshots of a group are all that it has."""
+    return bool(members) and len(members) == int(members[0].facts[MEMBERS])
 
 
 def remains_of(snapshot: Snapshot) -> Volume:

@@ -3,6 +3,7 @@
 What has to survive the process is on record elsewhere, as tags; here is only what runs now.
 """
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -11,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from agent import errors
+
+_log = logging.getLogger(__name__)
 
 # A job that was called off is at a safe point by then, unless the disk hangs.
 _ENDING_SECONDS = 10.0
@@ -22,9 +25,13 @@ class Stopping(errors.OperationPending):
 
 @dataclass
 class Job:
-    """A piece of work on the volume with the id `key`; `ended` says how it came out."""
+    """A piece of work on what has the id `key`, such as a volume; `ended` says how it came out.
+
+    What is on record has been answered, so that nobody else will ask for it again.
+    """
 
     key: str
+    on_record: bool = True
     running: bool = False
     called_off: threading.Event = field(default_factory=threading.Event)
     ended: Future[None] = field(default_factory=Future)
@@ -34,20 +41,25 @@ J = TypeVar("J", bound=Job)
 
 
 class Jobs(Generic[J]):
-    """Jobs of one kind. `work` does one; `again` is asked for it once more when that is due."""
+    """Jobs of one kind: `work` does one, and one that fails is logged in the words of `failure`.
+
+    If it is on record it is tried again: `find` tells by a fresh look what is to be done under a
+    key then, and raises NoSuchVolume where nothing is.
+    """
 
     def __init__(
         self,
         kind: str,
         work: Callable[[J], None],
-        again: Callable[[str], None],
+        find: Callable[[str], J],
+        failure: str,
         *,
         workers: int,
-        retry_seconds: float,
     ) -> None:
         self._work = work
-        self._again = again
-        self.retry_seconds = retry_seconds
+        self._find = find
+        self._failure = failure
+        self.retry_seconds = 60.0
         self._stopping = threading.Event()
         self._workers = ThreadPoolExecutor(workers, thread_name_prefix=kind)
         self._guard = threading.Lock()
@@ -58,7 +70,8 @@ class Jobs(Generic[J]):
     def start(self, job: J) -> J:
         """Have a job done; where one for the same volume is under way, it is that one.
 
-        Raises Stopping for a volume whose jobs were called off.
+        Nothing begins once the service stops. Raises Stopping for a volume whose jobs were called
+        off.
         """
         with self._guard:
             if job.key in self._barred:
@@ -66,9 +79,7 @@ class Jobs(Generic[J]):
             running = self._jobs.get(job.key)
             if running is not None and not running.ended.done():
                 return running
-            self._jobs[job.key] = job
-        self._workers.submit(self._run, job)
-        return job
+            return self._submit(job)
 
     def has(self, key: str) -> bool:
         """Whether there is a job for the volume that has not succeeded yet."""
@@ -99,14 +110,17 @@ class Jobs(Generic[J]):
         with self._guard:
             self._barred.discard(key)
 
-    def forget(self, key: str) -> None:
-        """Another volume has the id now, or the job is done: what is known of it is void."""
+    def forget(self, key: str) -> J | None:
+        """Another volume has the id now: the job for an earlier one ends at its next safe point."""
         with self._guard:
-            self._jobs.pop(key, None)
+            job = self._jobs.pop(key, None)
+        if job is not None:
+            job.called_off.set()
+        return job
 
-    def try_again(self, key: str) -> None:
-        """Ask for the job once more, later."""
-        timer = threading.Timer(self.retry_seconds, self._again, [key])
+    def try_again(self, failed: J) -> None:
+        """Do it once more, later, unless it was done until then."""
+        timer = threading.Timer(self.retry_seconds, self._look_again, [failed])
         timer.daemon = True
         with self._guard:
             self._timers = [one for one in self._timers if one.is_alive()] + [timer]
@@ -121,8 +135,8 @@ class Jobs(Generic[J]):
 
     def stop(self) -> None:
         """End at the next safe point."""
-        self._stopping.set()
         with self._guard:
+            self._stopping.set()
             for timer in self._timers:
                 timer.cancel()
         self._workers.shutdown(wait=True, cancel_futures=True)
@@ -135,10 +149,40 @@ class Jobs(Generic[J]):
         except Stopping as stopping:
             job.ended.set_exception(stopping)
         except Exception as error:
+            _log.error(self._failure, job.key, error)
             job.ended.set_exception(error)
+            if job.on_record:
+                self.try_again(job)
         else:
-            self.forget(job.key)
+            self._drop(job)
             job.ended.set_result(None)
+
+    def _look_again(self, failed: J) -> None:
+        """The disk may answer again, or the volume be gone, or have been done since."""
+        try:
+            job = self._find(failed.key)
+        except errors.NoSuchVolume:
+            self._drop(failed)
+        except Exception as error:
+            _log.error(self._failure, failed.key, error)
+            # What the agent itself refuses is for a caller, or an operator, to mend.
+            if not isinstance(error, errors.AgentError):
+                self.try_again(failed)
+        else:
+            with self._guard:
+                if self._jobs.get(failed.key) is failed:
+                    self._submit(job)
+
+    def _submit(self, job: J) -> J:
+        self._jobs[job.key] = job
+        if not self._stopping.is_set():
+            self._workers.submit(self._run, job)
+        return job
+
+    def _drop(self, job: J) -> None:
+        with self._guard:
+            if self._jobs.get(job.key) is job:
+                del self._jobs[job.key]
 
 
 def _state(job: Job) -> str:

@@ -1,23 +1,28 @@
 """Volumes and snapshots by hand: what each verb does, by the calls that a cluster makes."""
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import grpc
 
-from agent import client, errors, inventory, overview, screen, sockets
+from agent import client, errors, holders, inventory, screen, sockets
 from agent.client import Client
 from agent.config import Config
 from agent.ids import VolumeId
 from agent.server import Host
 from lvm import names
+from mount import table
 from proto import csi_pb2 as csi
 
 # Beside the socket, which is inside kubelet's directory as staging paths have to be.
 _STAGING = "staging"
+# The service waits for a copy itself, for some seconds of each call: this is beside that.
+_AGAIN_SECONDS = 1.0
 
 
 class Manual:
@@ -29,11 +34,38 @@ class Manual:
         self._host = host
 
     def create(
-        self, name: str, size_bytes: int, parameters: Mapping[str, str], *, raw: bool
+        self,
+        name: str,
+        size_bytes: int,
+        parameters: Mapping[str, str],
+        *,
+        raw: bool,
+        snapshot: str,
+        volume: str,
     ) -> None:
-        """Make a volume, or find the one that was made by the same words before."""
+        """Make a volume, or find the one that was made by the same words before.
+
+        It is empty, or holds what a snapshot or another volume does; a size of 0 is theirs then.
+        """
+        if not (size_bytes or snapshot or volume):
+            raise errors.Missing("--size")
         capability = client.block() if raw else client.mounted()
-        made = self._caller.create(name, size_bytes, capability, parameters=parameters)
+        source = None
+        if snapshot:
+            source = client.of_snapshot(self._find_snapshot(snapshot).snapshot_id)
+        elif volume:
+            source = client.of_volume(self._find(volume).volume_id)
+        while True:
+            try:
+                made = self._caller.create(
+                    name, size_bytes, capability, parameters=parameters, source=source
+                )
+                break
+            except grpc.RpcError as error:
+                if source is None or error.code() != grpc.StatusCode.ABORTED:
+                    raise
+                print(error.details(), file=sys.stderr)
+                sleep(_AGAIN_SECONDS)
         print(f"{name}: {screen.human(made.capacity_bytes)}, {made.volume_id}")
 
     def show_all(self, *, as_json: bool, names_only: bool) -> None:
@@ -110,6 +142,11 @@ class Manual:
         grown = self._caller.volume(volume.volume_id).volume
         print(f"{name}: {screen.human(grown.capacity_bytes)}")
 
+    def modify(self, name: str, parameters: Mapping[str, str]) -> None:
+        """Change what of a volume may be changed while it is in use."""
+        self._caller.modify(self._find(name).volume_id, parameters)
+        print(f"{name}: {', '.join(f'{key}={value}' for key, value in parameters.items())}")
+
     def delete(self, name: str, *, confirmed: bool) -> None:
         """Overwrite and remove a volume, if that is what the user wants."""
         volume = self._find(name)
@@ -143,15 +180,11 @@ class Manual:
 
     def drop(self, name: str, *, confirmed: bool) -> None:
         """Delete a snapshot, if that is what the user wants."""
-        wanted = names.logical_volume(inventory.SNAPSHOT_PREFIX, name)
-        for one in self._caller.snapshots():
-            if name == one.snapshot_id or inventory.logical_name(one.snapshot_id) in (wanted, name):
-                if not confirmed and not screen.confirmed(f"Delete snapshot {name}?"):
-                    raise errors.NotConfirmed(name)
-                self._caller.delete_snapshot(one.snapshot_id)
-                print(f"{name} is deleted")
-                return
-        raise errors.NoSuchSnapshot(name)
+        snapshot = self._find_snapshot(name)
+        if not confirmed and not screen.confirmed(f"Delete snapshot {name}?"):
+            raise errors.NotConfirmed(name)
+        self._caller.delete_snapshot(snapshot.snapshot_id)
+        print(f"{name} is deleted")
 
     def _find(self, name: str) -> csi.Volume:
         """The volume of that name, logical volume or id; raises NoSuchVolume."""
@@ -161,13 +194,22 @@ class Manual:
                 return one
         raise errors.NoSuchVolume(name)
 
+    def _find_snapshot(self, name: str) -> csi.Snapshot:
+        """The snapshot of that name, logical volume or id; raises NoSuchSnapshot."""
+        wanted = names.logical_volume(inventory.SNAPSHOT_PREFIX, name)
+        for one in self._caller.snapshots():
+            if name == one.snapshot_id or inventory.logical_name(one.snapshot_id) in (wanted, name):
+                return one
+        raise errors.NoSuchSnapshot(name)
+
     def _places(self, volume: csi.Volume) -> list[Path]:
         """Where the volume is, staging path and all."""
         known = VolumeId.parse(volume.volume_id)
         device = self._host.devices.find(known.group, known.name) if known else None
         if device is None:
             return []
-        return [Path(one.path) for one in overview.places(self._host.kernel, device)]
+        kernel = self._host.kernel
+        return [Path(one.path) for one in holders.places(kernel, table.read(kernel), device)]
 
     def _published(self, volume: csi.Volume, staging: Path) -> list[Path]:
         return [one for one in self._places(volume) if one != staging]

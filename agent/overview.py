@@ -4,11 +4,12 @@ Read from LVM and the kernel with the service's own modules, so it is true wheth
 service runs. One lvm2 command; nothing is changed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from agent import config, founding, inventory, sockets
+from agent import config, founding, holders, inventory, sockets
 from agent.carving import Carvings
 from agent.config import Config, DeviceClass
 from agent.diagnosis import Diagnosis
@@ -17,8 +18,9 @@ from agent.server import Host
 from lvm import names, report
 from lvm.devices import Device
 from mount import errors as mount_errors
-from mount import loop, nodes, table, usage
+from mount import table, usage
 from mount.syscalls import Kernel
+from mount.table import Mount, Table
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def read(settings: Config, host: Host) -> Overview:
     """Look at everything once; raises what lvm2's report raises, and NotReady."""
     known = known_to(settings, host)
     now, carvings = known.read(), Carvings(settings.classes, known)
-    diagnosis = Diagnosis(host.kernel, known)
+    diagnosis, mounts = Diagnosis(host.kernel, known), table.read(host.kernel)
     return Overview(
         node=settings.node_id,
         driver=config.DRIVER_NAME,
@@ -137,9 +139,9 @@ def read(settings: Config, host: Host) -> Overview:
         serving=sockets.is_served(settings.endpoint),
         classes=tuple(_class(one, now, carvings) for one in settings.classes),
         groups=tuple(_group(name, now) for name in settings.groups),
-        pools=tuple(_pools(settings, now)),
+        pools=tuple(_pools(known.own_groups(now))),
         volumes=tuple(
-            _volume(host.kernel, one, known.device(str(one.id)), diagnosis.of(one))
+            _volume(host.kernel, mounts, one, known.device(str(one.id)), diagnosis.of(one, mounts))
             for one in known.present(now)
         ),
         snapshots=tuple(_snapshot(one) for one in known.snapshots(now)),
@@ -150,16 +152,6 @@ def known_to(settings: Config, host: Host) -> Inventory:
     """The inventory that the service has, with its own lvm2; raises NotReady."""
     lvm = founding.look(host.run, host.kernel, settings)
     return Inventory(lvm, host.devices, settings.groups)
-
-
-def places(kernel: Kernel, device: Device) -> tuple[Place, ...]:
-    """Everywhere that an active volume is mounted or bound, the first mount first."""
-    # A part of the volume, bound elsewhere by kubelet for a subPath, is no place of its own.
-    whole = [one for one in table.read(kernel).of_device(device.number) if one.root == "/"]
-    numbers = [device.number]
-    numbers += [kernel.device_number(one) for one in loop.over(kernel, device.number)]
-    bound = [one for number in numbers for one in nodes.bound(kernel, number)]
-    return tuple(Place(one.path, one.read_only) for one in (*whole, *bound))
 
 
 def _class(one: DeviceClass, now: report.Report, carvings: Carvings) -> Class:
@@ -182,8 +174,8 @@ def _group(name: str, now: report.Report) -> Group:
     )
 
 
-def _pools(settings: Config, now: report.Report) -> Iterator[Pool]:
-    for group in (now.groups[name] for name in settings.groups if name in now.groups):
+def _pools(found: Iterable[report.Group]) -> Iterator[Pool]:
+    for group in found:
         for one in group.volumes.values():
             if {"thin", "pool"} <= one.layout:
                 shares = one.data_percent, one.metadata_percent
@@ -207,9 +199,13 @@ def _snapshot(one: inventory.Snapshot) -> Snapshot:
 
 
 def _volume(
-    kernel: Kernel, one: inventory.Volume, device: Device | None, problems: tuple[str, ...]
+    kernel: Kernel,
+    mounts: Table,
+    one: inventory.Volume,
+    device: Device | None,
+    problems: tuple[str, ...],
 ) -> Volume:
-    found = places(kernel, device) if device is not None else ()
+    found = [] if device is None else holders.places(kernel, mounts, device)
     use = _use(kernel, found)
     facts = one.facts
     claim = "/".join(filter(None, (facts.get("namespace"), facts.get("pvc"))))
@@ -223,24 +219,16 @@ def _volume(
         contents=raw or facts.get(inventory.FORMATTED, ""),
         state=facts.get(inventory.STATE, ""),
         claim=claim,
-        places=found,
+        places=tuple(Place(place.path, place.read_only) for place in found),
         total_bytes=use.total_bytes if use else None,
         used_bytes=use.used_bytes if use else None,
         problems=problems,
     )
 
 
-def _mounted(kernel: Kernel, found: tuple[Place, ...]) -> Iterator[table.Mount]:
-    """The volume's file system, through its first place, if that is a mount of one."""
-    for place in found[:1]:
-        mounts = table.read(kernel).at(place.path)
-        yield from (one for one in mounts[-1:] if one.root == "/")
-
-
-def _use(kernel: Kernel, found: tuple[Place, ...]) -> usage.Usage | None:
-    for mounted in _mounted(kernel, found):
-        try:
-            return usage.of(kernel, mounted.path)
-        except mount_errors.MountError:
-            return None  # it does not answer; `problems` says so
+def _use(kernel: Kernel, found: Sequence[Mount]) -> usage.Usage | None:
+    """How full the volume's file system is, by its first place, if that is a mount of one."""
+    if found and found[0].root == "/":
+        with suppress(mount_errors.MountError):  # it does not answer, and `problems` says so
+            return usage.of(kernel, found[0].path)
     return None

@@ -311,7 +311,7 @@ def _file_systems(node: Node) -> Iterator[Seen]:
 
 
 def _thin_tools(node: Node) -> Iterator[Seen]:
-    thin = [one.name for one in node.settings.classes if one.layout.kind == "thin"]
+    thin = [one.name for one in node.settings.classes if one.layout.is_thin]
     # With lvm = "host" lvm2 calls the host's, which cannot be seen from here.
     if not thin or node.settings.lvm == "host":
         return

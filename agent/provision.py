@@ -6,21 +6,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agent import calls, contents, errors, holders, inventory, paging
+from agent import calls, contents, errors, holders, inventory, modifying, paging
 from agent.carving import Carvings, pool_name
-from agent.config import TOPOLOGY_KEY, Config, DeviceClass
+from agent.config import TOPOLOGY_KEY, DeviceClass
 from agent.copying import Copier
 from agent.ids import VolumeId
-from agent.inventory import Inventory, Snapshot, Volume
-from agent.locks import GroupLocks
+from agent.inventory import Snapshot, Volume
+from agent.means import Means
 from agent.paging import Part
 from agent.reclaiming import Reclaimer
 from agent.wiping import Wiper
 from lvm import errors as lvm_errors
 from lvm import layout, names, report, tags, volumes
-from lvm.lvm2 import Lvm
 from mount import filesystem
-from mount.syscalls import Kernel
 
 # What a volume is given where the caller names no size.
 DEFAULT_SIZE_BYTES = 1 << 30
@@ -42,26 +40,14 @@ _FOR_EVER = (errors.NoSuchSnapshot, errors.SourceLost)
 class Provisioner:
     """Carries out the Controller's calls on this node's groups."""
 
-    def __init__(
-        self,
-        config: Config,
-        lvm: Lvm,
-        kernel: Kernel,
-        known: Inventory,
-        groups: GroupLocks,
-        wiper: Wiper,
-        reclaimer: Reclaimer,
-        copier: Copier,
-    ) -> None:
-        self._config = config
-        self._lvm = lvm
-        self._kernel = kernel
-        self._inventory = known
-        self._groups = groups
+    def __init__(self, means: Means, wiper: Wiper, reclaimer: Reclaimer, copier: Copier) -> None:
+        self._config = means.config
+        self._lvm, self._kernel = means.lvm, means.kernel
+        self._inventory, self._groups = means.inventory, means.groups
         self._wiper = wiper
         self._reclaimer = reclaimer
         self._copier = copier
-        self._carvings = Carvings(config.classes, known)
+        self._carvings = Carvings(means.config.classes, means.inventory)
 
     @staticmethod
     def logical_name(name: str, prefix: str = inventory.VOLUME_PREFIX) -> str:
@@ -72,23 +58,26 @@ class Provisioner:
         """Make a volume, or find the one that an earlier call made.
 
         Two commands: a report, and lvcreate, which also tags and activates; for the first thin
-        volume of a class two more at most, for its pool; one more where another volume is copied.
+        volume of a class two more at most, for its pool; one more where another volume is copied,
+        or a RAID has a minimum rate of recovery without a maximum.
         Raises Copying while the contents are not complete.
         """
         self._require_here(call.topology)
         one = self._device_class("parameters", call.parameters)
+        modifying.check(call.tuning, one.layout)
         prefix = inventory.INLINE_PREFIX if call.is_ephemeral else inventory.VOLUME_PREFIX
         if call.source is not None and call.source.kind == calls.VOLUME:
             holders.flush(self._kernel, self._inventory, call.source.id)
         with ExitStack() as undo, self._groups.hold(one.group, *_groups_of(call)):
-            known = self._inventory.read()
+            known = self._inventory.awake()
             found = self._inventory.named(known, call.name, prefix)
             if found is not None:
                 _check_stripe_size(one, found.group)
                 volume, source = self._same(call, one, found), None
                 self._carvings.of(one).finish(self._lvm, volume)
+                modifying.ensure(self._lvm, volume, call.tuning)
             else:
-                volume, source = self._make(call, one, known, undo)
+                volume, source = self._make(call, one, known, prefix, undo)
         if not volume.copying:
             return volume
         try:
@@ -115,7 +104,12 @@ class Provisioner:
         return _compared(found, _planned(call, one, found.group, found.facts.get("fsType"))[1])
 
     def _make(
-        self, call: calls.Create, one: DeviceClass, known: report.Report, undo: ExitStack
+        self,
+        call: calls.Create,
+        one: DeviceClass,
+        known: report.Report,
+        prefix: str,
+        undo: ExitStack,
     ) -> tuple[Volume, Snapshot | None]:
         """A new volume, and what is to be copied to it; raises NoRoom."""
         group = self._inventory.group(known, one.group)
@@ -130,18 +124,19 @@ class Provisioner:
         carving = self._carvings.of(one)
         if size_bytes > (maximum := carving.maximum_bytes(group)):
             raise errors.NoRoom(group.name, size_bytes, maximum, carving.purpose(group))
-        prefix = inventory.INLINE_PREFIX if call.is_ephemeral else inventory.VOLUME_PREFIX
         name = self.logical_name(call.name, prefix)
         if content is not None and contents.is_in(content, group, pool_name(one.name)):
-            return contents.share(self._lvm, content, name, size_bytes, facts), None
+            return contents.share(self._lvm, content, name, size_bytes, facts, call.tuning), None
         source = None
         if content is not None:
             source = self._copier.prepare(call.name, content)
             undo.callback(self._copier.give_up, source)
         if one.layout.is_thin:
             self._reclaimer.keep(group, pool_name(one.name))
-        carving.create(self._lvm, group, name, size_bytes, facts)
+            undo.callback(self._reclaimer.give_back, group.name, pool_name(one.name))
+        carving.create(self._lvm, group, name, size_bytes, facts, call.tuning.for_new())
         undo.pop_all()
+        modifying.complete(self._lvm, group.name, name, call.tuning)
         made = Volume(VolumeId.of(group, name), group, name, size_bytes, facts)
         self._wiper.forget(str(made.id))
         return made, source
@@ -168,7 +163,7 @@ class Provisioner:
     def _delete(self, volume_id: str) -> None:
         # So that of two that go at once, one sees that it is the last of its pool.
         with self._groups.hold(inventory.group_of(volume_id)):
-            known = self._inventory.read()
+            known = self._inventory.awake()
             volume = self._inventory.get(known, volume_id)
             if copies := self._inventory.copies_of(known, volume_id):
                 raise errors.VolumeInUse(volume_id, f"{', '.join(copies)} is copied from it")
@@ -226,6 +221,14 @@ class Provisioner:
             carving.extend(self._lvm, volume, wanted)
         return replace(volume, size_bytes=wanted)
 
+    def modify(self, call: calls.Modify) -> None:
+        """Have a volume as its mutable parameters say: two commands, one where it is so.
+
+        Nothing is changed where any of them cannot be.
+        """
+        with self._groups.hold(inventory.group_of(call.volume_id)):
+            modifying.ensure(self._lvm, self.get(call.volume_id), call.tuning)
+
     def _take_out_of_use(self, volume: Volume, snapshots: Sequence[str]) -> None:
         """lvm2 extends the origin of copy-on-write snapshots only while it is inactive."""
         try:
@@ -253,10 +256,15 @@ class Provisioner:
         # What several smaller volumes could have beside the largest is not promised.
         return Capacity(maximum, maximum, minimum)
 
-    def refusal(self, volume: Volume, wanted: Sequence[calls.Capability]) -> str:
+    def refusal(self, volume: Volume, call: calls.Validate) -> str:
         """Why the volume cannot be used as wanted; empty where it can."""
+        try:
+            present = volume.group.volume(volume.name).tuning
+            modifying.check(call.tuning, volume.layout, present)
+        except errors.BadField as error:
+            return str(error)
         formatted = volume.facts.get(inventory.FORMATTED)
-        for capability in wanted:
+        for capability in call.capabilities:
             if capability.is_block:
                 continue
             if volume.facts[inventory.ACCESS] == calls.BLOCK:
@@ -289,8 +297,9 @@ class Provisioner:
 def _overridden(field: str, one: DeviceClass, parameters: calls.Parameters) -> DeviceClass:
     """A class with the layout, and the size of its caches, that the parameters make of its own."""
     if parameters.cache_size is not None:
-        if one.cache is None:
-            raise errors.BadField(f"{field}[{calls.CACHE_SIZE}]", f"class {one.name} has no cache")
+        why = "has no cache" if one.cache is None else "has one for all, its pool's"
+        if one.cache is None or one.layout.is_thin:
+            raise errors.BadField(f"{field}[{calls.CACHE_SIZE}]", f"class {one.name} {why}")
         one = replace(one, cache=replace(one.cache, size=parameters.cache_size))
     chosen: dict[str, Any] = dict(parameters.layout)
     try:
@@ -341,7 +350,7 @@ def _planned(
     _check_options(call, parameters)
     size_bytes = planned_bytes(call.size, call.capabilities, parameters, group, one.layout)
     facts = _facts(call, parameters, size_bytes, one.layout)
-    if one.cache is not None:
+    if one.cache is not None and not one.layout.is_thin:
         facts |= {inventory.CACHE: one.cache.fact(size_bytes, group.extent_size_bytes)}
     return size_bytes, facts
 

@@ -5,65 +5,51 @@ hold the data of all that was ever in it, and would be anyone's. So before an em
 a volume as large as the pool's data is made in it and overwritten whole: each chunk of it takes one
 of the pool's, and there are no others.
 
+A cache on fast disks holds such data too: it is parted from the pool first, and overwritten too.
+
 That volume is tagged `wiping`, as is all that a restart must go on with. Killed before it is made,
 the pool is empty; killed afterwards, it holds nothing else: both are found by `resume`. A pool that
 is wanted meanwhile is kept: the wipe ends at its next chunk, its volume is removed.
 """
 
-import logging
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 
 from agent import inventory
 from agent.carving import CHUNK, CLASS, wipe_name
-from agent.inventory import Inventory, Snapshot, Volume
-from agent.locks import GroupLocks
-from lvm import pools, report, tags, thin, volumes
-from lvm.lvm2 import Lvm
-from mount.syscalls import Kernel
-
-_log = logging.getLogger(__name__)
+from agent.inventory import Snapshot, Volume
+from agent.jobs import Job, Jobs
+from agent.means import Means
+from lvm import caches, pools, report, tags, thin, volumes
 
 # CreateVolume waits for one of these at most.
 _PIECE_BYTES = 32 << 20
 
 
 @dataclass
-class _Job:
-    group: str
-    pool: str
-    # Set under the group's lock: a pool that is kept is not removed.
-    kept: bool = False
+class _Reclaim(Job):
+    """The key is `group/pool`."""
+
     # Held while the device is open.
     writing: threading.Lock = field(default_factory=threading.Lock)
-    ended: Future[None] = field(default_factory=Future)
 
 
 class Reclaimer:
     """Gives empty pools back, one at a time."""
 
-    def __init__(
-        self,
-        lvm: Lvm,
-        kernel: Kernel,
-        known: Inventory,
-        groups: GroupLocks,
-        *,
-        zero: bool = True,
-        retry_seconds: float = 60.0,
-    ) -> None:
-        self._lvm = lvm
-        self._kernel = kernel
-        self._inventory = known
-        self._groups = groups
-        self._zero = zero
-        self.retry_seconds = retry_seconds
-        self._stopping = threading.Event()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="reclaim")
-        self._guard = threading.Lock()
-        self._jobs: dict[tuple[str, str], _Job] = {}
-        self._timers: list[threading.Timer] = []
+    def __init__(self, means: Means) -> None:
+        self._lvm, self._kernel = means.lvm, means.kernel
+        self._inventory, self._groups = means.inventory, means.groups
+        self._zero = means.config.wipe == "zero"
+        self.jobs = Jobs(
+            "reclaim",
+            self._wipe_and_remove,
+            _Reclaim,
+            "pool %s is empty, but not given back: %s",
+            workers=1,
+        )
 
     def after(self, removed: Volume | Snapshot, wait_seconds: float) -> None:
         """Give a pool back that lost its last volume, and wait a moment for it.
@@ -77,24 +63,15 @@ class Reclaimer:
 
     def give_back(self, group: str, pool: str) -> Future[None]:
         """Wipe and remove a pool in the background, if it is empty by then."""
-        with self._guard:
-            running = self._jobs.get((group, pool))
-            if running is not None and not running.kept and not running.ended.done():
-                return running.ended
-            job = self._jobs[group, pool] = _Job(group, pool)
-            if not self._stopping.is_set():
-                self._worker.submit(self._work, job)
-        return job.ended
+        return self.jobs.start(_Reclaim(f"{group}/{pool}")).ended
 
     def keep(self, group: report.Group, pool: str) -> None:
         """Have a pool for a new volume: what wipes it ends, and its volume is gone.
 
         The caller holds the group's lock, and read the report within.
         """
-        with self._guard:
-            job = self._jobs.pop((group.name, pool), None)
+        job = self.jobs.forget(f"{group.name}/{pool}")
         if job is not None:
-            job.kept = True
             # Whoever wrote has closed the device afterwards.
             with job.writing:
                 pass
@@ -116,49 +93,55 @@ class Reclaimer:
 
     def stop(self) -> None:
         """End at the next piece; the next start goes on."""
-        self._stopping.set()
-        with self._guard:
-            for timer in self._timers:
-                timer.cancel()
-        self._worker.shutdown(wait=True, cancel_futures=True)
+        self.jobs.stop()
 
-    def _work(self, job: _Job) -> None:
-        try:
-            self._wipe_and_remove(job)
-        except Exception as error:
-            _log.error("pool %s/%s is empty, but not given back: %s", job.group, job.pool, error)
-            job.ended.set_exception(error)
-            self._try_again(job)
-        else:
-            job.ended.set_result(None)
-
-    def _try_again(self, job: _Job) -> None:
-        timer = threading.Timer(self.retry_seconds, self.give_back, [job.group, job.pool])
-        timer.daemon = True
-        with self._guard:
-            self._timers = [one for one in self._timers if one.is_alive()] + [timer]
-            if not self._stopping.is_set():
-                timer.start()
-
-    def _wipe_and_remove(self, job: _Job) -> None:
-        with self._groups.hold(job.group):
-            if job.kept or (group := self._if_empty(job)) is None:
+    def _wipe_and_remove(self, job: _Reclaim) -> None:
+        group_name, pool_name = job.key.split("/")
+        with self._groups.hold(group_name):
+            self.jobs.check(job)
+            if (group := self._if_empty(group_name, pool_name)) is None:
                 return
-            pool = group.volume(job.pool)
-            device = self._wiping_device(group, pool) if self._zero else ""
-        if device and not self._overwritten(job, pool, device):
-            return
-        with self._groups.hold(job.group):
+            pool = group.volume(pool_name)
+            cache = self._parted_cache(group, pool)
+            doomed = self._devices(group, pool, cache) if self._zero else {}
+        for device, size_bytes in doomed.items():
+            self._overwrite(job, device, size_bytes)
+        with self._groups.hold(group_name):
+            self.jobs.check(job)
             # What is in the pool goes with it, so it is looked at anew: nothing but the wipe may.
-            if not job.kept and self._if_empty(job) is not None:
-                volumes.remove(self._lvm, job.group, job.pool)
+            if self._if_empty(group_name, pool_name) is not None:
+                # The cache first: a pool without one is found by the next start, not a cache alone.
+                volumes.remove(self._lvm, group_name, *filter(None, [cache]), pool_name)
 
-    def _if_empty(self, job: _Job) -> report.Group | None:
+    def _parted_cache(self, group: report.Group, pool: report.LogicalVolume) -> str:
+        """The pool's cache as a volume of its own, as it holds what was in the pool too."""
+        if not caches.is_cached(pool):
+            return caches.parted(group, pool.name)
+        if not self._zero:
+            return ""  # it goes with its pool
+        if not pool.active:
+            volumes.activate(self._lvm, group.name, pool.name)
+        caches.split(self._lvm, pool)
+        return caches.attached(pool)
+
+    def _devices(
+        self, group: report.Group, pool: report.LogicalVolume, cache: str
+    ) -> Mapping[str, int]:
+        """What is overwritten, and how much of it, in bytes."""
+        chunk = int(tags.decode(pool.tags)[CHUNK])
+        # What is no whole chunk is never given out.
+        found = {self._wiping_device(group, pool): pool.size_bytes // chunk * chunk}
+        if cache:
+            device = self._inventory.ensure_active(group.name, cache).path
+            found[device] = self._kernel.device_size_bytes(device)
+        return found
+
+    def _if_empty(self, group_name: str, pool: str) -> report.Group | None:
         """A fresh report of the group, if the pool is there and holds no volume of anyone's."""
-        group = self._inventory.read().group(job.group)
-        wipes = [one for one in pools.members(group, job.pool) if _is_wiping(one)]
-        if len(wipes) == len(pools.members(group, job.pool)):
-            return group if job.pool in group.volumes else None
+        group = self._inventory.read().group(group_name)
+        wipes = [one for one in pools.members(group, pool) if _is_wiping(one)]
+        if len(wipes) == len(pools.members(group, pool)):
+            return group if pool in group.volumes else None
         for one in wipes:
             volumes.remove(self._lvm, group.name, one.name)
         return None
@@ -173,17 +156,12 @@ class Reclaimer:
             thin.create(self._lvm, group.name, pool.name, name, size_bytes=size_bytes, facts=facts)
         return self._inventory.ensure_active(group.name, name).path
 
-    def _overwritten(self, job: _Job, pool: report.LogicalVolume, device: str) -> bool:
-        """Overwrite every whole chunk of the pool; False where it is to end before."""
-        chunk = int(tags.decode(pool.tags)[CHUNK])
-        # What is no whole chunk is never given out.
-        size_bytes = pool.size_bytes // chunk * chunk
+    def _overwrite(self, job: _Reclaim, device: str, size_bytes: int) -> None:
+        """Overwrite so much of a device; raises Stopping."""
         for offset in range(0, size_bytes, _PIECE_BYTES):
             with job.writing:
-                if job.kept or self._stopping.is_set():
-                    return False
+                self.jobs.check(job)
                 self._kernel.zero_out(device, offset, min(_PIECE_BYTES, size_bytes - offset))
-        return True
 
 
 def _is_wiping(logical: report.LogicalVolume) -> bool:

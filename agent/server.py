@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from agent import errors, founding, monitor, preflight, sockets
+from agent import errors, founding, monitor, preflight, sockets, standstill
 from agent.access import Access
 from agent.config import Config
 from agent.controller import Controller
@@ -24,11 +24,14 @@ from agent.copying import Copier
 from agent.diagnosis import Diagnosis
 from agent.ephemeral import Ephemeral
 from agent.founding import Foundations
+from agent.groupcontroller import GroupController
+from agent.groupsnapshots import GroupSnapshotter
 from agent.growing import Grower
 from agent.identity import Identity
 from agent.interceptor import Interceptor
 from agent.inventory import Inventory
 from agent.locks import GroupLocks, VolumeLocks
+from agent.means import Means
 from agent.node import Node
 from agent.provision import Provisioner
 from agent.readiness import Readiness
@@ -73,7 +76,7 @@ def this_host(config: Config) -> Host:
 
 
 class Service:
-    """Carver's three services on one gRPC server."""
+    """Carver's services on one gRPC server."""
 
     def __init__(
         self,
@@ -86,55 +89,30 @@ class Service:
         known = self.inventory = Inventory(lvm, host.devices, config.groups, foundations)
         self.node = preflight.Node(config, host.kernel, host.run, lambda: known.recent()[0])
         self.readiness = Readiness(known, self.node)
-        volume_locks, group_locks = VolumeLocks(), GroupLocks()
-        self.wiper = Wiper(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
-        self.reclaimer = Reclaimer(lvm, host.kernel, known, group_locks, zero=config.wipe == "zero")
-        self.grower = Grower(config.classes, lvm, known, group_locks)
-        snapshotter = Snapshotter(
-            config, lvm, host.kernel, known, group_locks, self.wiper, self.reclaimer
-        )
-        self.copier = Copier(lvm, host.kernel, known, group_locks, snapshotter)
-        provision = Provisioner(
-            config,
-            lvm,
-            host.kernel,
-            known,
-            group_locks,
-            self.wiper,
-            self.reclaimer,
-            self.copier,
-        )
+        means, locks = Means(config, host.run, host.kernel, lvm, known, GroupLocks()), VolumeLocks()
+        self.wiper = Wiper(means)
+        self.reclaimer = Reclaimer(means)
+        self.grower = Grower(means)
+        snapshotter = Snapshotter(means, self.wiper, self.reclaimer)
+        self.group_snapshotter = GroupSnapshotter(means, host.devices, snapshotter, self.wiper)
+        self.copier = Copier(means, snapshotter)
+        provision = Provisioner(means, self.wiper, self.reclaimer, self.copier)
         diagnosis = self.diagnosis = Diagnosis(host.kernel, known)
-        access = Access(
-            host.run,
-            lvm,
-            host.kernel,
-            known,
-            group_locks,
-            self.wiper,
-            self.copier,
-            diagnosis,
-            config.kubelet_dir,
-        )
-        self.ephemeral = Ephemeral(
-            host.kernel,
-            known,
-            provision,
-            access,
-            self.wiper,
-            volume_locks,
-            config.kubelet_dir,
-        )
+        access = Access(means, self.wiper, self.copier, diagnosis)
+        self.ephemeral = Ephemeral(means, provision, access, locks)
         self._server = grpc.server(
             ThreadPoolExecutor(_THREADS, thread_name_prefix="rpc"),
             interceptors=[Interceptor(observe)],
         )
         csi_pb2_grpc.add_IdentityServicer_to_server(Identity(self.readiness), self._server)
         csi_pb2_grpc.add_ControllerServicer_to_server(
-            Controller(config, provision, snapshotter, diagnosis, volume_locks), self._server
+            Controller(config, provision, snapshotter, diagnosis, locks), self._server
+        )
+        csi_pb2_grpc.add_GroupControllerServicer_to_server(
+            GroupController(self.group_snapshotter, locks), self._server
         )
         csi_pb2_grpc.add_NodeServicer_to_server(
-            Node(config, provision, access, self.ephemeral, volume_locks), self._server
+            Node(config, provision, access, self.ephemeral, locks), self._server
         )
 
     def start(self, path: Path) -> None:
@@ -165,10 +143,13 @@ def serve(config: Config, host: Host) -> None:
         if config.metrics_address is not None:
             metrics = _metrics()
             host = replace(host, run=metrics.counted(host.run))
-        lvm, foundations = founding.lay(host.run, host.kernel, config)
-        service = Service(config, host, lvm, metrics.count_call if metrics else None, foundations)
-        ended = _until_signal()
-        _resume(service)
+        observe = metrics.count_call if metrics else None
+        with standstill.left(host.devices, config.groups) as held:
+            lvm, foundations = founding.lay(host.run, host.kernel, config)
+            service = Service(config, host, lvm, observe, foundations)
+            ended = _until_signal()
+            with service.inventory.holding(held):
+                _resume(service)
         service.start(config.endpoint)
         served = sockets.inode(config.endpoint)
         ending.callback(service.stop)
@@ -186,9 +167,10 @@ def serve(config: Config, host: Host) -> None:
         watch = Watch(service.inventory)
         watch.start()
         ending.callback(watch.stop)
-        _tell(preflight.everything(service.node))
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")
+        # It takes a while and refuses nothing: nobody has to wait for it.
+        threading.Thread(target=_check, args=[service.node], name="check", daemon=True).start()
         # gRPC can bind nothing while it serves: a new socket takes a new process.
         while not ended.wait(_LOOK_SECONDS):
             if sockets.inode(config.endpoint) != served:
@@ -226,9 +208,9 @@ def _pages(config: Config, service: Service, metrics: "Metrics") -> Mapping[str,
     }
 
 
-def _tell(findings: Sequence[preflight.Finding]) -> None:
-    """Log what the preflight found; Probe refuses where it must."""
-    for one in findings:
+def _check(node: preflight.Node) -> None:
+    """Log what the preflight finds; Probe refuses where it must."""
+    for one in preflight.everything(node):
         if one.verdict != preflight.PASS:
             _log.warning(
                 "preflight %s, %s: %s; %s", one.verdict, one.check, one.message, one.remedy
@@ -239,12 +221,16 @@ def _resume(service: Service) -> None:
     """Take up the wipes and copies that are left; where lvm2 does not answer, Probe will say so."""
     try:
         wipes = service.wiper.resume() + service.reclaimer.resume()
+        undone = service.group_snapshotter.resume()
         copies = service.copier.resume()
     except lvm_errors.LvmError as error:
         _log.warning("wipes and copies that are left are not gone on with: %s", error)
         return
-    if wipes or copies:
-        _log.info("going on with %d wipes and %d copies", wipes, copies)
+    if wipes or copies or undone:
+        _log.info(
+            "going on with %d wipes and %d copies; %d half-made group snapshots undone",
+            *(wipes, copies, undone),
+        )
 
 
 @contextmanager

@@ -7,16 +7,14 @@ from dataclasses import replace
 
 from agent import calls, errors, holders, inventory, paging
 from agent.carving import Carvings
-from agent.config import SNAPSHOT_SIZE, Config
+from agent.config import SNAPSHOT_SIZE
 from agent.ids import VolumeId
-from agent.inventory import Inventory, Snapshot, Volume
-from agent.locks import GroupLocks
+from agent.inventory import Snapshot, Volume
+from agent.means import Means
 from agent.paging import Part
 from agent.reclaiming import Reclaimer
 from agent.wiping import Wiper
-from lvm import layout, names, report, snapshots, thin, volumes
-from lvm.lvm2 import Lvm
-from mount.syscalls import Kernel
+from lvm import caches, layout, names, report, snapshots, thin, volumes
 
 _log = logging.getLogger(__name__)
 
@@ -27,24 +25,13 @@ _INHERITED = (inventory.ACCESS, inventory.FORMATTED, "class", "fsType")
 class Snapshotter:
     """Carries out the Controller's calls for snapshots."""
 
-    def __init__(
-        self,
-        config: Config,
-        lvm: Lvm,
-        kernel: Kernel,
-        known: Inventory,
-        groups: GroupLocks,
-        wiper: Wiper,
-        reclaimer: Reclaimer,
-    ) -> None:
-        self._config = config
-        self._lvm = lvm
-        self._kernel = kernel
-        self._inventory = known
-        self._groups = groups
+    def __init__(self, means: Means, wiper: Wiper, reclaimer: Reclaimer) -> None:
+        self._config = means.config
+        self._lvm, self._kernel = means.lvm, means.kernel
+        self._inventory, self._groups = means.inventory, means.groups
         self._wiper = wiper
         self._reclaimer = reclaimer
-        self._carvings = Carvings(config.classes, known)
+        self._carvings = Carvings(means.config.classes, means.inventory)
 
     @staticmethod
     def logical_name(name: str) -> str:
@@ -59,7 +46,7 @@ class Snapshotter:
         name = self.logical_name(call.name)
         holders.flush(self._kernel, self._inventory, call.source_id)
         with self._groups.hold(inventory.group_of(call.source_id)):
-            known = self._inventory.read()
+            known = self._inventory.awake()
             if (found := self._named(known, name)) is not None:
                 return _same(found, call)
             volume = self._inventory.usable(known, call.source_id)
@@ -68,32 +55,35 @@ class Snapshotter:
             return self.take(name, volume, {inventory.NAME: call.name, **call.about}, call.size)
 
     def take(
-        self, name: str, volume: Volume, facts: Mapping[str, str], size: layout.Reserve | None
+        self,
+        name: str,
+        volume: Volume,
+        facts: Mapping[str, str],
+        size: layout.Reserve | None,
+        *,
+        copy_on_write: bool = False,
     ) -> Snapshot:
         """Take a snapshot with a logical volume's name; to be called with the group held.
 
-        One command. Raises NoRoom, NotSnapshotted.
+        One of a thin volume is thin, unless it shall be `copy_on_write`. One command. Raises
+        NoRoom, NotSnapshotted.
         """
-        if inventory.CACHE in volume.facts:
-            raise errors.NotSnapshotted(str(volume.id), "it has a cache")
-        group, pool = volume.group, volume.group.volume(volume.name).pool
-        now = time.time_ns()
+        area_bytes = self.needed_bytes(volume, size, copy_on_write=copy_on_write)
+        group = volume.group
+        pool = "" if copy_on_write else group.volume(volume.name).pool
         facts = {
+            inventory.TIME: str(time.time_ns()),
             **facts,
             inventory.STATE: inventory.READY,
             inventory.SIZE: str(volume.size_bytes),
             inventory.SOURCE: volume.name,
-            inventory.TIME: str(now),
             **{key: volume.facts[key] for key in _INHERITED if key in volume.facts},
         }
         if pool:
-            area_bytes = volume.size_bytes
-            self._check_promise(volume)
             thin.snapshot(
                 self._lvm, group.name, name, origin=volume.name, facts=facts, read_only=True
             )
         else:
-            area_bytes = self._area_bytes(size, volume)
             snapshots.create(
                 self._lvm,
                 group.name,
@@ -109,11 +99,35 @@ class Snapshotter:
             name,
             volume.id,
             volume.size_bytes,
-            now,
+            int(facts[inventory.TIME]),
             area_bytes,
             facts,
             pool=pool,
         )
+
+    def needed_bytes(
+        self,
+        volume: Volume,
+        size: layout.Reserve | None,
+        *,
+        copy_on_write: bool = False,
+        beside_bytes: int = 0,
+    ) -> int:
+        """What a snapshot takes of the group, or promises in its pool, beside so many bytes.
+
+        Raises NoRoom, NotSnapshotted.
+        """
+        if not caches.can_be_origin(volume.facts.get(inventory.CACHE, "")):
+            raise errors.NotSnapshotted(
+                str(volume.id),
+                f"it has a cache of the kind {caches.CACHE}, and lvm2 cannot take one of it without"
+                f" damage to its data. Of volumes with a {caches.WRITECACHE}, and of thin ones, it"
+                " can",
+            )
+        if volume.group.volume(volume.name).pool and not copy_on_write:
+            self._check_promise(volume, beside_bytes)
+            return volume.size_bytes
+        return self._area_bytes(size, volume, beside_bytes)
 
     def delete(self, snapshot_id: str) -> None:
         """Part a snapshot from its origin, wipe and remove it; no such snapshot is no error.
@@ -124,11 +138,13 @@ class Snapshotter:
         if parsed is None:
             return
         with self._groups.hold(parsed.group):
-            known = self._inventory.read()
+            known = self._inventory.awake()
             try:
                 snapshot = self._inventory.snapshot(known, snapshot_id)
             except errors.NoSuchSnapshot:
                 return
+            if snapshot.group_snapshot_id:
+                raise errors.PartOfGroup(snapshot_id, snapshot.group_snapshot_id)
             if copies := self._inventory.copies_of(known, snapshot_id):
                 raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
             self._part(snapshot)
@@ -180,19 +196,21 @@ class Snapshotter:
                 raise errors.OperationPending(f"{doomed.id} (being wiped)")
         return next((one for one in self._inventory.snapshots(known) if one.name == name), None)
 
-    def _check_promise(self, volume: Volume) -> None:
+    def _check_promise(self, volume: Volume, beside_bytes: int) -> None:
         """A thin snapshot is a promise as its volume is; raises NoRoom."""
         group, carving = volume.group, self._carvings.of_volume(volume)
-        if volume.size_bytes > (room := carving.maximum_bytes(group)):
+        room = max(0, carving.maximum_bytes(group) - beside_bytes)
+        if volume.size_bytes > room:
             raise errors.NoRoom(group.name, volume.size_bytes, room, carving.purpose(group))
 
-    def _area_bytes(self, size: layout.Reserve | None, volume: Volume) -> int:
+    def _area_bytes(self, size: layout.Reserve | None, volume: Volume, beside_bytes: int) -> int:
         """What a copy-on-write snapshot of the volume gets; raises NoRoom."""
         one = self._config.device_class(volume.facts.get("class", ""))
         wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
         group = volume.group
         area = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
-        if area > (room := self._carvings.beside_bytes(volume)):
+        room = max(0, self._carvings.beside_bytes(volume) - beside_bytes)
+        if area > room:
             raise errors.NoRoom(group.name, area, room, f"for a snapshot of {volume.name}")
         return area
 

@@ -41,16 +41,27 @@ def add_volume(commands: Commands) -> None:
         "create",
         "make a volume",
         lambda manual, parsed: manual.create(
-            parsed.name, parsed.size, _parameters(parsed), raw=parsed.block
+            parsed.name,
+            parsed.size,
+            _parameters(parsed),
+            raw=parsed.block,
+            snapshot=parsed.from_snapshot,
+            volume=parsed.from_volume,
         ),
     )
     create.add_argument("name", metavar="NAME", help="its name on this node")
     create.add_argument(
-        "--size", type=_size, required=True, help="such as 512MiB, 10GiB (1024) or 10GB (1000)"
+        "--size",
+        type=_size,
+        default=0,
+        help="such as 512MiB, 10GiB (1024) or 10GB (1000); for a copy else the source's",
     )
     create.add_argument("--class", dest="device_class", help="a class; else the default one")
     create.add_argument("--fs-type", help="ext4, xfs or btrfs; else the class's")
     create.add_argument("--block", action="store_true", help="a raw block volume")
+    source = create.add_mutually_exclusive_group()
+    for noun in ("snapshot", "volume"):
+        _add_name(source, noun, f"--from-{noun}", "that it shall be a copy of")
 
     listing = _verb(
         verbs,
@@ -103,6 +114,22 @@ def add_volume(commands: Commands) -> None:
     )
     _add_name(expand)
     expand.add_argument("size", metavar="SIZE", type=_size, help="the size that it shall have")
+
+    modify = _verb(
+        verbs,
+        "modify",
+        "change how a volume is read ahead, or how fast its RAID is rebuilt",
+        lambda manual, parsed: manual.modify(parsed.name, dict(parsed.parameters)),
+    )
+    _add_name(modify)
+    modify.add_argument(
+        "parameters",
+        metavar="KEY=VALUE",
+        nargs="+",
+        type=_parameter,
+        help="readAhead (a size, 0 or auto); of a RAID minimumRecoveryRate, maximumRecoveryRate"
+        " (a size each second and disk, 0 for none)",
+    )
 
     delete = _verb(
         verbs,
@@ -165,8 +192,11 @@ def _verb(
     return made
 
 
-def _add_name(verb: argparse.ArgumentParser, noun: str = "volume", dest: str = "name") -> None:
-    action = verb.add_argument(dest, metavar=dest.upper(), help=f"a {noun}'s name or id")
+def _add_name(
+    verb: argparse._ActionsContainer, noun: str = "volume", dest: str = "name", text: str = ""
+) -> None:
+    metavar = noun.upper() if dest.startswith("-") else dest.upper()
+    action = verb.add_argument(dest, metavar=metavar, help=f"a {noun}'s name or id {text}".strip())
     # Read by shtab: the functions that complete it.
     vars(action)["complete"] = dict.fromkeys(SHELLS, f"_carver_{noun}s")
 
@@ -192,6 +222,13 @@ def _parameters(parsed: argparse.Namespace) -> Mapping[str, str]:
     """What a StorageClass would say."""
     given = {"class": parsed.device_class, "fsType": parsed.fs_type}
     return {key: value for key, value in given.items() if value}
+
+
+def _parameter(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"{text!r}: a key, = and a value, such as readAhead=1MiB")
+    return key, value
 
 
 def _size(text: str) -> int:

@@ -9,20 +9,15 @@ Killed before that tag is written, the caller has no answer and calls again. Kil
 """
 
 import errno
-import logging
 from collections.abc import Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
 from agent import errors, holders, inventory
-from agent.inventory import Inventory, Volume
-from agent.jobs import Job, Jobs, Stopping
-from agent.locks import GroupLocks
+from agent.inventory import Volume
+from agent.jobs import Job, Jobs
+from agent.means import Means
 from lvm import caches, volumes
-from lvm.lvm2 import Lvm
-from mount.syscalls import Kernel
-
-_log = logging.getLogger(__name__)
 
 # Small enough to stop soon when the service stops, large enough to cost nothing.
 _CHUNK_BYTES = 128 << 20
@@ -32,33 +27,24 @@ _WORKERS = 2
 @dataclass(kw_only=True)
 class _Wipe(Job):
     volume: Volume
-    # Both are set under the group's lock: nothing is put on record of a volume that is gone.
+    # Set under the group's lock: nothing is put on record of a volume that is gone.
     removed: bool = False
-    on_record: bool = False
 
 
 class Wiper:
     """Wipes and removes volumes, a few at a time."""
 
-    def __init__(
-        self,
-        lvm: Lvm,
-        kernel: Kernel,
-        known: Inventory,
-        groups: GroupLocks,
-        *,
-        zero: bool = True,
-        grace_seconds: float = 2.0,
-        retry_seconds: float = 60.0,
-    ) -> None:
-        self._lvm = lvm
-        self._kernel = kernel
-        self._inventory = known
-        self._groups = groups
-        self.zero = zero
-        self.grace_seconds = grace_seconds
+    def __init__(self, means: Means) -> None:
+        self._lvm, self._kernel = means.lvm, means.kernel
+        self._inventory, self._groups = means.inventory, means.groups
+        self.zero = means.config.wipe == "zero"
+        self.grace_seconds = 2.0
         self.jobs = Jobs(
-            "wipe", self._work, self._look_again, workers=_WORKERS, retry_seconds=retry_seconds
+            "wipe",
+            self._wipe_and_remove,
+            self._find,
+            "volume %s is deleted, but not wiped and removed: %s",
+            workers=_WORKERS,
         )
 
     def delete(self, volume: Volume) -> None:
@@ -89,7 +75,7 @@ class Wiper:
             job.on_record = True
         if job.ended.done():
             # It failed in between, and nobody else will hear of it.
-            self.jobs.try_again(job.key)
+            self.jobs.try_again(job)
         return True
 
     def is_deleting(self, volume_id: str) -> bool:
@@ -102,7 +88,7 @@ class Wiper:
 
     def resume(self) -> int:
         """Go on with the wipes that an earlier process left; returns how many."""
-        left = list(self._inventory.doomed(self._inventory.read()))
+        left = list(self._inventory.doomed(self._inventory.awake()))
         for volume in left:
             self._start(volume)
         return len(left)
@@ -116,27 +102,10 @@ class Wiper:
         self.jobs.stop()
 
     def _start(self, volume: Volume) -> _Wipe:
-        return self.jobs.start(_Wipe(key=str(volume.id), volume=volume, on_record=volume.wiping))
+        return self.jobs.start(_wipe_of(volume))
 
-    def _work(self, job: _Wipe) -> None:
-        try:
-            self._wipe_and_remove(job)
-        except Stopping:
-            raise
-        except Exception as error:
-            _log.error("volume %s is deleted, but not wiped and removed: %s", job.key, error)
-            if job.on_record:
-                self.jobs.try_again(job.key)
-            raise
-
-    def _look_again(self, volume_id: str) -> None:
-        """By a fresh look: the disk may answer again, or the volume be gone."""
-        try:
-            self._start(self._inventory.doomed_one(self._inventory.read(), volume_id))
-        except errors.NoSuchVolume:
-            self.forget(volume_id)
-        except Exception as error:
-            _log.error("volume %s is deleted, but cannot be looked at: %s", volume_id, error)
+    def _find(self, volume_id: str) -> _Wipe:
+        return _wipe_of(self._inventory.doomed_one(self._inventory.awake(), volume_id))
 
     def _wipe_and_remove(self, job: _Wipe) -> None:
         volume = job.volume
@@ -165,7 +134,7 @@ class Wiper:
         if not caches.is_cached(logical):
             return list(filter(None, [caches.parted(group, volume.name)]))
         with self._groups.hold(group.name):
-            caches.split(self._lvm, group.name, volume.name)
+            caches.split(self._lvm, logical)
         return [caches.attached(logical)]
 
     def _wipe(self, job: _Wipe, volume: Volume) -> None:
@@ -182,3 +151,7 @@ class Wiper:
             if error.errno == errno.EBUSY:
                 raise errors.VolumeInUse(str(volume.id), "its device is mounted or held") from None
             raise
+
+
+def _wipe_of(volume: Volume) -> _Wipe:
+    return _Wipe(key=str(volume.id), volume=volume, on_record=volume.wiping)

@@ -32,8 +32,11 @@ _SECTOR_BYTES = 512
 # _IOWR(0xfd, command, struct dm_ioctl)
 _REQUEST = 0b11 << 30 | _HEADER.size << 16 | 0xFD << 8
 _LIST_DEVICES = _REQUEST | 2
+_DEVICE_SUSPEND = _REQUEST | 6
+_DEVICE_STATUS = _REQUEST | 7
 _TABLE_DEPS = _REQUEST | 11
 _TABLE_STATUS = _REQUEST | 12
+_SUSPENDED = 1 << 1
 _BUFFER_FULL = 1 << 8
 _NO_FLUSH = 1 << 11
 
@@ -211,6 +214,33 @@ class DeviceMapper:
         except OSError:
             return ()
 
+    def suspend(self, name: str) -> None:
+        """Hold a device: what is written or read from now on waits, what was before is done.
+
+        The file system that is mounted from it comes to rest first (lock_fs in drivers/md/dm.c).
+        Raises OSError: EINVAL for one that is suspended, ENXIO where there is none.
+        """
+        self._set_flow(name, _SUSPENDED)
+
+    def resume(self, name: str) -> None:
+        """Let go of a device; one that is not suspended is no error. Raises OSError, as above."""
+        self._set_flow(name, 0)
+
+    def is_suspended(self, name: str) -> bool:
+        """Whether a device is suspended; not where there is none."""
+        try:
+            with self._opened() as control:
+                buffer = _request(_HEADER.size, 0, name, 0)
+                self._ioctl(control, _DEVICE_STATUS, buffer)
+        except OSError:
+            return False
+        return bool(_number(buffer, _FLAGS_AT) & _SUSPENDED)
+
+    def _set_flow(self, name: str, flags: int) -> None:
+        with self._opened() as control:
+            # It may take long, and fcntl.ioctl keeps the GIL for a buffer of more than 1024 bytes.
+            self._ioctl(control, _DEVICE_SUSPEND, _request(_HEADER.size, flags, name, 0))
+
     @contextmanager
     def _opened(self) -> Iterator[int]:
         control = os.open(self._control, os.O_RDWR | os.O_CLOEXEC)
@@ -238,15 +268,21 @@ class DeviceMapper:
         """The driver's answer, in a buffer that is large enough for it."""
         size_bytes = _FIRST_BUFFER_BYTES
         while True:
-            buffer = bytearray(size_bytes)
-            _HEADER.pack_into(
-                *(buffer, 0, *_VERSION, size_bytes, _HEADER.size, 0, 0, _NO_FLUSH, 0, 0),
-                *(device, name.encode(), b""),
-            )
+            buffer = _request(size_bytes, _NO_FLUSH, name, device)
             self._ioctl(control, request, buffer)
             if not _number(buffer, _FLAGS_AT) & _BUFFER_FULL:
                 return buffer
             size_bytes *= 2
+
+
+def _request(size_bytes: int, flags: int, name: str, device: int) -> bytearray:
+    """A buffer of that size that asks for a device, by its name or its number."""
+    buffer = bytearray(size_bytes)
+    _HEADER.pack_into(
+        *(buffer, 0, *_VERSION, size_bytes, _HEADER.size, 0, 0, flags, 0, 0),
+        *(device, name.encode(), b""),
+    )
+    return buffer
 
 
 def _names(buffer: bytearray) -> Iterator[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lvm import names
+from lvm import areas, names
 from lvm.devicemapper import DeviceMapper
 from lvm.devicemapper import Status as Status
 
@@ -48,6 +48,22 @@ class Devices(Protocol):
         """What device-mapper says of an active volume and of all that it stands on."""
         ...
 
+    def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
+        """Whether the copy-on-write snapshot whose area begins there is lost; None: unknown."""
+        ...
+
+    def suspend(self, group: str, name: str) -> None:
+        """Hold an active volume: all I/O waits, and a mounted file system is at rest; OSError."""
+        ...
+
+    def resume(self, group: str, name: str) -> None:
+        """Let go of a volume; one that is not suspended is no error. Raises OSError."""
+        ...
+
+    def is_suspended(self, group: str, name: str) -> bool:
+        """Whether an active volume is suspended."""
+        ...
+
 
 class KernelDevices:
     """The real `Devices`."""
@@ -73,6 +89,22 @@ class KernelDevices:
         """
         dm_name = names.device(group, name)
         return self._mapper.status(dm_name) or self._mapper.status(dm_name + _POOL_LAYER)
+
+    def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
+        """Whether the copy-on-write snapshot whose area begins there is lost; None: unknown."""
+        return areas.overflowed(disk, offset_bytes)
+
+    def suspend(self, group: str, name: str) -> None:
+        """Hold an active volume: all I/O waits, and a mounted file system is at rest. One ioctl."""
+        self._mapper.suspend(names.device(group, name))
+
+    def resume(self, group: str, name: str) -> None:
+        """Let go of a volume; one that is not suspended is no error. One ioctl."""
+        self._mapper.resume(names.device(group, name))
+
+    def is_suspended(self, group: str, name: str) -> bool:
+        """Whether an active volume is suspended. One ioctl."""
+        return self._mapper.is_suspended(names.device(group, name))
 
     def _by_node(self, dm_name: str) -> Device | None:
         """Through the node that udev, or lvm2 where there is no udev, made in /dev/mapper."""

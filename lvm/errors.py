@@ -93,7 +93,14 @@ class BadReport(LvmError):
 
 # What lvm2 2.03 prints in the C locale. Its exit code is 5 for nearly everything.
 _MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
-    (re.compile(r"insufficient (free|suitable)|No specified PVs have space", re.I), NoSpace),
+    (
+        re.compile(
+            r"insufficient (free|suitable)|No specified PVs have space"
+            r"|stripes \(\d+\) must not exceed number of physical volumes",
+            re.I,
+        ),
+        NoSpace,
+    ),
     (re.compile(r"exceeds maximum metadata size|too large for circular buffer"), MetadataFull),
     (re.compile(r"already exists", re.I), NameTaken),
     (re.compile(r"filesystem in use|used by another device| in use[.:]", re.I), InUse),

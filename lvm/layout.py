@@ -98,6 +98,11 @@ class Layout:
         return self.kind == "thin"
 
     @property
+    def is_raid(self) -> bool:
+        """Whether a volume has copies or parity, and is brought in sync again after a loss."""
+        return _KINDS[self.kind].metadata_extents > 0
+
+    @property
     def metadata_extents(self) -> int:
         """Extents on each disk beside the data's."""
         return _KINDS[self.kind].metadata_extents

@@ -8,18 +8,22 @@ means many things.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lvm import errors
 from lvm.lvm2 import Lvm
+from lvm.tuning import AUTO, PLAIN, Tuning
 
 Row = Mapping[str, str]
 
 # lvm(8): what lvm2 appends to a volume's name for the images of a RAID volume, and their metadata,
-# and for what a cached one holds its data in; lvmcache(7) for its cache.
-_PART = re.compile(r"(_r(image|meta)_\d+|_w?corig|_cache_cvol)$")
+# for a pool's data and metadata, and for what a cached one holds its data in; lvmcache(7) for its
+# cache.
+_PART = re.compile(r"(_r(image|meta)_\d+|_t(data|meta)|_w?corig|_cache_cvol)+$")
+# What a pool's data are called below a cache of either kind.
+_BELOW_CACHE = {"_tdata_corig": "cache", "_tdata_wcorig": "writecache"}
 # The tag of a disk on which nothing but caches is made (pvchange(8)).
 FAST = "carver.fast"
 # lib/metadata/pool_manip.c of lvm2: the one spare of a group.
@@ -61,7 +65,9 @@ class LogicalVolume:
     tags: frozenset[str]
     active: bool
     open: bool
+    # lv_layout's words; of a pool whose data have a cache, the cache's kind as well.
     layout: frozenset[str]
+    # The thin pool that it lies in, and what it is a snapshot of.
     pool: str
     origin: str
     health: str
@@ -69,11 +75,17 @@ class LogicalVolume:
     # How full a pool or a snapshot's copy-on-write area is; None where it is neither, or inactive.
     data_percent: float | None = None
     metadata_percent: float | None = None
-    # A copy-on-write snapshot whose area was full once: what it holds is no snapshot any more.
-    overflowed: bool = False
+    # A copy-on-write snapshot whose area was full once: what it holds is no snapshot any more. None
+    # where that is not known.
+    overflowed: bool | None = False
     read_only: bool = False
+    # Its device makes whoever reads or writes there wait.
+    suspended: bool = False
     # Of a pool.
     metadata_size_bytes: int = 0
+    # Of a volume with a cache, or a pool: the volume that its cache is.
+    cachevol: str = ""
+    tuning: Tuning = PLAIN
 
     @property
     def is_copy_on_write(self) -> bool:
@@ -142,19 +154,22 @@ class Report:
 _COLUMNS = {
     "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count",
     "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable,pv_in_use,"
-    "pv_tags",
+    "pv_tags,pe_start",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_device_open,lv_layout,pool_lv,origin,"
     "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions,"
-    "lv_metadata_size",
+    "lv_metadata_size,lv_suspended,lv_read_ahead,raid_min_recovery_rate,raid_max_recovery_rate",
     # What lies on each disk, parts of a volume by names of their own.
     "pvseg": "pv_uuid,lv_name,pvseg_size",
-    # Not used; one column keeps the report short.
-    "seg": "seg_start",
+    # Where each piece of a volume begins, of the volume and on a disk.
+    "seg": "lv_name,seg_start,seg_pe_ranges",
 }
 
+# Whether the copy-on-write snapshot whose area begins on a disk, so many bytes in, is lost.
+Overflowed = Callable[[str, int], bool | None]
 
-def read(lvm: Lvm) -> Report:
-    """Ask lvm2 for everything, in one command.
+
+def read(lvm: Lvm, overflowed: Overflowed = lambda _disk, _offset_bytes: None) -> Report:
+    """Ask lvm2 for everything, in one command; and `overflowed`, of what lvm2 does not know.
 
     Raises CommandFailed when there is no report, BadReport when it is not understood.
     """
@@ -164,7 +179,7 @@ def read(lvm: Lvm) -> Report:
     try:
         document = json.loads(lvm("fullreport", *words))
         parts = document["report"]
-        groups = [_group(part) for part in parts if part.get("vg")]
+        groups = [_group(part, overflowed) for part in parts if part.get("vg")]
         # Disks in no group are a part of their own, which has only "pv" and "pvseg". Where a label
         # says that a group uses it, that is a group that lvm2 cannot read.
         free = [disk for part in parts if not part.get("vg") for disk in part["pv"]]
@@ -174,11 +189,20 @@ def read(lvm: Lvm) -> Report:
     return Report({group.name: group for group in groups}, tuple(orphans))
 
 
-def _group(part: Mapping[str, Any]) -> Group:
+def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     (row,) = part["vg"]
     name = row["vg_name"]
     disks = _disks_by_volume(part["pvseg"])
-    volumes = [_logical_volume(name, volume, disks) for volume in part["lv"]]
+    cached = _cached_pools(part["pvseg"])
+    volumes = [_logical_volume(name, volume, disks, cached) for volume in part["lv"]]
+    if any(one.overflowed is None for one in volumes):
+        begins = _beginnings(part, int(row["vg_extent_size"]))
+        volumes = [
+            replace(one, overflowed=overflowed(*begins[one.name]))
+            if one.overflowed is None and one.name in begins
+            else one
+            for one in volumes
+        ]
     return Group(
         name=name,
         uuid=row["vg_uuid"],
@@ -213,27 +237,81 @@ def _disks_by_volume(segments: Iterable[Row]) -> Mapping[str, set[str]]:
     return found
 
 
-def _logical_volume(group: str, row: Row, disks: Mapping[str, set[str]]) -> LogicalVolume:
+def _cached_pools(segments: Iterable[Row]) -> Mapping[str, str]:
+    """The pools whose data have a cache, and its kind: lvm2 tells of it by their parts only."""
+    found = {}
+    for row in segments:
+        for ending, kind in _BELOW_CACHE.items():
+            if (name := row["lv_name"].strip("[]")).endswith(ending):
+                found[name.removesuffix(ending)] = kind
+    return found
+
+
+def _beginnings(part: Mapping[str, Any], extent_size_bytes: int) -> Mapping[str, tuple[str, int]]:
+    """Where each volume that lies on disks itself begins: the disk, and the bytes before."""
+    starts = {disk["pv_name"]: int(disk["pe_start"]) for disk in part["pv"]}
+    found = {}
+    for row in part["seg"]:
+        disk, _, extents = row["seg_pe_ranges"].partition(":")
+        if row["seg_start"] == "0" and disk in starts:
+            first, _, _ = extents.partition("-")
+            found[row["lv_name"]] = (disk, starts[disk] + int(first) * extent_size_bytes)
+    return found
+
+
+def _logical_volume(
+    group: str, row: Row, disks: Mapping[str, set[str]], cached_pools: Mapping[str, str]
+) -> LogicalVolume:
+    name = row["lv_name"]
     return LogicalVolume(
         group=group,
-        name=row["lv_name"],
+        name=name,
         uuid=row["lv_uuid"],
         size_bytes=int(row["lv_size"]),
         tags=_words(row["lv_tags"]),
         active=row["lv_active"] == "active",
         open=row["lv_device_open"] == "open",
-        layout=_words(row["lv_layout"]),
-        pool=row["pool_lv"],
-        origin=row["origin"],
+        layout=_words(row["lv_layout"]) | _words(cached_pools.get(name, "")),
+        pool=_visible(row["pool_lv"]),
+        origin=_visible(row["origin"]),
         health=row["lv_health_status"],
-        disks=frozenset(disks.get(row["lv_name"], ())),
+        disks=frozenset(disks.get(name, ())),
         data_percent=_percent(row["data_percent"]),
         metadata_percent=_percent(row["metadata_percent"]),
-        # Of an inactive one nothing is known: "unknown".
-        overflowed=row["lv_snapshot_invalid"] == "snapshot invalid",
+        overflowed=_overflowed(row),
         read_only=row["lv_permissions"] == "read-only",
         metadata_size_bytes=int(row["lv_metadata_size"] or 0),
+        suspended=row["lv_suspended"] == "suspended",
+        cachevol=f"{name}_cache_cvol" if name in cached_pools else _hidden(row["pool_lv"]),
+        tuning=_tuning(row),
     )
+
+
+def _tuning(row: Row) -> Tuning:
+    ahead = row["lv_read_ahead"]
+    return Tuning(
+        AUTO if ahead == AUTO else int(ahead),
+        # Empty where there is none, and where it is no RAID volume.
+        int(row["raid_min_recovery_rate"] or 0),
+        int(row["raid_max_recovery_rate"] or 0),
+    )
+
+
+def _overflowed(row: Row) -> bool | None:
+    """What lvm2 has from the kernel, of a snapshot that is active."""
+    if row["lv_snapshot_invalid"] == "unknown" and _visible(row["origin"]) and not row["pool_lv"]:
+        return None
+    return row["lv_snapshot_invalid"] == "snapshot invalid"
+
+
+def _visible(name: str) -> str:
+    """The name of a volume; empty for a part of one, which stands in brackets."""
+    return "" if name.startswith("[") else name
+
+
+def _hidden(name: str) -> str:
+    """The name of a part of a volume; empty for a volume."""
+    return name.strip("[]") if name.startswith("[") else ""
 
 
 def _percent(column: str) -> float | None:

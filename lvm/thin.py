@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from lvm import tags
 from lvm.lvm2 import Lvm
+from lvm.tuning import AS_IT_IS, Tuning
 
 
 def create_pool(
@@ -45,7 +46,14 @@ def create_pool(
 
 
 def create(
-    lvm: Lvm, group: str, pool: str, name: str, *, size_bytes: int, facts: Mapping[str, str]
+    lvm: Lvm,
+    group: str,
+    pool: str,
+    name: str,
+    *,
+    size_bytes: int,
+    facts: Mapping[str, str],
+    tuning: Tuning = AS_IT_IS,
 ) -> None:
     """Make, tag and activate a volume in a pool (lvcreate(8)); it takes no room until it is used.
 
@@ -57,6 +65,7 @@ def create(
         *("--type", "thin"),
         *("--setactivationskip", "y"),
         *("--activate", "y", "--ignoreactivationskip"),
+        *tuning.words(),
         *("--virtualsize", f"{size_bytes}b"),
         *_tagging(facts),
         *("--thinpool", pool),
@@ -74,6 +83,7 @@ def snapshot(
     origin: str,
     facts: Mapping[str, str],
     read_only: bool,
+    tuning: Tuning = AS_IT_IS,
 ) -> None:
     """Make and tag a volume that shares all its blocks with another of its pool (lvcreate(8)).
 
@@ -88,6 +98,7 @@ def snapshot(
         *("--permission", "r" if read_only else "rw"),
         *("--setactivationskip", "y"),
         *([] if read_only else active),
+        *tuning.words(),
         *_tagging(facts),
         *("--name", name),
         "--",

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from lvm import tags
 from lvm.layout import LINEAR, Layout
 from lvm.lvm2 import Lvm
+from lvm.tuning import AS_IT_IS, Tuning
 
 
 def create(
@@ -16,6 +17,7 @@ def create(
     facts: Mapping[str, str],
     layout: Layout = LINEAR,
     disks: Sequence[str] = (),
+    tuning: Tuning = AS_IT_IS,
 ) -> None:
     """Make, tag and activate a volume of whole extents (lvcreate(8)), on `disks` if any are named.
 
@@ -32,6 +34,7 @@ def create(
         *("--setactivationskip", "y"),
         *("--activate", "y", "--ignoreactivationskip"),
         *layout.words(),
+        *tuning.words(),
         *("--size", f"{size_bytes}b"),
         *tagging,
         *("--name", name),
@@ -49,6 +52,11 @@ def activate(lvm: Lvm, group: str, name: str) -> None:
 def deactivate(lvm: Lvm, group: str, name: str) -> None:
     """Take the volume's device away (lvchange(8)); raises InUse while something has it open."""
     lvm("lvchange", "--activate", "n", "--", f"{group}/{name}")
+
+
+def refresh(lvm: Lvm, group: str, name: str) -> None:
+    """Load an active volume's table anew, and resume its device (lvchange(8))."""
+    lvm("lvchange", "--refresh", "--", f"{group}/{name}")
 
 
 def allow_writing(lvm: Lvm, group: str, name: str) -> None:

@@ -13,10 +13,10 @@ from mount.options import Options
 from mount.syscalls import Kernel
 from mount.table import DeviceNumber, Mount
 
-# Words of mountinfo that are compared; a file system's own options are told back by the kernel in
-# other words than they were given in, so those are not.
 # What file systems answer to damage: EFSCORRUPTED and EFSBADCRC by their public names.
 _DAMAGE = (errno.EUCLEAN, errno.EBADMSG)
+# Words of mountinfo that are compared; a file system's own options are told back by the kernel in
+# other words than they were given in, so those are not.
 _ACCESS_TIME = {"noatime", "relatime", "strictatime"}
 _COMPARED = {"nosuid", "nodev", "noexec", "noatime", "relatime", "nodiratime", "nosymfollow"}
 
@@ -104,14 +104,6 @@ def ensure_unmounted(
         _unmount(kernel, path)
     if left := table.read(kernel).at(path):
         raise errors.UnmountFailed(path, f"{left[-1]} is mounted here again; try once more")
-
-
-def required(kernel: Kernel, path: str) -> Mount:
-    """The topmost mount at `path`. Raises NotMounted."""
-    stack = table.read(kernel).at(path)
-    if not stack:
-        raise errors.NotMounted(path)
-    return stack[-1]
 
 
 def device_number(kernel: Kernel, device: str) -> DeviceNumber:

@@ -1,16 +1,16 @@
 """Binds of block device nodes: how a raw block volume is published."""
 
-from mount import mounts, table
+from collections.abc import Container
+
+from mount import mounts
 from mount.syscalls import Kernel
-from mount.table import DeviceNumber, Mount
+from mount.table import DeviceNumber, Mount, Table
 
 # The file systems that hold device nodes.
 _HOLDERS = frozenset({"devtmpfs", "tmpfs"})
 
 
-def bound(kernel: Kernel, number: DeviceNumber) -> tuple[Mount, ...]:
-    """Every bind of a node of that device."""
-    binds = (one for one in table.read(kernel).mounts if one.root != "/")
-    return tuple(
-        one for one in binds if one.fs_type in _HOLDERS and mounts.node(kernel, one.path) == number
-    )
+def bound(kernel: Kernel, known: Table, numbers: Container[DeviceNumber]) -> tuple[Mount, ...]:
+    """Every bind of a node of one of the devices."""
+    binds = (one for one in known.mounts if one.root != "/" and one.fs_type in _HOLDERS)
+    return tuple(one for one in binds if mounts.node(kernel, one.path) in numbers)

@@ -76,11 +76,6 @@ class Options:
     superblock: frozenset[str] = frozenset()
     data: tuple[str, ...] = ()
 
-    @property
-    def read_only(self) -> bool:
-        """Whether `ro` was asked for."""
-        return "ro" in self.attributes
-
 
 def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
     """The options in CSI mount_flags, each an option or several with commas between.

@@ -8,7 +8,7 @@ changes the mode of what exists, or removes anything that holds data.
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from mount import errors, table
@@ -79,15 +79,7 @@ def check_directory(kernel: Kernel, path: str) -> None:
 
 def ensure_directory(kernel: Kernel, path: str) -> None:
     """Have a directory at `path`; its parent exists. Raises NotADirectory, TargetError."""
-    found = _lstat(kernel, path)
-    if found is None:
-        try:
-            with unchanged(path):
-                kernel.make_directory(path, _DIRECTORY_MODE)
-        except FileExistsError:
-            found = _lstat(kernel, path)
-        except OSError as error:
-            raise errors.TargetError(path, f"cannot be made: {error.strerror}") from error
+    found = _there(kernel, path, lambda: kernel.make_directory(path, _DIRECTORY_MODE))
     if found is not None and not stat.S_ISDIR(found.st_mode):
         raise errors.NotADirectory(path)
 
@@ -97,15 +89,7 @@ def ensure_file(kernel: Kernel, path: str) -> None:
 
     A device node there is one that is bound already.
     """
-    found = _lstat(kernel, path)
-    if found is None:
-        try:
-            with unchanged(path):
-                kernel.make_file(path, _FILE_MODE)
-        except FileExistsError:
-            found = _lstat(kernel, path)
-        except OSError as error:
-            raise errors.TargetError(path, f"cannot be made: {error.strerror}") from error
+    found = _there(kernel, path, lambda: kernel.make_file(path, _FILE_MODE))
     if found is not None and not (stat.S_ISREG(found.st_mode) or stat.S_ISBLK(found.st_mode)):
         raise errors.NotAFile(path)
 
@@ -133,6 +117,20 @@ def ensure_absent(kernel: Kernel, path: str) -> None:
             why = "is not empty or still in use; it is left alone"
             raise errors.TargetInUse(path, why) from error
         raise errors.TargetError(path, f"cannot be removed: {error.strerror}") from error
+
+
+def _there(kernel: Kernel, path: str, make: Callable[[], None]) -> os.stat_result | None:
+    """What lies at `path`; None for what was made there now, for nothing did."""
+    if (found := _lstat(kernel, path)) is not None:
+        return found
+    try:
+        with unchanged(path):
+            make()
+    except FileExistsError:
+        return _lstat(kernel, path)
+    except OSError as error:
+        raise errors.TargetError(path, f"cannot be made: {error.strerror}") from error
+    return None
 
 
 def _lstat(kernel: Kernel, path: str) -> os.stat_result | None:

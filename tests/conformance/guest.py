@@ -55,8 +55,10 @@ def main(device_class: str) -> int:
     _WORK.mkdir()
     parameters = DIRECTORY / "parameters.yaml"
     parameters.write_text(json.dumps({"carver/class": device_class}))
+    mutable = DIRECTORY / "mutable.yaml"
+    mutable.write_text(json.dumps({"carver/readAhead": "1MiB"}))
     with serving(device_class) as endpoint:
-        return hold(endpoint, parameters)
+        return hold(endpoint, parameters, mutable)
 
 
 @contextmanager
@@ -95,7 +97,7 @@ def remove_group() -> None:
     _DISK.unlink(missing_ok=True)
 
 
-def hold(endpoint: Path, parameters: Path) -> int:
+def hold(endpoint: Path, parameters: Path, mutable: Path) -> int:
     """Run all specs against a socket; return the exit code."""
     before = volumes(endpoint)
     try:
@@ -109,6 +111,7 @@ def hold(endpoint: Path, parameters: Path) -> int:
                 f"--csi.testvolumesize={64 * _MIB}",
                 f"--csi.testvolumeexpandsize={128 * _MIB}",
                 f"--csi.testvolumeparameters={parameters}",
+                f"--csi.testvolumemutableparameters={mutable}",
                 f"--ginkgo.json-report={DIRECTORY / 'report.json'}",
                 "--ginkgo.no-color",
             ],

@@ -8,9 +8,10 @@ import pytest
 from fakes.host import FakeHost
 from real.host import Lab, RealHost, lab, real_host
 
-from agent.client import Client
+from agent.client import Client, mounted
 from agent.config import Config
 from agent.server import Host, Service
+from proto import csi_pb2 as csi
 
 AnyHost = FakeHost | RealHost
 
@@ -62,3 +63,21 @@ def client(service: Service, config: Config) -> Iterator[Client]:
     """Kubelet's and the provisioner's side of the socket."""
     with Client(config.endpoint) as caller:
         yield caller
+
+
+@pytest.fixture
+def volume(client: Client) -> csi.Volume:
+    """A volume of 64 MiB, to be mounted with ext4."""
+    return client.create("pvc-1", 64 << 20, mounted("ext4"))
+
+
+@pytest.fixture
+def staging(host: AnyHost) -> Path:
+    """Where kubelet has a volume staged."""
+    return host.directory / "staging"
+
+
+@pytest.fixture
+def target(host: AnyHost) -> Path:
+    """Where kubelet has a volume published."""
+    return host.directory / "target"

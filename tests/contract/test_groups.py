@@ -218,6 +218,22 @@ def test_groups_on_files_come_back_when_their_loop_devices_are_gone(
             loop.detach(host.kernel, device)
 
 
+def test_a_file_has_blocks_of_its_own_where_lvm2_keeps_the_group(
+    host: AnyHost, tmp_path: Path, name: str
+) -> None:
+    # A power loss takes blocks back that were given to a hole just before.
+    config = configured.carver(
+        tmp_path, name, foundations=(Foundation(name, file=BackingFile(tmp_path / "f", 65 * MIB)),)
+    )
+    lvm, laid = lay(host, config)
+    [device] = lvm.devices
+    try:
+        assert laid.failures == {}
+        assert host.written_bytes(device) >= MIB
+    finally:
+        loop.detach(host.kernel, device)
+
+
 def test_a_group_that_cannot_be_made_leaves_the_others_alone(
     host: AnyHost, tmp_path: Path, name: str
 ) -> None:

@@ -79,7 +79,15 @@ def _own_staging(volume: str) -> str:
     return _STAGING.get(volume, _STAGING["a"])
 
 
-_creates = st.builds(do.Create, _names, _sizes, _limits, _any_use, _parameters)
+_read_aheads = st.sampled_from(("auto", "0", "64KiB", "1MiB", "1MiB", "1000", "much"))
+_mutable = st.one_of(
+    st.tuples(st.tuples(st.just("carver/readAhead"), _read_aheads)),
+    st.sampled_from((None, (("carver/maximumRecoveryRate", "1MiB"),), (("unheard", "of"),))).map(
+        lambda one: one or ()
+    ),
+)
+_creates = st.builds(do.Create, _names, _sizes, _limits, _any_use, _parameters, mutable=_mutable)
+_modifies = st.builds(do.Modify, _volumes, _mutable)
 _plain_creates = st.builds(do.Create, _names, st.just(16 * MIB), st.just(0), _usual)
 _deletes = st.builds(do.Delete, _volumes)
 _snapshot_names = st.sampled_from(("snap-1", "snap-2"))
@@ -133,6 +141,7 @@ _changes = st.one_of(
     _inlines,
     _unpublishes,
     _expands,
+    _modifies,
 )
 
 
@@ -145,6 +154,7 @@ def _of(volume: str) -> st.SearchStrategy[do.Call]:
     return st.one_of(
         st.builds(do.Create, st.just(volume), st.just(16 * MIB), st.just(0), _usual),
         st.builds(do.Delete, st.just(volume)),
+        st.builds(do.Modify, st.just(volume), _mutable),
         st.builds(do.Snapshot, st.just(volume), st.just(f"snap-{volume}")),
         st.builds(do.Stage, st.just(volume), st.just(staging), _usual),
         st.builds(do.Unstage, st.just(volume), st.just(staging)),
@@ -236,6 +246,10 @@ class Node(RuleBasedStateMachine):
 
     @rule(call=_expands)
     def expand(self, call: do.Expand) -> None:
+        self._do(call)
+
+    @rule(call=_modifies)
+    def modify(self, call: do.Modify) -> None:
         self._do(call)
 
     @rule(call=_node_expands)

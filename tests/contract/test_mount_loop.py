@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mount import errors, filesystem, loop, mounts, target, usage
+from mount import errors, filesystem, loop, mounts, table, target, usage
 from mount.options import Options
 
 MIB = 1024 * 1024
@@ -109,7 +109,7 @@ def test_a_file_system_grows_with_its_device(host: Any, file: str, fs_type: str)
     loop.grow(host.kernel, device)
 
     for _ in range(2):
-        filesystem.grow(host.kernel, mounts.required(host.kernel, path))
+        filesystem.grow(host.kernel, table.read(host.kernel).at(path)[-1])
 
     assert usage.of(host.kernel, path).total_bytes > before + 250 * MIB
     mounts.ensure_unmounted(host.kernel, path)

@@ -22,21 +22,6 @@ AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 
 
-@pytest.fixture
-def staging(host: AnyHost) -> Path:
-    return host.directory / "staging"
-
-
-@pytest.fixture
-def target(host: AnyHost) -> Path:
-    return host.directory / "target"
-
-
-@pytest.fixture
-def volume(client: Client) -> csi.Volume:
-    return client.create("pvc-1", 64 * MIB, mounted("ext4"))
-
-
 def names_in(host: AnyHost, group: str) -> set[str]:
     return set(report.read(host.lvm).group(group).volumes)
 

@@ -30,7 +30,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Path:
-    return tmp_path / "registry"
+    return tmp_path / "r"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, block, of_volume
+from agent.client import Client, block, of_snapshot, of_volume
 from agent.config import Config, DeviceClass
 from lvm import caches, report, volumes
 from lvm.caches import Cache
@@ -58,6 +58,12 @@ def nothing_is_left(host: AnyHost, group: str) -> Iterator[None]:
 
 def logical(host: AnyHost, group: str, name: str = "vol-pvc-1") -> report.LogicalVolume:
     return report.read(host.lvm).group(group).volume(name)
+
+
+def device(host: AnyHost, group: str, name: str) -> str:
+    found = host.devices.find(group, name)
+    assert found
+    return found.path
 
 
 @pytest.mark.parametrize("name", CACHES)
@@ -171,7 +177,7 @@ def test_a_volume_without_its_cache_gets_it_when_the_call_is_made_again(
     client: Client, host: AnyHost, group: str, name: str, keep: bool
 ) -> None:
     volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": name})
-    caches.split(host.lvm, group, "vol-pvc-1")
+    caches.split(host.lvm, logical(host, group))
     if not keep:
         volumes.remove(host.lvm, group, "vol-pvc-1_cache")
     assert logical(host, group).layout == {"linear"}
@@ -184,7 +190,7 @@ def test_a_cache_that_was_parted_from_its_volume_goes_with_it(
     client: Client, host: AnyHost, group: str
 ) -> None:
     volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "cache"})
-    caches.split(host.lvm, group, "vol-pvc-1")
+    caches.split(host.lvm, logical(host, group))
     client.delete(volume.volume_id)
     assert report.read(host.lvm).group(group).volumes == {}
 
@@ -193,10 +199,8 @@ def test_what_is_in_a_cache_is_overwritten_too(
     client: Client, host: AnyHost, group: str, tmp_path: Path
 ) -> None:
     volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "writecache"})
-    device = host.devices.find(group, "vol-pvc-1")
-    assert device
     secret = b"tenant's secret\n" * 256
-    host.write_bytes(device.path, 8 * MIB, secret)
+    host.write_bytes(device(host, group, "vol-pvc-1"), 8 * MIB, secret)
     disks = [disk.name for disk in report.read(host.lvm).group(group).disks if disk.fast]
     if isinstance(host, RealHost):
         assert any(secret[:4096] in Path(disk).read_bytes() for disk in disks)
@@ -209,27 +213,91 @@ def test_what_is_in_a_cache_is_overwritten_too(
         assert cache.media.zeroed == [(0, 5 * EXTENT)]
 
 
-def test_no_snapshot_is_taken_of_a_cached_volume(client: Client) -> None:
+def test_no_snapshot_is_taken_of_a_volume_with_a_dm_cache(client: Client) -> None:
     volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "cache"})
-    with expect.code("FAILED_PRECONDITION", "it has a cache"):
+    with expect.code("FAILED_PRECONDITION", "lvm2 cannot", "writecache"):
         client.snapshot("snapshot-1", volume.volume_id)
     client.delete(volume.volume_id)
 
 
-def test_a_cached_volume_can_be_made_of_another_but_not_the_other_way_round(
+def test_a_snapshot_of_a_volume_with_a_writecache_lies_on_slow_disks_and_keeps_what_was(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "writecache"})
+    before, after = b"before  " * 512, b"after   " * 512
+    path = device(host, group, "vol-pvc-1")
+    host.write_bytes(path, 8 * MIB, before)
+    slow, fast = free(host, group)
+    snapshot = client.snapshot("snapshot-1", volume.volume_id, {"size": "8MiB"})
+    assert free(host, group) == (slow - 2, fast)
+    host.write_bytes(path, 8 * MIB, after)
+    assert host.read_bytes(path, 8 * MIB, 4096) == after
+    assert host.read_bytes(device(host, group, "snap-snapshot-1"), 8 * MIB, 4096) == before
+    # Taken out of use and into use again, all is as it was.
+    host.deactivate(group, "vol-pvc-1")
+    parameters = {"class": "plain"}
+    source = of_snapshot(snapshot.snapshot_id)
+    restored = client.create("pvc-2", 0, block(), parameters=parameters, source=source)
+    assert host.read_bytes(device(host, group, "vol-pvc-2"), 8 * MIB, 4096) == before
+    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id):
+        client.delete(volume.volume_id)
+    assert client.expand(volume.volume_id, 48 * MIB).capacity_bytes == 48 * MIB
+    client.delete_snapshot(snapshot.snapshot_id)
+    clone = client.create(
+        "pvc-3", 0, block(), parameters=parameters, source=of_volume(volume.volume_id)
+    )
+    assert host.read_bytes(device(host, group, "vol-pvc-3"), 8 * MIB, 4096) == after
+    for one in (volume, restored, clone):
+        client.delete(one.volume_id)
+
+
+def test_a_snapshot_of_a_mounted_volume_with_a_writecache_is_of_what_was_written(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    staging, restored = host.directory / "staging", host.directory / "restored"
+    parameters = {"class": "writecache"}
+    volume = client.create("pvc-1", 40 * MIB, parameters=parameters)
+    client.stage(volume, staging)
+    (staging / "data").write_bytes(b"data" * MIB)
+    snapshot = client.snapshot("snapshot-1", volume.volume_id)
+    (staging / "data").unlink()
+    source = of_snapshot(snapshot.snapshot_id)
+    copy = client.create("pvc-2", 0, parameters={"class": "plain"}, source=source)
+    client.stage(copy, restored)
+    if isinstance(host, RealHost):
+        assert (restored / "data").read_bytes() == b"data" * MIB
+    client.unstage(copy.volume_id, restored)
+    client.unstage(volume.volume_id, staging)
+    client.delete_snapshot(snapshot.snapshot_id)
+    for one in (copy, volume):
+        client.delete(one.volume_id)
+
+
+def test_the_cache_that_a_volume_lost_is_not_given_back_below_its_snapshots(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    parameters = {"class": "writecache"}
+    volume = client.create("pvc-1", 40 * MIB, block(), parameters=parameters)
+    caches.split(host.lvm, logical(host, group))
+    snapshot = client.snapshot("snapshot-1", volume.volume_id)
+    assert client.create("pvc-1", 40 * MIB, block(), parameters=parameters) == volume
+    assert logical(host, group).layout == {"linear"}
+    client.delete_snapshot(snapshot.snapshot_id)
+    client.create("pvc-1", 40 * MIB, block(), parameters=parameters)
+    assert logical(host, group).layout == {"writecache"}
+    client.delete(volume.volume_id)
+
+
+def test_a_volume_with_a_dm_cache_can_be_made_of_another_but_not_the_other_way_round(
     client: Client, host: AnyHost, group: str
 ) -> None:
     plain = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "plain"})
-    device = host.devices.find(group, "vol-pvc-1")
-    assert device
-    host.write_bytes(device.path, 8 * MIB, data := b"data" * 1024)
+    host.write_bytes(device(host, group, "vol-pvc-1"), 8 * MIB, data := b"data" * 1024)
     source = of_volume(plain.volume_id)
     copy = client.create("pvc-2", 0, block(), parameters={"class": "cache"}, source=source)
-    device = host.devices.find(group, "vol-pvc-2")
-    assert device
-    assert host.read_bytes(device.path, 8 * MIB, len(data)) == data
+    assert host.read_bytes(device(host, group, "vol-pvc-2"), 8 * MIB, len(data)) == data
     assert logical(host, group, "vol-pvc-2").layout == {"cache"}
-    with expect.code("FAILED_PRECONDITION", "it has a cache"):
+    with expect.code("FAILED_PRECONDITION", "lvm2 cannot"):
         client.create("pvc-3", 0, block(), source=of_volume(copy.volume_id))
     for volume in (copy, plain):
         client.delete(volume.volume_id)

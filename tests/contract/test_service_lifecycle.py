@@ -20,16 +20,6 @@ def lvm_commands(commands: Sequence[Sequence[str]]) -> int:
     return sum(1 for words in commands if words[0] == "lvm")
 
 
-@pytest.fixture
-def staging(host: AnyHost) -> Path:
-    return host.directory / "staging"
-
-
-@pytest.fixture
-def target(host: AnyHost) -> Path:
-    return host.directory / "target"
-
-
 @pytest.mark.parametrize(
     ("fs_type", "size_bytes"), [("ext4", 64 * MIB), ("xfs", 300 * MIB), ("btrfs", 256 * MIB)]
 )

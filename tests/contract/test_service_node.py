@@ -21,21 +21,6 @@ AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 
 
-@pytest.fixture
-def staging(host: AnyHost) -> Path:
-    return host.directory / "staging"
-
-
-@pytest.fixture
-def target(host: AnyHost) -> Path:
-    return host.directory / "target"
-
-
-@pytest.fixture
-def volume(client: Client) -> csi.Volume:
-    return client.create("pvc-1", 64 * MIB, mounted("ext4"))
-
-
 def device_of(host: AnyHost, group: str, name: str = "vol-pvc-1") -> str:
     found = host.devices.find(group, name)
     assert found is not None

@@ -5,7 +5,7 @@ import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, block, mounted
+from agent.client import Client, block, mounted, of_snapshot
 from agent.server import Service
 from lvm import report, tags
 from proto import csi_pb2 as csi
@@ -263,6 +263,31 @@ def test_an_overflowed_snapshot_is_never_ready_again(
     assert logical(host, group, "snap-1").overflowed
     client.delete_snapshot(snapshot.snapshot_id)
     assert names(host, group) == {"vol-pvc-1"}
+
+
+def test_an_overflowed_snapshot_is_known_as_such_while_it_is_not_active(
+    client: Client, volume: csi.Volume, host: AnyHost, group: str
+) -> None:
+    """As after a reboot: lvm2 does not know of it."""
+    other = client.create("pvc-2", 64 * MIB, block())
+    client.snapshot("1", volume.volume_id, {"size": "4MiB"})
+    client.snapshot("2", other.volume_id, {"size": "4MiB"})
+    first, second = client.snapshots()
+    host.write_bytes(device(host, group, "vol-pvc-1"), 0, b"x" * (8 * MIB))
+    host.write_bytes(device(host, group, "vol-pvc-2"), 0, b"x" * MIB)
+    for name in ("vol-pvc-1", "vol-pvc-2"):
+        host.deactivate(group, name)
+    # Asked twice, since nothing may have been remembered from when they were active.
+    for _ in range(2):
+        assert [one.ready_to_use for one in client.snapshots()] == [False, True]
+        assert not client.snapshot("1", volume.volume_id).ready_to_use
+    host.commands.clear()
+    with expect.code("FAILED_PRECONDITION", first.snapshot_id, "was full"):
+        client.create("pvc-3", 0, block(), source=of_snapshot(first.snapshot_id))
+    assert lvm2_commands(host) == ["fullreport"]
+    client.create("pvc-3", 0, block(), source=of_snapshot(second.snapshot_id))
+    client.delete_snapshot(first.snapshot_id)
+    assert client.snapshots() == [second]
 
 
 # What it forbids

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -75,6 +76,28 @@ class FakeDevice:
     partitions: list[str] = field(default_factory=list)
     holders: list[str] = field(default_factory=list)
     media: Media = field(default_factory=Media)
+    # Suspended by device-mapper: writers wait.
+    suspended: bool = False
+    _flow: threading.Condition = field(default_factory=threading.Condition)
+
+    def suspend(self) -> None:
+        """What is being written is done first."""
+        with self._flow:
+            if self.suspended:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), self.path)
+            self.suspended = True
+
+    def resume(self) -> None:
+        """Whoever waits goes on."""
+        with self._flow:
+            self.suspended = False
+            self._flow.notify_all()
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        """What the program does that has it open."""
+        with self._flow:
+            assert self._flow.wait_for(lambda: not self.suspended, 60), "it was never resumed"
+            self.media.write(offset_bytes, data)
 
     @property
     def number(self) -> tuple[int, int]:
@@ -128,7 +151,8 @@ class FakeDevices:
     def get(self, path: str) -> FakeDevice:
         """The device at a path, node or link; FileNotFoundError as the kernel has it."""
         path = self._links.get(path, path)
-        for device in self._devices.values():
+        # As a list: programs write while lvm2 is at work.
+        for device in list(self._devices.values()):
             if path in (device.path, device.node):
                 return device
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)

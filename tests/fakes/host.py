@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fakes import filesystems
-from fakes.devices import FakeDevices
+from fakes.devices import BLOCK_BYTES, FakeDevices
 from fakes.kernel import FakeKernel
-from fakes.lvm import FakeLvm
+from fakes.lvm import FakeLvm, FakePool
 
 from lvm.command import Result
 from lvm.devices import Devices
@@ -59,6 +59,14 @@ class FakeHost:
         """Take a volume's device away, as a reboot or an operator does."""
         self.lvm2.deactivate(group, name)
 
+    def suspend(self, group: str, name: str) -> None:
+        """Have whoever uses a volume wait, as lvm2 does while it changes the volume."""
+        self.lvm2.suspend(group, name)
+
+    def is_suspended(self, group: str, name: str) -> bool:
+        """Whether whoever uses a volume waits."""
+        return self.lvm2.is_suspended(group, name)
+
     def write(self, device: str, fs_type: str) -> None:
         """Put a file system on a device, behind Carver's back."""
         ended = filesystems.mkfs((f"mkfs.{fs_type}", "-q", "--", device), self.block)
@@ -66,12 +74,22 @@ class FakeHost:
 
     def write_bytes(self, device: str, offset_bytes: int, data: bytes) -> None:
         """Write whole blocks of data on a device, as the program does that has it."""
-        self.block.get(device).media.write(offset_bytes, data)
+        self.block.get(device).write(offset_bytes, data)
         self.lvm2.wrote(device, len(data))
 
     def read_bytes(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
         """Read whole blocks of data from a device."""
         return self.block.get(device).media.read(offset_bytes, length_bytes)
+
+    def written_bytes(self, device: str) -> int:
+        """How much of a device was ever written."""
+        return len(self.block.get(device).media.blocks) * BLOCK_BYTES
+
+    def fill_metadata(self, group: str, pool: str, blocks: int) -> None:
+        """Have so many more blocks of an active pool's metadata used."""
+        found = self.lvm2.groups[group].volumes[pool]
+        assert isinstance(found, FakePool)
+        found.used_metadata_blocks += blocks
 
     def label(self, device: str) -> None:
         """Make a device lvm2's, in no group: what vgcreate leaves when it is killed half-way."""

@@ -4,21 +4,25 @@ What is not understood is an AssertionError: a command that the fake does not kn
 tests/contract holds it to what the real one does.
 """
 
+import errno
 import itertools
 import json
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fakes.devices import FakeDevices, Media
+from fakes.devices import FakeDevice, FakeDevices, Media
 
 from lvm import names
 from lvm.command import Result
 from lvm.devicemapper import Raid, Snapshot, Status, ThinPool
 from lvm.devices import Device
 from lvm.layout import LINEAR, Layout
+from lvm.tuning import AUTO, PLAIN, Tuning
 from mount.filesystem import Signature
 
 _LABEL = "LVM2_member"
+_PE_START_BYTES = 1 << 20
 _UUID_GROUPS = (6, 4, 4, 4, 4, 4, 6)
 
 
@@ -56,6 +60,7 @@ class FakeVolume:
     # Its cachevol, while it has one.
     cache: "FakeVolume | None" = None
     cache_kind: str = ""
+    tuning: Tuning = PLAIN
 
     @property
     def is_copy_on_write(self) -> bool:
@@ -81,12 +86,13 @@ class FakePool(FakeVolume):
     metadata: dict[str, int] = field(default_factory=dict)
     chunk_size_bytes: int = 0
     used_data_blocks: int = 0
-    used_metadata_blocks: int = 10
+    # What a new pool of 1024 blocks has used.
+    used_metadata_blocks: int = 110
     mode: str = "rw"
     needs_check: bool = False
 
     def taken(self, disk: str) -> int:
-        return self.extents.get(disk, 0) + self.metadata.get(disk, 0)
+        return super().taken(disk) + self.metadata.get(disk, 0)
 
     def status(self, extent_size_bytes: int) -> ThinPool:
         """What device-mapper says of it."""
@@ -199,6 +205,32 @@ class FakeLvm:
         size = volume.length * self.groups[group].extent_size_bytes
         return (Raid(size, volume.layout.kind, health, size // 512, size // 512),)
 
+    def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
+        """The seam `lvm.devices.Devices`."""
+        for group in self.groups.values():
+            for volume in group.volumes.values():
+                begins = _PE_START_BYTES + _first_extent(volume) * group.extent_size_bytes
+                if disk in volume.extents and begins == offset_bytes:
+                    return volume.overflowed
+        return None
+
+    def suspend(self, group: str, name: str) -> None:
+        """The seam `lvm.devices.Devices`."""
+        self._active(group, name).suspend()
+
+    def resume(self, group: str, name: str) -> None:
+        """The seam `lvm.devices.Devices`."""
+        self._active(group, name).resume()
+
+    def is_suspended(self, group: str, name: str) -> bool:
+        """The seam `lvm.devices.Devices`."""
+        return self.find(group, name) is not None and self._active(group, name).suspended
+
+    def _active(self, group: str, name: str) -> FakeDevice:
+        if self.find(group, name) is None:
+            raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), f"{group}/{name}")
+        return self._devices.get(_node(group, name))
+
     def __call__(self, words: Sequence[str]) -> Result:
         """Carry out `lvm SUBCOMMAND …`."""
         arguments = _Arguments(words[2:])
@@ -209,6 +241,8 @@ class FakeLvm:
                 "version": self._version,
                 "fullreport": self._fullreport,
                 "vgcreate": self._vgcreate,
+                "vgextend": self._vgextend,
+                "vgreduce": self._vgreduce,
                 "lvcreate": self._lvcreate,
                 "lvchange": self._lvchange,
                 "lvextend": self._lvextend,
@@ -228,14 +262,25 @@ class FakeLvm:
     def wrote(self, device: str, length_bytes: int) -> None:
         """So many bytes were written on a device for the first time since its snapshots."""
         for group in self.groups.values():
-            for volume in group.volumes.values():
+            # As a list: programs write while lvm2 is at work.
+            for volume in list(group.volumes.values()):
                 if not volume.active or _node(group.name, volume.name) != device:
                     continue
+                if isinstance(volume, FakeThin):
+                    self._fill(group, volume, length_bytes)
                 for one in self._snapshots(group, volume):
                     area = one.length * group.extent_size_bytes
                     one.data_percent += 100 * length_bytes / area
                     if one.data_percent >= 100:
                         one.overflowed = one.media.unreadable = True
+
+    @staticmethod
+    def _fill(group: FakeGroup, volume: FakeThin, length_bytes: int) -> None:
+        pool = group.volumes[volume.pool]
+        assert isinstance(pool, FakePool)
+        pool.used_data_blocks += -(-length_bytes // pool.chunk_size_bytes)
+        whole = pool.status(group.extent_size_bytes).data_blocks
+        assert pool.used_data_blocks <= whole, "a writer would wait for room"
 
     def _version(self, arguments: "_Arguments") -> str:
         return f"  LVM version:     {self.version}\n  Driver version:  4.47.0\n"
@@ -280,6 +325,7 @@ class FakeLvm:
                     "pv_allocatable": "allocatable" if disk.allocatable else "",
                     "pv_in_use": "used",
                     "pv_tags": ",".join(sorted(disk.tags)),
+                    "pe_start": str(_PE_START_BYTES),
                 }
                 for disk in group.disks
             ],
@@ -293,10 +339,14 @@ class FakeLvm:
                     "lv_device_open": "open" if self._is_open(group, volume) else "",
                     "lv_layout": _layout_words(volume),
                     "pool_lv": _pool(volume),
-                    "origin": volume.origin or (f"[{_origin(volume)}]" if volume.cache else ""),
+                    "origin": volume.origin or _hidden_origin(volume),
                     "lv_health_status": volume.health,
+                    "lv_suspended": "suspended"
+                    if self.is_suspended(group.name, volume.name)
+                    else "",
                     "lv_metadata_size": _metadata_size(volume, group.extent_size_bytes),
                     **_status(volume),
+                    **_tuned(volume),
                 }
                 for volume in group.volumes.values()
             ],
@@ -306,7 +356,14 @@ class FakeLvm:
                 for name, size in _segments(group, disk.name)
                 if size
             ],
-            "seg": [],
+            "seg": [
+                {
+                    "lv_name": volume.name,
+                    "seg_start": "0",
+                    "seg_pe_ranges": _ranges(group, volume),
+                }
+                for volume in group.volumes.values()
+            ],
         }
 
     def _sees(self, group: FakeGroup) -> bool:
@@ -326,6 +383,7 @@ class FakeLvm:
                 # A label of a group that is not there any more.
                 "pv_in_use": "used" if device.contents.label == "used" else "",
                 "pv_tags": "",
+                "pe_start": str(_PE_START_BYTES),
             }
             for device in self._devices
             if device.contents is not None
@@ -342,15 +400,33 @@ class FakeLvm:
         if name in self.groups:
             raise Failure(f"A volume group called {name} already exists.")
         extent = 4 << 20
-        disks = []
-        for path in paths:
-            device = self._devices.get(path)
-            assert device.contents is None or device.contents.fs_type == _LABEL, "not blank"
-            device.contents = Signature(_LABEL, "raid", self._uuid())
-            # The first extent's worth holds the metadata, as with lvm2's default alignment.
-            disks.append(FakeDisk(path, self._uuid(), (device.size_bytes - (1 << 20)) // extent))
+        disks = [self._labelled(path, extent) for path in paths]
         self.groups[name] = FakeGroup(name, self._uuid(), extent, disks, tags)
         return f'  Volume group "{name}" successfully created\n'
+
+    def _labelled(self, path: str, extent_size_bytes: int) -> FakeDisk:
+        """A disk that becomes one of a group's."""
+        device = self._devices.get(path)
+        assert device.contents is None or device.contents.fs_type == _LABEL, "not blank"
+        device.contents = Signature(_LABEL, "raid", self._uuid())
+        # The first extent's worth holds the metadata, as with lvm2's default alignment.
+        extents = (device.size_bytes - _PE_START_BYTES) // extent_size_bytes
+        return FakeDisk(path, self._uuid(), extents)
+
+    def _vgextend(self, arguments: "_Arguments") -> str:
+        name, *paths = arguments.rest()
+        group = self._group(name)
+        group.disks += [self._labelled(path, group.extent_size_bytes) for path in paths]
+        return ""
+
+    def _vgreduce(self, arguments: "_Arguments") -> str:
+        name, *paths = arguments.rest()
+        group = self._group(name)
+        for disk in [one for one in group.disks if one.name in paths]:
+            if group.free(disk) < disk.extents:
+                raise Failure(f'Physical volume "{disk.name}" still in use')
+            group.disks.remove(disk)
+        return ""
 
     def _lvcreate(self, arguments: "_Arguments") -> str:
         assert arguments.flag("--yes")
@@ -372,12 +448,16 @@ class FakeLvm:
         assert arguments.flag("--ignoreactivationskip") or not skipped
         size, name = _bytes(arguments.take("--size")), arguments.take("--name")
         tags = set(arguments.take_all("--addtag"))
-        layout = _layout(arguments)
+        layout, tuning = _layout(arguments), _tuning(arguments).over(PLAIN)
+        if (tuning.minimum_recovery_kib or 0) > (tuning.maximum_recovery_kib or 0):
+            # Also where no maximum is named.
+            raise Failure("Minimum recovery rate cannot be higher than maximum.")
         group_name, *disks = arguments.rest()
         group = self._group(group_name)
         _require_new(group, name)
         extents = -(-size // group.extent_size_bytes)
         volume = FakeVolume(name, self._uuid(), {}, tags, activation_skipped=skipped, layout=layout)
+        volume.tuning = tuning
         self._allocate(group, volume, extents, disks)
         if not test:
             group.volumes[name] = volume
@@ -432,6 +512,7 @@ class FakeLvm:
         path, *disks = arguments.rest()
         group, origin = self._found(path)
         assert not origin.origin, "Snapshots of snapshots are not supported."
+        assert not origin.cache or origin.cache_kind == "writecache", "lvm2 would damage its data"
         _require_new(group, name)
         area = FakeVolume(name, self._uuid(), {}, tags, activation_skipped=skipped)
         self._allocate(group, area, -(-size // group.extent_size_bytes), disks)
@@ -439,6 +520,8 @@ class FakeLvm:
         group.volumes[name] = area
         if origin.active:
             self._activate_one(group, area)
+            # lvm2 suspends it, unless it is, and resumes it.
+            self.resume(group.name, origin.name)
         return f'  Logical volume "{name}" created.\n'
 
     def _lvconvert(self, arguments: "_Arguments") -> str:
@@ -446,8 +529,12 @@ class FakeLvm:
         if kind := arguments.take("--type"):
             return self._lvconvert_to_cached(arguments, kind)
         if arguments.flag("--splitcache"):
-            group, volume = self._volume(arguments)
+            (path,) = arguments.rest()
+            group, volume = self._found(path.removesuffix("_tdata"))
+            of_pool = isinstance(volume, FakePool)
+            assert of_pool == path.endswith("_tdata"), 'lvm2: "Cannot find cache"'
             assert volume.cache, f"{volume.name} has no cache"
+            assert volume.active, "what is in the cache cannot be written back"
             group.volumes[volume.cache.name], volume.cache = volume.cache, None
             return ""
         assert arguments.flag("--splitsnapshot")
@@ -482,9 +569,12 @@ class FakeLvm:
         activate = arguments.take("--activate")
         assert arguments.flag("--ignoreactivationskip") == (activate == "y")
         name, tags = arguments.take("--name"), set(arguments.take_all("--addtag"))
+        tuning = _tuning(arguments).over(PLAIN)
         group, origin = self._volume(arguments)
         _require_new(group, name)
         assert isinstance(origin, FakeThin), "lvm2 would ask for a size"
+        # lvm2 2.03.16 says yes, and does not tell the pool: it takes no more volumes afterwards.
+        assert not self.is_suspended(group.name, origin.name), "the pool would be damaged"
         made = FakeThin(
             *(name, self._uuid(), {}, tags),
             activation_skipped=True,
@@ -492,6 +582,8 @@ class FakeLvm:
             media=origin.media.copy(),
             read_only=read_only,
             origin=origin.name,
+            # Its origin's is not inherited.
+            tuning=tuning,
             virtual_extents=origin.virtual_extents,
             pool=origin.pool,
         )
@@ -544,7 +636,7 @@ class FakeLvm:
         assert arguments.flag("--ignoreactivationskip") or not skipped
         size = _bytes(arguments.take("--virtualsize"))
         pool, name = arguments.take("--thinpool"), arguments.take("--name")
-        tags = set(arguments.take_all("--addtag"))
+        tags, tuning = set(arguments.take_all("--addtag")), _tuning(arguments).over(PLAIN)
         (group_name,) = arguments.rest()
         group = self._group(group_name)
         _require_new(group, name)
@@ -554,6 +646,7 @@ class FakeLvm:
             *(name, self._uuid(), {}, tags),
             activation_skipped=skipped,
             layout=Layout("thin"),
+            tuning=tuning,
             virtual_extents=-(-size // group.extent_size_bytes),
             pool=pool,
         )
@@ -565,8 +658,12 @@ class FakeLvm:
         activate = arguments.take("--activate")
         ignored = arguments.flag("--ignoreactivationskip")
         removed, added = arguments.take_all("--deltag"), arguments.take_all("--addtag")
-        permission = arguments.take("--permission")
+        permission, refreshed = arguments.take("--permission"), arguments.flag("--refresh")
+        tuning = _tuning(arguments)
         group, volume = self._volume(arguments)
+        self._tune(group, volume, tuning)
+        if refreshed:
+            self.resume(group.name, volume.name)
         if permission:
             assert permission == "rw"
             if not volume.read_only:
@@ -587,6 +684,22 @@ class FakeLvm:
                 self._activate(group, volume)
         return ""
 
+    def _tune(self, group: FakeGroup, volume: FakeVolume, tuning: Tuning) -> None:
+        """All of it, or nothing."""
+        path, ahead = f"{group.name}/{volume.name}", tuning.read_ahead_bytes
+        if tuning.is_of_recovery and not volume.layout.is_raid:
+            raise Failure(f"Command on LV {path} uses options that require LV types raid .")
+        if ahead is not None and self._snapshots(group, volume):
+            raise Failure(
+                f"Command on LV {path} uses options that are invalid with LV properties:"
+                " lv_is_thick_origin ."
+            )
+        if ahead == volume.tuning.read_ahead_bytes:
+            raise Failure(f"Read ahead is already {ahead} for {path}.")
+        if tuning.over(volume.tuning).refusal:
+            raise Failure("Minimum recovery rate cannot be higher than maximum.")
+        volume.tuning = tuning.over(volume.tuning)
+
     def _lvextend(self, arguments: "_Arguments") -> str:
         if more := arguments.take("--poolmetadatasize"):
             return self._extend_metadata(arguments, _bytes(more.removeprefix("+")))
@@ -606,6 +719,8 @@ class FakeLvm:
         if isinstance(volume, FakeThin):
             volume.virtual_extents = extents
         else:
+            # What is in it stays, and is a lesser part of it.
+            volume.data_percent *= volume.length / extents
             self._allocate(group, volume, extents - volume.length, disks)
         if volume.active:
             self._devices.resize(_node(group.name, volume.name), self._size(group, volume))
@@ -636,6 +751,7 @@ class FakeLvm:
             self._refuse_open(group, one)
         for group, one in held:
             self.deactivate(group.name, one.name)
+            self._deactivate_one(group, one)
             for gone in (one, *self._snapshots(group, one)):
                 del group.volumes[gone.name]
             for other in group.volumes.values():
@@ -693,7 +809,7 @@ class FakeLvm:
     def _snapshots(group: FakeGroup, volume: FakeVolume) -> list[FakeVolume]:
         return [
             one
-            for one in group.volumes.values()
+            for one in list(group.volumes.values())
             if one.is_copy_on_write and one.origin == volume.name
         ]
 
@@ -849,6 +965,27 @@ def _status(volume: FakeVolume) -> dict[str, str]:
     }
 
 
+def _tuning(arguments: _Arguments) -> Tuning:
+    """What options say of read-ahead, in sectors, and of recovery, in KiB."""
+    ahead = arguments.take("--readahead")
+    least, most = arguments.take("--minrecoveryrate"), arguments.take("--maxrecoveryrate")
+    return Tuning(
+        ahead if ahead == AUTO else int(ahead) * 512 if ahead else None,
+        int(least) if least else None,
+        int(most) if most else None,
+    )
+
+
+def _tuned(volume: FakeVolume) -> dict[str, str]:
+    """A rate of 0 is none, and reported so."""
+    one = volume.tuning
+    return {
+        "lv_read_ahead": str(one.read_ahead_bytes),
+        "raid_min_recovery_rate": str(one.minimum_recovery_kib or ""),
+        "raid_max_recovery_rate": str(one.maximum_recovery_kib or ""),
+    }
+
+
 def _require_new(group: FakeGroup, name: str) -> None:
     if name in group.volumes:
         raise Failure(f'Logical Volume "{name}" already exists in volume group "{group.name}"')
@@ -861,21 +998,29 @@ def _usable(group: FakeGroup, chosen: Sequence[str] = ()) -> list[FakeDisk]:
 
 
 def _origin(volume: FakeVolume) -> str:
-    """What a cached volume holds its data in."""
-    return volume.name + ("_corig" if volume.cache_kind == "cache" else "_wcorig")
+    """What a cached volume, or a pool, holds its data in."""
+    part = "_tdata" if isinstance(volume, FakePool) else ""
+    if volume.cache:
+        part += "_corig" if volume.cache_kind == "cache" else "_wcorig"
+    return volume.name + part
+
+
+def _hidden_origin(volume: FakeVolume) -> str:
+    """What a report says: of a pool nothing, as not the pool but a part of it has the cache."""
+    return f"[{_origin(volume)}]" if volume.cache and not isinstance(volume, FakePool) else ""
 
 
 def _pool(volume: FakeVolume) -> str:
-    if volume.cache:
+    if volume.cache and not isinstance(volume, FakePool):
         return f"[{volume.cache.name}_cvol]"
     return volume.pool if isinstance(volume, FakeThin) else ""
 
 
 def _layout_words(volume: FakeVolume) -> str:
-    if volume.cache:
-        return volume.cache_kind
     if isinstance(volume, FakePool):
         return "thin,pool"
+    if volume.cache:
+        return volume.cache_kind
     return "thin,sparse" if isinstance(volume, FakeThin) else volume.layout.kind
 
 
@@ -890,18 +1035,32 @@ def _segments(group: FakeGroup, disk: str) -> Iterator[tuple[str, int]]:
     for volume in group.volumes.values():
         size = volume.extents.get(disk, 0)
         if isinstance(volume, FakePool):
-            yield f"[{volume.name}_tdata]", size
             yield f"[{volume.name}_tmeta]", volume.metadata.get(disk, 0)
-        elif volume.layout.metadata_extents and size:
+        if volume.layout.metadata_extents and size:
             index, of_metadata = list(volume.extents).index(disk), volume.layout.metadata_extents
             yield f"[{volume.name}_rimage_{index}]", size - of_metadata
             yield f"[{volume.name}_rmeta_{index}]", of_metadata
-        elif volume.cache:
-            yield f"[{_origin(volume)}]", size
-            yield _pool(volume), volume.cache.taken(disk)
         else:
-            yield volume.name, size
+            name = _origin(volume)
+            yield (name if name == volume.name else f"[{name}]"), size
+        if volume.cache:
+            yield f"[{volume.cache.name}_cvol]", volume.cache.taken(disk)
     yield "[lvol0_pmspare]", group.spare.get(disk, 0)
+
+
+def _first_extent(volume: FakeVolume) -> int:
+    """Where a volume begins on its first disk: elsewhere than any other."""
+    return int(volume.uuid.replace("-", "")[::-1])
+
+
+def _ranges(group: FakeGroup, volume: FakeVolume) -> str:
+    """What of its first disk a volume's first piece takes; of a part of another, that part."""
+    if not volume.extents or volume.cache or isinstance(volume, FakePool):
+        return f"{volume.name}_part:0-0"
+    disk = next(iter(volume.extents))
+    gone = any(one.missing for one in group.disks if one.name == disk)
+    first = _first_extent(volume)
+    return f"{'[unknown]' if gone else disk}:{first}-{first + volume.extents[disk] - 1}"
 
 
 def _node(group: str, name: str) -> str:

@@ -3,17 +3,15 @@
 import errno
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import configured
 import pytest
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
 from agent.client import Client, block, mounted
-from agent.server import Host, Service
+from agent.server import Service
 from lvm.command import Result
 from lvm.errors import LvmError
 from lvm.report import Report
@@ -42,30 +40,14 @@ class Kernel(FakeKernel):
 
 @pytest.fixture
 def kernel(fake: FakeHost) -> Kernel:
-    fake.kernel = Kernel(fake.block)
+    assert isinstance(fake.kernel, Kernel)
     return fake.kernel
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [200])
-    return host
-
-
-@pytest.fixture
-def service(fake: FakeHost, kernel: Kernel, tmp_path: Path) -> Iterator[Service]:
-    config = configured.carver(tmp_path)
-    running = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
-    running.start(config.endpoint)
-    yield running
-    running.stop()
-
-
-@pytest.fixture
-def client(service: Service, tmp_path: Path) -> Iterator[Client]:
-    with Client(configured.carver(tmp_path).endpoint) as caller:
-        yield caller
+def fake(fake: FakeHost) -> FakeHost:
+    fake.kernel = Kernel(fake.block)
+    return fake
 
 
 @pytest.fixture

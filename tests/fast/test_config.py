@@ -34,6 +34,12 @@ def test_nothing_configured_is_one_class_on_a_file(tmp_path: Path) -> None:
     assert found.endpoint == config.DEFAULT_SOCKET
 
 
+def test_a_class_of_that_name_and_group_is_the_operator_s_own(tmp_path: Path) -> None:
+    found = load(tmp_path, "[[classes]]\nname = 'default'\ngroup = 'carver'\ndefault = true")
+    assert found.classes == (config.EMBEDDED_CLASS,)
+    assert found.foundations == ()
+
+
 def test_the_default_file_need_not_be_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -212,11 +218,20 @@ def test_a_class_says_what_cache_its_volumes_have(tmp_path: Path) -> None:
         group = "g"
         cache = "writecache"
         cache_size = "1GiB"
+        [[classes]]
+        name = "c"
+        group = "g"
+        layout = "thin"
+        cache = "cache"
+        cache_mode = "writeback"
     """
-    assert [one.cache for one in load(tmp_path, text).classes] == [
+    classes = load(tmp_path, text).classes
+    assert [one.cache for one in classes] == [
         Cache("cache", "writethrough", Reserve(percent=10)),
         Cache("writecache", "writeback", Reserve(size_bytes=1 << 30)),
+        Cache("cache", "writeback", Reserve(percent=10)),
     ]
+    assert [one.pool is not None for one in classes] == [False, False, True]
 
 
 CLASS = "classes = [{name = 'n', group = 'g'}]\n"
@@ -252,16 +267,16 @@ CLASS = "classes = [{name = 'n', group = 'g'}]\n"
             "groups[0].fast",
             ["some of the group's"],
         ),
-        ("[[classes]]\nname = 'n'\ngroup = 'g'\ncache_size = '1G'", "classes[0].layout", ["cache"]),
+        ("[[classes]]\nname = 'n'\ngroup = 'g'\ncache_size = '1G'", "classes[0].cache", ["cache"]),
         (
-            "[[classes]]\nname = 'n'\ngroup = 'g'\ncache = 'cache'\nlayout = 'thin'",
-            "classes[0].layout",
-            ["only for layout linear"],
+            "[[classes]]\nname = 'n'\ngroup = 'g'\ncache = 'cache'\nlayout = 'raid1'",
+            "classes[0].cache",
+            ["only for layouts linear and thin", "raid1"],
         ),
         (
             "[[classes]]\nname = 'n'\ngroup = 'g'\ncache = 'writecache'\n"
             "cache_mode = 'writethrough'",
-            "classes[0].layout",
+            "classes[0].cache",
             ["writecache is writeback"],
         ),
         (CLASS + "groups = [{name = 'g', disks = []}]", "groups[0].disks", ["not a key"]),
@@ -289,6 +304,8 @@ CLASS = "classes = [{name = 'n', group = 'g'}]\n"
         ("max_volumes_per_node = true", "max_volumes_per_node", ["True"]),
         ('file_size = "ten"', "file_size", ["'ten'", "10GiB"]),
         ("devices = 1", "devices", ["1", "list"]),
+        ("devices = ['sdb']", "devices", ["absolute"]),
+        ("devices = '/dev/sd b'", "devices", ["absolute"]),
         ('classes = "x"', "classes", ["[[classes]]"]),
         ("[[classes]]\ngroup = 'g'", "classes[0].name", ["required"]),
         ("[[classes]]\nname = 'n'", "classes[0].group", ["required"]),

@@ -2,20 +2,20 @@
 
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
-import configured
 import expect
 import pytest
+import serving
 from fakes.host import FakeHost
 
 from agent.client import Client, block, of_snapshot, of_volume
 from agent.config import Config
 from agent.errors import OperationPending
 from agent.jobs import Job, Jobs
-from agent.server import Host, Service
+from agent.server import Service
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -30,21 +30,9 @@ def fake(tmp_path: Path) -> FakeHost:
     return host
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return configured.carver(tmp_path, kubelet_dir=("/",))
-
-
-def start(config: Config, fake: FakeHost, socket: str = "") -> Service:
-    if socket:
-        config = replace(config, endpoint=config.endpoint.with_name(socket))
-    running = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
-    running.wiper.grace_seconds = 20
-    running.copier.grace_seconds = 0.05
-    running.wiper.resume()
-    running.copier.resume()
-    running.start(config.endpoint)
-    return running
+def start(config: Config, fake: FakeHost, socket: str = "csi.sock") -> Service:
+    config = replace(config, endpoint=config.endpoint.with_name(socket))
+    return serving.start(config, fake, wiper=20, copier=0.05)
 
 
 @pytest.fixture
@@ -52,12 +40,6 @@ def service(config: Config, fake: FakeHost) -> Iterator[Service]:
     running = start(config, fake)
     yield running
     running.stop()
-
-
-@pytest.fixture
-def client(config: Config, service: Service) -> Iterator[Client]:
-    with Client(config.endpoint) as caller:
-        yield caller
 
 
 class Disk:
@@ -111,6 +93,12 @@ def copied(fake: FakeHost) -> bytes:
 def settle(service: Service) -> None:
     service.copier.jobs._workers.shutdown(wait=True)
     service.wiper.jobs._workers.shutdown(wait=True)
+
+
+def look_again(service: Service, snapshot: csi.Snapshot) -> None:
+    """What is done some time after the copy to pvc-2 failed."""
+    jobs = service.copier.jobs
+    jobs._look_again(jobs._jobs[snapshot.source_volume_id.replace("pvc-1", "pvc-2")])
 
 
 def test_a_long_copy_is_put_off_with_its_progress_until_it_is_ready(
@@ -182,6 +170,29 @@ def test_deleting_what_is_not_complete_ends_the_copy_and_leaves_nothing(
         assert names(fake) == {"vol-pvc-1", "snap-1"}
 
 
+def test_a_copy_that_cannot_be_ended_now_may_begin_again(
+    client: Client,
+    fake: FakeHost,
+    disk: Disk,
+    snapshot: csi.Snapshot,
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("agent.jobs._ENDING_SECONDS", 0.01)
+    source = of_snapshot(snapshot.snapshot_id)
+    with expect.code("ABORTED"):
+        client.create("pvc-2", 0, block(), source=source)
+    disk.wait(1)
+    [job] = service.copier.jobs._jobs.values()
+    with expect.code("ABORTED", "in progress"):
+        client.delete(job.key)
+    disk.let()
+    assert wait([job.ended], 20).done
+    service.copier.grace_seconds = 20
+    client.create("pvc-2", 0, block(), source=source)
+    assert copied(fake) == DATA
+
+
 def test_a_copy_that_a_restart_interrupts_is_made_anew(
     client: Client, fake: FakeHost, disk: Disk, snapshot: csi.Snapshot, config: Config
 ) -> None:
@@ -200,9 +211,7 @@ def test_a_copy_that_a_restart_interrupts_is_made_anew(
     assert "copy-pvc-3" in names(fake)
     assert not copied(fake).strip(b"\0")
     disk.let()
-    second = start(
-        Config(**{**vars(config), "endpoint": config.endpoint.with_name("3.sock")}), fake
-    )
+    second = start(config, fake, "3.sock")
     settle(second)
     assert copied(fake) == DATA
     assert names(fake) == {"vol-pvc-1", "vol-pvc-2", "vol-pvc-3", "snap-1"}
@@ -221,9 +230,27 @@ def test_a_copy_that_fails_is_tried_again(
     assert service.copier.counts()["failed"] == 1
     disk.error = None
     disk.let()
-    service.copier._look_again(snapshot.source_volume_id.replace("pvc-1", "pvc-2"))
+    look_again(service, snapshot)
     client.create("pvc-2", 0, block(), source=source)
     assert copied(fake) == DATA
+
+
+def test_a_copy_that_failed_and_was_made_by_the_next_call_is_not_tried_again(
+    client: Client, fake: FakeHost, disk: Disk, snapshot: csi.Snapshot, service: Service
+) -> None:
+    service.copier.grace_seconds = 20
+    disk.error = OSError(5, "Input/output error")
+    disk.let()
+    source = of_snapshot(snapshot.snapshot_id)
+    with expect.code("INTERNAL"):
+        client.create("pvc-2", 0, block(), source=source)
+    [failed] = service.copier.jobs._jobs.values()
+    disk.error = None
+    client.create("pvc-2", 0, block(), source=source)
+    fake.write_bytes("/dev/mapper/data-vol--pvc--2", 64 * MIB, DATA[::-1])
+    service.copier.jobs._look_again(failed)
+    settle(service)
+    assert copied(fake) == DATA[::-1]
 
 
 def test_a_snapshot_that_overflows_while_it_is_copied_gives_no_volume_and_leaves_none(
@@ -257,7 +284,7 @@ def test_what_can_never_be_completed_goes_when_the_caller_hears_of_it(
     with expect.code("INTERNAL"):
         client.create("pvc-2", 0, block(), source=source)
     fake.lvm("lvremove", "--yes", "--", "data/snap-1")
-    service.copier._look_again(snapshot.source_volume_id.replace("pvc-1", "pvc-2"))
+    look_again(service, snapshot)
     assert names(fake) == {"vol-pvc-1", "vol-pvc-2"}
     with expect.code("NOT_FOUND", "snap-1"):
         client.create("pvc-2", 0, block(), source=source)
@@ -282,9 +309,7 @@ def test_a_bridge_without_a_copy_goes_at_the_next_start(
 
 def test_a_job_that_was_called_off_does_not_begin_before_it_is_allowed() -> None:
     done: list[str] = []
-    jobs = Jobs[Job](
-        "test", lambda job: done.append(job.key), done.append, workers=1, retry_seconds=60
-    )
+    jobs = Jobs("test", lambda job: done.append(job.key), Job, "%s failed: %s", workers=1)
     jobs.call_off("one")
     with pytest.raises(OperationPending):
         jobs.start(Job("one"))

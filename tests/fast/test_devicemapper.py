@@ -66,6 +66,7 @@ class Mapped:
     number: int
     below: Sequence[int] = ()
     targets: Sequence[tuple[str, str]] = ()
+    suspended: bool = False
 
 
 @dataclass
@@ -80,12 +81,18 @@ class Driver:
         assert request & ~0xFF == 0xC138FD00, "the size of struct dm_ioctl is in it"
         major, _, _, size, *_, flags, _, _, number = struct.unpack_from("=3I5I2IQ", buffer)
         assert (major, size) == (4, len(buffer))
-        assert flags & 1 << 11, "a look must not have the target flush"
+        if request & 0xFF == 6:
+            assert flags in (0, 1 << 1), "what is written is flushed, and a file system frozen"
+            assert len(buffer) <= 1024, "fcntl.ioctl would keep the GIL"
+        elif request & 0xFF != 7:
+            assert flags & 1 << 11, "a look must not have the target flush"
         name = buffer[48:176].partition(b"\0")[0].decode()
         if request & 0xFF == 2:
             return self._fill(self._list(), 0, buffer)
         for known, one in self.devices.items():
             if (name and known == name) or (not name and one.number == number):
+                if request & 0xFF in (6, 7):
+                    return self._flow(request & 0xFF, one, flags, buffer)
                 return self._answer(request & 0xFF, one, buffer)
         raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
 
@@ -102,6 +109,15 @@ class Driver:
                 following = len(data) + 40 + len(text)
                 data += struct.pack("=QQiI16s", 0, SECTORS, 0, following, kind.encode()) + text
         return self._fill(data, len(one.targets), buffer)
+
+    @staticmethod
+    def _flow(command: int, one: Mapped, flags: int, buffer: bytearray) -> int:
+        if command == 6:
+            if flags and one.suspended:
+                raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+            one.suspended = bool(flags)
+        struct.pack_into("=I", buffer, 28, one.suspended << 1)
+        return 0
 
     def _list(self) -> bytes:
         data, last = b"", len(self.devices) - 1
@@ -166,6 +182,24 @@ def test_every_target_of_a_device_is_read_however_many_there_are(
     driver.devices["data-web"] = Mapped(1, targets=[("linear", "x" * 20)] * 500 + [LINES[0][0]])
     assert mapper.status("data-web") == (LINES[0][1],)
     assert max(driver.asked) > min(driver.asked)
+
+
+def test_a_device_is_suspended_and_resumed(driver: Driver, mapper: DeviceMapper) -> None:
+    driver.devices["data-web"] = Mapped(1)
+    assert not mapper.is_suspended("data-web")
+    mapper.suspend("data-web")
+    assert mapper.is_suspended("data-web")
+    with pytest.raises(OSError, match="Invalid argument"):
+        mapper.suspend("data-web")
+    mapper.resume("data-web")
+    mapper.resume("data-web")
+    assert not mapper.is_suspended("data-web")
+
+
+def test_what_is_not_there_is_not_suspended(mapper: DeviceMapper) -> None:
+    assert not mapper.is_suspended("data-web")
+    with pytest.raises(OSError, match="No such device"):
+        mapper.suspend("data-web")
 
 
 def test_what_is_not_there_has_no_status(mapper: DeviceMapper) -> None:

@@ -32,6 +32,15 @@ def test_what_is_well_is_passed_over(status: Status) -> None:
     assert list(diagnosis.by_device_mapper("vol-a", [status])) == []
 
 
+def test_a_cache_that_failed_under_a_pool_is_told_as_the_pool_s() -> None:
+    for status, wrong in (
+        (Cache(MIB, "ro"), "the cache of the thin pool under logical volume vol-a failed"),
+        (WriteCache(MIB, 5, 10, 10, 0), "the write cache of the thin pool under logical volume"),
+    ):
+        [told] = diagnosis.by_device_mapper("vol-a", [pool(), status])
+        assert wrong in told
+
+
 @pytest.mark.parametrize(
     ("status", "wrong", "remedy"),
     [

@@ -65,6 +65,12 @@ def test_every_parameter_of_a_storage_class_is_documented_and_no_other() -> None
     assert first_cells(documented) == parameters
 
 
+def test_every_mutable_parameter_is_documented_and_no_other() -> None:
+    documented = section(text_of("docs/configuration.md"), "VolumeAttributesClass parameters")
+    parameters = {calls.PARAMETER_PREFIX + one for one in calls.MUTABLE_PARAMETERS}
+    assert first_cells(documented) == parameters
+
+
 def test_every_attribute_of_an_inline_volume_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/inline-volumes.md"), "Attributes")
     own = set(calls.INLINE_PARAMETERS) - set(calls.STORAGE_CLASS_PARAMETERS)

@@ -7,6 +7,7 @@ from pathlib import Path
 import configured
 import expect
 import pytest
+import serving
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
 from hypothesis import given
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from agent.client import Client, block
 from agent.config import Config, DeviceClass
-from agent.server import Host, Service
+from agent.server import Service
 from lvm import pools
 from lvm.command import Result
 from lvm.layout import Layout, Reserve
@@ -51,17 +52,9 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
-    running.wiper.grace_seconds = 20
-    running.start(config.endpoint)
+    running = serving.start(config, fake, wiper=20)
     yield running
     running.stop()
-
-
-@pytest.fixture
-def client(config: Config, service: Service) -> Iterator[Client]:
-    with Client(config.endpoint) as caller:
-        yield caller
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from agent.calls import MUTABLE
 from agent.client import Client, block, mounted
 from agent.config import TOPOLOGY_KEY
 from agent.server import Host, Service
@@ -73,6 +74,9 @@ HOSTILE = [
 WORDS: Mapping[str, list[str]] = {
     "volume_id": ["csi-1", MOUNTED, RAW],
     "source_volume_id": [MOUNTED],
+    "source_volume_ids": [MOUNTED, RAW],
+    "group_snapshot_id": ["data@20000000/gsnap-pvc-new"],
+    "snapshot_ids": ["data@20000000/snap-snapshot1"],
     "name": ["pvc-mounted", "pvc-new", "snapshot1", "x_tmeta"],
     "staging_target_path": [f"{HERE}/staging", f"{HERE}/new"],
     "target_path": [f"{HERE}/target", f"{HERE}/new", f"{HERE}/file", f"{HERE}/full"],
@@ -90,6 +94,8 @@ KEYS = {
     "stripeSize": ["64KiB", "0", "x"],
     "mirrors": ["0", "1"],
     "cacheSize": ["10%", "-1"],
+    "readAhead": ["1MiB", "auto", "0", "1000", "-1", "9" * 5000],
+    "carver/maximumRecoveryRate": ["1MiB", "0"],
     "carver/mountOptions": ["noatime", "errors=panic", "device=/dev/sda"],
     "csi.storage.k8s.io/pvc/name": ["web"],
     "csi.storage.k8s.io/ephemeral": ["true", "true", "maybe"],
@@ -98,6 +104,8 @@ KEYS = {
     "carver/size": ["16Mi"],
     TOPOLOGY_KEY: ["here", "elsewhere"],
 }
+# Each service, and what the client calls it.
+SERVICES = {"Controller": "controller", "Node": "node", "GroupController": "group_controller"}
 NUMBERS = [0, 1, -1, 4096, 64 * MIB, 400 * MIB, (1 << 63) - 1, -(1 << 63)]
 
 
@@ -149,26 +157,29 @@ def honest(field: FieldDescriptor) -> st.SearchStrategy[Any]:
     if field.name.startswith("volume_capab"):
         one = st.sampled_from([mounted(), mounted("ext4"), mounted("ext4", ["noatime"]), block()])
         return st.lists(one, min_size=1, max_size=1) if field.is_repeated else one
-    return st.sampled_from(WORDS[field.name])
+    if field.name == MUTABLE:
+        return st.sampled_from([{"readAhead": "1MiB"}, {"carver/readAhead": "auto"}])
+    words = st.sampled_from(WORDS[field.name])
+    return st.lists(words, max_size=2, unique=True) if field.is_repeated else words
 
 
 @st.composite
 def calls(draw: st.DrawFn) -> tuple[str, str, Message]:
     """A service, a method, a request: an honest one, one with a wrong field, or wrong all over."""
-    service = draw(st.sampled_from(["Controller", "Node"]))
+    service = draw(st.sampled_from(sorted(SERVICES)))
     method = draw(st.sampled_from(list(csi.DESCRIPTOR.services_by_name[service].methods)))
     fields = list(method.input_type.fields)
     usual = {
         one.name: honest(one)
         for one in fields
-        if one.name in WORDS or one.name.startswith(("volume_capab", "capacity_range"))
+        if one.name in WORDS or one.name.startswith(("volume_capab", "capacity_range", MUTABLE))
     }
     chosen = draw(st.fixed_dictionaries(usual))
     wrong = draw(st.sampled_from([[], *([one] for one in fields), fields]))
     for one in wrong:
         chosen[one.name] = draw(values(one))
     return (
-        service.lower(),
+        SERVICES[service],
         method.name,
         message_factory.GetMessageClass(method.input_type)(**chosen),
     )
@@ -193,7 +204,7 @@ class Machine:
         """All that a call could change."""
         assert isinstance(self.host.kernel, FakeKernel)
         volumes = [
-            (one.name, one.length, sorted(one.tags), one.active)
+            (one.name, one.length, sorted(one.tags), one.active, one.tuning)
             for one in self.host.lvm2.groups["data"].volumes.values()
         ]
         devices = [(one.path, one.size_bytes, repr(one.media)) for one in self.host.block]

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import configured
@@ -27,6 +27,7 @@ READER = Use("mount", do.READER_ONLY, "ext4")
 BLOCK = Use("block", do.MULTI_WRITER)
 EXTENTS = 300
 
+AHEAD = (("carver/readAhead", "1MiB"),)
 CREATE = do.Create("a", 320 * MIB, 0, EXT4)
 STAGE = do.Stage("a", "staging", EXT4)
 PUBLISH = do.Publish("a", "staging", "target", EXT4)
@@ -76,6 +77,12 @@ class Case:
 CASES = {
     "create": Case(CREATE),
     "create, raw": Case(RAW),
+    "create, with its read-ahead": Case(replace(CREATE, mutable=AHEAD)),
+    "create again, with another read-ahead": Case(replace(CREATE, mutable=AHEAD), (CREATE,)),
+    "create of a volume, with its read-ahead": Case(replace(CLONE, mutable=AHEAD), (CREATE,)),
+    "modify": Case(do.Modify("a", AHEAD), (CREATE,)),
+    "modify, in use": Case(do.Modify("a", AHEAD), (CREATE, STAGE, PUBLISH)),
+    "modify, inactive": Case(do.Modify("a", AHEAD), (CREATE,), deactivate),
     "delete": Case(do.Delete("a"), (CREATE,)),
     "delete, formatted": Case(do.Delete("a"), (CREATE, STAGE, do.Unstage("a", "staging"))),
     "delete, inactive": Case(do.Delete("a"), (CREATE,), deactivate),
@@ -181,7 +188,7 @@ class Trial:
     def settle(self) -> None:
         """Let wipes that a new process took up come to their end."""
         wait([job.ended for job in list(self.machine.service.wiper.jobs._jobs.values())], 20)
-        self.machine.service.reclaimer._worker.shutdown(wait=True)
+        self.machine.service.reclaimer.jobs._workers.shutdown(wait=True)
 
     def undo(self) -> None:
         """What a CO does that gives up; then nothing may be left."""

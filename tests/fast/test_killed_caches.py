@@ -1,5 +1,6 @@
 """Calls on volumes with a cache, killed before and after every step: nothing of either is left."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,22 @@ from lvm.caches import Cache
 
 BLOCK = Use("block", do.MULTI_WRITER)
 CREATE = do.Create("a", 40 * MIB, 0, BLOCK)
+WRITES = do.Create("a", 40 * MIB, 0, BLOCK, (("class", "writes"),))
+OTHER = do.Create("b", 40 * MIB, 0, BLOCK, (("class", "linear"),))
+CLONE = do.Create("a", 44 * MIB, 0, BLOCK, source=(do.OF_VOLUME, "b"))
+SNAPSHOT = do.Snapshot("a", "snap")
+DATA = b"what is to be copied".ljust(4096)
+AHEAD = replace(CREATE, mutable=(("carver/readAhead", "1MiB"),))
 
 # A call, and those before it.
 CASES: dict[str, tuple[do.Call, tuple[do.Call, ...]]] = {
     "create": (CREATE, ()),
+    "create, with its read-ahead": (AHEAD, ()),
     "expand": (do.Expand("a", 64 * MIB), (CREATE,)),
     "delete": (do.Delete("a"), (CREATE,)),
+    "create of a volume": (CLONE, (OTHER,)),
+    "snapshot": (SNAPSHOT, (WRITES,)),
+    "delete a snapshot": (do.DeleteSnapshot("snap"), (WRITES, SNAPSHOT)),
 }
 
 
@@ -34,11 +45,17 @@ class Trial:
         group = self.host.new_group(40, 20)
         self.group = self.host.lvm2.groups[group]
         self.group.disks[1].tags = {report.FAST}
-        cached = DeviceClass("plain", group, default=True, cache=Cache())
-        self.machine = Machine(self.host, group, directory, settings={"classes": (cached,)})
+        classes = (
+            DeviceClass("plain", group, default=True, cache=Cache()),
+            DeviceClass("writes", group, cache=Cache("writecache", "writeback")),
+            DeviceClass("linear", group),
+        )
+        self.machine = Machine(self.host, group, directory, settings={"classes": classes})
         self.call, before = CASES[name]
         for one in before:
             assert self.machine.call(one).code == "OK"
+        if OTHER in before:
+            self.group.volumes["vol-b"].media.write(0, DATA)
 
     def run(self, switch: Switch) -> list[str]:
         """Make the call in a process of its own; the steps that it took."""
@@ -77,8 +94,13 @@ def test_a_call_that_was_killed_at_any_step_is_made_good(
                 assert trial.machine.call(trial.call).code == "OK", (stop_at, before)
             if again and name != "delete":
                 assert trial.group.volumes["vol-a"].cache
+            if again and trial.call == CLONE:
+                assert trial.group.volumes["vol-a"].media.read(0, len(DATA)) == DATA
+            if again and trial.call is AHEAD:
+                assert trial.group.volumes["vol-a"].tuning.read_ahead_bytes == MIB
             media += trial.media()
-            assert trial.machine.call(do.Delete("a")).code == "OK"
+            for one in (do.DeleteSnapshot("snap"), do.Delete("a"), do.Delete("b")):
+                assert trial.machine.call(one).code == "OK"
             assert trial.group.volumes == {}
             assert all(one.zeroed for one in media), "data and cache are overwritten"
             trial.machine.stop()

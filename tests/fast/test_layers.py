@@ -49,7 +49,7 @@ def test_mechanism_knows_neither_policy_nor_transport_nor_the_other_mechanism() 
     [
         *("diagnosis", "ephemeral", "provision", "snapshots", "access", "wiping", "inventory"),
         *("founding", "holders", "paging", "reclaiming", "growing", "carving", "jobs"),
-        *("copying", "contents"),
+        *("copying", "contents", "means", "groupsnapshots", "standstill"),
     ],
 )
 def test_policy_names_neither_grpc_nor_the_wire(policy: str) -> None:
@@ -83,13 +83,14 @@ ORDER = (
     "screen",
     "overview",
     "server",
-    "identity controller node interceptor metrics monitor",
-    "condition status secrets readiness registration ephemeral watching",
+    "identity controller groupcontroller node interceptor metrics monitor",
+    "condition wire status secrets readiness registration ephemeral watching",
     "access provision preflight",
     "copying",
-    "snapshots",
+    "groupsnapshots",
+    "snapshots standstill",
     "wiping reclaiming growing diagnosis chores",
-    "contents holders paging carving",
+    "contents holders paging carving means modifying",
     "inventory calls",
     "founding",
     "config",

@@ -45,7 +45,7 @@ def check(disks: Sequence[tuple[int, int, bool]], shape: Layout) -> None:
     """What is reported can be made, and one row more cannot; disks are free, used, allocatable."""
     lvm, fake = machine([free + used for free, used, _ in disks])
     there = fake.groups["data"]
-    filler = FakeVolume("filler", "uuid", {})
+    filler = FakeVolume("filler", "0", {})
     for disk, (_, used, allocatable) in zip(there.disks, disks, strict=True):
         filler.extents[disk.name], disk.allocatable = used, allocatable
     there.volumes["filler"] = filler

@@ -84,6 +84,7 @@ def test_only_disks_that_can_be_used_count_as_room() -> None:
     [
         ('  Volume group "d" has insufficient free space (1 extents): 2 required.', errors.NoSpace),
         ("  Insufficient suitable allocatable extents for logical volume v", errors.NoSpace),
+        ("  Number of stripes (3) must not exceed number of physical volumes (2)", errors.NoSpace),
         ("  No specified PVs have space available.", errors.NoSpace),
         (
             "  VG d 34 metadata on /dev/loop5 (16003 bytes) exceeds maximum metadata size (15616"

@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 from agent import calls, cli, config
+from proto import csi_pb2 as csi
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
+CHART = ROOT / "deploy" / "helm" / "carver"
 VALUES = ROOT / "deploy" / "helm" / "values"
 SETS = sorted(KUBERNETES.glob("*.yaml"))
 EXAMPLES = sorted((KUBERNETES / "examples").glob("*.yaml"))
@@ -84,7 +86,7 @@ def settings(path: Path, tmp_path: Path) -> config.Config:
 @every_file
 def test_every_object_is_as_kubernetes_own_schema_says(path: Path) -> None:
     for one in objects(path):
-        if not one["apiVersion"].startswith("snapshot.storage.k8s.io/"):
+        if "snapshot.storage.k8s.io/" not in one["apiVersion"]:
             kubernetes_validate.validate(one, KUBERNETES_VERSION, strict=True)
 
 
@@ -102,6 +104,31 @@ def test_what_has_no_schema_there_is_as_the_snapshotter_s_own_says(path: Path) -
             spec = one.get("spec", {"source": {"persistentVolumeClaimName": ""}})
             assert spec.keys() <= {"volumeSnapshotClassName", "source"}
             assert spec["source"].keys() == {"persistentVolumeClaimName"}
+
+
+def test_the_group_snapshot_is_as_the_snapshotter_s_own_says() -> None:
+    # kubernetes-csi/external-snapshotter, client/config/crd, v8.7.0
+    [one] = objects(KUBERNETES / "examples" / "groupsnapshot.yaml")
+    assert one["apiVersion"] == "groupsnapshot.storage.k8s.io/v1beta1"
+    assert one["kind"] == "VolumeGroupSnapshot"
+    assert one["spec"].keys() == {"volumeGroupSnapshotClassName", "source"}
+    assert one["spec"]["source"].keys() == {"selector"}
+
+
+def test_group_snapshots_are_a_switch_of_the_chart_s_that_is_off() -> None:
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    assert values["sidecars"]["snapshotter"]["groups"] is False
+    switch = "{{- if .Values.sidecars.snapshotter.groups }}"
+    for template, behind in (
+        ("daemonset", "--feature-gates=CSIVolumeGroupSnapshot=true"),
+        ("rbac", "groupsnapshot.storage.k8s.io"),
+        ("storageclasses", "kind: VolumeGroupSnapshotClass"),
+    ):
+        text = (CHART / "templates" / f"{template}.yaml").read_text()
+        assert behind in text.partition(switch)[2].partition("{{- end }}")[0]
+        assert behind not in text.partition(switch)[0]
+    for path in SETS:
+        assert "groupsnapshot" not in path.read_text().lower()
 
 
 @every_set
@@ -305,7 +332,7 @@ def test_the_driver_is_announced_as_it_is(path: Path) -> None:
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_the_examples_use_a_storage_class_that_every_set_has(path: Path) -> None:
     used = set(re.findall(r"storageClassName: (\S+)", path.read_text()))
-    assert used or "inline" in path.stem
+    assert used or path.stem in {"inline", "groupsnapshot"}
     for one in SETS:
         assert used <= names(one, "StorageClass")
 
@@ -361,6 +388,8 @@ ASKED_FOR: Mapping[str, Mapping[str, set[Right]]] = {
             ("", "persistentvolumes", f"{READ} create patch delete"),
             ("", "persistentvolumeclaims", f"{READ} update"),
             ("storage.k8s.io", "storageclasses", READ),
+            # Not in that file, but read for a claim that names one: pkg/controller/controller.go.
+            ("storage.k8s.io", "volumeattributesclasses", "get"),
             ("", "events", "list watch create update patch"),
             ("snapshot.storage.k8s.io", "volumesnapshots", f"{READ} update"),
             ("snapshot.storage.k8s.io", "volumesnapshotcontents", "get list"),
@@ -423,6 +452,34 @@ def test_no_account_has_a_right_that_none_of_its_sidecars_asks_for(path: Path, k
         held = granted(path, kind, pod["serviceAccountName"])
         assert held
         assert held <= set[Right]().union(*(ASKED_FOR[one][kind] for one in sidecars))
+
+
+@every_set
+def test_volumes_are_modified_by_the_one_resizer_only_where_there_is_one_node(path: Path) -> None:
+    """It would call the Carver of its own node, whichever has the volume."""
+    right = ("storage.k8s.io", "volumeattributesclasses", "watch")
+    off = "--feature-gates=VolumeAttributesClass=false" in container(path, "resizer")["args"]
+    assert off is (path.stem != "kind")
+    for pod in pod_specs(path):
+        if "resizer" in {one["name"] for one in pod["containers"]}:
+            assert (right in granted(path, "ClusterRole", pod["serviceAccountName"])) is not off
+
+
+@every_set
+def test_a_volume_can_be_made_with_a_volume_attributes_class(path: Path) -> None:
+    account = the(path, "DaemonSet")["spec"]["template"]["spec"]["serviceAccountName"]
+    right = ("storage.k8s.io", "volumeattributesclasses", "get")
+    assert right in granted(path, "ClusterRole", account)
+
+
+def test_the_example_s_attributes_are_such_as_a_volume_may_have() -> None:
+    [path] = [one for one in EXAMPLES if one.stem == "attributes"]
+    for one in of_kind(path, "VolumeAttributesClass"):
+        assert one["driverName"] == config.DRIVER_NAME
+        wire = csi.ControllerModifyVolumeRequest(
+            volume_id="x", mutable_parameters=one["parameters"]
+        )
+        assert calls.Modify.from_proto(wire).tuning.read_ahead_bytes is not None
 
 
 @every_set

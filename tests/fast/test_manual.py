@@ -5,6 +5,7 @@ tests/container types them on real volumes.
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import configured
 import pytest
 from fakes.host import FakeHost
 
-from agent import cli, screen, server
+from agent import cli, manual, screen, server
 from agent import config as configuration
 from agent.client import Client
 from agent.config import Config
@@ -59,12 +60,6 @@ def service(host: FakeHost, config: Config) -> Iterator[Service]:
 
 
 @pytest.fixture
-def client(service: Service, config: Config) -> Iterator[Client]:
-    with Client(config.endpoint) as caller:
-        yield caller
-
-
-@pytest.fixture
 def shell(
     host: FakeHost,
     config: Config,
@@ -104,6 +99,25 @@ def test_a_volume_s_life_by_hand(shell: Shell, host: FakeHost, client: Client) -
     assert not place.exists()
     assert shell("delete db --yes") == "db is deleted\n"
     assert client.volumes() == []
+
+
+def test_what_may_change_is_changed_while_a_volume_is_in_use(shell: Shell, host: FakeHost) -> None:
+    shell("create db --size 64MiB")
+    shell(f"publish db {host.directory}/db")
+    assert shell("modify db readAhead=1MiB") == "db: readAhead=1MiB\n"
+    assert host.lvm2.groups["data"].volumes["vol-db"].tuning.read_ahead_bytes == MIB
+    shell("modify db maximumRecoveryRate=1MiB", 1)
+    assert "RAID" in shell.complaint
+    shell("modify db readahead=1MiB", 1)
+    assert "carver/readAhead" in shell.complaint
+    shell("modify other readAhead=1MiB", 1)
+    assert "'other'" in shell.complaint
+
+
+@pytest.mark.parametrize("words", ["", "readAhead", "=1MiB"])
+def test_a_change_needs_a_key_and_a_value(shell: Shell, words: str) -> None:
+    with pytest.raises(SystemExit):
+        shell(f"modify db {words}")
 
 
 def test_a_raw_block_volume_is_published_as_what_it_is(shell: Shell, host: FakeHost) -> None:
@@ -215,10 +229,46 @@ def test_a_snapshot_is_taken_listed_and_deleted(shell: Shell, client: Client) ->
     assert client.snapshots() == []
 
 
+def test_a_volume_is_made_of_a_snapshot_or_of_another_volume(
+    shell: Shell,
+    client: Client,
+    service: Service,
+    host: FakeHost,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shell("create db --size 64MiB")
+    shell("create db monday", noun="snapshot")
+
+    # The copy does not end before the command was told to wait.
+    told, copy = threading.Event(), host.kernel.copy
+
+    def slow(source: str, target: str, offset: int, length: int, *, blank: bool) -> None:
+        assert told.wait(20)
+        copy(source, target, offset, length, blank=blank)
+
+    monkeypatch.setattr(host.kernel, "copy", slow)
+    monkeypatch.setattr(manual, "sleep", lambda _seconds: told.set())
+    service.copier.grace_seconds = 0.05
+    assert shell("create again --from-snapshot monday").startswith("again: 64 MiB, ")
+    assert "is being copied" in shell.complaint
+    service.copier.grace_seconds = 20
+    assert shell("create twin --from-volume db --size 100MiB").startswith("twin: 100 MiB, ")
+    sources = {one.content_source.WhichOneof("type") for one in client.volumes()}
+    assert sources == {None, "snapshot", "volume"}
+
+    shell("create late --from-snapshot tuesday", 1)
+    assert "there is no snapshot 'tuesday'" in shell.complaint
+    shell("create small --from-volume db --size 4MiB", 1)
+    assert "OUT_OF_RANGE" in shell.complaint
+    shell("create empty", 1)
+    assert "--size" in shell.complaint
+    assert len(client.volumes()) == 3
+
+
 def test_the_document_s_example_works_as_it_stands(
     shell: Shell, host: FakeHost, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host.lvm2.add_group("data", [8000])
+    host.lvm2.add_group("data", [32000])
     monkeypatch.setattr(screen, "confirmed", lambda _question: True)
     document = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
     [example] = re.findall(r"<!-- by hand: begin -->\n(.*?)<!-- by hand: end -->", document, re.S)

@@ -12,7 +12,7 @@ from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel
 
 import mount
-from mount import errors, nodes
+from mount import errors, nodes, table
 from mount.syscalls import Kernel
 
 PACKAGE = Path(mount.__file__).parent
@@ -69,8 +69,9 @@ def test_binds_of_a_device_node_are_found_by_its_number(tmp_path: Path) -> None:
     path.touch()
     kernel.bind(first.path, str(path), set())
 
-    assert [one.path for one in nodes.bound(kernel, first.number)] == [str(path)]
-    assert nodes.bound(kernel, second.number) == ()
+    mounts = table.read(kernel)
+    assert [one.path for one in nodes.bound(kernel, mounts, [first.number])] == [str(path)]
+    assert nodes.bound(kernel, mounts, [second.number]) == ()
 
 
 def test_a_mounted_or_held_device_cannot_be_removed_or_zeroed(tmp_path: Path) -> None:

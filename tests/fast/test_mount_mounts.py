@@ -224,7 +224,7 @@ def test_a_device_node_that_was_made_anew_is_the_same_device(tmp_path: Path) -> 
     mounts.ensure_bound(kernel, device.path, path, NONE)
 
     assert len(table.read(kernel).at(path)) == 1
-    assert mounts.required(kernel, path).root == "/dm-0//deleted"
+    assert table.read(kernel).at(path)[-1].root == "/dm-0//deleted"
     assert mounts.node(kernel, path) == device.number
 
 
@@ -237,13 +237,6 @@ def test_a_source_under_no_mount_is_not_bound(path: str) -> None:
 
     with pytest.raises(errors.NotMounted):
         mounts.ensure_bound(Bare(FakeDevices()), path, path, NONE)
-
-
-def test_what_is_required_but_not_mounted_is_named(path: str) -> None:
-    kernel = FakeKernel(FakeDevices())
-
-    with pytest.raises(errors.NotMounted, match=path):
-        mounts.required(kernel, path)
 
 
 def test_a_mount_that_another_unmounts_first_is_unmounted(path: str) -> None:

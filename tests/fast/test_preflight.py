@@ -359,4 +359,4 @@ def test_a_group_on_a_file_that_is_not_there_yet_is_no_crash(
 ) -> None:
     Path(file).write_text(f'kubelet_dir = ["/kubelet"]\nfile = "{tmp_path}/carver.img"\n')
     assert cli.main(["doctor", "--config", file]) == 1
-    assert "start the service" in capsys.readouterr().out.replace("\n", " ")
+    assert "start the service" in " ".join(capsys.readouterr().out.split())

@@ -2,16 +2,20 @@
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 
 import configured
+import expect
 import pytest
+import serving
+from fakes.disk import Disk
 from fakes.host import FakeHost
 
 from agent.client import Client, block
 from agent.config import Config, DeviceClass
-from agent.server import Host, Service
+from agent.server import Service
 from lvm.command import Result
 from lvm.layout import Layout, Reserve
 from lvm.pools import Policy
@@ -37,12 +41,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def start(config: Config, fake: FakeHost) -> Service:
-    running = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
-    running.wiper.grace_seconds = 0.05
-    running.wiper.resume()
-    running.reclaimer.resume()
-    running.start(config.endpoint)
-    return running
+    return serving.start(config, fake, wiper=0.05)
 
 
 @pytest.fixture
@@ -50,36 +49,6 @@ def service(config: Config, fake: FakeHost) -> Iterator[Service]:
     running = start(config, fake)
     yield running
     running.stop()
-
-
-@pytest.fixture
-def client(config: Config, service: Service) -> Iterator[Client]:
-    with Client(config.endpoint) as caller:
-        yield caller
-
-
-class Disk:
-    """A disk whose writes of zeroes wait, fail or go through, as the test says."""
-
-    def __init__(self, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.written: list[tuple[str, int, int]] = []
-        self.reached, self.free = threading.Event(), threading.Event()
-        self.error: OSError | None = None
-        self._real: Callable[[str, int, int], None] = fake.kernel.zero_out
-        monkeypatch.setattr(fake.kernel, "zero_out", self._zero_out)
-
-    def _zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
-        self.reached.set()
-        assert self.free.wait(20)
-        if self.error is not None:
-            raise self.error
-        self._real(device, offset_bytes, length_bytes)
-        self.written.append((device, offset_bytes, length_bytes))
-
-
-@pytest.fixture
-def disk(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(fake, monkeypatch)
 
 
 def names(fake: FakeHost) -> set[str]:
@@ -135,7 +104,7 @@ def test_a_pool_that_is_wanted_meanwhile_is_kept_and_its_wipe_ends_at_the_next_p
     releasing.start()
     client.create("pvc-2", EXTENT, block())
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
-    left.result(20)
+    assert wait([left], 20).done
     assert len(disk.written) < 3
     assert names(fake) == {"pool-thin", "vol-pvc-2"}
 
@@ -167,6 +136,18 @@ def test_a_restart_goes_on_with_a_wipe(
     again.stop()
 
 
+def test_a_pool_whose_first_volume_could_not_be_made_is_given_back(
+    client: Client, service: Service, fake: FakeHost, disk: Disk
+) -> None:
+    disk.free.set()
+    fake.intercept = lambda words: Result(5, "", "  no\n") if "vol-pvc-1" in words else None
+    with expect.code("INTERNAL"):
+        client.create("pvc-1", EXTENT, block())
+    service.reclaimer.jobs._workers.shutdown(wait=True)
+    assert any("thin-pool" in words for words in fake.commands)
+    assert names(fake) == set()
+
+
 def test_a_restart_removes_a_wipe_from_a_pool_that_is_in_use_again(
     client: Client, service: Service, fake: FakeHost, disk: Disk, config: Config
 ) -> None:
@@ -192,7 +173,7 @@ def test_a_wipe_that_fails_is_tried_again(
     disk: Disk,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    service.reclaimer.retry_seconds = 0.01
+    service.reclaimer.jobs.retry_seconds = 0.01
     disk.error = OSError(errno.EIO, "no")
     disk.free.set()
     removed, lvm2 = threading.Event(), fake.lvm2.__call__

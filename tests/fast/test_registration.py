@@ -29,7 +29,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Path:
-    directory = tmp_path / "registry"
+    directory = tmp_path / "r"
     directory.mkdir()
     return directory
 

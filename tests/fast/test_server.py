@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import queue
 import signal
 import socket
 import stat
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,6 +121,23 @@ def test_a_deleted_socket_ends_the_service_so_that_it_is_started_again(
         server.serve(config, Host(fake.run, fake.kernel, fake.devices))
 
 
+def test_the_service_is_ready_before_all_that_it_only_warns_of_is_looked_at(
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering, told = threading.Event(), queue.Queue[str]()
+
+    def check(node: preflight.Node) -> Iterator[tuple[str, str, str]]:
+        assert answering.wait(60)
+        yield preflight.WARN, "it is old", "install a newer one"
+
+    monkeypatch.setattr(preflight, "CHECKS", {"lvm2": check})
+    monkeypatch.setattr(server._log, "warning", lambda text, *words: told.put(text % words))
+    one = Running(config, fake, monkeypatch)
+    answering.set()
+    one.end()
+    assert told.get(timeout=20) == "preflight warn, lvm2: it is old; install a newer one"
+
+
 def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "csi.sock"
     with socket.socket(socket.AF_UNIX) as left:
@@ -164,9 +182,11 @@ def test_calls_in_flight_end_before_the_service_does(
 ) -> None:
     reached, let_go = threading.Event(), threading.Event()
 
-    def slow(words: object) -> None:
-        reached.set()
-        assert let_go.wait(20)
+    def slow(words: Sequence[str]) -> None:
+        # The checks at the start run commands, too.
+        if "lvcreate" in words:
+            reached.set()
+            assert let_go.wait(20)
 
     fake.intercept = slow
     answers: list[csi.Volume] = []
@@ -273,7 +293,7 @@ def test_capabilities_say_what_is_switched_off(config: Config, running: Running)
 def test_the_service_registers_itself_where_kubelet_is_and_takes_that_back_at_its_end(
     config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    kubelet = FakeKubelet(tmp_path / "registry")
+    kubelet = FakeKubelet(tmp_path / "r")
     own = replace(config, registration="self", registration_directory=kubelet.directory)
     running = Running(own, fake, monkeypatch)
     end = time.monotonic() + 20
@@ -287,7 +307,7 @@ def test_the_service_registers_itself_where_kubelet_is_and_takes_that_back_at_it
 def test_a_service_that_leaves_registration_to_others_makes_no_socket(
     config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    registry = tmp_path / "registry"
+    registry = tmp_path / "r"
     registry.mkdir()
     left = replace(config, registration="none", registration_directory=registry)
     Running(left, fake, monkeypatch).end()
@@ -434,9 +454,9 @@ def test_commands_are_logged_for_those_who_debug(caplog: pytest.LogCaptureFixtur
 
 def test_a_service_that_is_not_there_is_unimplemented(config: Config, running: Running) -> None:
     with grpc.insecure_channel(f"unix://{config.endpoint}") as channel:
-        groups = csi_pb2_grpc.GroupControllerStub(channel)
+        metadata = csi_pb2_grpc.SnapshotMetadataStub(channel)
         with expect.code("UNIMPLEMENTED"):
-            groups.GroupControllerGetCapabilities(csi.GroupControllerGetCapabilitiesRequest())
+            list(metadata.GetMetadataAllocated(csi.GetMetadataAllocatedRequest()))
 
 
 def test_the_command_line_tells_what_is_wrong(

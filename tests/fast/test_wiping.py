@@ -1,13 +1,13 @@
 """Deletion, where it takes longer than the caller waits, fails, or is killed between two steps."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-import configured
 import expect
 import pytest
+import serving
+from fakes.disk import Disk
 from fakes.host import FakeHost
 
 from agent import server
@@ -22,18 +22,6 @@ SIZE = 300 * MIB
 
 
 @pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [200])
-    return host
-
-
-@pytest.fixture
-def config(tmp_path: Path) -> Config:
-    return configured.carver(tmp_path, kubelet_dir=("/",))
-
-
-@pytest.fixture
 def service(config: Config, fake: FakeHost) -> Iterator[Service]:
     running = start(config, fake)
     yield running
@@ -41,43 +29,7 @@ def service(config: Config, fake: FakeHost) -> Iterator[Service]:
 
 
 def start(config: Config, fake: FakeHost) -> Service:
-    running = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
-    running.wiper.grace_seconds = 0.05
-    running.wiper.resume()
-    running.start(config.endpoint)
-    return running
-
-
-@pytest.fixture
-def client(config: Config, service: Service) -> Iterator[Client]:
-    with Client(config.endpoint) as caller:
-        yield caller
-
-
-class Disk:
-    """A disk whose writes of zeroes wait, fail or go through, as the test says."""
-
-    def __init__(self, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.written: list[tuple[str, int, int]] = []
-        self.reached, self.free = threading.Event(), threading.Event()
-        self.error: OSError | None = None
-        self.fail_once: OSError | None = None
-        self._real: Callable[[str, int, int], None] = fake.kernel.zero_out
-        monkeypatch.setattr(fake.kernel, "zero_out", self._zero_out)
-
-    def _zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
-        self.reached.set()
-        assert self.free.wait(20)
-        once, self.fail_once = self.fail_once, None
-        if error := once or self.error:
-            raise error
-        self._real(device, offset_bytes, length_bytes)
-        self.written.append((device, offset_bytes, length_bytes))
-
-
-@pytest.fixture
-def disk(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Disk:
-    return Disk(fake, monkeypatch)
+    return serving.start(config, fake, wiper=0.05)
 
 
 def tags(fake: FakeHost) -> dict[str, set[str]]:
@@ -252,13 +204,30 @@ def test_a_wipe_that_fails_behind_the_answer_is_tried_again(
     assert sum(length for _, _, length in disk.written) == SIZE
 
 
+def test_a_wipe_is_tried_again_also_where_lvm_did_not_answer_to_the_fresh_look(
+    service: Service, client: Client, fake: FakeHost, disk: Disk, removed: threading.Event
+) -> None:
+    service.wiper.jobs.retry_seconds = 0.05
+    client.delete(client.create("pvc-1", SIZE, block()).volume_id)
+    disk.fail_once = OSError(5, "Input/output error")
+    refused = iter([Result(5, "", "  broken\n")])
+    fake.intercept = lambda words: next(refused, None) if "fullreport" in words else None
+    disk.free.set()
+    until_removed(fake, removed)
+    assert not list(refused)
+
+
 def test_a_volume_that_went_before_it_could_be_tried_again_is_forgotten(
     service: Service, client: Client, fake: FakeHost, disk: Disk
 ) -> None:
     volume = client.create("pvc-1", SIZE, block())
+    disk.error = OSError(5, "Input/output error")
+    disk.free.set()
+    with expect.code("INTERNAL"):
+        client.delete(volume.volume_id)
     fake.deactivate("data", "vol-pvc-1")
     fake.lvm2.groups["data"].volumes.clear()
-    service.wiper._look_again(volume.volume_id)
+    service.wiper.jobs._look_again(service.wiper.jobs._jobs[volume.volume_id])
     assert not service.wiper.is_deleting(volume.volume_id)
 
 

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +33,7 @@ from agent.config import DEFAULT_SOCKET
 from proto import csi_pb2 as csi
 
 _CLIENTS = 8
+_AT_ONCE = 50
 _SIZE_BYTES = 8 * MIB
 # What Python and gRPC may keep for reuse after a peak of work: less than one for each volume.
 _SLACK = 8
@@ -96,8 +97,16 @@ class Calls:
         return drawn
 
 
-def bring_up(client: Client, calls: Calls, life: Life, data: bytes) -> csi.Volume | None:
-    """Create, stage, publish, write, measure, grow."""
+@dataclass(frozen=True)
+class Used:
+    """A volume in use, and a snapshot of it."""
+
+    volume: csi.Volume
+    snapshot: csi.Snapshot | None
+
+
+def bring_up(client: Client, calls: Calls, life: Life, data: bytes) -> Used | None:
+    """Create, stage, publish, write, measure, grow, snapshot."""
     capability = life.capability
     make = calls.make
     volume = make("CreateVolume", lambda: client.create(life.name, _SIZE_BYTES, capability))
@@ -112,18 +121,37 @@ def bring_up(client: Client, calls: Calls, life: Life, data: bytes) -> csi.Volum
     make("NodeGetVolumeStats", lambda: client.stats(volume.volume_id, life.target))
     make("ControllerExpandVolume", lambda: client.expand(volume.volume_id, 2 * _SIZE_BYTES))
     make("NodeExpandVolume", lambda: client.node_expand(volume.volume_id, life.target))
-    return volume
+    snapshot = make("CreateSnapshot", lambda: client.snapshot(life.name, volume.volume_id))
+    return Used(volume, snapshot if isinstance(snapshot, csi.Snapshot) else None)
 
 
-def take_down(client: Client, calls: Calls, life: Life, volume: csi.Volume) -> None:
-    """Measure, unpublish, unstage, delete."""
-    make = calls.make
+def take_down(client: Client, calls: Calls, life: Life, used: Used) -> None:
+    """Delete the snapshot, measure, unpublish, unstage, delete."""
+    make, volume, snapshot = calls.make, used.volume, used.snapshot
+    if snapshot is not None:
+        make("DeleteSnapshot", lambda: client.delete_snapshot(snapshot.snapshot_id))
     make("NodeGetVolumeStats", lambda: client.stats(volume.volume_id, life.target))
     make("NodeUnpublishVolume", lambda: client.unpublish(volume.volume_id, life.target))
     make("NodeUnstageVolume", lambda: client.unstage(volume.volume_id, life.staging))
     make("DeleteVolume", lambda: client.delete(volume.volume_id))
     if not life.raw:
         life.staging.rmdir()
+
+
+def _life(number: int) -> Life:
+    """One in ten has a file system, which costs most of the time."""
+    return Life(f"load-{number}-{'ext4' if number % 10 == 0 else 'raw'}")
+
+
+def _waves(volumes: int) -> Iterator[range]:
+    """Volumes that are in use at once.
+
+    The first are few, and not counted: what is made once, such as threads, is there after them.
+    """
+    first = 2 * _CLIENTS
+    yield range(first)
+    for start in range(first, first + volumes, _AT_ONCE):
+        yield range(start, min(start + _AT_ONCE, first + volumes))
 
 
 def main() -> int:
@@ -134,44 +162,30 @@ def main() -> int:
     chosen = parser.parse_args()
     console, calls, chance = Console(width=100), Calls(), random.Random(chosen.seed)
     load.start(chosen.seed)
-    # One in ten has a file system, which costs most of the time.
-    lives = [
-        Life(f"load-{number}-{'ext4' if number % 10 == 0 else 'raw'}")
-        for number in range(chosen.volumes)
-    ]
     clients = [Client(DEFAULT_SOCKET, timeout_seconds=300) for _ in range(_CLIENTS)]
-    pid = load.main_pid()
+    pid, in_use, usages = load.main_pid(), dict[Life, Used | None](), list[tuple[int, Usage]]()
 
-    def both(number: int, only: bool = False) -> None:
-        client, life = clients[number % _CLIENTS], lives[number]
+    def up(number: int) -> None:
         data = random.Random(number).randbytes(256 << 10)
-        volume = bring_up(client, calls, life, data)
-        if volume is not None and only:
-            take_down(client, calls, life, volume)
-        volumes[number] = volume
+        in_use[_life(number)] = bring_up(clients[number % _CLIENTS], calls, _life(number), data)
 
-    volumes: dict[int, csi.Volume | None] = {}
+    def down(number: int) -> None:
+        if (used := in_use.pop(_life(number))) is not None:
+            take_down(clients[number % _CLIENTS], calls, _life(number), used)
+
     with ThreadPoolExecutor(_CLIENTS) as pool:
-        # What is made once, such as threads and connections, is there before it is counted.
-        list(pool.map(lambda number: both(number, only=True), range(2 * _CLIENTS)))
-        before = Usage.of(pid)
-        list(pool.map(both, range(len(lives))))
-        peak = Usage.of(pid)
-        order = chance.sample(range(len(lives)), len(lives))
-
-        def down(number: int) -> None:
-            if (volume := volumes[number]) is not None:
-                take_down(clients[number % _CLIENTS], calls, lives[number], volume)
-
-        list(pool.map(down, order))
+        for wave in _waves(chosen.volumes):
+            list(pool.map(up, wave))
+            list(pool.map(down, chance.sample(wave, len(wave))))
+            usages.append((calls.count(), Usage.of(pid)))
     verdict = load.judge()
-    after = Usage.of(pid)
     console.print(calls.table())
-    for title, usage in (("before", before), ("at the peak", peak), ("after", after)):
-        console.print(f"{title}: {usage}", highlight=False)
-    console.print(f"{len(lives)} volumes, {calls.count()} calls, {len(calls.refused)} not OK")
+    for count, usage in usages:
+        console.print(f"after {count} calls: {usage}", highlight=False)
+    console.print(f"{chosen.volumes} volumes, {calls.count()} calls, {len(calls.refused)} not OK")
     for line in [*calls.refused[:10], *verdict.lost, *verdict.leaked]:
         console.print(line, style="bold red", highlight=False)
+    before, after = usages[0][1], usages[-1][1]
     grown = (
         after.threads > before.threads + _SLACK
         or after.descriptors > before.descriptors + _SLACK

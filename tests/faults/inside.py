@@ -23,6 +23,7 @@ FAULTS: tuple[Fault, ...] = (
     outside.metadata_full,
     outside.disk_errors,
     outside.lvm2_killed,
+    outside.lvm2_killed_while_suspended,
     outside.lvm2_hangs,
     outside.lvm_directory_read_only,
     outside.disk_full,

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -152,8 +153,9 @@ class Worker:
 
     def _patiently(self, call: Callable[[], T]) -> T:
         """Repeat a call while nobody answers, as kubelet does."""
+        answer = patiently(call)
         self.calls += 1
-        return patiently(call)
+        return answer
 
 
 def patiently(call: Callable[[], T]) -> T:
@@ -169,11 +171,13 @@ def patiently(call: Callable[[], T]) -> T:
 
 
 def start(seed: int) -> None:
-    """Nothing of an earlier load is there."""
-    for place in (PLACE, JOURNALS):
-        shutil.rmtree(place, ignore_errors=True)
-        place.mkdir(parents=True)
+    """Nothing of an earlier load is there, even of one that was cut off."""
     with Client(DEFAULT_SOCKET) as client:
+        for name, volume in _there(client).items():
+            _undo(client, Life(name), volume)
+        for place in (PLACE, JOURNALS):
+            shutil.rmtree(place, ignore_errors=True)
+            place.mkdir(parents=True)
         before = client.capacity().available_capacity
     (JOURNALS / "before").write_text(json.dumps([seed, before]))
     os.sync()
@@ -210,8 +214,7 @@ def judge() -> Verdict:
     _, before_bytes = json.loads((JOURNALS / "before").read_text())
     verdict.deleted = sum("deleted" in one for one in told.values())
     with Client(DEFAULT_SOCKET, timeout_seconds=_PATIENCE_SECONDS) as client:
-        found = {volume.volume_id.rpartition("/vol-")[2]: volume for volume in client.volumes()}
-        there = {name: one for name, one in found.items() if name.startswith("load-")}
+        there = _there(client)
         for name, events in told.items():
             if "created" in events and "delete" not in events and name not in there:
                 verdict.lost.append(f"{name}: gone")
@@ -231,6 +234,21 @@ def judge() -> Verdict:
                 verdict.lost += problems
         verdict.leaked += _left(client, before_bytes)
     return verdict
+
+
+def _there(client: Client) -> dict[str, csi.Volume]:
+    """The volumes of a load, by their names."""
+    found = {volume.volume_id.rpartition("/vol-")[2]: volume for volume in client.volumes()}
+    return {name: one for name, one in found.items() if name.startswith("load-")}
+
+
+def _undo(client: Client, life: Life, volume: csi.Volume) -> None:
+    """What a CO does with a volume that nobody wants any more."""
+    for one in client.snapshots(volume_id=volume.volume_id):
+        patiently(partial(client.delete_snapshot, one.snapshot_id))
+    patiently(lambda: client.unpublish(volume.volume_id, life.target))
+    patiently(lambda: client.unstage(volume.volume_id, life.staging))
+    patiently(lambda: client.delete(volume.volume_id))
 
 
 def _ids(volumes: dict[str, csi.Volume]) -> list[str]:
@@ -272,10 +290,7 @@ def _look_over(client: Client, name: str, events: dict[str, str]) -> Iterator[st
             )
             if ended.returncode:
                 yield f"{name}: fsck: {ended.stdout}"
-    else:
-        client.unpublish(volume.volume_id, life.target)
-        client.unstage(volume.volume_id, life.staging)
-    patiently(lambda: client.delete(volume.volume_id))
+    _undo(client, life, volume)
 
 
 def _left(client: Client, before_bytes: int) -> Iterator[str]:
@@ -307,7 +322,8 @@ def killed_at_random(bench: Bench) -> tuple[int, str]:
     start(seed)
     with clients(4, seed) as workers:
         for _ in range(times):
-            time.sleep(bench.random.uniform(0.5, 5))
+            _await_answers(workers, bench.random.randrange(1, 10))
+            time.sleep(bench.random.uniform(0, 1))
             pid = main_pid()
             os.kill(pid, signal.SIGKILL)
             deadline = time.monotonic() + 60
@@ -324,6 +340,14 @@ def killed_at_random(bench: Bench) -> tuple[int, str]:
         raise Fault(f"{verdict}")
     calls = sum(one.calls for one in workers)
     return times, f"4 clients, {calls} calls: each succeeded at last, data as written"
+
+
+def _await_answers(workers: list[Worker], count: int) -> None:
+    """Wait for so many answers: a service that is killed before any would get nobody anywhere."""
+    wanted = sum(one.calls for one in workers) + count
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while sum(one.calls for one in workers) < wanted and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def main_pid() -> int:

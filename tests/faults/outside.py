@@ -2,7 +2,9 @@
 
 import contextlib
 import fcntl
+import itertools
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -21,6 +23,7 @@ from real.disks import Disk
 from real.host import RealHost
 
 from agent.client import Client
+from lvm.devices import Device
 from mount import loop
 
 EXT4 = Use("mount", do.MULTI_WRITER, "ext4")
@@ -145,6 +148,27 @@ def lvm2_killed(bench: Bench) -> tuple[int, str]:
     return times * 3, f"{hits} lvm2 commands died; each call succeeded when repeated"
 
 
+def lvm2_killed_while_suspended(bench: Bench) -> tuple[int, str]:
+    """lvm2 is killed while a device is suspended."""
+    times, hits = bench.times(8, 2), 0
+    with bench.trial(40) as trial:
+        for _ in range(times):
+            trial.make(do.Create("a", 16 * MIB, 0, BLOCK))
+            device = trial.machine.host.devices.find(trial.machine.group, "vol-a")
+            assert device is not None
+            with killing_suspended_lvm2(trial, device) as killed:
+                told = trial.machine.call(do.Expand("a", 32 * MIB))
+            if told.code not in ("OK", "INTERNAL"):
+                raise Fault(f"expand: {told}")
+            hits += bool(killed)
+            trial.patiently(do.Expand("a", 32 * MIB))
+            if is_suspended(device):
+                raise Fault("the device is still suspended")
+            trial.compare()
+            trial.make(do.Delete("a"))
+    return times, f"the repeated call resumed the device, {hits} times"
+
+
 def lvm2_hangs(bench: Bench) -> tuple[int, str]:
     """lvm2 waits for a lock, or stops."""
     with bench.trial(40) as trial:
@@ -190,6 +214,12 @@ def clock_jumps(bench: Bench) -> tuple[int, str]:
     with bench.trial(40) as trial:
         trial.make(do.Create("a", 16 * MIB, 0, EXT4))
         for jump_seconds in (86_400, -2 * 86_400):
+            with ThreadPoolExecutor(1) as pool:
+                begun = pool.submit(trial.make, do.Create("b", 16 * MIB, 0, BLOCK))
+                time.sleep(bench.random.uniform(0, 0.5))
+                with clock(jump_seconds):
+                    begun.result()
+            trial.make(do.Delete("b"))
             with clock(jump_seconds):
                 trial.make(do.Stage("a", "staging", EXT4))
                 trial.make(do.Publish("a", "staging", "target", EXT4))
@@ -256,28 +286,26 @@ def configuration_changed(bench: Bench) -> tuple[int, str]:
 def disk_full(bench: Bench) -> tuple[int, str]:
     """The file system of kubelet's directory and of the group's disk is full."""
     with bench.host() as host, small_file_system(host, 96 * MIB) as small:
-        sparse = small / "disk"
-        with sparse.open("wb") as file:
-            file.truncate(164 * MIB)
-        disk = loop.attach(host.kernel, str(sparse))
-        host._own.append(disk)
         host.directory = small / "mounts"
         host.directory.mkdir()
         with (
+            disk_on(host, small / "disk", 164 * MIB) as disk,
             host.own_group("carver_full", [disk]) as total,
             bench.served(host, "carver_full", total) as trial,
         ):
             trial.make(do.Create("a", 32 * MIB, 0, BLOCK))
             trial.make(do.Stage("a", "staging", BLOCK))
+            publish = do.Publish("a", "staging", "target", BLOCK)
             with filled(small):
-                trial.refused(do.Publish("a", "staging", "t" * 200, BLOCK), "INTERNAL")
+                trial.refused(publish, "INTERNAL")
                 # Whether a new volume's first sectors can be written depends on the file system.
                 told = trial.machine.call(do.Create("b", 32 * MIB, 0, BLOCK))
                 trial.machine.restart()
+                trial.refused(publish, "INTERNAL")
             if told.code == "OK":
                 trial.model.apply(do.Create("b", 32 * MIB, 0, BLOCK))
             trial.compare()
-            trial.patiently(do.Publish("a", "staging", "target", BLOCK))
+            trial.patiently(publish)
             data = os.urandom(MIB)
             write(Path(trial.machine.place("target")), data)
             trial.patiently(do.Create("b", 32 * MIB, 0, BLOCK))
@@ -354,6 +382,24 @@ def killing_lvm2(trial: Trial, delay_seconds: float) -> Iterator[list[psutil.Pro
         yield killed
 
 
+def is_suspended(device: Device) -> bool:
+    major, minor = device.number
+    return Path(f"/sys/dev/block/{major}:{minor}/dm/suspended").read_text().strip() == "1"
+
+
+@contextmanager
+def killing_suspended_lvm2(trial: Trial, device: Device) -> Iterator[list[psutil.Process]]:
+    """Kill the lvm2 that suspends a device, in that moment."""
+
+    def kill(process: psutil.Process) -> None:
+        while process.is_running() and not is_suspended(device):
+            pass
+        process.kill()
+
+    with at_lvm2(trial, kill) as killed:
+        yield killed
+
+
 @contextmanager
 def stopping_lvm2(trial: Trial) -> Iterator[None]:
     with at_lvm2(trial, lambda process: process.send_signal(signal.SIGSTOP)) as stopped:
@@ -402,7 +448,7 @@ def small_file_system(host: RealHost, size_bytes: int) -> Iterator[Path]:
     device = host.new_device(size_bytes)
     place = host.directory.parent / "small"
     place.mkdir()
-    command("mkfs.ext4", "-q", "-m", "0", device)
+    command("mkfs.ext4", "-q", "-m", "0", "-N", "64", device)
     command("mount", device, str(place))
     try:
         yield place
@@ -411,16 +457,30 @@ def small_file_system(host: RealHost, size_bytes: int) -> Iterator[Path]:
 
 
 @contextmanager
-def filled(place: Path) -> Iterator[None]:
-    """No free block in a file system."""
-    filling = place / "filling"
-    with filling.open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(64 << 10))
-    with filling.open("ab", buffering=0) as file, contextlib.suppress(OSError):
-        while True:
-            file.write(bytes(1 << 10))
+def disk_on(host: RealHost, file: Path, size_bytes: int) -> Iterator[str]:
+    """A loop device on a sparse file."""
+    with file.open("wb") as opened:
+        opened.truncate(size_bytes)
+    disk = loop.attach(host.kernel, str(file))
     try:
+        yield disk
+    finally:
+        loop.detach(host.kernel, disk)
+
+
+@contextmanager
+def filled(place: Path) -> Iterator[None]:
+    """No free inode and no free block in a file system."""
+    filling = place / "filling"
+    filling.mkdir()
+    try:
+        with contextlib.suppress(OSError):
+            for number in itertools.count():
+                (filling / str(number)).touch()
+        for piece_bytes in (64 << 10, 1 << 10):
+            with (filling / "0").open("ab", buffering=0) as file, contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(piece_bytes))
         yield
     finally:
-        filling.unlink()
+        shutil.rmtree(filling)

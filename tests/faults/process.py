@@ -55,9 +55,12 @@ class Process(Machine):
         ]
 
     def start(self, switch: Switch) -> None:
-        self.configuration.write_text(
-            self.classes or f'[[classes]]\nname = "plain"\ngroup = "{self.group}"\ndefault = true\n'
+        text = self.classes or (
+            f'[[classes]]\nname = "plain"\ngroup = "{self.group}"\ndefault = true\n'
         )
+        # A disk that is full has room for what is there already only.
+        if not self.configuration.exists() or self.configuration.read_text() != text:
+            self.configuration.write_text(text)
         self.process = self.launch()
         with grpc.insecure_channel(f"unix://{self.endpoint}") as channel:
             grpc.channel_ready_future(channel).result(timeout=_START_SECONDS)

@@ -18,7 +18,7 @@ class Row:
     @property
     def is_well(self) -> bool:
         """Whether it came out as promised."""
-        return not (self.lost or self.leaked or self.outcome.startswith("FAILED"))
+        return not (self.lost or self.leaked or self.outcome.startswith("FAILED:"))
 
     def line(self) -> str:
         """The row as a line that another process reads."""

@@ -14,6 +14,7 @@ EXTENT_BYTES = 4 * MIB
 DEFAULT_BYTES = 1 << 30
 CLASS = "plain"
 DEFAULT_FS_TYPE = "ext4"
+RATE = "carver/maximumRecoveryRate"
 LEAST_BYTES = {"ext4": 8 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
 
 
@@ -31,6 +32,7 @@ class Volume:
     superblock_read_only: bool = False
     active: bool = True
     source: tuple[str, str] = do.NO_SOURCE
+    read_ahead: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,12 @@ class Model:
                 "ready",
                 # It is active whenever its source is.
                 self.volumes[one.source].active,
+                "auto",
             )
             for name, one in self.snapshots.items()
         )
         volumes = (
-            (name, one.size_bytes, one.formatted, "ready", one.active)
+            (name, one.size_bytes, one.formatted, "ready", one.active, one.read_ahead)
             for name, one in self.volumes.items()
         )
         return State(
@@ -124,6 +127,8 @@ class Model:
         match call:
             case do.Create():
                 return self._create(call)
+            case do.Modify():
+                self._modify(call)
             case do.Delete():
                 self._delete(call)
             case do.Get():
@@ -183,6 +188,8 @@ class Model:
             _refuse("INVALID_ARGUMENT")
         if parameters.get("carver/class", CLASS) != CLASS:
             _refuse("INVALID_ARGUMENT")
+        read_ahead = _read_ahead(call.mutable)
+        _refuse_rates(call.mutable)
         there = self.volumes.get(call.volume)
         if there is not None and there.source != call.source:
             _refuse("ALREADY_EXISTS")
@@ -213,15 +220,34 @@ class Model:
             if planned + bridge > self.free_bytes:
                 _refuse("RESOURCE_EXHAUSTED")
             there = self.volumes[call.volume] = made
+            made.read_ahead = read_ahead or "auto"
             if was is not None:
                 self.volumes[self._volume_of(call.source)].active = True
         told = ("planned_bytes", "use", "fs_type")
         if any(getattr(there, one) != getattr(made, one) for one in told):
             _refuse("ALREADY_EXISTS")
+        self._tune(call.volume, read_ahead)
         context = {"carver/class": CLASS}
         if there.fs_type:
             context["carver/fsType"] = there.fs_type
         return there.size_bytes, context
+
+    def _modify(self, call: do.Modify) -> None:
+        read_ahead = _read_ahead(call.mutable)
+        if not call.mutable:
+            _refuse("INVALID_ARGUMENT")
+        self._require(call.volume)
+        _refuse_rates(call.mutable)
+        self._tune(call.volume, read_ahead)
+
+    def _tune(self, name: str, read_ahead: str) -> None:
+        """Snapshots that need the volume keep it as it is."""
+        volume = self.volumes[name]
+        if read_ahead in ("", volume.read_ahead):
+            return
+        if self.has_snapshots(name):
+            _refuse("FAILED_PRECONDITION")
+        volume.read_ahead = read_ahead
 
     def _source(self, call: do.Create) -> Volume | None:
         """What a new volume is made of, as it was then."""
@@ -247,7 +273,7 @@ class Model:
         made.contents, made.fs_bytes = was.contents, was.fs_bytes
 
     def _snapshot(self, call: do.Snapshot) -> object:
-        if call.volume == do.MALFORMED:
+        if call.volume == do.MALFORMED or do.is_inline(call.volume):
             _refuse("NOT_FOUND")
         there = self.snapshots.get(call.snapshot)
         if there is None:
@@ -449,6 +475,21 @@ class Model:
         """Have a directory or a file at a path; a bound device lies where a file does."""
         if self.entries.setdefault(path, kind) != kind:
             _refuse("FAILED_PRECONDITION")
+
+
+def _read_ahead(mutable: tuple[tuple[str, str], ...]) -> str:
+    """What parameters say of it, empty for nothing."""
+    known = {"auto": "auto", "0": "0", "1MiB": str(MIB), "64KiB": str(64 << 10)}
+    given = dict(mutable)
+    if given.keys() - {"carver/readAhead", RATE} or not set(given.values()) <= known.keys():
+        _refuse("INVALID_ARGUMENT")
+    return known.get(given.get("carver/readAhead", ""), "")
+
+
+def _refuse_rates(mutable: tuple[tuple[str, str], ...]) -> None:
+    """The volumes here are no RAID's."""
+    if RATE in dict(mutable):
+        _refuse("INVALID_ARGUMENT")
 
 
 def _area(size_bytes: int, percent: int) -> int:

@@ -15,7 +15,7 @@ from model.operations import Outcome, State, Use
 from model.stopping import Switch
 from real.host import RealHost
 
-from agent import client
+from agent import client, standstill
 from agent.client import Client
 from agent.config import Config
 from agent.server import Host, Service
@@ -69,9 +69,14 @@ class Machine:
         self.service.copier.grace_seconds = self.grace_seconds
         server = self.service._server
         switch.on_death = lambda: server.stop(0)
-        self.service.wiper.resume()
-        self.service.reclaimer.resume()
-        self.service.copier.resume()
+        with (
+            standstill.left(host.devices, [self.group]) as held,
+            self.service.inventory.holding(held),
+        ):
+            self.service.wiper.resume()
+            self.service.reclaimer.resume()
+            self.service.group_snapshotter.resume()
+            self.service.copier.resume()
         self.service.start(endpoint)
         self.client = Client(endpoint)
         switch.counting = True
@@ -126,10 +131,13 @@ class Machine:
                     limit_bytes=call.limit_bytes,
                     parameters=dict(call.parameters),
                     source=self._source(call.source),
+                    mutable=dict(call.mutable),
                 )
                 assert made.volume_id == self.id_of(call.volume)
                 self.contexts[call.volume] = dict(made.volume_context)
                 return made.capacity_bytes, dict(made.volume_context)
+            case do.Modify():
+                self.client.modify(self.id_of(call.volume), dict(call.mutable))
             case do.Delete():
                 self.client.delete(self.id_of(call.volume))
             case do.Get():
@@ -311,12 +319,13 @@ class Machine:
 
 def _described(
     volumes: Iterable[report.LogicalVolume],
-) -> Iterator[tuple[str, int, str, str, bool]]:
+) -> Iterator[tuple[str, int, str, str, bool, str]]:
     for one in volumes:
         facts = tags.decode(one.tags)
         name = facts.get("name", f"?{one.name}")
         formatted, state = facts.get("formatted", ""), facts.get("state", "")
-        yield name, one.size_bytes, formatted, state, one.active
+        ahead = str(one.tuning.read_ahead_bytes)
+        yield name, one.size_bytes, formatted, state, one.active, ahead
 
 
 def _logical(volume: str) -> str:

@@ -40,7 +40,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Create:
-    """CreateVolume; `parameters` as pairs, `source` as a kind and a name, empty for none."""
+    """CreateVolume; parameters as pairs, `source` as a kind and a name, empty for none."""
 
     volume: str
     required_bytes: int
@@ -48,6 +48,15 @@ class Create:
     use: Use
     parameters: tuple[tuple[str, str], ...] = ()
     source: tuple[str, str] = NO_SOURCE
+    mutable: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Modify:
+    """ControllerModifyVolume; the parameters as pairs."""
+
+    volume: str
+    mutable: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -182,6 +191,7 @@ class NodeExpand:
 
 Call = (
     Create
+    | Modify
     | Delete
     | Get
     | Validate
@@ -213,12 +223,12 @@ class Outcome:
 class State:
     """What a machine has of Carver, in words that the model and a real machine share.
 
-    `volumes` are (name, bytes, formatted with, state, active); `places` (path, volume, fs or
-    block, read-only), as often as mounted; `loops` (volume, loop devices over it); `entries`
-    (path, dir or file).
+    `volumes` are (name, bytes, formatted with, state, active, bytes that are read ahead or auto);
+    `places` (path, volume, fs or block, read-only), as often as mounted; `loops` (volume, loop
+    devices over it); `entries` (path, dir or file).
     """
 
-    volumes: tuple[tuple[str, int, str, str, bool], ...]
+    volumes: tuple[tuple[str, int, str, str, bool, str], ...]
     places: tuple[tuple[str, str, str, bool], ...]
     loops: tuple[tuple[str, int], ...]
     entries: tuple[tuple[str, str], ...]

@@ -38,6 +38,8 @@ CHANGING = frozenset(
         "loop_set_capacity",
     }
 )
+# The same of the devices of volumes.
+CHANGING_DEVICES = frozenset({"suspend", "resume"})
 
 
 class Killed(BaseException):
@@ -81,7 +83,7 @@ class Switch:
         return cast(Kernel, _Through(kernel, self))
 
     def devices(self, devices: Devices) -> Devices:
-        """The seam `lvm.devices.Devices`, through the switch; it only looks."""
+        """The seam `lvm.devices.Devices`, through the switch."""
         return cast(Devices, _Through(devices, self))
 
     def _step(self, name: str, take: Callable[[], T], *, changes: bool = True) -> T:
@@ -122,7 +124,9 @@ class _Through:
 
         def through(*words: object, **named: object) -> object:
             return self._switch._step(
-                name, lambda: operation(*words, **named), changes=name in CHANGING
+                name,
+                lambda: operation(*words, **named),
+                changes=name in CHANGING | CHANGING_DEVICES,
             )
 
         return through

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lvm import groups, names
+from lvm import groups, lvm2, names
 from lvm.command import Programs, Result
 from lvm.devices import Devices, KernelDevices
 from lvm.lvm2 import Lvm
@@ -16,8 +16,12 @@ from mount import loop, table
 from mount.syscalls import Kernel
 
 _EXTENT_BYTES = 4 << 20
+# Of what they change lvm2 keeps no copies in /etc/lvm: the more there are the longer each takes.
+_SETTINGS = (*lvm2.without_udev(), "backup/archive=0", "backup/backup=0")
 # lvm2 keeps its metadata in the first megabyte of a disk.
 _METADATA_BYTES = 1 << 20
+# The number of a thin volume has 24 bits, and lvm2 counts from one.
+_UNKNOWN_TO_LVM2 = 1 << 20
 
 
 @dataclass
@@ -89,7 +93,7 @@ class RealHost:
         """lvm2, confined to the disks of this host's groups and its other devices."""
         disks = [disk for _, disks in self._groups for disk in disks]
         # A device that is no disk keeps lvm2 from looking at all others while there is none yet.
-        return Lvm(self.run, (*disks, *self._own) or ("/dev/null",))
+        return Lvm(self.run, (*disks, *self._own) or ("/dev/null",), _SETTINGS)
 
     def run(self, *words: str) -> Result:
         """The seam `lvm.command.Run`."""
@@ -128,6 +132,18 @@ class RealHost:
         """Take a volume's device away, as a reboot or an operator does."""
         self.lvm("lvchange", "--activate", "n", "--", f"{group}/{name}")
 
+    def suspend(self, group: str, name: str) -> None:
+        """Have whoever uses a volume wait, as lvm2 does while it changes the volume."""
+        ended = self._lab.programs("dmsetup", "suspend", names.device(group, name))
+        assert ended.exit_code == 0, ended.stderr
+
+    def is_suspended(self, group: str, name: str) -> bool:
+        """Whether whoever uses a volume waits."""
+        device = self.devices.find(group, name)
+        assert device is not None
+        major, minor = device.number
+        return Path(f"/sys/dev/block/{major}:{minor}/dm/suspended").read_text().strip() == "1"
+
     def write(self, device: str, fs_type: str) -> None:
         """Put a file system on a device, behind Carver's back."""
         ended = self._lab.programs(f"mkfs.{fs_type}", "-q", "--", device)
@@ -143,6 +159,21 @@ class RealHost:
         """Read whole blocks of data from a device."""
         with Path(device).open("rb", buffering=0) as opened:
             return os.pread(opened.fileno(), length_bytes, offset_bytes)
+
+    def written_bytes(self, device: str) -> int:
+        """How much of a loop device's file has blocks."""
+        file = Path("/sys/block", Path(device).name, "loop/backing_file").read_text().strip()
+        return Path(file).stat().st_blocks * 512
+
+    def fill_metadata(self, group: str, pool: str, blocks: int) -> None:
+        """Have so many more blocks of an active pool's metadata used: each by an empty volume.
+
+        They are the kernel's alone (thin-provisioning.rst), with numbers that lvm2 does not reach.
+        """
+        device = f"{names.device(group, pool)}-tpool"
+        for number in range(_UNKNOWN_TO_LVM2, _UNKNOWN_TO_LVM2 + blocks):
+            ended = self._lab.programs("dmsetup", "message", device, "0", f"create_thin {number}")
+            assert ended.exit_code == 0, ended.stderr
 
     def label(self, device: str) -> None:
         """Make a device lvm2's, in no group: what vgcreate leaves when it is killed half-way."""

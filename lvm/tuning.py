@@ -1,0 +1,88 @@
+"""How a volume is read ahead and how fast its RAID is rebuilt: what may change while it is in use.
+
+LVM's metadata hold it (lvchange(8), lvmraid(7)); the kernel is told at once and at activation.
+"""
+
+import mmap
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
+
+from lvm.lvm2 import Lvm
+
+# The kernel's own choice.
+AUTO: Literal["auto"] = "auto"
+
+# lvm2 rounds to pages by itself: "Overriding readahead to 8 sectors, a multiple of 4K page size."
+READ_AHEAD_UNIT_BYTES = mmap.PAGESIZE
+# Far more than any disk gains by; lvm2 would take a terabyte.
+MOST_READ_AHEAD_BYTES = 1 << 30
+# An int of drivers/md/dm-raid.c; lvm2 2.03.16 silently records what is left of more.
+MOST_RECOVERY_KIB = (1 << 31) - 1
+
+_SECTOR_BYTES = 512
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Settings of a volume; None is not said. Rates are KiB a second on each disk, 0 for none."""
+
+    read_ahead_bytes: int | Literal["auto"] | None = None
+    minimum_recovery_kib: int | None = None
+    maximum_recovery_kib: int | None = None
+
+    @property
+    def is_of_recovery(self) -> bool:
+        """Whether it says what only a RAID volume can have."""
+        return self.minimum_recovery_kib is not None or self.maximum_recovery_kib is not None
+
+    @property
+    def refusal(self) -> str:
+        """Why no volume can have it, as lvm2 sees it; empty where one can."""
+        least, most = self.minimum_recovery_kib or 0, self.maximum_recovery_kib or 0
+        if not most or least <= most:
+            return ""
+        return (
+            f"the minimum recovery rate, {least}KiB a second, is more than the maximum, {most}KiB"
+        )
+
+    def over(self, present: Self) -> Self:
+        """What a volume has once this is said of it."""
+        return replace(present, **self._said())
+
+    def lacking_in(self, present: Self) -> Self:
+        """What of this a volume has not."""
+        changed = {key: value for key, value in self._said().items() if value != vars(present)[key]}
+        return type(self)(**changed)
+
+    def for_new(self) -> Self:
+        """What of this lvcreate takes: 2.03.16 finds a minimum without a maximum to be above it."""
+        return self if self.maximum_recovery_kib else replace(self, minimum_recovery_kib=None)
+
+    def words(self) -> list[str]:
+        """What lvcreate(8) and lvchange(8) are told of it."""
+        ahead = self.read_ahead_bytes
+        words: list[str] = []
+        if ahead is not None:
+            words += ["--readahead", ahead if ahead == AUTO else str(ahead // _SECTOR_BYTES)]
+        if self.minimum_recovery_kib is not None:
+            words += ["--minrecoveryrate", str(self.minimum_recovery_kib)]
+        if self.maximum_recovery_kib is not None:
+            words += ["--maxrecoveryrate", str(self.maximum_recovery_kib)]
+        return words
+
+    def _said(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if value is not None}
+
+
+AS_IT_IS = Tuning()
+# What a volume has of which nothing was said.
+PLAIN = Tuning(AUTO, 0, 0)
+
+
+def change(lvm: Lvm, group: str, name: str, tuning: Tuning) -> None:
+    """Give a volume what it lacks, in one metadata write: all of it, or nothing (lvchange(8)).
+
+    lvm2 refuses a read-ahead that the volume has already, and for the origin of copy-on-write
+    snapshots any.
+    """
+    lvm("lvchange", *tuning.words(), "--", f"{group}/{name}")

@@ -1,0 +1,49 @@
+"""A service on a machine in memory, and its caller, for the tests that want no other."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import configured
+import pytest
+import serving
+from fakes.disk import Disk
+from fakes.host import FakeHost
+
+from agent.client import Client
+from agent.config import Config
+from agent.server import Service
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    """One group, `data`, of 200 extents of 4 MiB."""
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("data", [200])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """One class on that group; volumes may be mounted anywhere."""
+    return configured.carver(tmp_path, kubelet_dir=("/",))
+
+
+@pytest.fixture
+def service(config: Config, fake: FakeHost) -> Iterator[Service]:
+    """Carver, serving on a socket of the test's own."""
+    running = serving.start(config, fake)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def client(config: Config, service: Service) -> Iterator[Client]:
+    """Kubelet's and the provisioner's side of the socket."""
+    with Client(config.endpoint) as caller:
+        yield caller
+
+
+@pytest.fixture
+def disk(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """Where a wipe comes no further than the test lets it."""
+    return Disk(fake, monkeypatch)

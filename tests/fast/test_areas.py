@@ -1,0 +1,64 @@
+"""What is read of a snapshot that is not active: by the kernel's header, past the page cache."""
+
+import struct
+from pathlib import Path
+
+import pytest
+from fakes.devices import FakeDevices
+from fakes.lvm import FakeLvm
+
+from agent.inventory import Inventory
+from lvm import areas, report, snapshots, volumes
+from lvm.devices import KernelDevices
+from lvm.lvm2 import Lvm
+
+EXTENT = 4 << 20
+SNAPSHOT = 0x70416E53
+
+
+@pytest.mark.parametrize(
+    ("header", "lost"),
+    [
+        (struct.pack("<4I", SNAPSHOT, 1, 1, 8), False),
+        (struct.pack("<4I", SNAPSHOT, 0, 1, 8), True),
+        # Made, and never active.
+        (bytes(16), False),
+        (struct.pack("<4I", 1, 1, 1, 8), True),
+        (b"", True),
+    ],
+)
+def test_a_header_tells_whether_its_snapshot_can_be_read(header: bytes, lost: bool) -> None:
+    assert areas.is_lost(header) == lost
+
+
+def test_a_header_is_read_where_the_area_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Disks have it, not each file system.
+    monkeypatch.setattr("os.O_DIRECT", 0)
+    disk = tmp_path / "disk"
+    disk.write_bytes(bytes(EXTENT) + struct.pack("<4I", SNAPSHOT, 0, 1, 8) + bytes(8192))
+    assert KernelDevices().overflowed(str(disk), EXTENT) is True
+    assert KernelDevices().overflowed(str(disk), 0) is False
+    assert KernelDevices().overflowed("[unknown]", EXTENT) is None
+
+
+def test_a_snapshot_whose_disk_is_missing_is_not_ready_and_not_lost() -> None:
+    fake = FakeLvm(FakeDevices())
+    fake.add_group("data", [10, 10])
+    lvm = Lvm(lambda *words: fake(words), settings=())
+    facts = {"name": "a", "source": "vol-a", "size": str(EXTENT), "time": "0"}
+    first, second = (disk.name for disk in report.read(lvm).group("data").disks)
+    volumes.create(lvm, "data", "vol-a", size_bytes=EXTENT, facts={"name": "a"}, disks=[first])
+    size = 2 * EXTENT
+    snapshots.create(
+        lvm, "data", "snap-a", origin="vol-a", size_bytes=size, facts=facts, disks=[second]
+    )
+    known = Inventory(lvm, fake, ["data"])
+    fake.deactivate("data", "vol-a")
+    [snapshot] = known.snapshots(known.read())
+    assert snapshot.is_ready
+    fake.groups["data"].disks[1].missing = True
+    [snapshot] = known.snapshots(known.read())
+    assert not snapshot.is_ready
+    assert not snapshot.problem

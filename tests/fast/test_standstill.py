@@ -1,0 +1,121 @@
+"""Volumes are held for a bounded time, whatever happens inside and to whom."""
+
+import errno
+import os
+import threading
+from dataclasses import dataclass, field
+
+import pytest
+
+from agent import errors, standstill
+from agent.standstill import Standstill
+from lvm.devicemapper import Status
+from lvm.devices import Device
+
+
+@dataclass
+class Devices:
+    """As many volumes as one likes, which can be suspended."""
+
+    names: tuple[str, ...] = ("vol-a", "vol-b")
+    suspended: set[str] = field(default_factory=set)
+    stuck: set[str] = field(default_factory=set)
+    resumed: threading.Event = field(default_factory=threading.Event)
+
+    def find(self, group: str, name: str) -> Device | None:
+        raise NotImplementedError
+
+    def status(self, group: str, name: str) -> tuple[Status, ...]:
+        raise NotImplementedError
+
+    def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
+        raise NotImplementedError
+
+    def active(self, group: str) -> tuple[str, ...]:
+        return self.names
+
+    def suspend(self, group: str, name: str) -> None:
+        if name in self.suspended:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        self.suspended.add(name)
+
+    def resume(self, group: str, name: str) -> None:
+        if name in self.stuck:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        self.suspended.discard(name)
+        if not self.suspended - self.stuck:
+            self.resumed.set()
+
+    def is_suspended(self, group: str, name: str) -> bool:
+        return name in self.suspended
+
+
+def test_what_is_held_is_let_go_at_the_end() -> None:
+    devices = Devices()
+    with Standstill(devices, 60) as still:
+        still.hold("data", "vol-a")
+        still.hold("data", "vol-b")
+        assert devices.suspended == {"vol-a", "vol-b"}
+        still.check()
+    assert devices.suspended == set()
+
+
+def test_what_another_suspended_is_neither_held_nor_let_go() -> None:
+    devices = Devices(suspended={"vol-b"})
+    with Standstill(devices, 60) as still:
+        still.hold("data", "vol-a")
+        with pytest.raises(OSError, match="Invalid"):
+            still.hold("data", "vol-b")
+    assert devices.suspended == {"vol-b"}, "it was another who suspended it"
+
+
+def test_what_is_held_is_let_go_in_time_and_whoever_held_it_hears_of_it() -> None:
+    devices = Devices()
+    with Standstill(devices, 0.01) as still:
+        still.hold("data", "vol-a")
+        assert devices.resumed.wait(10)
+        assert devices.suspended == set()
+        with pytest.raises(errors.StandstillOver, match=r"0\.01 s"):
+            still.check()
+        with pytest.raises(errors.StandstillOver):
+            still.hold("data", "vol-b")
+        assert devices.suspended == set()
+
+
+def test_one_that_cannot_be_let_go_of_does_not_keep_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    devices = Devices(stuck={"vol-a"})
+    with Standstill(devices, 60) as still:
+        still.hold("data", "vol-a")
+        still.hold("data", "vol-b")
+    assert devices.suspended == {"vol-a"}
+    assert "data/vol-a cannot be let go of" in caplog.text
+
+
+def test_what_a_kill_left_is_let_go_after_what_is_done_inside(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    devices = Devices(("vol-a", "vol-b", "other"), {"vol-b", "other"})
+    with standstill.left(devices, ["data"]):
+        assert "vol-b" in devices.suspended
+    assert devices.suspended == {"other"}, "it is not a volume of Carver's"
+    assert "data/vol-b" in caplog.text
+
+
+def test_what_a_kill_left_is_let_go_though_lvm2_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(standstill, "_LEFT_SECONDS", 0.01)
+    devices = Devices(suspended={"vol-a", "vol-b"})
+    with standstill.left(devices, ["data"]):
+        assert devices.resumed.wait(10)
+        assert devices.suspended == set()
+
+
+def test_a_start_after_which_nothing_is_held_does_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with standstill.left(Devices(), ["data"]):
+        pass
+    assert not caplog.records
