@@ -110,18 +110,20 @@ def _add_completion(commands: Commands) -> None:
 
 def _serve(parsed: argparse.Namespace) -> int:
     from agent import server
+    from agent.host import this_host
 
     settings = config.load(parsed, os.environ)
     log.configure(settings.log_format, settings.log_level)
-    server.serve(settings, server.this_host(settings))
+    server.serve(settings, this_host(settings))
     return 0
 
 
 def _status(parsed: argparse.Namespace) -> int:
-    from agent import overview, screen, server
+    from agent import overview, screen
+    from agent.host import this_host
 
     settings = config.load(parsed, os.environ)
-    host = server.this_host(settings)
+    host = this_host(settings)
     if parsed.json:
         print(json.dumps(asdict(overview.read(settings, host)), indent=2, ensure_ascii=False))
     elif parsed.watch:
@@ -132,10 +134,11 @@ def _status(parsed: argparse.Namespace) -> int:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    from agent import overview, preflight, screen, server
+    from agent import overview, preflight, screen
+    from agent.host import this_host
 
     settings = config.load(parsed, os.environ)
-    host = server.this_host(settings)
+    host = this_host(settings)
     node = preflight.Node(
         settings, host.kernel, host.run, lambda: overview.known_to(settings, host).read()
     )

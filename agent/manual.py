@@ -13,8 +13,8 @@ import grpc
 from agent import client, errors, holders, inventory, screen, sockets
 from agent.client import Client
 from agent.config import Config
+from agent.host import Host
 from agent.ids import VolumeId
-from agent.server import Host
 from lvm import names
 from mount import table
 from proto import csi_pb2 as csi

@@ -13,8 +13,8 @@ from agent import config, founding, holders, inventory, sockets
 from agent.carving import Carvings
 from agent.config import Config, DeviceClass
 from agent.diagnosis import Diagnosis
+from agent.host import Host
 from agent.inventory import Inventory
-from agent.server import Host
 from lvm import names, report
 from lvm.devices import Device
 from mount import errors as mount_errors

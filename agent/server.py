@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from agent.founding import Foundations
 from agent.groupcontroller import GroupController
 from agent.groupsnapshots import GroupSnapshotter
 from agent.growing import Grower
+from agent.host import Host
 from agent.identity import Identity
 from agent.interceptor import Interceptor
 from agent.inventory import Inventory
@@ -41,10 +42,7 @@ from agent.snapshots import Snapshotter
 from agent.watching import Watch
 from agent.wiping import Wiper
 from lvm import errors as lvm_errors
-from lvm.command import Finished, Programs, Run
-from lvm.devices import Devices, KernelDevices
 from lvm.lvm2 import Lvm
-from mount.syscalls import Kernel
 from proto import csi_pb2_grpc
 
 if TYPE_CHECKING:
@@ -58,21 +56,6 @@ _THREADS = 32
 _DRAIN_SECONDS = 25
 # How soon a deleted socket is noticed.
 _LOOK_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Host:
-    """The seams to the machine. Tests put a fake of it here."""
-
-    run: Run
-    kernel: Kernel
-    devices: Devices
-
-
-def this_host(config: Config) -> Host:
-    """The machine that Carver runs on."""
-    run = Programs(lvm_on_host=config.lvm == "host", observe=_log_command)
-    return Host(run, Kernel(), KernelDevices())
 
 
 class Service:
@@ -281,12 +264,3 @@ def _until_signal() -> threading.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: ended.set())
     return ended
-
-
-def _log_command(finished: Finished) -> None:
-    fields = {
-        "command": " ".join(finished.words),
-        "exit_code": finished.exit_code,
-        "milliseconds": round(finished.seconds * 1000, 1),
-    }
-    _log.debug("command", extra={"fields": fields})

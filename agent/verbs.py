@@ -210,10 +210,11 @@ def _add_forms(listing: argparse.ArgumentParser) -> None:
 def _by_hand(
     parsed: argparse.Namespace, act: Callable[["Manual", argparse.Namespace], None]
 ) -> int:
-    from agent import manual, server
+    from agent import manual
+    from agent.host import this_host
 
     settings = config.load(parsed, os.environ)
-    with manual.connected(settings, server.this_host(settings)) as verbs:
+    with manual.connected(settings, this_host(settings)) as verbs:
         act(verbs, parsed)
     return 0
 

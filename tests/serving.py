@@ -4,7 +4,8 @@ from fakes.host import FakeHost
 
 from agent import server
 from agent.config import Config
-from agent.server import Host, Service
+from agent.host import Host
+from agent.server import Service
 
 
 def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from vagrant.box import KEY
-from vagrant.host import LAB, NAME, PROJECT, domain_runs, in_network, virsh
+from vagrant.host import LAB, NAME, PROJECT, domain_state, in_network, virsh
 
 TREE = "/carver"
 _CONFIG = LAB / "ssh_config"
@@ -133,7 +133,8 @@ def reboot() -> None:
     run(["systemctl", "poweroff"], check=False)  # the connection may end before the answer
     disconnect()
     deadline = time.monotonic() + 180
-    while domain_runs():
+    # Between running and this is "in shutdown", when it can not be started.
+    while domain_state() != "shut off":
         if time.monotonic() > deadline:
             raise GuestError(f"the guest does not shut down; {console()}")
         time.sleep(0.2)

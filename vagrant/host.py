@@ -52,9 +52,14 @@ def virsh(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def domain_state() -> str:
+    """What libvirt calls the machine's state (virsh(1), domstate); empty without a machine."""
+    return virsh("domstate", NAME).stdout.strip()
+
+
 def domain_runs() -> bool:
     """Tell whether the lab's machine is running."""
-    return virsh("domstate", NAME).stdout.strip() == "running"
+    return domain_state() == "running"
 
 
 def driver() -> str:

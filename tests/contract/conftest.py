@@ -10,7 +10,8 @@ from real.host import Lab, RealHost, lab, real_host
 
 from agent.client import Client, mounted
 from agent.config import Config
-from agent.server import Host, Service
+from agent.host import Host
+from agent.server import Service
 from proto import csi_pb2 as csi
 
 AnyHost = FakeHost | RealHost

@@ -13,8 +13,8 @@ from rich.console import Console
 from agent import errors, overview, screen
 from agent.client import Client, Mode, block, mounted
 from agent.config import BackingFile, Config, DeviceClass, Foundation
+from agent.host import Host
 from agent.overview import Overview, Place, Pool
-from agent.server import Host
 from lvm.lvm2 import Lvm
 
 AnyHost = FakeHost | RealHost

@@ -13,8 +13,9 @@ from real.host import RealHost
 
 from agent.client import Client
 from agent.config import DRIVER_NAME, TOPOLOGY_KEY, Config
+from agent.host import Host
 from agent.registration import Registration, State
-from agent.server import Host, Service
+from agent.server import Service
 
 AnyHost = FakeHost | RealHost
 MIB = 1 << 20

@@ -11,7 +11,8 @@ from real.host import RealHost
 
 from agent.client import Client, Mode, block, mounted
 from agent.config import Config, DeviceClass
-from agent.server import Host, Service
+from agent.host import Host
+from agent.server import Service
 from lvm import report, tags
 from lvm.command import Result
 from lvm.layout import Layout

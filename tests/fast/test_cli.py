@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from fakes.host import FakeHost
 
-from agent import cli, overview, screen, server
-from agent.server import Host
+from agent import cli, overview, screen
+from agent.host import Host
 
 MIB = 1 << 20
 
@@ -23,7 +23,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
     host = FakeHost(tmp_path)
     host.new_group(100)
     machine = Host(host.run, host.kernel, host.devices)
-    monkeypatch.setattr(server, "this_host", lambda _settings: machine)
+    monkeypatch.setattr("agent.host.this_host", lambda _settings: machine)
     return host
 
 

@@ -33,7 +33,8 @@ from hypothesis import strategies as st
 from agent.calls import MUTABLE
 from agent.client import Client, block, mounted
 from agent.config import TOPOLOGY_KEY
-from agent.server import Host, Service
+from agent.host import Host
+from agent.server import Service
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -13,11 +13,12 @@ import configured
 import pytest
 from fakes.host import FakeHost
 
-from agent import cli, manual, screen, server
+from agent import cli, manual, screen
 from agent import config as configuration
 from agent.client import Client
 from agent.config import Config
-from agent.server import Host, Service
+from agent.host import Host
+from agent.server import Service
 from mount import table
 
 MIB = 1 << 20
@@ -74,7 +75,7 @@ def shell(
 def here(host: FakeHost, settings: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the command find the test's machine, and its configuration."""
     machine = Host(host.run, host.kernel, host.devices)
-    monkeypatch.setattr(server, "this_host", lambda _settings: machine)
+    monkeypatch.setattr("agent.host.this_host", lambda _settings: machine)
     monkeypatch.setattr(configuration, "load", lambda _arguments, _environment: settings)
 
 

@@ -21,9 +21,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from agent import growing, registration
 from agent.client import Client, block
 from agent.config import DeviceClass
+from agent.host import Host
 from agent.metrics import Metrics, Parts
 from agent.registration import Registration
-from agent.server import Host, Service
+from agent.server import Service
 from lvm import errors
 from lvm.command import Result
 from lvm.layout import Layout, Reserve

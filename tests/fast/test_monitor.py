@@ -14,10 +14,11 @@ from fakes.host import FakeHost
 
 from agent import errors, monitor, preflight, server
 from agent.config import Address, Config
+from agent.host import Host
 from agent.inventory import Inventory
 from agent.monitor import Monitor, Page
 from agent.readiness import Readiness
-from agent.server import Host, Service
+from agent.server import Service
 from lvm.command import Result
 
 HERE = Address("127.0.0.1", 0)

@@ -10,10 +10,10 @@ import pytest
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
-from agent import cli, preflight, server
+from agent import cli, preflight
 from agent.config import BackingFile, Config, Foundation
+from agent.host import Host
 from agent.preflight import FAIL, PASS, WARN, Finding, Node
-from agent.server import Host
 from lvm import groups, layout, report
 from lvm.caches import Cache
 from lvm.command import Result
@@ -315,7 +315,7 @@ def test_the_kernel_s_own_answer_about_its_mount_calls() -> None:
 def file(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A configuration for the node, which `carver doctor` takes for this one."""
     machine = Host(place.host.run, place.host.kernel, place.host.devices)
-    monkeypatch.setattr(server, "this_host", lambda _settings: machine)
+    monkeypatch.setattr("agent.host.this_host", lambda _settings: machine)
     monkeypatch.setattr(preflight, "Node", lambda *given: replace(Node(*given), root=place.root))
     path = tmp_path / "config.toml"
     path.write_text(

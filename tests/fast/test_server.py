@@ -25,9 +25,9 @@ from fakes.kubelet import FakeKubelet
 from agent import cli, errors, log, preflight, secrets, server
 from agent.client import Client, block
 from agent.config import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config, Foundation
+from agent.host import Host, _log_command
 from agent.inventory import Inventory
 from agent.readiness import Readiness
-from agent.server import Host
 from lvm.command import Finished
 from mount import loop
 from mount.filesystem import Signature
@@ -446,7 +446,7 @@ def test_a_signal_ends_the_wait() -> None:
 
 def test_commands_are_logged_for_those_who_debug(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    server._log_command(Finished(("lvm", "lvs"), 0, 0.5))
+    _log_command(Finished(("lvm", "lvs"), 0, 0.5))
     assert 'command="lvm lvs" exit_code=0 milliseconds=500.0' in log.TextFormatter().format(
         caplog.records[-1]
     )

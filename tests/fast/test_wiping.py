@@ -13,7 +13,8 @@ from fakes.host import FakeHost
 from agent import server
 from agent.client import Client, block
 from agent.config import Config
-from agent.server import Host, Service
+from agent.host import Host
+from agent.server import Service
 from lvm.command import Result
 from proto import csi_pb2 as csi
 

@@ -14,7 +14,7 @@ from typing import NoReturn
 from model.stopping import Switch
 
 from agent import cli, config, log, server
-from agent.server import Host
+from agent.host import Host, this_host
 
 
 class Kill(Switch):
@@ -39,7 +39,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, lambda _number, _frame: switch.arm(plan))
     settings = config.load(cli.parser().parse_args(["serve", *words]), {})
     log.configure(settings.log_format, settings.log_level)
-    host = server.this_host(settings)
+    host = this_host(settings)
     through = Host(switch.run(host.run), switch.kernel(host.kernel), switch.devices(host.devices))
     server.serve(settings, through)
 

@@ -18,7 +18,8 @@ from real.host import RealHost
 from agent import client, standstill
 from agent.client import Client
 from agent.config import Config
-from agent.server import Host, Service
+from agent.host import Host
+from agent.server import Service
 from lvm import report, tags
 from mount import loop, mounts, table
 from proto import csi_pb2 as csi
@@ -277,14 +278,13 @@ class Machine:
 
     def state(self) -> State:
         """What is seen of Carver on the machine, by its own means and not by asking Carver."""
-        kernel, group = self.host.kernel, self._report()
+        kernel, group = self.host.kernel, self._settled()
         names, places, loops = {}, [], []
         # A pool is nobody's volume; what is free in it is what it has not promised.
         volumes = [one for one in group.volumes.values() if "pool" not in one.layout]
         for logical in volumes:
             name = tags.decode(logical.tags).get("name", f"?{logical.name}")
             device = self.host.devices.find(self.group, logical.name)
-            assert (device is not None) == logical.active
             if device is not None:
                 over = loop.over(kernel, device.number)
                 names[device.number] = name
@@ -312,6 +312,20 @@ class Machine:
             return group.free_extents - METADATA_EXTENTS
         promised = sum(one.size_bytes for one in group.volumes.values() if one.pool)
         return group.free_extents + (pool.size_bytes - promised) // group.extent_size_bytes
+
+    def _settled(self) -> report.Group:
+        """A report with which the devices agree: work behind an answer may end between the two."""
+        for _ in range(20):
+            group = self._report()
+            differing = [
+                one.name
+                for one in group.volumes.values()
+                if "pool" not in one.layout
+                and one.active != (self.host.devices.find(self.group, one.name) is not None)
+            ]
+            if not differing:
+                return group
+        raise AssertionError(f"lvm2 and the devices differ on {differing}")
 
     def _report(self) -> report.Group:
         return report.read(self.host.lvm).group(self.group)

@@ -23,14 +23,28 @@ def installed() -> None:
 
 @pytest.fixture
 def client() -> Iterator[Client]:
-    """The installed service; volumes that a test leaves are deleted."""
+    """The installed service; snapshots and volumes that a test leaves are deleted.
+
+    What a run that was cut off left would be found by the next one's calls, which are idempotent.
+    """
     with Client(DEFAULT_SOCKET) as caller:
-        before = {volume.volume_id for volume in caller.volumes()}
+        left = [one for one in _present(caller) if "test-" in one]
+        assert not left, f"an earlier run left {left}: delete them first"
+        before = _present(caller)
         yield caller
     with Client(DEFAULT_SOCKET) as caller:
+        for snapshot in caller.snapshots():
+            if snapshot.snapshot_id not in before:
+                caller.delete_snapshot(snapshot.snapshot_id)
         for volume in caller.volumes():
             if volume.volume_id not in before:
                 caller.delete(volume.volume_id)
+
+
+def _present(caller: Client) -> set[str]:
+    """The ids of all volumes and snapshots."""
+    volumes = {volume.volume_id for volume in caller.volumes()}
+    return volumes | {snapshot.snapshot_id for snapshot in caller.snapshots()}
 
 
 @pytest.fixture

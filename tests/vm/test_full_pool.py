@@ -18,7 +18,8 @@ from real.host import RealHost, lab, real_host
 
 from agent.client import Client, block
 from agent.config import Config, DeviceClass
-from agent.server import Host, Service
+from agent.host import Host
+from agent.server import Service
 from lvm import pools, report
 from lvm.devicemapper import ThinPool
 from lvm.layout import Layout, Reserve

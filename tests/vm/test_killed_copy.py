@@ -4,6 +4,7 @@ import hashlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from mmap import mmap
@@ -22,6 +23,7 @@ MIB = 1 << 20
 SIZE = 192 * MIB
 # Where the copy is when it is killed: at its beginning, in the middle, near its end.
 PLACES = {"beginning": 0, "middle": 96 * MIB, "end": 176 * MIB}
+PATIENCE_SECONDS = 120
 
 
 @contextmanager
@@ -54,14 +56,15 @@ def creating(name: str, source: csi.VolumeContentSource) -> Iterator[None]:
 
 def wait_until_copied(volume_id: str, at: int, page: bytes) -> None:
     """Look at the disk, past every cache, until a page of the copy is there."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     known, seen = VolumeId.parse(volume_id), mmap(-1, len(page))
     assert known is not None
     while (found := KernelDevices().find(known.group, known.name)) is None:
-        pass
+        assert time.monotonic() < deadline, f"{volume_id} is not made"
     disk = os.open(found.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:
         while os.preadv(disk, [seen], at) and seen[:] != page:
-            pass
+            assert time.monotonic() < deadline, f"{volume_id} is not copied as far as {at}"
     finally:
         os.close(disk)
 
@@ -92,6 +95,7 @@ def test_a_copy_that_is_killed_anywhere_is_made_whole_and_leaves_nothing(
             disk.write(data[at : at + MIB])
         os.fsync(disk.fileno())
     snapshot = client.snapshot("test-snapshot", origin.volume_id)
+    assert snapshot.ready_to_use
     source = of_snapshot(snapshot.snapshot_id)
 
     for place, at in PLACES.items():
