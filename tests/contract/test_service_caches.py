@@ -5,8 +5,10 @@ from pathlib import Path
 
 import expect
 import pytest
+import tiers
 from fakes.host import FakeHost
 from real.host import RealHost
+from tiers import FAST, SLOW, free
 
 from agent.client import Client, block, of_snapshot, of_volume
 from agent.config import Config, DeviceClass
@@ -18,7 +20,6 @@ from lvm.pools import Policy
 AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 EXTENT = 4 * MIB
-SLOW, FAST = (31, 17), (13, 9)
 CACHES = {
     "cache": Cache(),
     "writeback": Cache(mode="writeback", size=Reserve(size_bytes=20 * MIB)),
@@ -29,11 +30,7 @@ CACHES = {
 @pytest.fixture
 def group(host: AnyHost) -> str:
     """Two slow disks, and two fast ones."""
-    name = host.new_group(*SLOW, *FAST)
-    disks = report.read(host.lvm).group(name).disks
-    fast = [disk.name for disk in disks if disk.extents in FAST]
-    host.lvm("pvchange", "--addtag", report.FAST, "--", *fast)
-    return name
+    return tiers.new_group(host)
 
 
 @pytest.fixture
@@ -43,11 +40,6 @@ def config(config: Config, group: str) -> Config:
     striped = DeviceClass(name="striped", group=group, layout=Layout("striped", stripes=2))
     thin = DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy())
     return Config(**{**vars(config), "classes": (*classes, plain, striped, thin)})
-
-
-def free(host: AnyHost, group: str) -> tuple[int, int]:
-    now = report.read(host.lvm).group(group)
-    return now.free_extents, now.fast_free_extents
 
 
 @pytest.fixture(autouse=True)

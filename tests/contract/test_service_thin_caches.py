@@ -5,8 +5,10 @@ from pathlib import Path
 
 import expect
 import pytest
+import tiers
 from fakes.host import FakeHost
 from real.host import RealHost
+from tiers import FAST, SLOW, free
 
 from agent.client import Client, block, of_snapshot, of_volume
 from agent.config import Config, DeviceClass
@@ -19,7 +21,6 @@ from lvm.pools import Policy
 AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 EXTENT = 4 * MIB
-SLOW, FAST = (31, 17), (13, 9)
 # Of 48 slow extents, and of 22 fast ones.
 CACHES = {
     "cache": Cache(),
@@ -33,11 +34,7 @@ EVERY = pytest.mark.parametrize("name", CACHES)
 @pytest.fixture
 def group(host: AnyHost) -> str:
     """Two slow disks, and two fast ones."""
-    name = host.new_group(*SLOW, *FAST)
-    disks = report.read(host.lvm).group(name).disks
-    fast = [disk.name for disk in disks if disk.extents in FAST]
-    host.lvm("pvchange", "--addtag", report.FAST, "--", *fast)
-    return name
+    return tiers.new_group(host)
 
 
 @pytest.fixture
@@ -48,11 +45,6 @@ def config(config: Config, group: str) -> Config:
     plain = DeviceClass("plain", group, default=True)
     hot = DeviceClass("hot", group, cache=Cache(size=Reserve(size_bytes=sum(FAST) * EXTENT)))
     return Config(**{**vars(config), "classes": (*classes, plain, hot)})
-
-
-def free(host: AnyHost, group: str) -> tuple[int, int]:
-    now = report.read(host.lvm).group(group)
-    return now.free_extents, now.fast_free_extents
 
 
 def pool(host: AnyHost, group: str, name: str) -> report.LogicalVolume:
