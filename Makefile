@@ -41,12 +41,17 @@ vm-tier: venv ## the VM tier: real LVM, real mounts, the installed service, rebo
 # What `vm-tier` does while the machine is up. The contract tests bring their own services, groups and
 # mounts, so two of them run at once. Sockets have short paths (unix(7)), hence --basetemp.
 IN_GUEST := cd /carver && /opt/carver/test-venv/bin/python -m pytest -q --real --timeout 900
+CONTRACT := $(IN_GUEST) -n 2 --dist worksteal --basetemp=/tmp/t tests/contract
 .PHONY: in-vm
 in-vm:
-	vagrant/lab.py run '$(IN_GUEST) -n 2 --dist worksteal --basetemp=/tmp/t tests/contract'
+	vagrant/lab.py run '$(CONTRACT)'
 	vagrant/lab.py run '$(IN_GUEST) tests/vm'
 	$(BIN)/python -m pytest -q tests/lab
 	$(BIN)/python tests/faults/run.py --cut
+
+.PHONY: contract
+contract: venv ## the contract tests on real LVM, with the cases that `make test` takes for variations
+	vagrant/lab.py during vagrant/lab.py run '$(CONTRACT) --every'
 
 .PHONY: test
 test: lint types fast vm-tier ## everything: lint, types, layers, the fast tier, the VM tier

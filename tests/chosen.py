@@ -1,6 +1,10 @@
-"""Numbers that a test is run with, such as its seed, as the environment may choose them."""
+"""What a test is run with: its kinds, and numbers such as its seed."""
 
 import os
+from collections.abc import Iterable
+
+import pytest
+from _pytest.mark.structures import ParameterSet
 
 
 def numbers(variable: str, **defaults: int) -> dict[str, int]:
@@ -10,3 +14,12 @@ def numbers(variable: str, **defaults: int) -> dict[str, int]:
     assert found.keys() == defaults.keys(), f"{variable} knows {', '.join(defaults)}"
     print(f"\n{variable}={','.join(f'{key}={value}' for key, value in found.items())}")
     return found
+
+
+def kinds(every: Iterable[str], *, usual: Iterable[str]) -> list[ParameterSet]:
+    """A test's cases, of which the real tier usually takes some only: see `--every`."""
+    known = list(every)
+    assert set(usual) <= set(known)
+    return [
+        pytest.param(one, marks=[] if one in usual else [pytest.mark.variation]) for one in known
+    ]

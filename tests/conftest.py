@@ -14,6 +14,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="contract tests on real LVM, loop devices and mounts; as root, in the lab VM",
     )
+    parser.addoption(
+        "--every",
+        action="store_true",
+        help="with --real, also the cases that are much like another of their test (chosen.kinds)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--real") and not config.getoption("--every"):
+        left_out = [item for item in items if item.get_closest_marker("variation")]
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture

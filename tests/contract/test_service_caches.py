@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import chosen
 import expect
 import pytest
 import tiers
@@ -58,7 +59,7 @@ def device(host: AnyHost, group: str, name: str) -> str:
     return found.path
 
 
-@pytest.mark.parametrize("name", CACHES)
+@pytest.mark.parametrize("name", chosen.kinds(CACHES, usual=["cache", "writecache"]))
 def test_a_cached_volume_lives_and_grows_while_mounted(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:

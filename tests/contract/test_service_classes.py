@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import chosen
 import expect
 import pytest
 from fakes.host import FakeHost
@@ -130,7 +131,7 @@ def test_a_volume_of_each_layout_is_snapshotted_restored_larger_and_cloned(
     client.delete(origin.volume_id)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid6", "thin"]))
 def test_the_maximum_of_each_layout_can_be_made_and_one_extent_more_cannot(
     client: Client, name: str, free: None
 ) -> None:
@@ -142,7 +143,7 @@ def test_the_maximum_of_each_layout_can_be_made_and_one_extent_more_cannot(
     client.delete(volume.volume_id)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid6", "thin"]))
 def test_a_volume_of_each_layout_grows_as_far_as_its_disks_go(
     client: Client, name: str, free: None
 ) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import chosen
 import expect
 import grpc
 import pytest
@@ -71,7 +72,9 @@ def cost(host: AnyHost) -> list[str]:
     return [" ".join(words[:2]) for words in commands]
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", chosen.kinds(KINDS, usual=["linear", "raid1", "thin", "writecache"])
+)
 def test_a_volume_of_each_kind_is_made_with_its_read_ahead_and_given_another_while_mounted(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:
@@ -95,7 +98,7 @@ def test_a_volume_of_each_kind_is_made_with_its_read_ahead_and_given_another_whi
     client.delete(volume.volume_id)
 
 
-@pytest.mark.parametrize("name", RAIDS)
+@pytest.mark.parametrize("name", chosen.kinds(RAIDS, usual=["raid1"]))
 def test_the_recovery_of_a_raid_has_limits_that_can_be_changed_and_taken_away(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:
@@ -200,7 +203,9 @@ def test_what_is_wrong_is_refused_by_name_and_nothing_is_changed(
     assert tuning(host, group) == PLAIN
 
 
-@pytest.mark.parametrize("name", ["linear", "striped", "thin", "cache"])
+@pytest.mark.parametrize(
+    "name", chosen.kinds(["linear", "striped", "thin", "cache"], usual=["linear"])
+)
 def test_rates_are_refused_where_the_layout_is_no_raid(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:
@@ -258,7 +263,7 @@ def test_a_repeated_create_gives_the_volume_what_it_asks_for_now(
     assert tuning(host, group) == Tuning(2 * MIB, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["linear", "thin"])
+@pytest.mark.parametrize("name", chosen.kinds(["linear", "thin"], usual=["linear"]))
 def test_a_copy_has_parameters_of_its_own(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
+import chosen
 import expect
 import pytest
 import tiers
@@ -28,7 +29,7 @@ CACHES = {
     "writecache": Cache("writecache", "writeback", Reserve(percent=20)),
 }
 EXTENTS = {"cache": 5, "writeback": 5, "writecache": 10}
-EVERY = pytest.mark.parametrize("name", CACHES)
+EVERY = pytest.mark.parametrize("name", chosen.kinds(CACHES, usual=["writeback"]))
 
 
 @pytest.fixture
