@@ -4,6 +4,7 @@ The only module that imports sh.
 """
 
 import contextvars
+import io
 import logging
 import signal
 import time
@@ -118,20 +119,25 @@ def _execute(words: Sequence[str], timeout_seconds: float | None) -> Result:
         program = sh.Command(words[0], search_paths=ENVIRONMENT["PATH"].split(":"))
     except sh.CommandNotFound:
         raise errors.ProgramMissing(words[0]) from None
-    try:
-        ended = program(
-            *words[1:],
-            _env=ENVIRONMENT,
-            _return_cmd=True,
-            _tty_out=False,
-            _timeout=timeout_seconds,
-            # lvm2 blocks TERM while it holds a group's lock, so TERM lands at a safe point.
-            # KILL could land between two metadata writes.
-            _timeout_signal=signal.SIGTERM,
-        )
-    except sh.ErrorReturnCode as error:
-        return Result(error.exit_code, _text(error.stdout), _text(error.stderr))
-    return Result(ended.exit_code, _text(ended.stdout), _text(ended.stderr))
+    # Buffers of our own: sh's objects refer to each other, and would keep what a program printed
+    # until Python's collector comes by, which counts objects and not bytes.
+    with io.BytesIO() as stdout, io.BytesIO() as stderr:
+        try:
+            exit_code = program(
+                *words[1:],
+                _env=ENVIRONMENT,
+                _return_cmd=True,
+                _out=stdout,
+                _err=stderr,
+                _tty_out=False,
+                _timeout=timeout_seconds,
+                # lvm2 blocks TERM while it holds a group's lock, so TERM lands at a safe point.
+                # KILL could land between two metadata writes.
+                _timeout_signal=signal.SIGTERM,
+            ).exit_code
+        except sh.ErrorReturnCode as error:
+            exit_code = error.exit_code
+        return Result(exit_code, _text(stdout.getvalue()), _text(stderr.getvalue()))
 
 
 def _text(output: bytes) -> str:

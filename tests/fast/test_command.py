@@ -1,6 +1,8 @@
 """The command seam, on harmless programs."""
 
+import gc
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -125,3 +127,21 @@ def test_500_programs_started_from_server_threads_under_load_all_live(
         answers = list(callers.map(lambda _: stub.Probe(csi.ProbeRequest()), range(500)))
     assert len(answers) == 500
     assert threading.active_count() < 100
+
+
+def test_what_a_program_printed_is_not_kept_when_its_caller_has_it() -> None:
+    # sh's objects are a cycle; without the collector they stay, and what they hold with them.
+    length, times = 1 << 20, 8
+    words = ("head", f"--bytes={length}", "/dev/zero")
+    run = Programs()
+    run(*words)
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for _ in range(times):
+            assert len(run(*words).stdout) == length
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert kept < length
