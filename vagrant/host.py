@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import shlex
 import signal
 import subprocess
 import time
@@ -107,32 +106,12 @@ def start_libvirt(step: Step) -> None:
         step.run(*as_root("ip", "netns", "add", NAME))
         step.run(*as_root("ip", "-netns", NAME, "link", "set", "lo", "up"))
     step.run(*in_network("virtlogd", "--daemon"))
-    step.run(*in_network(*_without_useless_kvm("libvirtd", "--daemon")))
+    step.run(*in_network("libvirtd", "--daemon"))
     for _ in range(60):
         if libvirt_answers():
             return
         time.sleep(0.5)
     raise StepError(["libvirtd", "--daemon"], "does not answer", step.log)
-
-
-def _without_useless_kvm(*words: str) -> tuple[str, ...]:
-    """A command that does not see a /dev/kvm which cannot be used.
-
-    libvirtd, as root, finds that qemu opens it, then that qemu's own user may not, and so asks qemu
-    anew what it can do, for four seconds, a dozen times for each machine that is defined. Instead
-    there is a file that nobody takes for KVM. `ip netns exec` has mounts of its own.
-    """
-    if driver() == "kvm" or not Path("/dev/kvm").exists():
-        return words
-    file = LAB / "no-kvm"
-    file.touch(mode=0)
-    return (
-        "sh",
-        "-c",
-        f'mount --bind {shlex.quote(str(file))} /dev/kvm && exec "$@"',
-        "sh",
-        *words,
-    )
 
 
 def stop_libvirt() -> None:
