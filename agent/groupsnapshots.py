@@ -115,10 +115,7 @@ class GroupSnapshotter:
     def resume(self) -> int:
         """Undo what an earlier process left half-made; returns how many group snapshots."""
         known, _ = self._inventory.recent()
-        every = {one.group_snapshot_id for one in self._inventory.all_snapshots(known)} - {""}
-        broken = [
-            one for one in every if not inventory.is_whole(self._inventory.members(known, one))
-        ]
+        broken = self._inventory.half_made(known)
         for one in broken:
             self._discard(known, one)
         return len(broken)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -323,14 +324,18 @@ class Inventory:
         """The snapshot of that id; raises NoSuchSnapshot or OtherGroup, as `get` does."""
         found = _find(known, snapshot_id)
         snapshot = None if found is None else _snapshot(*found)
-        if snapshot is None or snapshot.is_bridge or not self._is_whole(known, snapshot):
+        if snapshot is None or snapshot.is_bridge:
+            raise errors.NoSuchSnapshot(snapshot_id)
+        own = snapshot.group_snapshot_id
+        if own and own in self.half_made(known):
             raise errors.NoSuchSnapshot(snapshot_id)
         return snapshot
 
     def snapshots(self, known: report.Report) -> Iterator[Snapshot]:
         """Every snapshot that a caller asked for, in those of Carver's groups that are there."""
+        half_made = self.half_made(known)
         for one in self.all_snapshots(known):
-            if not one.is_bridge and self._is_whole(known, one):
+            if not one.is_bridge and one.group_snapshot_id not in half_made:
                 yield one
 
     def members(self, known: report.Report, group_snapshot_id: str) -> list[Snapshot]:
@@ -338,11 +343,13 @@ class Inventory:
         every = self.all_snapshots(known)
         return [one for one in every if one.group_snapshot_id == group_snapshot_id]
 
-    def _is_whole(self, known: report.Report, snapshot: Snapshot) -> bool:
-        """Whether all that were taken with it are there; if not, none of them is for callers."""
-        if not snapshot.group_snapshot_id:
-            return True
-        return is_whole(self.members(known, snapshot.group_snapshot_id))
+    def half_made(self, known: report.Report) -> set[str]:
+        """The group snapshots that are not whole; none of their snapshots is for callers."""
+        found: defaultdict[str, list[Snapshot]] = defaultdict(list)
+        for one in self.all_snapshots(known):
+            if one.group_snapshot_id:
+                found[one.group_snapshot_id].append(one)
+        return {identity for identity, members in found.items() if not is_whole(members)}
 
     def all_snapshots(self, known: report.Report) -> Iterator[Snapshot]:
         """These, and those that volumes are copied from."""
