@@ -83,7 +83,7 @@ class Copier:
 
         Raises Copying, which tells how far it is, or what went wrong.
         """
-        job = self.jobs.start(_Copy(key=str(volume.id), volume=volume, source=source))
+        job = self.jobs.start(_copy_of(volume, source))
         patience = command.remaining_seconds()
         moment = self.grace_seconds if patience is None else min(patience, self.grace_seconds)
         wait([job.ended], moment)
@@ -154,7 +154,7 @@ class Copier:
         self.jobs.stop()
 
     def _copy_to(self, known: report.Report, volume: Volume) -> _Copy:
-        return _Copy(key=str(volume.id), volume=volume, source=self.source_of(known, volume))
+        return _copy_of(volume, self.source_of(known, volume))
 
     def _find(self, volume_id: str) -> _Copy:
         known = self._inventory.read()
@@ -210,6 +210,14 @@ class Copier:
             self._snapshotter.discard(source)
         except Exception as error:
             _log.error("snapshot %s, of no use any more, stays for now: %s", source.id, error)
+
+
+def _copy_of(volume: Volume, source: Snapshot | None) -> _Copy:
+    # Many may wait, and each would keep a report of all volumes.
+    volume = replace(volume, group=volume.group.only(volume.name))
+    if source is not None:
+        source = replace(source, group=source.group.only(source.name))
+    return _Copy(key=str(volume.id), volume=volume, source=source)
 
 
 def _name(volume: Volume) -> str:

@@ -154,4 +154,7 @@ class Wiper:
 
 
 def _wipe_of(volume: Volume) -> _Wipe:
+    # Many may wait, and each would keep a report of all volumes.
+    group = volume.group.only(volume.name, caches.parted(volume.group, volume.name))
+    volume = replace(volume, group=group)
     return _Wipe(key=str(volume.id), volume=volume, on_record=volume.wiping)

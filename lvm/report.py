@@ -128,6 +128,11 @@ class Group:
             one for one in self.volumes.values() if one.is_copy_on_write and one.origin == origin
         ]
 
+    def only(self, *names: str) -> "Group":
+        """The same with these of its volumes: what can be kept for long, and by many."""
+        kept = {name: self.volumes[name] for name in names if name in self.volumes}
+        return replace(self, volumes=kept)
+
     def volume(self, name: str) -> LogicalVolume:
         """The volume of that name; raises VolumeMissing."""
         try:

@@ -50,12 +50,14 @@ class Group:
 
     def change(self, known: report.Group) -> None:
         """Fill a part of one disk, give some back, or have some not allocated from."""
-        roomy = [disk for disk in known.disks if disk.free_extents]
+        # By size, for a device's name is chance: the same seed is the same states.
+        disks = sorted(known.disks, key=lambda disk: disk.extents)
+        roomy = [disk for disk in disks if disk.free_extents]
         kind = self.chance.choice(("fill", "fill", "free", "allow"))
         if kind == "fill" and roomy:
             self._fill(self.chance.choice(roomy))
         elif kind == "allow" or not self.fillers:
-            names = [disk.name for disk in known.disks]
+            names = [disk.name for disk in disks]
             some = self.chance.sample(names, self.chance.randint(1, 3))
             # Rather allowed than not, or nothing would be left soon.
             answer = self.chance.choice("yyn")

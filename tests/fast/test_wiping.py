@@ -1,5 +1,6 @@
 """Deletion, where it takes longer than the caller waits, fails, or is killed between two steps."""
 
+import gc
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from agent.client import Client, block
 from agent.config import Config
 from agent.host import Host
 from agent.server import Service
+from lvm import report
 from lvm.command import Result
 from proto import csi_pb2 as csi
 
@@ -93,6 +95,16 @@ def test_a_wipe_that_takes_long_goes_on_behind_the_answer(
     disk.free.set()
     until_removed(fake, removed)
     assert sum(length for _, _, length in disk.written) == SIZE
+
+
+def test_wipes_that_wait_keep_no_report_each(client: Client, disk: Disk) -> None:
+    for number in range(6):
+        client.delete(client.create(f"pvc-{number}", 4 * MIB, block()).volume_id)
+
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, report.Group)]
+    disk.free.set()
+    assert sum(len(one.volumes) > 1 for one in kept) <= 1, "the last report, for who only watch"
 
 
 def test_a_wipe_that_fails_is_told_and_is_done_again_by_the_next_call(
