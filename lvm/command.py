@@ -7,9 +7,10 @@ import contextvars
 import io
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -103,17 +104,15 @@ class Programs:
         if remaining == 0:
             raise errors.CommandTimedOut(words, 0.0)
         started = time.monotonic()
-        try:
-            result = _execute(words, remaining)
-        except sh.TimeoutException as error:
-            ended = -signal.SIGTERM if error.exit_code is None else error.exit_code
-            self._observe(Finished(words, ended, time.monotonic() - started))
-            raise errors.CommandTimedOut(words, remaining or 0.0) from None
+        result, in_time = _execute(words, remaining)
         self._observe(Finished(words, result.exit_code, time.monotonic() - started))
+        if not in_time:
+            raise errors.CommandTimedOut(words, remaining or 0.0)
         return result
 
 
-def _execute(words: Sequence[str], timeout_seconds: float | None) -> Result:
+def _execute(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result, bool]:
+    """How the program ended, and whether it did so by itself."""
     try:
         # Looked up at each call: a program installed meanwhile is found.
         program = sh.Command(words[0], search_paths=ENVIRONMENT["PATH"].split(":"))
@@ -122,22 +121,47 @@ def _execute(words: Sequence[str], timeout_seconds: float | None) -> Result:
     # Buffers of our own: sh's objects refer to each other, and would keep what a program printed
     # until Python's collector comes by, which counts objects and not bytes.
     with io.BytesIO() as stdout, io.BytesIO() as stderr:
-        try:
-            exit_code = program(
-                *words[1:],
-                _env=ENVIRONMENT,
-                _return_cmd=True,
-                _out=stdout,
-                _err=stderr,
-                _tty_out=False,
-                _timeout=timeout_seconds,
-                # lvm2 blocks TERM while it holds a group's lock, so TERM lands at a safe point.
-                # KILL could land between two metadata writes.
-                _timeout_signal=signal.SIGTERM,
-            ).exit_code
-        except sh.ErrorReturnCode as error:
-            exit_code = error.exit_code
-        return Result(exit_code, _text(stdout.getvalue()), _text(stderr.getvalue()))
+        # In the background only for the limit: with sh's own, which looks ten times a second
+        # whether the program has ended, every program takes a multiple of 0.1 s.
+        running = program(
+            *words[1:],
+            _env=ENVIRONMENT,
+            _out=stdout,
+            _err=stderr,
+            _tty_out=False,
+            _bg=True,
+            _bg_exc=False,
+        )
+        with _limited(running, timeout_seconds) as told_to_end:
+            try:
+                exit_code = running.exit_code
+            except sh.ErrorReturnCode as error:
+                exit_code = error.exit_code
+        result = Result(exit_code, _text(stdout.getvalue()), _text(stderr.getvalue()))
+        return result, not told_to_end.is_set()
+
+
+@contextmanager
+def _limited(
+    running: sh.RunningCommand, timeout_seconds: float | None
+) -> Iterator[threading.Event]:
+    """Inside, the program is told to end when its time is over; the event says if it was."""
+    told_to_end = threading.Event()
+
+    def tell() -> None:
+        told_to_end.set()
+        # lvm2 blocks TERM while it holds a group's lock, so TERM lands at a safe point.
+        # KILL could land between two metadata writes.
+        with suppress(ProcessLookupError):
+            running.signal(signal.SIGTERM)
+
+    seconds = threading.TIMEOUT_MAX if timeout_seconds is None else timeout_seconds
+    timer = threading.Timer(seconds, tell)
+    timer.start()
+    try:
+        yield told_to_end
+    finally:
+        timer.cancel()
 
 
 def _text(output: bytes) -> str:

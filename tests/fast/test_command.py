@@ -65,9 +65,9 @@ def test_every_program_is_observed() -> None:
 def test_lvm_of_the_host_is_reached_through_its_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     words: list[tuple[str, ...]] = []
 
-    def execute(given: tuple[str, ...], _timeout: float | None) -> command.Result:
+    def execute(given: tuple[str, ...], _timeout: float | None) -> tuple[command.Result, bool]:
         words.append(given)
-        return command.Result(0, "", "")
+        return command.Result(0, "", ""), True
 
     monkeypatch.setattr(command, "_execute", execute)
     run = Programs(lvm_on_host=True)
