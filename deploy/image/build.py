@@ -304,6 +304,8 @@ def pack(root: Path, archive: Path, architecture: str) -> Path:
         *("--config.entrypoint", f"/{ENVIRONMENT}/bin/carver", "--config.cmd", "serve"),
         *("--config.stopsignal", "SIGTERM"),
         *("--config.env", f"PATH=/{ENVIRONMENT}/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
+        # As in systemd/carver.service.
+        *("--config.env", "MALLOC_ARENA_MAX=2"),
         *(
             f"--config.label=org.opencontainers.image.{key}={value}"
             for key, value in labels.items()

@@ -37,7 +37,7 @@ _AT_ONCE = 50
 _SIZE_BYTES = 8 * MIB
 # What Python and gRPC may keep for reuse after a peak of work: less than one for each volume.
 _SLACK = 8
-_MEMORY_SLACK_BYTES = 16 * MIB
+_MEMORY_SLACK_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True)
@@ -146,12 +146,11 @@ def _life(number: int) -> Life:
 def _waves(volumes: int) -> Iterator[range]:
     """Volumes that are in use at once.
 
-    The first are few, and not counted: what is made once, such as threads, is there after them.
+    The first are not counted: what is made once, such as threads, and what a peak of work takes, is
+    there after them.
     """
-    first = 2 * _CLIENTS
-    yield range(first)
-    for start in range(first, first + volumes, _AT_ONCE):
-        yield range(start, min(start + _AT_ONCE, first + volumes))
+    for start in range(0, _AT_ONCE + volumes, _AT_ONCE):
+        yield range(start, min(start + _AT_ONCE, _AT_ONCE + volumes))
 
 
 def main() -> int:
