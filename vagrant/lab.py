@@ -113,7 +113,8 @@ def _ensure_machine(wanted: dict[str, object]) -> None:
     with step(f"boot the machine ({wanted['driver']})", "up") as booting:
         if not box.stock():
             _publish_box(booting, wanted)
-        _vagrant(booting, "up", "--provider=libvirt")
+        with guest.revived():
+            _vagrant(booting, "up", "--provider=libvirt")
         address = guest.address()
         if address is None:
             raise guest.GuestError(f"libvirt knows no address of the guest; {guest.console()}")
