@@ -17,7 +17,7 @@ from lvm.caches import Cache
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.pools import Policy, Pool
-from lvm.tuning import AS_IT_IS, Tuning
+from lvm.volumes import New
 
 # Facts of a pool, beside its state; it has no name of a caller's.
 CLASS = "class"
@@ -52,15 +52,7 @@ class Carving(Protocol):
         """What room is asked for, for the error that says that there is too little."""
         ...
 
-    def create(
-        self,
-        lvm: Lvm,
-        group: report.Group,
-        name: str,
-        size_bytes: int,
-        facts: Mapping[str, str],
-        tuning: Tuning = AS_IT_IS,
-    ) -> None:
+    def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
         """Make, tag and activate a volume; the group's lock is held, the report read within."""
         ...
 
@@ -94,26 +86,10 @@ class Thick:
         disks = sum(1 for disk in group.disks if disk.free_extents)
         return f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room"
 
-    def create(
-        self,
-        lvm: Lvm,
-        group: report.Group,
-        name: str,
-        size_bytes: int,
-        facts: Mapping[str, str],
-        tuning: Tuning = AS_IT_IS,
-    ) -> None:
+    def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
         """One command."""
-        volumes.create(
-            lvm,
-            group.name,
-            name,
-            size_bytes=size_bytes,
-            facts=facts,
-            layout=self.layout,
-            disks=layout.placement(group, self.layout),
-            tuning=tuning,
-        )
+        disks = layout.placement(group, self.layout)
+        volumes.create(lvm, group.name, new, layout=self.layout, disks=disks)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
         """One command, on the volume's disks."""
@@ -140,19 +116,9 @@ class Cached(Thick):
         fast = group.fast_free_extents * group.extent_size_bytes
         return f"for linear with a {self.cache.kind} on fast disks, which have {fast} bytes free,"
 
-    def create(
-        self,
-        lvm: Lvm,
-        group: report.Group,
-        name: str,
-        size_bytes: int,
-        facts: Mapping[str, str],
-        tuning: Tuning = AS_IT_IS,
-    ) -> None:
+    def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
         """One command."""
-        caches.create(
-            lvm, group, name, self.cache, size_bytes=size_bytes, facts=facts, tuning=tuning
-        )
+        caches.create(lvm, group, new, self.cache)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
         """A volume without its cache gets it; one with snapshots was in use without it."""
@@ -201,21 +167,11 @@ class Thin:
         times = f"{self.policy.over_provisioning:g} times what the pool can grow to"
         return f"for thin volumes: {why or times}"
 
-    def create(
-        self,
-        lvm: Lvm,
-        group: report.Group,
-        name: str,
-        size_bytes: int,
-        facts: Mapping[str, str],
-        tuning: Tuning = AS_IT_IS,
-    ) -> None:
+    def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
         """One command, and one more for a pool that is not made yet."""
         pool = self.pool(group)
         self._ensure_made(lvm, group, pool)
-        thin.create(
-            lvm, group.name, pool.name, name, size_bytes=size_bytes, facts=facts, tuning=tuning
-        )
+        thin.create(lvm, group.name, pool.name, new)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
         """One command; the pool grows when it is used."""

@@ -18,6 +18,7 @@ from agent.reclaiming import Reclaimer
 from agent.wiping import Wiper
 from lvm import errors as lvm_errors
 from lvm import layout, names, report, tags, volumes
+from lvm.volumes import New
 from mount import filesystem
 
 # What a volume is given where the caller names no size.
@@ -134,7 +135,8 @@ class Provisioner:
         if one.layout.is_thin:
             self._reclaimer.keep(group, pool_name(one.name))
             undo.callback(self._reclaimer.give_back, group.name, pool_name(one.name))
-        carving.create(self._lvm, group, name, size_bytes, facts, call.tuning.for_new())
+        new = New(name, size_bytes, facts, call.tuning.for_new())
+        carving.create(self._lvm, group, new)
         undo.pop_all()
         modifying.complete(self._lvm, group.name, name, call.tuning)
         made = Volume(VolumeId.of(group, name), group, name, size_bytes, facts)

@@ -23,6 +23,7 @@ from agent.inventory import Snapshot, Volume
 from agent.jobs import Job, Jobs
 from agent.means import Means
 from lvm import caches, pools, report, tags, thin, volumes
+from lvm.volumes import New
 
 # CreateVolume waits for one of these at most.
 _PIECE_BYTES = 32 << 20
@@ -152,8 +153,7 @@ class Reclaimer:
         name = wipe_name(device_class)
         if name not in group.volumes:
             facts = {inventory.STATE: inventory.WIPING, CLASS: device_class}
-            size_bytes = pool.size_bytes
-            thin.create(self._lvm, group.name, pool.name, name, size_bytes=size_bytes, facts=facts)
+            thin.create(self._lvm, group.name, pool.name, New(name, pool.size_bytes, facts))
         return self._inventory.ensure_active(group.name, name).path
 
     def _overwrite(self, job: _Reclaim, device: str, size_bytes: int) -> None:

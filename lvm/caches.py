@@ -6,14 +6,14 @@ thin pool the data have one; its metadata lie on slow disks, or the loss of a fa
 the pool.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lvm import layout, tags
+from lvm import layout
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
 from lvm.report import Group, LogicalVolume
-from lvm.tuning import AS_IT_IS, Tuning
+from lvm.volumes import New
 
 CACHE, WRITECACHE = KINDS = ("cache", "writecache")
 WRITETHROUGH, WRITEBACK = MODES = ("writethrough", "writeback")
@@ -69,37 +69,23 @@ def maximum_bytes(group: Group, cache: Cache, reserve_extents: int = 0) -> int:
     return least * extent
 
 
-def create(
-    lvm: Lvm,
-    group: Group,
-    name: str,
-    cache: Cache,
-    *,
-    size_bytes: int,
-    facts: Mapping[str, str],
-    tuning: Tuning = AS_IT_IS,
-) -> None:
+def create(lvm: Lvm, group: Group, new: New, cache: Cache) -> None:
     """Make, tag and activate a volume with its cache (lvcreate(8)).
 
     lvm2 writes its metadata for the volume, then for the cachevol, then for both. It undoes that by
     itself where the cache does not fit; killed in between, it leaves what `attach` makes good.
     Raises NoSpace, NameTaken.
     """
-    tagging = [word for tag in tags.encode(facts) for word in ("--addtag", tag)]
-    extents = size_bytes // group.extent_size_bytes
+    extents = new.size_bytes // group.extent_size_bytes
     _with_mode(lvm, cache)(
         "lvcreate",
         "--yes",
         *("--wipesignatures", "y"),
         *("--zero", "y"),
-        *("--setactivationskip", "y"),
-        *("--activate", "y", "--ignoreactivationskip"),
         *("--type", cache.kind),
-        *tuning.words(),
         *_on_fast(group, cache.extents(extents, group.extent_size_bytes)),
-        *("--size", f"{size_bytes}b"),
-        *tagging,
-        *("--name", name),
+        *("--size", f"{new.size_bytes}b"),
+        *new.words(),
         "--",
         group.name,
         *layout.placement(group, layout.LINEAR),

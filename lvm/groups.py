@@ -12,10 +12,9 @@ def create(lvm: Lvm, name: str, devices: Sequence[str], facts: Mapping[str, str]
     All of them become the group's disks by one command, or none does. Raises NameTaken when a group
     of that name exists.
     """
-    tagging = [word for tag in tags.encode(facts) for word in ("--addtag", tag)]
     # --quiet twice answers no to whatever lvm2 asks (lvm(8)): it looks for signatures itself, and
     # one that came after the caller's look must not be wiped.
-    lvm("vgcreate", "--quiet", "--quiet", *tagging, "--", name, *devices)
+    lvm("vgcreate", "--quiet", "--quiet", *tags.words("--addtag", facts), "--", name, *devices)
 
 
 def mark_fast(lvm: Lvm, disks: Sequence[str]) -> None:

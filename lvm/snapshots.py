@@ -24,7 +24,6 @@ def create(
     metadata twice: killed in between, it leaves a volume with these facts that has no origin.
     Raises NoSpace, NameTaken.
     """
-    tagging = [word for tag in tags.encode(facts) for word in ("--addtag", tag)]
     lvm(
         "lvcreate",
         "--yes",
@@ -33,7 +32,7 @@ def create(
         *("--setactivationskip", "y"),
         *("--chunksize", f"{COPY_ON_WRITE_CHUNK_BYTES}b"),
         *("--size", f"{size_bytes}b"),
-        *tagging,
+        *tags.words("--addtag", facts),
         *("--name", name),
         "--",
         f"{group}/{origin}",

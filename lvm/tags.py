@@ -37,6 +37,11 @@ def encode(facts: Mapping[str, str]) -> list[str]:
     return [format_one(key, value) for key, value in facts.items()]
 
 
+def words(option: str, facts: Mapping[str, str]) -> list[str]:
+    """Facts as lvm2 is told of them: each tag after `--addtag` or `--deltag`."""
+    return [word for tag in encode(facts) for word in (option, tag)]
+
+
 def decode(tags: Iterable[str]) -> dict[str, str]:
     """The facts among a volume's tags; tags of others are left out."""
     facts = {}

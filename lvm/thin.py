@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from lvm import tags
 from lvm.lvm2 import Lvm
 from lvm.tuning import AS_IT_IS, Tuning
+from lvm.volumes import New
 
 
 def create_pool(
@@ -37,7 +38,7 @@ def create_pool(
         *("--chunksize", f"{chunk_size_bytes}b"),
         *("--poolmetadatasize", f"{metadata_extents * extent_size_bytes}b"),
         *("--size", f"{data_extents * extent_size_bytes}b"),
-        *_tagging(facts),
+        *tags.words("--addtag", facts),
         *("--name", name),
         "--",
         group,
@@ -45,31 +46,18 @@ def create_pool(
     )
 
 
-def create(
-    lvm: Lvm,
-    group: str,
-    pool: str,
-    name: str,
-    *,
-    size_bytes: int,
-    facts: Mapping[str, str],
-    tuning: Tuning = AS_IT_IS,
-) -> None:
+def create(lvm: Lvm, group: str, pool: str, new: New) -> None:
     """Make, tag and activate a volume in a pool (lvcreate(8)); it takes no room until it is used.
 
-    As with others, the system never activates it by itself at boot. Raises NameTaken.
+    Raises NameTaken.
     """
     lvm(
         "lvcreate",
         "--yes",
         *("--type", "thin"),
-        *("--setactivationskip", "y"),
-        *("--activate", "y", "--ignoreactivationskip"),
-        *tuning.words(),
-        *("--virtualsize", f"{size_bytes}b"),
-        *_tagging(facts),
+        *("--virtualsize", f"{new.size_bytes}b"),
         *("--thinpool", pool),
-        *("--name", name),
+        *new.words(),
         "--",
         group,
     )
@@ -99,7 +87,7 @@ def snapshot(
         *("--setactivationskip", "y"),
         *([] if read_only else active),
         *tuning.words(),
-        *_tagging(facts),
+        *tags.words("--addtag", facts),
         *("--name", name),
         "--",
         f"{group}/{origin}",
@@ -111,7 +99,3 @@ def extend_metadata(
 ) -> None:
     """Grow a pool's metadata, and the group's spare where it is smaller; raises NoSpace."""
     lvm("lvextend", "--poolmetadatasize", f"+{by_bytes}b", "--", f"{group}/{pool}", *disks)
-
-
-def _tagging(facts: Mapping[str, str]) -> list[str]:
-    return [word for tag in tags.encode(facts) for word in ("--addtag", tag)]

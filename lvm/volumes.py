@@ -1,6 +1,7 @@
 """Logical volumes: made, activated, marked, grown and removed, one lvm2 command each."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from lvm import tags
 from lvm.layout import LINEAR, Layout
@@ -8,36 +9,46 @@ from lvm.lvm2 import Lvm
 from lvm.tuning import AS_IT_IS, Tuning
 
 
-def create(
-    lvm: Lvm,
-    group: str,
-    name: str,
-    *,
-    size_bytes: int,
-    facts: Mapping[str, str],
-    layout: Layout = LINEAR,
-    disks: Sequence[str] = (),
-    tuning: Tuning = AS_IT_IS,
-) -> None:
-    """Make, tag and activate a volume of whole extents (lvcreate(8)), on `disks` if any are named.
+@dataclass(frozen=True)
+class New:
+    """A volume that is to be made, of whole extents; its facts become its tags."""
 
-    Stale signatures are wiped and the first sectors zeroed. Its activation is set to be skipped, so
-    the system never activates it by itself at boot: Carver activates what is staged. (The newer
-    --setautoactivation n is refused for RAID by lvm2 2.03.16.) Raises NoSpace, NameTaken.
+    name: str
+    size_bytes: int
+    facts: Mapping[str, str]
+    tuning: Tuning = AS_IT_IS
+
+    def words(self) -> list[str]:
+        """What lvcreate(8) is told of it, but for its size, which has an option for each kind.
+
+        Its activation is set to be skipped, so the system never activates it by itself at boot:
+        Carver activates what is staged. (The newer --setautoactivation n is refused for RAID by
+        lvm2 2.03.16.)
+        """
+        return [
+            *("--setactivationskip", "y"),
+            *("--activate", "y", "--ignoreactivationskip"),
+            *self.tuning.words(),
+            *tags.words("--addtag", self.facts),
+            *("--name", self.name),
+        ]
+
+
+def create(
+    lvm: Lvm, group: str, new: New, *, layout: Layout = LINEAR, disks: Sequence[str] = ()
+) -> None:
+    """Make, tag and activate a volume (lvcreate(8)), on `disks` if any are named.
+
+    Stale signatures are wiped and the first sectors zeroed. Raises NoSpace, NameTaken.
     """
-    tagging = [word for tag in tags.encode(facts) for word in ("--addtag", tag)]
     lvm(
         "lvcreate",
         "--yes",
         *("--wipesignatures", "y"),
         *("--zero", "y"),
-        *("--setactivationskip", "y"),
-        *("--activate", "y", "--ignoreactivationskip"),
         *layout.words(),
-        *tuning.words(),
-        *("--size", f"{size_bytes}b"),
-        *tagging,
-        *("--name", name),
+        *("--size", f"{new.size_bytes}b"),
+        *new.words(),
         "--",
         group,
         *disks,
@@ -68,9 +79,8 @@ def mark(
     lvm: Lvm, group: str, name: str, *, old: Mapping[str, str], new: Mapping[str, str]
 ) -> None:
     """Replace facts in one metadata write: all of them change, or none (lvchange(8))."""
-    removed = [word for tag in tags.encode(old) for word in ("--deltag", tag)]
-    added = [word for tag in tags.encode(new) for word in ("--addtag", tag)]
-    lvm("lvchange", *removed, *added, "--", f"{group}/{name}")
+    changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
+    lvm("lvchange", *changes, "--", f"{group}/{name}")
 
 
 def extend(lvm: Lvm, group: str, name: str, *, size_bytes: int, disks: Sequence[str] = ()) -> None:

@@ -87,9 +87,8 @@ def trying(lvm: Lvm) -> Lvm:
 
 def make(lvm: Lvm, group: report.Group, size_bytes: int, shape: Layout) -> None:
     disks = layout.placement(group, shape)
-    volumes.create(
-        lvm, group.name, "largest", size_bytes=size_bytes, facts={}, layout=shape, disks=disks
-    )
+    new = volumes.New("largest", size_bytes, {})
+    volumes.create(lvm, group.name, new, layout=shape, disks=disks)
 
 
 @pytest.mark.timeout(20 * STATES)

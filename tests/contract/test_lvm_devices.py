@@ -13,7 +13,8 @@ MIB = 1 << 20
 
 def make(host: AnyHost, group: str, name: str, shape: Layout) -> None:
     disks = layout.placement(report.read(host.lvm).group(group), shape)
-    volumes.create(host.lvm, group, name, size_bytes=16 * MIB, facts={}, layout=shape, disks=disks)
+    new = volumes.New(name, 16 * MIB, {})
+    volumes.create(host.lvm, group, new, layout=shape, disks=disks)
 
 
 def test_a_raid_volume_tells_of_its_images_and_a_linear_one_of_nothing(host: AnyHost) -> None:

@@ -15,6 +15,7 @@ from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
 from lvm.lvm2 import Lvm
 from lvm.pools import Policy
+from lvm.volumes import New
 
 EXTENT = 4 << 20
 
@@ -35,10 +36,10 @@ def test_the_maximum_can_be_made_and_one_extent_more_cannot_for_a_thousand_state
         maximum = caches.maximum_bytes(group, cache)
         if group.fast_free_extents and any(not disk.fast for disk in group.disks):
             with pytest.raises(errors.NoSpace):
-                caches.create(lvm, group, "v", cache, size_bytes=maximum + EXTENT, facts={})
+                caches.create(lvm, group, New("v", maximum + EXTENT, {}), cache)
         if maximum:
             room += 1
-            caches.create(lvm, group, "v", cache, size_bytes=maximum, facts={})
+            caches.create(lvm, group, New("v", maximum, {}), cache)
             assert report.read(lvm).group("data").volume("v").size_bytes == maximum
     assert room > 300
 
@@ -72,7 +73,7 @@ def test_what_a_pool_with_a_cache_may_promise_can_be_held_for_ten_thousand_state
                 assert one.cache
                 assert one.cache.of_pool(group) > group.fast_free_extents
             continue
-        carving.create(lvm, group, "all", maximum, {})
+        carving.create(lvm, group, New("all", maximum, {}))
         group = known.read().group("data")
         made = group.volume("pool-thin")
         assert caches.is_cached(made)
@@ -101,7 +102,7 @@ def test_the_loss_of_a_fast_disk_is_told_by_what_was_on_it_alone(cache: Cache, w
     lvm = Lvm(lambda *words: fake(words), settings=())
     facts = {"name": "pvc-1", "cache": cache.fact(40 << 20, EXTENT)}
     group = report.read(lvm).group("data")
-    caches.create(lvm, group, "vol-pvc-1", cache, size_bytes=40 << 20, facts=facts)
+    caches.create(lvm, group, New("vol-pvc-1", 40 << 20, facts), cache)
     fake.groups["data"].volumes["vol-pvc-1"].health = "partial"
     _check_each_loss(Inventory(lvm, fake, ["data"]), slow, fast, words)
 
@@ -125,7 +126,7 @@ def test_the_loss_of_a_pool_s_fast_disk_is_told_of_each_of_its_volumes(
     known = Inventory(lvm, fake, ["data"])
     group = known.read().group("data")
     facts = {"name": "pvc-1"}
-    Carvings([one], known).of(one).create(lvm, group, "vol-pvc-1", 40 << 20, facts)
+    Carvings([one], known).of(one).create(lvm, group, New("vol-pvc-1", 40 << 20, facts))
     # What lvm2 says of the pool alone holds for what is in it.
     fake.groups["data"].volumes["pool-thin"].health = "partial"
     _check_each_loss(known, slow, fast, words)
@@ -149,7 +150,7 @@ def test_a_pool_that_is_given_a_cache_has_it_on_record() -> None:
     for cache, kept in ((None, set()), (Cache(), {"carver.cache=cache:writethrough:16777216"})):
         one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
         name, group = f"vol-{cache}", known.read().group("data")
-        Carvings([one], known).of(one).create(lvm, group, name[:8], 4 << 20, {})
+        Carvings([one], known).of(one).create(lvm, group, New(name[:8], 4 << 20, {}))
         tags = known.read().group("data").volume("pool-thin").tags
         assert {one for one in tags if one.startswith("carver.cache")} == kept
 

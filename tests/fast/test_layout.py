@@ -38,7 +38,8 @@ def machine(free: list[int]) -> tuple[Lvm, FakeLvm]:
 
 def make(lvm: Lvm, group: report.Group, name: str, size_bytes: int, shape: Layout) -> None:
     disks = layout.placement(group, shape)
-    volumes.create(lvm, "data", name, size_bytes=size_bytes, facts={}, layout=shape, disks=disks)
+    new = volumes.New(name, size_bytes, {})
+    volumes.create(lvm, "data", new, layout=shape, disks=disks)
 
 
 def check(disks: Sequence[tuple[int, int, bool]], shape: Layout) -> None:

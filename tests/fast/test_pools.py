@@ -14,6 +14,7 @@ from lvm.devicemapper import ThinPool
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
 from lvm.pools import Policy, Pool
+from lvm.volumes import New
 
 EXTENT = 4 << 20
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
@@ -75,7 +76,7 @@ def test_what_may_be_promised_can_be_held_at_the_ratio_beside_what_is_kept(
     made = group_of(lvm)
     # Making the pool changes nothing of what it may become.
     assert pools.maximum_bytes(made, found(made, policy), policy, kept) == maximum
-    thin.create(lvm, "data", "pool-p", "all", size_bytes=maximum, facts={})
+    thin.create(lvm, "data", "pool-p", New("all", maximum, {}))
     group = group_of(lvm)
     pool = found(group, policy)
     assert pools.maximum_bytes(group, pool, policy, kept) == 0
@@ -111,13 +112,13 @@ def test_no_order_of_volumes_breaks_what_a_pool_promised(
         most = pools.maximum_bytes(group, found(group, policy), policy, 0)
         size = most * part // 100 // EXTENT * EXTENT
         if size:
-            thin.create(lvm, "data", "pool-p", f"t{number}", size_bytes=size, facts={})
+            thin.create(lvm, "data", "pool-p", New(f"t{number}", size, {}))
         group = group_of(lvm)
         outstanding = pools.outstanding_extents(group, found(group, policy), policy)
         most = layout.maximum_bytes(group, reserve_extents=outstanding)
         size = most * thick // 100 // EXTENT * EXTENT
         if size:
-            volumes.create(lvm, "data", f"v{number}", size_bytes=size, facts={})
+            volumes.create(lvm, "data", New(f"v{number}", size, {}))
     group = group_of(lvm)
     pool = found(group, policy)
     largest = pool.data_extents + pools.growth_extents(group, pool, 0)
@@ -162,7 +163,7 @@ def test_a_group_that_grew_keeps_room_for_larger_metadata() -> None:
 def test_what_wipes_a_pool_is_no_promise() -> None:
     lvm, _ = machine(100)
     make(lvm, Policy())
-    thin.create(lvm, "data", "pool-p", "wipe-p", size_bytes=10 * EXTENT, facts={})
+    thin.create(lvm, "data", "pool-p", New("wipe-p", 10 * EXTENT, {}))
     group = group_of(lvm)
     assert pools.find(group, "pool-p", 64 * KIB).promised_bytes == 10 * EXTENT
     assert pools.find(group, "pool-p", 64 * KIB, ignored="wipe-p").promised_bytes == 0
