@@ -130,15 +130,17 @@ def disk_errors(bench: Bench) -> tuple[int, str]:
 def lvm2_killed(bench: Bench) -> tuple[int, str]:
     """lvm2 is killed in its work."""
     times, hits = bench.times(12, 3), 0
+    calls: tuple[do.Call, ...] = (
+        do.Create("a", 16 * MIB, 0, BLOCK),
+        do.Expand("a", 32 * MIB),
+        do.Delete("a"),
+    )
     with bench.trial(40) as trial:
+        # Each of them starts two commands.
+        commands = [seconds_of(trial, call) / 2 for call in calls]
         for _ in range(times):
-            for call in (
-                do.Create("a", 16 * MIB, 0, BLOCK),
-                do.Expand("a", 32 * MIB),
-                do.Delete("a"),
-            ):
-                delay_seconds = bench.random.uniform(0, 0.5)
-                with killing_lvm2(trial, delay_seconds) as killed:
+            for call, seconds in zip(calls, commands, strict=True):
+                with killing_lvm2(trial, bench.random.uniform(0, seconds)) as killed:
                     told = trial.machine.call(call)
                 hits += bool(killed)
                 if told.code not in ("OK", "INTERNAL", "ABORTED"):
@@ -370,6 +372,13 @@ def at_lvm2(trial: Trial, act: Callable[[psutil.Process], None]) -> Iterator[lis
     finally:
         over.set()
         watcher.join()
+
+
+def seconds_of(trial: Trial, call: do.Call) -> float:
+    """How long a call takes that nobody disturbs."""
+    started = time.monotonic()
+    trial.make(call)
+    return time.monotonic() - started
 
 
 @contextmanager

@@ -55,7 +55,8 @@ def power_loss(seed: int, times: int) -> Row:
             assert loading.stdout is not None
             if not loading.stdout.readline():
                 return Row("power loss under load", number, "FAILED: no load", 0, 0)
-            time.sleep(chance.uniform(3, 25))
+            # Long enough for some to be deleted as well.
+            time.sleep(chance.uniform(3, 30))
             guest.reset()
             loading.kill()
         ended = guest.run([*_PYTHON, f"{_HERE}/power.py", "judge"], check=False)
