@@ -86,8 +86,9 @@ class Grower:
 
     def step(self, now_seconds: float) -> bool:
         """Look once, and extend what is too full; whether anything was extended."""
-        grown = False
-        for part in self._parts():
+        grown, parts = False, list(self._parts())
+        self._later = {part: self._later[part] for part in parts if part in self._later}
+        for part in parts:
             percent = _percent(part.kind, self._inventory.status(part.group, part.name))
             if percent <= part.policy.autoextend_threshold:
                 self._later.pop(part, None)

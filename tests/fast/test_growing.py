@@ -223,6 +223,20 @@ def test_the_area_of_a_snapshot_is_extended_up_to_what_it_can_use(
     assert service.grower.counts()["snapshot", "no room"] == 1
 
 
+def test_what_was_known_of_a_snapshot_that_is_gone_is_not_held_against_its_namesake(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = client.create("pvc-1", 20 * EXTENT, block())
+    client.create("pvc-2", 36 * EXTENT, block())
+    for now in range(2):
+        snapshot = client.snapshot("snap-1", volume.volume_id)
+        fake.lvm2.groups["data"].volumes["snap-snap-1"].data_percent = 80
+        assert not service.grower.step(3 * now)
+        assert service.grower.counts()["snapshot", "no room"] == now + 1
+        client.delete_snapshot(snapshot.snapshot_id)
+        service.grower.step(3 * now + 1)
+
+
 def test_a_snapshot_that_overflowed_or_is_not_carver_s_is_left_alone(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
