@@ -18,7 +18,7 @@ _DISK_MAJOR = 8
 
 
 class FakeHost:
-    """What `agent.server.Host` is on a real machine, and the state behind it for tests to see."""
+    """What `agent.host.Host` is on a real machine, and the state behind it for tests to see."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -75,7 +75,7 @@ def lab(directory: Path) -> Iterator[Lab]:
 
 
 class RealHost:
-    """What `agent.server.Host` is, with disks and groups of its own; the machine's are not seen."""
+    """What `agent.host.Host` is, with disks and groups of its own; the machine's are not seen."""
 
     def __init__(self, shared: Lab, directory: Path) -> None:
         self.directory = directory
