@@ -5,6 +5,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What the fast tier compiles is taken to the lab VM, which is slow at it.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## show what can be made
@@ -41,17 +43,22 @@ vm-tier: venv ## the VM tier: real LVM, real mounts, the installed service, rebo
 # What `vm-tier` does while the machine is up. The contract tests bring their own services, groups and
 # mounts, so two of them run at once. Sockets have short paths (unix(7)), hence --basetemp.
 IN_GUEST := cd /carver && /opt/carver/test-venv/bin/python -m pytest -q --real --timeout 900
-CONTRACT := $(IN_GUEST) -n 2 --dist worksteal --basetemp=/tmp/t tests/contract
+REPLAY := tests/callers/test_replay.py tests/callers/test_life_cycles.py
+# lvm2 is spoken to as the service does it by default; `contract` has a process for each command.
+CONTRACT := $(IN_GUEST) -n 2 --dist worksteal --basetemp=/tmp/t tests/contract $(REPLAY)
 .PHONY: in-vm
 in-vm:
-	vagrant/lab.py run '$(CONTRACT)'
+	vagrant/lab.py run '$(CONTRACT) --sessions'
 	vagrant/lab.py run '$(IN_GUEST) tests/vm'
 	$(BIN)/python -m pytest -q tests/lab
-	$(BIN)/python tests/faults/run.py --cut
 
 .PHONY: contract
 contract: venv ## the contract tests on real LVM, with the cases that `make test` takes for variations
-	vagrant/lab.py during vagrant/lab.py run '$(CONTRACT) --every'
+	vagrant/lab.py during vagrant/lab.py run 'export CARVER_STATES=40; $(CONTRACT) --every'
+
+.PHONY: callers
+callers: venv ## every call that real callers were recorded to make, again, on real LVM
+	vagrant/lab.py during vagrant/lab.py run '$(IN_GUEST) --sessions --basetemp=/tmp/t $(REPLAY) --every'
 
 .PHONY: test
 test: lint types fast vm-tier ## everything: lint, types, layers, the fast tier, the VM tier
@@ -83,17 +90,20 @@ lock: ## resolve the newest versions and write constraints.txt
 demo: ## the main job on real volumes, in the lab VM
 	vagrant/lab.py demo
 
+# BENCH='--quick', '--record', '--also "NAME:LINE"': docs/performance.md.
+BENCH ?=
 .PHONY: bench
-bench: ## what each call costs, beside the bare commands, in the lab VM
-	vagrant/lab.py bench
+bench: venv ## what each call costs, beside the bare commands, in the lab VM
+	vagrant/lab.py during $(BIN)/python tests/performance/run.py $(BENCH)
 
 .PHONY: pictures
 pictures: ## docs/images, from what the commands show in the lab VM
 	vagrant/lab.py pictures
 
 .PHONY: conformance
-conformance: venv image ## the manifests are what the chart renders; csi-sanity and the image, in the lab VM
+conformance: venv image ## the chart by every value; csi-sanity and the image, in the lab VM
 	$(BIN)/python deploy/render.py --check
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/chart
 	vagrant/lab.py during $(MAKE) --no-print-directory in-vm-conformance
 
 # What `conformance` does while the machine is up.

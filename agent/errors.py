@@ -63,6 +63,13 @@ class NoSuchGroupSnapshot(AgentError):
         super().__init__(f"there is no group snapshot {group_snapshot_id!r} on this node")
 
 
+class NotWhole(AgentError):
+    """A group snapshot of which a part is not here, and which may be whole for all that."""
+
+    def __init__(self, group_snapshot_id: str, problem: str) -> None:
+        super().__init__(f"group snapshot {group_snapshot_id!r} is not whole here: {problem}")
+
+
 class NoSuchPath(AgentError):
     """The volume is not mounted or published at the path."""
 
@@ -90,6 +97,30 @@ class Elsewhere(AgentError):
         )
 
 
+class GroupBusy(AgentError):
+    """Another call is at work on a volume group, and this one's time is over, or too many wait."""
+
+    def __init__(self, what: str, problem: str) -> None:
+        super().__init__(f"{what}: {problem}; call again")
+
+
+class GroupSilent(AgentError):
+    """A disk does not answer that may be a volume group's, so that nobody can tell."""
+
+    def __init__(self, group: str, disks: Iterable[str]) -> None:
+        super().__init__(
+            f"volume group {group}: {', '.join(disks)} may be its, and do not answer; see `dmesg`,"
+            " and detach what is broken"
+        )
+
+
+class NotHere(AgentError):
+    """What a new volume is made in, or of, is not on this node; it may be on another."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"no such volume can be made on this node: {problem}")
+
+
 class NoRoom(AgentError):
     """The group cannot hold the volume."""
 
@@ -100,11 +131,38 @@ class NoRoom(AgentError):
         )
 
 
+class InlineTotal(AgentError):
+    """With one more, the node's inline volumes would be larger than the configuration allows."""
+
+    def __init__(self, asked_bytes: int, there_bytes: int, limit_bytes: int) -> None:
+        super().__init__(
+            f"this node's inline volumes have {there_bytes} bytes, {asked_bytes} more were asked,"
+            f" and inline_total_limit is {limit_bytes} bytes; use a claim instead, or have an"
+            " operator raise it"
+        )
+
+
+class CannotGrow(AgentError):
+    """There is no room for a volume that is in use to grow into."""
+
+    def __init__(self, volume_id: str, problem: str) -> None:
+        super().__init__(
+            f"volume {volume_id!r} cannot grow here: {problem}. Ask for less, or make room"
+        )
+
+
 class VolumeInUse(AgentError):
     """Something on this node has the volume open."""
 
     def __init__(self, volume_id: str, users: str) -> None:
         super().__init__(f"volume {volume_id!r} is in use: {users}")
+
+
+class NotOverwritten(AgentError):
+    """A part of a deleted volume takes no zeroes, so that the volume is kept for now."""
+
+    def __init__(self, volume_id: str, why: str) -> None:
+        super().__init__(f"volume {volume_id!r} cannot be overwritten whole: {why}")
 
 
 class HasSnapshots(AgentError):
@@ -113,6 +171,20 @@ class HasSnapshots(AgentError):
     def __init__(self, volume_id: str, snapshots: Iterable[str], problem: str) -> None:
         super().__init__(
             f"volume {volume_id!r} has the snapshots {', '.join(snapshots)}: {problem}"
+        )
+
+
+class GrowsLater(AgentError):
+    """A volume in use with copy-on-write snapshots; what it shall grow to is on record."""
+
+    def __init__(
+        self, volume_id: str, wanted_bytes: int, snapshots: Iterable[str], users: str
+    ) -> None:
+        super().__init__(
+            f"volume {volume_id!r} has the snapshots {', '.join(snapshots)}, and with them it grows"
+            f" only while it is not in use ({users}). {wanted_bytes} bytes are on record: it grows"
+            " when it is staged next, so restart its pod; or delete the snapshots and expand it"
+            " again"
         )
 
 
@@ -209,6 +281,26 @@ class BadToken(AgentError):
     def __init__(self, token: str) -> None:
         super().__init__(
             f"starting_token: {token!r} is not a token of this plugin; list anew without one"
+        )
+
+
+class Starting(AgentError):
+    """The service is up, and lvm2 has not told it yet what is on this node."""
+
+    def __init__(self, seconds: float, problem: Exception | None) -> None:
+        said = "it has not answered yet" if problem is None else str(problem)
+        super().__init__(
+            f"Carver waits for lvm2 since it was started {seconds:.0f} s ago: {said}. Call again"
+        )
+
+
+class TooManyCalls(AgentError):
+    """So many calls wait for lvm2, mkfs or each other that one more would take another's thread."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__(
+            f"{places} calls are at work on volume groups already; call again. If it stays, look"
+            " for a disk that does not answer"
         )
 
 

@@ -1,10 +1,25 @@
-"""Volume ids: `group@uuid/name`, enough to find a volume and to know another node's."""
+"""Volume ids: `group@uuid/name`, enough to find a volume and to know another node's.
+
+And the names of logical volumes, which are their last part.
+"""
 
 import re
 from dataclasses import dataclass
 from typing import Self
 
+from agent import errors
+from lvm import names
 from lvm.report import Group
+
+# How the names of logical volumes begin.
+VOLUME_PREFIX = "vol"
+# Inline volumes, which have ids of kubelet's and live as long as their pods.
+INLINE_PREFIX = "eph"
+SNAPSHOT_PREFIX = "snap"
+POOL_PREFIX = "pool"
+WIPE_PREFIX = "wipe"
+# A snapshot for as long as a volume is copied, whose name it has.
+BRIDGE_PREFIX = "copy"
 
 _UUID_CHARACTERS = 8
 _FORM = re.compile(
@@ -43,6 +58,25 @@ class VolumeId:
 
     def __str__(self) -> str:
         return f"{self.group}@{self.group_uuid}/{self.name}"
+
+
+def group_of(volume_id: str) -> str:
+    """The name of the group in a volume id; raises NoSuchVolume for what is no id."""
+    parsed = VolumeId.parse(volume_id)
+    if parsed is None:
+        raise errors.NoSuchVolume(volume_id)
+    return parsed.group
+
+
+def logical_name(volume_id: str) -> str:
+    """The logical volume's name, which is what calls on the same volume have in common."""
+    parsed = VolumeId.parse(volume_id)
+    return names.logical_volume(INLINE_PREFIX, volume_id) if parsed is None else parsed.name
+
+
+def is_inline(volume_id: str) -> bool:
+    """Whether the id can be an inline volume's only: such ids are the CO's, not Carver's."""
+    return names.is_of(INLINE_PREFIX, logical_name(volume_id))
 
 
 def _start(uuid: str) -> str:

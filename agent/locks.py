@@ -1,19 +1,35 @@
 """Who may work on what at the same time."""
 
 import threading
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import takewhile
 
-from agent import errors
+from agent import admission, errors
+from lvm import command
+
+# A back-off of a caller that is refused begins at a second and doubles; most calls end sooner.
+GRACE_SECONDS = 5.0
+# Each has one of the threads that are there for calls that need no volume group.
+MOST_WAITING = (admission.THREADS - admission.PLACES) // 2
+_LOOK_SECONDS = 0.1
 
 
 class VolumeLocks:
-    """One call per volume; a second is refused at once, as the CSI spec advises ("Concurrency")."""
+    """One call per volume.
+
+    Another waits a moment for its turn, and is refused then, as the CSI spec advises
+    ("Concurrency"). What waits is given its turn in the order in which it came. Where too many wait
+    already, it is refused at once: they must not take all threads.
+    """
 
     def __init__(self) -> None:
-        self._guard = threading.Lock()
+        self.grace_seconds = GRACE_SECONDS
+        self._changed = threading.Condition()
         self._held: set[str] = set()
+        # What each waiting call wants, in the order in which they came.
+        self._waiting: dict[object, frozenset[str]] = {}
 
     @contextmanager
     def hold(self, *names: str) -> Iterator[None]:
@@ -21,34 +37,63 @@ class VolumeLocks:
 
         Raises OperationPending while another call holds one of them.
         """
-        with self._guard:
-            for name in names:
-                if name in self._held:
-                    raise errors.OperationPending(name)
+        with self._changed:
+            if self._taken(names):
+                self._await_turn(names)
             self._held.update(names)
         try:
             yield
         finally:
-            with self._guard:
+            with self._changed:
                 self._held.difference_update(names)
+                self._changed.notify_all()
 
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait a moment, holding nothing, for what the end of other calls brings; it may not come.
 
-class GroupLocks:
-    """One change of a group at a time, so that what a report said still holds at the change.
+        `is_so` is asked again and again, so it must be cheap.
+        """
+        end = time.monotonic() + self._patience_seconds()
+        if is_so():
+            return
+        with self._changed:
+            if len(self._waiting) >= MOST_WAITING:
+                return
+            turn = self._line_up([])
+        try:
+            while not is_so() and time.monotonic() < end:
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            with self._changed:
+                del self._waiting[turn]
 
-    Held around lvm2 commands only: never over mkfs, a wipe or a copy.
-    """
+    def _await_turn(self, names: Iterable[str]) -> None:
+        """Wait until all are free, and nobody who came earlier wants one of them."""
+        if len(self._waiting) < MOST_WAITING:
+            turn = self._line_up(names)
+            try:
+                is_free = self._changed.wait_for(
+                    lambda: not self._taken(names, turn), self._patience_seconds()
+                )
+            finally:
+                del self._waiting[turn]
+                # Those who came later waited for this one, too.
+                self._changed.notify_all()
+            if is_free:
+                return
+        raise errors.OperationPending(next(one for one in names if one in self._taken(names)))
 
-    def __init__(self) -> None:
-        self._guard = threading.Lock()
-        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+    def _line_up(self, names: Iterable[str]) -> object:
+        turn = object()
+        self._waiting[turn] = frozenset(names)
+        return turn
 
-    @contextmanager
-    def hold(self, *groups: str) -> Iterator[None]:
-        """Hold groups, after any other call that does; all take them in the same order."""
-        with self._guard:
-            locks = [self._locks[one] for one in sorted(set(groups))]
-        with ExitStack() as held:
-            for lock in locks:
-                held.enter_context(lock)
-            yield
+    def _taken(self, names: Iterable[str], turn: object = None) -> set[str]:
+        """Which of these are held, or wanted by those who wait; by those before a turn, if any."""
+        before = takewhile(lambda one: one is not turn, self._waiting)
+        return self._held.union(*(self._waiting[one] for one in before)).intersection(names)
+
+    def _patience_seconds(self) -> float:
+        """How long to wait: what is left of the caller's time must do for the work."""
+        remaining = command.remaining_seconds()
+        return self.grace_seconds if remaining is None else min(self.grace_seconds, remaining / 2)

@@ -9,7 +9,8 @@ the pool.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lvm import layout
+from lvm import devicemapper, layout
+from lvm.devicemapper import Status, WriteCache
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
 from lvm.report import Group, LogicalVolume
@@ -119,6 +120,26 @@ def split(lvm: Lvm, volume: LogicalVolume) -> None:
     """
     part = _POOL_DATA if "pool" in volume.layout else ""
     lvm("lvconvert", "--yes", "--splitcache", "--", f"{volume.group}/{volume.name}{part}")
+
+
+def clean(lvm: Lvm, volume: LogicalVolume) -> None:
+    """Have the kernel write back what only the cache holds, and take in no more (lvmcache(7)).
+
+    The command does not wait for it: `is_clean` tells of its end.
+    """
+    how = ("--cachepolicy", "cleaner")
+    if WRITECACHE in volume.layout:
+        how = ("--cachesettings", "cleaner=1")
+    lvm("lvchange", "--yes", *how, "--", f"{volume.group}/{volume.name}")
+
+
+def is_clean(told: Sequence[Status]) -> bool:
+    """Whether device-mapper says of a volume that its cache holds nothing alone."""
+    return not any(
+        (isinstance(one, devicemapper.Cache) and one.dirty_blocks)
+        or (isinstance(one, WriteCache) and not one.error and one.free_blocks < one.blocks)
+        for one in told
+    )
 
 
 def is_copy(fact: str) -> bool:

@@ -6,10 +6,15 @@ The only module that imports sh.
 import contextvars
 import io
 import logging
+import os
+import select
 import signal
+import termios
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import tty
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -27,6 +32,9 @@ ENVIRONMENT = {
     # gRPC's sockets are open in this process; lvm2 would name each in a warning.
     "LVM_SUPPRESS_FD_WARNINGS": "1",
 }
+
+# How long a program that was told to end is waited for; lvm2 ends what it is at within that.
+_GRACE_SECONDS = 10.0
 
 # Enters the namespaces in which the host's own lvm2, udev and locks live.
 HOST_NAMESPACES = ("nsenter", "--target", "1", "--mount", "--uts", "--ipc", "--")
@@ -58,6 +66,45 @@ class Run(Protocol):
 
     def __call__(self, *words: str) -> Result:
         """Run the program `words[0]` with the rest as its arguments."""
+        ...
+
+
+class ConversationOver(Exception):
+    """The program that was spoken to has ended, or does not stop talking."""
+
+
+class Conversation(Protocol):
+    """A program that is kept running: it is told a line, and answers up to its next prompt."""
+
+    def exchange(self, line: str | None, seconds: float | None) -> str:
+        """Say a line, or nothing, and return what was reported until the prompt.
+
+        Raises TimeoutError, after which the program may still answer, and ConversationOver.
+        """
+        ...
+
+    def is_waiting(self) -> bool:
+        """Whether it runs, and has said nothing since its last prompt."""
+        ...
+
+    def end(self, seconds: float) -> bool:
+        """Have it end, by SIGTERM and by hanging up; whether it has, so many seconds later.
+
+        Nothing can be said any more. Asked again, it looks again.
+        """
+        ...
+
+
+class Converse(Protocol):
+    """Start a program to be spoken to; the seam at which tests stand in for a shell of lvm2's.
+
+    It finds the number of the descriptor that it reports on in the variable `report`.
+    """
+
+    def __call__(
+        self, *words: str, prompt: str, environment: Mapping[str, str], report: str
+    ) -> Conversation:
+        """Start `words`; it has said nothing yet. Raises ProgramMissing."""
         ...
 
 
@@ -96,10 +143,10 @@ class Programs:
     def __call__(self, *words: str) -> Result:
         """Run a program and return how it ended.
 
-        Raises ProgramMissing, or CommandTimedOut when `time_limit` is over.
+        Raises ProgramMissing, or CommandTimedOut when `time_limit` is over: CommandStuck where the
+        program runs on though it was told to end.
         """
-        if words[0] == "lvm":
-            words = (*self._lvm_prefix, *words)
+        words = self._reached(words)
         remaining = remaining_seconds()
         if remaining == 0:
             raise errors.CommandTimedOut(words, 0.0)
@@ -110,59 +157,211 @@ class Programs:
             raise errors.CommandTimedOut(words, remaining or 0.0)
         return result
 
+    def converse(
+        self, *words: str, prompt: str, environment: Mapping[str, str], report: str
+    ) -> Conversation:
+        """Start a program to be spoken to: the real `Converse`."""
+        return _Terminal(self._reached(words), prompt.encode(), environment, report)
+
+    def _reached(self, words: tuple[str, ...]) -> tuple[str, ...]:
+        return (*self._lvm_prefix, *words) if words[0] == "lvm" else words
+
 
 def _execute(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result, bool]:
-    """How the program ended, and whether it did so by itself."""
-    try:
-        # Looked up at each call: a program installed meanwhile is found.
-        program = sh.Command(words[0], search_paths=ENVIRONMENT["PATH"].split(":"))
-    except sh.CommandNotFound:
-        raise errors.ProgramMissing(words[0]) from None
+    """How the program ended, and whether it did so by itself. Raises CommandStuck."""
+    program = _program(words[0])
     # Buffers of our own: sh's objects refer to each other, and would keep what a program printed
     # until Python's collector comes by, which counts objects and not bytes.
-    with io.BytesIO() as stdout, io.BytesIO() as stderr:
-        # In the background only for the limit: with sh's own, which looks ten times a second
-        # whether the program has ended, every program takes a multiple of 0.1 s.
-        running = program(
-            *words[1:],
-            _env=ENVIRONMENT,
-            _out=stdout,
-            _err=stderr,
-            _tty_out=False,
-            _bg=True,
-            _bg_exc=False,
-        )
-        with _limited(running, timeout_seconds) as told_to_end:
-            try:
-                exit_code = running.exit_code
-            except sh.ErrorReturnCode as error:
-                exit_code = error.exit_code
-        result = Result(exit_code, _text(stdout.getvalue()), _text(stderr.getvalue()))
-        return result, not told_to_end.is_set()
+    stdout, stderr = io.BytesIO(), io.BytesIO()
+    # In the background only for the limit: with sh's own, which looks ten times a second
+    # whether the program has ended, every program takes a multiple of 0.1 s.
+    running = program(
+        *words[1:],
+        _env=ENVIRONMENT,
+        _out=stdout,
+        _err=stderr,
+        _tty_out=False,
+        _bg=True,
+        _bg_exc=False,
+    )
+    exit_code, in_time = _ended(running, words, timeout_seconds)
+    result = Result(exit_code, _text(stdout.getvalue()), _text(stderr.getvalue()))
+    stdout.close()
+    stderr.close()
+    return result, in_time
 
 
-@contextmanager
-def _limited(
-    running: sh.RunningCommand, timeout_seconds: float | None
-) -> Iterator[threading.Event]:
-    """Inside, the program is told to end when its time is over; the event says if it was."""
-    told_to_end = threading.Event()
-
-    def tell() -> None:
-        told_to_end.set()
+def _ended(
+    running: sh.RunningCommand, words: Sequence[str], timeout_seconds: float | None
+) -> tuple[int, bool]:
+    """The program's exit code, and whether it was in time; it is told to end where it is not."""
+    if timeout_seconds is None:
+        return _exit_code(running), True
+    ended: Future[int] = Future()
+    threading.Thread(target=_await, args=(running, ended), name="program", daemon=True).start()
+    try:
+        return ended.result(timeout_seconds), True
+    except TimeoutError:
         # lvm2 blocks TERM while it holds a group's lock, so TERM lands at a safe point.
         # KILL could land between two metadata writes.
         with suppress(ProcessLookupError):
             running.signal(signal.SIGTERM)
-
-    seconds = threading.TIMEOUT_MAX if timeout_seconds is None else timeout_seconds
-    timer = threading.Timer(seconds, tell)
-    timer.start()
     try:
-        yield told_to_end
-    finally:
-        timer.cancel()
+        return ended.result(_GRACE_SECONDS), False
+    except TimeoutError:
+        # It waits for a disk in the kernel, and no signal ends that: whoever called need not wait.
+        raise errors.CommandStuck(words, timeout_seconds, ended.done) from None
+
+
+def _await(running: sh.RunningCommand, ended: Future[int]) -> None:
+    try:
+        ended.set_result(_exit_code(running))
+    except BaseException as error:
+        ended.set_exception(error)
+
+
+def _exit_code(running: sh.RunningCommand) -> int:
+    try:
+        code: int = running.exit_code
+    except sh.ErrorReturnCode as error:
+        code = error.exit_code
+    return code
+
+
+def _program(name: str) -> sh.Command:
+    try:
+        # Looked up at each call: a program installed meanwhile is found.
+        return sh.Command(name, search_paths=ENVIRONMENT["PATH"].split(":"))
+    except sh.CommandNotFound:
+        raise errors.ProgramMissing(name) from None
 
 
 def _text(output: bytes) -> str:
     return output.decode(errors="backslashreplace")
+
+
+# How often it is looked whether a program is alive whose terminal something else has open too.
+_LOOK_SECONDS = 1.0
+# How often while it is to end.
+_END_SECONDS = 0.01
+_PIECE_BYTES = 1 << 16
+# More is no answer: a report of ten thousand volumes has a tenth of it.
+_MOST_BYTES = 256 << 20
+
+
+class _Terminal:
+    """The real `Conversation`: a program on a terminal of its own, with a pipe for its reports.
+
+    Raw and without echo, the terminal hands on what is said as it is; a line editor finds nothing
+    to edit there (rl_initialize in libedit's readline.c asks for ECHO).
+    """
+
+    def __init__(
+        self, words: Sequence[str], prompt: bytes, environment: Mapping[str, str], report: str
+    ) -> None:
+        program = _program(words[0])
+        self._prompt = prompt
+        terminal, its_terminal = os.openpty()
+        reports, its_reports = os.pipe()
+        # Unbuffered files and not numbers: they are closed once, however often they are told to.
+        self._terminal = os.fdopen(terminal, "r+b", buffering=0)
+        self._reports = os.fdopen(reports, "rb", buffering=0)
+        with (
+            os.fdopen(its_terminal, "r+b", buffering=0) as theirs,
+            os.fdopen(its_reports, "wb", buffering=0),
+        ):
+            tty.setraw(its_terminal, termios.TCSANOW)  # and no ECHO
+            os.set_blocking(terminal, False)
+            os.set_blocking(reports, False)
+            self._running = program(
+                *words[1:],
+                _env={**ENVIRONMENT, **environment, "TERM": "dumb", report: str(its_reports)},
+                _in=theirs,
+                _out=theirs,
+                _err=theirs,
+                _pass_fds={its_reports},
+                # In the child: no other program that starts meanwhile may get the descriptor.
+                _preexec_fn=lambda: os.set_inheritable(its_reports, True),
+                # An interrupt at Carver's own terminal is not for it.
+                _new_session=True,
+                _bg=True,
+                _bg_exc=False,
+            )
+
+    def exchange(self, line: str | None, seconds: float | None) -> str:
+        unsaid = b"" if line is None else line.encode() + b"\n"
+        deadline = None if seconds is None else time.monotonic() + seconds
+        said, reported = bytearray(), bytearray()
+        while unsaid or not said.endswith(self._prompt):
+            self._wait(deadline, to_say=bool(unsaid))
+            unsaid = unsaid[self._say(unsaid) :]
+            said += _read(self._terminal)
+            reported += _read(self._reports)
+            if len(said) + len(reported) > _MOST_BYTES:
+                raise ConversationOver(f"it said more than {_MOST_BYTES} bytes")
+        # All that it reported was written before the prompt was.
+        while piece := _read(self._reports):
+            reported += piece
+        return _text(bytes(reported))
+
+    def is_waiting(self) -> bool:
+        try:
+            unasked = _read(self._terminal) + _read(self._reports)
+        except ConversationOver:
+            return False
+        return self._is_running() and not unasked
+
+    def end(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        if not self._terminal.closed:
+            # TERM first: of a line that was said in part, what there is would be done at the end of
+            # the file. lvm2 blocks TERM while it holds a group's lock, and while it waits for one
+            # it only gives that up; the end of the file it meets whenever it is done.
+            with suppress(ProcessLookupError):
+                self._running.signal(signal.SIGTERM)
+            self._terminal.close()
+        while self._is_running():
+            # It may wait for room in the pipe.
+            with suppress(ConversationOver):
+                while _read(self._reports):
+                    pass
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_END_SECONDS)
+        self._reports.close()
+        return True
+
+    def _is_running(self) -> bool:
+        running: bool = self._running.is_alive()
+        return running
+
+    def _wait(self, deadline: float | None, *, to_say: bool) -> None:
+        """Until there is something to read, or to say; raises TimeoutError, ConversationOver."""
+        poll = select.poll()
+        poll.register(self._terminal, select.POLLIN | (select.POLLOUT if to_say else 0))
+        poll.register(self._reports, select.POLLIN)
+        while True:
+            left = _LOOK_SECONDS if deadline is None else deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            if poll.poll(min(left, _LOOK_SECONDS) * 1000):
+                return
+            if not self._is_running():
+                raise ConversationOver("it ended")
+
+    def _say(self, line: bytes) -> int:
+        try:
+            return self._terminal.write(line) or 0
+        except OSError:
+            raise ConversationOver("it ended") from None
+
+
+def _read(stream: io.RawIOBase) -> bytes:
+    """What there is to read now; raises ConversationOver where there will be no more."""
+    try:
+        piece = stream.read(_PIECE_BYTES)
+    except OSError:  # EIO: nobody has the terminal open any more
+        piece = b""
+    if piece == b"":
+        raise ConversationOver("it ended")
+    return piece or b""

@@ -20,7 +20,7 @@ _CONTROL = Path("/dev/mapper/control")
 # struct dm_ioctl: version, data_size, data_start, target_count, open_count, flags, event_nr,
 # padding, dev, name, uuid, and seven bytes that fill it up.
 _HEADER = struct.Struct("=3I I I I i I I I Q 128s 129s 7x")
-_DATA_START_AT, _TARGET_COUNT_AT, _FLAGS_AT = 16, 20, 28
+_DATA_START_AT, _TARGET_COUNT_AT, _OPEN_COUNT_AT, _FLAGS_AT = 16, 20, 24, 28
 # struct dm_name_list: dev, next; the name follows.
 _NAME = struct.Struct("=Q I")
 # struct dm_target_spec: sector_start, length, status, next, target_type; the line follows.
@@ -228,13 +228,21 @@ class DeviceMapper:
 
     def is_suspended(self, name: str) -> bool:
         """Whether a device is suspended; not where there is none."""
+        return bool(self._look(name, _FLAGS_AT) & _SUSPENDED)
+
+    def is_open(self, name: str) -> bool:
+        """Whether something has a device open, or is made of it; not where there is none."""
+        return self._look(name, _OPEN_COUNT_AT) > 0
+
+    def _look(self, name: str, at: int) -> int:
+        """A number of what device-mapper says of a device; 0 where there is none."""
+        buffer = _request(_HEADER.size, 0, name, 0)
         try:
             with self._opened() as control:
-                buffer = _request(_HEADER.size, 0, name, 0)
                 self._ioctl(control, _DEVICE_STATUS, buffer)
         except OSError:
-            return False
-        return bool(_number(buffer, _FLAGS_AT) & _SUSPENDED)
+            return 0
+        return _number(buffer, at)
 
     def _set_flow(self, name: str, flags: int) -> None:
         with self._opened() as control:

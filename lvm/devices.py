@@ -64,6 +64,10 @@ class Devices(Protocol):
         """Whether an active volume is suspended."""
         ...
 
+    def is_open(self, group: str, name: str) -> bool:
+        """Whether something has an active volume open."""
+        ...
+
 
 class KernelDevices:
     """The real `Devices`."""
@@ -105,6 +109,10 @@ class KernelDevices:
     def is_suspended(self, group: str, name: str) -> bool:
         """Whether an active volume is suspended. One ioctl."""
         return self._mapper.is_suspended(names.device(group, name))
+
+    def is_open(self, group: str, name: str) -> bool:
+        """Whether something has an active volume open. One ioctl."""
+        return self._mapper.is_open(names.device(group, name))
 
     def _by_node(self, dm_name: str) -> Device | None:
         """Through the node that udev, or lvm2 where there is no udev, made in /dev/mapper."""

@@ -1,7 +1,7 @@
 """What can go wrong with LVM. The one file that understands lvm2's messages."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 
 class LvmError(Exception):
@@ -16,12 +16,45 @@ class ProgramMissing(LvmError):
         self.program = program
 
 
-class CommandTimedOut(LvmError):
+class OutcomeUnknown(LvmError):
+    """Whether lvm2 did what it was told is not known: a fresh report says."""
+
+
+class CommandTimedOut(OutcomeUnknown):
     """The caller's time was over before the command ended."""
 
     def __init__(self, words: Sequence[str], seconds: float) -> None:
         super().__init__(f"no time left for {' '.join(words[:3])} (ended after {seconds:.1f} s)")
         self.words = tuple(words)
+
+
+class CommandStuck(CommandTimedOut):
+    """The same, and it has not ended though it was told to: `ended` tells whether it has by now."""
+
+    def __init__(self, words: Sequence[str], seconds: float, ended: Callable[[], bool]) -> None:
+        super().__init__(words, seconds)
+        self.ended = ended
+
+
+class SessionLost(OutcomeUnknown):
+    """The shell that was told a command did not live to answer, or its answer is no answer."""
+
+    def __init__(self, words: Sequence[str], problem: str) -> None:
+        super().__init__(
+            f"it is not known whether {' '.join(words[:2])} was done: of lvm2's shell, {problem};"
+            " call again, and what is there is looked at first"
+        )
+        self.words = tuple(words)
+
+
+class StillRunning(LvmError):
+    """A command whose time is over has not ended, and nothing is changed beside it."""
+
+    def __init__(self, subcommand: str, seconds: float) -> None:
+        super().__init__(
+            f"{subcommand} was told to end {seconds:.0f} s ago and still runs; until it has"
+            " ended nothing else is changed: see `dmesg` for a disk that does not answer"
+        )
 
 
 class CommandFailed(LvmError):

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -9,7 +10,11 @@ from lvm import errors
 from lvm.command import Run
 
 _UDEV_CONTROL = Path("/run/udev/control")
-_ARCHIVES = "etc/lvm"
+_LVM = "etc/lvm"
+DEVICES_FILE = "etc/lvm/devices/system.devices"
+_USE_DEVICES_FILE = re.compile(r"^[^#\n]*\buse_devicesfile\s*=\s*(\d)", re.M)
+# The UUID of a physical volume as the file has it: without dashes.
+_LISTED = re.compile(r"^[^#\n]*\bPVID=(\w{32})", re.M)
 
 # "  LVM version:     2.03.16(2) (2022-05-18)"
 _VERSION = re.compile(r"LVM version:\s*(\d+)\.(\d+)\.(\d+)")
@@ -33,29 +38,83 @@ def without_archives(root: Path) -> tuple[str, ...]:
     archive volume group metadata"). `root` is where lvm2's own root directory is seen.
     """
     try:
-        is_read_only = os.statvfs(root / _ARCHIVES).f_flag & os.ST_RDONLY
+        is_read_only = os.statvfs(root / _LVM).f_flag & os.ST_RDONLY
     except OSError:
         return ()
     return ("backup/archive=0", "backup/backup=0") if is_read_only else ()
 
 
-@dataclass(frozen=True)
+def has_devices_file(root: Path) -> bool:
+    """Whether the node lists the devices that lvm2 may use (lvmdevices(8))."""
+    return (root / DEVICES_FILE).exists()
+
+
+def with_devices_file(root: Path) -> tuple[str, ...]:
+    """lvm.conf(5) settings for an lvm2 that works with a node's /etc/lvm, which may be another's.
+
+    Whether a devices file counts where lvm.conf is silent was decided when lvm2 was built: it does
+    in the RHEL family, and does not in Debian, of which the image is. Where there is one, and it is
+    not switched off, it counts.
+    """
+    if not has_devices_file(root) or _said_of_devices_file(root) is not None:
+        return ()
+    return ("devices/use_devicesfile=1",)
+
+
+def listed_disks(root: Path) -> frozenset[str] | None:
+    """The UUIDs, without dashes, of the disks that a node's devices file lists.
+
+    None where there is no such file, or it is switched off: then no disk is left out.
+    """
+    if not has_devices_file(root) or _said_of_devices_file(root) == "0":
+        return None
+    return frozenset(_LISTED.findall((root / DEVICES_FILE).read_text()))
+
+
+def _said_of_devices_file(root: Path) -> str | None:
+    """Whether it counts, as lvm.conf(5) has it; None where that says nothing."""
+    for name in ("lvmlocal.conf", "lvm.conf"):
+        try:
+            said = _USE_DEVICES_FILE.search((root / _LVM / name).read_text())
+        except OSError:
+            continue
+        if said is not None:
+            return said[1]
+    return None
+
+
+# What nsenter(1), as a shell, ends with where there is no such program.
+_NOT_FOUND = 127
+
+
+@dataclass
 class Lvm:
     """lvm2 as this process calls it.
 
     `devices` confines every command to those block devices, so that no other group is ever seen;
-    empty leaves that to lvm.conf(5). `settings` are lvm.conf(5) settings for every command.
+    empty leaves that to lvm.conf(5). `settings` are lvm.conf(5) settings for every command. `root`
+    is where lvm2's own root directory is seen. They are filled in where they are not known from the
+    beginning.
     """
 
     run: Run
     devices: tuple[str, ...] = ()
     settings: tuple[str, ...] = field(default_factory=without_udev)
+    root: Path | None = None
 
-    def __call__(self, subcommand: str, *words: str) -> str:
-        """Run one lvm2 command and return what it printed; raises CommandFailed."""
+    def __call__(self, subcommand: str, *words: str, settings: Sequence[str] = ()) -> str:
+        """Run one lvm2 command and return what it printed; `settings` are for this one only.
+
+        Raises CommandFailed, ProgramMissing.
+        """
         confined = ["--devices", ",".join(self.devices)] if self.devices else []
-        settings = ["--config", " ".join(self.settings)] if self.settings else []
-        result = self.run("lvm", subcommand, *confined, *settings, *words)
+        # Each key once: which of two counts is nowhere promised.
+        chosen = dict(one.split("=", 1) for one in (*self.settings, *settings))
+        told = " ".join(f"{key}={value}" for key, value in chosen.items())
+        configured = ["--config", told] if told else []
+        result = self.run("lvm", subcommand, *confined, *configured, *words)
+        if result.exit_code == _NOT_FOUND:
+            raise errors.ProgramMissing("lvm")
         if result.exit_code != 0:
             raise errors.classify(("lvm", subcommand), result.exit_code, result.stderr)
         return result.stdout

@@ -8,8 +8,9 @@ means many things.
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from lvm import errors
@@ -124,9 +125,19 @@ class Group:
 
     def copy_on_write_of(self, origin: str) -> list[LogicalVolume]:
         """The copy-on-write snapshots of a volume. Without it they are nothing."""
-        return [
-            one for one in self.volumes.values() if one.is_copy_on_write and one.origin == origin
-        ]
+        return [one for one in self.made_of(origin) if one.is_copy_on_write]
+
+    def made_of(self, origin: str) -> Sequence[LogicalVolume]:
+        """The snapshots of a volume, those that share a pool with it too."""
+        return self._by_origin.get(origin, ())
+
+    @cached_property
+    def _by_origin(self) -> Mapping[str, list[LogicalVolume]]:
+        found: defaultdict[str, list[LogicalVolume]] = defaultdict(list)
+        for one in self.volumes.values():
+            if one.origin:
+                found[one.origin].append(one)
+        return found
 
     def only(self, *names: str) -> "Group":
         """The same with these of its volumes: what can be kept for long, and by many."""
@@ -169,6 +180,22 @@ _COLUMNS = {
     "seg": "lv_name,seg_start,seg_pe_ranges",
 }
 
+# What of lvm.conf(5) changes the rows of a JSON report with columns that are named: which of them
+# are there (compact), what stands for yes and no, around a part of a volume, and between tags
+# (tools/reporter.c, lib/report/report.c). As lvm2 has it where lvm.conf says nothing.
+_SETTINGS = (
+    "report/compact_output=0",
+    'report/compact_output_cols=""',
+    "report/binary_values_as_numeric=0",
+    "report/mark_hidden_devices=1",
+    'report/list_item_separator=","',
+    "report/buffered=1",
+    "report/columns_as_rows=0",
+    "report/prefixes=0",
+    "report/two_word_unknown_device=0",
+    "log/report_command_log=0",
+)
+
 # Whether the copy-on-write snapshot whose area begins on a disk, so many bytes in, is lost.
 Overflowed = Callable[[str, int], bool | None]
 
@@ -182,7 +209,7 @@ def read(lvm: Lvm, overflowed: Overflowed = lambda _disk, _offset_bytes: None) -
     for part, columns in _COLUMNS.items():
         words += ["--configreport", part, "--options", columns]
     try:
-        document = json.loads(lvm("fullreport", *words))
+        document = json.loads(lvm("fullreport", *words, settings=_SETTINGS))
         parts = document["report"]
         groups = [_group(part, overflowed) for part in parts if part.get("vg")]
         # Disks in no group are a part of their own, which has only "pv" and "pvseg". Where a label

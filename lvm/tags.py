@@ -1,13 +1,17 @@
 """Carver's facts about a volume, as LVM tags: `carver.<key>=<value>`."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import lru_cache
+from types import MappingProxyType
 
 PREFIX = "carver."
 
 # lvm(8): a tag is made of these and has at most 1024 characters.
 MAXIMUM_LENGTH = 1024
 _PLAIN = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_+.-/=!:#")
+# Those of each volume are asked for in each call, and change seldom.
+_KEPT = 10_000
 _ESCAPE = re.compile(r"&([0-9a-f]{2})")
 
 
@@ -18,8 +22,11 @@ def escape(text: str) -> str:
 
 def unescape(text: str) -> str:
     """The inverse of `escape`."""
+    if "&" not in text and text.isascii():
+        return text
     raw = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
-    return raw.encode("latin-1").decode()
+    # What others wrote there is no text perhaps; it is nobody's fact then, and breaks no report.
+    return raw.encode("latin-1", "replace").decode(errors="replace")
 
 
 def fits(key: str, value: str) -> bool:
@@ -42,11 +49,12 @@ def words(option: str, facts: Mapping[str, str]) -> list[str]:
     return [word for tag in encode(facts) for word in (option, tag)]
 
 
-def decode(tags: Iterable[str]) -> dict[str, str]:
+@lru_cache(_KEPT)
+def decode(tags: frozenset[str]) -> Mapping[str, str]:
     """The facts among a volume's tags; tags of others are left out."""
     facts = {}
     for tag in tags:
         key, separator, value = tag.removeprefix(PREFIX).partition("=")
         if tag.startswith(PREFIX) and separator:
             facts[unescape(key)] = unescape(value)
-    return facts
+    return MappingProxyType(facts)

@@ -1,12 +1,14 @@
 """Logical volumes: made, activated, marked, grown and removed, one lvm2 command each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lvm import tags
 from lvm.layout import LINEAR, Layout
 from lvm.lvm2 import Lvm
 from lvm.tuning import AS_IT_IS, Tuning
+
+NO_FACTS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -55,9 +57,13 @@ def create(
     )
 
 
-def activate(lvm: Lvm, group: str, name: str) -> None:
-    """Give the volume its device (lvchange(8)), even where activation is set to be skipped."""
-    lvm("lvchange", "--activate", "y", "--ignoreactivationskip", "--", f"{group}/{name}")
+def activate(lvm: Lvm, group: str, name: str, *, partial: bool = False) -> None:
+    """Give the volume its device (lvchange(8)), even where activation is set to be skipped.
+
+    With `partial` also where disks are missing: reads and writes of what is there fail (EIO).
+    """
+    mode = ("--activationmode", "partial") if partial else ()
+    lvm("lvchange", "--activate", "y", "--ignoreactivationskip", *mode, "--", f"{group}/{name}")
 
 
 def deactivate(lvm: Lvm, group: str, name: str) -> None:
@@ -81,6 +87,22 @@ def mark(
     """Replace facts in one metadata write: all of them change, or none (lvchange(8))."""
     changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
     lvm("lvchange", *changes, "--", f"{group}/{name}")
+
+
+def mark_all(
+    lvm: Lvm,
+    named: Iterable[tuple[str, str]],
+    *,
+    old: Mapping[str, str] = NO_FACTS,
+    new: Mapping[str, str] = NO_FACTS,
+) -> None:
+    """Replace facts of several volumes, each a group's name and its own (lvchange(8)).
+
+    One command; killed, it has changed some of them, and others not. What one has not, or has
+    already, is no error.
+    """
+    changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
+    lvm("lvchange", *changes, "--", *(f"{group}/{name}" for group, name in named))
 
 
 def extend(lvm: Lvm, group: str, name: str, *, size_bytes: int, disks: Sequence[str] = ()) -> None:

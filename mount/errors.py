@@ -1,6 +1,6 @@
 """What can go wrong with file systems and mounts. Each error carries its data and says what to do.
 
-Nothing here knows of gRPC: agent/status.py maps these classes to codes.
+Nothing here knows of gRPC: agent/codes.py maps these classes to codes.
 """
 
 from collections.abc import Sequence
@@ -188,6 +188,20 @@ class MountConflict(MountError):
         super().__init__(f"{path} is already mounted {found}, asked for {wanted}; unmount it first")
 
 
+class OtherContext(MountError):
+    """A file system is mounted with another SELinux context, and has one for all of its mounts."""
+
+    def __init__(self, path: str, found: str, wanted: str) -> None:
+        self.path = path
+        self.found = found
+        self.wanted = wanted
+        super().__init__(
+            f"the file system is mounted at {path} with {_context(found)}, asked for"
+            f" {_context(wanted)}; it has one for all of its mounts: unpublish and unstage it"
+            " everywhere first"
+        )
+
+
 class NotMounted(MountError):
     """Nothing is mounted at a path where something is expected."""
 
@@ -259,6 +273,10 @@ class LoopFailed(MountError):
         self.path = path
         self.why = why
         super().__init__(f"loop device for {path}: {why}; look with `losetup --list`")
+
+
+def _context(context: str) -> str:
+    return f"the SELinux context {context}" if context else "no SELinux context"
 
 
 def _short(text: str) -> str:

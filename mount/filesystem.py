@@ -154,11 +154,37 @@ def known(fs_type: str) -> FileSystem:
         raise errors.UnsupportedFileSystem(fs_type, tuple(FILE_SYSTEMS)) from None
 
 
-def probe(run: Run, device: str) -> Signature | None:
+def probe(run: Run, device: str, kernel: Kernel | None = None) -> Signature | None:
     """What the device itself holds, None if it is blank. Raises ProbeFailed when that is unsure.
 
-    The superblocks are read, never udev's database, which is stale or absent at times.
+    The superblocks are read, never udev's database, which is stale or absent at times: in this
+    process where a `kernel` is given and has libblkid, else by a program.
     """
+    tags = None if kernel is None else _found(kernel, device)
+    if tags is None:
+        tags = _told(run, device)
+    uuid, label = tags.get("UUID", ""), tags.get("LABEL", "")
+    if "TYPE" in tags:
+        return Signature(tags["TYPE"], tags.get("USAGE", "unknown"), uuid, label)
+    if "PTTYPE" in tags:
+        return Signature(tags["PTTYPE"], "partition table", tags.get("PTUUID", ""))
+    if unknown := {"USAGE", "UUID", "LABEL"} & tags.keys():
+        raise errors.ProbeFailed(device, f"blkid tells {', '.join(sorted(unknown))} but no type")
+    return None
+
+
+def _found(kernel: Kernel, device: str) -> Mapping[str, str] | None:
+    """What blkid's library tells, None where that is missing."""
+    try:
+        return kernel.signatures(device)
+    except OSError as error:
+        if error.errno == errno.ENOSYS:
+            return None
+        raise errors.ProbeFailed(device, str(error.strerror)) from error
+
+
+def _told(run: Run, device: str) -> Mapping[str, str]:
+    """What blkid tells."""
     # blkid -p alone answers 2 and nothing else for a blank device, a missing one and one that
     # cannot be read alike. With --info it answers 0 and the device's I/O limits, but only once it
     # has opened and read the device: that is what proves a blank one blank (seen on 2.38).
@@ -170,14 +196,7 @@ def probe(run: Run, device: str) -> Signature | None:
     if result.exit_code != 0 or "MINIMUM_IO_SIZE" not in tags:
         why = result.stderr.strip() or "it is missing, or it cannot be read"
         raise errors.ProbeFailed(device, f"{why} (blkid: exit {result.exit_code})")
-    uuid, label = tags.get("UUID", ""), tags.get("LABEL", "")
-    if "TYPE" in tags:
-        return Signature(tags["TYPE"], tags.get("USAGE", "unknown"), uuid, label)
-    if "PTTYPE" in tags:
-        return Signature(tags["PTTYPE"], "partition table", tags.get("PTUUID", ""))
-    if unknown := {"USAGE", "UUID", "LABEL"} & tags.keys():
-        raise errors.ProbeFailed(device, f"blkid tells {', '.join(sorted(unknown))} but no type")
-    return None
+    return tags
 
 
 def make(run: Run, device: str, fs_type: str, options: Sequence[str] = ()) -> None:

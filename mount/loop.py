@@ -8,11 +8,15 @@ import errno
 import os
 import stat
 import time
+from collections.abc import Iterator
 
 from mount import errors
 from mount.syscalls import Kernel, LoopStatus
 from mount.table import DeviceNumber
 
+# What tells our read-only devices from everyone else's: lo_file_name is free text, which the kernel
+# tells back for as long as the device is attached, also to the next process.
+_MARK = "carver:"
 _ATTEMPTS = 16
 _PATIENCE_SECONDS = 3
 _LOOKS_A_SECOND = 50
@@ -32,34 +36,44 @@ def find(kernel: Kernel, file: str) -> str | None:
 
 
 def over(kernel: Kernel, number: DeviceNumber) -> tuple[str, ...]:
-    """The read-only loop devices attached to the block device (major, minor).
+    """Carver's read-only loop devices over the block device (major, minor).
 
-    A writable one is not of Carver's making: whoever has it keeps it.
+    All others belong to whoever made them: kubelet has one of its own over each device that a pod
+    uses, which nobody reads by; it keeps the device from going away (volume_path_handler_linux.go).
     """
-    wanted = os.makedev(*number)
-    attached = ((device, _status(kernel, device)) for device in kernel.loop_devices())
-    return tuple(
-        device
-        for device, status in attached
-        if status and status.read_only and status.backing_device == wanted
-    )
+    return tuple(device for device, _ in _own(kernel, number))
 
 
-def attach(kernel: Kernel, file: str, read_only: bool = False) -> str:
+def attach(kernel: Kernel, file: str) -> str:
     """The path of a loop device on `file`; the one that is there already, or a new one.
 
     Direct I/O is used where the file's file system can do it. Raises LoopFailed.
     """
     if device := find(kernel, file):
-        return _checked(kernel, file, device, read_only)
-    device = _configure(kernel, file, read_only)
+        return _writable(kernel, file, device)
+    device = _configure(kernel, file, read_only=False, name=file)
     # Another process may have attached the same file between our look and now. Two devices on one
     # file corrupt it, so the lower number stays, and both sides find the same one.
     first = find(kernel, file)
     if first is not None and first != device:
         detach(kernel, device)
-        return _checked(kernel, file, first, read_only)
+        return _writable(kernel, file, first)
     return device
+
+
+def attach_read_only(kernel: Kernel, device: str) -> str:
+    """The path of Carver's read-only loop device over a block device; one there is, or a new one.
+
+    One call at a time asks for a device. Raises LoopFailed.
+    """
+    try:
+        number = kernel.device_number(device)
+    except OSError as error:
+        raise errors.LoopFailed(device, str(error.strerror)) from error
+    for one, status in _own(kernel, number):
+        if not status.leaving:
+            return one
+    return _configure(kernel, device, read_only=True, name=_MARK + device)
 
 
 def detach(kernel: Kernel, device: str) -> None:
@@ -91,6 +105,17 @@ def grow(kernel: Kernel, device: str) -> None:
         raise errors.LoopFailed(device, str(error.strerror)) from error
 
 
+def _own(kernel: Kernel, number: DeviceNumber) -> Iterator[tuple[str, LoopStatus]]:
+    """Carver's read-only loop devices over a block device, in their order."""
+    wanted = os.makedev(*number)
+    for device in kernel.loop_devices():
+        status = _status(kernel, device)
+        if status is None or status.backing_device != wanted:
+            continue
+        if status.read_only and status.name.startswith(_MARK):
+            yield device, status
+
+
 def _is_on(status: LoopStatus, file: os.stat_result) -> bool:
     if stat.S_ISBLK(file.st_mode):
         return status.backing_device == file.st_rdev
@@ -107,20 +132,20 @@ def _status(kernel: Kernel, device: str) -> LoopStatus | None:
         raise errors.LoopFailed(device, str(error.strerror)) from error
 
 
-def _checked(kernel: Kernel, file: str, device: str, read_only: bool) -> str:
+def _writable(kernel: Kernel, file: str, device: str) -> str:
     status = _status(kernel, device)
-    if status is None or status.read_only != read_only:
-        found = "detached meanwhile" if status is None else "attached with other access"
+    if status is None or status.read_only:
+        found = "detached meanwhile" if status is None else "attached read-only"
         raise errors.LoopFailed(file, f"{device} is {found}; detach it first, then try again")
     return device
 
 
-def _configure(kernel: Kernel, file: str, read_only: bool) -> str:
+def _configure(kernel: Kernel, file: str, *, read_only: bool, name: str) -> str:
     direct_io = True
     for _ in range(_ATTEMPTS):
         try:
             device = kernel.loop_free()
-            kernel.loop_configure(device, file, read_only=read_only, direct_io=direct_io)
+            kernel.loop_configure(device, file, read_only=read_only, direct_io=direct_io, name=name)
         except OSError as error:
             if error.errno == errno.EBUSY:
                 continue  # someone else took the free one

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence, Set
 from contextlib import contextmanager
 
 from mount import errors, filesystem, table, target, users
-from mount.options import Options
+from mount.options import CONTEXT, Options, is_same_context
 from mount.syscalls import Kernel
 from mount.table import DeviceNumber, Mount
 
@@ -31,18 +31,28 @@ def ensure_mounted(
 ) -> None:
     """Have the file system on `device` mounted at the directory `path`.
 
-    Raises Busy, Damaged, DeviceMissing, ForeignMount, MountConflict, MountFailed,
-    UnsupportedFileSystem.
+    Raises BadOption, Busy, Damaged, DeviceMissing, ForeignMount, MountConflict, MountFailed,
+    OtherContext, UnsupportedFileSystem.
     """
     known = filesystem.known(fs_type)
     number = device_number(kernel, device)
     attributes = options.attributes | ({"ro"} if read_only else set())
     wanted = _words(attributes, {"relatime"})
-    if _is_mounted(table.read(kernel), path, number, wanted):
+    before = table.read(kernel)
+    if _is_mounted(before, path, number, wanted):
+        _check_context(before.at(path)[-1], options.context)
         return
+    # The kernel answers EINVAL, and no more, to another context, and to any without SELinux.
+    for other in before.of_device(number):
+        _require_context(other, options.context)
+    if options.context and not kernel.has_selinux():
+        raise errors.BadOption(
+            f"{CONTEXT}{options.context}", "is for SELinux, which is off on this node"
+        )
     # A read-only mount of a superblock that writes (log recovery, atime) would not be read-only.
     flags = options.superblock | ({"ro"} if "ro" in attributes else set())
-    parameters = (*sorted(flags), *options.data)
+    context = [f"{CONTEXT}{options.context}"] if options.context else []
+    parameters = (*sorted(flags), *options.data, *context)
     try:
         with target.unchanged(path):
             _mount(kernel, device, path, fs_type, attributes, parameters, known.duplicate_data)
@@ -65,8 +75,8 @@ def ensure_bound(
     """Have `source`, a directory or a block device node, appear at `path` as well.
 
     `source` is a place, too. A read-only bind is read-only from its first moment. It is never
-    stacked on another: the same one is left alone. Raises NotMounted, ForeignMount,
-    MountConflict, MountFailed.
+    stacked on another: the same one is left alone. A context is the file system's; it is compared
+    where one is given. Raises NotMounted, ForeignMount, MountConflict, MountFailed, OtherContext.
     """
     before = table.read(kernel)
     holder = before.holding(source)
@@ -76,7 +86,11 @@ def ensure_bound(
     wanted = _words(attributes, frozenset(holder.options))
     root = _root_of(holder, source)
     if _is_bound(kernel, before, path, source, holder, root, wanted):
+        if options.context:
+            _check_context(before.at(path)[-1], options.context)
         return
+    if options.context:
+        _require_context(holder, options.context)
     try:
         with target.unchanged(path):
             kernel.bind(source, path, attributes)
@@ -227,6 +241,19 @@ def _check_words(mount: Mount, wanted: Set[str]) -> None:
     found = set(mount.options) | ({"ro"} if mount.read_only else set())
     if ("ro" in found, found & _COMPARED) != ("ro" in wanted, wanted & _COMPARED):
         raise errors.MountConflict(mount.path, _shown(found), _shown(wanted))
+
+
+def _check_context(mount: Mount, context: str) -> None:
+    if not is_same_context(mount.context, context):
+        raise errors.MountConflict(
+            mount.path, f"with {CONTEXT}{mount.context}", f"{CONTEXT}{context}"
+        )
+
+
+def _require_context(mount: Mount, context: str) -> None:
+    """Raise OtherContext where a mounted file system has another SELinux context, or none."""
+    if not is_same_context(mount.context, context):
+        raise errors.OtherContext(mount.path, mount.context, context)
 
 
 def _shown(words: Set[str]) -> str:

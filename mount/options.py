@@ -1,9 +1,9 @@
 """Mount options: the words a user may ask for, and where in the kernel each of them belongs.
 
-An option is an attribute of one mount (noexec), a flag of the superblock (lazytime), or the file
-system's own (discard, commit=30). Only what is listed here is let through: options that name a
-device or file, stop the node (errors=panic), or change what a mount is (bind, remount, propagation)
-are left out on purpose.
+An option is an attribute of one mount (noexec), a flag of the superblock (lazytime), the file
+system's own (discard, commit=30), or the SELinux context of all that is in it (context=). Only what
+is listed here is let through: options that name a device or file, stop the node (errors=panic), or
+change what a mount is (bind, remount, propagation) are left out on purpose.
 """
 
 import re
@@ -67,28 +67,40 @@ FILE_SYSTEM_DATA = {
 
 _WORD = re.compile(r"[a-z][a-z0-9_-]*(=[A-Za-z0-9_.:+-]+)?")
 
+CONTEXT = "context="
+# user:role:type and, where the policy has levels, a range of them: s0:c1,c2 or s0-s0:c0.c1023.
+_CATEGORIES = r"(?::c\d{1,4}(?:[.,]c\d{1,4})*)?"
+_LEVEL = rf"s\d{{1,4}}{_CATEGORIES}"
+_CONTEXT = re.compile(rf"([\w.-]+:[\w.-]+:[\w.-]+)(?::({_LEVEL})(?:-({_LEVEL}))?)?", re.ASCII)
+
 
 @dataclass(frozen=True)
 class Options:
-    """Mount options by where they belong. `data` keeps the user's order."""
+    """Mount options by where they belong. `data` keeps the user's order; `context` is unquoted."""
 
     attributes: frozenset[str] = frozenset()
     superblock: frozenset[str] = frozenset()
     data: tuple[str, ...] = ()
+    context: str = ""
 
 
 def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
     """The options in CSI mount_flags, each an option or several with commas between.
 
+    Commas within double quotes are no such commas: kubelet quotes the context, whose level may have
+    some (AddSELinuxMountOption in pkg/volume/util/selinux.go), as mount(8) wants it.
+
     `fs_type` says whose own options are allowed, None those of every file system we know. Raises
     BadOption for what is unknown, contradictory or not well formed, UnsupportedFileSystem.
     """
-    words = tuple(dict.fromkeys(_checked(word) for flag in flags for word in flag.split(",")))
+    words = tuple(dict.fromkeys(_checked(word) for flag in flags for word in _split(flag)))
     _refuse_contradictions(words)
     allowed = _allowed_data(fs_type)
-    attributes, superblock, data = set(), set(), []
+    attributes, superblock, data, context = set(), set(), [], ""
     for word in words:
-        if word in ATTRIBUTES:
+        if word.startswith(CONTEXT):
+            context = word.removeprefix(CONTEXT)
+        elif word in ATTRIBUTES:
             attributes.add(word)
         elif word in SUPERBLOCK:
             superblock.add(word)
@@ -96,10 +108,56 @@ def parse(flags: Sequence[str], fs_type: str | None = None) -> Options:
             data.append(word)
         elif word not in _DEFAULTS:
             raise errors.BadOption(word, f"is not known or not allowed; {_what_is(allowed)}")
-    return Options(frozenset(attributes), frozenset(superblock), tuple(data))
+    return Options(frozenset(attributes), frozenset(superblock), tuple(data), context)
+
+
+def is_same_context(one: str, other: str) -> bool:
+    """Whether two contexts are one, however their categories are written.
+
+    The kernel tells c3,c1,c2 back as c1.c3 (mls_sid_to_context in security/selinux/ss/mls.c). An
+    alias of a type is another name, which only the policy knows.
+    """
+    return _meaning(one) == _meaning(other)
+
+
+def _meaning(context: str) -> tuple[object, ...]:
+    match = _CONTEXT.fullmatch(context)
+    if match is None:
+        return (context,)
+    who, low, high = match.groups()
+    return (who, _level(low), _level(high or low))
+
+
+def _level(text: str | None) -> tuple[str, frozenset[int]] | None:
+    if text is None:
+        return None
+    sensitivity, _, categories = text.partition(":")
+    found: set[int] = set()
+    for one in filter(None, categories.split(",")):
+        numbers = [int(word.removeprefix("c")) for word in one.split(".")]
+        found.update(range(numbers[0], numbers[-1] + 1))
+    return sensitivity, frozenset(found)
+
+
+def _split(flag: str) -> list[str]:
+    words, quoted = [""], False
+    for character in flag:
+        quoted ^= character == '"'
+        if character == "," and not quoted:
+            words.append("")
+        else:
+            words[-1] += character
+    return words
 
 
 def _checked(word: str) -> str:
+    if word.startswith(CONTEXT):
+        context = word.removeprefix(CONTEXT)
+        if len(context) > 1 and context[0] == context[-1] == '"':
+            context = context[1:-1]
+        if not _CONTEXT.fullmatch(context):
+            raise errors.BadOption(word, 'is not of the form context="user:role:type:level"')
+        return CONTEXT + context
     if not _WORD.fullmatch(word):
         raise errors.BadOption(word, "is not of the form name or name=value")
     return word
@@ -132,4 +190,4 @@ def _allowed_data(fs_type: str | None) -> frozenset[str]:
 
 
 def _what_is(allowed: frozenset[str]) -> str:
-    return f"allowed are {', '.join((*ATTRIBUTES, *SUPERBLOCK, *sorted(allowed)))}"
+    return f"allowed are {', '.join((*ATTRIBUTES, *SUPERBLOCK, CONTEXT, *sorted(allowed)))}"

@@ -1,4 +1,4 @@
-"""The kernel's mount, block and loop operations. The only module in this package with ctypes.
+"""The kernel's mount, block and loop operations.
 
 `Kernel` is the seam to the kernel: every method is one operation, starts no process, and raises
 OSError with the kernel's errno and the paths. Tests put a stateful fake in its place, and a switch
@@ -18,13 +18,16 @@ import re
 import stat
 import struct
 import time
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from mount import libblkid
+
 _SWAPS = Path("/proc/swaps")
+_FILE_SYSTEMS = Path("/proc/filesystems")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
@@ -115,7 +118,8 @@ class LoopStatus:
     """What a loop device is attached to: st_dev, st_ino and st_rdev of the backing file.
 
     `backing_device` is not zero where the backing file is a block device itself. `leaving` says
-    that it is detached as soon as its last user closes it.
+    that it is detached as soon as its last user closes it. `name` is whatever whoever attached it
+    called it, up to 63 bytes.
     """
 
     device: int
@@ -124,6 +128,7 @@ class LoopStatus:
     read_only: bool
     direct_io: bool
     leaving: bool = False
+    name: str = ""
 
 
 class Kernel:
@@ -207,6 +212,10 @@ class Kernel:
             # No size of attributes, no descriptor: what is there answers something else.
             return error.errno != errno.ENOSYS
         return True
+
+    def has_selinux(self) -> bool:
+        """Whether SELinux is on: without it no such file system is known (init_sel_fs)."""
+        return "selinuxfs" in _FILE_SYSTEMS.read_text().split()
 
     def mount(
         self,
@@ -348,11 +357,26 @@ class Kernel:
                     return True
         return False
 
+    def signatures(self, device: str) -> Mapping[str, str]:
+        """What the device itself bears, as libblkid finds it there (libblkid.signatures)."""
+        return libblkid.signatures(device)
+
     def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         """BLKZEROOUT: the range reads as zeroes afterwards. EBUSY while mounted or held."""
         descriptor = _open_exclusively(device)
         with _closing(descriptor):
             _zero_out(descriptor, device, offset_bytes, length_bytes)
+
+    def flush(self, device: str) -> None:
+        """fsync(2): what was written or zeroed stays so when the power fails.
+
+        BLKZEROOUT returns while that may be in the disk's volatile cache, or, under a loop device,
+        in the memory of the file's own file system.
+        """
+        # Not to write by: its close would have udev look at the device once more.
+        descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+        with _closing(descriptor):
+            os.fsync(descriptor)
 
     def read(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
         """pread(2) of a part of a block device."""
@@ -412,12 +436,14 @@ class Kernel:
         with _closing(control):
             return f"/dev/loop{fcntl.ioctl(control, _LOOP_CTL_GET_FREE)}"
 
-    def loop_configure(self, device: str, file: str, *, read_only: bool, direct_io: bool) -> None:
+    def loop_configure(
+        self, device: str, file: str, *, read_only: bool, direct_io: bool, name: str
+    ) -> None:
         """LOOP_CONFIGURE: attach `file` to the loop device. EBUSY if another was faster."""
         mode = os.O_RDONLY if read_only else os.O_RDWR
         flags = read_only * _LO_FLAGS_READ_ONLY | direct_io * _LO_FLAGS_DIRECT_IO
-        name = os.fsencode(file)[:63]
-        info = _LOOP_INFO.pack(0, 0, 0, 0, 0, 0, 0, 0, flags, name, b"", b"", 0, 0)
+        called = os.fsencode(name)[:63]
+        info = _LOOP_INFO.pack(0, 0, 0, 0, 0, 0, 0, 0, flags, called, b"", b"", 0, 0)
         backing = os.open(file, mode | os.O_CLOEXEC)
         with _closing(backing):
             _ioctl(device, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(backing, 0, info), mode)
@@ -432,6 +458,7 @@ class Kernel:
             read_only=bool(fields[8] & _LO_FLAGS_READ_ONLY),
             direct_io=bool(fields[8] & _LO_FLAGS_DIRECT_IO),
             leaving=bool(fields[8] & _LO_FLAGS_AUTOCLEAR),
+            name=os.fsdecode(fields[9].rstrip(b"\0")),
         )
 
     def loop_clear(self, device: str) -> None:
@@ -496,7 +523,7 @@ class Kernel:
         flags = _flags(attributes)
         for parameter in parameters:
             flags |= _SUPERBLOCK_MS.get(parameter, 0)
-        data = ",".join(word for word in parameters if word not in _SUPERBLOCK_MS)
+        data = ",".join(_quoted(word) for word in parameters if word not in _SUPERBLOCK_MS)
         with self._at(path) as place:
             _mount_2(device, _descriptor(place), fs_type, flags, data)
 
@@ -597,6 +624,12 @@ def _zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int
             fcntl.ioctl(descriptor, _BLKZEROOUT, bytearray(span))
         except OSError as error:
             raise OSError(error.errno, error.strerror, device) from error
+
+
+def _quoted(parameter: str) -> str:
+    """A parameter as mount(2) takes it among others: quotes where its value has commas."""
+    name, equals, value = parameter.partition("=")
+    return f'{name}{equals}"{value}"' if "," in value else parameter
 
 
 def _number(name: str) -> int:

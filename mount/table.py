@@ -12,6 +12,7 @@ DeviceNumber = tuple[int, int]
 # How d_path(9) ends for what was unlinked.
 _DELETED = "//deleted"
 
+_CONTEXT = re.compile(r'(?:^|,)context=(?:"([^"]*)"|([^,"]*))')
 _OCTAL = re.compile(r"\\([0-3][0-7]{2})")
 
 
@@ -47,6 +48,15 @@ class Mount:
         It still opens whatever has the device's number now, which may be another volume.
         """
         return self.fs_type in {"devtmpfs", "tmpfs"} and self.root.endswith(_DELETED)
+
+    @property
+    def context(self) -> str:
+        """The SELinux context of all that is in the file system; empty where each has its own.
+
+        The kernel quotes one that has commas (show_sid in security/selinux/hooks.c).
+        """
+        found = _CONTEXT.search(",".join(self.super_options))
+        return (found[1] or found[2]) if found else ""
 
     def __str__(self) -> str:
         inside = "" if self.root == "/" else f"[{self.root}]"

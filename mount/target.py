@@ -51,12 +51,16 @@ def resolve(kernel: Kernel, path: str, inside: Sequence[str] = ("/",)) -> str:
     with suppress(OSError):
         if stat.S_ISLNK(kernel.lstat(place).st_mode):
             raise errors.BadPath(path, "is a symbolic link")
-    roots = [kernel.real_path(one).rstrip("/") + "/" for one in inside]
-    if not any(place.startswith(root) for root in roots):
+    if not is_inside(kernel, place, inside):
         raise errors.BadPath(
             path, f"leads out of {' and '.join(inside)}, where mounts may be (kubelet_dir)"
         )
     return place
+
+
+def is_inside(kernel: Kernel, place: str, directories: Sequence[str]) -> bool:
+    """Whether a place lies below one of the directories, which may be links themselves."""
+    return any(place.startswith(kernel.real_path(one).rstrip("/") + "/") for one in directories)
 
 
 @contextmanager

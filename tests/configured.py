@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from agent.config import Config, DeviceClass
+from agent.config.settings import Config, DeviceClass
 
 
 def carver(directory: Path, group: str = "data", **changes: Any) -> Config:
@@ -17,6 +17,7 @@ def carver(directory: Path, group: str = "data", **changes: Any) -> Config:
         "controller_expand": True,
         "max_volumes_per_node": 0,
         "lvm": "direct",
+        "lvm_session": False,
         "devices": (),
         "wipe": "zero",
         "classes": (DeviceClass(name="plain", group=group, default=True),),

@@ -1,10 +1,17 @@
 """What every tier shares."""
 
 # First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
-import agent  # noqa: F401  isort: skip
+import agent  # isort: skip
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from fakes.host import FakeHost
+from real.any import AnyHost
+from real.host import Lab, RealHost, lab, real_host
 
+import agent.locks
 import lvm.command
 
 
@@ -19,6 +26,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="with --real, also the cases that are much like another of their test (chosen.kinds)",
     )
+    parser.addoption(
+        "--sessions",
+        action="store_true",
+        help="say lvm2's commands to a shell that is kept open, on the fakes and on real LVM",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    FakeHost.sessions = RealHost.sessions = config.getoption("--sessions")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -35,6 +51,12 @@ def real(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(autouse=True)
+def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that meets another does not wait, unless a test is about just that."""
+    monkeypatch.setattr(agent.locks, "GRACE_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
 def no_unfaked_commands(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, real: bool
 ) -> None:
@@ -46,3 +68,22 @@ def no_unfaked_commands(
         raise AssertionError(f"an unfaked command: {' '.join(words)}")
 
     monkeypatch.setattr(lvm.command, "_execute", refuse)
+
+
+@pytest.fixture(scope="session")
+def shared_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """What the real tier's tests share."""
+    with lab(tmp_path_factory.getbasetemp()) as made:
+        yield made
+
+
+@pytest.fixture
+def host(request: pytest.FixtureRequest, real: bool, tmp_path: Path) -> Iterator[AnyHost]:
+    """A machine without groups."""
+    directory = tmp_path / "mounts"
+    directory.mkdir()
+    if not real:
+        yield FakeHost(directory)
+        return
+    with real_host(request.getfixturevalue("shared_lab"), directory) as this:
+        yield this

@@ -2,10 +2,10 @@
 
 from fakes.host import FakeHost
 
-from agent import server
-from agent.config import Config
-from agent.host import Host
-from agent.server import Service
+from agent.config.settings import Config
+from agent.engine.host import Host
+from agent.service import server
+from agent.service.server import Service
 
 
 def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
@@ -13,9 +13,9 @@ def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
 
     `wiper` and `copier` are how long a call waits for them, where that is not as usual.
     """
-    running = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
+    running = Service(config, Host(fake.run, fake.kernel, fake.devices, fake.disks), fake.lvm)
     for part, seconds in grace_seconds.items():
         getattr(running, part).grace_seconds = seconds
-    server._resume(running)
+    server.resume(running)
     running.start(config.endpoint)
     return running

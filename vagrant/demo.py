@@ -29,9 +29,9 @@ import agent  # noqa: F401  isort: skip
 
 import grpc
 
-from agent import client
-from agent.config import DEFAULT_SOCKET
-from agent.screen import human
+from agent.cli.terminal import human
+from agent.config.settings import DEFAULT_SOCKET
+from agent.csi import client
 from proto import csi_pb2 as csi
 from vagrant import show, witness
 from vagrant.show import Show, Step
@@ -41,6 +41,7 @@ _MIB = 1 << 20
 _SIZE_BYTES, _GROWN_BYTES, _BLOCK_BYTES = 64 * _MIB, 256 * _MIB, 32 * _MIB
 _DATA_BYTES, _RECORD_BYTES = 8 * _MIB, 4096
 _WIPE_SECONDS = 120
+_START_SECONDS = 60
 # Two pods on one node, one of which may only read.
 _SHARED = client.Mode.SINGLE_NODE_MULTI_WRITER
 
@@ -433,6 +434,13 @@ def _end(number: int, _: FrameType | None) -> None:
     sys.exit(128 + number)
 
 
+def _await_begun(carver: client.Client) -> None:
+    """A service that was just started is served before it has asked lvm2."""
+    deadline = time.monotonic() + _START_SECONDS
+    while not carver.probe().ready.value and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
 def main() -> int:
     """Show the main job; 0 if there was no surprise."""
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -441,6 +449,7 @@ def main() -> int:
     table = Show(show.console())
     table.heading(f"Carver's main job, called over {DEFAULT_SOCKET}")
     with client.Client(DEFAULT_SOCKET) as carver:
+        _await_begun(carver)
         demo = Demo(table, carver)
         try:
             demo.run()

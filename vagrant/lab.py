@@ -282,7 +282,6 @@ _COMMANDS: dict[str, Callable[[], None]] = {
 
 _PROGRAMS = {
     "demo": ("demo.py", "Show the main job in the guest; the machine stays if it was up."),
-    "bench": ("bench.py", "Measure the calls against bare commands, in the same way."),
 }
 
 

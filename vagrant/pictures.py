@@ -27,7 +27,7 @@ from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
 from agent import sockets
-from agent.client import Client, Mode, mounted
+from agent.csi.client import Client, Mode, mounted
 
 _MIB = 1 << 20
 _COLUMNS = 112

@@ -4,8 +4,8 @@ import hashlib
 import os
 from pathlib import Path
 
+from agent.cli.terminal import human
 from agent.ids import VolumeId
-from agent.screen import human
 from lvm import names
 from mount import table
 

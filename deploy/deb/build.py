@@ -27,7 +27,7 @@ LAUNCHER = f"""\
 import sys
 
 sys.path.insert(0, "{LIBRARY}")
-from agent.cli import main
+from agent.cli.main import main
 
 sys.exit(main())
 """

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ CLASSES = ("default", "thin")
 _BIN = PROJECT / ".cache" / "bin"
 _GO = PROJECT / ".cache" / "go"
 _IN_GUEST = "/var/tmp/carver-conformance"
-_LOG = PROJECT / ".cache" / "conformance.log"
 
 
 @dataclass(frozen=True)
@@ -77,24 +77,33 @@ def reasons() -> dict[str, str]:
     return {spec: reason for spec, reason in rows if "[" in spec}
 
 
+def log(device_class: str) -> Path:
+    """Where all that csi-sanity said of a class is kept."""
+    return PROJECT / ".cache" / f"conformance-{device_class}.log"
+
+
 def run(device_class: str) -> int:
-    """Run csi-sanity with one device class, tell how it went, return the exit code."""
-    guest.copy(str(program()), f"{_IN_GUEST}/csi-sanity", "--mkpath")
+    """Run csi-sanity with one device class; return the exit code. The report stays in the guest."""
     program_there = f"{guest.TREE}/tests/conformance/guest.py"
     words = ["/opt/carver/venv/bin/python", program_there, device_class]
-    with _LOG.open("w") as log:
-        ended = subprocess.run(guest.ssh(words), stdout=log, stderr=subprocess.STDOUT, check=False)
-    report = guest.run(["cat", f"{_IN_GUEST}/report.json"]).stdout
+    with log(device_class).open("w") as said:
+        ended = subprocess.run(guest.ssh(words), stdout=said, stderr=subprocess.STDOUT, check=False)
+    return ended.returncode
+
+
+def judge(device_class: str, exit_code: int) -> int:
+    """Tell how a class went, return the exit code that it deserves."""
+    report = guest.run(["cat", f"{_IN_GUEST}/{device_class}/report.json"]).stdout
     found = list(specs(json.loads(report)))
     passed = [one for one in found if one.state == "passed"]
     skipped = [one for one in found if one.state in ("skipped", "pending")]
     failed = [one for one in found if one not in passed and one not in skipped]
     for one in failed:
         print(f"{one.state}: {one.name}\n    {one.message.strip()}")
-    for line in _LOG.read_text().splitlines():
+    for line in log(device_class).read_text().splitlines():
         if line.startswith("left behind:"):
             print(line)
-    code = ended.returncode or int(bool(failed) or not passed)
+    code = exit_code or int(bool(failed) or not passed)
     known, names = reasons(), {one.name for one in skipped}
     for one in skipped:
         if one.name not in known:
@@ -104,18 +113,21 @@ def run(device_class: str) -> int:
         print(f"not skipped, though {REASONS.name} says so: {name}")
         code = code or 1
     if code:
-        print(f"all that csi-sanity said: {_LOG}")
+        print(f"all that csi-sanity said: {log(device_class)}")
     print(f"{len(found)} specs, {len(found) - len(skipped)} ran, class {device_class}")
     print(f"{len(passed)} passed, {len(failed)} failed, {len(skipped)} skipped")
     return code
 
 
 def main() -> int:
-    """Read the command line and run."""
+    """Read the command line and run: side by side, as each class makes one call after another."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--class", dest="classes", action="append", choices=CLASSES)
-    codes = [run(one) for one in parser.parse_args().classes or CLASSES]
-    return max(codes)
+    classes = parser.parse_args().classes or CLASSES
+    guest.copy(str(program()), f"{_IN_GUEST}/csi-sanity", "--mkpath")
+    with ThreadPoolExecutor() as side_by_side:
+        exit_codes = list(side_by_side.map(run, classes))
+    return max(judge(*one) for one in zip(classes, exit_codes, strict=True))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ NAME = "carver-pod"
 FOLDER = "/run/carver-pod"
 PID_FILE = f"{FOLDER}/pid"
 LOG = f"{FOLDER}/log"
+KUBELET = "/var/lib/kubelet/"
 
 Object = Mapping[str, Any]
 
@@ -35,11 +36,12 @@ class Pod:
         return dict(found)
 
     def folders(self) -> list[str]:
-        """What kubelet makes on the node where it is not there."""
+        """What kubelet makes on the node where it is not there: its own, and what it is told to."""
+        hosts = [one["hostPath"] for one in self.spec["volumes"] if "hostPath" in one]
         return [
-            one["hostPath"]["path"]
-            for one in self.spec["volumes"]
-            if one.get("hostPath", {}).get("type") == "DirectoryOrCreate"
+            one["path"]
+            for one in hosts
+            if one["type"] == "DirectoryOrCreate" or one["path"].startswith(KUBELET)
         ]
 
     def words(self, node_name: str, **environment: str) -> list[str]:

@@ -5,35 +5,13 @@ from pathlib import Path
 
 import configured
 import pytest
-from fakes.host import FakeHost
-from real.host import Lab, RealHost, lab, real_host
+from real.any import AnyHost
 
-from agent.client import Client, mounted
-from agent.config import Config
-from agent.host import Host
-from agent.server import Service
+from agent.config.settings import Config
+from agent.csi.client import Client, mounted
+from agent.engine.host import Host
+from agent.service.server import Service
 from proto import csi_pb2 as csi
-
-AnyHost = FakeHost | RealHost
-
-
-@pytest.fixture(scope="session")
-def shared_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """What the real tier's tests share."""
-    with lab(tmp_path_factory.getbasetemp()) as made:
-        yield made
-
-
-@pytest.fixture
-def host(request: pytest.FixtureRequest, real: bool, tmp_path: Path) -> Iterator[AnyHost]:
-    """A machine without groups."""
-    directory = tmp_path / "mounts"
-    directory.mkdir()
-    if not real:
-        yield FakeHost(directory)
-        return
-    with real_host(request.getfixturevalue("shared_lab"), directory) as this:
-        yield this
 
 
 @pytest.fixture
@@ -51,7 +29,7 @@ def config(group: str, tmp_path: Path) -> Config:
 @pytest.fixture
 def service(host: AnyHost, config: Config) -> Iterator[Service]:
     """Carver, serving on a socket of the test's own."""
-    running = Service(config, Host(host.run, host.kernel, host.devices), host.lvm)
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     # A delete has ended when it answers, however slow the disk: what is left is the test's to see.
     running.wiper.grace_seconds = running.copier.grace_seconds = 600
     running.start(config.endpoint)

@@ -2,14 +2,20 @@
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import chosen
+import expect
 import grpc
 import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, Mode, block, mounted
+from agent.config.settings import Config
+from agent.csi.client import Client, Mode, block, mounted
+from agent.engine.host import Host
+from agent.service.server import Service
 from mount import filesystem, table
 from proto import csi_pb2 as csi
 
@@ -40,7 +46,40 @@ def test_the_document_tells_of_every_mode_with_and_without_readonly() -> None:
     )
 
 
-@pytest.mark.parametrize("kind", [*filesystem.FILE_SYSTEMS, "block"])
+@pytest.mark.parametrize("seen", chosen.kinds(["as it is", "a link"], usual=["a link"]))
+def test_where_kubelets_directory_is_seen_twice_a_volume_has_one_target(
+    host: AnyHost, config: Config, tmp_path: Path, seen: str
+) -> None:
+    """As where it is bind-mounted elsewhere: what is mounted in one appears in the other."""
+    directory, twin = host.directory, tmp_path / "twin"
+    if seen == "a link":
+        directory = tmp_path / "link"
+        directory.symlink_to(host.directory)
+    config = replace(config, kubelet_dir=(str(directory),))
+    staging, target, second = (directory / name for name in ("staging", "first", "second"))
+    one = mounted("ext4", mode=Mode.SINGLE_NODE_SINGLE_WRITER)
+    service = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    service.start(config.endpoint)
+    with Client(config.endpoint) as client:
+        volume = client.create("pvc-1", 64 * MIB, one)
+        client.stage(volume, staging, one)
+        twin.mkdir()
+        host.kernel.bind(str(host.directory / "staging"), str(twin), set())
+
+        for _ in range(2):
+            client.publish(volume, staging, target, one)
+        with expect.code("FAILED_PRECONDITION", str(host.directory / "first"), "one target"):
+            client.publish(volume, staging, second, one)
+
+        client.unpublish(volume.volume_id, target)
+        client.unstage(volume.volume_id, staging)
+        with expect.code("FAILED_PRECONDITION", str(twin)):
+            client.delete(volume.volume_id)
+        host.kernel.unmount(str(twin))
+    service.stop()
+
+
+@pytest.mark.parametrize("kind", chosen.kinds([*filesystem.FILE_SYSTEMS, "block"], usual=["block"]))
 def test_every_combination_gives_the_code_that_is_documented(
     client: Client, host: AnyHost, kind: str
 ) -> None:

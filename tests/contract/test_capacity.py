@@ -20,7 +20,7 @@ from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 
 AnyHost = FakeHost | RealHost
-STATES = int(os.environ.get("CARVER_STATES", "40"))
+STATES = int(os.environ.get("CARVER_STATES", "12"))
 IN_EARNEST_EVERY = 20
 DISKS = (40, 33, 29, 21, 17, 9, 5)
 LAYOUTS = (

@@ -10,9 +10,10 @@ import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent import errors, founding
-from agent.config import BackingFile, Config, DeviceClass, Foundation
-from agent.founding import Foundations
+from agent import errors
+from agent.config.settings import BackingFile, Config, DeviceClass, Foundation
+from agent.engine import sources
+from agent.engine.sources import Foundations
 from lvm import report
 from lvm.lvm2 import Lvm
 from mount import loop
@@ -30,7 +31,9 @@ def of_devices(tmp_path: Path, group: str, *devices: str) -> Config:
 
 
 def lay(host: AnyHost, config: Config) -> tuple[Lvm, Foundations]:
-    return founding.lay(host.run, host.kernel, config)
+    lvm, laid = Lvm(host.run), Foundations(host.kernel)
+    sources.lay(lvm, laid, config)
+    return lvm, laid
 
 
 def disks(lvm: Lvm, group: str) -> list[str]:
@@ -107,7 +110,8 @@ def test_a_device_that_is_read_only_missing_or_no_device_is_refused(
 ) -> None:
     file = tmp_path / "disk"
     file.write_bytes(bytes(MIB))
-    device = loop.attach(host.kernel, str(file), read_only=True)
+    device = host.kernel.loop_free()
+    host.kernel.loop_configure(device, str(file), read_only=True, direct_io=False, name="")
     try:
         for path, word in (
             (device, "is read-only"),

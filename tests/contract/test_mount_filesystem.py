@@ -6,19 +6,29 @@ from typing import Any
 import pytest
 
 from mount import errors, filesystem, mounts, options, table, target, usage
+from mount.filesystem import Signature
 
 MIB = 1024 * 1024
 FS_TYPES = tuple(filesystem.FILE_SYSTEMS)
 
 
+def looked_at(host: Any, device: str) -> Signature | None:
+    """What is on the device: the same to the program and to the library."""
+    by_program = filesystem.probe(host.run, device)
+    before = len(host.commands)
+    assert filesystem.probe(host.run, device, host.kernel) == by_program
+    assert len(host.commands) == before
+    return by_program
+
+
 @pytest.mark.parametrize("fs_type", FS_TYPES)
 def test_a_made_file_system_is_found_by_the_next_probe(host: Any, fs_type: str) -> None:
     device = host.new_device(320 * MIB)
-    assert filesystem.probe(host.run, device) is None
+    assert looked_at(host, device) is None
 
     filesystem.make(host.run, device, fs_type)
 
-    found = filesystem.probe(host.run, device)
+    found = looked_at(host, device)
     assert found is not None
     assert (found.fs_type, found.usage) == (fs_type, "filesystem")
     assert found.uuid
@@ -29,7 +39,7 @@ def test_a_label_is_told_by_the_probe(host: Any) -> None:
 
     filesystem.make(host.run, device, "ext4", ["-L", "web-data"])
 
-    found = filesystem.probe(host.run, device)
+    found = looked_at(host, device)
     assert found is not None
     assert found.label == "web-data"
 
@@ -37,6 +47,17 @@ def test_a_label_is_told_by_the_probe(host: Any) -> None:
 def test_a_missing_device_is_not_taken_for_a_blank_one(host: Any) -> None:
     with pytest.raises(errors.ProbeFailed):
         filesystem.probe(host.run, "/dev/carver-has-no-such-device")
+    with pytest.raises(errors.ProbeFailed):
+        filesystem.probe(host.run, "/dev/carver-has-no-such-device", host.kernel)
+
+
+def test_a_partition_table_and_lvm2_s_label_are_told_by_the_probe(host: Any) -> None:
+    device, other = host.new_device(32 * MIB), host.new_device(32 * MIB)
+    host.partition(device)
+    host.label(other)
+
+    assert str(looked_at(host, device)) == "dos (partition table)"
+    assert str(looked_at(host, other)) == "LVM2_member (raid)"
 
 
 @pytest.mark.parametrize("fs_type", ["xfs", "btrfs"])

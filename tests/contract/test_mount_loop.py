@@ -46,7 +46,8 @@ def test_a_file_is_recognised_under_another_name(host: Any, file: str) -> None:
 
 
 def test_a_read_only_attachment_is_not_handed_out_for_writing(host: Any, file: str) -> None:
-    device = loop.attach(host.kernel, file, read_only=True)
+    device = host.kernel.loop_free()
+    host.kernel.loop_configure(device, file, read_only=True, direct_io=False, name=file)
 
     assert host.kernel.device_is_read_only(device)
     with pytest.raises(errors.LoopFailed):

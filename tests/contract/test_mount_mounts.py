@@ -402,9 +402,9 @@ def test_a_read_only_loop_over_a_device_makes_it_read_only(host: Any) -> None:
     number = host.kernel.device_number(device)
     path = new_directory(host, "staging")
 
-    read_only = loop.attach(host.kernel, device, read_only=True)
+    read_only = loop.attach_read_only(host.kernel, device)
     try:
-        assert loop.attach(host.kernel, device, read_only=True) == read_only
+        assert loop.attach_read_only(host.kernel, device) == read_only
         assert loop.over(host.kernel, number) == (read_only,)
         assert host.kernel.device_is_read_only(read_only)
         with pytest.raises(errors.MountFailed):

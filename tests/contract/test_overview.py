@@ -10,11 +10,12 @@ from fakes.host import FakeHost
 from real.host import RealHost
 from rich.console import Console
 
-from agent import errors, overview, screen
-from agent.client import Client, Mode, block, mounted
-from agent.config import BackingFile, Config, DeviceClass, Foundation
-from agent.host import Host
-from agent.overview import Overview, Place, Pool
+from agent import errors
+from agent.cli import status, terminal
+from agent.cli.status import Overview, Place, Pool
+from agent.config.settings import BackingFile, Config, DeviceClass, Foundation
+from agent.csi.client import Client, Mode, block, mounted
+from agent.engine.host import Host
 from lvm.lvm2 import Lvm
 
 AnyHost = FakeHost | RealHost
@@ -22,7 +23,9 @@ MIB = 1 << 20
 
 
 def look(host: AnyHost, config: Config) -> Overview:
-    return overview.read(confined(host.lvm, config), Host(host.run, host.kernel, host.devices))
+    return status.read(
+        confined(host.lvm, config), Host(host.run, host.kernel, host.devices, host.disks)
+    )
 
 
 def confined(lvm: Lvm, config: Config) -> Config:
@@ -32,10 +35,11 @@ def confined(lvm: Lvm, config: Config) -> Config:
 
 def shown(seen: Overview) -> str:
     out = io.StringIO()
-    Console(width=200, file=out).print(screen.status(seen))
+    Console(width=200, file=out).print(terminal.status(seen))
     return out.getvalue()
 
 
+@pytest.mark.variation
 def test_it_tells_of_groups_classes_and_what_can_be_made(
     host: AnyHost, client: Client, config: Config, group: str
 ) -> None:
@@ -73,6 +77,7 @@ def test_it_tells_where_a_volume_is_and_how_full(
     assert json.loads(json.dumps(asdict(one)))["places"][0]["path"]
 
 
+@pytest.mark.variation
 def test_it_tells_where_a_raw_block_volume_is(
     host: AnyHost, client: Client, config: Config
 ) -> None:
@@ -90,6 +95,7 @@ def test_it_tells_where_a_raw_block_volume_is(
     assert {place.path for place in one.places} == {str(target), str(host.directory / "reader")}
 
 
+@pytest.mark.variation
 def test_it_tells_of_snapshots_and_how_full_each_is(
     host: AnyHost, client: Client, config: Config
 ) -> None:
@@ -115,6 +121,7 @@ def test_it_shows_pools_and_says_where_one_is_inactive() -> None:
     assert text.count("inactive") == 2
 
 
+@pytest.mark.variation
 def test_it_looks_also_where_nothing_is_served(
     host: AnyHost, config: Config, tmp_path: Path
 ) -> None:
@@ -123,6 +130,7 @@ def test_it_looks_also_where_nothing_is_served(
     assert "not serving" in shown(seen)
 
 
+@pytest.mark.variation
 def test_a_group_that_is_not_here_is_said_to_be_missing(host: AnyHost, config: Config) -> None:
     other = DeviceClass(name="other", group="nowhere")
     seen = look(host, replace(config, classes=(*config.classes, other)))
@@ -131,6 +139,7 @@ def test_a_group_that_is_not_here_is_said_to_be_missing(host: AnyHost, config: C
     assert "is not on this node" in shown(seen)
 
 
+@pytest.mark.variation
 def test_a_group_on_a_file_that_was_never_made_names_the_next_step(
     host: AnyHost, config: Config, tmp_path: Path
 ) -> None:

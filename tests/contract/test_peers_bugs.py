@@ -11,8 +11,8 @@ import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, block, mounted
-from agent.server import Service
+from agent.csi.client import Client, block, mounted
+from agent.service.server import Service
 from lvm import report
 from lvm.command import Result
 from mount import table
@@ -49,6 +49,7 @@ def lvm_fails_with(stderr: str) -> Callable[[Sequence[str]], Result | None]:
 
 
 @pytest.mark.parametrize("stderr", ["", '  Volume group "x" not found\n', "  Failed to find it\n"])
+@pytest.mark.variation
 def test_any_lvs_error_taken_as_volume_gone(
     client: Client, host: AnyHost, volume: csi.Volume, group: str, stderr: str
 ) -> None:
@@ -61,6 +62,7 @@ def test_any_lvs_error_taken_as_volume_gone(
     assert names_in(host, group) == {"vol-pvc-1"}
 
 
+@pytest.mark.variation
 def test_a_missing_dev_node_taken_as_volume_gone(
     client: Client, host: AnyHost, volume: csi.Volume, group: str
 ) -> None:
@@ -113,6 +115,7 @@ def test_read_only_ignored(
         assert host.kernel.device_is_read_only(str(target))
 
 
+@pytest.mark.variation
 def test_mount_options_ignored(client: Client, host: AnyHost, staging: Path, target: Path) -> None:
     capability = mounted("ext4", ["noatime", "nosuid", "commit=30"])
     volume = client.create("pvc-1", 64 * MIB, capability)
@@ -137,6 +140,7 @@ def test_unmount_errors_swallowed_and_unpublish_answered_ok_with_the_mount_still
     client.unpublish(volume.volume_id, target)
 
 
+@pytest.mark.variation
 def test_unpublish_that_needs_an_object_which_is_gone_already(
     client: Client, host: AnyHost, volume: csi.Volume, target: Path
 ) -> None:
@@ -146,6 +150,7 @@ def test_unpublish_that_needs_an_object_which_is_gone_already(
     assert not target.exists()
 
 
+@pytest.mark.variation
 def test_one_global_lock_held_over_mkfs(
     client: Client, host: AnyHost, volume: csi.Volume, staging: Path
 ) -> None:
@@ -158,6 +163,7 @@ def test_one_global_lock_held_over_mkfs(
     staged.result()
 
 
+@pytest.mark.variation
 def test_no_lock_per_volume(
     client: Client, host: AnyHost, volume: csi.Volume, staging: Path, target: Path
 ) -> None:
@@ -178,6 +184,7 @@ def test_no_lock_per_volume(
     client.stage(volume, staging)
 
 
+@pytest.mark.variation
 def test_expansion_that_fails_for_ever_because_the_size_matches(
     client: Client, volume: csi.Volume
 ) -> None:
@@ -185,6 +192,7 @@ def test_expansion_that_fails_for_ever_because_the_size_matches(
         assert client.expand(volume.volume_id, 128 * MIB).capacity_bytes == 128 * MIB
 
 
+@pytest.mark.variation
 def test_a_file_system_not_grown_because_the_volume_was_large_enough_already(
     client: Client, volume: csi.Volume, staging: Path
 ) -> None:
@@ -196,12 +204,14 @@ def test_a_file_system_not_grown_because_the_volume_was_large_enough_already(
     assert client.stats(volume.volume_id, staging).usage[0].total > before + 32 * MIB
 
 
+@pytest.mark.variation
 def test_a_repeated_create_of_another_size_accepted(client: Client, volume: csi.Volume) -> None:
-    for size in (32 * MIB, 128 * MIB):
-        with expect.code("ALREADY_EXISTS"):
-            client.create("pvc-1", size, mounted("ext4"))
+    for size, limit in ((128 * MIB, 0), (16 * MIB, 32 * MIB)):
+        with expect.code("ALREADY_EXISTS", "size"):
+            client.create("pvc-1", size, mounted("ext4"), limit_bytes=limit)
 
 
+@pytest.mark.variation
 def test_the_driver_changes_the_mode_of_the_volume_s_root(
     client: Client, volume: csi.Volume, staging: Path, target: Path
 ) -> None:
@@ -213,6 +223,7 @@ def test_the_driver_changes_the_mode_of_the_volume_s_root(
     assert staging.stat().st_mode & 0o7777 == 0o2750
 
 
+@pytest.mark.variation
 def test_mkfs_defaults_newer_than_the_node_s_kernel(
     client: Client, host: AnyHost, volume: csi.Volume, staging: Path
 ) -> None:
@@ -223,6 +234,7 @@ def test_mkfs_defaults_newer_than_the_node_s_kernel(
     assert not {"orphan_file", "metadata_csum_seed", "casefold"} & set(features)
 
 
+@pytest.mark.variation
 def test_volumes_not_active_after_a_reboot(
     client: Client, host: AnyHost, volume: csi.Volume, staging: Path, target: Path, group: str
 ) -> None:
@@ -234,6 +246,7 @@ def test_volumes_not_active_after_a_reboot(
     assert table.read(host.kernel).at(str(target))
 
 
+@pytest.mark.variation
 def test_capacity_by_another_arithmetic_than_create_uses(client: Client) -> None:
     client.create("pvc-1", 5 * MIB, block())
     maximum = client.capacity().maximum_volume_size.value

@@ -11,11 +11,11 @@ from fakes.host import FakeHost
 from fakes.kubelet import FakeKubelet
 from real.host import RealHost
 
-from agent.client import Client
-from agent.config import DRIVER_NAME, TOPOLOGY_KEY, Config
-from agent.host import Host
-from agent.registration import Registration, State
-from agent.server import Service
+from agent.config.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
+from agent.csi.client import Client
+from agent.engine.host import Host
+from agent.service.registration import Registration, State
+from agent.service.server import Service
 
 AnyHost = FakeHost | RealHost
 MIB = 1 << 20
@@ -37,7 +37,7 @@ def registry(tmp_path: Path) -> Path:
 @contextmanager
 def carver(host: AnyHost, config: Config, registry: Path) -> Iterator[Registration]:
     """One run of the service, registered by itself."""
-    service = Service(config, Host(host.run, host.kernel, host.devices), host.lvm)
+    service = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     service.start(config.endpoint)
     registration = Registration(registry, config.endpoint, interval_seconds=0.02)
     registration.start()
@@ -60,6 +60,7 @@ def life_cycle(endpoint: Path, name: str, directory: Path) -> None:
         assert client.volumes() == []
 
 
+@pytest.mark.variation
 def test_kubelet_finds_registers_and_uses_carver(
     host: AnyHost, config: Config, registry: Path
 ) -> None:
@@ -76,6 +77,7 @@ def test_kubelet_finds_registers_and_uses_carver(
     assert kubelet.look() == []
 
 
+@pytest.mark.variation
 def test_a_kubelet_that_is_started_anew_finds_carver_again(
     host: AnyHost, config: Config, registry: Path
 ) -> None:
@@ -89,6 +91,7 @@ def test_a_kubelet_that_is_started_anew_finds_carver_again(
 
 
 @pytest.mark.parametrize("wiped", ["socket", "directory"])
+@pytest.mark.variation
 def test_a_kubelet_that_wipes_its_directory_gets_the_socket_again(
     host: AnyHost, config: Config, registry: Path, wiped: str
 ) -> None:
@@ -106,6 +109,7 @@ def test_a_kubelet_that_wipes_its_directory_gets_the_socket_again(
         life_cycle(again.drivers[DRIVER_NAME][0], "pvc-1", host.directory)
 
 
+@pytest.mark.variation
 def test_a_carver_that_is_started_anew_is_registered_again(
     host: AnyHost, config: Config, registry: Path
 ) -> None:

@@ -11,12 +11,13 @@ from fakes.host import FakeHost
 from real.host import RealHost
 from tiers import FAST, SLOW, free
 
-from agent.client import Client, block, of_snapshot, of_volume
-from agent.config import Config, DeviceClass
+from agent.config.settings import Config, DeviceClass
+from agent.csi.client import Client, block, of_snapshot, of_volume
 from lvm import caches, report, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
 from lvm.pools import Policy
+from proto import csi_pb2 as csi
 
 AnyHost = FakeHost | RealHost
 MIB = 1 << 20
@@ -83,13 +84,11 @@ def test_a_cached_volume_lives_and_grows_while_mounted(
     client.delete(volume.volume_id)
 
 
-@pytest.mark.parametrize(
-    ("name", "extents"),
-    [("cache", sum(SLOW)), ("writeback", sum(SLOW)), ("writecache", 2 * sum(FAST))],
-)
+@pytest.mark.parametrize("name", chosen.kinds(CACHES, usual=["writecache"]))
 def test_the_maximum_is_what_both_tiers_have_room_for(
-    client: Client, host: AnyHost, group: str, name: str, extents: int
+    client: Client, host: AnyHost, group: str, name: str
 ) -> None:
+    extents = 2 * sum(FAST) if name == "writecache" else sum(SLOW)
     parameters = {"class": name}
     assert client.capacity(parameters).maximum_volume_size.value == extents * EXTENT
     with expect.code("RESOURCE_EXHAUSTED", "fast disks"):
@@ -100,6 +99,7 @@ def test_the_maximum_is_what_both_tiers_have_room_for(
     client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 def test_a_storage_class_overrides_the_size_of_the_cache(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -109,6 +109,15 @@ def test_a_storage_class_overrides_the_size_of_the_cache(
     assert free(host, group)[1] == sum(FAST) - 11
     with expect.code("ALREADY_EXISTS", "cache"):
         client.create("pvc-1", 40 * MIB, block(), parameters={"class": "cache"})
+    for parameters, is_so in ((larger, True), ({"cacheSize": "8MiB"}, False)):
+        answer = client.controller.ValidateVolumeCapabilities(
+            csi.ValidateVolumeCapabilitiesRequest(
+                volume_id=volume.volume_id,
+                volume_capabilities=[block()],
+                parameters=parameters,
+            )
+        )
+        assert answer.HasField("confirmed") == is_so, answer.message
     client.delete(volume.volume_id)
 
 
@@ -120,6 +129,7 @@ def test_a_storage_class_overrides_the_size_of_the_cache(
         ({"class": "cache", "cacheSize": "much"}, "'much'"),
     ],
 )
+@pytest.mark.variation
 def test_a_cache_size_that_cannot_be_is_refused(
     client: Client, parameters: dict[str, str], word: str
 ) -> None:
@@ -152,6 +162,7 @@ def test_no_pool_and_no_snapshot_lies_on_fast_disks(
         client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 def test_without_fast_disks_there_is_no_room_for_a_cache(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -165,7 +176,7 @@ def test_without_fast_disks_there_is_no_room_for_a_cache(
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["parted", "never made"])
-@pytest.mark.parametrize("name", ["cache", "writecache"])
+@pytest.mark.parametrize("name", chosen.kinds(["cache", "writecache"], usual=["writecache"]))
 def test_a_volume_without_its_cache_gets_it_when_the_call_is_made_again(
     client: Client, host: AnyHost, group: str, name: str, keep: bool
 ) -> None:
@@ -244,6 +255,7 @@ def test_a_snapshot_of_a_volume_with_a_writecache_lies_on_slow_disks_and_keeps_w
         client.delete(one.volume_id)
 
 
+@pytest.mark.variation
 def test_a_snapshot_of_a_mounted_volume_with_a_writecache_is_of_what_was_written(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -266,6 +278,7 @@ def test_a_snapshot_of_a_mounted_volume_with_a_writecache_is_of_what_was_written
         client.delete(one.volume_id)
 
 
+@pytest.mark.variation
 def test_the_cache_that_a_volume_lost_is_not_given_back_below_its_snapshots(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -281,6 +294,7 @@ def test_the_cache_that_a_volume_lost_is_not_given_back_below_its_snapshots(
     client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 def test_a_volume_with_a_dm_cache_can_be_made_of_another_but_not_the_other_way_round(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -296,6 +310,7 @@ def test_a_volume_with_a_dm_cache_can_be_made_of_another_but_not_the_other_way_r
         client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 def test_a_volume_called_like_a_cache_is_not_taken_for_one(client: Client, host: AnyHost) -> None:
     cached = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "cache"})
     other = client.create("pvc-1_cache", 8 * MIB, block(), parameters={"class": "plain"})

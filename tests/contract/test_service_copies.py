@@ -1,15 +1,16 @@
 """Volumes made of snapshots and of volumes: what they hold, what they cost, what is refused."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import chosen
 import expect
 import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, block, mounted, of_snapshot, of_volume
-from agent.config import Config, DeviceClass
+from agent.config.settings import Config, DeviceClass
+from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from lvm import report, tags
 from lvm.layout import Layout
 from mount import filesystem
@@ -55,7 +56,7 @@ def names(host: AnyHost, group: str) -> set[str]:
     return set(report.read(host.lvm).group(group).volumes)
 
 
-def facts(host: AnyHost, group: str, name: str) -> dict[str, str]:
+def facts(host: AnyHost, group: str, name: str) -> Mapping[str, str]:
     return tags.decode(report.read(host.lvm).group(group).volume(name).tags)
 
 
@@ -116,7 +117,7 @@ def test_a_clone_holds_what_the_volume_held_and_leaves_no_snapshot(
     client.delete(volume.volume_id)
 
 
-@pytest.mark.parametrize("name", ["striped", "other"])
+@pytest.mark.parametrize("name", chosen.kinds(["striped", "other"], usual=["other"]))
 def test_a_copy_may_be_of_another_class_and_in_another_group(
     client: Client,
     snapshot: csi.Snapshot,
@@ -146,7 +147,7 @@ def test_old_data_on_the_disk_do_not_show_where_the_source_has_zeroes(
     assert host.read_bytes(device(host, group, "vol-pvc-2"), 4 * MIB, 4096) == bytes(4096)
 
 
-@pytest.mark.parametrize("fs_type", ["ext4", "xfs", "btrfs"])
+@pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", "xfs", "btrfs"], usual=["xfs", "btrfs"]))
 def test_origin_and_copies_are_mounted_side_by_side_and_a_larger_copy_is_filled(
     client: Client, host: AnyHost, group: str, fs_type: str
 ) -> None:
@@ -186,6 +187,7 @@ def test_what_making_of_a_snapshot_and_of_a_volume_costs(
     assert lvm2_commands(host) == [*copied, "lvconvert", "lvchange", "lvremove"]
 
 
+@pytest.mark.variation
 def test_the_source_may_be_gone_when_the_call_is_repeated(
     client: Client, snapshot: csi.Snapshot
 ) -> None:
@@ -207,6 +209,7 @@ def test_a_source_that_is_not_active_is_activated(
 # What is refused
 
 
+@pytest.mark.variation
 def test_a_missing_source_is_not_found(
     client: Client, snapshot: csi.Snapshot, volume: csi.Volume
 ) -> None:
@@ -223,6 +226,7 @@ def test_a_missing_source_is_not_found(
     assert len(client.volumes()) == 1
 
 
+@pytest.mark.variation
 def test_a_source_without_an_id_is_refused(client: Client) -> None:
     for source, word in (
         (csi.VolumeContentSource(), "type"),
@@ -234,6 +238,7 @@ def test_a_source_without_an_id_is_refused(client: Client) -> None:
 
 
 @pytest.mark.parametrize(("required", "limit"), [(28 * MIB, 0), (0, 28 * MIB), (4, 30 * MIB)])
+@pytest.mark.variation
 def test_a_copy_is_not_smaller_than_its_source(
     client: Client, snapshot: csi.Snapshot, required: int, limit: int
 ) -> None:
@@ -242,6 +247,7 @@ def test_a_copy_is_not_smaller_than_its_source(
         client.create("pvc-2", required, block(), limit_bytes=limit, source=source)
 
 
+@pytest.mark.variation
 def test_a_repeated_create_of_another_source_is_refused(
     client: Client, snapshot: csi.Snapshot, volume: csi.Volume
 ) -> None:
@@ -255,6 +261,7 @@ def test_a_repeated_create_of_another_source_is_refused(
         client.create("pvc-2", 40 * MIB, block(), source=source)
 
 
+@pytest.mark.variation
 def test_another_file_system_than_the_source_holds_is_refused(
     client: Client, host: AnyHost
 ) -> None:
@@ -267,6 +274,7 @@ def test_another_file_system_than_the_source_holds_is_refused(
     client.unstage(origin.volume_id, host.directory / "origin")
 
 
+@pytest.mark.variation
 def test_a_raw_block_volume_s_data_are_no_file_system_of_carver_s(
     client: Client, snapshot: csi.Snapshot
 ) -> None:

@@ -5,15 +5,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+import chosen
 import expect
 import pytest
+from fakes import kubelet
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent import standstill
-from agent.client import Client, block, mounted, of_snapshot
-from agent.config import Config, DeviceClass
-from agent.server import Service
+from agent.config.settings import Config, DeviceClass
+from agent.csi.client import Client, block, mounted, of_snapshot
+from agent.engine import suspension
+from agent.service.server import Service
 from lvm import report, tags
 from lvm.command import Result
 from lvm.layout import Layout
@@ -74,6 +76,7 @@ def failing(host: AnyHost, subcommand: str, after: int) -> Iterator[None]:
     host.intercept = lambda _words: None
 
 
+@pytest.mark.variation
 def test_the_service_says_that_it_offers_them(client: Client) -> None:
     plugin = client.identity.GetPluginCapabilities(csi.GetPluginCapabilitiesRequest())
     offered = [one.service.type for one in plugin.capabilities]
@@ -87,12 +90,12 @@ def test_the_service_says_that_it_offers_them(client: Client) -> None:
     ]
 
 
-def test_it_costs_a_report_and_one_command_for_each_source(
+def test_it_costs_a_report_one_command_for_each_source_and_one_for_the_record(
     client: Client, pair: list[str], host: AnyHost, group: str
 ) -> None:
     host.commands.clear()
     made = client.group_snapshot("nightly", pair)
-    assert lvm2_commands(host) == ["fullreport", "lvcreate", "lvcreate"]
+    assert lvm2_commands(host) == ["fullreport", "lvcreate", "lvcreate", "lvchange"]
     assert made.ready_to_use
     assert sorted(one.source_volume_id for one in made.snapshots) == sorted(pair)
     for one in made.snapshots:
@@ -102,6 +105,7 @@ def test_it_costs_a_report_and_one_command_for_each_source(
     assert not is_held(host, group)
 
 
+@pytest.mark.variation
 def test_a_repeated_one_is_the_same_and_another_under_its_name_is_refused(
     client: Client, pair: list[str], host: AnyHost
 ) -> None:
@@ -118,6 +122,7 @@ def test_a_repeated_one_is_the_same_and_another_under_its_name_is_refused(
     assert client.find_group_snapshot(made.group_snapshot_id, ids(made)) == made
 
 
+@pytest.mark.variation
 def test_wrong_requests_are_refused_by_name(client: Client, pair: list[str]) -> None:
     for name in ("", "n" * 129, "a\x00b"):
         with expect.code("INVALID_ARGUMENT", "name"):
@@ -135,6 +140,7 @@ def test_wrong_requests_are_refused_by_name(client: Client, pair: list[str]) -> 
     assert client.snapshots() == []
 
 
+@pytest.mark.variation
 def test_every_source_must_be_this_node_s_and_the_error_names_the_one_that_is_not(
     client: Client, pair: list[str], host: AnyHost, group: str
 ) -> None:
@@ -148,6 +154,7 @@ def test_every_source_must_be_this_node_s_and_the_error_names_the_one_that_is_no
     assert not is_held(host, group)
 
 
+@pytest.mark.variation
 def test_what_the_snapshotter_tells_is_kept_as_tags(
     client: Client, pair: list[str], host: AnyHost, group: str
 ) -> None:
@@ -173,12 +180,12 @@ def number_of(host: AnyHost, path: str) -> int:
     return int.from_bytes(host.read_bytes(path, 0, 4096)[:8], "little")
 
 
-@pytest.mark.parametrize("order", [("data", "wal"), ("wal", "data")])
+@pytest.mark.parametrize("order", chosen.kinds(["data wal", "wal data"], usual=["data wal"]))
 def test_the_second_volume_is_never_ahead_of_the_first_nor_behind_by_more_than_a_step(
-    client: Client, pair: list[str], host: AnyHost, group: str, order: tuple[str, str]
+    client: Client, pair: list[str], host: AnyHost, group: str, order: str
 ) -> None:
     """A program writes a number to one, waits until it is on the disk, writes it to the other."""
-    first, second = (device(host, group, f"vol-{name}") for name in order)
+    first, second = (device(host, group, f"vol-{name}") for name in order.split())
     ended = threading.Event()
     written: list[int] = []
 
@@ -205,7 +212,7 @@ def test_the_second_volume_is_never_ahead_of_the_first_nor_behind_by_more_than_a
             )
             for snapshot in one.snapshots
         }
-        ahead, behind = (number_of(host, at[name]) for name in order)
+        ahead, behind = (number_of(host, at[name]) for name in order.split())
         assert behind <= ahead <= behind + 1, (ahead, behind)
         assert 0 < ahead <= len(written) + 1
 
@@ -241,6 +248,7 @@ def test_mounted_volumes_are_let_go_and_can_be_written_to_afterwards(
         client.unstage(volume_id, host.directory / name)
 
 
+@pytest.mark.variation
 def test_a_volume_that_is_not_active_is_a_source_as_any_other(
     client: Client, pair: list[str], host: AnyHost, group: str
 ) -> None:
@@ -268,6 +276,19 @@ def test_what_lvm2_would_wait_for_is_not_held(
     assert client.group_snapshot("nightly", pair).ready_to_use
 
 
+@pytest.mark.variation
+def test_what_kubelet_keeps_a_loop_device_over_is_held_too(
+    client: Client, pair: list[str], host: AnyHost
+) -> None:
+    """lvm2 that is confined to the disks of the group does not read it."""
+    volume = client.volume(pair[1]).volume
+    staging, target = host.directory / "staging", host.directory / "target"
+    client.stage(volume, staging, block())
+    client.publish(volume, staging, target, block())
+    with kubelet.Mapped(host.kernel, target, host.directory / "own"):
+        assert client.group_snapshot("nightly", pair).ready_to_use
+
+
 # Too long, or not at all
 
 
@@ -282,6 +303,7 @@ def test_a_snapshot_that_fails_takes_the_others_along(
     assert client.group_snapshot("nightly", pair).ready_to_use
 
 
+@pytest.mark.variation
 def test_what_has_no_room_is_refused_before_anything_is_held(
     client: Client, pair: list[str], host: AnyHost
 ) -> None:
@@ -313,6 +335,7 @@ def test_volumes_are_let_go_in_time_and_none_of_the_snapshots_is_kept(
     assert names(host, group) == {"vol-data", "vol-wal"}
 
 
+@pytest.mark.variation
 def test_no_other_call_lets_go_of_what_is_held(
     client: Client, pair: list[str], host: AnyHost, group: str
 ) -> None:
@@ -336,7 +359,7 @@ def test_what_a_killed_process_held_is_let_go_by_the_next_start(
 ) -> None:
     for name in ("vol-data", "vol-wal"):
         host.suspend(group, name)
-    with standstill.left(host.devices, [group]):
+    with suspension.left(host.devices, [group]):
         assert is_held(host, group)
     assert not is_held(host, group)
     host.write_bytes(device(host, group, "vol-data"), 0, numbered(1))
@@ -349,10 +372,13 @@ def test_what_a_killed_process_held_is_let_go_by_the_next_start(
 def half(client: Client, pair: list[str], host: AnyHost, group: str) -> csi.VolumeGroupSnapshot:
     """One of which a snapshot is missing, as a kill leaves it."""
     made = client.group_snapshot("nightly", pair)
+    record = ("--deltag", "carver.committed=yes")
+    host.lvm("lvchange", *record, "--", *(f"{group}/{logical_name(one)}" for one in ids(made)))
     host.lvm("lvremove", "--yes", "--", f"{group}/{logical_name(ids(made)[1])}")
     return made
 
 
+@pytest.mark.variation
 def test_one_that_is_not_whole_is_none_for_any_caller(
     client: Client, half: csi.VolumeGroupSnapshot
 ) -> None:
@@ -366,6 +392,7 @@ def test_one_that_is_not_whole_is_none_for_any_caller(
         client.create("new", 0, block(), source=of_snapshot(kept))
 
 
+@pytest.mark.variation
 def test_one_that_is_not_whole_is_taken_anew(
     client: Client, half: csi.VolumeGroupSnapshot, pair: list[str], host: AnyHost, group: str
 ) -> None:
@@ -376,6 +403,7 @@ def test_one_that_is_not_whole_is_taken_anew(
     assert len(names(host, group)) == 4
 
 
+@pytest.mark.variation
 def test_one_that_is_not_whole_goes_when_it_is_deleted(
     client: Client, half: csi.VolumeGroupSnapshot, host: AnyHost, group: str
 ) -> None:
@@ -398,9 +426,51 @@ def test_one_that_is_not_whole_goes_at_the_next_start(
     assert names(host, group) == {"vol-data", "vol-wal", *left}
 
 
+# What lost a part
+
+
+@pytest.fixture
+def rest(client: Client, pair: list[str], host: AnyHost, group: str) -> csi.VolumeGroupSnapshot:
+    """One that was whole, and of which someone removed a snapshot since."""
+    host.write_bytes(device(host, group, "vol-data"), 0, numbered(7))
+    host.write_bytes(device(host, group, "vol-wal"), 0, numbered(7))
+    made = client.group_snapshot("nightly", pair)
+    host.lvm("lvremove", "--yes", "--", f"{group}/{logical_name(ids(made)[1])}")
+    return made
+
+
+def test_one_that_lost_a_part_is_kept_and_says_so(
+    client: Client,
+    rest: csi.VolumeGroupSnapshot,
+    pair: list[str],
+    host: AnyHost,
+    group: str,
+    service: Service,
+) -> None:
+    service.inventory.read()
+    assert service.group_snapshotter.resume() == 0
+    with expect.code("FAILED_PRECONDITION", rest.group_snapshot_id, "1 of its 2"):
+        client.find_group_snapshot(rest.group_snapshot_id, ids(rest))
+    with expect.code("FAILED_PRECONDITION", "1 of its 2"):
+        client.group_snapshot("nightly", pair)
+    assert [one.snapshot_id for one in client.snapshots()] == ids(rest)[:1]
+    client.create("new", 0, block(), source=of_snapshot(ids(rest)[0]))
+    assert number_of(host, device(host, group, "vol-new")) == 7
+
+
+@pytest.mark.variation
+def test_one_that_lost_a_part_goes_when_it_is_deleted(
+    client: Client, rest: csi.VolumeGroupSnapshot, host: AnyHost, group: str
+) -> None:
+    client.delete_group_snapshot(rest.group_snapshot_id, ids(rest))
+    assert names(host, group) == {"vol-data", "vol-wal"}
+    client.delete_group_snapshot(rest.group_snapshot_id, ids(rest))
+
+
 # The end of one
 
 
+@pytest.mark.variation
 def test_its_snapshots_go_together_and_never_alone(
     client: Client, pair: list[str], host: AnyHost, group: str
 ) -> None:
@@ -417,6 +487,7 @@ def test_its_snapshots_go_together_and_never_alone(
         client.find_group_snapshot(made.group_snapshot_id, ids(made))
 
 
+@pytest.mark.variation
 def test_a_list_of_other_snapshots_is_refused_and_changes_nothing(
     client: Client, pair: list[str]
 ) -> None:
@@ -430,6 +501,7 @@ def test_a_list_of_other_snapshots_is_refused_and_changes_nothing(
     assert client.find_group_snapshot(made.group_snapshot_id, ids(made)) == made
 
 
+@pytest.mark.variation
 def test_deleting_what_cannot_be_one_succeeds_and_looking_for_it_does_not(
     client: Client, pair: list[str], group: str
 ) -> None:
@@ -443,6 +515,7 @@ def test_deleting_what_cannot_be_one_succeeds_and_looking_for_it_does_not(
     assert len(client.volumes()) == 2
 
 
+@pytest.mark.variation
 def test_a_source_is_not_deleted_before_its_snapshots(client: Client, pair: list[str]) -> None:
     made = client.group_snapshot("nightly", pair)
     for one in pair:
@@ -456,6 +529,7 @@ def test_a_source_is_not_deleted_before_its_snapshots(client: Client, pair: list
 # Two at once
 
 
+@pytest.mark.variation
 def test_a_call_on_a_source_or_on_the_same_name_is_put_off_meanwhile(
     client: Client, pair: list[str], host: AnyHost
 ) -> None:
@@ -504,7 +578,7 @@ class TestThin:
         host.write_bytes(wal, 0, numbered(1))
         host.commands.clear()
         made = client.group_snapshot("nightly", pair)
-        assert lvm2_commands(host) == ["fullreport", "lvcreate", "lvcreate"]
+        assert lvm2_commands(host) == ["fullreport", "lvcreate", "lvcreate", "lvchange"]
         host.write_bytes(wal, 0, numbered(2))
         [taken] = [one for one in made.snapshots if one.source_volume_id == pair[1]]
         found = report.read(host.lvm).group(group).volume(logical_name(taken.snapshot_id))
@@ -518,6 +592,7 @@ class TestThin:
         for one in client.volumes():
             client.delete(one.volume_id)
 
+    @pytest.mark.variation
     def test_of_a_single_one_it_is_thin(
         self, client: Client, pair: list[str], host: AnyHost, group: str
     ) -> None:

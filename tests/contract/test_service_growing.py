@@ -6,9 +6,9 @@ import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, block
-from agent.config import Config, DeviceClass
-from agent.server import Service
+from agent.config.settings import Config, DeviceClass
+from agent.csi.client import Client, block
+from agent.service.server import Service
 from lvm import report
 from lvm.layout import Layout, Reserve
 from lvm.pools import Policy

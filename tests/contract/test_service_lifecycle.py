@@ -8,7 +8,7 @@ import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, Mode, block, mounted
+from agent.csi.client import Client, Mode, block, mounted
 from mount import table
 
 AnyHost = FakeHost | RealHost

@@ -1,17 +1,20 @@
 """The Node's answers, right and wrong requests alike, and after what happens behind its back."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import chosen
 import expect
 import pytest
+from fakes import kubelet
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, Mode, block, mounted
-from agent.config import TOPOLOGY_KEY, Config
+from agent.config.settings import TOPOLOGY_KEY, Config
+from agent.csi.client import Client, Mode, block, mounted
 from lvm import report
 from lvm.command import Result
 from mount import loop, table
@@ -31,6 +34,7 @@ def formats(host: AnyHost) -> int:
     return sum(1 for words in host.commands if words[0].startswith("mkfs"))
 
 
+@pytest.mark.variation
 def test_the_node_tells_who_and_where_it_is(client: Client) -> None:
     info = client.node.NodeGetInfo(csi.NodeGetInfoRequest())
     assert info.node_id == "here"
@@ -112,7 +116,7 @@ def test_an_existing_ext4_is_checked_before_it_is_mounted_and_a_new_one_is_not(
         client.stage(volume, staging)
         programs.append([words[0] for words in host.commands])
         client.unstage(volume.volume_id, staging)
-    assert programs == [[], ["lvm", "blkid", "mkfs.ext4", "lvm"], ["lvm", "blkid", "fsck.ext4"]]
+    assert programs == [[], ["lvm", "mkfs.ext4", "lvm"], ["lvm", "fsck.ext4"]]
 
 
 def test_a_damaged_file_system_is_not_mounted(
@@ -126,6 +130,7 @@ def test_a_damaged_file_system_is_not_mounted(
     assert table.read(host.kernel).at(str(staging)) == ()
 
 
+@pytest.mark.variation
 def test_staging_again_with_another_file_system_is_refused(
     client: Client, volume: csi.Volume, staging: Path
 ) -> None:
@@ -146,6 +151,7 @@ def test_staging_never_covers_another_mount(
     assert len(table.read(host.kernel).at(str(staging))) == 1
 
 
+@pytest.mark.variation
 def test_a_volume_that_is_not_there_is_not_found(
     client: Client, volume: csi.Volume, staging: Path, target: Path
 ) -> None:
@@ -164,6 +170,7 @@ def test_a_volume_that_is_not_there_is_not_found(
 
 
 @pytest.mark.parametrize("path", ["relative", "/a/../b", "/a//b", "/a\n", "/", "/" + "x" * 300])
+@pytest.mark.variation
 def test_a_path_that_no_mount_may_have_is_refused(
     client: Client, volume: csi.Volume, staging: Path, path: str
 ) -> None:
@@ -178,6 +185,7 @@ def test_a_path_that_no_mount_may_have_is_refused(
 
 
 @pytest.mark.parametrize("through_a_link", [False, True])
+@pytest.mark.variation
 def test_a_path_outside_kubelet_s_directory_is_refused(
     client: Client,
     host: AnyHost,
@@ -205,6 +213,7 @@ def test_a_path_outside_kubelet_s_directory_is_refused(
     assert list(outside.iterdir()) == []
 
 
+@pytest.mark.variation
 def test_required_fields_are_named_when_they_are_missing(client: Client) -> None:
     node = client.node
     nothing = [
@@ -251,6 +260,7 @@ def test_required_fields_are_named_when_they_are_missing(client: Client) -> None
             method(request)  # type: ignore[operator]
 
 
+@pytest.mark.variation
 def test_publishing_before_staging_says_so(
     client: Client, volume: csi.Volume, staging: Path, target: Path
 ) -> None:
@@ -259,6 +269,7 @@ def test_publishing_before_staging_says_so(
     assert not target.exists()
 
 
+@pytest.mark.variation
 def test_publishing_never_covers_another_mount(
     client: Client, host: AnyHost, volume: csi.Volume, staging: Path, target: Path
 ) -> None:
@@ -282,6 +293,7 @@ def test_unpublishing_never_unmounts_what_is_not_the_volume(
     assert table.read(host.kernel).at(str(staging))
 
 
+@pytest.mark.variation
 def test_unpublishing_and_unstaging_what_is_not_there_succeeds(
     client: Client, staging: Path, target: Path
 ) -> None:
@@ -289,6 +301,7 @@ def test_unpublishing_and_unstaging_what_is_not_there_succeeds(
     client.unstage("made-up", staging)
 
 
+@pytest.mark.variation
 def test_unpublishing_leaves_a_directory_with_data_alone(
     client: Client, volume: csi.Volume, target: Path
 ) -> None:
@@ -299,6 +312,7 @@ def test_unpublishing_leaves_a_directory_with_data_alone(
     assert (target / "precious").read_text() == "data"
 
 
+@pytest.mark.variation
 def test_publishing_where_something_else_lies_is_refused(
     client: Client, volume: csi.Volume, staging: Path, target: Path
 ) -> None:
@@ -309,6 +323,7 @@ def test_publishing_where_something_else_lies_is_refused(
     assert target.read_text() == "data"
 
 
+@pytest.mark.variation
 def test_statistics_are_of_the_volume_at_that_path_only(
     client: Client, host: AnyHost, volume: csi.Volume, staging: Path
 ) -> None:
@@ -342,6 +357,7 @@ def test_node_expansion_works_through_a_read_only_target(
     assert client.stats(volume.volume_id, target).usage[0].total > before
 
 
+@pytest.mark.variation
 def test_node_expansion_below_the_present_size_keeps_it(
     client: Client, volume: csi.Volume, staging: Path
 ) -> None:
@@ -356,6 +372,21 @@ def test_node_expansion_below_the_present_size_keeps_it(
         client.node.NodeExpandVolume(request)
 
 
+@pytest.mark.variation
+def test_node_expansion_without_room_is_infeasible_and_a_smaller_one_succeeds(
+    client: Client, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    room = client.capacity().available_capacity
+    with expect.code("OUT_OF_RANGE", str(room), "make room"):
+        client.node_expand(volume.volume_id, staging, 68 * MIB + room)
+    assert client.node_expand(volume.volume_id, staging, 72 * MIB).capacity_bytes == 72 * MIB
+    # RecoverVolumeExpansionFailure: a claim that is lowered is less than the volume has by then.
+    assert client.node_expand(volume.volume_id, staging, 68 * MIB).capacity_bytes == 72 * MIB
+    assert client.expand(volume.volume_id, 68 * MIB).capacity_bytes == 72 * MIB
+
+
+@pytest.mark.variation
 def test_a_reader_only_volume_is_staged_and_published_read_only(
     client: Client, host: AnyHost, staging: Path, target: Path
 ) -> None:
@@ -370,6 +401,7 @@ def test_a_reader_only_volume_is_staged_and_published_read_only(
     assert mounts.at(str(target))[-1].read_only
 
 
+@pytest.mark.variation
 def test_staging_otherwise_while_a_target_holds_the_volume_is_a_state_and_no_failure(
     client: Client, volume: csi.Volume, staging: Path, target: Path
 ) -> None:
@@ -384,6 +416,7 @@ def test_staging_otherwise_while_a_target_holds_the_volume_is_a_state_and_no_fai
 
 @pytest.mark.parametrize("access", [mounted, block], ids=["mount", "block"])
 @pytest.mark.parametrize("read_only", [False, True])
+@pytest.mark.variation
 def test_only_a_multi_writer_has_a_second_target(
     client: Client,
     host: AnyHost,
@@ -426,6 +459,7 @@ def test_a_raw_block_volume_is_never_formatted(
     assert formats(host) == 0
 
 
+@pytest.mark.variation
 def test_a_volume_staged_without_a_wish_keeps_its_file_system(
     client: Client, host: AnyHost, staging: Path
 ) -> None:
@@ -439,6 +473,7 @@ def test_a_volume_staged_without_a_wish_keeps_its_file_system(
 
 
 @pytest.mark.parametrize("first", [False, True], ids=["read-write", "read-only"])
+@pytest.mark.variation
 def test_a_device_published_otherwise_at_the_same_target_is_a_conflict(
     client: Client, host: AnyHost, staging: Path, target: Path, first: bool
 ) -> None:
@@ -461,6 +496,7 @@ def test_a_publish_that_fails_leaves_no_loop_device(
     client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 def test_a_writer_is_not_published_on_a_read_only_staging_path(
     client: Client, volume: csi.Volume, staging: Path, target: Path
 ) -> None:
@@ -472,6 +508,7 @@ def test_a_writer_is_not_published_on_a_read_only_staging_path(
     client.publish(volume, staging, target, mounted(flags=["ro"]))
 
 
+@pytest.mark.variation
 def test_a_part_of_the_volume_bound_elsewhere_is_no_second_target(
     client: Client, host: AnyHost, volume: csi.Volume, staging: Path, target: Path
 ) -> None:
@@ -487,6 +524,7 @@ def test_a_part_of_the_volume_bound_elsewhere_is_no_second_target(
     host.kernel.unmount(str(part))
 
 
+@pytest.mark.variation
 def test_a_loop_device_that_somebody_else_made_is_left_alone(
     client: Client, host: AnyHost, staging: Path, target: Path, group: str
 ) -> None:
@@ -500,6 +538,93 @@ def test_a_loop_device_that_somebody_else_made_is_left_alone(
         client.delete(volume.volume_id)
     loop.detach(host.kernel, other)
     client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize("first", chosen.kinds(["the writer", "the reader"], usual=["the writer"]))
+def test_a_pod_that_reads_a_raw_block_volume_is_served_beside_one_that_writes(
+    client: Client, host: AnyHost, staging: Path, group: str, first: str
+) -> None:
+    volume = client.create("pvc-2", 16 * MIB, block())
+    client.stage(volume, staging, block())
+    multi = block(Mode.SINGLE_NODE_MULTI_WRITER)
+    order = ["the writer", "the reader"] if first == "the writer" else ["the reader", "the writer"]
+    with contextlib.ExitStack() as pods:
+        for pod in order:
+            target, reads = host.directory / pod, pod == "the reader"
+            for _ in range(2):
+                client.publish(volume, staging, target, multi, read_only=reads)
+            own = host.directory / f"{pod}, as kubelet has it"
+            pods.enter_context(kubelet.Mapped(host.kernel, target, own))
+            for one in order[: order.index(pod) + 1]:
+                again = host.directory / one
+                client.publish(volume, staging, again, multi, read_only=one == "the reader")
+                assert host.kernel.device_is_read_only(str(again)) == (one == "the reader")
+            client.node.NodeExpandVolume(
+                csi.NodeExpandVolumeRequest(
+                    volume_id=volume.volume_id,
+                    volume_path=str(target),
+                    capacity_range=csi.CapacityRange(required_bytes=32 * MIB),
+                )
+            )
+            assert host.kernel.device_size_bytes(str(target)) == 32 * MIB
+        number = host.kernel.device_number(device_of(host, group, "vol-pvc-2"))
+        assert len(loop.over(host.kernel, number)) == 1
+        # Kubelet has two: one on the device, one on what Carver has over it.
+        others = set(host.kernel.loop_devices()) - set(loop.over(host.kernel, number))
+        assert len(others) >= 2
+    for pod in order:
+        client.unpublish(volume.volume_id, host.directory / pod)
+        assert not (host.directory / pod).exists()
+    assert loop.over(host.kernel, number) == ()
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.variation
+def test_a_reader_goes_while_kubelet_holds_the_writers_device(
+    client: Client, host: AnyHost, staging: Path, target: Path, group: str
+) -> None:
+    volume = client.create("pvc-2", 16 * MIB, block())
+    client.stage(volume, staging, block())
+    multi, writer = block(Mode.SINGLE_NODE_MULTI_WRITER), host.directory / "writer"
+    client.publish(volume, staging, writer, multi)
+    with kubelet.Mapped(host.kernel, writer, host.directory / "own") as held:
+        client.publish(volume, staging, target, multi, read_only=True)
+        client.unpublish(volume.volume_id, target)
+        number = host.kernel.device_number(device_of(host, group, "vol-pvc-2"))
+        assert loop.over(host.kernel, number) == ()
+        assert host.kernel.loop_status(held).backing_device
+    client.unpublish(volume.volume_id, writer)
+
+
+@pytest.mark.variation
+def test_what_kubelet_still_reads_by_stays_until_the_volume_is_unstaged(
+    client: Client, host: AnyHost, staging: Path, target: Path, group: str
+) -> None:
+    volume = client.create("pvc-2", 16 * MIB, block())
+    client.stage(volume, staging, block())
+    client.publish(volume, staging, target, block(), read_only=True)
+    number = host.kernel.device_number(device_of(host, group, "vol-pvc-2"))
+    with kubelet.Mapped(host.kernel, target, host.directory / "own"):
+        client.unpublish(volume.volume_id, target)
+        assert len(loop.over(host.kernel, number)) == 1
+    client.unstage(volume.volume_id, staging)
+    assert loop.over(host.kernel, number) == ()
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.variation
+def test_a_context_on_a_node_without_selinux_is_refused(
+    client: Client, host: AnyHost, volume: csi.Volume, staging: Path
+) -> None:
+    """Kubelet asks for none there; the kernel would say EINVAL, and no more."""
+    if host.kernel.has_selinux():
+        pytest.skip("this machine has SELinux")
+    context = 'context="system_u:object_r:container_file_t:s0:c1,c2"'
+    with expect.code("INVALID_ARGUMENT", "context=", "SELinux, which is off"):
+        client.stage(volume, staging, mounted("ext4", flags=[context]))
+    assert not table.read(host.kernel).at(str(staging))
+    client.stage(volume, staging, mounted("ext4"))
 
 
 def test_two_volumes_at_once_never_cover_each_other_at_one_target(
@@ -561,6 +686,7 @@ def test_the_node_of_a_device_that_went_away_is_let_go_while_there_is_none(
 
 
 @pytest.mark.parametrize("program", ["mkfs.ext4", "fsck.ext4"])
+@pytest.mark.variation
 def test_what_outlasts_its_call_goes_on_and_the_next_call_waits_for_it(
     client: Client, config: Config, host: AnyHost, volume: csi.Volume, staging: Path, program: str
 ) -> None:
@@ -588,6 +714,7 @@ def test_what_outlasts_its_call_goes_on_and_the_next_call_waits_for_it(
     assert formats(host) == 1
 
 
+@pytest.mark.variation
 def test_what_went_wrong_behind_a_call_is_told_to_the_next(
     client: Client, config: Config, host: AnyHost, volume: csi.Volume, staging: Path
 ) -> None:

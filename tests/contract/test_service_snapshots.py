@@ -1,12 +1,14 @@
 """Snapshots of thick volumes: taken, found, listed, overflowed, deleted, and what they forbid."""
 
+from pathlib import Path
+
 import expect
 import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, block, mounted, of_snapshot
-from agent.server import Service
+from agent.csi.client import Client, block, mounted, of_snapshot
+from agent.service.server import Service
 from lvm import report, tags
 from proto import csi_pb2 as csi
 
@@ -75,6 +77,7 @@ def test_a_snapshot_of_a_mounted_volume_is_of_what_was_written_without_a_freeze_
     client.unstage(volume.volume_id, host.directory / "staging")
 
 
+@pytest.mark.variation
 def test_a_repeated_snapshot_is_the_same_and_one_of_another_source_is_refused(
     client: Client, volume: csi.Volume, host: AnyHost
 ) -> None:
@@ -87,6 +90,7 @@ def test_a_repeated_snapshot_is_the_same_and_one_of_another_source_is_refused(
         client.snapshot("1", other.volume_id)
 
 
+@pytest.mark.variation
 def test_a_snapshot_of_a_missing_volume_is_not_found(client: Client, volume: csi.Volume) -> None:
     for missing in (volume.volume_id + "x", "no id at all"):
         with expect.code("NOT_FOUND"):
@@ -97,6 +101,7 @@ def test_a_snapshot_of_a_missing_volume_is_not_found(client: Client, volume: csi
     assert client.snapshots() == []
 
 
+@pytest.mark.variation
 def test_a_snapshot_is_no_volume_and_a_volume_is_no_snapshot(
     client: Client, volume: csi.Volume
 ) -> None:
@@ -113,6 +118,7 @@ def test_a_snapshot_is_no_volume_and_a_volume_is_no_snapshot(
 
 
 @pytest.mark.parametrize("name", ["", "n" * 129, "a\x00b"])
+@pytest.mark.variation
 def test_a_name_that_the_spec_does_not_allow_is_refused(
     client: Client, volume: csi.Volume, name: str
 ) -> None:
@@ -121,12 +127,14 @@ def test_a_name_that_the_spec_does_not_allow_is_refused(
 
 
 @pytest.mark.parametrize("name", ["n" * 128, "snapshot-0b5c3c6e", "a/b", "vol-pvc-1"])
+@pytest.mark.variation
 def test_any_name_that_the_spec_allows_names_one_snapshot(
     client: Client, volume: csi.Volume, name: str
 ) -> None:
     assert client.snapshot(name, volume.volume_id) == client.snapshot(name, volume.volume_id)
 
 
+@pytest.mark.variation
 def test_the_source_and_the_id_are_required(client: Client) -> None:
     with expect.code("INVALID_ARGUMENT", "source_volume_id"):
         client.snapshot("1", "")
@@ -143,6 +151,7 @@ def test_the_source_and_the_id_are_required(client: Client) -> None:
     ("size", "extents"),
     [("", 4), ("8MiB", 2), ("50%", 8), ("1", 1), ("100%", 16), ("10GiB", 17)],
 )
+@pytest.mark.variation
 def test_the_area_is_as_asked_in_whole_extents_and_never_more_than_is_of_use(
     client: Client, volume: csi.Volume, host: AnyHost, group: str, size: str, extents: int
 ) -> None:
@@ -155,6 +164,7 @@ def test_the_area_is_as_asked_in_whole_extents_and_never_more_than_is_of_use(
     ("parameters", "word"),
     [({"colour": "red"}, "carver/size"), ({"size": "much"}, "size"), ({"size": "0"}, "larger")],
 )
+@pytest.mark.variation
 def test_wrong_parameters_are_refused_by_name(
     client: Client, volume: csi.Volume, parameters: dict[str, str], word: str
 ) -> None:
@@ -170,6 +180,7 @@ def test_a_snapshot_that_has_no_room_is_refused(client: Client, volume: csi.Volu
     assert client.snapshot("1", volume.volume_id, {"size": "4MiB"}).ready_to_use
 
 
+@pytest.mark.variation
 def test_what_the_snapshotter_tells_is_kept_as_tags(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
@@ -184,6 +195,7 @@ def test_what_the_snapshotter_tells_is_kept_as_tags(
 # Lists
 
 
+@pytest.mark.variation
 def test_snapshots_are_listed_all_by_source_and_by_id(client: Client, volume: csi.Volume) -> None:
     other = client.create("pvc-2", EXTENT, block())
     first, second = (client.snapshot(name, volume.volume_id) for name in ("1", "2"))
@@ -199,6 +211,7 @@ def test_snapshots_are_listed_all_by_source_and_by_id(client: Client, volume: cs
         client.controller.GetSnapshot(csi.GetSnapshotRequest(snapshot_id="x"))
 
 
+@pytest.mark.variation
 def test_a_list_comes_in_parts_and_a_strange_token_is_aborted(
     client: Client, volume: csi.Volume
 ) -> None:
@@ -246,6 +259,7 @@ def test_a_snapshot_of_an_inactive_volume_is_made_and_deleted_as_any_other(
     assert names(host, group) == {"vol-pvc-1"}
 
 
+@pytest.mark.variation
 def test_deleting_a_snapshot_that_cannot_be_one_succeeds(
     client: Client, volume: csi.Volume
 ) -> None:
@@ -293,6 +307,7 @@ def test_an_overflowed_snapshot_is_known_as_such_while_it_is_not_active(
 # What it forbids
 
 
+@pytest.mark.variation
 def test_a_volume_with_snapshots_is_not_deleted_and_the_error_names_them(
     client: Client, volume: csi.Volume
 ) -> None:
@@ -311,18 +326,116 @@ def test_a_volume_with_snapshots_grows_while_it_is_not_in_use(
     volume = client.create("pvc-1", 16 * MIB, mounted("ext4"))
     client.stage(volume, staging, mounted("ext4"))
     snapshot = client.snapshot("1", volume.volume_id)
-    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id, "unstage"):
-        client.node_expand(volume.volume_id, staging, 32 * MIB)
-    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id, "unstage"):
-        client.expand(volume.volume_id, 32 * MIB)
+    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id, "restart its pod"):
+        client.expand(volume.volume_id, 48 * MIB)
     client.unstage(volume.volume_id, staging)
     host.commands.clear()
     assert client.expand(volume.volume_id, 32 * MIB).capacity_bytes == 32 * MIB
-    assert lvm2_commands(host) == ["fullreport", "lvchange", "lvextend"]
+    # The larger wish, which was on record, is withdrawn.
+    assert lvm2_commands(host) == ["lvchange", "lvextend", "lvchange"]
     client.stage(volume, staging, mounted("ext4"))
     assert client.node_expand(volume.volume_id, staging, 32 * MIB).capacity_bytes == 32 * MIB
     client.unstage(volume.volume_id, staging)
     assert client.snapshots()[0].size_bytes == 16 * MIB
+
+
+def stage_again(client: Client, volume: csi.Volume, staging: Path) -> None:
+    """What the restart of its pod does."""
+    client.unstage(volume.volume_id, staging)
+    client.stage(volume, staging, mounted("ext4"))
+
+
+def test_a_volume_in_use_with_snapshots_grows_when_its_pod_is_restarted(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    staging = host.directory / "staging"
+    volume = client.create("pvc-1", 16 * MIB, mounted("ext4"))
+    client.stage(volume, staging, mounted("ext4"))
+    snapshot = client.snapshot("1", volume.volume_id)
+    host.commands.clear()
+    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id, str(32 * MIB), "restart"):
+        client.node_expand(volume.volume_id, staging, 31 * MIB)
+    assert lvm2_commands(host) == ["fullreport", "lvchange", "fullreport"]
+    host.commands.clear()
+    with expect.code("FAILED_PRECONDITION"):
+        client.node_expand(volume.volume_id, staging, 31 * MIB)
+    # Nothing was written since.
+    assert lvm2_commands(host) == []
+    before = client.stats(volume.volume_id, staging)
+    assert str(32 * MIB) in before.volume_condition.message
+    assert "restart its pod" in before.volume_condition.message
+
+    host.commands.clear()
+    stage_again(client, volume, staging)
+    assert lvm2_commands(host) == ["lvchange", "lvextend", "lvchange"]
+    after = client.stats(volume.volume_id, staging)
+    assert after.usage[0].total > before.usage[0].total + 8 * MIB
+    # Kubelet asks again, and the claim has what it asked for.
+    assert client.node_expand(volume.volume_id, staging, 31 * MIB).capacity_bytes == 32 * MIB
+    client.volume(volume.volume_id)
+    assert not client.stats(volume.volume_id, staging).volume_condition.abnormal
+    assert client.snapshots() == [snapshot]
+    client.unstage(volume.volume_id, staging)
+
+
+@pytest.mark.variation
+def test_a_raw_block_volume_in_use_with_snapshots_grows_when_its_pod_is_restarted(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    staging, target = host.directory / "staging", host.directory / "target"
+    volume = client.create("pvc-1", 16 * MIB, block())
+    client.stage(volume, staging, block())
+    client.publish(volume, staging, target, block())
+    host.write_bytes(device(host, group, "vol-pvc-1"), 8 * MIB, data := b"contents" * 512)
+    client.snapshot("1", volume.volume_id)
+    with expect.code("FAILED_PRECONDITION", "restart its pod"):
+        client.node_expand(volume.volume_id, target, 32 * MIB)
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    client.stage(volume, staging, block())
+    client.publish(volume, staging, target, block())
+    assert client.node_expand(volume.volume_id, target, 32 * MIB).capacity_bytes == 32 * MIB
+    assert host.read_bytes(device(host, group, "vol-pvc-1"), 8 * MIB, len(data)) == data
+    client.unpublish(volume.volume_id, target)
+
+
+@pytest.mark.variation
+def test_a_volume_is_staged_as_it_is_where_there_is_no_room_for_what_is_on_record(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    staging = host.directory / "staging"
+    volume = client.create("pvc-1", 16 * MIB, mounted("ext4"))
+    client.stage(volume, staging, mounted("ext4"))
+    client.snapshot("1", volume.volume_id)
+    with expect.code("FAILED_PRECONDITION"):
+        client.node_expand(volume.volume_id, staging, 32 * MIB)
+    other = client.create("pvc-2", client.capacity().available_capacity, block())
+    stage_again(client, volume, staging)
+    # Of this code kubelet lets the pod start.
+    with expect.code("OUT_OF_RANGE"):
+        client.node_expand(volume.volume_id, staging, 32 * MIB)
+    client.delete(other.volume_id)
+    stage_again(client, volume, staging)
+    assert client.node_expand(volume.volume_id, staging, 32 * MIB).capacity_bytes == 32 * MIB
+    client.unstage(volume.volume_id, staging)
+
+
+@pytest.mark.variation
+def test_the_latest_expansion_is_the_one_on_record(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    staging = host.directory / "staging"
+    volume = client.create("pvc-1", 16 * MIB, mounted("ext4"))
+    client.stage(volume, staging, mounted("ext4"))
+    snapshot = client.snapshot("1", volume.volume_id)
+    for size in (64 * MIB, 24 * MIB):
+        with expect.code("FAILED_PRECONDITION", str(size)):
+            client.node_expand(volume.volume_id, staging, size)
+    # Without the snapshot nothing is in its way; what is on record is made good all the same.
+    client.delete_snapshot(snapshot.snapshot_id)
+    stage_again(client, volume, staging)
+    assert client.node_expand(volume.volume_id, staging, 24 * MIB).capacity_bytes == 24 * MIB
+    client.unstage(volume.volume_id, staging)
 
 
 # Between two steps

@@ -6,8 +6,8 @@ import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.client import Client, block
-from agent.server import Service
+from agent.csi.client import Client, block
+from agent.service.server import Service
 from proto import csi_pb2 as csi
 
 AnyHost = FakeHost | RealHost

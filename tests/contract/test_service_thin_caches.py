@@ -11,9 +11,9 @@ from fakes.host import FakeHost
 from real.host import RealHost
 from tiers import FAST, SLOW, free
 
-from agent.client import Client, block, of_snapshot, of_volume
-from agent.config import Config, DeviceClass
-from agent.server import Service
+from agent.config.settings import Config, DeviceClass
+from agent.csi.client import Client, block, of_snapshot, of_volume
+from agent.service.server import Service
 from lvm import caches, report, tags, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
@@ -144,6 +144,7 @@ def test_a_pool_grows_below_its_cache_and_what_was_written_stays(
 
 
 @EVERY
+@pytest.mark.variation
 def test_the_maximum_can_be_made_and_one_extent_more_cannot(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:
@@ -156,6 +157,7 @@ def test_the_maximum_can_be_made_and_one_extent_more_cannot(
     assert client.capacity(parameters).maximum_volume_size.value == 0
 
 
+@pytest.mark.variation
 def test_without_room_for_its_cache_no_pool_is_made(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -166,6 +168,7 @@ def test_without_room_for_its_cache_no_pool_is_made(
     assert set(report.read(host.lvm).group(group).volumes) == {"vol-pvc-1"}
 
 
+@pytest.mark.variation
 def test_the_cache_of_a_pool_is_not_for_a_storage_class_to_size(client: Client) -> None:
     parameters = {"class": "cache", "cacheSize": "1GiB"}
     with expect.code("INVALID_ARGUMENT", "parameters[cacheSize]", "its pool's"):

@@ -32,10 +32,14 @@ class Media:
     unreadable: bool = False
     # What programs wrote, by the number of the block.
     blocks: dict[int, bytes] = field(default_factory=dict)
+    # What the disk still has of it where zeroes are in its volatile cache alone.
+    cached_over: dict[int, bytes] = field(default_factory=dict)
+    # What a thin volume's chunks are of: the medium of its pool.
+    below: "Media | None" = None
 
     def copy(self) -> "Media":
         """The same, and from now on apart."""
-        return replace(self, zeroed=[], blocks=dict(self.blocks))
+        return replace(self, zeroed=[], blocks=dict(self.blocks), cached_over={})
 
     def write(self, offset_bytes: int, data: bytes) -> None:
         """Whole blocks of data."""
@@ -55,9 +59,24 @@ class Media:
         return {number: data for number, data in self.blocks.items() if first <= number < last}
 
     def erase(self, offset_bytes: int, length_bytes: int) -> None:
-        """Zeroes in place of data."""
-        for number in self.part(offset_bytes, length_bytes):
+        """Zeroes in place of data, in the disk's cache."""
+        for number, data in self.part(offset_bytes, length_bytes).items():
+            self.cached_over[number] = data
             del self.blocks[number]
+        if self.below is not None:
+            # Each chunk that is written takes one of the pool's.
+            self.below.erase(offset_bytes, length_bytes)
+
+    def flush(self) -> None:
+        """What the cache has is on the disk."""
+        self.cached_over.clear()
+        if self.below is not None:
+            self.below.flush()
+
+    def cut_power(self) -> None:
+        """What was in the cache alone is lost."""
+        self.blocks |= self.cached_over
+        self.cached_over.clear()
 
 
 @dataclass
@@ -76,6 +95,8 @@ class FakeDevice:
     partitions: list[str] = field(default_factory=list)
     holders: list[str] = field(default_factory=list)
     media: Media = field(default_factory=Media)
+    # What of it lies on a missing disk: offset and length.
+    missing: list[tuple[int, int]] = field(default_factory=list)
     # Suspended by device-mapper: writers wait.
     suspended: bool = False
     _flow: threading.Condition = field(default_factory=threading.Condition)
@@ -98,6 +119,11 @@ class FakeDevice:
         with self._flow:
             assert self._flow.wait_for(lambda: not self.suspended, 60), "it was never resumed"
             self.media.write(offset_bytes, data)
+
+    def is_missing(self, offset_bytes: int, length_bytes: int) -> bool:
+        """Whether a part of a range lies on a missing disk."""
+        end = offset_bytes + length_bytes
+        return any(start < end and offset_bytes < start + size for start, size in self.missing)
 
     @property
     def number(self) -> tuple[int, int]:

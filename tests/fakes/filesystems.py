@@ -30,15 +30,20 @@ def blkid(words: Sequence[str], devices: FakeDevices) -> Result:
     assert separator == "--", words
     if not devices.knows(path) or devices.get(path).unreadable:
         return Result(2)
-    found = devices.get(path).contents
-    lines = [f"DEVNAME={path}", "MINIMUM_IO_SIZE=512"]
-    if found is not None and found.usage == "partition table":
-        lines += [f"PTUUID={found.uuid}", f"PTTYPE={found.fs_type}"]
-    elif found is not None:
-        label = found.label.replace(" ", "\\ ")
-        lines += [f"UUID={found.uuid}", f"TYPE={found.fs_type}", f"USAGE={found.usage}"]
-        lines += [f"LABEL={label}"] if label else []
-    return Result(0, "\n".join(lines) + "\n")
+    escaped = {name: value.replace(" ", "\\ ") for name, value in tags(devices.get(path)).items()}
+    told = {"DEVNAME": path, "MINIMUM_IO_SIZE": "512", **escaped}
+    return Result(0, "".join(f"{name}={value}\n" for name, value in told.items()))
+
+
+def tags(device: FakeDevice) -> dict[str, str]:
+    """What blkid and its library tell of a device."""
+    found = device.contents
+    if found is None:
+        return {}
+    if found.usage == "partition table":
+        return {"PTUUID": found.uuid, "PTTYPE": found.fs_type}
+    label = {"LABEL": found.label} if found.label else {}
+    return {"UUID": found.uuid, "TYPE": found.fs_type, "USAGE": found.usage, **label}
 
 
 def mkfs(words: Sequence[str], devices: FakeDevices) -> Result:

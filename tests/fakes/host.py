@@ -1,16 +1,24 @@
 """A whole machine in memory: lvm2, programs, devices, kernel, all on one state."""
 
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
-from fakes import filesystems
+from fakes import filesystems, shell
 from fakes.devices import BLOCK_BYTES, FakeDevices
+from fakes.disks import FakeDisks
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeLvm, FakePool
 
 from lvm.command import Result
 from lvm.devices import Devices
+from lvm.disks import Disks
 from lvm.lvm2 import Lvm
+from lvm.session import Session
 from mount.filesystem import Signature
 from mount.syscalls import Kernel
 
@@ -18,19 +26,37 @@ _DISK_MAJOR = 8
 
 
 class FakeHost:
-    """What `agent.host.Host` is on a real machine, and the state behind it for tests to see."""
+    """What a `Host` is on a real machine, and the state behind it for tests to see."""
 
-    def __init__(self, directory: Path) -> None:
+    # Whether lvm2's commands are said to a shell of it (--sessions).
+    sessions: ClassVar[bool] = False
+
+    def __init__(self, directory: Path, number: int = 0) -> None:
+        """One of several machines has a number, so that its groups have UUIDs of their own."""
         self.directory = directory
         self.block = FakeDevices()
         self.lvm2 = FakeLvm(self.block)
+        self.lvm2.number = number
         self.lvm2_program: Callable[[Sequence[str]], Result] = self.lvm2
         self.kernel: Kernel = FakeKernel(self.block)
         self.devices: Devices = self.lvm2
+        self.disks: Disks = FakeDisks(self.lvm2, self.block)
         self.commands: list[tuple[str, ...]] = []
         self.lvm = Lvm(self.run, settings=())
         # Asked before each command: may answer in its place, wait, or raise as a kill does.
         self.intercept: Callable[[Sequence[str]], Result | None] = lambda _words: None
+
+    @cached_property
+    def session(self) -> Session:
+        """A shell of the fake lvm2."""
+        place = Path(tempfile.mkdtemp(prefix="carver-session-"))
+        weakref.finalize(self, shutil.rmtree, place)
+        return Session(
+            lambda *words: self.lvm2_program(words),
+            shell.converse(lambda words: self.lvm2_program(words)),
+            place,
+            root=place / "root",
+        )
 
     def run(self, *words: str) -> Result:
         """The seam `lvm.command.Run`."""
@@ -38,7 +64,7 @@ class FakeHost:
             return answer
         self.commands.append(words)
         if words[0] == "lvm":
-            return self.lvm2_program(words)
+            return self.session(*words) if self.sessions else self.lvm2_program(words)
         program = filesystems.PROGRAMS.get(words[0])
         assert program is not None, f"an unfaked command: {' '.join(words)}"
         ended = program(words, self.block)
@@ -102,6 +128,41 @@ class FakeHost:
     def damage(self, device: str) -> None:
         """Break the ext4 on a device so that no program mends it unasked."""
         self.block.get(device).media.damage = "much"
+
+    def lose_disk(self, group: str, number: int) -> None:
+        """A disk of a group is not there any more; volumes that are active notice."""
+        found = self.lvm2.groups[group]
+        found.disks[number].missing = True
+        self._see_disks(group)
+
+    def bring_disk(self, group: str, number: int) -> None:
+        """It is there again, with what it had, and volumes are activated anew."""
+        self.lvm2.groups[group].disks[number].missing = False
+        self._see_disks(group)
+
+    def _see_disks(self, group: str) -> None:
+        missing = {one.name for one in self.lvm2.groups[group].disks if one.missing}
+        for one in self.lvm2.groups[group].volumes.values():
+            one.health = "partial" if missing & set(one.extents) else ""
+            self.lvm2.deactivate(group, one.name)
+
+    def fail_leg(self, group: str, name: str, number: int) -> None:
+        """A leg of a RAID takes no writes from now on; what is on it stays."""
+        volume = self.lvm2.groups[group].volumes[name]
+        disk = self.lvm2.groups[group].disks[number].name
+        volume.failed[disk], volume.health = volume.media.copy(), "refresh needed"
+
+    def cut_power(self) -> None:
+        """What the disks had in their volatile caches alone is lost."""
+        for group in self.lvm2.groups.values():
+            for media in (*group.freed, *(one.media for one in group.volumes.values())):
+                media.cut_power()
+
+    def freed_bytes(self, group: str) -> bytes:
+        """What is on the extents that removed volumes had, but for zeroes."""
+        return b"".join(
+            data for media in self.lvm2.groups[group].freed for data in media.blocks.values()
+        )
 
     def erase(self, device: str) -> None:
         """Overwrite what a device holds, behind Carver's back."""

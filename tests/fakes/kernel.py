@@ -8,12 +8,13 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from fakes import filesystems
 from fakes.devices import (
     BLOCK_BYTES,
     BTRFS_SUPERBLOCK_AT,
@@ -23,7 +24,7 @@ from fakes.devices import (
     Media,
 )
 
-from mount.options import FILE_SYSTEM_DATA, SUPERBLOCK
+from mount.options import CONTEXT, FILE_SYSTEM_DATA, SUPERBLOCK
 from mount.syscalls import Kernel, LoopStatus, XfsGeometry
 from mount.table import Mount
 
@@ -38,6 +39,7 @@ class _Attached:
 
     status: LoopStatus
     file: str
+    backing: FakeDevice | None
 
 
 class FakeKernel(Kernel):
@@ -47,6 +49,7 @@ class FakeKernel(Kernel):
         super().__init__()
         self.devices = devices
         self.busy: set[str] = set()
+        self.selinux = False
         self._loops: dict[str, _Attached] = {}
         self._files: dict[tuple[int, int], Media] = {}
         self._nodes: dict[int, FakeDevice] = {}
@@ -107,6 +110,9 @@ class FakeKernel(Kernel):
     def has_new_mount_calls(self) -> bool:
         return True
 
+    def has_selinux(self) -> bool:
+        return self.selinux
+
     def mount(
         self,
         device: str,
@@ -119,6 +125,9 @@ class FakeKernel(Kernel):
             _fail(errno.ENOTDIR, path)
         found = self.devices.get(device)
         known = {*FILE_SYSTEM_DATA[fs_type].split(), *SUPERBLOCK, "ro"}
+        contexts = [word.removeprefix(CONTEXT) for word in parameters if word.startswith(CONTEXT)]
+        if self.selinux:
+            parameters = [word for word in parameters if not word.startswith(CONTEXT)]
         for word in parameters:
             name, equals, _ = word.partition("=")
             if word not in known and name + equals not in known:
@@ -132,7 +141,13 @@ class FakeKernel(Kernel):
         access = "ro" if "ro" in parameters else "rw"
         super_options = (access, *(word for word in parameters if word != "ro"))
         others = [mount for mount in self.mounts if self._holds(mount, found)]
+        # As show_sid tells it, whose quotes are for the commas.
+        super_options += (
+            tuple(f'{CONTEXT}"{one}"' for one in contexts) or ("seclabel",) * self.selinux
+        )
         if others:
+            if super_options[-1] != others[0].super_options[-1] and self.selinux:
+                _fail(errno.EINVAL, device)
             if access != others[0].super_options[0]:
                 _fail(errno.EBUSY, device)
             super_options = others[0].super_options
@@ -214,6 +229,13 @@ class FakeKernel(Kernel):
     def device_is_swap(self, device: str) -> bool:
         return self._block_device(device).swap
 
+    def signatures(self, device: str) -> Mapping[str, str]:
+        if not self.devices.knows(device):
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), device)
+        if self.devices.get(device).unreadable:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), device)
+        return filesystems.tags(self.devices.get(device))
+
     def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         found = self._block_device(device)
         if found.mounted or found.held:
@@ -222,12 +244,17 @@ class FakeKernel(Kernel):
             _fail(errno.EACCES, device)
         if (offset_bytes | length_bytes) % 512 or offset_bytes + length_bytes > found.size_bytes:
             _fail(errno.EINVAL, device)
+        if found.is_missing(offset_bytes, length_bytes):
+            _fail(errno.EIO, device)
         found.media.zeroed.append((offset_bytes, length_bytes))
         found.media.erase(offset_bytes, length_bytes)
         if offset_bytes == 0:
             found.contents = None
         if offset_bytes + length_bytes == found.size_bytes:
             found.media.residue = False
+
+    def flush(self, device: str) -> None:
+        self._present(device).media.flush()
 
     def read(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
         found = self._block_device(device)
@@ -259,6 +286,7 @@ class FakeKernel(Kernel):
         if not blank:
             written.media.erase(offset_bytes, length_bytes)
         written.media.blocks |= read.media.part(offset_bytes, length_bytes)
+        written.media.flush()
         if offset_bytes == 0:
             for fact in ("contents", "fs_size_bytes", "damage"):
                 setattr(written.media, fact, getattr(read.media, fact))
@@ -276,7 +304,9 @@ class FakeKernel(Kernel):
             number += 1
         return f"/dev/loop{number}"
 
-    def loop_configure(self, device: str, file: str, *, read_only: bool, direct_io: bool) -> None:
+    def loop_configure(
+        self, device: str, file: str, *, read_only: bool, direct_io: bool, name: str
+    ) -> None:
         if device in self._loops:
             _fail(errno.EBUSY, device)
         found = self.lstat(self.real_path(file))
@@ -290,8 +320,11 @@ class FakeKernel(Kernel):
         minor = int(device.removeprefix("/dev/loop"))
         node = self.devices.add(device, size_bytes, media, LOOP_MAJOR, minor)
         node.read_only = read_only
-        status = LoopStatus(found.st_dev, found.st_ino, number, read_only, direct_io)
-        self._loops[device] = _Attached(status, file)
+        # LO_NAME_SIZE of <linux/loop.h> counts the closing NUL.
+        called = os.fsdecode(os.fsencode(name)[:63])
+        numbers = (found.st_dev, found.st_ino, number)
+        status = LoopStatus(*numbers, read_only, direct_io, name=called)
+        self._loops[device] = _Attached(status, file, backing)
 
     def loop_status(self, device: str) -> LoopStatus:
         return self._attached(device).status
@@ -301,15 +334,15 @@ class FakeKernel(Kernel):
         node = self.devices.get(device)
         if node.mounted or node.held:
             return  # the kernel says yes, and waits for the last user
-        if attached.status.backing_device:
-            self._block_device(attached.file).held -= 1
+        if attached.backing:
+            attached.backing.held -= 1
         self.devices.remove(device)
         del self._loops[device]
 
     def loop_set_capacity(self, device: str) -> None:
-        file = self._attached(device).file
-        backing = self._node_at(file)
-        size_bytes = backing.size_bytes if backing else Path(file).stat().st_size
+        attached = self._attached(device)
+        backing = attached.backing
+        size_bytes = backing.size_bytes if backing else Path(attached.file).stat().st_size
         self.devices.resize(device, size_bytes)
 
     # What the tests set up
@@ -410,8 +443,8 @@ class FakeKernel(Kernel):
             _fail(errno.EBUSY, path)
 
     def _is_in_use(self, path: str) -> bool:
-        """Marked busy, or this process has something open at or below the path."""
-        opened = []
+        """Marked busy, or a loop device or this process has something open at or below the path."""
+        opened = [Path(one.file) for one in self._loops.values()]
         for link in Path("/proc/self/fd").iterdir():
             with suppress(FileNotFoundError):  # the one that lists them
                 opened.append(link.readlink())

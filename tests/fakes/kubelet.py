@@ -5,13 +5,17 @@ passed over, a socket is asked once for each time that it appears, GetInfo has o
 refused plugin is not asked again before its socket appears anew.
 """
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from agent.client import Client
+from agent.csi.client import Client
+from mount import loop
+from mount.syscalls import Kernel
 from proto import csi_pb2 as csi
 from proto import pluginregistration_pb2 as wire
 from proto import pluginregistration_pb2_grpc
@@ -73,3 +77,41 @@ class FakeKubelet:
         self._names[path] = info.name
         self.drivers[info.name] = (endpoint, node)
         return ""
+
+
+def hold(kernel: Kernel, device: Path) -> str:
+    """The loop device that kubelet keeps over what is published, so that it does not go away.
+
+    As losetup(8) has it for kubelet/pkg/volume/util/volumepathhandler: read-only where the device
+    is, and called by its path.
+    """
+    path, read_only = str(device), kernel.device_is_read_only(str(device))
+    while True:
+        free = kernel.loop_free()
+        try:
+            kernel.loop_configure(free, path, read_only=read_only, direct_io=False, name=path)
+        except OSError as error:
+            if error.errno != errno.EBUSY:  # someone else was given the same number
+                raise
+        else:
+            return free
+
+
+@dataclass
+class Mapped:
+    """A raw block volume in a pod: the published node, bound once more, and held there."""
+
+    kernel: Kernel
+    published: Path
+    own: Path
+
+    def __enter__(self) -> str:
+        self.own.touch()
+        self.kernel.bind(str(self.published), str(self.own), set())
+        self._loop = hold(self.kernel, self.own)
+        return self._loop
+
+    def __exit__(self, *_: object) -> None:
+        loop.detach(self.kernel, self._loop)
+        self.kernel.unmount(str(self.own))
+        self.own.unlink()

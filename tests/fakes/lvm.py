@@ -8,14 +8,15 @@ import errno
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
-from fakes.devices import FakeDevice, FakeDevices, Media
+from fakes.devices import BLOCK_BYTES, FakeDevice, FakeDevices, Media
 
 from lvm import names
 from lvm.command import Result
-from lvm.devicemapper import Raid, Snapshot, Status, ThinPool
+from lvm.devicemapper import Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 from lvm.devices import Device
 from lvm.layout import LINEAR, Layout
 from lvm.tuning import AUTO, PLAIN, Tuning
@@ -36,6 +37,13 @@ class FakeDisk:
     missing: bool = False
     allocatable: bool = True
     tags: set[str] = field(default_factory=set)
+
+
+# What of a volume is nowhere but in the kernel, or on the volume itself.
+_OF_THE_KERNEL = {
+    *("active", "media", "data_percent", "overflowed", "dirty_blocks", "cleaning"),
+    *("failed", "used_data_blocks", "used_metadata_blocks", "mode", "needs_check"),
+}
 
 
 @dataclass
@@ -61,6 +69,11 @@ class FakeVolume:
     cache: "FakeVolume | None" = None
     cache_kind: str = ""
     tuning: Tuning = PLAIN
+    # How much of its cache is not written back, and whether that is being done.
+    dirty_blocks: int = 0
+    cleaning: bool = False
+    # Of a RAID, by disk: what a leg that takes no writes has on it still.
+    failed: dict[str, Media] = field(default_factory=dict)
 
     @property
     def is_copy_on_write(self) -> bool:
@@ -74,9 +87,27 @@ class FakeVolume:
         on_each = max(self.extents.values(), default=0) - self.layout.metadata_extents
         return max(0, on_each) * self.layout.stripes
 
+    @property
+    def record(self) -> list[object]:
+        """What lvm2 keeps of it on the disks."""
+        kept = [one.name for one in fields(self) if one.name not in _OF_THE_KERNEL]
+        told = [getattr(self, one) for one in kept]
+        return [
+            sorted(one.items())
+            if isinstance(one, dict)
+            else sorted(one)
+            if isinstance(one, set)
+            else _recorded(one)
+            for one in told
+        ]
+
     def taken(self, disk: str) -> int:
         """The extents that it has of a disk."""
         return self.extents.get(disk, 0) + (self.cache.taken(disk) if self.cache else 0)
+
+
+def _recorded(one: object) -> object:
+    return one.record if isinstance(one, FakeVolume) else one
 
 
 @dataclass
@@ -133,6 +164,17 @@ class FakeGroup:
     volumes: dict[str, FakeVolume] = field(default_factory=dict)
     # What lvm2 keeps for the repair of pools' metadata, by disk.
     spare: dict[str, int] = field(default_factory=dict)
+    # What is on the extents that removed volumes had.
+    freed: list[Media] = field(default_factory=list)
+    # Of its metadata: counted up by each command that changes them.
+    seqno: int = 1
+
+    @property
+    def checksum(self) -> int:
+        """Of all that lvm2 would have in the metadata, also where a test changed it by hand."""
+        told = [sorted(self.tags), self.disks, self.spare]
+        told += [volume.record for _, volume in sorted(self.volumes.items())]
+        return zlib.crc32(repr(told).encode())
 
     def free(self, disk: FakeDisk) -> int:
         """The extents of a disk that no volume has."""
@@ -152,11 +194,17 @@ class Failure(Exception):
 class FakeLvm:
     """The program `lvm`, and the devices that its volumes have while they are active."""
 
+    # Of several machines: their groups have UUIDs of their own.
+    number = 0
+
     def __init__(self, devices: FakeDevices) -> None:
         self.groups: dict[str, FakeGroup] = {}
         self.version = "2.03.16(2) (2022-05-18)"
-        self._devices = devices
-        self._confined: set[str] = set()
+        self.devices = devices
+        self._confined: set[str] | None = None
+        # The disks that the node's devices file lists; None where there is no such file.
+        self.devices_file: set[str] | None = None
+        self._settings: dict[str, str] = {}
         self._serial = itertools.count(1)
 
     def add_group(
@@ -175,7 +223,7 @@ class FakeLvm:
         volume = self.groups[group].volumes.get(name) if group in self.groups else None
         if volume is None or not volume.active:
             return None
-        device = self._devices.get(_node(group, name))
+        device = self.devices.get(_node(group, name))
         uuid = self.groups[group].uuid.replace("-", "")
         return Device(device.path, (device.major, device.minor), uuid)
 
@@ -198,12 +246,24 @@ class FakeLvm:
             sectors = volume.length * self.groups[group].extent_size_bytes // 512
             used = int(volume.data_percent / 100 * sectors)
             return (Snapshot(size, "Invalid" if volume.overflowed else "", used, sectors),)
+        if volume.cache:
+            return (self._cache_status(group, volume),)
         if not volume.layout.metadata_extents:
             return ()
         missing = {disk.name for disk in self.groups[group].disks if disk.missing}
-        health = "".join("D" if disk in missing else "A" for disk in volume.extents)
+        dead = missing | set(volume.failed)
+        health = "".join("D" if disk in dead else "A" for disk in volume.extents)
         size = volume.length * self.groups[group].extent_size_bytes
         return (Raid(size, volume.layout.kind, health, size // 512, size // 512),)
+
+    def _cache_status(self, group: str, volume: FakeVolume) -> Cache | WriteCache:
+        """Where it is written back, a block is done between two looks."""
+        size = volume.length * self.groups[group].extent_size_bytes
+        dirty = volume.dirty_blocks
+        volume.dirty_blocks -= bool(volume.cleaning and dirty)
+        if volume.cache_kind == "cache":
+            return Cache(size, "rw", dirty_blocks=dirty)
+        return WriteCache(size, 0, 4096, 4096 - dirty, 0)
 
     def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
         """The seam `lvm.devices.Devices`."""
@@ -226,16 +286,20 @@ class FakeLvm:
         """The seam `lvm.devices.Devices`."""
         return self.find(group, name) is not None and self._active(group, name).suspended
 
+    def is_open(self, group: str, name: str) -> bool:
+        """The seam `lvm.devices.Devices`."""
+        return self.find(group, name) is not None and self.devices.is_open(_node(group, name))
+
     def _active(self, group: str, name: str) -> FakeDevice:
         if self.find(group, name) is None:
             raise OSError(errno.ENXIO, os.strerror(errno.ENXIO), f"{group}/{name}")
-        return self._devices.get(_node(group, name))
+        return self.devices.get(_node(group, name))
 
     def __call__(self, words: Sequence[str]) -> Result:
         """Carry out `lvm SUBCOMMAND …`."""
         arguments = _Arguments(words[2:])
-        arguments.take("--config")
-        self._confined = set(filter(None, arguments.take("--devices").split(",")))
+        self._settings = _settings(arguments.take("--config"))
+        self._confined = set(filter(None, arguments.take("--devices").split(","))) or None
         try:
             command = {
                 "version": self._version,
@@ -257,7 +321,21 @@ class FakeLvm:
         except Failure as failure:
             return Result(5, "", f"  {failure}\n")
         arguments.require_empty(words)
+        self._commit(words)
         return Result(0, output, "")
+
+    def _commit(self, words: Sequence[str]) -> None:
+        """Groups whose metadata a command that succeeded changed have them anew."""
+        changed = not _LOOKS.intersection(words) and (
+            words[1] != "lvchange" or _CHANGES.intersection(words)
+        )
+        if not changed:
+            return
+        named = words[words.index("--") + 1 :]
+        names_of_groups = {word.partition("/")[0] for word in named}
+        for group in self.groups.values():
+            if group.name in names_of_groups or any(disk.name in named for disk in group.disks):
+                group.seqno += 1
 
     def wrote(self, device: str, length_bytes: int) -> None:
         """So many bytes were written on a device for the first time since its snapshots."""
@@ -302,7 +380,7 @@ class FakeLvm:
             }
             for one in rows
         ]
-        return json.dumps({"report": chosen})
+        return json.dumps({"report": [_formatted(one, self._settings) for one in chosen]})
 
     def _report(self, group: FakeGroup) -> dict[str, list[dict[str, str]]]:
         return {
@@ -367,7 +445,10 @@ class FakeLvm:
         }
 
     def _sees(self, group: FakeGroup) -> bool:
-        return not self._confined or any(disk.name in self._confined for disk in group.disks)
+        """lvmdevices(8): --devices outweighs a devices file, which Debian's lvm2 heeds if told."""
+        heeded = self._settings.get("devices/use_devicesfile") == "1"
+        seen = self._confined or (self.devices_file if heeded else None)
+        return seen is None or any(disk.name in seen for disk in group.disks)
 
     def _orphans(self) -> list[dict[str, str]]:
         """Disks that lvm2 has labelled, and no group has: they are reported without a group."""
@@ -385,7 +466,7 @@ class FakeLvm:
                 "pv_tags": "",
                 "pe_start": str(_PE_START_BYTES),
             }
-            for device in self._devices
+            for device in self.devices
             if device.contents is not None
             and device.contents.fs_type == _LABEL
             and device.path not in taken
@@ -406,7 +487,7 @@ class FakeLvm:
 
     def _labelled(self, path: str, extent_size_bytes: int) -> FakeDisk:
         """A disk that becomes one of a group's."""
-        device = self._devices.get(path)
+        device = self.devices.get(path)
         assert device.contents is None or device.contents.fs_type == _LABEL, "not blank"
         device.contents = Signature(_LABEL, "raid", self._uuid())
         # The first extent's worth holds the metadata, as with lvm2's default alignment.
@@ -535,6 +616,9 @@ class FakeLvm:
             assert of_pool == path.endswith("_tdata"), 'lvm2: "Cannot find cache"'
             assert volume.cache, f"{volume.name} has no cache"
             assert volume.active, "what is in the cache cannot be written back"
+            assert of_pool or not volume.dirty_blocks, "lvm2 would write it back under its lock"
+            # What was written to the volume went through it.
+            volume.cache.media.blocks |= dict(enumerate(volume.media.blocks.values()))
             group.volumes[volume.cache.name], volume.cache = volume.cache, None
             return ""
         assert arguments.flag("--splitsnapshot")
@@ -545,7 +629,8 @@ class FakeLvm:
         was_active = volume.active
         self._deactivate_one(group, volume)
         # What is in the area is no file system: chunks of the origin in the order of their copying.
-        volume.origin, volume.media = "", Media(residue=True)
+        held = dict(enumerate(volume.media.blocks.values()))
+        volume.origin, volume.media = "", Media(residue=True, blocks=held)
         if was_active:
             self._activate_one(group, volume)
         return f"  Logical Volume {group.name}/{volume.name} split from its origin.\n"
@@ -650,6 +735,8 @@ class FakeLvm:
             virtual_extents=-(-size // group.extent_size_bytes),
             pool=pool,
         )
+        if name.startswith("wipe-"):
+            volume.media.below = group.volumes[pool].media
         group.volumes[name] = volume
         self._activate(group, volume)
         return f'  Logical volume "{name}" created.\n'
@@ -659,18 +746,31 @@ class FakeLvm:
         ignored = arguments.flag("--ignoreactivationskip")
         removed, added = arguments.take_all("--deltag"), arguments.take_all("--addtag")
         permission, refreshed = arguments.take("--permission"), arguments.flag("--refresh")
+        partial = arguments.take("--activationmode") == "partial"
+        policy, settings = arguments.take("--cachepolicy"), arguments.take("--cachesettings")
+        assert arguments.flag("--yes") == bool(policy or settings)
         tuning = _tuning(arguments)
-        group, volume = self._volume(arguments)
+        path, *further = arguments.rest()
+        group, volume = self._found(path)
+        assert not further or not (activate or permission or refreshed), "not needed so far"
+        for _, one in map(self._found, further):
+            one.tags = (one.tags - set(removed)) | set(added)
         self._tune(group, volume, tuning)
+        if policy or settings:
+            wanted = {"cache": ("cleaner", ""), "writecache": ("", "cleaner=1")}
+            assert (policy, settings) == wanted[volume.cache_kind]
+            volume.cleaning = True
         if refreshed:
             self.resume(group.name, volume.name)
+            # It is brought in sync again, and so overwritten.
+            volume.failed, volume.health = {}, volume.health.replace("refresh needed", "")
         if permission:
             assert permission == "rw"
             if not volume.read_only:
                 raise Failure(f'Logical volume "{group.name}/{volume.name}" is already writable.')
             volume.read_only = False
             if volume.active:
-                self._devices.get(_node(group.name, volume.name)).read_only = False
+                self.devices.get(_node(group.name, volume.name)).read_only = False
         volume.tags -= set(removed)
         volume.tags |= set(added)
         if activate == "n":
@@ -680,6 +780,9 @@ class FakeLvm:
             assert activate == "y"
             # "Change of snapshot will also change its origin. Proceed?"
             assert not volume.is_copy_on_write, "lvm2 would ask, and get no answer"
+            if not partial and _gone(group, volume) and volume.layout.kind in ("linear", "striped"):
+                path = f"{group.name}/{volume.name}"
+                raise Failure(f"Refusing activation of partial LV {path}.")
             if ignored or not volume.activation_skipped:
                 self._activate(group, volume)
         return ""
@@ -723,7 +826,7 @@ class FakeLvm:
             volume.data_percent *= volume.length / extents
             self._allocate(group, volume, extents - volume.length, disks)
         if volume.active:
-            self._devices.resize(_node(group.name, volume.name), self._size(group, volume))
+            self.devices.resize(_node(group.name, volume.name), self._size(group, volume))
         return ""
 
     def _extend_metadata(self, arguments: "_Arguments", more_bytes: int) -> str:
@@ -754,12 +857,26 @@ class FakeLvm:
             self._deactivate_one(group, one)
             for gone in (one, *self._snapshots(group, one)):
                 del group.volumes[gone.name]
+                self._free(group, gone)
             for other in group.volumes.values():
                 # A thin snapshot is whole without its origin.
                 other.origin = "" if other.origin == one.name else other.origin
             if not any(isinstance(other, FakePool) for other in group.volumes.values()):
                 group.spare.clear()
         return ""
+
+    @staticmethod
+    def _free(group: FakeGroup, gone: FakeVolume) -> None:
+        """What it held stays on its extents; of a thin one, in its pool."""
+        if isinstance(gone, FakeThin):
+            pool = group.volumes.get(gone.pool)
+            if pool is not None:
+                chunks = pool.length * group.extent_size_bytes // BLOCK_BYTES
+                held = gone.media.blocks if gone.media.below is None else {}
+                pool.media.blocks |= {number % chunks: data for number, data in held.items()}
+        else:
+            group.freed += [gone.media, *([gone.cache.media] if gone.cache else [])]
+            group.freed += gone.failed.values()
 
     def _pvchange(self, arguments: "_Arguments") -> str:
         allocatable = arguments.take("--allocatable")
@@ -782,7 +899,7 @@ class FakeLvm:
 
     def _deactivate_one(self, group: FakeGroup, volume: FakeVolume) -> None:
         if volume.active:
-            self._devices.remove(_node(group.name, volume.name))
+            self.devices.remove(_node(group.name, volume.name))
             volume.active = False
 
     def _activate(self, group: FakeGroup, volume: FakeVolume) -> None:
@@ -794,7 +911,8 @@ class FakeLvm:
     def _activate_one(self, group: FakeGroup, volume: FakeVolume) -> None:
         if not volume.active:
             node, size = _node(group.name, volume.name), self._size(group, volume)
-            self._devices.add(node, size, volume.media).read_only = volume.read_only
+            device = self.devices.add(node, size, volume.media)
+            device.read_only, device.missing = volume.read_only, _gone(group, volume)
             volume.active = True
             if isinstance(volume, FakeThin):
                 self._activate(group, group.volumes[volume.pool])
@@ -860,7 +978,7 @@ class FakeLvm:
             volume.extents[disk.name] = volume.extents.get(disk.name, 0) + on_each
 
     def _is_open(self, group: FakeGroup, volume: FakeVolume) -> bool:
-        return volume.active and self._devices.is_open(_node(group.name, volume.name))
+        return volume.active and self.devices.is_open(_node(group.name, volume.name))
 
     def _group(self, name: str) -> FakeGroup:
         if name not in self.groups:
@@ -881,9 +999,56 @@ class FakeLvm:
 
     def _uuid(self) -> str:
         # Unlike in the first characters, as LVM's own are.
-        digits = f"{next(self._serial):032d}"[::-1]
+        digits = f"{1000 * self.number + next(self._serial):032d}"[::-1]
         parts: Iterator[str] = iter(digits)
         return "-".join("".join(itertools.islice(parts, size)) for size in _UUID_GROUPS)
+
+
+# Commands that change nothing, and what lvchange changes but whether a volume is active.
+_LOOKS = {"version", "fullreport", "--test"}
+_CHANGES = {
+    *("--addtag", "--deltag", "--permission", "--cachepolicy", "--cachesettings"),
+    *("--readahead", "--minrecoveryrate", "--maxrecoveryrate"),
+}
+
+
+def _settings(told: str) -> dict[str, str]:
+    """lvm.conf(5) settings on the command line, such as `report/buffered=1 backup/backup=0`."""
+    pairs = (one.split("=", 1) for one in told.split())
+    return {key: value.strip('"') for key, value in pairs}
+
+
+# lib/report/values.h: what stands for yes, where a column knows yes and no only.
+_BINARY = {"pv_missing", "pv_allocatable", "pv_in_use", "lv_suspended", "lv_snapshot_invalid"}
+_LISTS = {"vg_tags", "pv_tags", "lv_tags", "lv_layout"}
+
+
+def _formatted(
+    part: dict[str, list[dict[str, str]]], settings: dict[str, str]
+) -> dict[str, list[dict[str, str]]]:
+    """The rows of a group in the form that lvm.conf's `report` section asks for."""
+
+    def value(column: str, text: str) -> str:
+        if settings.get("report/binary_values_as_numeric") == "1" and column in _BINARY:
+            return "01"[bool(text)] if text != "unknown" else "-1"
+        if settings.get("report/mark_hidden_devices") == "0":
+            text = text.strip("[]")
+        if column in _LISTS:
+            text = text.replace(",", settings.get("report/list_item_separator", ","))
+        return text
+
+    compact = settings.get("report/compact_output") == "1"
+    return {
+        name: [
+            {
+                column: value(column, text)
+                for column, text in row.items()
+                if not compact or any(other[column] for other in rows)
+            }
+            for row in rows
+        ]
+        for name, rows in part.items()
+    }
 
 
 class _Arguments:
@@ -1046,6 +1211,19 @@ def _segments(group: FakeGroup, disk: str) -> Iterator[tuple[str, int]]:
         if volume.cache:
             yield f"[{volume.cache.name}_cvol]", volume.cache.taken(disk)
     yield "[lvol0_pmspare]", group.spare.get(disk, 0)
+
+
+def _gone(group: FakeGroup, volume: FakeVolume) -> list[tuple[int, int]]:
+    """What of a linear volume lies on missing disks, in bytes; of a RAID, other legs have it."""
+    if volume.layout.kind not in ("linear", "striped"):
+        return []
+    missing, found, at = {one.name for one in group.disks if one.missing}, [], 0
+    for disk, extents in volume.extents.items():
+        length = extents * group.extent_size_bytes
+        if disk in missing:
+            found.append((at, length))
+        at += length
+    return found
 
 
 def _first_extent(volume: FakeVolume) -> int:

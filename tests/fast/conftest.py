@@ -8,10 +8,15 @@ import pytest
 import serving
 from fakes.disk import Disk
 from fakes.host import FakeHost
+from hypothesis import HealthCheck, settings
 
-from agent.client import Client
-from agent.config import Config
-from agent.server import Service
+from agent.config.settings import Config
+from agent.csi.client import Client
+from agent.service.server import Service
+
+# A machine that is busy with other work is slow at anything, and no test is about that.
+settings.register_profile("any-speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any-speed")
 
 
 @pytest.fixture

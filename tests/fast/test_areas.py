@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 from fakes.devices import FakeDevices
+from fakes.known import inventory
 from fakes.lvm import FakeLvm
 
-from agent.inventory import Inventory
 from lvm import areas, report, snapshots, volumes
 from lvm.devices import KernelDevices
 from lvm.lvm2 import Lvm
@@ -54,7 +54,7 @@ def test_a_snapshot_whose_disk_is_missing_is_not_ready_and_not_lost() -> None:
     snapshots.create(
         lvm, "data", "snap-a", origin="vol-a", size_bytes=size, facts=facts, disks=[second]
     )
-    known = Inventory(lvm, fake, ["data"])
+    known = inventory(fake, "data")
     fake.deactivate("data", "vol-a")
     [snapshot] = known.snapshots(known.read())
     assert snapshot.is_ready

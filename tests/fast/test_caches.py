@@ -4,12 +4,13 @@ import random
 
 import pytest
 from fakes.devices import FakeDevices
+from fakes.known import inventory
 from fakes.lvm import FakeDisk, FakeLvm
 
-from agent import diagnosis
-from agent.carving import Carvings
-from agent.config import DeviceClass
-from agent.inventory import Inventory
+from agent.config.settings import DeviceClass
+from agent.engine.allocation import Carvings
+from agent.engine.inventory import Inventory
+from agent.health import conditions
 from lvm import caches, errors, report
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
@@ -44,10 +45,10 @@ def test_the_maximum_can_be_made_and_one_extent_more_cannot_for_a_thousand_state
     assert room > 300
 
 
-def test_what_a_pool_with_a_cache_may_promise_can_be_held_for_ten_thousand_states() -> None:
+def test_what_a_pool_with_a_cache_may_promise_can_be_held_for_a_thousand_states() -> None:
     chance = random.Random(5)
     rooms = {True: 0, False: 0}
-    for _ in range(10_000):
+    for _ in range(1_000):
         fake = FakeLvm(FakeDevices())
         disks = [chance.randint(0, 60) for _ in range(chance.randint(1, 5))]
         for disk in fake.add_group("data", disks).disks:
@@ -63,7 +64,7 @@ def test_what_a_pool_with_a_cache_may_promise_can_be_held_for_ten_thousand_state
             cache=Cache(chance.choice(caches.KINDS), "writeback", Reserve(size << 20, percent)),
         )
         lvm = Lvm(lambda *words, fake=fake: fake(words), settings=())
-        known = Inventory(lvm, fake, ["data"])
+        known = inventory(fake, "data")
         carving = Carvings([one], known).of(one)
         group = known.read().group("data")
         maximum = carving.maximum_bytes(group)
@@ -84,7 +85,7 @@ def test_what_a_pool_with_a_cache_may_promise_can_be_held_for_ten_thousand_state
         reserve = one.reserve.extents(group)
         assert thin.outstanding_extents(group) <= group.free_extents - reserve
         assert carving.maximum_bytes(group) == 0
-    assert min(rooms.values()) > 2000, rooms
+    assert min(rooms.values()) > 200, rooms
 
 
 @pytest.mark.parametrize(
@@ -104,7 +105,7 @@ def test_the_loss_of_a_fast_disk_is_told_by_what_was_on_it_alone(cache: Cache, w
     group = report.read(lvm).group("data")
     caches.create(lvm, group, New("vol-pvc-1", 40 << 20, facts), cache)
     fake.groups["data"].volumes["vol-pvc-1"].health = "partial"
-    _check_each_loss(Inventory(lvm, fake, ["data"]), slow, fast, words)
+    _check_each_loss(inventory(fake, "data"), slow, fast, words)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,7 @@ def test_the_loss_of_a_pool_s_fast_disk_is_told_of_each_of_its_volumes(
     fast.tags = {report.FAST}
     lvm = Lvm(lambda *words: fake(words), settings=())
     one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
-    known = Inventory(lvm, fake, ["data"])
+    known = inventory(fake, "data")
     group = known.read().group("data")
     facts = {"name": "pvc-1"}
     Carvings([one], known).of(one).create(lvm, group, New("vol-pvc-1", 40 << 20, facts))
@@ -137,7 +138,7 @@ def _check_each_loss(known: Inventory, slow: FakeDisk, fast: FakeDisk, words: st
         fast.missing = slow.missing = False
         disk.missing = True
         [volume] = known.all(known.read())
-        [problem] = diagnosis.by_report(volume)
+        [problem] = conditions.by_report(volume)
         assert disk.uuid in problem
         assert told in problem
 
@@ -146,7 +147,7 @@ def test_a_pool_that_is_given_a_cache_has_it_on_record() -> None:
     fake = FakeLvm(FakeDevices())
     fake.add_group("data", [40, 40]).disks[1].tags = {report.FAST}
     lvm = Lvm(lambda *words: fake(words), settings=())
-    known = Inventory(lvm, fake, ["data"])
+    known = inventory(fake, "data")
     for cache, kept in ((None, set()), (Cache(), {"carver.cache=cache:writethrough:16777216"})):
         one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
         name, group = f"vol-{cache}", known.read().group("data")

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from fakes.host import FakeHost
 
-from agent import cli, overview, screen
-from agent.host import Host
+from agent.cli import main as cli
+from agent.cli import status, terminal
+from agent.engine.host import Host
 
 MIB = 1 << 20
 
@@ -22,8 +23,8 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
     """The machine that the command looks at."""
     host = FakeHost(tmp_path)
     host.new_group(100)
-    machine = Host(host.run, host.kernel, host.devices)
-    monkeypatch.setattr("agent.host.this_host", lambda _settings: machine)
+    machine = Host(host.run, host.kernel, host.devices, host.disks)
+    monkeypatch.setattr("agent.engine.host.this_host", lambda _settings: machine)
     return host
 
 
@@ -80,7 +81,7 @@ def test_a_failure_is_told_in_a_sentence_and_others_than_root_are_told_why(
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied", "/run/lock/lvm")
 
-    monkeypatch.setattr(overview, "read", refuse)
+    monkeypatch.setattr(status, "read", refuse)
     monkeypatch.setattr(os, "geteuid", lambda: user)
     assert cli.main(["status", "--config", file]) == 1
     told = capsys.readouterr().err
@@ -94,12 +95,15 @@ def test_an_interrupted_command_ends_as_shells_expect(
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(overview, "read", interrupt)
+    monkeypatch.setattr(status, "read", interrupt)
     assert cli.main(["status", "--config", file]) == 130
 
 
 def test_the_service_loads_nothing_that_is_for_people() -> None:
-    code = "import sys; import agent.cli, agent.server; print({'rich', 'shtab'} & set(sys.modules))"
+    code = (
+        "import sys; import agent.cli.main, agent.service.server;"
+        " print({'rich', 'shtab'} & set(sys.modules))"
+    )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stdout.strip() == "set()"
 
@@ -130,12 +134,12 @@ def test_a_shell_s_completion_is_a_script_of_that_shell(
     ],
 )
 def test_a_bar_is_as_long_as_what_it_measures(part: int, whole: int, text: str) -> None:
-    assert screen.bar(part, whole).plain == text
+    assert terminal.bar(part, whole).plain == text
 
 
 @pytest.mark.parametrize(("part", "style"), [(79, "green"), (80, "yellow"), (95, "red")])
 def test_a_bar_warns_before_it_is_full(part: int, style: str) -> None:
-    assert str(screen.bar(part, 100).spans[0].style) == style
+    assert str(terminal.bar(part, 100).spans[0].style) == style
 
 
 @pytest.mark.starts_programs

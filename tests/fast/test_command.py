@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +49,22 @@ def test_a_program_is_ended_with_term_when_its_time_is_over() -> None:
         # A program that would survive nothing but KILL's absence: it says so by its exit code.
         run("sh", "-c", "trap 'exit 7' TERM; while :; do sleep 0.05; done")
     assert finished[0].exit_code != 9
+
+
+def test_a_program_that_does_not_end_when_it_is_told_to_gives_its_caller_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "_GRACE_SECONDS", 0.1)
+    go_on = tmp_path / "go on"
+    with command.time_limit(0.2), pytest.raises(errors.CommandStuck) as caught:
+        Programs()("sh", "-c", f"trap '' TERM; until [ -e '{go_on}' ]; do sleep 0.05; done")
+    assert not caught.value.ended()
+    go_on.touch()
+    for _ in range(200):
+        if caught.value.ended():
+            break
+        time.sleep(0.05)
+    assert caught.value.ended()
 
 
 def test_no_program_is_started_when_no_time_is_left(tmp_path: Path) -> None:

@@ -3,18 +3,17 @@
 import errno
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
+from fakes.lvm import FakeDisk
 
-from agent.client import Client, block, mounted
-from agent.server import Service
+from agent.csi.client import Client, block, mounted
+from agent.service.server import Service
 from lvm.command import Result
 from lvm.errors import LvmError
-from lvm.report import Report
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -136,7 +135,8 @@ def told(client: Client, volume: csi.Volume, path: Path) -> str:
 
 def renew(service: Service) -> None:
     """As the thread that watches does, when its time has come."""
-    service.inventory._seen = replace(service.inventory._seen, time_seconds=0.0)
+    for engine in service.engines:
+        engine.time_seconds = engine.tried_seconds = 0.0
     service.inventory.renew(300.0)
 
 
@@ -144,6 +144,9 @@ def test_statistics_tell_what_lvm_said_last_and_start_no_process(
     client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
     group = fake.lvm2.groups["data"]
+    # Without its only disk the group would not be here.
+    group.disks.append(FakeDisk("/dev/other", "other", 10))
+    service.inventory.read()
     group.disks[0].missing = True
     group.volumes["vol-pvc-1"].health = "partial"
     before = len(fake.commands)
@@ -190,6 +193,7 @@ def test_while_lvm_does_not_answer_what_it_said_before_is_told(
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
     service.inventory.read()
     fake.intercept = lambda words: Result(5, "", "a disk hangs")
+    fake.lvm2.groups["data"].seqno += 1
     renew(service)
     assert "partial" in told(client, staged, tmp_path / "staging")
     with pytest.raises(LvmError, match="a disk hangs"):
@@ -199,8 +203,8 @@ def test_while_lvm_does_not_answer_what_it_said_before_is_told(
 def test_a_volume_that_no_report_has_yet_is_told_of_by_the_kernel_alone(
     client: Client, service: Service, staged: csi.Volume, tmp_path: Path
 ) -> None:
-    for report in (None, Report({})):
-        service.inventory._seen = replace(service.inventory._seen, report=report)
+    for engine in service.engines:
+        engine.last = None
         assert told(client, staged, tmp_path / "staging") == "no problem is known"
 
 
@@ -217,11 +221,13 @@ def test_nothing_is_read_behind_anyone_s_back_while_nobody_asks(
     service.inventory.renew(300.0)
     assert len(fake.commands) == before + 1, "the report is new"
 
+    fake.lvm2.groups["data"].seqno += 1
     service.inventory.outdate()
     service.inventory.renew(300.0)
     assert len(fake.commands) == before + 1, "but not as new as that"
 
-    service.inventory._seen = replace(service.inventory._seen, time_seconds=time.time() - 70)
+    for engine in service.engines:
+        engine.time_seconds = time.time() - 70
     service.inventory.renew(300.0)
     assert len(fake.commands) == before + 2, "a disk changed since"
 

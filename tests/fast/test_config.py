@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent import config, errors
-from agent.config import Config
+from agent import errors
+from agent.config import settings
+from agent.config.settings import Config
 from lvm.caches import Cache
 from lvm.layout import Reserve
 from lvm.pools import Policy
@@ -21,30 +22,30 @@ def load(
     file = tmp_path / "config.toml"
     file.write_text(text)
     parser = argparse.ArgumentParser()
-    config.add_arguments(parser)
+    settings.add_arguments(parser)
     arguments = parser.parse_args(["--config", str(file), *flags])
-    return config.load(arguments, environment or {})
+    return settings.load(arguments, environment or {})
 
 
 def test_nothing_configured_is_one_class_on_a_file(tmp_path: Path) -> None:
     found = load(tmp_path)
-    assert found.classes == (config.EMBEDDED_CLASS,)
-    file = config.BackingFile(config.EMBEDDED_FILE, None)
-    assert found.foundations == (config.Foundation("carver", file=file),)
-    assert found.endpoint == config.DEFAULT_SOCKET
+    assert found.classes == (settings.EMBEDDED_CLASS,)
+    file = settings.BackingFile(settings.EMBEDDED_FILE, None)
+    assert found.foundations == (settings.Foundation("carver", file=file),)
+    assert found.endpoint == settings.DEFAULT_SOCKET
 
 
 def test_a_class_of_that_name_and_group_is_the_operator_s_own(tmp_path: Path) -> None:
     found = load(tmp_path, "[[classes]]\nname = 'default'\ngroup = 'carver'\ndefault = true")
-    assert found.classes == (config.EMBEDDED_CLASS,)
+    assert found.classes == (settings.EMBEDDED_CLASS,)
     assert found.foundations == ()
 
 
 def test_the_default_file_need_not_be_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(config, "DEFAULT_FILE", tmp_path / "none.toml")
-    assert config.load(argparse.Namespace(config=None), {}).log_level == "info"
+    monkeypatch.setattr(settings, "DEFAULT_FILE", tmp_path / "none.toml")
+    assert settings.load(argparse.Namespace(config=None), {}).log_level == "info"
 
 
 def test_a_flag_outweighs_the_environment_and_that_the_file(tmp_path: Path) -> None:
@@ -71,14 +72,14 @@ def test_kubelet_s_directories_are_absolute_and_may_be_several(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "address", "shown"),
     [
-        ("127.0.0.1:9898", config.Address("127.0.0.1", 9898), "127.0.0.1:9898"),
-        (":9898", config.Address("", 9898), ":9898"),
-        ("[::1]:9898", config.Address("::1", 9898), "[::1]:9898"),
-        ("node-1.local:80", config.Address("node-1.local", 80), "node-1.local:80"),
+        ("127.0.0.1:9898", settings.Address("127.0.0.1", 9898), "127.0.0.1:9898"),
+        (":9898", settings.Address("", 9898), ":9898"),
+        ("[::1]:9898", settings.Address("::1", 9898), "[::1]:9898"),
+        ("node-1.local:80", settings.Address("node-1.local", 80), "node-1.local:80"),
     ],
 )
 def test_an_address_to_listen_on_is_read_as_it_is_shown(
-    tmp_path: Path, text: str, address: config.Address, shown: str
+    tmp_path: Path, text: str, address: settings.Address, shown: str
 ) -> None:
     assert load(tmp_path, f'metrics_address = "{text}"').metrics_address == address
     assert str(address) == shown
@@ -86,6 +87,14 @@ def test_an_address_to_listen_on_is_read_as_it_is_shown(
 
 def test_metrics_are_off_until_they_are_asked_for(tmp_path: Path) -> None:
     assert load(tmp_path).metrics_address is None
+
+
+def test_a_driver_s_name_is_part_of_its_topology_key(tmp_path: Path) -> None:
+    assert load(tmp_path).topology_key == settings.TOPOLOGY_KEY
+    assert load(tmp_path, 'driver_name = "two.carver"').topology_key == "topology.two.carver/node"
+    for wrong in ("Two", "-two", "a b", "x" * 64):
+        with pytest.raises(errors.BadConfig, match="driver_name"):
+            load(tmp_path, f'driver_name = "{wrong}"')
 
 
 def test_classes_name_their_groups(tmp_path: Path) -> None:
@@ -196,15 +205,15 @@ def test_a_group_says_what_it_is_made_of(tmp_path: Path) -> None:
         file_size = "1GiB"
     """
     assert load(tmp_path, text).foundations == (
-        config.Foundation("disks", ("/dev/sdb", "/dev/disk/by-id/x")),
-        config.Foundation("file", file=config.BackingFile(Path("/srv/file.img"), 1 << 30)),
+        settings.Foundation("disks", ("/dev/sdb", "/dev/disk/by-id/x")),
+        settings.Foundation("file", file=settings.BackingFile(Path("/srv/file.img"), 1 << 30)),
     )
 
 
 def test_the_group_of_the_class_that_is_there_anyway_may_be_of_devices(tmp_path: Path) -> None:
     found = load(tmp_path, '[[groups]]\nname = "carver"\ndevices = ["/dev/sdb"]')
-    assert found.classes == (config.EMBEDDED_CLASS,)
-    assert found.foundations == (config.Foundation("carver", ("/dev/sdb",)),)
+    assert found.classes == (settings.EMBEDDED_CLASS,)
+    assert found.foundations == (settings.Foundation("carver", ("/dev/sdb",)),)
 
 
 def test_a_class_says_what_cache_its_volumes_have(tmp_path: Path) -> None:
@@ -356,7 +365,7 @@ def test_a_mistake_in_a_flag_or_variable_names_it(tmp_path: Path) -> None:
 def test_a_file_that_was_named_must_be_there(tmp_path: Path) -> None:
     arguments = argparse.Namespace(config=tmp_path / "none.toml")
     with pytest.raises(errors.BadConfig, match="does not exist"):
-        config.load(arguments, {})
+        settings.load(arguments, {})
 
 
 TEXTS = [
@@ -379,16 +388,16 @@ VALUES = st.recursive(
     lambda one: st.one_of(st.lists(one, max_size=3), st.dictionaries(st.sampled_from(TEXTS), one)),
     max_leaves=4,
 )
-KEYS = [*config.GROUP_KEYS, "disks", ""]
+KEYS = [*settings.GROUP_KEYS, "disks", ""]
 
 
 @given(st.one_of(VALUES, st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES), max_size=3)))
 def test_whatever_stands_in_the_place_of_groups_is_understood_or_refused(tables: Any) -> None:
-    classes = (config.DeviceClass(name="c", group="g"),)
-    found: tuple[config.Foundation, ...] = ()
+    classes = (settings.DeviceClass(name="c", group="g"),)
+    found: tuple[settings.Foundation, ...] = ()
     where = "groups"
     try:
-        found = config._foundations("file", tables, classes)
+        found = settings._foundations("file", tables, classes)
     except errors.BadConfig as refused:
         where = refused.key
     assert where.startswith("groups")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent import screen
+from agent.cli import terminal
 from vagrant import demo, host, lab, show, witness
 
 
@@ -14,7 +14,7 @@ from vagrant import demo, host, lab, show, witness
     [(0, "0 B"), (1023, "1023 B"), (64 << 20, "64 MiB"), (10_900 << 20, "10.6 GiB")],
 )
 def test_sizes_are_written_as_people_write_them(size_bytes: int, text: str) -> None:
-    assert screen.human(size_bytes) == text
+    assert terminal.human(size_bytes) == text
 
 
 def test_a_row_in_a_pipe_fits_a_hundred_columns_without_escapes() -> None:

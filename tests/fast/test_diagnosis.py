@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent import diagnosis
+from agent.health import conditions
 from lvm.devicemapper import Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 
 MIB = 1 << 20
@@ -29,7 +29,7 @@ def pool(mode: str = "rw", data: int = 10, metadata: int = 10, *, check: bool = 
     ids=str,
 )
 def test_what_is_well_is_passed_over(status: Status) -> None:
-    assert list(diagnosis.by_device_mapper("vol-a", [status])) == []
+    assert list(conditions.by_device_mapper("vol-a", [status])) == []
 
 
 def test_a_cache_that_failed_under_a_pool_is_told_as_the_pool_s() -> None:
@@ -37,7 +37,7 @@ def test_a_cache_that_failed_under_a_pool_is_told_as_the_pool_s() -> None:
         (Cache(MIB, "ro"), "the cache of the thin pool under logical volume vol-a failed"),
         (WriteCache(MIB, 5, 10, 10, 0), "the write cache of the thin pool under logical volume"),
     ):
-        [told] = diagnosis.by_device_mapper("vol-a", [pool(), status])
+        [told] = conditions.by_device_mapper("vol-a", [pool(), status])
         assert wrong in told
 
 
@@ -60,6 +60,6 @@ def test_a_cache_that_failed_under_a_pool_is_told_as_the_pool_s() -> None:
     ids=str,
 )
 def test_what_is_wrong_is_told_with_what_to_do(status: Status, wrong: str, remedy: str) -> None:
-    [told] = diagnosis.by_device_mapper("vol-a", [status])
+    [told] = conditions.by_device_mapper("vol-a", [status])
     assert wrong in told
     assert remedy in told

@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agent import calls, cli, config, screen, status
-from agent.overview import Class, Group, Overview, Pool, Snapshot, Volume
+from agent import codes
+from agent.cli import main as cli
+from agent.cli import terminal
+from agent.cli.status import Class, Group, Overview, Pool, Snapshot, Volume
+from agent.config import settings
+from agent.requests import calls
 from mount import filesystem, options
 
 ROOT = Path(__file__).parents[2]
@@ -46,17 +50,17 @@ def first_cells(text: str) -> set[str]:
 
 def test_every_setting_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "Settings")
-    assert first_cells(documented) == set(config.SETTINGS)
+    assert first_cells(documented) == set(settings.SETTINGS)
 
 
 def test_every_key_of_a_class_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "Device classes")
-    assert first_cells(documented) == set(config.CLASS_KEYS)
+    assert first_cells(documented) == set(settings.CLASS_KEYS)
 
 
 def test_every_key_of_a_group_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "Groups that Carver makes")
-    assert first_cells(documented) == set(config.GROUP_KEYS)
+    assert first_cells(documented) == set(settings.GROUP_KEYS)
 
 
 def test_every_parameter_of_a_storage_class_is_documented_and_no_other() -> None:
@@ -95,6 +99,7 @@ def test_every_mount_option_is_documented_and_no_other() -> None:
     documented = {line.split("|")[1].strip(): coded(line) for line in rows if line.startswith("|")}
     assert documented["of the mount"] == set(options.ATTRIBUTES)
     assert documented["of the superblock"] == set(options.SUPERBLOCK)
+    assert documented["of SELinux"] == {options.CONTEXT}
     for fs_type, words in options.FILE_SYSTEM_DATA.items():
         assert documented[f"of {fs_type}"] == set(words.split())
     for word in documented["the defaults, said aloud"]:
@@ -108,7 +113,7 @@ def test_every_error_is_documented_with_its_code_and_no_other() -> None:
     rows = re.findall(r"^\| `(\w+\.\w+)` \| (\w+) \|", text_of("docs/errors.md"), re.M)
     assert dict(rows) == {
         f"{kind.__module__.partition('.')[0]}.{kind.__name__}": code.name
-        for kind, code in status.TABLE
+        for kind, code in codes.TABLE
         if kind.__module__ != "builtins"
     }
     assert len(rows) == len(dict(rows))
@@ -117,7 +122,7 @@ def test_every_error_is_documented_with_its_code_and_no_other() -> None:
 def test_every_code_is_explained() -> None:
     rows = section(text_of("docs/errors.md"), "The codes").splitlines()
     explained = {line.split("|")[1].strip() for line in rows if line.startswith("|")}
-    assert {code.name for _, code in status.TABLE} <= explained
+    assert {code.name for _, code in codes.TABLE} <= explained
 
 
 # The command
@@ -159,7 +164,7 @@ def test_the_pictures_show_what_the_commands_show_today() -> None:
         (Volume("id", "db", "nvme", 0, "linear", "", "ready", "", (), None, None, ()),),
         (Snapshot("id", "monday", "db", "nvme", 0, 0, 0, 0.0, ()),),
     )
-    for picture, shown in (("status", screen.status(seen)), ("doctor", screen.doctor(()))):
+    for picture, shown in (("status", terminal.status(seen)), ("doctor", terminal.doctor(()))):
         out = io.StringIO()
         Console(file=out, width=200).print(shown)
         titles = re.findall(r"[A-Z]{4,}", out.getvalue())
@@ -206,20 +211,28 @@ def test_every_make_target_that_is_named_can_be_made() -> None:
 
 def test_the_modules_in_the_design_are_those_that_there_are() -> None:
     design = section(text_of("docs/design.md"), "Modules")
-    package, named = "", set()
+    folder, named = "", []
     for line in design.splitlines():
         cells = line.split("|")
         if len(cells) < 4 or not coded(line):
             continue
-        package = next(iter(coded(cells[1])), package)
-        named |= {f"{package}/{module}" for module in coded(cells[2])}
-    there = {
-        f"{name}/{path.stem}"
+        folder = next(iter(coded(cells[1])), folder)
+        named += [f"{folder}/{module}.py" for module in coded(cells[2])]
+    assert sorted(named) == sorted(
+        str(path.relative_to(ROOT))
         for name in ("agent", "lvm", "mount")
-        for path in (ROOT / name).glob("*.py")
+        for path in (ROOT / name).rglob("*.py")
         if not path.stem.startswith("__")
-    }
-    assert named == there
+    )
+
+
+def test_what_is_to_be_looked_for_in_a_file_is_in_it() -> None:
+    rows = [line.split("|") for line in text_of("docs/where.md").splitlines()]
+    for _, _, links, names, _ in (one for one in rows if len(one) == 5):
+        files = re.findall(r"\]\((.+?)\)", links)
+        assert len(files) <= 3
+        found = " ".join((ROOT / "docs" / one).read_text() for one in files)
+        assert [one for one in coded(names) if not re.search(rf"\b{one}\b", found)] == []
 
 
 def test_the_changelog_tells_of_the_present_version() -> None:

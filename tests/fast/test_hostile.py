@@ -30,11 +30,11 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from agent.calls import MUTABLE
-from agent.client import Client, block, mounted
-from agent.config import TOPOLOGY_KEY
-from agent.host import Host
-from agent.server import Service
+from agent.config.settings import TOPOLOGY_KEY
+from agent.csi.client import Client, block, mounted
+from agent.engine.host import Host
+from agent.requests.calls import MUTABLE
+from agent.service.server import Service
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -224,7 +224,7 @@ def machine() -> Iterator[Machine]:
     host = FakeHost(HERE)
     host.lvm2.add_group("data", [300])
     config = configured.carver(HERE, endpoint=TOP / "csi.sock")
-    running = Service(config, Host(host.run, host.kernel, host.devices), host.lvm)
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     running.start(config.endpoint)
     try:
         with Client(config.endpoint) as client:

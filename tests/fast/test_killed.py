@@ -1,5 +1,6 @@
 """Killed before and after every single step of every call: the next process makes it good."""
 
+import itertools
 import threading
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -13,12 +14,13 @@ from model import operations as do
 from model.expected import EXTENT_BYTES, Model
 from model.machine import Machine
 from model.operations import MIB, Outcome, Use
-from model.stopping import CHANGING, Killed, Switch
+from model.stopping import CHANGING, Cut, Killed, Switch
 
-from agent import founding
-from agent.config import BackingFile, Config, DeviceClass, Foundation
-from agent.founding import Foundations
+from agent.config.settings import BackingFile, Config, DeviceClass, Foundation
+from agent.engine import sources
+from agent.engine.sources import Foundations
 from lvm.command import Result
+from lvm.lvm2 import Lvm
 from mount.syscalls import Kernel
 
 EXT4 = Use("mount", do.MULTI_WRITER, "ext4")
@@ -41,8 +43,10 @@ BTRFS_CLONE = do.Create("copy", 260 * MIB, 0, BTRFS, source=(do.OF_VOLUME, "a"))
 RAW = do.Create("a", 32 * MIB, 0, BLOCK)
 RAW_STAGE = do.Stage("a", "staging", BLOCK)
 RAW_PUBLISH = do.Publish("a", "staging", "target", BLOCK, read_only=True)
+RAW_WRITER = do.Publish("a", "staging", "other", BLOCK)
 
-
+LATER = do.NodeExpand("a", "staging", 400 * MIB)
+RAW_LATER = do.NodeExpand("a", "target", 64 * MIB)
 INLINE = do.PublishInline("csi-1", "target", 320 * MIB, EXT4)
 END = do.Unpublish("csi-1", "target")
 
@@ -72,6 +76,7 @@ class Case:
     arrange: Callable[[Machine, Model], None] = field(default=nothing)
     # A wipe that takes longer than its caller waits, so that it is put on record first.
     long_wipe: bool = False
+    code: str = "OK"
 
 
 CASES = {
@@ -100,6 +105,10 @@ CASES = {
     ),
     "publish, raw": Case(do.Publish("a", "staging", "target", BLOCK), (RAW, RAW_STAGE)),
     "publish, raw and read-only": Case(RAW_PUBLISH, (RAW, RAW_STAGE)),
+    "publish, raw and read-only, beside a writer": Case(RAW_PUBLISH, (RAW, RAW_STAGE, RAW_WRITER)),
+    "unpublish, raw and read-only, beside a writer": Case(
+        do.Unpublish("a", "target"), (RAW, RAW_STAGE, RAW_WRITER, RAW_PUBLISH)
+    ),
     "unpublish": Case(do.Unpublish("a", "target"), (CREATE, STAGE, PUBLISH)),
     "publish, inline": Case(INLINE),
     "publish, inline, again after a reboot": Case(INLINE, (INLINE,), reboot),
@@ -113,6 +122,20 @@ CASES = {
         do.NodeExpand("a", "target", 64 * MIB), (RAW, RAW_STAGE, RAW_PUBLISH)
     ),
     "expand, with a snapshot": Case(do.Expand("a", 400 * MIB), (CREATE, SNAPSHOT)),
+    "expand on the node, in use with a snapshot": Case(
+        LATER, (CREATE, STAGE, SNAPSHOT), code="FAILED_PRECONDITION"
+    ),
+    "stage, with a size on record": Case(
+        STAGE, (CREATE, STAGE, SNAPSHOT, LATER, do.Unstage("a", "staging"))
+    ),
+    "stage, raw, with a size on record": Case(
+        RAW_STAGE,
+        (RAW, RAW_STAGE, RAW_PUBLISH, SNAPSHOT, RAW_LATER, do.Unpublish("a", "target")),
+    ),
+    "expand, to less than is on record": Case(
+        do.Expand("a", 360 * MIB),
+        (CREATE, STAGE, SNAPSHOT, LATER, do.Unstage("a", "staging")),
+    ),
     "snapshot": Case(SNAPSHOT, (CREATE,)),
     "snapshot, formatted": Case(SNAPSHOT, (CREATE, STAGE)),
     "snapshot, btrfs": Case(SNAPSHOT, (BTRFS_CREATE, BTRFS_STAGE)),
@@ -151,7 +174,7 @@ class Trial:
         case.arrange(self.machine, self.model)
 
     def do(self, call: do.Call) -> None:
-        assert self.machine.call(call) == self.model.apply(call), call
+        assert self.machine.by_kubelet(call) == self.model.apply(call), call
         assert self.machine.state() == self.model.state(), call
 
     def start(self, switch: Switch) -> None:
@@ -169,6 +192,10 @@ class Trial:
             switch.gate = gate
             self.machine.grace_seconds = 0.0
         self.machine.start(switch)
+        # Someone wrote to the group since the start looked: calls that only look ask lvm2, too.
+        assert isinstance(self.machine.host, FakeHost)
+        for group in self.machine.host.lvm2.groups.values():
+            group.seqno += 1
 
     def kill(self, stop_at: int, before: bool) -> None:
         """Make the call, and end the process at a step of it."""
@@ -177,7 +204,7 @@ class Trial:
         # A call whose wipe died with the process waits this long for nothing.
         self.machine.grace_seconds = 2
         self.start(switch)
-        told = self.machine.call(self.case.call)
+        told = self.machine.by_kubelet(self.case.call)
         assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
         if not self.case.long_wipe:
             assert told.code in ("CANCELLED", "UNAVAILABLE"), told
@@ -196,6 +223,7 @@ class Trial:
         staged = next((name for _, name, _, _ in self.machine.state().places), volume)
         for call in (
             do.Unpublish(volume, "target"),
+            do.Unpublish(volume, "other"),
             do.Unpublish(staged, "staging"),
             do.Unpublish(volume, "staging"),
             do.Delete("copy"),
@@ -203,7 +231,7 @@ class Trial:
             do.Delete(volume),
             do.Delete("a"),
         ):
-            assert self.machine.call(call) == Outcome("OK"), call
+            assert self.machine.by_kubelet(call) == Outcome("OK"), call
         self.settle()
         assert self.machine.state() == Model(self.model.total_bytes).state()
 
@@ -232,8 +260,11 @@ def test_a_call_that_was_killed_at_any_step_succeeds_when_it_is_made_again(
             trial = Trial(case, tmp_path / f"{stop_at}{before}")
             trial.kill(stop_at, before)
             expected = trial.model.apply(case.call)
-            assert trial.machine.call(case.call) == expected, (stop_at, before)
-            assert expected.code == "OK"
+            assert trial.machine.by_kubelet(case.call) == expected, (stop_at, before)
+            assert expected.code == case.code
+            if isinstance(case.call, do.Stage) and not case.call.use.is_block:
+                # Its file system is as large as it should be.
+                trial.do(do.Stats(case.call.volume, case.call.path))
             # A copy's bridge is wiped behind the answer, and so is what a killed delete had begun.
             trial.settle()
             assert trial.machine.state() == trial.model.state(), (stop_at, before)
@@ -248,6 +279,67 @@ def test_what_a_killed_call_left_can_be_undone_without_a_trace(name: str, tmp_pa
         for before in (True, False):
             trial = Trial(case, tmp_path / f"{stop_at}{before}")
             trial.kill(stop_at, before)
+            trial.undo()
+            trial.machine.stop()
+
+
+def test_an_inline_volume_whose_publish_fails_for_good_is_gone_wherever_it_was_killed(
+    tmp_path: Path,
+) -> None:
+    """Kubelet repeats the call, and else forgets it: nothing comes to undo it."""
+    case = Case(INLINE)
+
+    def trial(name: str) -> Trial:
+        made = Trial(case, tmp_path / name)
+        made.machine.host.intercept = lambda words: (
+            Result(1, "", "no luck") if words[0] == "mkfs.ext4" else None
+        )
+        return made
+
+    counted = trial("count")
+    counted.machine.stop()
+    switch = Switch()
+    counted.start(switch)
+    assert counted.machine.call(INLINE).code == "INTERNAL"
+    counted.machine.stop()
+    assert "lvm lvremove" in switch.taken
+    for stop_at in range(len(switch.taken)):
+        for before in (True, False):
+            one = trial(f"{stop_at}{before}")
+            one.kill(stop_at, before)
+            assert one.machine.call(INLINE).code == "INTERNAL", (stop_at, before)
+            one.settle()
+            assert one.machine.state() == one.model.state(), (stop_at, before)
+            one.machine.stop()
+
+
+LISTS = ("list", "list snapshots")
+CUT = [name for name, case in CASES.items() if not case.long_wipe]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_call_whose_time_was_over_at_any_command_succeeds_when_it_is_made_again(
+    name: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    for before in (True, False):
+        for stop_at in itertools.count():
+            trial = Trial(case, tmp_path / f"{stop_at}{before}")
+            trial.machine.stop()
+            cut = Cut(stop_at, before=before)
+            trial.start(cut)
+            told = trial.machine.by_kubelet(case.call)
+            if not cut.is_over:
+                trial.machine.stop()
+                break
+            # A list tells what was seen last.
+            assert told.code == ("OK" if name in LISTS else "DEADLINE_EXCEEDED"), (stop_at, before)
+            cut.is_over = False
+            expected = trial.model.apply(case.call)
+            assert trial.machine.by_kubelet(case.call) == expected, (stop_at, before)
+            assert expected.code == case.code
+            trial.settle()
+            assert trial.machine.state() == trial.model.state(), (stop_at, before)
             trial.undo()
             trial.machine.stop()
 
@@ -268,7 +360,9 @@ def test_a_start_that_was_killed_while_it_made_groups_is_made_good_by_the_next(
 
     def start(host: FakeHost, config: Config, switch: Switch) -> Foundations:
         switch.counting = True
-        return founding.lay(switch.run(host.run), switch.kernel(host.kernel), config)[1]
+        laid = Foundations(switch.kernel(host.kernel))
+        sources.lay(Lvm(switch.run(host.run)), laid, config)
+        return laid
 
     whole = Switch()
     start(*machine("whole"), whole)
@@ -296,8 +390,15 @@ def test_every_operation_that_changes_something_is_a_step() -> None:
     looking = {
         *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
         *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap", "read"),
-        *("device_partitions", "device_holders"),
-        *("has_new_mount_calls", "loop_devices", "loop_free", "loop_status", "error_counters"),
+        *("device_partitions", "device_holders", "signatures"),
+        *(
+            "has_new_mount_calls",
+            "has_selinux",
+            "loop_devices",
+            "loop_free",
+            "loop_status",
+            "error_counters",
+        ),
     }
     assert public == CHANGING | looking
 

@@ -5,79 +5,47 @@ Whether it is what the chart renders is seen by `deploy/render.py --check`, whic
 
 import argparse
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import configured
 import kubernetes_validate
+import manifest
 import pytest
-import yaml
+import serving
+from fakes.host import FakeHost
+from manifest import (
+    KUBERNETES_VERSION,
+    container,
+    host_paths,
+    mounts,
+    names,
+    objects,
+    of_kind,
+    pod_specs,
+    the,
+)
 
-from agent import calls, cli, config
+from agent.cli import main as cli
+from agent.config import settings
+from agent.csi.client import Client
+from agent.requests import calls
 from proto import csi_pb2 as csi
 
 ROOT = Path(__file__).parents[2]
 KUBERNETES = ROOT / "deploy" / "kubernetes"
-CHART = ROOT / "deploy" / "helm" / "carver"
 VALUES = ROOT / "deploy" / "helm" / "values"
 SETS = sorted(KUBERNETES.glob("*.yaml"))
 EXAMPLES = sorted((KUBERNETES / "examples").glob("*.yaml"))
-# The newest that the schemas' package knows is what the sidecars' newest releases are made for.
-KUBERNETES_VERSION = "1.37"
-
-Object = dict[str, Any]
 
 every_set = pytest.mark.parametrize("path", SETS, ids=lambda path: path.stem)
 every_file = pytest.mark.parametrize("path", [*SETS, *EXAMPLES], ids=lambda path: path.stem)
 
 
-def objects(path: Path) -> list[Object]:
-    return [one for one in yaml.safe_load_all(path.read_text()) if one]
-
-
-def of_kind(path: Path, kind: str) -> list[Object]:
-    return [one for one in objects(path) if one["kind"] == kind]
-
-
-def the(path: Path, kind: str) -> Object:
-    [found] = of_kind(path, kind)
-    return found
-
-
-def names(path: Path, kind: str) -> set[str]:
-    return {one["metadata"]["name"] for one in of_kind(path, kind)}
-
-
-def pod_specs(path: Path) -> Iterator[Object]:
-    for one in objects(path):
-        if one["kind"] in {"DaemonSet", "Deployment", "StatefulSet"}:
-            yield one["spec"]["template"]["spec"]
-        elif one["kind"] == "Pod":
-            yield one["spec"]
-
-
-def container(path: Path, name: str) -> Object:
-    [found] = [one for pod in pod_specs(path) for one in pod["containers"] if one["name"] == name]
-    return dict(found)
-
-
-def host_paths(pod: Mapping[str, Any]) -> dict[str, str]:
-    """Where the host's folders are: the volume's name, the path."""
-    return {one["name"]: one["hostPath"]["path"] for one in pod["volumes"] if "hostPath" in one}
-
-
-def mounts(one: Mapping[str, Any]) -> dict[str, Object]:
-    return {mount["mountPath"]: mount for mount in one["volumeMounts"]}
-
-
-def settings(path: Path, tmp_path: Path) -> config.Config:
+def accepted(path: Path, tmp_path: Path) -> settings.Config:
     """What Carver makes of the ConfigMap, the container's arguments and its environment."""
-    one = container(path, "carver")
-    file = tmp_path / "config.toml"
-    file.write_text(the(path, "ConfigMap")["data"]["config.toml"])
-    arguments = cli.parser().parse_args([*one["args"], "--config", str(file)])
-    environment = {variable["name"]: "node-1" for variable in one["env"]}
-    return config.load(arguments, environment)
+    [(_, loaded)] = manifest.configurations(path, tmp_path)
+    return loaded
 
 
 # Schemas
@@ -85,9 +53,7 @@ def settings(path: Path, tmp_path: Path) -> config.Config:
 
 @every_file
 def test_every_object_is_as_kubernetes_own_schema_says(path: Path) -> None:
-    for one in objects(path):
-        if "snapshot.storage.k8s.io/" not in one["apiVersion"]:
-            kubernetes_validate.validate(one, KUBERNETES_VERSION, strict=True)
+    manifest.check_schemas(path)
 
 
 @every_file
@@ -109,26 +75,20 @@ def test_what_has_no_schema_there_is_as_the_snapshotter_s_own_says(path: Path) -
 def test_the_group_snapshot_is_as_the_snapshotter_s_own_says() -> None:
     # kubernetes-csi/external-snapshotter, client/config/crd, v8.7.0
     [one] = objects(KUBERNETES / "examples" / "groupsnapshot.yaml")
-    assert one["apiVersion"] == "groupsnapshot.storage.k8s.io/v1beta1"
+    assert one["apiVersion"] == "groupsnapshot.storage.k8s.io/v1"
     assert one["kind"] == "VolumeGroupSnapshot"
     assert one["spec"].keys() == {"volumeGroupSnapshotClassName", "source"}
     assert one["spec"]["source"].keys() == {"selector"}
 
 
-def test_group_snapshots_are_a_switch_of_the_chart_s_that_is_off() -> None:
-    values = yaml.safe_load((CHART / "values.yaml").read_text())
-    assert values["sidecars"]["snapshotter"]["groups"] is False
-    switch = "{{- if .Values.sidecars.snapshotter.groups }}"
-    for template, behind in (
-        ("daemonset", "--feature-gates=CSIVolumeGroupSnapshot=true"),
-        ("rbac", "groupsnapshot.storage.k8s.io"),
-        ("storageclasses", "kind: VolumeGroupSnapshotClass"),
-    ):
-        text = (CHART / "templates" / f"{template}.yaml").read_text()
-        assert behind in text.partition(switch)[2].partition("{{- end }}")[0]
-        assert behind not in text.partition(switch)[0]
-    for path in SETS:
-        assert "groupsnapshot" not in path.read_text().lower()
+@every_set
+def test_group_snapshots_are_off_and_the_sidecar_is_told_so(path: Path) -> None:
+    # The snapshotter has had them on by default since 8.7.
+    for pod in pod_specs(path):
+        for one in pod["containers"]:
+            if one["name"] == "snapshotter":
+                assert manifest.flags(one)["feature-gates"] == "CSIVolumeGroupSnapshot=false"
+    assert "groupsnapshot.storage.k8s.io" not in path.read_text()
 
 
 @every_set
@@ -137,7 +97,7 @@ def test_snapshots_have_a_class_where_they_have_a_sidecar(path: Path) -> None:
     assert ("snapshotter" in sidecars) is bool(of_kind(path, "VolumeSnapshotClass"))
     assert ("snapshotter" in sidecars) is (path.stem != "kind")
     for one in of_kind(path, "VolumeSnapshotClass"):
-        assert (one["driver"], one["deletionPolicy"]) == (config.DRIVER_NAME, "Delete")
+        assert (one["driver"], one["deletionPolicy"]) == (settings.DRIVER_NAME, "Delete")
         assert "--node-deployment" in container(path, "snapshotter")["args"]
 
 
@@ -164,15 +124,15 @@ def test_carver_understands_its_arguments(path: Path) -> None:
 
 @every_set
 def test_carver_accepts_its_configuration(path: Path, tmp_path: Path) -> None:
-    loaded = settings(path, tmp_path)
+    loaded = accepted(path, tmp_path)
     assert loaded.node_id == "node-1"
-    assert loaded.endpoint == config.DEFAULT_SOCKET
+    assert loaded.endpoint == settings.DEFAULT_SOCKET
     assert loaded.device_class("") is not None
 
 
 @every_set
 def test_the_controller_does_not_offer_expansion_in_a_cluster(path: Path, tmp_path: Path) -> None:
-    assert not settings(path, tmp_path).controller_expand
+    assert not accepted(path, tmp_path).controller_expand
 
 
 @every_set
@@ -184,12 +144,12 @@ def test_the_node_s_id_is_the_name_that_kubernetes_has_for_it(path: Path) -> Non
 
 @every_set
 def test_the_configuration_is_mounted_where_carver_looks(path: Path) -> None:
-    assert str(config.DEFAULT_FILE.parent) in mounts(container(path, "carver"))
+    assert str(settings.DEFAULT_FILE.parent) in mounts(container(path, "carver"))
 
 
 def test_each_set_runs_the_lvm2_that_it_is_named_for(tmp_path: Path) -> None:
     for path in SETS:
-        on_host = settings(path, tmp_path).lvm == "host"
+        on_host = accepted(path, tmp_path).lvm == "host"
         [pod] = [one["spec"]["template"]["spec"] for one in of_kind(path, "DaemonSet")]
         assert on_host == (path.stem == "host-lvm2")
         assert pod.get("hostPID", False) == on_host
@@ -228,11 +188,72 @@ def test_a_folder_of_the_host_has_the_same_path_in_every_container(path: Path) -
 
 @every_set
 def test_the_sidecars_talk_to_the_socket_that_carver_serves(path: Path, tmp_path: Path) -> None:
-    endpoint = settings(path, tmp_path).endpoint
+    endpoint = accepted(path, tmp_path).endpoint
     for name in ("provisioner", "resizer"):
         one = container(path, name)
         assert f"--csi-address={endpoint}" in one["args"]
         assert str(endpoint.parent) in mounts(one)
+
+
+@every_set
+def test_a_directory_that_is_not_kubelet_s_keeps_the_pod_from_starting(path: Path) -> None:
+    [pod] = [one["spec"]["template"]["spec"] for one in of_kind(path, "DaemonSet")]
+    types = {one["name"]: one["hostPath"]["type"] for one in pod["volumes"] if "hostPath" in one}
+    assert {types[name] for name in ("plugins", "pods", "registry")} == {"Directory"}
+
+
+# Sidecars
+
+
+@every_set
+def test_every_sidecar_has_the_flags_that_it_is_given(path: Path) -> None:
+    for pod in pod_specs(path):
+        for one in pod["containers"]:
+            if one["name"] != "carver":
+                manifest.check_flags(one)
+
+
+@every_set
+def test_immediate_binding_is_served_on_the_node_that_the_provisioner_took(path: Path) -> None:
+    flags = manifest.flags(container(path, "provisioner"))
+    assert flags["node-deployment-immediate-binding"] == "true"
+    assert flags["strict-topology"] == "true"
+    assert flags["immediate-topology"] == "false"
+
+
+@every_set
+def test_the_capacity_of_a_node_that_is_gone_goes_with_its_pod(path: Path) -> None:
+    flags = manifest.flags(container(path, "provisioner"))
+    assert flags["capacity-ownerref-level"] == "0"
+    assert "POD_NAME" in {one["name"] for one in container(path, "provisioner")["env"]}
+
+
+@every_set
+def test_the_resizer_is_kept_to_nodes_with_a_carver(path: Path) -> None:
+    labels = the(path, "DaemonSet")["spec"]["template"]["metadata"]["labels"]
+    pod = the(path, "Deployment")["spec"]["template"]["spec"]
+    [term] = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert term["topologyKey"] == "kubernetes.io/hostname"
+    assert term["labelSelector"]["matchLabels"].items() <= labels.items()
+    assert term["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "node"
+
+
+@every_set
+def test_no_taint_is_tolerated_that_nobody_named(path: Path) -> None:
+    assert [pod.get("tolerations") for pod in pod_specs(path)] == [None, None]
+
+
+@every_set
+def test_carver_is_on_the_processors_that_there_is_an_image_for(path: Path) -> None:
+    pod = the(path, "DaemonSet")["spec"]["template"]["spec"]
+    nodes = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    assert nodes["nodeSelectorTerms"] == [
+        {
+            "matchExpressions": [
+                {"key": "kubernetes.io/arch", "operator": "In", "values": ["amd64", "arm64"]}
+            ]
+        }
+    ]
 
 
 # References
@@ -292,7 +313,7 @@ def test_probes_go_to_a_port_that_the_container_has(path: Path) -> None:
 @every_set
 def test_the_probes_ask_where_carver_answers(path: Path, tmp_path: Path) -> None:
     one = container(path, "carver")
-    address = settings(path, tmp_path).metrics_address
+    address = accepted(path, tmp_path).metrics_address
     assert address is not None
     assert {port["name"]: port["containerPort"] for port in one["ports"]} == {
         "metrics": address.port
@@ -308,24 +329,45 @@ def test_the_probes_ask_where_carver_answers(path: Path, tmp_path: Path) -> None
 @every_set
 def test_storage_classes_are_carver_s_and_wait_for_the_pod(path: Path) -> None:
     for one in of_kind(path, "StorageClass"):
-        assert one["provisioner"] == config.DRIVER_NAME
+        assert one["provisioner"] == settings.DRIVER_NAME
         assert one["volumeBindingMode"] == "WaitForFirstConsumer"
         assert one["allowVolumeExpansion"]
-        known = {calls.PARAMETER_PREFIX + key for key in calls.PARAMETERS}
-        assert set(one.get("parameters", {})) <= known | {"csi.storage.k8s.io/fstype"}
+
+
+@every_set
+def test_the_service_has_room_for_each_storage_class_s_parameters(
+    path: Path, tmp_path: Path
+) -> None:
+    wanted, host = accepted(path, tmp_path), FakeHost(tmp_path)
+    for group in wanted.groups:
+        host.lvm2.add_group(group, [200])
+    own = configured.carver(tmp_path, classes=wanted.classes)
+    running = serving.start(own, host)
+    try:
+        with Client(own.endpoint) as caller:
+            for one in of_kind(path, "StorageClass"):
+                parameters = one.get("parameters", {})
+                # As the chart writes it where a class of its values has fsType.
+                for more in ({}, {"csi.storage.k8s.io/fstype": "xfs"}):
+                    assert caller.capacity({**parameters, **more}).available_capacity
+    finally:
+        running.stop()
 
 
 @every_set
 def test_the_driver_is_announced_as_it_is(path: Path) -> None:
     driver = the(path, "CSIDriver")
-    assert driver["metadata"]["name"] == config.DRIVER_NAME
+    assert driver["metadata"]["name"] == settings.DRIVER_NAME
     assert driver["spec"] == {
         "attachRequired": False,
         "podInfoOnMount": True,
         "storageCapacity": True,
         "fsGroupPolicy": "File",
         "seLinuxMount": False,
-        "volumeLifecycleModes": ["Persistent", "Ephemeral"],
+        # Whoever may make pods may make inline volumes, so an operator must want them.
+        "volumeLifecycleModes": (
+            ["Persistent", "Ephemeral"] if path.stem == "kind" else ["Persistent"]
+        ),
     }
 
 
@@ -352,7 +394,9 @@ def test_every_container_says_what_it_needs_and_writes_only_where_it_is_told(pat
     for pod in pod_specs(path):
         for one in pod["containers"]:
             assert one["resources"]["requests"].keys() == {"cpu", "memory"}
-            assert "memory" in one["resources"]["limits"]
+            # fsck of a large volume would meet a limit of Carver's, and the container die with it.
+            limited = "memory" in one["resources"].get("limits", {})
+            assert limited is (one["name"] != "carver")
             assert one["securityContext"]["readOnlyRootFilesystem"]
 
 
@@ -366,6 +410,8 @@ def test_no_container_but_carver_has_a_privilege(path: Path) -> None:
                 assert security["capabilities"] == {"drop": ["ALL"]}
                 assert not security["allowPrivilegeEscalation"]
                 assert not security.get("privileged")
+                # SELinux: who else may open the socket of a privileged container.
+                assert security["seLinuxOptions"] == {"type": "spc_t"}
 
 
 # Rights
@@ -421,7 +467,7 @@ ASKED_FOR: Mapping[str, Mapping[str, set[Right]]] = {
         "ClusterRole": rights(
             ("", "events", "list watch create update patch"),
             ("snapshot.storage.k8s.io", "volumesnapshotclasses", READ),
-            ("snapshot.storage.k8s.io", "volumesnapshotcontents", f"{READ} create update patch"),
+            ("snapshot.storage.k8s.io", "volumesnapshotcontents", f"{READ} update patch"),
             ("snapshot.storage.k8s.io", "volumesnapshotcontents/status", "update patch"),
         ),
         "Role": rights(("coordination.k8s.io", "leases", f"{READ} delete update create")),
@@ -475,7 +521,7 @@ def test_a_volume_can_be_made_with_a_volume_attributes_class(path: Path) -> None
 def test_the_example_s_attributes_are_such_as_a_volume_may_have() -> None:
     [path] = [one for one in EXAMPLES if one.stem == "attributes"]
     for one in of_kind(path, "VolumeAttributesClass"):
-        assert one["driverName"] == config.DRIVER_NAME
+        assert one["driverName"] == settings.DRIVER_NAME
         wire = csi.ControllerModifyVolumeRequest(
             volume_id="x", mutable_parameters=one["parameters"]
         )

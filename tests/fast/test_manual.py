@@ -13,12 +13,13 @@ import configured
 import pytest
 from fakes.host import FakeHost
 
-from agent import cli, manual, screen
-from agent import config as configuration
-from agent.client import Client
-from agent.config import Config
-from agent.host import Host
-from agent.server import Service
+from agent.cli import main as cli
+from agent.cli import terminal, volumes
+from agent.config import settings as configuration
+from agent.config.settings import Config
+from agent.csi.client import Client
+from agent.engine.host import Host
+from agent.service.server import Service
 from mount import table
 
 MIB = 1 << 20
@@ -54,7 +55,7 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def service(host: FakeHost, config: Config) -> Iterator[Service]:
-    running = Service(config, Host(host.run, host.kernel, host.devices), host.lvm)
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     running.start(config.endpoint)
     yield running
     running.stop()
@@ -74,8 +75,8 @@ def shell(
 
 def here(host: FakeHost, settings: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the command find the test's machine, and its configuration."""
-    machine = Host(host.run, host.kernel, host.devices)
-    monkeypatch.setattr("agent.host.this_host", lambda _settings: machine)
+    machine = Host(host.run, host.kernel, host.devices, host.disks)
+    monkeypatch.setattr("agent.engine.host.this_host", lambda _settings: machine)
     monkeypatch.setattr(configuration, "load", lambda _arguments, _environment: settings)
 
 
@@ -186,7 +187,7 @@ def test_nothing_is_deleted_that_nobody_confirmed(
         asked.append(question)
         return True
 
-    monkeypatch.setattr(screen, "confirmed", yes)
+    monkeypatch.setattr(terminal, "confirmed", yes)
     shell("delete db")
     assert asked == ["Delete db, 16 MiB, and all its data?"]
     assert client.volumes() == []
@@ -248,7 +249,7 @@ def test_a_volume_is_made_of_a_snapshot_or_of_another_volume(
         copy(source, target, offset, length, blank=blank)
 
     monkeypatch.setattr(host.kernel, "copy", slow)
-    monkeypatch.setattr(manual, "sleep", lambda _seconds: told.set())
+    monkeypatch.setattr(volumes, "sleep", lambda _seconds: told.set())
     service.copier.grace_seconds = 0.05
     assert shell("create again --from-snapshot monday").startswith("again: 64 MiB, ")
     assert "is being copied" in shell.complaint
@@ -270,7 +271,7 @@ def test_the_document_s_example_works_as_it_stands(
     shell: Shell, host: FakeHost, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host.lvm2.add_group("data", [32000])
-    monkeypatch.setattr(screen, "confirmed", lambda _question: True)
+    monkeypatch.setattr(terminal, "confirmed", lambda _question: True)
     document = (Path(__file__).parents[2] / "docs" / "commands.md").read_text()
     [example] = re.findall(r"<!-- by hand: begin -->\n(.*?)<!-- by hand: end -->", document, re.S)
     for line in example.replace("/mnt", str(host.directory)).splitlines():

@@ -14,17 +14,19 @@ import expect
 import grpc
 import pytest
 import yaml
+from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent import growing, registration
-from agent.client import Client, block
-from agent.config import DeviceClass
-from agent.host import Host
-from agent.metrics import Metrics, Parts
-from agent.registration import Registration
-from agent.server import Service
+from agent.config.settings import DeviceClass
+from agent.csi.client import Client, block
+from agent.engine.host import Host
+from agent.service import registration
+from agent.service.metrics import Metrics, Parts
+from agent.service.registration import Registration
+from agent.service.server import Service
+from agent.workers import autoextend
 from lvm import errors
 from lvm.command import Result
 from lvm.layout import Layout, Reserve
@@ -72,10 +74,13 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     metrics = Metrics()
     run = metrics.counted(host.run)
     lvm = Lvm(run, settings=())
-    service = Service(config, Host(run, host.kernel, host.devices), lvm, metrics.count_call)
+    service = Service(
+        config, Host(run, host.kernel, host.devices, host.disks), lvm, metrics.count_call
+    )
     kubelet = Registration(tmp_path / "registry", config.endpoint)
     running = (service.diagnosis, service.wiper, service.copier, service.grower)
-    metrics.watch(Parts(config.classes, service.inventory, *running, kubelet))
+    known, admission = service.inventory, service.admission
+    metrics.watch(Parts(config.classes, known, admission, *running, kubelet))
     service.start(config.endpoint)
     with Client(config.endpoint) as client:
         yield Measured(metrics, host, client, service, kubelet)
@@ -175,10 +180,13 @@ def test_scraping_runs_no_command_while_calls_read_reports(measured: Measured) -
 def test_an_idle_service_is_asked_once_a_minute_however_many_scrape(
     measured: Measured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = 1e9
+    now, group = 1e9, measured.host.lvm2.groups["data"]
     monkeypatch.setattr(time, "time", lambda: now)
     for _ in range(5):
         measured.samples()
+    assert len(measured.host.commands) == 1
+    group.seqno += 1
+    measured.samples()
     assert len(measured.host.commands) == 1
     now += 61
     callers = [threading.Thread(target=measured.samples) for _ in range(5)]
@@ -187,7 +195,9 @@ def test_an_idle_service_is_asked_once_a_minute_however_many_scrape(
     for caller in callers:
         caller.join()
     assert len(measured.host.commands) == 2
+    now += 61
     assert measured.samples()["carver_report_timestamp_seconds",] == now
+    assert len(measured.host.commands) == 2, "nothing was written since"
 
 
 def test_a_sick_lvm2_is_told_and_not_asked_again_for_a_minute(
@@ -209,6 +219,13 @@ def test_a_sick_lvm2_is_told_and_not_asked_again_for_a_minute(
     measured.host.intercept = lambda words: None
     now += 61
     assert measured.samples()["carver_lvm_up",] == 1
+
+
+def test_a_disk_that_does_not_answer_is_told_as_lvm2_that_is_sick(measured: Measured) -> None:
+    disks = measured.host.disks
+    assert isinstance(disks, FakeDisks)
+    disks.hanging.add("/dev/fake-data-0")
+    assert measured.samples()["carver_lvm_up",] == 0
 
 
 def test_wipes_are_counted_by_how_far_they_are(
@@ -340,7 +357,11 @@ def test_alerts_and_dashboard_use_only_labels_that_are_there(names: dict[str, se
 def test_alerts_and_dashboard_ask_only_for_values_that_occur(measured: Measured) -> None:
     occurring = {
         "code": {code.name for code in grpc.StatusCode},
-        "outcome": {"OK", *growing.OUTCOMES, *(name for name in vars(errors) if name[0].isupper())},
+        "outcome": {
+            "OK",
+            *autoextend.OUTCOMES,
+            *(name for name in vars(errors) if name[0].isupper()),
+        },
         "state": {*registration.State, *measured.service.wiper.counts()},
     }
     for expression in expressions():

@@ -4,25 +4,35 @@ import http.client
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import configured
 import pytest
+from fakes import known as fake_known
+from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 
-from agent import errors, monitor, preflight, server
-from agent.config import Address, Config
-from agent.host import Host
-from agent.inventory import Inventory
-from agent.monitor import Monitor, Page
-from agent.readiness import Readiness
-from agent.server import Service
+from agent import errors
+from agent.admission import Admission
+from agent.config.settings import Address, Config
+from agent.engine import inventory
+from agent.engine.engines import Engines
+from agent.engine.host import Host
+from agent.engine.inventory import Inventory
+from agent.health import preflight
+from agent.health.readiness import Readiness
+from agent.service import monitor, server
+from agent.service.monitor import Monitor, Page
+from agent.service.server import Service
+from lvm import errors as lvm_errors
 from lvm.command import Result
 
 HERE = Address("127.0.0.1", 0)
 Serve = Callable[..., int]
+Whole = Callable[[Config], tuple[list[int], Callable[[], None]]]
 
 
 @pytest.fixture
@@ -152,7 +162,7 @@ def test_the_process_is_healthy_while_it_answers_over_its_socket(
     assert status == 503
     assert str(config.endpoint) in text
 
-    service = Service(config, Host(fake.run, fake.kernel, fake.devices), fake.lvm)
+    service = Service(config, Host(fake.run, fake.kernel, fake.devices, fake.disks), fake.lvm)
     service.start(config.endpoint)
     assert get(port, "/healthz") == (200, "ok\n")
     assert fake.commands == []
@@ -165,46 +175,127 @@ def test_the_node_is_ready_when_its_groups_are_there_and_asked_once_a_minute(
     control = tmp_path / "dev/mapper/control"
     control.parent.mkdir(parents=True)
     control.write_bytes(b"")
-    known = Inventory(fake.lvm, fake.devices, ["data"])
+    known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
     node = preflight.Node(config, fake.kernel, fake.run, known.read, tmp_path)
-    port = serve(readyz=monitor.readyz(Readiness(known, node)))
+    port = serve(readyz=monitor.readyz(Readiness(known, node, Admission()).check))
     for _ in range(3):
         assert get(port, "/readyz") == (200, "ok\n")
     assert len(fake.commands) == 1
 
+
+def test_a_node_without_any_of_the_groups_is_ready_and_lvm2_is_not_asked(
+    fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake.lvm2.groups.clear()
-    known.read()
-    status, text = get(port, "/readyz")
-    assert (status, "data" in text) == (503, True)
+    now = [0.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
+    for minute in range(1, 10):
+        now[0] = 60.0 * minute
+        known.recent()
+    assert fake.commands == []
+    # A disk came, and the group is there.
+    known.outdate()
+    fake.lvm2.add_group("data", [10])
+    for _ in range(3):
+        now[0] += 61
+        assert "data" in known.recent()[0].groups
+    assert len(fake.commands) == 1
 
 
-def test_a_sick_lvm2_is_the_reason_for_not_being_ready(config: Config, fake: FakeHost) -> None:
+def test_a_disk_that_does_not_answer_is_a_reason_for_not_being_ready(
+    config: Config, fake: FakeHost, well: None
+) -> None:
+    disks = FakeDisks(fake.lvm2, fake.block)
+    disks.hanging.add("/dev/sdb")
+    fake.lvm2.groups.clear()
+    known = Inventory(Engines(fake.lvm, disks, fake.lvm2, ["data"]), fake.lvm2)
+    node = preflight.Node(config, fake.kernel, fake.run, known.read)
+    with pytest.raises(errors.NotReady, match="/dev/sdb"):
+        Readiness(known, node, Admission()).check()
+
+
+def test_a_sick_lvm2_is_the_reason_for_not_being_ready(
+    config: Config, fake: FakeHost, well: None
+) -> None:
     fake.intercept = lambda words: Result(5, "", "a disk hangs")
-    known = Inventory(fake.lvm, fake.devices, ["data"])
-    readiness = Readiness(known, preflight.Node(config, fake.kernel, fake.run, known.read))
+    known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
+    node = preflight.Node(config, fake.kernel, fake.run, known.read)
+    readiness = Readiness(known, node, Admission())
     for _ in range(2):
         with pytest.raises(errors.NotReady, match="a disk hangs"):
-            readiness.check_recent()
+            readiness.check()
+    assert readiness.probe()
+
+
+def test_an_lvm2_that_hangs_keeps_those_who_watch_waiting_for_seconds_only(
+    fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answering = threading.Event()
+    asked: list[Sequence[str]] = []
+
+    def hang(words: Sequence[str]) -> None:
+        asked.append(words)
+        assert answering.wait(60)
+
+    fake.intercept = hang
+    monkeypatch.setattr(inventory, "_WATCHING_SECONDS", 0.05)
+    known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
+    for _ in range(3):
+        with pytest.raises(lvm_errors.CommandTimedOut):
+            known.recent()
+    assert len(asked) == 1
+    answering.set()
+    monkeypatch.setattr(inventory, "_WATCHING_SECONDS", 20.0)
+    assert "data" in known.recent()[0].groups
+    assert len(asked) == 1
+
+
+@pytest.fixture
+def well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node on which all is well that lvm2 is not asked about."""
+    monkeypatch.setattr(preflight, "CHEAP", ())
 
 
 # The whole
 
 
-def test_the_service_serves_the_three_pages_until_it_ends(
-    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ready, ended, ports = threading.Event(), threading.Event(), list[int]()
-    start = Monitor.start
-    monkeypatch.setattr(Monitor, "start", lambda self: ports.append(start(self)))
-    monkeypatch.setattr(server, "notify", lambda state: ready.set())
-    monkeypatch.setattr(server, "_until_signal", lambda: ended)
-    watched = replace(config, metrics_address=HERE)
-    host = Host(fake.run, fake.kernel, fake.devices)
-    running = threading.Thread(target=server.serve, args=(watched, host))
-    running.start()
-    assert ready.wait(20)
+@pytest.fixture
+def whole(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Whole:
+    """Start the service; returns the ports of its pages, and what ends it."""
 
-    [port] = ports
+    def start(watched: Config) -> tuple[list[int], Callable[[], None]]:
+        ready, ended, ports = threading.Event(), threading.Event(), list[int]()
+        listen = Monitor.start
+        monkeypatch.setattr(Monitor, "start", lambda self: ports.append(listen(self)))
+        monkeypatch.setattr(server, "notify", lambda state: ready.set())
+        monkeypatch.setattr(server, "_until_signal", lambda: ended)
+        host = Host(fake.run, fake.kernel, fake.devices, fake.disks)
+        running = threading.Thread(target=server.serve, args=(watched, host))
+        running.start()
+        assert ready.wait(20)
+
+        def end() -> None:
+            ended.set()
+            running.join()
+
+        return ports, end
+
+    return start
+
+
+def test_health_is_served_without_metrics(config: Config, whole: Whole) -> None:
+    [port], end = whole(replace(config, health_address=HERE))
+    assert get(port, "/healthz") == (200, "ok\n")
+    assert get(port, "/readyz")[0] in (200, 503)
+    assert get(port, "/metrics")[0] == 404
+    end()
+    with pytest.raises(ConnectionRefusedError):
+        get(port, "/healthz")
+
+
+def test_the_service_serves_the_three_pages_until_it_ends(config: Config, whole: Whole) -> None:
+    [port], end = whole(replace(config, metrics_address=HERE))
     assert get(port, "/healthz") == (200, "ok\n")
     status, text = get(port, "/metrics")
     assert status == 200
@@ -213,7 +304,6 @@ def test_the_service_serves_the_three_pages_until_it_ends(
     assert 'carver_registration{state="off"} 1.0' in text
     assert get(port, "/readyz")[0] in (200, 503)
 
-    ended.set()
-    running.join()
+    end()
     with pytest.raises(ConnectionRefusedError):
         get(port, "/healthz")

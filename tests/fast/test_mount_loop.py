@@ -1,6 +1,7 @@
 """Loop devices when others want the same ones."""
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,11 +27,13 @@ class Contended(FakeKernel):
         super().__init__(FakeDevices())
         self.times = times
 
-    def loop_configure(self, device: str, file: str, *, read_only: bool, direct_io: bool) -> None:
+    def loop_configure(
+        self, device: str, file: str, *, read_only: bool, direct_io: bool, name: str
+    ) -> None:
         if self.times:
             self.times -= 1
             raise OSError(errno.EBUSY, "Device or resource busy", device)
-        super().loop_configure(device, file, read_only=read_only, direct_io=direct_io)
+        super().loop_configure(device, file, read_only=read_only, direct_io=direct_io, name=name)
 
 
 def test_a_free_device_that_another_takes_is_no_failure(file: str) -> None:
@@ -47,11 +50,15 @@ def test_two_who_attach_one_file_end_with_one_device(file: str) -> None:
         """Another attaches the same file just before us, to a lower number."""
 
         def loop_configure(
-            self, device: str, file: str, *, read_only: bool, direct_io: bool
+            self, device: str, file: str, *, read_only: bool, direct_io: bool, name: str
         ) -> None:
-            super().loop_configure(device, file, read_only=read_only, direct_io=direct_io)
+            super().loop_configure(
+                device, file, read_only=read_only, direct_io=direct_io, name=name
+            )
             second = self.loop_free()
-            super().loop_configure(second, file, read_only=read_only, direct_io=direct_io)
+            super().loop_configure(
+                second, file, read_only=read_only, direct_io=direct_io, name=name
+            )
 
         def loop_free(self) -> str:
             return super().loop_free() if self.loop_devices() else "/dev/loop5"
@@ -67,11 +74,13 @@ def test_a_file_system_without_direct_io_is_used_without(file: str) -> None:
         """The backing file is on tmpfs."""
 
         def loop_configure(
-            self, device: str, file: str, *, read_only: bool, direct_io: bool
+            self, device: str, file: str, *, read_only: bool, direct_io: bool, name: str
         ) -> None:
             if direct_io:
                 raise OSError(errno.EINVAL, "Invalid argument", device)
-            super().loop_configure(device, file, read_only=read_only, direct_io=direct_io)
+            super().loop_configure(
+                device, file, read_only=read_only, direct_io=direct_io, name=name
+            )
 
     kernel = Buffered(FakeDevices())
 
@@ -100,7 +109,7 @@ class Forgetful(FakeKernel):
 
 def test_a_device_detached_while_we_look_is_passed_over(file: str) -> None:
     kernel = Forgetful(FakeDevices())
-    kernel.loop_configure("/dev/loop0", file, read_only=False, direct_io=False)
+    kernel.loop_configure("/dev/loop0", file, read_only=False, direct_io=False, name="")
 
     assert loop.find(kernel, file) is None
 
@@ -113,7 +122,7 @@ def test_a_device_that_cannot_be_asked_is_an_error(file: str) -> None:
             raise PermissionError(errno.EACCES, "Permission denied", device)
 
     kernel = Denying(FakeDevices())
-    kernel.loop_configure("/dev/loop0", file, read_only=False, direct_io=False)
+    kernel.loop_configure("/dev/loop0", file, read_only=False, direct_io=False, name="")
 
     with pytest.raises(errors.LoopFailed, match="Permission denied"):
         loop.find(kernel, file)
@@ -159,7 +168,7 @@ def test_a_volume_under_a_loop_device_is_held_until_it_is_detached() -> None:
     devices = FakeDevices()
     kernel = FakeKernel(devices)
     volume = devices.add("/dev/data/web", 1 << 20)
-    device = loop.attach(kernel, volume.path, read_only=True)
+    device = loop.attach_read_only(kernel, volume.path)
 
     with pytest.raises(OSError, match="busy"):
         devices.remove(volume.path)
@@ -169,3 +178,40 @@ def test_a_volume_under_a_loop_device_is_held_until_it_is_detached() -> None:
     loop.detach(kernel, device)
 
     devices.remove(volume.path)
+
+
+def test_only_what_carver_made_is_a_read_only_way_to_a_device() -> None:
+    devices = FakeDevices()
+    kernel = FakeKernel(devices)
+    volume = devices.add("/dev/mapper/data-" + "long" * 20, 1 << 20)
+    for number, read_only in enumerate((False, True)):
+        # Kubelet's, and what a person attached to have a look.
+        other, name = f"/dev/loop{number}", volume.path
+        kernel.loop_configure(other, volume.path, read_only=read_only, direct_io=False, name=name)
+
+    own = loop.attach_read_only(kernel, volume.path)
+
+    assert own == "/dev/loop2"
+    assert loop.attach_read_only(kernel, volume.path) == own
+    assert loop.over(kernel, volume.number) == (own,)
+
+
+def test_one_that_is_about_to_go_is_not_handed_out() -> None:
+    class Leaving(FakeKernel):
+        """The first one was detached while a program had it open."""
+
+        def loop_status(self, device: str) -> LoopStatus:
+            return replace(super().loop_status(device), leaving=device == "/dev/loop0")
+
+    devices = FakeDevices()
+    kernel = Leaving(devices)
+    volume = devices.add("/dev/data/web", 1 << 20)
+    assert loop.attach_read_only(kernel, volume.path) == "/dev/loop0"
+    assert loop.attach_read_only(kernel, volume.path) == "/dev/loop1"
+    # Whoever has the first one reads the volume still.
+    assert loop.over(kernel, volume.number) == ("/dev/loop0", "/dev/loop1")
+
+
+def test_a_device_that_is_missing_has_no_read_only_way_to_it() -> None:
+    with pytest.raises(errors.LoopFailed, match="No such file"):
+        loop.attach_read_only(FakeKernel(FakeDevices()), "/dev/data/web")

@@ -121,6 +121,7 @@ def test_any_flags_are_options_or_a_bad_option(flags: list[str]) -> None:
         return
     assert found.attributes <= set(options.ATTRIBUTES)
     assert found.superblock <= set(options.SUPERBLOCK)
+    assert '"' not in found.context
     for word in found.data:
         assert word.isprintable()
         assert not set(word) & set(', \\/"')

@@ -1,6 +1,7 @@
 """What is installed, pinned and packed is Carver, whole and nothing else."""
 
 import importlib
+import os
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from deploy.deb import build as deb
+from deploy.image import build as image
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["agent", "lvm", "mount", "proto"]
@@ -116,7 +119,8 @@ def test_each_package_is_imported_from_this_tree(name: str) -> None:
 
 
 def test_only_the_four_packages_are_named() -> None:
-    assert project()["tool"]["setuptools"]["packages"] == PACKAGES
+    included = project()["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {one.removesuffix(".*") for one in included} == set(PACKAGES)
 
 
 def test_package_indexes_are_told_to_refuse_carver() -> None:
@@ -173,6 +177,23 @@ def built_wheel(tree: Path, output: Path) -> Path:
     )
     [wheel] = output.iterdir()
     return wheel
+
+
+# The image
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_image_gets_wheels_for_the_processor_of_the_machine_that_builds_it(
+    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(image, "run", lambda *words: started.extend(map(str, words)))
+    monkeypatch.setattr(shutil, "copytree", lambda *_, **__: None)
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
+    image.fetch_wheels(tmp_path)
+    platforms = {word for word in started if word.startswith("--platform=")}
+    assert f"--platform=manylinux2014_{machine}" in platforms
+    assert all(word.endswith(machine) for word in platforms)
 
 
 # The Debian package

@@ -10,11 +10,13 @@ import pytest
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
-from agent import cli, preflight
-from agent.config import BackingFile, Config, Foundation
-from agent.host import Host
-from agent.preflight import FAIL, PASS, WARN, Finding, Node
-from lvm import groups, layout, report
+from agent.cli import main as cli
+from agent.config.settings import BackingFile, Config, Foundation
+from agent.engine.engines import Engines
+from agent.engine.host import Host
+from agent.health import preflight
+from agent.health.preflight import FAIL, PASS, WARN, Finding, Node
+from lvm import groups, layout, lvm2, report
 from lvm.caches import Cache
 from lvm.command import Result
 from lvm.layout import Layout
@@ -247,8 +249,8 @@ LACKS: list[tuple[Callable[[Place], None], str, str, str]] = [
     (odd_lvm2, "lvm2", FAIL, "unknown"),
     (sick_lvm2, "lvm2", FAIL, "exit code 3"),
     (lvm2_on_a_host_that_cannot_be_entered, "lvm2", FAIL, "nsenter"),
-    (without_group, "groups", FAIL, "group0 is not on this node"),
-    (unmade_group, "groups", FAIL, "which Carver makes of /dev/sdx"),
+    (without_group, "groups", WARN, "group0 is not on this node"),
+    (unmade_group, "groups", WARN, "which Carver makes of /dev/sdx"),
     (other_group, "groups", FAIL, "which Carver did not make"),
     (new_disk, "groups", WARN, "is none of its disks"),
     (without_disk, "groups", WARN, "misses 1 of its disks"),
@@ -279,6 +281,90 @@ def test_what_is_missing_is_told_with_its_remedy(
     assert {one.verdict for one in told} == {verdict}
     assert words in told[0].message
     assert told[0].remedy
+
+
+def test_a_group_that_is_missing_because_of_the_devices_file_is_told_so(place: Place) -> None:
+    place.file("/etc/lvm/devices/system.devices")
+    place.host.lvm2.devices_file = set()
+    place.host.lvm = replace(place.host.lvm, settings=lvm2.with_devices_file(place.root))
+    found = place.one("groups")
+    assert found.verdict == WARN
+    assert "that the node's devices file does not list" in found.message
+    assert "vgimportdevices group0" in found.remedy
+    # One that is nowhere is not the file's fault.
+    place.host.lvm2.groups.clear()
+    assert "is not on this node" in place.one("groups").message
+
+
+@pytest.mark.parametrize(
+    ("files", "settings"),
+    [
+        ({}, ()),
+        ({"lvm.conf": "devices {\n\tuse_devicesfile = 1\n}\n"}, ()),
+        ({"devices/system.devices": "", "lvm.conf": "# use_devicesfile = 1\n"}, "heeded"),
+        ({"devices/system.devices": ""}, "heeded"),
+        ({"devices/system.devices": "", "lvm.conf": "devices {\n\tuse_devicesfile = 0\n}\n"}, ()),
+        ({"devices/system.devices": "", "lvmlocal.conf": "devices/use_devicesfile=0\n"}, ()),
+    ],
+)
+def test_a_devices_file_of_the_node_s_counts_unless_its_lvm_conf_says_otherwise(
+    tmp_path: Path, files: dict[str, str], settings: str | tuple[str, ...]
+) -> None:
+    for name, text in files.items():
+        path = tmp_path / "etc/lvm" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    wanted = ("devices/use_devicesfile=1",) if settings == "heeded" else ()
+    assert lvm2.with_devices_file(tmp_path) == wanted
+
+
+UUID = "abcdef-0000-0000-0000-0000-0000-000000"
+
+
+@pytest.mark.parametrize(
+    ("switch", "file", "listed"),
+    [
+        ("", None, None),
+        ("", "", set()),
+        ("", f"# PVID={'x' * 32}\nIDTYPE=sys_wwid PVID={UUID.replace('-', '')} PART=1\n", {UUID}),
+        ("devices/use_devicesfile=1\n", "", set()),
+        ("devices/use_devicesfile=0\n", "", None),
+    ],
+)
+def test_the_disks_in_a_devices_file_are_told_where_it_counts(
+    tmp_path: Path, switch: str, file: str | None, listed: set[str] | None
+) -> None:
+    (tmp_path / "etc/lvm/devices").mkdir(parents=True)
+    (tmp_path / "etc/lvm/lvm.conf").write_text(switch)
+    if file is not None:
+        (tmp_path / lvm2.DEVICES_FILE).write_text(file)
+    found = lvm2.listed_disks(tmp_path)
+    assert found == (None if listed is None else {one.replace("-", "") for one in listed})
+
+
+def test_an_engine_uses_no_disk_outside_the_devices_file(place: Place) -> None:
+    fake = place.host
+    [disk] = fake.lvm2.groups["group0"].disks
+    file = place.root / lvm2.DEVICES_FILE
+    file.parent.mkdir(parents=True, exist_ok=True)
+    node = replace(fake.lvm, root=place.root)
+    known = Engines(node, fake.disks, fake.devices, ["group0"])
+    for listed, state in (("", "absent"), (f"PVID={disk.uuid.replace('-', '')}\n", "ready")):
+        file.write_text(listed)
+        for one in known:
+            one.outdate()
+            one.look()
+            assert one.state == state
+
+
+def test_a_group_outside_the_devices_file_is_not_used(place: Place) -> None:
+    place.file("/etc/lvm/devices/system.devices")
+    [disk] = place.host.lvm2.groups["group0"].disks
+    heeding = replace(place.host.lvm, settings=lvm2.with_devices_file(place.root))
+    place.host.lvm2.devices_file = set()
+    assert report.read(heeding).groups == {}
+    place.host.lvm2.devices_file = {disk.name}
+    assert set(report.read(heeding).groups) == {"group0"}
 
 
 def test_without_udev_lvm2_does_not_wait_for_it(place: Place) -> None:
@@ -314,8 +400,8 @@ def test_the_kernel_s_own_answer_about_its_mount_calls() -> None:
 @pytest.fixture
 def file(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A configuration for the node, which `carver doctor` takes for this one."""
-    machine = Host(place.host.run, place.host.kernel, place.host.devices)
-    monkeypatch.setattr("agent.host.this_host", lambda _settings: machine)
+    machine = Host(place.host.run, place.host.kernel, place.host.devices, place.host.disks)
+    monkeypatch.setattr("agent.engine.host.this_host", lambda _settings: machine)
     monkeypatch.setattr(preflight, "Node", lambda *given: replace(Node(*given), root=place.root))
     path = tmp_path / "config.toml"
     path.write_text(
@@ -337,10 +423,20 @@ def test_the_doctor_ends_with_0_where_nothing_fails(
 def test_the_doctor_ends_with_1_where_a_check_fails(
     place: Place, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    without_group(place)
+    without("/usr/sbin/blkid")(place)
     assert cli.main(["doctor", "--config", file]) == 1
     told = capsys.readouterr().out
     assert "fail" in told
+    assert "install util-linux" in told
+
+
+def test_a_node_without_any_of_the_groups_is_no_failure_and_says_what_it_lacks(
+    place: Place, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without_group(place)
+    assert cli.main(["doctor", "--config", file]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "volume group group0 is not on this node" in told
     assert "vgcreate" in told
 
 

@@ -13,9 +13,9 @@ import serving
 from fakes.disk import Disk
 from fakes.host import FakeHost
 
-from agent.client import Client, block
-from agent.config import Config, DeviceClass
-from agent.server import Service
+from agent.config.settings import Config, DeviceClass
+from agent.csi.client import Client, block
+from agent.service.server import Service
 from lvm.command import Result
 from lvm.layout import Layout, Reserve
 from lvm.pools import Policy

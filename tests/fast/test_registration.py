@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from fakes.kubelet import FakeKubelet, asked
 
-from agent.config import DRIVER_NAME
-from agent.registration import Registration, State
+from agent import errors
+from agent.config.settings import DRIVER_NAME
+from agent.service.registration import Registration, State
 from proto import pluginregistration_pb2 as wire
 
 ENDPOINT = Path("/var/lib/kubelet/plugins/lvm.csi.carver/csi.sock")
@@ -127,6 +128,36 @@ def test_each_refusal_doubles_the_wait_and_a_success_ends_that(
     registration.NotifyRegistrationStatus(done, None)  # type: ignore[arg-type]
     assert registration._retry_at is None
     assert refused() == 100
+
+
+def test_readiness_waits_for_kubelet_s_answer(start: Start, registry: Path, tmp_path: Path) -> None:
+    registration = start()
+    until(waiting(registration))
+    with pytest.raises(errors.NotReady, match=r"has not registered lvm\.csi\.carver \(waiting"):
+        registration.check()
+    notify(registration, error="no such path")
+    with pytest.raises(errors.NotReady, match=r"refused|waiting"):
+        registration.check()
+    until(waiting(registration))
+    notify(registration)
+    registration.check()
+
+
+def test_readiness_does_not_ask_what_only_another_registrar_knows(
+    start: Start, registry: Path
+) -> None:
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(registry / f"{DRIVER_NAME}-reg.sock"))
+        other.listen()
+        registration = start()
+        until(lambda: registration.state is State.TAKEN)
+        registration.check()
+
+
+def test_a_node_without_kubelet_s_directory_is_not_ready(tmp_path: Path) -> None:
+    registration = Registration(tmp_path / "none", ENDPOINT)
+    with pytest.raises(errors.NotReady, match=r"docs/registration\.md"):
+        registration.check()
 
 
 def test_a_stale_socket_is_replaced(start: Start, registry: Path) -> None:

@@ -20,15 +20,21 @@ import expect
 import grpc
 import pytest
 from fakes.host import FakeHost
+from fakes.known import inventory
 from fakes.kubelet import FakeKubelet
 
-from agent import cli, errors, log, preflight, secrets, server
-from agent.client import Client, block
-from agent.config import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config, Foundation
-from agent.host import Host, _log_command
-from agent.inventory import Inventory
-from agent.readiness import Readiness
-from lvm.command import Finished
+from agent import errors, log
+from agent.admission import Admission
+from agent.cli import main as cli
+from agent.config.settings import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config, Foundation
+from agent.csi import redaction
+from agent.csi.client import Client, block
+from agent.engine.host import Host, log_command
+from agent.health import preflight
+from agent.health.readiness import Readiness
+from agent.service import server
+from lvm import errors as lvm_errors
+from lvm.command import Finished, Result
 from mount import loop
 from mount.filesystem import Signature
 from proto import csi_pb2 as csi
@@ -68,19 +74,27 @@ def config(tmp_path: Path, file: BackingFile) -> Config:
 class Running:
     """`serve` in a thread, with what it told systemd, until it is ended as SIGTERM ends it."""
 
-    def __init__(self, config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        config: Config,
+        fake: FakeHost,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        begins: bool = True,
+    ) -> None:
         self.told: list[str] = []
         self._ready, self._ended = threading.Event(), threading.Event()
+        self._begun = threading.Event()
         monkeypatch.setattr(server, "notify", self._notify)
         monkeypatch.setattr(server, "_until_signal", lambda: self._ended)
-        host = Host(fake.run, fake.kernel, fake.devices)
+        host = Host(fake.run, fake.kernel, fake.devices, fake.disks)
         self._thread = threading.Thread(target=server.serve, args=(config, host))
         self._thread.start()
-        assert self._ready.wait(20)
+        assert (self._begun if begins else self._ready).wait(20)
 
     def _notify(self, state: str) -> None:
         self.told.append(state)
-        self._ready.set()
+        (self._begun if state == "STATUS=ready" else self._ready).set()
 
     def end(self) -> None:
         self._ended.set()
@@ -103,7 +117,7 @@ def test_the_socket_is_root_s_alone_and_goes_with_the_service(
     with Client(config.endpoint) as client:
         client.create("pvc-1", MIB, block())
     running.end()
-    assert running.told == ["READY=1", "STOPPING=1"]
+    assert running.told == ["READY=1", "STATUS=ready", "STOPPING=1"]
     assert not config.endpoint.exists()
 
 
@@ -111,14 +125,14 @@ def test_a_deleted_socket_ends_the_service_so_that_it_is_started_again(
     config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def delete(state: str) -> None:
-        assert state == "READY=1"
-        config.endpoint.unlink()
+        if state == "READY=1":
+            config.endpoint.unlink()
 
     monkeypatch.setattr(server, "notify", delete)
     monkeypatch.setattr(server, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(server, "_until_signal", threading.Event)
     with pytest.raises(errors.SocketGone, match=r"csi\.sock is not there any more"):
-        server.serve(config, Host(fake.run, fake.kernel, fake.devices))
+        server.serve(config, Host(fake.run, fake.kernel, fake.devices, fake.disks))
 
 
 def test_the_service_is_ready_before_all_that_it_only_warns_of_is_looked_at(
@@ -223,14 +237,14 @@ def test_an_embedded_group_is_found_again_at_the_next_start(
 
 
 def refused(config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
-    """The service starts without its group; Probe and CreateVolume say why."""
+    """The service starts without its group; CreateVolume says why."""
     running = Running(config, fake, monkeypatch)
     try:
         with Client(config.endpoint) as client:
-            with expect.code("FAILED_PRECONDITION", "carver", *words):
-                client.probe()
-            with expect.code("FAILED_PRECONDITION", "carver", *words):
+            # Another node may have the group: a scheduler shall choose again.
+            with expect.code("RESOURCE_EXHAUSTED", "carver", *words):
                 client.create("pvc-1", MIB, block())
+            assert client.capacity().available_capacity == 0
     finally:
         running.end()
 
@@ -304,6 +318,31 @@ def test_the_service_registers_itself_where_kubelet_is_and_takes_that_back_at_it
     assert kubelet.look() == []
 
 
+def test_a_second_driver_of_another_name_is_another_one(
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    kubelet = FakeKubelet(tmp_path / "r")
+    second = replace(
+        config,
+        driver_name="two.carver",
+        registration="self",
+        registration_directory=kubelet.directory,
+    )
+    running = Running(second, fake, monkeypatch)
+    end = time.monotonic() + 20
+    while kubelet.look() != ["two.carver"]:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    with Client(config.endpoint) as client:
+        assert client.info().name == "two.carver"
+        info = client.node.NodeGetInfo(csi.NodeGetInfoRequest())
+        here = {"topology.two.carver/node": config.node_id}
+        assert dict(info.accessible_topology.segments) == here
+        made = client.create("pvc-1", MIB, block())
+        assert [dict(one.segments) for one in made.accessible_topology] == [here]
+    running.end()
+
+
 def test_a_service_that_leaves_registration_to_others_makes_no_socket(
     config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -328,23 +367,55 @@ def test_identity_is_whole(config: Config, running: Running) -> None:
 def test_readiness_tells_the_truth(config: Config, fake: FakeHost, tmp_path: Path) -> None:
     control = tmp_path / "dev/mapper/control"
     control.parent.mkdir(parents=True)
-    known = Inventory(fake.lvm, fake.devices, ["data"])
-    readiness = Readiness(
-        known, preflight.Node(config, fake.kernel, fake.run, known.read, tmp_path)
-    )
-    with pytest.raises(errors.NotReady, match="group data is not on this node"):
-        readiness.check()
-    fake.lvm2.add_group("data")
+    known, admission = inventory(fake.lvm2, "data", lvm=fake.lvm), Admission()
+    node = preflight.Node(config, fake.kernel, fake.run, known.read, tmp_path)
+    readiness = Readiness(known, node, admission)
     with pytest.raises(errors.NotReady, match="device-mapper does not answer"):
         readiness.check()
     control.write_bytes(b"")
     readiness.check()
+    admission.close()
+    assert readiness.probe() is False
+    with pytest.raises(errors.NotReady, match="has not answered yet"):
+        readiness.check()
 
 
-def test_probe_fails_with_the_reason(config: Config, fake: FakeHost, running: Running) -> None:
+@pytest.fixture
+def well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node on which all is well that lvm2 is not asked about."""
+    monkeypatch.setattr(preflight, "CHEAP", ())
+    monkeypatch.setattr(preflight, "CHECKS", {})
+
+
+def test_probe_answers_where_no_group_is_there_and_runs_nothing(
+    config: Config, fake: FakeHost, well: None, running: Running
+) -> None:
     fake.lvm2.groups.clear()
-    with Client(config.endpoint) as client, expect.code("FAILED_PRECONDITION", "carver", "not on"):
-        client.probe()
+    fake.commands.clear()
+    with Client(config.endpoint) as client:
+        assert client.probe().ready.value
+    assert fake.commands == []
+
+
+@pytest.mark.parametrize("lvm2", ["direct", "host"])
+def test_probe_fails_where_there_is_no_lvm2(
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, well: None, lvm2: str
+) -> None:
+    def missing(words: Sequence[str]) -> Result | None:
+        if lvm2 == "host":
+            return Result(127, "", "nsenter: failed to execute lvm: No such file or directory")
+        raise lvm_errors.ProgramMissing(words[0])
+
+    fake.intercept = missing
+    running = Running(config, fake, monkeypatch, begins=False)
+    try:
+        with Client(config.endpoint) as client:
+            with expect.code("UNAVAILABLE", "not installed"):
+                client.capacity()
+            with expect.code("FAILED_PRECONDITION", "lvm is not installed"):
+                client.probe()
+    finally:
+        running.end()
 
 
 def test_each_call_is_one_line_with_its_volume_code_and_time(
@@ -387,15 +458,15 @@ def test_the_json_log_is_one_object_a_line() -> None:
 
 def test_secrets_are_stripped_wherever_the_wire_marks_them() -> None:
     request = csi.CreateVolumeRequest(name="pvc-1", secrets={"key": "hunter2"})
-    found = secrets.stripped(request)
-    assert found["secrets"] == {"key": secrets.STRIPPED}
+    found = redaction.stripped(request)
+    assert found["secrets"] == {"key": redaction.STRIPPED}
     assert request.secrets["key"] == "hunter2"
     for message in (
         csi.NodePublishVolumeRequest(secrets={"k": "hunter2"}, volume_context={"a": "b"}),
         csi.NodeStageVolumeRequest(secrets={"k": "hunter2"}),
         csi.CreateVolumeRequest(secrets={"k": "hunter2"}, volume_capabilities=[block()]),
     ):
-        assert "hunter2" not in json.dumps(secrets.stripped(message))
+        assert "hunter2" not in json.dumps(redaction.stripped(message))
 
 
 def test_no_secret_reaches_the_log_or_a_command(
@@ -446,7 +517,7 @@ def test_a_signal_ends_the_wait() -> None:
 
 def test_commands_are_logged_for_those_who_debug(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
-    _log_command(Finished(("lvm", "lvs"), 0, 0.5))
+    log_command(Finished(("lvm", "lvs"), 0, 0.5))
     assert 'command="lvm lvs" exit_code=0 milliseconds=500.0' in log.TextFormatter().format(
         caplog.records[-1]
     )

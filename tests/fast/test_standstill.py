@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from agent import errors, standstill
-from agent.standstill import Standstill
+from agent import errors
+from agent.engine import suspension
+from agent.engine.suspension import Standstill
 from lvm.devicemapper import Status
 from lvm.devices import Device
 
@@ -48,6 +49,9 @@ class Devices:
 
     def is_suspended(self, group: str, name: str) -> bool:
         return name in self.suspended
+
+    def is_open(self, group: str, name: str) -> bool:
+        return False
 
 
 def test_what_is_held_is_let_go_at_the_end() -> None:
@@ -97,7 +101,7 @@ def test_what_a_kill_left_is_let_go_after_what_is_done_inside(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     devices = Devices(("vol-a", "vol-b", "other"), {"vol-b", "other"})
-    with standstill.left(devices, ["data"]):
+    with suspension.left(devices, ["data"]):
         assert "vol-b" in devices.suspended
     assert devices.suspended == {"other"}, "it is not a volume of Carver's"
     assert "data/vol-b" in caplog.text
@@ -106,9 +110,9 @@ def test_what_a_kill_left_is_let_go_after_what_is_done_inside(
 def test_what_a_kill_left_is_let_go_though_lvm2_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(standstill, "_LEFT_SECONDS", 0.01)
+    monkeypatch.setattr(suspension, "_LEFT_SECONDS", 0.01)
     devices = Devices(suspended={"vol-a", "vol-b"})
-    with standstill.left(devices, ["data"]):
+    with suspension.left(devices, ["data"]):
         assert devices.resumed.wait(10)
         assert devices.suspended == set()
 
@@ -116,6 +120,6 @@ def test_what_a_kill_left_is_let_go_though_lvm2_does_not_answer(
 def test_a_start_after_which_nothing_is_held_does_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with standstill.left(Devices(), ["data"]):
+    with suspension.left(Devices(), ["data"]):
         pass
     assert not caplog.records

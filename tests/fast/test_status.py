@@ -8,7 +8,7 @@ import pytest
 import agent.errors
 import lvm.errors
 import mount.errors
-from agent import status
+from agent import codes
 
 
 def errors_of(module: types.ModuleType) -> list[type[Exception]]:
@@ -23,17 +23,17 @@ def errors_of(module: types.ModuleType) -> list[type[Exception]]:
 
 @pytest.mark.parametrize("module", [agent.errors, lvm.errors, mount.errors])
 def test_every_error_is_in_the_table(module: types.ModuleType) -> None:
-    listed = {kind for kind, _ in status.TABLE}
+    listed = {kind for kind, _ in codes.TABLE}
     assert [one.__name__ for one in errors_of(module) if one not in listed] == []
 
 
 def test_no_error_is_shadowed_by_one_before_it() -> None:
-    kinds = [kind for kind, _ in status.TABLE]
+    kinds = [kind for kind, _ in codes.TABLE]
     for index, kind in enumerate(kinds):
         before = [one.__name__ for one in kinds[:index] if issubclass(kind, one)]
         assert before == [], kind
 
 
 def test_an_rpc_that_is_not_implemented_is_no_internal_error() -> None:
-    assert status.code_of(NotImplementedError()) is grpc.StatusCode.UNIMPLEMENTED
-    assert status.code_of(ZeroDivisionError()) is grpc.StatusCode.INTERNAL
+    assert codes.code_of(NotImplementedError()) is grpc.StatusCode.UNIMPLEMENTED
+    assert codes.code_of(ZeroDivisionError()) is grpc.StatusCode.INTERNAL

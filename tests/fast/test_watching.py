@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import pyudev
 from fakes.host import FakeHost
+from fakes.known import inventory
 
-from agent.inventory import Inventory
-from agent.watching import Watch
+from agent.engine.engines import Engines
+from agent.engine.inventory import Inventory
+from agent.engine.refresh import Watch
 from lvm.events import DiskEvents
 
 
@@ -34,7 +36,7 @@ class Known(Inventory):
     """Counts what the thread asks of it."""
 
     def __init__(self, fake: FakeHost) -> None:
-        super().__init__(fake.lvm, fake.devices, [])
+        super().__init__(Engines(fake.lvm, fake.disks, fake.devices, []), fake.devices)
         self.outdated = 0
         self.renewed: list[float] = []
         self.turned = threading.Event()
@@ -75,6 +77,22 @@ def test_without_udev_the_clock_alone_tells_and_ticks_faster(known: Known) -> No
     run(Watch(known, lambda: None), known.turned, lambda: None)
     assert known.outdated == 0
     assert set(known.renewed) == {60.0}
+
+
+def test_a_group_that_is_not_there_is_told_once_and_once_that_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake = FakeHost(tmp_path)
+    fake.lvm2.add_group("data")
+    known = inventory(fake.lvm2, "data", "other")
+    for _ in range(3):
+        known.read()
+    assert caplog.text.count("volume group other is not on this node") == 1
+    assert "data" not in caplog.text
+    fake.lvm2.add_group("other")
+    for _ in range(3):
+        known.read()
+    assert caplog.text.count("volume group other is on this node again") == 1
 
 
 def test_a_look_that_fails_is_logged_and_tried_again(

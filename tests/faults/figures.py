@@ -28,8 +28,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from agent.client import Client
-from agent.config import DEFAULT_SOCKET
+from agent.config.settings import DEFAULT_SOCKET
+from agent.csi.client import Client
 from proto import csi_pb2 as csi
 
 _CLIENTS = 8

@@ -22,6 +22,8 @@ FAULTS: tuple[Fault, ...] = (
     outside.group_missing,
     outside.metadata_full,
     outside.disk_errors,
+    outside.leg_failed,
+    outside.disk_lost,
     outside.lvm2_killed,
     outside.lvm2_killed_while_suspended,
     outside.lvm2_hangs,

@@ -33,7 +33,7 @@ def _killed(bench: Bench, trial: Trial, case: Case) -> bool:
     case.arrange(trial.machine, trial.model)
     # When
     trial.machine.arm(step, before=bench.random.random() < 0.5)
-    told = trial.machine.call(case.call)
+    told = trial.machine.by_kubelet(case.call)
     if died := told.code in GONE:
         trial.machine.died()
     else:

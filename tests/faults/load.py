@@ -24,11 +24,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import grpc
+from faults import leftovers
 from faults.bench import Bench
-from faults.process import GONE, Fault
+from faults.process import GONE, Fault, await_begun
 
-from agent.client import Client, Mode, block, mounted
-from agent.config import DEFAULT_SOCKET, KUBELET_DIRECTORY
+from agent.config.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
+from agent.csi.client import Client, Mode, block, mounted
 from agent.ids import VolumeId
 from lvm.devices import KernelDevices
 from mount import table
@@ -108,10 +109,14 @@ class Journal:
 class Worker:
     """One client: it keeps a few volumes in use, and lets go of others."""
 
-    def __init__(self, number: int, seed: int, over: threading.Event) -> None:
+    def __init__(
+        self, number: int, seed: int, over: threading.Event, deleted: Callable[[str], object]
+    ) -> None:
         self.random = random.Random(f"{seed}-{number}")
         self.number = number
         self.over = over
+        # Told of each deletion that was acknowledged, at once.
+        self.deleted = deleted
         self.calls = 0
         self.journal = Journal(JOURNALS / f"{number}.journal")
         self._own: list[tuple[Life, csi.Volume]] = []
@@ -134,7 +139,8 @@ class Worker:
         note(life.name, "created")
         self._patiently(lambda: self._client.stage(volume, life.staging, capability))
         self._patiently(lambda: self._client.publish(volume, life.staging, life.target, capability))
-        data = self.random.randbytes(_DATA_BYTES)
+        data = leftovers.marker(life.name) + self.random.randbytes(_DATA_BYTES)
+        data = data[:_DATA_BYTES]
         life.write(data)
         note(life.name, "written", hashlib.sha256(data).hexdigest())
         self._own.append((life, volume))
@@ -147,6 +153,7 @@ class Worker:
         self._patiently(lambda: self._client.unstage(volume.volume_id, life.staging))
         self.journal.note(life.name, "delete")
         self._patiently(lambda: self._client.delete(volume.volume_id))
+        self.deleted(life.name)
         self.journal.note(life.name, "deleted")
         if not life.raw:
             life.staging.rmdir()
@@ -184,10 +191,12 @@ def start(seed: int) -> None:
 
 
 @contextmanager
-def clients(count: int, seed: int) -> Iterator[list[Worker]]:
+def clients(
+    count: int, seed: int, deleted: Callable[[str], object] = lambda _name: None
+) -> Iterator[list[Worker]]:
     """So many clients at work. What fails in one of them is raised in the end."""
     over = threading.Event()
-    workers = [Worker(number, seed, over) for number in range(count)]
+    workers = [Worker(number, seed, over, deleted) for number in range(count)]
     with ThreadPoolExecutor(count) as pool:
         running = [pool.submit(one.work) for one in workers]
         try:
@@ -222,6 +231,8 @@ def judge() -> Verdict:
             if name not in told or "deleted" in told[name]:
                 verdict.leaked.append(f"{name}: there")
         verdict.volumes = len(there)
+        # Before anything else is deleted.
+        verdict.leaked += [f"{one}: its data in free extents" for one in leftovers.shown()]
         groups = {one.group for one in map(VolumeId.parse, _ids(there)) if one is not None}
         for group in groups:
             ended = subprocess.run(["vgck", group], capture_output=True, text=True)
@@ -332,7 +343,7 @@ def killed_at_random(bench: Bench) -> tuple[int, str]:
                     raise Fault("systemd does not start the service again")
                 time.sleep(0.2)
             with Client(DEFAULT_SOCKET) as client:
-                patiently(client.probe)
+                await_begun(client)
     verdict = judge()
     bench.lost += len(verdict.lost)
     bench.leaked += len(verdict.leaked)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from faults import leftovers
 from faults.bench import Bench
 from faults.process import Fault, Trial
 from model import operations as do
@@ -22,7 +23,8 @@ from model.operations import MIB, Use
 from real.disks import Disk
 from real.host import RealHost
 
-from agent.client import Client
+from agent.csi.client import Client, block
+from lvm import report
 from lvm.devices import Device
 from mount import loop
 
@@ -63,10 +65,11 @@ def group_missing(bench: Bench) -> tuple[int, str]:
             trial.machine.deactivate("a")
             trial.model.deactivate("a")
             loop.detach(host.kernel, disk)
-            for call in (do.Delete("a"), do.Get("a"), do.Volumes(), do.Create("b", 0, 0, BLOCK)):
+            for call in (do.Delete("a"), do.Get("a"), do.Volumes()):
                 trial.refused(call, "FAILED_PRECONDITION")
+            trial.refused(do.Create("b", 0, 0, BLOCK), "RESOURCE_EXHAUSTED")
             trial.refused(do.Stage("a", "staging", BLOCK), "FAILED_PRECONDITION")
-            host.kernel.loop_configure(disk, file, read_only=False, direct_io=False)
+            host.kernel.loop_configure(disk, file, read_only=False, direct_io=False, name=file)
             trial.compare()
             trial.make(do.Stage("a", "staging", BLOCK))
             trial.make(do.Create("b", 16 * MIB, 0, BLOCK))
@@ -116,7 +119,8 @@ def disk_errors(bench: Bench) -> tuple[int, str]:
         write(target, data)
         for break_it in kinds:
             break_it(disk)
-            trial.refused(do.Create("b", 16 * MIB, 0, BLOCK), "INTERNAL", "FAILED_PRECONDITION")
+            # Where lvm2 cannot read the disk, there is no group.
+            trial.refused(do.Create("b", 16 * MIB, 0, BLOCK), "INTERNAL", "RESOURCE_EXHAUSTED")
             trial.refused(do.Expand("a", 64 * MIB), "INTERNAL", "FAILED_PRECONDITION")
             disk.mend()
             trial.make(do.Create("b", 16 * MIB, 0, BLOCK))
@@ -125,6 +129,67 @@ def disk_errors(bench: Bench) -> tuple[int, str]:
                 trial.lost += 1
             trial.compare()
     return len(kinds), "refused while it lasts; everything as before when the disk answers again"
+
+
+def leg_failed(bench: Bench) -> tuple[int, str]:
+    """A leg of a RAID fails for a while."""
+    group = "carver_leg"
+    classes = f'[[classes]]\nname = "plain"\ngroup = "{group}"\ndefault = true\nlayout = "raid1"\n'
+    with (
+        bench.host() as host,
+        Disk.on(bench.shared.new_device(21 * _EXTENT_BYTES)) as first,
+        Disk.on(bench.shared.new_device(21 * _EXTENT_BYTES)) as second,
+        host.own_group(group, [first.path, second.path]) as total,
+        bench.served(host, group, total, classes) as trial,
+    ):
+        volume = trial.machine.client.create("a", 16 * MIB, block())
+        device = host.devices.find(group, "vol-a")
+        assert device is not None
+        host.write_bytes(device.path, 0, leftovers.marker("before"))
+        second.fail()
+        host.write_bytes(device.path, 8 * MIB, leftovers.marker("while"))
+        second.mend()
+        trial.machine.client.delete(volume.volume_id)
+        trial.leaked += sum(len(_marked(one)) for one in (first, second))
+    return 1, "the volume is overwritten on both legs"
+
+
+def disk_lost(bench: Bench) -> tuple[int, str]:
+    """A disk is lost, and what was on it given up."""
+    group = "carver_lost"
+    with (
+        bench.host() as host,
+        Disk.on(bench.shared.new_device(21 * _EXTENT_BYTES)) as kept,
+        Disk.on(bench.shared.new_device(21 * _EXTENT_BYTES)) as gone,
+        host.own_group(group, [kept.path, gone.path]) as total,
+        bench.served(host, group, total) as trial,
+    ):
+        client, size_bytes = trial.machine.client, 30 * _EXTENT_BYTES
+        volume = client.create("a", size_bytes, block())
+        device = host.devices.find(group, "vol-a")
+        assert device is not None
+        mark = leftovers.marker("a")
+        for offset in (0, size_bytes - len(mark)):
+            host.write_bytes(device.path, offset, mark)
+        gone.fail()
+        client.delete(volume.volume_id)
+        if client.volumes() or "vol-a" not in report.read(host.lvm).group(group).volumes:
+            raise Fault("it is not on record as deleted")
+        host.lvm("lvchange", "--addtag", "carver.givenUp=yes", "--", f"{group}/vol-a")
+        deadline = time.monotonic() + 120
+        while "vol-a" in report.read(host.lvm).group(group).volumes:
+            client.delete(volume.volume_id)
+            if time.monotonic() > deadline:
+                raise Fault("what was given up stays")
+            time.sleep(1)
+        trial.leaked += len(_marked(kept))
+        host.lvm("vgreduce", "--removemissing", "--", group)
+        trial.model.total_bytes = 20 * _EXTENT_BYTES
+    return 1, "deleted; what is there is overwritten, the rest named in the log"
+
+
+def _marked(disk: Disk) -> list[str]:
+    return leftovers.on(disk.path, MIB, disk.sectors * 512)
 
 
 def lvm2_killed(bench: Bench) -> tuple[int, str]:

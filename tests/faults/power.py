@@ -9,20 +9,21 @@ import threading
 from dataclasses import asdict
 
 from faults import load
+from faults.process import await_begun
 
-from agent.client import Client
-from agent.config import DEFAULT_SOCKET
+from agent.config.settings import DEFAULT_SOCKET
+from agent.csi.client import Client
 
 _CLIENTS = 8
 
 
 def main() -> None:
     with Client(DEFAULT_SOCKET) as client:
-        load.patiently(client.probe)
+        await_begun(client)
     if sys.argv[1] == "load":
         seed = int(sys.argv[2])
         load.start(seed)
-        with load.clients(_CLIENTS, seed):
+        with load.clients(_CLIENTS, seed, lambda name: print(f"deleted {name}", flush=True)):
             print("under way", flush=True)
             threading.Event().wait()
     else:

@@ -17,7 +17,7 @@ from model.machine import Machine
 from model.operations import Outcome, State
 from model.stopping import Switch
 
-from agent.client import Client
+from agent.csi.client import Client
 
 _STOPPING = Path(__file__).with_name("stopping.py")
 _START_SECONDS = 120
@@ -27,6 +27,19 @@ GONE = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN"})
 
 class Fault(AssertionError):
     """Something was other than the model says."""
+
+
+def await_begun(client: Client) -> None:
+    """Wait until a service that was just started admits calls that need lvm2."""
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        try:
+            client.capacity()
+        except grpc.RpcError as error:
+            if error.code().name in GONE and time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+        return
 
 
 @dataclass
@@ -65,6 +78,8 @@ class Process(Machine):
         with grpc.insecure_channel(f"unix://{self.endpoint}") as channel:
             grpc.channel_ready_future(channel).result(timeout=_START_SECONDS)
         self.client = Client(self.endpoint)
+        # What it does at its start are no steps of the call that comes next.
+        await_begun(self.client)
 
     def launch(self) -> subprocess.Popen[bytes]:
         """A process, whether or not it comes to serve."""

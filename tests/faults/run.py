@@ -28,6 +28,7 @@ _PATH = f"PYTHONPATH={guest.TREE}:{guest.TREE}/tests"
 _PYTHON = ("env", _PATH, "/opt/carver/test-venv/bin/python")
 _HERE = f"{guest.TREE}/tests/faults"
 _POWER = "power_loss"
+_WIPE = "wipe_power_loss"
 
 
 def in_guest(seed: int, cut: bool, names: list[str]) -> Iterator[Row]:
@@ -43,8 +44,12 @@ def in_guest(seed: int, cut: bool, names: list[str]) -> Iterator[Row]:
         yield Row("the faults in the guest", 1, f"FAILED: exit code {process.returncode}", 0, 0)
 
 
-def power_loss(seed: int, times: int) -> Row:
-    """Reset the machine at random moments of a load, and see what is left of it."""
+def power_loss(seed: int, times: int, *, after_deletion: bool = False) -> Row:
+    """Reset the machine at random moments of a load, and see what is left of it.
+
+    Or `after_deletion`: when the caller hears that a volume is deleted.
+    """
+    title = "power loss after a deletion" if after_deletion else "power loss under load"
     chance, started = random.Random(seed), time.monotonic()
     lost, leaked, volumes, deleted = [], [], 0, 0
     for number in range(times):
@@ -54,14 +59,18 @@ def power_loss(seed: int, times: int) -> Row:
         ) as loading:
             assert loading.stdout is not None
             if not loading.stdout.readline():
-                return Row("power loss under load", number, "FAILED: no load", 0, 0)
-            # Long enough for some to be deleted as well.
-            time.sleep(chance.uniform(3, 30))
+                return Row(title, number, "FAILED: no load", 0, 0)
+            if after_deletion:
+                for _ in range(chance.randrange(1, 4)):
+                    loading.stdout.readline()
+            else:
+                # Long enough for some to be deleted as well.
+                time.sleep(chance.uniform(3, 30))
             guest.reset()
             loading.kill()
         ended = guest.run([*_PYTHON, f"{_HERE}/power.py", "judge"], check=False)
         if ended.returncode:
-            return Row("power loss under load", number, f"FAILED: {ended.stderr}", 0, 0)
+            return Row(title, number, f"FAILED: {ended.stderr}", 0, 0)
         verdict = json.loads(ended.stdout)
         lost += verdict["lost"]
         leaked += verdict["leaked"]
@@ -71,7 +80,7 @@ def power_loss(seed: int, times: int) -> Row:
     if lost or leaked:
         outcome = f"FAILED: lost {lost}, leaked {leaked}"
     seconds = time.monotonic() - started
-    return Row("power loss under load", times, outcome, len(lost), len(leaked), seconds)
+    return Row(title, times, outcome, len(lost), len(leaked), seconds)
 
 
 def table(rows: list[Row]) -> Table:
@@ -96,7 +105,7 @@ def main() -> int:
     console = Console(width=120 if not sys.stdout.isatty() else None)
     console.print(f"seed {chosen.seed}")
     rows = []
-    names = [one for one in chosen.names if one != _POWER]
+    names = [one for one in chosen.names if one not in (_POWER, _WIPE)]
     if names or not chosen.names:
         for row in in_guest(chosen.seed, chosen.cut, names):
             rows.append(row)
@@ -104,6 +113,9 @@ def main() -> int:
     if _POWER in chosen.names or not chosen.names:
         times = chosen.power_losses or (1 if chosen.cut else 10)
         rows.append(power_loss(chosen.seed, times))
+    if _WIPE in chosen.names or not chosen.names:
+        times = chosen.power_losses or (1 if chosen.cut else 30)
+        rows.append(power_loss(chosen.seed, times, after_deletion=True))
     console.print(table(rows))
     return 0 if all(row.is_well for row in rows) else 1
 

@@ -13,8 +13,11 @@ from typing import NoReturn
 
 from model.stopping import Switch
 
-from agent import cli, config, log, server
-from agent.host import Host, this_host
+from agent import log
+from agent.cli import main as cli
+from agent.config import settings
+from agent.engine.host import Host, this_host
+from agent.service import server
 
 
 class Kill(Switch):
@@ -37,11 +40,13 @@ def main() -> None:
     plan, words = Path(sys.argv[1]), sys.argv[2:]
     switch = Kill()
     signal.signal(signal.SIGUSR1, lambda _number, _frame: switch.arm(plan))
-    settings = config.load(cli.parser().parse_args(["serve", *words]), {})
-    log.configure(settings.log_format, settings.log_level)
-    host = this_host(settings)
-    through = Host(switch.run(host.run), switch.kernel(host.kernel), switch.devices(host.devices))
-    server.serve(settings, through)
+    config = settings.load(cli.parser().parse_args(["serve", *words]), {})
+    log.configure(config.log_format, config.log_level)
+    host = this_host(config)
+    through = Host(
+        switch.run(host.run), switch.kernel(host.kernel), switch.devices(host.devices), host.disks
+    )
+    server.serve(config, through)
 
 
 main()

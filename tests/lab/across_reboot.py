@@ -11,8 +11,8 @@ from pathlib import Path
 import grpc
 
 import agent  # noqa: F401 - before grpc
-from agent.client import Client, block, mounted
-from agent.config import DEFAULT_SOCKET
+from agent.config.settings import DEFAULT_SOCKET
+from agent.csi.client import Client, block, mounted
 from mount import table
 from mount.syscalls import Kernel
 from proto import csi_pb2 as csi

@@ -20,10 +20,9 @@ LEAST_BYTES = {"ext4": 8 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
 
 @dataclass
 class Volume:
-    """A volume; `planned_bytes` is its size at creation, `contents` what a probe finds on it."""
+    """A volume; `contents` is what a probe finds on it."""
 
     size_bytes: int
-    planned_bytes: int
     use: Use
     fs_type: str
     formatted: str = ""
@@ -33,6 +32,8 @@ class Volume:
     active: bool = True
     source: tuple[str, str] = do.NO_SOURCE
     read_ahead: str = "auto"
+    # What it was to grow to and could not, as long as nothing less is asked for.
+    wanted_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,8 @@ class Model:
         there = self.volumes.get(call.volume)
         if there is not None and there.source != call.source:
             _refuse("ALREADY_EXISTS")
+        if there is not None and not _is_within(call, there.size_bytes):
+            _refuse("ALREADY_EXISTS")
         was = self._source(call) if there is None else None
         held, least = "", 0
         if was is not None:
@@ -200,7 +203,7 @@ class Model:
             if 0 < call.required_bytes < least or 0 < call.limit_bytes < least:
                 _refuse("OUT_OF_RANGE")
         elif there is not None and call.source != do.NO_SOURCE:
-            held, least = there.fs_type, there.planned_bytes
+            held = there.fs_type
         asked = call.use.fs_type or parameters.get("carver/fsType") or held or DEFAULT_FS_TYPE
         fs_type = "" if call.use.is_block else asked
         wish = call.required_bytes or least
@@ -208,9 +211,9 @@ class Model:
             within = call.limit_bytes // EXTENT_BYTES * EXTENT_BYTES
             wish = min(DEFAULT_BYTES, within or DEFAULT_BYTES)
         planned = _extents(max(wish, LEAST_BYTES.get(fs_type, 0)))
-        if call.limit_bytes and planned > call.limit_bytes:
+        if there is None and call.limit_bytes and planned > call.limit_bytes:
             _refuse("OUT_OF_RANGE")
-        made = Volume(planned, planned, call.use, fs_type, source=call.source)
+        made = Volume(planned, call.use, fs_type, source=call.source)
         if there is None:
             if was is not None:
                 self._fill(made, was)
@@ -223,8 +226,7 @@ class Model:
             made.read_ahead = read_ahead or "auto"
             if was is not None:
                 self.volumes[self._volume_of(call.source)].active = True
-        told = ("planned_bytes", "use", "fs_type")
-        if any(getattr(there, one) != getattr(made, one) for one in told):
+        if (there.use, there.fs_type) != (made.use, made.fs_type):
             _refuse("ALREADY_EXISTS")
         self._tune(call.volume, read_ahead)
         context = {"carver/class": CLASS}
@@ -323,12 +325,24 @@ class Model:
         if call.limit_bytes and wanted > call.limit_bytes:
             _refuse("OUT_OF_RANGE")
         if wanted - volume.size_bytes > self.free_bytes:
-            _refuse("RESOURCE_EXHAUSTED")
+            # Kubelet takes OUT_OF_RANGE for infeasible, and keeps a pod waiting on the other.
+            _refuse("RESOURCE_EXHAUSTED" if isinstance(call, do.Expand) else "OUT_OF_RANGE")
         if wanted > volume.size_bytes and volume.active and self.has_snapshots(call.volume):
             if self.of(call.volume):
+                volume.wanted_bytes = wanted
                 _refuse("FAILED_PRECONDITION")
             volume.active = False
+        if 0 < call.required_bytes <= wanted < volume.wanted_bytes:
+            volume.wanted_bytes = 0
         volume.size_bytes = wanted
+
+    def _catch_up(self, name: str) -> None:
+        """What is about to be staged grows to what is on record, where it can."""
+        volume = self.volumes[name]
+        more = volume.wanted_bytes - volume.size_bytes
+        in_use = self.has_snapshots(name) and self.of(name)
+        if 0 < more <= self.free_bytes and not in_use:
+            volume.size_bytes = volume.wanted_bytes
 
     # The Node
 
@@ -336,6 +350,7 @@ class Model:
         volume = self._require(call.volume)
         volume.active = True
         if call.use.is_block:
+            self._catch_up(call.volume)
             return
         read_only = call.use.mode == do.READER_ONLY
         there = self.places.get(call.path)
@@ -343,7 +358,9 @@ class Model:
         if there is not None and (there.volume, there.kind) == (call.volume, "fs"):
             if (volume.contents, there.read_only) != (fs_type, read_only):
                 _refuse("ALREADY_EXISTS")
+            self._fill_device(volume, read_only)
             return
+        self._catch_up(call.volume)
         if volume.use.is_block:
             _refuse("INVALID_ARGUMENT")
         self._format(volume, fs_type)
@@ -356,7 +373,11 @@ class Model:
             _refuse("FAILED_PRECONDITION")
         volume.superblock_read_only = read_only
         self.places[call.path] = Place(call.volume, "fs", read_only)
-        if volume.source != do.NO_SOURCE and not read_only:
+        self._fill_device(volume, read_only)
+
+    def _fill_device(self, volume: Volume, read_only: bool) -> None:
+        """At each stage, where the volume may be larger than its source, or than before."""
+        if (volume.source != do.NO_SOURCE or volume.wanted_bytes) and not read_only:
             volume.fs_bytes = volume.size_bytes
 
     def _format(self, volume: Volume, fs_type: str) -> None:
@@ -484,6 +505,11 @@ def _read_ahead(mutable: tuple[tuple[str, str], ...]) -> str:
     if given.keys() - {"carver/readAhead", RATE} or not set(given.values()) <= known.keys():
         _refuse("INVALID_ARGUMENT")
     return known.get(given.get("carver/readAhead", ""), "")
+
+
+def _is_within(call: do.Create, size_bytes: int) -> bool:
+    """Whether a volume of that size is one that is asked for."""
+    return call.required_bytes <= size_bytes <= (call.limit_bytes or size_bytes)
 
 
 def _refuse_rates(mutable: tuple[tuple[str, str], ...]) -> None:

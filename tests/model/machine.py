@@ -9,17 +9,19 @@ from typing import Any
 
 import configured
 import grpc
+from fakes import kubelet
 from fakes.host import FakeHost
 from model import operations as do
 from model.operations import Outcome, State, Use
 from model.stopping import Switch
 from real.host import RealHost
 
-from agent import client, standstill
-from agent.client import Client
-from agent.config import Config
-from agent.host import Host
-from agent.server import Service
+from agent.config.settings import Config
+from agent.csi import client
+from agent.csi.client import Client
+from agent.engine import suspension
+from agent.engine.host import Host
+from agent.service.server import Service
 from lvm import report, tags
 from mount import loop, mounts, table
 from proto import csi_pb2 as csi
@@ -48,6 +50,8 @@ class Machine:
     grace_seconds: float = 30
     # Of the configuration, other than usual.
     settings: dict[str, Any] = field(default_factory=dict)
+    # Kubelet's loop devices over raw block volumes, by where these are published.
+    held: dict[str, str] = field(default_factory=dict)
     _serial: Iterator[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
@@ -64,14 +68,18 @@ class Machine:
         run = switch.run(self.host.run)
         endpoint = self.sockets / f"{next(self._serial)}.sock"
         lvm = replace(self.host.lvm, run=run)
-        host = Host(run, switch.kernel(self.host.kernel), switch.devices(self.host.devices))
+        host = Host(
+            run, switch.kernel(self.host.kernel), switch.devices(self.host.devices), self.host.disks
+        )
         self.service = Service(config(self.group, endpoint, **self.settings), host, lvm)
         self.service.wiper.grace_seconds = self.grace_seconds
         self.service.copier.grace_seconds = self.grace_seconds
+        # What is put off is to be seen, and a refusal is not to take its time.
+        self.service.locks.grace_seconds = 0
         server = self.service._server
         switch.on_death = lambda: server.stop(0)
         with (
-            standstill.left(host.devices, [self.group]) as held,
+            suspension.left(host.devices, [self.group]) as held,
             self.service.inventory.holding(held),
         ):
             self.service.wiper.resume()
@@ -98,6 +106,27 @@ class Machine:
             return Outcome("OK", self._carry_out(call))
         except grpc.RpcError as error:
             return Outcome(error.code().name)
+
+    def by_kubelet(self, call: do.Call) -> Outcome:
+        """A call as kubelet makes it, who holds a raw block volume for as long as it is there."""
+        self.let_go(call)
+        told = self.call(call)
+        if isinstance(call, do.Publish) and call.use.is_block and told.code == "OK":
+            path = self.place(call.path)
+            if path not in self.held:
+                self.held[path] = kubelet.hold(self.host.kernel, Path(path))
+        return told
+
+    def let_go(self, call: do.Call) -> None:
+        """What kubelet does before it unpublishes: its loop device would keep the path busy."""
+        if isinstance(call, do.Unpublish | do.Unstage) and self.place(call.path) in self.held:
+            loop.detach(self.host.kernel, self.held.pop(self.place(call.path)))
+
+    def let_all_go(self) -> None:
+        """What the end of kubelet's node does."""
+        for one in self.held.values():
+            loop.detach(self.host.kernel, one)
+        self.held.clear()
 
     def id_of(self, volume: str) -> str:
         """A volume's id, also where there is no such volume."""
@@ -263,6 +292,7 @@ class Machine:
         """End the process; let no mount, loop device over a volume, or device stay."""
         self.stop()
         kernel = self.host.kernel
+        self.let_all_go()
         for mount in reversed(table.read(kernel).under(str(self.host.directory))):
             kernel.unmount(mount.path)
         for name, logical in self._report().volumes.items():

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 from lvm.command import Result, Run
 from lvm.devices import Devices
+from lvm.errors import CommandTimedOut
 from mount.syscalls import Kernel
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ CHANGING = frozenset(
         "grow_xfs",
         "grow_btrfs",
         "zero_out",
+        "flush",
         "copy",
         "write",
         "sync_btrfs",
@@ -110,6 +112,37 @@ class Switch:
         # Not from here: the thread that dies may be one that the server waits for.
         threading.Thread(target=self.on_death, daemon=True).start()
         raise Killed
+
+
+class Cut(Switch):
+    """A process whose caller's time ends at one of a call's programs; the process lives on.
+
+    The program has done nothing, or all. What the call runs after it is cut off as well.
+    """
+
+    def __init__(self, stop_at: int = -1, *, before: bool = True) -> None:
+        super().__init__()
+        self.programs = 0
+        self.is_over = False
+        self._cut_at, self._cut_before = stop_at, before
+
+    def run(self, run: Run) -> Run:
+        """The seam `lvm.command.Run`: work behind the answers has no deadline."""
+        whole = super().run(run)
+
+        def through(*words: str) -> Result:
+            if not threading.current_thread().name.startswith("rpc"):
+                return whole(*words)
+            is_last = self.programs == self._cut_at
+            self.programs += 1
+            if (is_last and not self._cut_before) or not (is_last or self.is_over):
+                result = whole(*words)
+                if not is_last:
+                    return result
+            self.is_over = True
+            raise CommandTimedOut(words, 0.0)
+
+        return through
 
 
 class _Through:

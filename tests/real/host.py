@@ -7,11 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
+
+from real import mounts
 
 from lvm import groups, lvm2, names
 from lvm.command import Programs, Result
 from lvm.devices import Devices, KernelDevices
+from lvm.disks import Disks, KernelDisks
 from lvm.lvm2 import Lvm
+from lvm.session import Session
 from mount import loop, table
 from mount.syscalls import Kernel
 
@@ -32,6 +37,7 @@ class Lab:
     kernel: Kernel = field(default_factory=Kernel)
     programs: Programs = field(default_factory=Programs)
     groups: dict[tuple[int, ...], tuple[str, list[str]]] = field(default_factory=dict)
+    _session: Session | None = None
     _serial: Iterator[int] = field(default_factory=itertools.count)
 
     def new_device(self, size_bytes: int) -> str:
@@ -50,8 +56,18 @@ class Lab:
             self.groups[disk_extents] = (name, disks)
         return self.groups[disk_extents]
 
+    @property
+    def session(self) -> Session:
+        """The shell of lvm2's that all tests say their commands to."""
+        if self._session is None:
+            run = self.programs
+            self._session = Session(run, run.converse, self.directory / "session", rest_seconds=0)
+        return self._session
+
     def clean_up(self) -> None:
         """Leave the machine without the groups and their disks."""
+        if self._session is not None:
+            self._session.close()
         for name, disks in self.groups.values():
             Lvm(self.programs, tuple(disks))("vgremove", "--force", "--yes", "--", name)
             for disk in disks:
@@ -71,11 +87,14 @@ def lab(directory: Path) -> Iterator[Lab]:
         yield made
     finally:
         made.clean_up()
-        made.kernel.unmount(place)
+        mounts.unmount(made.kernel, place)
 
 
 class RealHost:
-    """What `agent.host.Host` is, with disks and groups of its own; the machine's are not seen."""
+    """What a `Host` is, with disks and groups of its own; the machine's are not seen."""
+
+    # Whether lvm2's commands are said to a shell of it (--sessions).
+    sessions: ClassVar[bool] = False
 
     def __init__(self, shared: Lab, directory: Path) -> None:
         self.directory = directory
@@ -84,6 +103,7 @@ class RealHost:
         self.intercept: Callable[[Sequence[str]], Result | None] = lambda _words: None
         self.kernel = shared.kernel
         self.devices: Devices = KernelDevices()
+        self.disks: Disks = KernelDisks()
         self._lab = shared
         self._own: list[str] = []
         self._groups: list[tuple[str, list[str]]] = []
@@ -100,7 +120,7 @@ class RealHost:
         if (answer := self.intercept(words)) is not None:
             return answer
         self.commands.append(words)
-        return self._lab.programs(*words)
+        return self._lab.session(*words) if self.sessions else self._lab.programs(*words)
 
     def new_device(self, size_bytes: int) -> str:
         """A blank loop device."""

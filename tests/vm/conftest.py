@@ -8,8 +8,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from agent.client import Client
-from agent.config import DEFAULT_SOCKET, KUBELET_DIRECTORY
+from agent.config.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
+from agent.csi.client import Client
 from mount import table
 from mount.syscalls import Kernel
 

@@ -24,7 +24,7 @@ from mount import loop
 from proto import csi_pb2 as csi
 
 EXTENT_BYTES = 4 * MIB
-# A report is at most a minute old (agent/inventory.py), and is read in moments.
+# A report is at most a minute old (agent/engine/inventory.py), and is read in moments.
 INTERVAL_SECONDS = 75
 EXT4 = Use("mount", do.WRITER, "ext4")
 BLOCK = Use("block", do.WRITER)
@@ -168,7 +168,7 @@ def test_a_disk_that_is_detached_and_attached_again(
         told.soon()
         loop.detach(host.kernel, loose)
         told.soon("vol-a", "partial", "is missing", "attach it again")
-        host.kernel.loop_configure(loose, file, read_only=False, direct_io=False)
+        host.kernel.loop_configure(loose, file, read_only=False, direct_io=False, name=file)
         told.soon()
         trial.make(do.Stage("a", "staging", BLOCK))
 

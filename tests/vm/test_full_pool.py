@@ -16,10 +16,10 @@ import expect
 import pytest
 from real.host import RealHost, lab, real_host
 
-from agent.client import Client, block
-from agent.config import Config, DeviceClass
-from agent.host import Host
-from agent.server import Service
+from agent.config.settings import Config, DeviceClass
+from agent.csi.client import Client, block
+from agent.engine.host import Host
+from agent.service.server import Service
 from lvm import pools, report
 from lvm.devicemapper import ThinPool
 from lvm.layout import Layout, Reserve
@@ -56,7 +56,7 @@ def service(host: RealHost, group: str, tmp_path: Path) -> Iterator[Service]:
     config: Config = configured.carver(
         tmp_path, classes=classes, kubelet_dir=(str(host.directory),)
     )
-    running = Service(config, Host(host.run, host.kernel, host.devices), host.lvm)
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     running.wiper.grace_seconds = 600
     running.start(config.endpoint)
     running.grower.start()

@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.client import Client, Mode, block, mounted
-from agent.config import DEFAULT_SOCKET, KUBELET_DIRECTORY
+from agent.config.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
+from agent.csi.client import Client, Mode, block, mounted
 from mount import table
 from mount.syscalls import Kernel
 
@@ -94,6 +95,8 @@ def test_the_socket_is_root_s_alone() -> None:
 
 
 def test_probe_answers_ready(client: Client) -> None:
+    # Which waits for lvm2's first answer, if the service was just started.
+    client.capacity()
     assert client.probe().ready.value
 
 
@@ -220,11 +223,15 @@ def test_the_unit_is_hardened_and_metrics_are_served_under_it(
     client.probe()
     pages = {
         page: urllib.request.urlopen(f"http://127.0.0.1:9898/{page}", timeout=30).read().decode()
-        for page in ("metrics", "healthz", "readyz")
+        for page in ("metrics", "healthz")
     }
     assert 'method="Probe"' in pages["metrics"]
     assert 'carver_group_free_bytes{group="carver"}' in pages["metrics"]
-    assert pages["healthz"] == pages["readyz"] == "ok\n"
+    assert pages["healthz"] == "ok\n"
+    # All is well but that nobody registers it: there is no kubelet here.
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen("http://127.0.0.1:9898/readyz", timeout=30)
+    assert b"kubelet has not registered" in refused.value.read()
 
 
 def test_the_doctor_finds_nothing_amiss_where_the_service_runs() -> None:

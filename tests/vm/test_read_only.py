@@ -16,7 +16,7 @@ import chosen
 import pytest
 from vm import watcher
 
-from agent.client import Client, block, mounted
+from agent.csi.client import Client, block, mounted
 
 MIB = 1 << 20
 RAW_SHARE = 10  # one in so many: each makes a loop device, and udev looks at it

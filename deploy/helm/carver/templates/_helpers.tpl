@@ -1,40 +1,229 @@
-{{- define "carver.driver" -}}lvm.csi.carver{{- end }}
+{{- define "carver.fullname" -}}{{ .Values.fullnameOverride | default .Release.Name }}{{- end }}
 
-{{- define "carver.labels" -}}
-app.kubernetes.io/name: carver
-app.kubernetes.io/instance: {{ .Release.Name }}
-app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
-{{- end }}
+{{- define "carver.name" -}}{{ .Values.nameOverride | default .Chart.Name }}{{- end }}
 
 {{- define "carver.selector" -}}
-app.kubernetes.io/name: carver
+app.kubernetes.io/name: {{ include "carver.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "carver.labels" -}}
+{{ include "carver.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "carver.pluginDir" -}}
-{{ .Values.kubeletDir }}/plugins/{{ include "carver.driver" . }}
+{{ .Values.kubeletDir }}/plugins/{{ .Values.driverName }}
 {{- end }}
 
-{{- /* A sidecar talks to the API server and to one socket, which only root may open. */ -}}
-{{- define "carver.sidecarSecurity" -}}
+{{- define "carver.stateDir" -}}
+{{- $own := ternary "carver" .Values.driverName (eq .Values.driverName "lvm.csi.carver") }}
+{{- .Values.stateDir | default (printf "/var/lib/%s" $own) }}
+{{- end }}
+
+{{- define "carver.nodeAccount" -}}
+{{ .Values.serviceAccounts.node.name | default (printf "%s-node" (include "carver.fullname" .)) }}
+{{- end }}
+
+{{- define "carver.resizerAccount" -}}
+{{ .Values.serviceAccounts.resizer.name | default (printf "%s-resizer" (include "carver.fullname" .)) }}
+{{- end }}
+
+{{- /*
+A map with another's values in place of its own, key by key. Helm's own merge and mergeOverwrite take
+false, 0 and an empty list for nothing.
+*/ -}}
+{{- define "carver.merged" -}}
+{{- $merged := deepCopy .map }}
+{{- range $key, $value := .over }}
+{{- if and (kindIs "map" $value) (kindIs "map" (get $merged $key)) }}
+{{- $value = include "carver.merged" (dict "map" (get $merged $key) "over" $value) | fromYaml }}
+{{- end }}
+{{- $_ := set $merged $key $value }}
+{{- end }}
+{{- toYaml $merged }}
+{{- end }}
+
+{{- /* An image's name: of its repository, tag and digest. */ -}}
+{{- define "carver.image" -}}
+{{ .repository }}{{ with .tag }}:{{ . }}{{ end }}{{ with .digest }}@{{ . }}{{ end }}
+{{- end }}
+
+{{- /* "true" where snapshots are to be had. */ -}}
+{{- define "carver.snapshots" -}}
+{{- $enabled := .Values.sidecars.snapshotter.enabled | toString }}
+{{- if eq $enabled "auto" }}
+{{- if .Capabilities.APIVersions.Has "snapshot.storage.k8s.io/v1" }}true{{ end }}
+{{- else if eq $enabled "true" }}true{{ end }}
+{{- end }}
+
+{{- /*
+The DaemonSets that there are, each a map of its own values: one without a name, or the pools, which
+have from the chart's values what they do not say.
+*/ -}}
+{{- define "carver.pools" -}}
+{{- $common := pick .Values "image" "lvm2" "udev" "settings" "config" "node" }}
+{{- $pools := list }}
+{{- range .Values.pools | default (list dict) }}
+{{- $pool := include "carver.merged" (dict "map" $common "over" .) | fromYaml }}
+{{- $pools = append $pools (merge $pool (dict "name" "")) }}
+{{- end }}
+{{- toYaml $pools }}
+{{- end }}
+
+{{- /* config.toml of a pool. What Kubernetes decides comes from the chart's own values. */ -}}
+{{- define "carver.config" -}}
+{{- $own := dict "log_format" "json" -}}
+# One external-resizer serves the whole cluster and would call the wrong node's Controller; so
+# NodeExpandVolume grows the volume too.
+controller_expand = false
+lvm = {{ ternary "host" "direct" (eq .pool.lvm2 "host") | quote }}
+{{- if ne .Values.driverName "lvm.csi.carver" }}
+driver_name = {{ .Values.driverName | quote }}
+{{- end }}
+{{- if ne (include "carver.pluginDir" .) "/var/lib/kubelet/plugins/lvm.csi.carver" }}
+endpoint = {{ printf "%s/csi.sock" (include "carver.pluginDir" .) | quote }}
+{{- end }}
+{{- if ne .Values.kubeletDir "/var/lib/kubelet" }}
+kubelet_dir = [{{ .Values.kubeletDir | quote }}]
+registration_directory = {{ printf "%s/plugins_registry" .Values.kubeletDir | quote }}
+{{- end }}
+{{- if ne (include "carver.stateDir" .) "/var/lib/carver" }}
+{{- $_ := set $own "file" (printf "%s/carver.img" (include "carver.stateDir" .)) }}
+{{- end }}
+{{ ternary "metrics" "health" .Values.metrics.enabled }}_address = {{ printf ":%d" (int .Values.metrics.port) | quote }}
+{{- /* A JSON text, number, truth or list of them is one of TOML, too. */}}
+{{- range $key, $value := include "carver.merged" (dict "map" $own "over" .pool.settings) | fromYaml }}
+{{ $key }} = {{ toJson $value }}
+{{- end }}
+{{- with .pool.config }}
+{{ . | trim }}
+{{- end }}
+{{- end }}
+
+{{- define "carver.probe" -}}
+httpGet:
+  path: {{ .path }}
+  port: {{ .port }}
+{{ toYaml .probe }}
+{{- end }}
+
+{{- /* A pool's affinity: its own, on the processors that there is an image for. */ -}}
+{{- define "carver.nodeAffinity" -}}
+{{- $affinity := deepCopy .node.affinity }}
+{{- $nodes := $affinity.nodeAffinity | default dict }}
+{{- $required := $nodes.requiredDuringSchedulingIgnoredDuringExecution | default dict }}
+{{- $processor := dict "key" "kubernetes.io/arch" "operator" "In" "values" .image.architectures }}
+{{- $terms := list }}
+{{- range $required.nodeSelectorTerms | default (list dict) }}
+{{- $expressions := append (.matchExpressions | default list) $processor }}
+{{- $terms = append $terms (set (deepCopy .) "matchExpressions" $expressions) }}
+{{- end }}
+{{- $_ := set $nodes "requiredDuringSchedulingIgnoredDuringExecution" (dict "nodeSelectorTerms" $terms) }}
+{{- $_ := set $affinity "nodeAffinity" $nodes }}
+{{- toYaml $affinity }}
+{{- end }}
+
+{{- /* The resizer's affinity: its own, and a node that has a Carver to ask. */ -}}
+{{- define "carver.resizerAffinity" -}}
+{{- $labels := include "carver.selector" . | fromYaml }}
+{{- $_ := set $labels "app.kubernetes.io/component" "node" }}
+{{- $carver := dict "labelSelector" (dict "matchLabels" $labels) "topologyKey" "kubernetes.io/hostname" }}
+{{- $affinity := deepCopy .Values.resizer.affinity }}
+{{- $pods := $affinity.podAffinity | default dict }}
+{{- $required := append ($pods.requiredDuringSchedulingIgnoredDuringExecution | default list) $carver }}
+{{- $_ := set $pods "requiredDuringSchedulingIgnoredDuringExecution" $required }}
+{{- $_ := set $affinity "podAffinity" $pods }}
+{{- toYaml $affinity }}
+{{- end }}
+
+{{- /* A pod's fields that the DaemonSets and the resizer have alike; `values` are node or resizer. */ -}}
+{{- define "carver.pod" -}}
+priorityClassName: {{ .values.priorityClassName }}
+terminationGracePeriodSeconds: {{ .values.terminationGracePeriodSeconds }}
+{{- if .values.hostNetwork }}
+hostNetwork: true
+{{- end }}
+{{- with .values.dnsPolicy }}
+dnsPolicy: {{ . }}
+{{- end }}
+{{- with .values.podSecurityContext }}
 securityContext:
-  runAsUser: 0
-  allowPrivilegeEscalation: false
-  readOnlyRootFilesystem: true
-  capabilities:
-    drop: [ALL]
-  seccompProfile:
-    type: RuntimeDefault
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .root.Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .values.initContainers }}
+initContainers:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end }}
+
+{{- /* What the values of a sidecar, `one`, say of its container beside arguments and environment. */ -}}
+{{- define "carver.sidecar" -}}
+{{- /* A sidecar talks to the API server and to one socket, which only root may open. */}}
+{{- $security := dict "runAsUser" 0 "allowPrivilegeEscalation" false "readOnlyRootFilesystem" true }}
+{{- $_ := set $security "capabilities" (dict "drop" (list "ALL")) }}
+{{- $_ := set $security "seccompProfile" (dict "type" "RuntimeDefault") }}
+{{- with .root.Values.sidecars.seLinuxOptions }}
+{{- $_ := set $security "seLinuxOptions" . }}
+{{- end -}}
+securityContext:
+  {{- include "carver.merged" (dict "map" $security "over" .one.securityContext) | nindent 2 }}
+{{- with .one.resources }}
+resources:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+volumeMounts:
+  - name: socket
+    mountPath: {{ include "carver.pluginDir" .root }}
+{{- with .one.extraVolumeMounts }}
+{{ toYaml . | indent 2 }}
+{{- end }}
 {{- end }}
 
 {{- define "carver.check" -}}
-{{- if not (has .Values.lvm2 (list "container" "host")) }}
-{{- fail (printf "lvm2 is %q: it is container or host" .Values.lvm2) }}
-{{- end }}
-{{- if and (eq .Values.lvm2 "host") (not .Values.udev) }}
+{{- $set := list "controller_expand" "driver_name" "endpoint" "health_address" "kubelet_dir" "lvm" "metrics_address" "node_id" "registration_directory" }}
+{{- $names := list }}
+{{- range include "carver.pools" . | fromYamlArray }}
+{{- if and (eq .lvm2 "host") (not .udev) }}
 {{- fail "lvm2 of the host goes with the host's udev: udev must be true" }}
 {{- end }}
-{{- if and .Values.podMonitor.enabled (not .Values.metrics.enabled) }}
-{{- fail "podMonitor needs metrics" }}
+{{- range $key, $_ := .settings }}
+{{- if has $key $set }}
+{{- fail (printf "settings.%s: the chart sets it, by a value of another name" $key) }}
+{{- end }}
+{{- end }}
+{{- if has .name $names }}
+{{- fail (printf "pools: %s is there twice" .name) }}
+{{- end }}
+{{- $names = append $names .name }}
+{{- end }}
+{{- range .Values.pools }}
+{{- if not (or ((.node).nodeSelector) ((.node).affinity)) }}
+{{- fail (printf "pools: %s says of no nodeSelector and no affinity which nodes are its own" .name) }}
+{{- end }}
+{{- end }}
+{{- if and (or .Values.podMonitor.enabled .Values.serviceMonitor.enabled) (not .Values.metrics.enabled) }}
+{{- fail "podMonitor and serviceMonitor need metrics" }}
+{{- end }}
+{{- if and .Values.podMonitor.enabled .Values.serviceMonitor.enabled }}
+{{- fail "podMonitor and serviceMonitor would both ask: enable one" }}
+{{- end }}
+{{- if and .Values.sidecars.snapshotter.groups (not (include "carver.snapshots" .)) }}
+{{- fail "sidecars.snapshotter.groups needs sidecars.snapshotter.enabled" }}
 {{- end }}
 {{- end }}

@@ -1,0 +1,108 @@
+"""Which calls may ask for volume groups now: none before the start is over, and never too many.
+
+What asks lvm2, or waits for a lock or for mkfs, holds a thread of the server's for as long as a
+disk likes. So many calls do that at most that the others, such as unpublishing and statistics, find
+one.
+
+A call is admitted when it first needs a group, not as it comes in: most of the Node's need none.
+Work that no call waits for, such as the start itself, is not held back.
+"""
+
+import contextvars
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from agent import errors
+from lvm import command
+
+# The server's threads, and how many of them may be with volume groups. A node has 110 pods, and
+# after a boot most of their volumes are staged at once.
+THREADS = 96
+PLACES = 80
+# A start takes a few commands; who comes a moment too early need not come again.
+_PATIENCE_SECONDS = 10.0
+
+_visit: contextvars.ContextVar["_Visit | None"] = contextvars.ContextVar("visit", default=None)
+
+
+class Admission:
+    """Admits calls, from the beginning unless `close` says otherwise."""
+
+    def __init__(self, places: int = PLACES) -> None:
+        self.problem: Exception | None = None
+        self.is_open = True
+        self._places = self._free = places
+        self._closed_at = 0.0
+        self._changed = threading.Condition()
+
+    def close(self) -> None:
+        """Admit none until `open`: those who come meanwhile wait a moment."""
+        with self._changed:
+            self.is_open, self._closed_at = False, time.monotonic()
+
+    def refuse(self, problem: Exception) -> None:
+        """Have nobody wait for what did not come off, and will be tried again."""
+        with self._changed:
+            self.problem = problem
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        """Admit calls from now on."""
+        with self._changed:
+            self.is_open, self.problem = True, None
+            self._changed.notify_all()
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Inside, this thread carries out a call, which `enter` may stop."""
+        visit = _Visit(self)
+        token = _visit.set(visit)
+        try:
+            yield
+        finally:
+            _visit.reset(token)
+            if visit.admitted:
+                self._leave()
+
+    def admit(self) -> None:
+        """Take a place; raises TooManyCalls, Starting."""
+        with self._changed:
+            if not self._free:
+                raise errors.TooManyCalls(self._places)
+            self._free -= 1
+        remaining = command.remaining_seconds()
+        patience = _PATIENCE_SECONDS if remaining is None else min(_PATIENCE_SECONDS, remaining)
+        with self._changed:
+            self._changed.wait_for(lambda: self.is_open or self.problem is not None, patience)
+        try:
+            self.require_open()
+        except errors.Starting:
+            self._leave()
+            raise
+
+    def require_open(self) -> None:
+        """Raise Starting while no call is admitted."""
+        if not self.is_open:
+            raise errors.Starting(time.monotonic() - self._closed_at, self.problem)
+
+    def _leave(self) -> None:
+        with self._changed:
+            self._free += 1
+
+
+class _Visit:
+    """A call under way, and whether it has a place."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.admitted = False
+
+
+def enter() -> None:
+    """What follows asks for a volume group; raises TooManyCalls, Starting where no call may."""
+    visit = _visit.get()
+    if visit is not None and not visit.admitted:
+        visit.admission.admit()
+        visit.admitted = True

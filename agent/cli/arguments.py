@@ -1,0 +1,239 @@
+"""The words of `carver volume` and `carver snapshot`, and which verb each is."""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TypeAlias
+
+from agent.config import settings
+
+if TYPE_CHECKING:
+    from agent.cli.volumes import Manual
+
+# argparse has no public name for what add_subparsers returns.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+# The shells that are completed, and how each finds the names of what there is.
+SHELLS = {
+    "bash": """
+_carver_volumes() { compgen -W "$(carver volume list --names 2>/dev/null)" -- "$1"; }
+_carver_snapshots() { compgen -W "$(carver snapshot list --names 2>/dev/null)" -- "$1"; }
+""",
+    "zsh": """
+_carver_volumes() { compadd -- ${(f)"$(carver volume list --names 2>/dev/null)"} }
+_carver_snapshots() { compadd -- ${(f)"$(carver snapshot list --names 2>/dev/null)"} }
+""",
+}
+
+
+def add_volume(commands: Commands) -> None:
+    """The words of `carver volume`."""
+    volume = commands.add_parser(
+        "volume",
+        help="make, use and delete volumes by hand",
+        description="Make, use and delete volumes by hand, through the socket of the service, on a"
+        " node without Kubernetes. In a cluster these are the cluster's to do.",
+    )
+    verbs = volume.add_subparsers(required=True, metavar="VERB")
+
+    create = _verb(
+        verbs,
+        "create",
+        "make a volume",
+        lambda verbs, parsed: verbs.create(
+            parsed.name,
+            parsed.size,
+            _parameters(parsed),
+            raw=parsed.block,
+            snapshot=parsed.from_snapshot,
+            volume=parsed.from_volume,
+        ),
+    )
+    create.add_argument("name", metavar="NAME", help="its name on this node")
+    create.add_argument(
+        "--size",
+        type=_size,
+        default=0,
+        help="such as 512MiB, 10GiB (1024) or 10GB (1000); for a copy else the source's",
+    )
+    create.add_argument("--class", dest="device_class", help="a class; else the default one")
+    create.add_argument("--fs-type", help="ext4, xfs or btrfs; else the class's")
+    create.add_argument("--block", action="store_true", help="a raw block volume")
+    source = create.add_mutually_exclusive_group()
+    for noun in ("snapshot", "volume"):
+        _add_name(source, noun, f"--from-{noun}", "that it shall be a copy of")
+
+    listing = _verb(
+        verbs,
+        "list",
+        "show all volumes",
+        lambda verbs, parsed: verbs.show_all(as_json=parsed.json, names_only=parsed.names),
+    )
+    _add_forms(listing)
+
+    show = _verb(
+        verbs,
+        "show",
+        "show one volume, and where it is",
+        lambda verbs, parsed: verbs.show(parsed.name, as_json=parsed.json),
+    )
+    _add_name(show)
+    show.add_argument("--json", action="store_true", help="as JSON")
+
+    publish = _verb(
+        verbs,
+        "publish",
+        "have a volume appear at a path; the first time, format it",
+        lambda verbs, parsed: verbs.publish(
+            parsed.name, parsed.path, read_only=parsed.read_only, shared=parsed.shared
+        ),
+    )
+    _add_name(publish)
+    publish.add_argument(
+        "path", metavar="PATH", help="where; it is made, below one of the service's kubelet_dir"
+    )
+    publish.add_argument("--read-only", action="store_true", help="to be read only")
+    publish.add_argument(
+        "--shared", action="store_true", help="also where it is published elsewhere already"
+    )
+
+    unpublish = _verb(
+        verbs,
+        "unpublish",
+        "take a volume from a path, which is removed",
+        lambda verbs, parsed: verbs.unpublish(parsed.name, parsed.path),
+    )
+    _add_name(unpublish)
+    unpublish.add_argument("path", metavar="PATH", nargs="?", help="else from everywhere")
+
+    expand = _verb(
+        verbs,
+        "expand",
+        "make a volume larger, also while it is in use",
+        lambda verbs, parsed: verbs.expand(parsed.name, parsed.size),
+    )
+    _add_name(expand)
+    expand.add_argument("size", metavar="SIZE", type=_size, help="the size that it shall have")
+
+    modify = _verb(
+        verbs,
+        "modify",
+        "change how a volume is read ahead, or how fast its RAID is rebuilt",
+        lambda verbs, parsed: verbs.modify(parsed.name, dict(parsed.parameters)),
+    )
+    _add_name(modify)
+    modify.add_argument(
+        "parameters",
+        metavar="KEY=VALUE",
+        nargs="+",
+        type=_parameter,
+        help="readAhead (a size, 0 or auto); of a RAID minimumRecoveryRate, maximumRecoveryRate"
+        " (a size each second and disk, 0 for none)",
+    )
+
+    delete = _verb(
+        verbs,
+        "delete",
+        "overwrite and remove a volume",
+        lambda verbs, parsed: verbs.delete(parsed.name, confirmed=parsed.yes),
+    )
+    _add_name(delete)
+    delete.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def add_snapshot(commands: Commands) -> None:
+    """The words of `carver snapshot`."""
+    snapshot = commands.add_parser(
+        "snapshot",
+        help="take, list and delete snapshots by hand",
+        description="Take, list and delete snapshots by hand, through the socket of the service,"
+        " on a node without Kubernetes.",
+    )
+    verbs = snapshot.add_subparsers(required=True, metavar="VERB")
+
+    create = _verb(
+        verbs,
+        "create",
+        "keep a volume as it is now",
+        lambda verbs, parsed: verbs.take(parsed.volume, parsed.name, parsed.size),
+    )
+    _add_name(create, dest="volume")
+    create.add_argument("name", metavar="NAME", help="the snapshot's name on this node")
+    create.add_argument(
+        "--size",
+        default="",
+        help="the room for what the volume overwrites, such as 5GiB or 30%%; else the class's",
+    )
+
+    listing = _verb(
+        verbs,
+        "list",
+        "show all snapshots",
+        lambda verbs, parsed: verbs.show_snapshots(as_json=parsed.json, names_only=parsed.names),
+    )
+    _add_forms(listing)
+
+    delete = _verb(
+        verbs,
+        "delete",
+        "delete a snapshot",
+        lambda verbs, parsed: verbs.drop(parsed.name, confirmed=parsed.yes),
+    )
+    _add_name(delete, "snapshot")
+    delete.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _verb(
+    verbs: Commands, name: str, text: str, act: Callable[["Manual", argparse.Namespace], None]
+) -> argparse.ArgumentParser:
+    made = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    settings.add_arguments(made, ("endpoint",))
+    made.set_defaults(run=lambda parsed: _by_hand(parsed, act))
+    return made
+
+
+def _add_name(
+    verb: argparse._ActionsContainer, noun: str = "volume", dest: str = "name", text: str = ""
+) -> None:
+    metavar = noun.upper() if dest.startswith("-") else dest.upper()
+    action = verb.add_argument(dest, metavar=metavar, help=f"a {noun}'s name or id {text}".strip())
+    # Read by shtab: the functions that complete it.
+    vars(action)["complete"] = dict.fromkeys(SHELLS, f"_carver_{noun}s")
+
+
+def _add_forms(listing: argparse.ArgumentParser) -> None:
+    form = listing.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="as JSON")
+    form.add_argument("--names", action="store_true", help="their names alone, one a line")
+
+
+def _by_hand(
+    parsed: argparse.Namespace, act: Callable[["Manual", argparse.Namespace], None]
+) -> int:
+    from agent.cli import volumes
+    from agent.engine.host import this_host
+
+    config = settings.load(parsed, os.environ)
+    with volumes.connected(config, this_host(config)) as verbs:
+        act(verbs, parsed)
+    return 0
+
+
+def _parameters(parsed: argparse.Namespace) -> Mapping[str, str]:
+    """What a StorageClass would say."""
+    given = {"class": parsed.device_class, "fsType": parsed.fs_type}
+    return {key: value for key, value in given.items() if value}
+
+
+def _parameter(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise argparse.ArgumentTypeError(f"{text!r}: a key, = and a value, such as readAhead=1MiB")
+    return key, value
+
+
+def _size(text: str) -> int:
+    try:
+        return settings.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None

@@ -1,0 +1,172 @@
+"""The command `carver`."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.metadata import version
+
+from agent import errors, log
+from agent.cli import arguments
+from agent.cli.arguments import Commands
+from agent.config import settings
+from lvm import errors as lvm_errors
+from mount import errors as mount_errors
+
+# Each command's function imports what it needs: gRPC takes a while, rich and shtab are for people.
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command; 0 is success, 1 a failure that is told, 2 a wrong command line."""
+    parsed = parser().parse_args(words)
+    try:
+        return int(parsed.run(parsed))
+    except (
+        *(errors.AgentError, lvm_errors.LvmError, mount_errors.MountError),
+        PermissionError,
+    ) as error:
+        print(f"carver: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        return 130
+    if os.geteuid() != 0:
+        print(
+            "carver: LVM, mounts and the socket are root's alone: run it as root", file=sys.stderr
+        )
+    return 1
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="carver", description="A CSI driver that carves LVM volumes on the node it runs on."
+    )
+    top.add_argument("--version", action="version", version=f"carver {version('carver')}")
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_status(commands)
+    arguments.add_volume(commands)
+    arguments.add_snapshot(commands)
+    _add_doctor(commands)
+    _add_completion(commands)
+    return top
+
+
+def _add_serve(commands: Commands) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="serve CSI on a unix socket",
+        description="Serve CSI on a unix socket. Each flag can also be set in the file, and as"
+        " CARVER_<NAME> in the environment; a flag outweighs the environment, that the file.",
+    )
+    settings.add_arguments(serve)
+    serve.set_defaults(run=_serve)
+
+
+def _add_status(commands: Commands) -> None:
+    made = commands.add_parser(
+        "status",
+        help="show groups, classes and volumes, and where each volume is",
+        description="Show groups, classes and volumes, how full they are, where each volume is"
+        " mounted, and what is wrong with it. Looks at LVM and the kernel: the service need not"
+        " run.",
+    )
+    form = made.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="one JSON object")
+    form.add_argument(
+        "--watch",
+        type=_seconds,
+        metavar="SECONDS",
+        help="look again every so many seconds, until Ctrl-C",
+    )
+    settings.add_arguments(made, ("endpoint",))
+    made.set_defaults(run=_status)
+
+
+def _add_doctor(commands: Commands) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="check what this node must have, and tell how to mend what it lacks",
+        description="Check what this node must have for Carver: programs, kernel, mounts, groups."
+        " Each check passes, warns or fails; what is not well comes with its remedy. Takes the"
+        " same settings as serve, and changes nothing: the service may run or not. The exit code"
+        " is 1 if a check fails.",
+    )
+    doctor.add_argument("--json", action="store_true", help="one JSON object")
+    settings.add_arguments(doctor)
+    doctor.set_defaults(run=_doctor)
+
+
+def _add_completion(commands: Commands) -> None:
+    completion = commands.add_parser(
+        "completion",
+        help="print a script that completes this command in a shell",
+        description="Print a script that completes this command in a shell:"
+        " `carver completion bash > /etc/bash_completion.d/carver`, or"
+        " `carver completion zsh > /usr/local/share/zsh/site-functions/_carver`.",
+    )
+    completion.add_argument("shell", choices=tuple(arguments.SHELLS))
+    completion.set_defaults(run=_completion)
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    from agent.engine.host import this_host
+    from agent.service import server
+
+    config = settings.load(parsed, os.environ)
+    log.configure(config.log_format, config.log_level)
+    server.serve(config, this_host(config))
+    return 0
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    from agent.cli import status, terminal
+    from agent.engine.host import this_host
+
+    config = settings.load(parsed, os.environ)
+    host = this_host(config)
+    if parsed.json:
+        print(json.dumps(asdict(status.read(config, host)), indent=2, ensure_ascii=False))
+    elif parsed.watch:
+        terminal.watch(lambda: terminal.status(status.read(config, host)), parsed.watch)
+    else:
+        terminal.console().print(terminal.status(status.read(config, host)))
+    return 0
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from agent.cli import status, terminal
+    from agent.engine.host import this_host
+    from agent.health import preflight
+
+    config = settings.load(parsed, os.environ)
+    host = this_host(config)
+    node = preflight.Node(
+        config, host.kernel, host.run, lambda: status.known_to(config, host).recent()[0]
+    )
+    found = preflight.everything(node)
+    well = all(one.verdict != preflight.FAIL for one in found)
+    if parsed.json:
+        checks = [asdict(one) for one in found]
+        print(json.dumps({"well": well, "checks": checks}, indent=2, ensure_ascii=False))
+    else:
+        terminal.console().print(terminal.doctor(found))
+    return 0 if well else 1
+
+
+def _completion(parsed: argparse.Namespace) -> int:
+    import shtab
+
+    print(shtab.complete(parser(), shell=parsed.shell, preamble=arguments.SHELLS[parsed.shell]))
+    return 0
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of seconds, 0.1 to 3600")
+    return seconds

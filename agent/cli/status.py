@@ -1,0 +1,236 @@
+"""What a node holds, as `carver status` tells it: classes, groups, pools, volumes, snapshots.
+
+Read from LVM and the kernel with the service's own modules, so it is true whether or not the
+service runs. One lvm2 command; nothing is changed.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from agent import fact, ids, sockets
+from agent.config.settings import Config, DeviceClass
+from agent.engine import inventory, sources, users
+from agent.engine.allocation import Carvings
+from agent.engine.engines import Engines
+from agent.engine.host import Host
+from agent.engine.inventory import Inventory
+from agent.health.conditions import Diagnosis
+from lvm import names, report
+from lvm.devices import Device
+from mount import errors as mount_errors
+from mount import table, usage
+from mount.syscalls import Kernel
+from mount.table import Mount, Table
+
+
+@dataclass(frozen=True)
+class Class:
+    """A device class; `largest_bytes` is the largest volume it can make now, as GetCapacity says.
+
+    It is None where the class's group is not on this node.
+    """
+
+    name: str
+    group: str
+    layout: str
+    fs_type: str
+    default: bool
+    largest_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A volume group that a class names. Sizes are of the disks that are there."""
+
+    name: str
+    present: bool
+    size_bytes: int = 0
+    free_bytes: int = 0
+    disks: int = 0
+    missing_disks: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a volume is mounted, or its device bound."""
+
+    path: str
+    read_only: bool
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume of Carver's. Used and total bytes are None unless a file system is mounted.
+
+    `claim` is namespace/name of the claim that it was made for, where the caller told. `contents`
+    is the file system, `raw block`, or empty where it was never formatted.
+    """
+
+    id: str
+    name: str
+    group: str
+    size_bytes: int
+    layout: str
+    contents: str
+    state: str
+    claim: str
+    places: tuple[Place, ...]
+    total_bytes: int | None
+    used_bytes: int | None
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """A thin pool in one of Carver's groups; shares are in percent, None while it is inactive."""
+
+    name: str
+    group: str
+    size_bytes: int
+    data_percent: float | None
+    metadata_percent: float | None
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A snapshot of Carver's. `volume` is what it was taken of.
+
+    `area_bytes` and `area_percent` are of the room for what the volume overwrites; None where it
+    shares a pool with the volume. `taken_seconds` is of the epoch.
+    """
+
+    id: str
+    name: str
+    volume: str
+    group: str
+    size_bytes: int
+    taken_seconds: int
+    area_bytes: int | None
+    area_percent: float | None
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """All of it, at one moment. `serving` is whether a process answers at the socket."""
+
+    node: str
+    driver: str
+    version: str
+    endpoint: str
+    serving: bool
+    classes: tuple[Class, ...]
+    groups: tuple[Group, ...]
+    pools: tuple[Pool, ...]
+    volumes: tuple[Volume, ...]
+    snapshots: tuple[Snapshot, ...]
+
+
+def read(settings: Config, host: Host) -> Overview:
+    """Look at everything once; raises what lvm2's report raises, and NotReady."""
+    known = known_to(settings, host)
+    now, carvings = known.recent()[0], Carvings(settings.classes, known)
+    diagnosis, mounts = Diagnosis(host.kernel, known), table.read(host.kernel)
+    return Overview(
+        node=settings.node_id,
+        driver=settings.driver_name,
+        version=version("carver"),
+        endpoint=str(settings.endpoint),
+        serving=sockets.is_served(settings.endpoint),
+        classes=tuple(_class(one, now, carvings) for one in settings.classes),
+        groups=tuple(_group(name, now) for name in settings.groups),
+        pools=tuple(_pools(known.own_groups(now))),
+        volumes=tuple(
+            _volume(host.kernel, mounts, one, known.device(str(one.id)), diagnosis.of(one, mounts))
+            for one in known.present(now)
+        ),
+        snapshots=tuple(_snapshot(one) for one in known.snapshots(now)),
+    )
+
+
+def known_to(settings: Config, host: Host) -> Inventory:
+    """The inventory that the service has, with its own lvm2; raises NotReady."""
+    lvm = sources.look(host.run, host.kernel, settings)
+    return Inventory(Engines(lvm, host.disks, host.devices, settings.groups), host.devices)
+
+
+def _class(one: DeviceClass, now: report.Report, carvings: Carvings) -> Class:
+    group = now.groups.get(one.group)
+    largest = carvings.of(one).maximum_bytes(group) if group is not None else None
+    return Class(one.name, one.group, one.layout.kind, one.fs_type, one.default, largest)
+
+
+def _group(name: str, now: report.Report) -> Group:
+    group = now.groups.get(name)
+    if group is None:
+        return Group(name, present=False)
+    return Group(
+        name,
+        present=True,
+        size_bytes=group.extents * group.extent_size_bytes,
+        free_bytes=group.free_extents * group.extent_size_bytes,
+        disks=len(group.disks),
+        missing_disks=group.missing_disks,
+    )
+
+
+def _pools(found: Iterable[report.Group]) -> Iterator[Pool]:
+    for group in found:
+        for one in group.volumes.values():
+            if {"thin", "pool"} <= one.layout:
+                shares = one.data_percent, one.metadata_percent
+                yield Pool(one.name, group.name, one.size_bytes, *shares)
+
+
+def _snapshot(one: inventory.Snapshot) -> Snapshot:
+    logical = one.group.volume(one.name)
+    kept = logical.is_copy_on_write
+    return Snapshot(
+        id=str(one.id),
+        name=one.facts[fact.NAME],
+        volume=names.readable(ids.VOLUME_PREFIX, one.source_id.name),
+        group=one.group.name,
+        size_bytes=one.size_bytes,
+        taken_seconds=one.time_nanoseconds // 10**9,
+        area_bytes=one.area_bytes if kept else None,
+        area_percent=logical.data_percent if kept else None,
+        problems=(one.problem,) if one.problem else (),
+    )
+
+
+def _volume(
+    kernel: Kernel,
+    mounts: Table,
+    one: inventory.Volume,
+    device: Device | None,
+    problems: tuple[str, ...],
+) -> Volume:
+    found = [] if device is None else users.places(kernel, mounts, device)
+    use = _use(kernel, found)
+    facts = one.facts
+    claim = "/".join(filter(None, (facts.get("namespace"), facts.get("pvc"))))
+    raw = "raw block" if facts.get(fact.ACCESS) == "block" else ""
+    return Volume(
+        id=str(one.id),
+        name=facts[fact.NAME],
+        group=one.group.name,
+        size_bytes=one.size_bytes,
+        layout=one.layout.kind,
+        contents=raw or facts.get(fact.FORMATTED, ""),
+        state=facts.get(fact.STATE, ""),
+        claim=claim,
+        places=tuple(Place(place.path, place.read_only) for place in found),
+        total_bytes=use.total_bytes if use else None,
+        used_bytes=use.used_bytes if use else None,
+        problems=problems,
+    )
+
+
+def _use(kernel: Kernel, found: Sequence[Mount]) -> usage.Usage | None:
+    """How full the volume's file system is, by its first place, if that is a mount of one."""
+    if found and found[0].root == "/":
+        with suppress(mount_errors.MountError):  # it does not answer, and `problems` says so
+            return usage.of(kernel, found[0].path)
+    return None

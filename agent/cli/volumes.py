@@ -1,0 +1,275 @@
+"""Volumes and snapshots by hand: what each verb does, by the calls that a cluster makes."""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+import grpc
+
+from agent import errors, ids, sockets
+from agent.cli import terminal
+from agent.config.settings import Config
+from agent.csi import client
+from agent.csi.client import Client
+from agent.engine import users
+from agent.engine.host import Host
+from agent.ids import VolumeId
+from lvm import names
+from mount import table
+from proto import csi_pb2 as csi
+
+# Beside the socket, which is inside kubelet's directory as staging paths have to be.
+_STAGING = "staging"
+# The service waits for a copy itself, for some seconds of each call: this is beside that.
+_AGAIN_SECONDS = 1.0
+
+
+class Manual:
+    """The verbs, on one service; each prints what it did. Raises CallRefused, and what it says."""
+
+    def __init__(self, caller: Client, settings: Config, host: Host) -> None:
+        self._caller = caller
+        self._staging = settings.endpoint.parent / _STAGING
+        self._host = host
+
+    def create(
+        self,
+        name: str,
+        size_bytes: int,
+        parameters: Mapping[str, str],
+        *,
+        raw: bool,
+        snapshot: str,
+        volume: str,
+    ) -> None:
+        """Make a volume, or find the one that was made by the same words before.
+
+        It is empty, or holds what a snapshot or another volume does; a size of 0 is theirs then.
+        """
+        if not (size_bytes or snapshot or volume):
+            raise errors.Missing("--size")
+        capability = client.block() if raw else client.mounted()
+        source = None
+        if snapshot:
+            source = client.of_snapshot(self._find_snapshot(snapshot).snapshot_id)
+        elif volume:
+            source = client.of_volume(self._find(volume).volume_id)
+        while True:
+            try:
+                made = self._caller.create(
+                    name, size_bytes, capability, parameters=parameters, source=source
+                )
+                break
+            except grpc.RpcError as error:
+                if source is None or error.code() != grpc.StatusCode.ABORTED:
+                    raise
+                print(error.details(), file=sys.stderr)
+                sleep(_AGAIN_SECONDS)
+        print(f"{name}: {terminal.human(made.capacity_bytes)}, {made.volume_id}")
+
+    def show_all(self, *, as_json: bool, names_only: bool) -> None:
+        """Show all volumes."""
+        entries = self._caller.entries()
+        if names_only:
+            print(*(_name(one.volume) for one in entries), sep="\n")
+        elif as_json:
+            print(_json([_told(one.volume, one.status.volume_condition) for one in entries]))
+        else:
+            made = terminal.table("VOLUME", "SIZE", "GROUP", "CLASS", "CONDITION", right=("SIZE",))
+            for one in entries:
+                volume, told = one.volume, one.status.volume_condition
+                group = ids.group_of(volume.volume_id)
+                made.add_row(
+                    _name(volume),
+                    terminal.human(volume.capacity_bytes),
+                    group,
+                    volume.volume_context.get("carver/class", ""),
+                    told.message,
+                )
+            terminal.console().print(made)
+
+    def show(self, name: str, *, as_json: bool) -> None:
+        """Show one volume, and where it is."""
+        answer = self._caller.volume(self._find(name).volume_id)
+        told = _told(answer.volume, answer.status.volume_condition)
+        told["places"] = [str(one) for one in self._places(answer.volume)]
+        if as_json:
+            print(_json(told))
+            return
+        made = terminal.table("", "")
+        for key, value in told.items():
+            made.add_row(key, "\n".join(value) if isinstance(value, list) else str(value))
+        terminal.console().print(made)
+
+    def publish(self, name: str, path: str, *, read_only: bool, shared: bool) -> None:
+        """Stage a volume, which formats it the first time, and have it appear at a path."""
+        volume, place = self._find(name), Path(path).absolute()
+        staging = self._staged(volume)
+        mode = client.Mode.SINGLE_NODE_MULTI_WRITER if shared else client.Mode.SINGLE_NODE_WRITER
+        capability = client.mounted(mode=mode)
+        if not self._caller.confirms(volume.volume_id, capability):
+            # It was made for raw block access; where something else is wrong, the call will say so.
+            capability = client.block(mode)
+        staging.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._caller.stage(volume, staging, capability)
+        self._caller.publish(volume, staging, place, capability, read_only=read_only)
+        print(f"{name} is at {place}")
+
+    def unpublish(self, name: str, path: str | None) -> None:
+        """Take a volume from a path, or from all; unstage it when it is at none."""
+        volume = self._find(name)
+        staging = self._staged(volume)
+        given = [Path(path).absolute()] if path else self._published(volume, staging)
+        for place in given:
+            self._caller.unpublish(volume.volume_id, place)
+            print(f"{name} is no longer at {place}")
+        if not self._published(volume, staging):
+            self._caller.unstage(volume.volume_id, staging)
+            with suppress(FileNotFoundError):
+                staging.rmdir()
+
+    def expand(self, name: str, size_bytes: int) -> None:
+        """Grow a volume, and what lies on it where it is in use."""
+        volume = self._find(name)
+        places = self._places(volume)
+        if self._caller.can_expand():
+            self._caller.expand(volume.volume_id, size_bytes)
+        elif not places:
+            raise errors.NotPublished(name)
+        for place in places[:1]:
+            self._caller.node_expand(volume.volume_id, place, size_bytes)
+        grown = self._caller.volume(volume.volume_id).volume
+        print(f"{name}: {terminal.human(grown.capacity_bytes)}")
+
+    def modify(self, name: str, parameters: Mapping[str, str]) -> None:
+        """Change what of a volume may be changed while it is in use."""
+        self._caller.modify(self._find(name).volume_id, parameters)
+        print(f"{name}: {', '.join(f'{key}={value}' for key, value in parameters.items())}")
+
+    def delete(self, name: str, *, confirmed: bool) -> None:
+        """Overwrite and remove a volume, if that is what the user wants."""
+        volume = self._find(name)
+        size = terminal.human(volume.capacity_bytes)
+        if not confirmed and not terminal.confirmed(f"Delete {name}, {size}, and all its data?"):
+            raise errors.NotConfirmed(name)
+        self._caller.delete(volume.volume_id)
+        print(f"{name} is deleted")
+
+    def take(self, volume_name: str, name: str, size: str) -> None:
+        """Take a snapshot; `size` is of the area for what the volume overwrites, or empty."""
+        volume = self._find(volume_name)
+        parameters = {"size": size} if size else {}
+        made = self._caller.snapshot(name, volume.volume_id, parameters)
+        print(f"{name}: {volume_name} as it is now, {made.snapshot_id}")
+
+    def show_snapshots(self, *, as_json: bool, names_only: bool) -> None:
+        """Show all snapshots."""
+        found = [_told_snapshot(one) for one in self._caller.snapshots()]
+        if names_only:
+            print(*(one["name"] for one in found), sep="\n")
+        elif as_json:
+            print(_json(found))
+        else:
+            made = terminal.table("SNAPSHOT", "VOLUME", "TAKEN", "SIZE", "READY", right=("SIZE",))
+            for one in found:
+                ready = "yes" if one["ready"] else "no"
+                size = terminal.human(one["size_bytes"])
+                made.add_row(one["name"], one["volume"], one["taken"], size, ready)
+            terminal.console().print(made)
+
+    def drop(self, name: str, *, confirmed: bool) -> None:
+        """Delete a snapshot, if that is what the user wants."""
+        snapshot = self._find_snapshot(name)
+        if not confirmed and not terminal.confirmed(f"Delete snapshot {name}?"):
+            raise errors.NotConfirmed(name)
+        self._caller.delete_snapshot(snapshot.snapshot_id)
+        print(f"{name} is deleted")
+
+    def _find(self, name: str) -> csi.Volume:
+        """The volume of that name, logical volume or id; raises NoSuchVolume."""
+        logical = names.logical_volume(ids.VOLUME_PREFIX, name)
+        for one in self._caller.volumes():
+            if name == one.volume_id or _logical(one) in (logical, name):
+                return one
+        raise errors.NoSuchVolume(name)
+
+    def _find_snapshot(self, name: str) -> csi.Snapshot:
+        """The snapshot of that name, logical volume or id; raises NoSuchSnapshot."""
+        wanted = names.logical_volume(ids.SNAPSHOT_PREFIX, name)
+        for one in self._caller.snapshots():
+            if name == one.snapshot_id or ids.logical_name(one.snapshot_id) in (wanted, name):
+                return one
+        raise errors.NoSuchSnapshot(name)
+
+    def _places(self, volume: csi.Volume) -> list[Path]:
+        """Where the volume is, staging path and all."""
+        known = VolumeId.parse(volume.volume_id)
+        device = self._host.devices.find(known.group, known.name) if known else None
+        if device is None:
+            return []
+        kernel = self._host.kernel
+        return [Path(one.path) for one in users.places(kernel, table.read(kernel), device)]
+
+    def _published(self, volume: csi.Volume, staging: Path) -> list[Path]:
+        return [one for one in self._places(volume) if one != staging]
+
+    def _staged(self, volume: csi.Volume) -> Path:
+        """Where a volume is staged by hand."""
+        return self._staging / _logical(volume)
+
+
+@contextmanager
+def connected(settings: Config, host: Host) -> Iterator[Manual]:
+    """The verbs on the service that runs; raises NotServed, CallRefused."""
+    if not sockets.is_served(settings.endpoint):
+        raise errors.NotServed(str(settings.endpoint))
+    with Client(settings.endpoint) as caller:
+        try:
+            yield Manual(caller, settings, host)
+        except grpc.RpcError as error:
+            raise errors.CallRefused(error.code().name, error.details() or "") from None
+
+
+def _logical(volume: csi.Volume) -> str:
+    """The logical volume that a volume is."""
+    return ids.logical_name(volume.volume_id)
+
+
+def _name(volume: csi.Volume) -> str:
+    """What a person may call the volume by: its name, or the logical volume where it has a hash."""
+    return names.readable(ids.VOLUME_PREFIX, _logical(volume))
+
+
+def _told(volume: csi.Volume, condition: csi.VolumeCondition) -> dict[str, Any]:
+    """What the service tells of a volume, for people and for programs."""
+    return {
+        "name": _name(volume),
+        "id": volume.volume_id,
+        "size_bytes": volume.capacity_bytes,
+        **dict(sorted(volume.volume_context.items())),
+        "abnormal": condition.abnormal,
+        "condition": condition.message,
+    }
+
+
+def _told_snapshot(snapshot: csi.Snapshot) -> dict[str, Any]:
+    """What the service tells of a snapshot."""
+    name, volume = (
+        ids.logical_name(one) for one in (snapshot.snapshot_id, snapshot.source_volume_id)
+    )
+    return {
+        "name": names.readable(ids.SNAPSHOT_PREFIX, name),
+        "id": snapshot.snapshot_id,
+        "volume": names.readable(ids.VOLUME_PREFIX, volume),
+        "taken": f"{snapshot.creation_time.ToDatetime():%Y-%m-%d %H:%M:%S} UTC",
+        "size_bytes": snapshot.size_bytes,
+        "ready": snapshot.ready_to_use,
+    }
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False)

@@ -1,0 +1,133 @@
+"""Which gRPC code each error is. The only table of its kind."""
+
+import grpc
+
+import agent.errors
+import lvm.errors
+import mount.errors
+
+Code = grpc.StatusCode
+
+# The first class that matches gives the code, so a class stands before those it derives from.
+TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (agent.errors.Missing, Code.INVALID_ARGUMENT),
+    (agent.errors.NotAllowed, Code.INVALID_ARGUMENT),
+    (agent.errors.BadField, Code.INVALID_ARGUMENT),
+    (agent.errors.BadConfig, Code.FAILED_PRECONDITION),
+    (agent.errors.BadSize, Code.OUT_OF_RANGE),
+    (agent.errors.NoSuchVolume, Code.NOT_FOUND),
+    (agent.errors.NoSuchSnapshot, Code.NOT_FOUND),
+    (agent.errors.NoSuchGroupSnapshot, Code.NOT_FOUND),
+    (agent.errors.NotWhole, Code.FAILED_PRECONDITION),
+    (agent.errors.NoSuchPath, Code.NOT_FOUND),
+    (agent.errors.Incompatible, Code.ALREADY_EXISTS),
+    (agent.errors.OtherGroup, Code.FAILED_PRECONDITION),
+    (agent.errors.Elsewhere, Code.RESOURCE_EXHAUSTED),
+    (agent.errors.NotHere, Code.RESOURCE_EXHAUSTED),
+    (agent.errors.NoRoom, Code.RESOURCE_EXHAUSTED),
+    (agent.errors.InlineTotal, Code.RESOURCE_EXHAUSTED),
+    # Of these only kubelet lets a pod start, with the volume as it is: of OUT_OF_RANGE, not of
+    # RESOURCE_EXHAUSTED.
+    (agent.errors.CannotGrow, Code.OUT_OF_RANGE),
+    (agent.errors.VolumeInUse, Code.FAILED_PRECONDITION),
+    (agent.errors.NotOverwritten, Code.FAILED_PRECONDITION),
+    (agent.errors.HasSnapshots, Code.FAILED_PRECONDITION),
+    # "In use, later", to kubelet: the pod goes on, and its next start asks again.
+    (agent.errors.GrowsLater, Code.FAILED_PRECONDITION),
+    (agent.errors.NotSnapshotted, Code.FAILED_PRECONDITION),
+    (agent.errors.PartOfGroup, Code.INVALID_ARGUMENT),
+    (agent.errors.NotTogether, Code.FAILED_PRECONDITION),
+    (agent.errors.StandstillOver, Code.DEADLINE_EXCEEDED),
+    (agent.errors.NotStaged, Code.FAILED_PRECONDITION),
+    (agent.errors.ContentsLost, Code.FAILED_PRECONDITION),
+    (agent.errors.StillAtWork, Code.ABORTED),
+    (agent.errors.OperationPending, Code.ABORTED),
+    (agent.errors.Copying, Code.ABORTED),
+    (agent.errors.SourceLost, Code.FAILED_PRECONDITION),
+    (agent.errors.BadToken, Code.ABORTED),
+    # What every caller repeats, without taking the volume for failed.
+    (agent.errors.Starting, Code.UNAVAILABLE),
+    (agent.errors.TooManyCalls, Code.UNAVAILABLE),
+    (agent.errors.GroupBusy, Code.UNAVAILABLE),
+    (agent.errors.GroupSilent, Code.UNAVAILABLE),
+    (agent.errors.GroupRefused, Code.FAILED_PRECONDITION),
+    (agent.errors.NotReady, Code.FAILED_PRECONDITION),
+    (agent.errors.SocketTaken, Code.FAILED_PRECONDITION),
+    (agent.errors.SocketGone, Code.FAILED_PRECONDITION),
+    # These four are met at the caller's side of the socket, by `carver volume`.
+    (agent.errors.NotServed, Code.FAILED_PRECONDITION),
+    (agent.errors.CallRefused, Code.FAILED_PRECONDITION),
+    (agent.errors.NotPublished, Code.FAILED_PRECONDITION),
+    (agent.errors.NotConfirmed, Code.FAILED_PRECONDITION),
+    (agent.errors.AgentError, Code.INTERNAL),
+    (lvm.errors.ProgramMissing, Code.FAILED_PRECONDITION),
+    (lvm.errors.CommandStuck, Code.DEADLINE_EXCEEDED),
+    (lvm.errors.CommandTimedOut, Code.DEADLINE_EXCEEDED),
+    # The sidecars repeat a call with this code on the same node: it begins with a look.
+    (lvm.errors.SessionLost, Code.UNAVAILABLE),
+    (lvm.errors.OutcomeUnknown, Code.UNAVAILABLE),
+    (lvm.errors.StillRunning, Code.UNAVAILABLE),
+    (lvm.errors.NoSpace, Code.RESOURCE_EXHAUSTED),
+    (lvm.errors.MetadataFull, Code.RESOURCE_EXHAUSTED),
+    # Carver looks before it makes: the name was taken in between, by another process.
+    (lvm.errors.NameTaken, Code.ABORTED),
+    (lvm.errors.InUse, Code.FAILED_PRECONDITION),
+    (lvm.errors.NoDeviceMapper, Code.FAILED_PRECONDITION),
+    (lvm.errors.CommandFailed, Code.INTERNAL),
+    (lvm.errors.GroupMissing, Code.FAILED_PRECONDITION),
+    (lvm.errors.VolumeMissing, Code.NOT_FOUND),
+    (lvm.errors.Inactive, Code.INTERNAL),
+    (lvm.errors.BadReport, Code.INTERNAL),
+    (lvm.errors.LvmError, Code.INTERNAL),
+    (mount.errors.BadPath, Code.INVALID_ARGUMENT),
+    (mount.errors.BadOption, Code.INVALID_ARGUMENT),
+    (mount.errors.UnsupportedFileSystem, Code.INVALID_ARGUMENT),
+    (mount.errors.TooSmall, Code.OUT_OF_RANGE),
+    (mount.errors.DeviceMissing, Code.INTERNAL),
+    (mount.errors.NotVacant, Code.FAILED_PRECONDITION),
+    (mount.errors.ProbeFailed, Code.INTERNAL),
+    (mount.errors.UnexpectedContents, Code.FAILED_PRECONDITION),
+    (mount.errors.FormatFailed, Code.INTERNAL),
+    (mount.errors.Damaged, Code.FAILED_PRECONDITION),
+    (mount.errors.CheckFailed, Code.INTERNAL),
+    (mount.errors.MountFailed, Code.INTERNAL),
+    (mount.errors.UnmountFailed, Code.INTERNAL),
+    (mount.errors.Busy, Code.FAILED_PRECONDITION),
+    (mount.errors.ForeignMount, Code.FAILED_PRECONDITION),
+    (mount.errors.MountConflict, Code.ALREADY_EXISTS),
+    (mount.errors.OtherContext, Code.FAILED_PRECONDITION),
+    (mount.errors.NotMounted, Code.FAILED_PRECONDITION),
+    (mount.errors.PathChanged, Code.FAILED_PRECONDITION),
+    (mount.errors.NotADirectory, Code.FAILED_PRECONDITION),
+    (mount.errors.NotAFile, Code.FAILED_PRECONDITION),
+    (mount.errors.TargetInUse, Code.FAILED_PRECONDITION),
+    (mount.errors.TargetError, Code.INTERNAL),
+    (mount.errors.RenewFailed, Code.INTERNAL),
+    (mount.errors.GrowFailed, Code.INTERNAL),
+    (mount.errors.LoopFailed, Code.INTERNAL),
+    (mount.errors.MountError, Code.INTERNAL),
+    # The generated servicers raise it for every RPC that is not implemented.
+    (NotImplementedError, Code.UNIMPLEMENTED),
+    (Exception, Code.INTERNAL),
+)
+
+
+# What callers take for "perhaps at work still": they repeat the call, or have it undone. After any
+# other code kubelet forgets what it asked for (isFinalError of pkg/volume/csi/csi_client.go).
+_NOT_FINAL = (
+    Code.CANCELLED,
+    Code.DEADLINE_EXCEEDED,
+    Code.UNAVAILABLE,
+    Code.RESOURCE_EXHAUSTED,
+    Code.ABORTED,
+)
+
+
+def is_final(error: Exception) -> bool:
+    """Whether the caller may never undo a call that ended with this error."""
+    return code_of(error) not in _NOT_FINAL
+
+
+def code_of(error: Exception) -> grpc.StatusCode:
+    """The code of the first class in the table that the error is an instance of."""
+    return next(code for kind, code in TABLE if isinstance(error, kind))

@@ -1,0 +1,1 @@
+"""The services on the socket: parse, hold the volume, call policy, answer."""

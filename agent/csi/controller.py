@@ -1,0 +1,220 @@
+"""CSI Controller: parse, hold the volume, call policy, answer."""
+
+import grpc
+from google.protobuf import wrappers_pb2
+
+from agent import fact, ids
+from agent.config.settings import Config
+from agent.csi import answers
+from agent.engine.inventory import Volume
+from agent.health.conditions import Diagnosis
+from agent.locks import VolumeLocks
+from agent.requests import calls
+from agent.volumes import contents
+from agent.volumes.expansion import Expander
+from agent.volumes.provisioning import Provisioner, context_of
+from agent.volumes.snapshots import Snapshotter
+from proto import csi_pb2 as csi
+from proto import csi_pb2_grpc
+
+_Rpc = csi.ControllerServiceCapability.RPC
+
+
+class Controller(csi_pb2_grpc.ControllerServicer):
+    """The Controller service."""
+
+    def __init__(
+        self,
+        config: Config,
+        provision: Provisioner,
+        expander: Expander,
+        snapshotter: Snapshotter,
+        diagnosis: Diagnosis,
+        locks: VolumeLocks,
+    ) -> None:
+        self._config = config
+        self._provision = provision
+        self._expander = expander
+        self._snapshotter = snapshotter
+        self._diagnosis = diagnosis
+        self._locks = locks
+
+    def CreateVolume(  # noqa: N802
+        self, request: csi.CreateVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.CreateVolumeResponse:
+        """Make a volume, or find the one that an earlier call made."""
+        call = calls.Create.from_proto(request)
+        names = [self._provision.logical_name(call.name)]
+        if call.source is not None:
+            names.append(ids.logical_name(call.source.id))
+        with self._locks.hold(*names):
+            volume = self._provision.create(call)
+        return csi.CreateVolumeResponse(volume=self._volume(volume))
+
+    def DeleteVolume(  # noqa: N802
+        self, request: csi.DeleteVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.DeleteVolumeResponse:
+        """Wipe and remove a volume."""
+        volume_id = calls.volume_id(request)
+        # A claim may be deleted before kubelet has unmounted its volume: only moments, as a rule.
+        self._locks.wait_until(lambda: not self._provision.is_mounted(volume_id))
+        with self._locks.hold(ids.logical_name(volume_id)):
+            self._provision.delete(volume_id)
+        return csi.DeleteVolumeResponse()
+
+    def ValidateVolumeCapabilities(  # noqa: N802
+        self, request: csi.ValidateVolumeCapabilitiesRequest, context: grpc.ServicerContext
+    ) -> csi.ValidateVolumeCapabilitiesResponse:
+        """Confirm that a volume can be used as described, or say why not."""
+        call = calls.Validate.from_proto(request)
+        volume = self._provision.get(call.volume_id)
+        if refusal := call.unsupported or self._provision.refusal(volume, call):
+            return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
+        confirmed = csi.ValidateVolumeCapabilitiesResponse.Confirmed(
+            volume_context=context_of(volume.facts),
+            volume_capabilities=request.volume_capabilities,
+            parameters=request.parameters,
+            mutable_parameters=request.mutable_parameters,
+        )
+        return csi.ValidateVolumeCapabilitiesResponse(confirmed=confirmed)
+
+    def ListVolumes(  # noqa: N802
+        self, request: csi.ListVolumesRequest, context: grpc.ServicerContext
+    ) -> csi.ListVolumesResponse:
+        """List this node's volumes, part by part."""
+        part = self._provision.list(calls.Page.from_proto(request))
+        mounts = self._diagnosis.mounts()
+        entries = [
+            csi.ListVolumesResponse.Entry(
+                volume=self._volume(volume),
+                status=csi.ListVolumesResponse.VolumeStatus(
+                    volume_condition=answers.condition(self._diagnosis.of(volume, mounts))
+                ),
+            )
+            for volume in part.entries
+        ]
+        return csi.ListVolumesResponse(entries=entries, next_token=part.next_token)
+
+    def GetCapacity(  # noqa: N802
+        self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
+    ) -> csi.GetCapacityResponse:
+        """What CreateVolume with the same parameters could make now."""
+        capacity = self._provision.capacity(calls.Capacity.from_proto(request))
+        return csi.GetCapacityResponse(
+            available_capacity=capacity.available_bytes,
+            maximum_volume_size=wrappers_pb2.Int64Value(value=capacity.maximum_volume_bytes),
+            minimum_volume_size=wrappers_pb2.Int64Value(value=capacity.minimum_volume_bytes),
+        )
+
+    def ControllerGetVolume(  # noqa: N802
+        self, request: csi.ControllerGetVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.ControllerGetVolumeResponse:
+        """One volume."""
+        volume = self._provision.get(calls.volume_id(request))
+        status = csi.ControllerGetVolumeResponse.VolumeStatus(
+            volume_condition=answers.condition(self._diagnosis.of(volume))
+        )
+        return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
+
+    def ControllerExpandVolume(  # noqa: N802
+        self, request: csi.ControllerExpandVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.ControllerExpandVolumeResponse:
+        """Grow the logical volume; its file system, if it has one, is the node's part."""
+        if not self._config.controller_expand:
+            raise NotImplementedError("ControllerExpandVolume is switched off on this node")
+        call = calls.Expand.from_proto(request)
+        with self._locks.hold(ids.logical_name(call.volume_id)):
+            volume = self._expander.expand(call)
+        return csi.ControllerExpandVolumeResponse(
+            capacity_bytes=volume.size_bytes,
+            node_expansion_required=volume.facts.get(fact.ACCESS) != calls.BLOCK,
+        )
+
+    def ControllerModifyVolume(  # noqa: N802
+        self, request: csi.ControllerModifyVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.ControllerModifyVolumeResponse:
+        """Change a volume's mutable parameters, all that are given or none."""
+        call = calls.Modify.from_proto(request)
+        with self._locks.hold(ids.logical_name(call.volume_id)):
+            self._provision.modify(call)
+        return csi.ControllerModifyVolumeResponse()
+
+    def CreateSnapshot(  # noqa: N802
+        self, request: csi.CreateSnapshotRequest, context: grpc.ServicerContext
+    ) -> csi.CreateSnapshotResponse:
+        """Take a snapshot, or find the one that an earlier call took."""
+        call = calls.CreateSnapshot.from_proto(request)
+        name = self._snapshotter.logical_name(call.name)
+        with self._locks.hold(name, ids.logical_name(call.source_id)):
+            snapshot = self._snapshotter.create(call)
+        return csi.CreateSnapshotResponse(snapshot=answers.snapshot(snapshot))
+
+    def DeleteSnapshot(  # noqa: N802
+        self, request: csi.DeleteSnapshotRequest, context: grpc.ServicerContext
+    ) -> csi.DeleteSnapshotResponse:
+        """Wipe and remove a snapshot."""
+        snapshot_id = calls.snapshot_id(request)
+        with self._locks.hold(ids.logical_name(snapshot_id)):
+            self._snapshotter.delete(snapshot_id)
+        return csi.DeleteSnapshotResponse()
+
+    def ListSnapshots(  # noqa: N802
+        self, request: csi.ListSnapshotsRequest, context: grpc.ServicerContext
+    ) -> csi.ListSnapshotsResponse:
+        """All snapshots, or those of a volume, or one; in parts where the caller wants that."""
+        part = self._snapshotter.list(calls.ListSnapshots.from_proto(request))
+        entries = [
+            csi.ListSnapshotsResponse.Entry(snapshot=answers.snapshot(one)) for one in part.entries
+        ]
+        return csi.ListSnapshotsResponse(entries=entries, next_token=part.next_token)
+
+    def GetSnapshot(  # noqa: N802
+        self, request: csi.GetSnapshotRequest, context: grpc.ServicerContext
+    ) -> csi.GetSnapshotResponse:
+        """One snapshot."""
+        snapshot = self._snapshotter.get(calls.snapshot_id(request))
+        return csi.GetSnapshotResponse(snapshot=answers.snapshot(snapshot))
+
+    def ControllerGetCapabilities(  # noqa: N802
+        self, request: csi.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
+    ) -> csi.ControllerGetCapabilitiesResponse:
+        """What of the Controller service is implemented."""
+        offered = [
+            _Rpc.CREATE_DELETE_VOLUME,
+            _Rpc.LIST_VOLUMES,
+            _Rpc.GET_CAPACITY,
+            _Rpc.GET_VOLUME,
+            _Rpc.VOLUME_CONDITION,
+            _Rpc.SINGLE_NODE_MULTI_WRITER,
+            _Rpc.CREATE_DELETE_SNAPSHOT,
+            _Rpc.LIST_SNAPSHOTS,
+            _Rpc.GET_SNAPSHOT,
+            _Rpc.CLONE_VOLUME,
+            _Rpc.MODIFY_VOLUME,
+        ]
+        if self._config.controller_expand:
+            offered.append(_Rpc.EXPAND_VOLUME)
+        capabilities = [csi.ControllerServiceCapability(rpc=_Rpc(type=one)) for one in offered]
+        return csi.ControllerGetCapabilitiesResponse(capabilities=capabilities)
+
+    def _volume(self, volume: Volume) -> csi.Volume:
+        here = csi.Topology(segments={self._config.topology_key: self._config.node_id})
+        return csi.Volume(
+            volume_id=str(volume.id),
+            capacity_bytes=volume.size_bytes,
+            volume_context=context_of(volume.facts),
+            accessible_topology=[here],
+            content_source=_content_source(volume),
+        )
+
+
+def _content_source(volume: Volume) -> csi.VolumeContentSource | None:
+    source = contents.source_of(volume.facts)
+    if source is None:
+        return None
+    made_of = csi.VolumeContentSource()
+    if source.kind == calls.SNAPSHOT:
+        made_of.snapshot.snapshot_id = source.id
+    else:
+        made_of.volume.volume_id = source.id
+    return made_of

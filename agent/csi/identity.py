@@ -1,0 +1,55 @@
+"""CSI Identity: who this plugin is, what it offers, and whether it can work."""
+
+from importlib.metadata import version
+
+import grpc
+from google.protobuf import wrappers_pb2
+
+from agent.health.readiness import Readiness
+from proto import csi_pb2 as csi
+from proto import csi_pb2_grpc
+
+_Service = csi.PluginCapability.Service
+_Expansion = csi.PluginCapability.VolumeExpansion
+
+
+class Identity(csi_pb2_grpc.IdentityServicer):
+    """The Identity service."""
+
+    def __init__(self, readiness: Readiness, driver_name: str) -> None:
+        self._readiness = readiness
+        self._name = driver_name
+
+    def GetPluginInfo(  # noqa: N802
+        self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext
+    ) -> csi.GetPluginInfoResponse:
+        """Name and version."""
+        return csi.GetPluginInfoResponse(name=self._name, vendor_version=version("carver"))
+
+    def GetPluginCapabilities(  # noqa: N802
+        self, request: csi.GetPluginCapabilitiesRequest, context: grpc.ServicerContext
+    ) -> csi.GetPluginCapabilitiesResponse:
+        """Volumes are made here, belong to one node, and grow while in use."""
+        services = (
+            _Service.CONTROLLER_SERVICE,
+            _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,
+            _Service.GROUP_CONTROLLER_SERVICE,
+        )
+        capabilities = [
+            csi.PluginCapability(service=_Service(type=service)) for service in services
+        ]
+        capabilities.append(
+            csi.PluginCapability(volume_expansion=_Expansion(type=_Expansion.ONLINE))
+        )
+        return csi.GetPluginCapabilitiesResponse(capabilities=capabilities)
+
+    def Probe(  # noqa: N802
+        self, request: csi.ProbeRequest, context: grpc.ServicerContext
+    ) -> csi.ProbeResponse:
+        """Whether the start is over; NotReady says why nothing can be served.
+
+        The sidecars' ProbeForever (csi-lib-utils, rpc) asks again where it is not, and ends where
+        the call fails.
+        """
+        ready = self._readiness.probe()
+        return csi.ProbeResponse(ready=wrappers_pb2.BoolValue(value=ready))

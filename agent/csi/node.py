@@ -1,0 +1,149 @@
+"""CSI Node: parse, hold the volume, call policy, answer."""
+
+import grpc
+
+from agent import ids
+from agent.config.settings import Config
+from agent.csi import answers
+from agent.locks import VolumeLocks
+from agent.publish.inline import Ephemeral
+from agent.publish.staging import Access, Statistics
+from agent.requests import calls
+from agent.volumes.expansion import Expander
+from proto import csi_pb2 as csi
+from proto import csi_pb2_grpc
+
+_Rpc = csi.NodeServiceCapability.RPC
+
+
+class Node(csi_pb2_grpc.NodeServicer):
+    """The Node service."""
+
+    def __init__(
+        self,
+        config: Config,
+        expander: Expander,
+        access: Access,
+        ephemeral: Ephemeral,
+        locks: VolumeLocks,
+    ) -> None:
+        self._config = config
+        self._expander = expander
+        self._access = access
+        self._ephemeral = ephemeral
+        self._locks = locks
+
+    def NodeStageVolume(  # noqa: N802
+        self, request: csi.NodeStageVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.NodeStageVolumeResponse:
+        """Make the volume ready on this node: active, formatted, mounted."""
+        call = calls.Stage.from_proto(request)
+        with self._locks.hold(ids.logical_name(call.volume_id), call.staging_path):
+            self._access.stage(call)
+        return csi.NodeStageVolumeResponse()
+
+    def NodeUnstageVolume(  # noqa: N802
+        self, request: csi.NodeUnstageVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.NodeUnstageVolumeResponse:
+        """Unmount the volume's staging path."""
+        call = calls.At.from_unstage(request)
+        with self._locks.hold(ids.logical_name(call.volume_id)):
+            self._access.unstage(call)
+        return csi.NodeUnstageVolumeResponse()
+
+    def NodePublishVolume(  # noqa: N802
+        self, request: csi.NodePublishVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.NodePublishVolumeResponse:
+        """Make the staged volume, or an inline one, appear at a workload's path."""
+        if calls.Inline.is_meant(request):
+            inline = calls.Inline.from_proto(request)
+            with self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path):
+                self._ephemeral.publish(inline)
+            return csi.NodePublishVolumeResponse()
+        call = calls.Publish.from_proto(request)
+        with self._locks.hold(ids.logical_name(call.volume_id), call.target_path):
+            self._access.publish(call)
+        return csi.NodePublishVolumeResponse()
+
+    def NodeUnpublishVolume(  # noqa: N802
+        self, request: csi.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.NodeUnpublishVolumeResponse:
+        """Make the volume disappear from a workload's path; an inline one altogether."""
+        call = calls.At.from_unpublish(request)
+        with self._locks.hold(ids.logical_name(call.volume_id)):
+            self._access.unpublish(call)
+            if ids.is_inline(call.volume_id):
+                self._ephemeral.ensure_absent(call.volume_id)
+        return csi.NodeUnpublishVolumeResponse()
+
+    def NodeGetVolumeStats(  # noqa: N802
+        self, request: csi.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
+    ) -> csi.NodeGetVolumeStatsResponse:
+        """Measure how large and how full the volume is, and say what is wrong with it."""
+        call = calls.At.from_volume_path(request)
+        found = self._access.statistics(call)
+        return csi.NodeGetVolumeStatsResponse(
+            usage=_usage(found), volume_condition=answers.condition(found.problems)
+        )
+
+    def NodeExpandVolume(  # noqa: N802
+        self, request: csi.NodeExpandVolumeRequest, context: grpc.ServicerContext
+    ) -> csi.NodeExpandVolumeResponse:
+        """Grow the volume where it is smaller than asked, then its file system, always."""
+        call, at = calls.Expand.from_proto(request), calls.At.from_volume_path(request)
+        with self._locks.hold(ids.logical_name(call.volume_id)):
+            size_bytes = self._access.size_bytes(at)
+            if not call.size.allows(size_bytes):
+                size_bytes = self._expander.expand_in_use(call).size_bytes
+            self._access.fill_device(at)
+        return csi.NodeExpandVolumeResponse(capacity_bytes=size_bytes)
+
+    def NodeGetCapabilities(  # noqa: N802
+        self, request: csi.NodeGetCapabilitiesRequest, context: grpc.ServicerContext
+    ) -> csi.NodeGetCapabilitiesResponse:
+        """What of the Node service is implemented."""
+        offered = (
+            _Rpc.STAGE_UNSTAGE_VOLUME,
+            _Rpc.GET_VOLUME_STATS,
+            _Rpc.VOLUME_CONDITION,
+            _Rpc.EXPAND_VOLUME,
+            _Rpc.SINGLE_NODE_MULTI_WRITER,
+        )
+        capabilities = [csi.NodeServiceCapability(rpc=_Rpc(type=one)) for one in offered]
+        return csi.NodeGetCapabilitiesResponse(capabilities=capabilities)
+
+    def NodeGetInfo(  # noqa: N802
+        self, request: csi.NodeGetInfoRequest, context: grpc.ServicerContext
+    ) -> csi.NodeGetInfoResponse:
+        """Who this node is, and where."""
+        return csi.NodeGetInfoResponse(
+            node_id=self._config.node_id,
+            max_volumes_per_node=self._config.max_volumes_per_node,
+            accessible_topology=csi.Topology(
+                segments={self._config.topology_key: self._config.node_id}
+            ),
+        )
+
+
+def _usage(found: Statistics) -> list[csi.VolumeUsage]:
+    unit = csi.VolumeUsage.Unit
+    if found.usage is None:
+        return [csi.VolumeUsage(unit=unit.BYTES, total=found.total_bytes)]
+    usages = [
+        csi.VolumeUsage(
+            unit=unit.BYTES,
+            total=found.usage.total_bytes,
+            used=found.usage.used_bytes,
+            available=found.usage.available_bytes,
+        )
+    ]
+    if (inodes := found.usage.inodes) is not None:
+        usages.append(
+            csi.VolumeUsage(
+                unit=unit.INODES,
+                total=inodes.total,
+                used=inodes.used,
+                available=inodes.available,
+            )
+        )
+    return usages

@@ -1,0 +1,327 @@
+"""One volume group: its disks, its lvm2, what is known of it, and whose turn it is.
+
+Nothing in here knows another group, so that one whose disk hangs stops no other.
+
+What lvm2 reported is kept, and is as good as a new report for as long as nothing was written to the
+group: each commit of metadata moves the place on the disks where they are (lvm.labels), and looking
+there takes microseconds, and no process. So absence is proved too, by a look after the question.
+The report is read anew after a commit, whoever made it; after a command of which nobody knows what
+it did; where a disk came or went; where a device was left suspended, or a snapshot is not active;
+and when it is old. What the metadata do not say, such as whether a volume is active, is asked of
+the kernel.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from agent import errors
+from agent.engine.disks import Location, locate
+from agent.engine.queue import MOST_LOOKING, Queue
+from lvm import command, devicemapper, report
+from lvm import errors as lvm_errors
+from lvm.command import Result, Run
+from lvm.devices import Devices
+from lvm.disks import Disks, Fingerprint, Found
+from lvm.lvm2 import Lvm
+from lvm.shell import only_looks
+
+_log = logging.getLogger(__name__)
+
+State = Literal["unknown", "ready", "partial", "absent", "refused"]
+
+# What is wrong without a trace in the metadata is found out this late.
+_LASTS_SECONDS = 600.0
+# So often the disks' labels are read where udev tells of none that came or went.
+_BLIND_SECONDS = 60.0
+# How long those wait for it who have to do with another group, and how long then not again.
+_GLANCE_SECONDS = 5.0
+_REST_SECONDS = 60.0
+# How long those wait who make a list, where their callers say nothing.
+_LIST_SECONDS = 10.0
+# What is looked at behind everyone's back keeps nobody waiting.
+_BEHIND_SECONDS = 60.0
+# A path that is no disk: lvm2 that is confined to it sees no group.
+_NO_DISK = "/dev/null"
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A report of the group, and the proof by which it is still true."""
+
+    group: report.Group
+    location: Location
+    fingerprint: Fingerprint
+    time_seconds: float
+
+
+@dataclass(frozen=True)
+class _Stuck:
+    """A command that does not end; nothing is changed beside it."""
+
+    subcommand: str
+    ended: Callable[[], bool]
+    since_seconds: float
+
+
+class Engine:
+    """A volume group by its name. `node` is how lvm2 is called on this node.
+
+    `scan` tells of the node's disks. `run` runs lvm2 for this group: by a session, if any.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        node: Lvm,
+        run: Run,
+        disks: Disks,
+        devices: Devices,
+        scan: Callable[[], Mapping[str, Found]],
+    ) -> None:
+        self.name = name
+        self.queue = Queue(f"volume group {name}")
+        # What it was when it was looked at last, and when that was (epoch, seconds).
+        self.last: report.Group | None = None
+        self.time_seconds = 0.0
+        # When that was tried last, whatever came of it.
+        self.tried_seconds = 0.0
+        self.problem: Exception | None = None
+        self._node = node
+        self._run = run
+        self._disks = disks
+        self._devices = devices
+        self._scan = scan
+        # Who looks: one at a time.
+        self._looks = Queue(f"volume group {name}", MOST_LOOKING)
+        self._guard = threading.Lock()
+        self._looking: Future[None] | None = None
+        self._location: Location | None = None
+        self._known: _Known | None = None
+        self._stuck: _Stuck | None = None
+        # Until when nobody waits for it who does not need it (monotonic, seconds).
+        self._rests_until = 0.0
+        # Whether a disk came, went or moved, perhaps.
+        self._moved = True
+
+    @property
+    def lvm(self) -> Lvm:
+        """lvm2, which sees this group's disks and no others."""
+        return self._lvm_at(self._location)
+
+    @property
+    def state(self) -> State:
+        """As it was seen last."""
+        if isinstance(self.problem, errors.GroupRefused):
+            return "refused"
+        if self.last is None:
+            return "absent" if self.time_seconds else "unknown"
+        return "partial" if self.last.missing_disks else "ready"
+
+    @property
+    def answers(self) -> bool:
+        """Whether it was there, and could be used, when it was looked at last."""
+        return self.problem is None and self.state in ("ready", "partial")
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a disk came, went or changed since it was looked at."""
+        return self._moved
+
+    def outdate(self) -> None:
+        """A disk came, went or changed, or may have."""
+        self._moved = True
+
+    def look(self) -> report.Group | None:
+        """The group as it is now; None where it is not on this node.
+
+        One command where something was written to it since it was looked at last, else none.
+        Raises LvmError, GroupRefused, GroupSilent, GroupBusy.
+        """
+        with self._looks.turn():
+            before = self.state
+            try:
+                self.last = self._look()
+            except errors.GroupRefused as error:
+                self.last, self.problem, self.time_seconds = None, error, time.time()
+                raise
+            except Exception as error:
+                self.problem = error
+                raise
+            else:
+                self.problem, self.time_seconds, self._rests_until = None, time.time(), 0.0
+            finally:
+                self.tried_seconds = time.time()
+                self._tell(before)
+            return self.last
+
+    def glance(self) -> report.Group | None:
+        """The same, or what it was when it was looked at last, where that would take long.
+
+        For those who have to do with another group, and ask of this one only what it has, too. A
+        command that does not end though its time is over does not hold them either.
+        """
+        if self._looks.is_taken or self._rests:
+            return self.last
+        remaining = command.remaining_seconds()
+        looking = self.look_behind()
+        wait([looking], _GLANCE_SECONDS if remaining is None else min(_GLANCE_SECONDS, remaining))
+        if not looking.done() or self.problem is not None:
+            self._rests_until = time.monotonic() + _REST_SECONDS
+        return self.last
+
+    def look_or_last(self) -> report.Group | None:
+        """The same as `look`; of a group that does not answer, what it was last, if it was seen.
+
+        For lists: while a group does not answer nobody changes it. Waits for half of the caller's
+        time at most, and then for nothing for a while.
+        """
+        if self._rests and self.last is not None:
+            return self.last
+        remaining = command.remaining_seconds()
+        try:
+            with command.time_limit(_LIST_SECONDS if remaining is None else remaining / 2):
+                return self.look()
+        except (errors.GroupBusy, errors.GroupSilent, lvm_errors.OutcomeUnknown):
+            self._rests_until = time.monotonic() + _REST_SECONDS
+            if self.last is None:
+                raise
+            return self.last
+
+    def look_behind(self) -> Future[None]:
+        """Have it looked at in a thread of its own: once at a time, however long it takes."""
+        with self._guard:
+            if self._looking is None or self._looking.done():
+                self._looking = Future()
+                threading.Thread(
+                    target=self._look_for, args=[self._looking], name="look", daemon=True
+                ).start()
+            return self._looking
+
+    def _look_for(self, looking: Future[None]) -> None:
+        try:
+            with command.time_limit(_BEHIND_SECONDS):
+                self.look()
+        except BaseException as error:
+            # Whoever waits looks at `problem`.
+            looking.set_exception(error)
+        else:
+            looking.set_result(None)
+
+    @property
+    def _rests(self) -> bool:
+        return time.monotonic() < self._rests_until
+
+    def _look(self) -> report.Group | None:
+        known = self._known
+        if known is not None and self._still_holds(known):
+            return self._as_it_is(known.group)
+        self._known = None
+        location = self._locate()
+        return None if location is None else self._read(location)
+
+    def _tell(self, before: State) -> None:
+        """Say once what became of the group since it was looked at before."""
+        match before, self.state:
+            case "absent" | "refused", "ready" | "partial":
+                _log.warning("volume group %s is on this node again", self.name)
+            case (("unknown" | "ready" | "partial"), "absent"):
+                _log.warning(
+                    "volume group %s is not on this node: its classes have no room here, and its"
+                    " volumes cannot be used; `carver doctor` says what to do",
+                    self.name,
+                )
+            case (("unknown" | "ready" | "partial" | "absent"), "refused"):
+                _log.error("%s", self.problem)
+
+    def _still_holds(self, known: _Known) -> bool:
+        age_seconds = time.monotonic() - known.time_seconds
+        if age_seconds >= _LASTS_SECONDS or not self._can_be_asked(known.group):
+            return False
+        is_moved = self._moved or known.location.missing or age_seconds >= _BLIND_SECONDS
+        if is_moved and self._locate() != known.location:
+            return False
+        return self._fingerprint(known.location) == known.fingerprint
+
+    def _can_be_asked(self, group: report.Group) -> bool:
+        """Whether the kernel tells of all snapshots whether they are lost: of inactive ones not."""
+        every = group.volumes.values()
+        return all(self._devices.find(self.name, one.name) for one in every if one.is_copy_on_write)
+
+    def _locate(self) -> Location | None:
+        # Before the look: what changes meanwhile may be in it, or not.
+        self._moved = False
+        try:
+            found = locate(self._scan(), self.name)
+        except errors.GroupRefused:
+            self._moved, self._location = True, None
+            raise
+        except BaseException:
+            self._moved = True
+            raise
+        # In one step: a command that others begin meanwhile sees the disks as they were.
+        self._location = found
+        return found
+
+    def _read(self, location: Location) -> report.Group:
+        before = self._fingerprint(location)
+        told = report.read(self._lvm_at(location), self._devices.overflowed)
+        group = told.groups.get(self.name)
+        if group is None or group.uuid != location.uuid:
+            raise errors.GroupRefused(
+                self.name,
+                f"{', '.join(location.disks)} bear it, and lvm2 does not show it: see `pvs -a`,"
+                " `vgs --foreign --shared` and lvm.conf(5)",
+            )
+        if before is not None and before == self._fingerprint(location) and not _suspended(group):
+            self._known = _Known(group, location, before, time.monotonic())
+        return group
+
+    def _fingerprint(self, location: Location) -> Fingerprint | None:
+        remaining = command.remaining_seconds()
+        if remaining is None:
+            return self._disks.fingerprint(location.disks)
+        return self._disks.fingerprint(location.disks, remaining)
+
+    def _as_it_is(self, group: report.Group) -> report.Group:
+        """The group with what came over its snapshots since the report, without a commit."""
+        lost = {
+            one.name: replace(one, overflowed=True)
+            for one in group.volumes.values()
+            if one.is_copy_on_write and not one.overflowed and self._has_overflowed(one.name)
+        }
+        return replace(group, volumes={**group.volumes, **lost}) if lost else group
+
+    def _has_overflowed(self, name: str) -> bool:
+        told = self._devices.status(self.name, name)
+        return any(isinstance(one, devicemapper.Snapshot) and one.state for one in told)
+
+    def _lvm_at(self, location: Location | None) -> Lvm:
+        disks = (_NO_DISK,) if location is None else location.disks
+        return replace(self._node, run=self._watched, devices=disks)
+
+    def _watched(self, *words: str) -> Result:
+        """The seam `lvm.command.Run`: after a command that may have done anything, look anew."""
+        stuck = self._stuck
+        if stuck is not None and not only_looks(words):
+            if not stuck.ended():
+                seconds = time.monotonic() - stuck.since_seconds
+                raise lvm_errors.StillRunning(stuck.subcommand, seconds)
+            self._stuck = None
+        try:
+            return self._run(*words)
+        except lvm_errors.CommandStuck as error:
+            self._known, self._stuck = None, _Stuck(words[1], error.ended, time.monotonic())
+            raise
+        except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
+            self._known = None
+            raise
+
+
+def _suspended(group: report.Group) -> bool:
+    """Whether a device was left suspended: whatever ends that writes no metadata."""
+    return any(one.suspended for one in group.volumes.values())

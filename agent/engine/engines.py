@@ -1,0 +1,120 @@
+"""The engines of this node, by the names of their groups, and what spans several of them."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+from agent import admission
+from agent.engine.disks import names_of
+from agent.engine.engine import Engine
+from lvm import command, lvm2
+from lvm.command import Run
+from lvm.devices import Devices
+from lvm.disks import PATIENCE_SECONDS, Disks, Found
+from lvm.labels import PhysicalLabel
+from lvm.lvm2 import Lvm
+from lvm.session import Session
+
+
+class Engines:
+    """One for each group that the configuration names, and for others that ids name.
+
+    `session` makes the `Run` by which an engine talks to lvm2.
+    """
+
+    def __init__(
+        self,
+        node: Lvm,
+        disks: Disks,
+        devices: Devices,
+        names: Sequence[str],
+        session: Callable[[str], Session] | None = None,
+    ) -> None:
+        self.names = tuple(names)
+        self.node = node
+        self._disks = disks
+        self._devices = devices
+        self._session = session
+        self._guard = threading.Lock()
+        self._engines: dict[str, Engine] = {}
+        self._sessions: list[Session] = []
+        for one in self.names:
+            self._add(one)
+
+    def __iter__(self) -> Iterator[Engine]:
+        """Those of the configuration's groups."""
+        return (self._engines[one] for one in self.names)
+
+    def of(self, name: str) -> Engine | None:
+        """The engine of a group; None where no disk on this node tells of such a group.
+
+        An id may name a group that no class names any more.
+        """
+        found = self._engines.get(name)
+        if found is None and self.has(name):
+            with self._guard:
+                found = self._engines.get(name) or self._add(name)
+        return found
+
+    def has(self, name: str) -> bool:
+        """Whether a group of that name is on this node, also one that no class names."""
+        return name in names_of(self.scan())
+
+    def lvm(self, name: str) -> Lvm:
+        """lvm2 for one group; it sees no disk where the group is not here."""
+        found = self.of(name)
+        return found.lvm if found is not None else self.node
+
+    @contextmanager
+    def hold(self, *names: str) -> Iterator[None]:
+        """Hold groups, after any other call that does; all take them in the same order.
+
+        Raises GroupBusy, TooManyCalls, Starting.
+        """
+        admission.enter()
+        found = [self.of(one) for one in sorted(set(names))]
+        with ExitStack() as held:
+            for one in found:
+                if one is not None:
+                    held.enter_context(one.queue.turn())
+            yield
+
+    def scan(self) -> Mapping[str, Found]:
+        """What the disks say of themselves that lvm2 may see on this node."""
+        # A disk that does not answer, perhaps another group's, leaves time for the rest.
+        remaining = command.remaining_seconds()
+        patience = PATIENCE_SECONDS if remaining is None else min(PATIENCE_SECONDS, remaining / 2)
+        paths = {os.path.realpath(one) for one in self.node.devices}
+        found = self._disks.scan(patience, paths)
+        if paths:
+            return found
+        root = self.node.root
+        listed = None if root is None else lvm2.listed_disks(root)
+        if listed is None:
+            return found
+        return {path: one for path, one in found.items() if _is_listed(one, listed)}
+
+    def outdate(self) -> None:
+        """A disk came, went or changed, or may have."""
+        for one in list(self._engines.values()):
+            one.outdate()
+
+    def stop(self) -> None:
+        """End the sessions with lvm2; what runs is left to end by itself."""
+        for one in self._sessions:
+            one.close()
+
+    def _add(self, name: str) -> Engine:
+        run: Run = self.node.run
+        if self._session is not None:
+            run = self._session(name)
+            self._sessions.append(run)
+        made = Engine(name, self.node, run, self._disks, self._devices, self.scan)
+        self._engines[name] = made
+        return made
+
+
+def _is_listed(found: Found, listed: frozenset[str]) -> bool:
+    """Whether a disk is one of those in the node's devices file (lvmdevices(8)), or may be."""
+    return not isinstance(found, PhysicalLabel) or found.uuid.replace("-", "") in listed

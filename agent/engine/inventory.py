@@ -1,0 +1,648 @@
+"""Carver's volumes and snapshots, as LVM's tags and the kernel's devices tell of them."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from agent import admission, errors, fact, ids
+from agent.engine import sources
+from agent.engine.engine import Engine
+from agent.engine.engines import Engines
+from agent.engine.sources import Foundations
+from agent.ids import VolumeId
+from lvm import devicemapper, devices, names, report, tags, volumes
+from lvm import errors as lvm_errors
+from lvm.layout import LINEAR, Layout
+
+# What a snapshot was taken of, where neither its tags nor lvm2 know; no logical volume's name.
+_UNKNOWN = "unknown"
+
+# Those who only watch are told what was seen so long ago, and wait for a new look so long.
+_RECENT_SECONDS = 60.0
+_WATCHING_SECONDS = 5.0
+# How long whoever has everything looked at waits for it.
+_BEHIND_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A volume that Carver made: what LVM says of it, and its facts."""
+
+    id: VolumeId
+    group: report.Group
+    name: str
+    size_bytes: int
+    facts: Mapping[str, str]
+    health: str = ""
+    read_only: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """How it lies on disks, as its class said when it was made.
+
+        Where that is lost, the report tells at least whether it lies in a pool.
+        """
+        logical = self.group.volumes.get(self.name)
+        plain = Layout("thin") if logical is not None and logical.pool else LINEAR
+        try:
+            return Layout.parse(self.facts.get(fact.LAYOUT) or str(plain))
+        except (ValueError, KeyError, TypeError):
+            return plain
+
+    @property
+    def made_bytes(self) -> int:
+        """The size that it was made with."""
+        return _number(self.facts, fact.SIZE) or self.size_bytes
+
+    @property
+    def on_disks(self) -> report.LogicalVolume:
+        """What of it lies on disks, and has a cache if any has: itself, or its pool."""
+        return _lies_on(self.group, self.group.volume(self.name))
+
+    @property
+    def missing_disks(self) -> list[str]:
+        """The UUIDs of the disks that are missing, and a part of it lies on.
+
+        One that was made since the report is on none.
+        """
+        logical = self.group.volumes.get(self.name)
+        disks = _lies_on(self.group, logical).disks if logical is not None else frozenset()
+        return sorted(one.uuid for one in self.group.disks if one.missing and one.uuid in disks)
+
+    @property
+    def copy_on_write_snapshots(self) -> list[str]:
+        """The ids of its copy-on-write snapshots, which are nothing without it."""
+        every = self.group.copy_on_write_of(self.name)
+        return sorted(str(VolumeId.of(self.group, one.name)) for one in every)
+
+    @property
+    def wanted_bytes(self) -> int:
+        """How large it shall be when it is staged next; 0 where it is as large as is on record."""
+        wanted = _number(self.facts, fact.WANTED) or 0
+        return wanted if wanted > self.size_bytes else 0
+
+    @property
+    def is_ephemeral(self) -> bool:
+        """Whether it is an inline volume, which no CreateVolume made and no DeleteVolume ends."""
+        return fact.EPHEMERAL in self.facts
+
+    @property
+    def is_listed(self) -> bool:
+        """Whether it is a volume for the callers of the Controller."""
+        return not (self.wiping or self.copying or self.is_ephemeral)
+
+    @property
+    def copying(self) -> bool:
+        """Whether it has not yet what it shall be made of; then it is no volume yet."""
+        return self.facts.get(fact.STATE) == fact.COPYING
+
+    @property
+    def wiping(self) -> bool:
+        """Whether it was deleted, and only its wiping is left to do."""
+        return self.facts.get(fact.STATE) == fact.WIPING
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A volume as it was once. `size_bytes` is the volume's then, `area_bytes` its own."""
+
+    id: VolumeId
+    group: report.Group
+    name: str
+    source_id: VolumeId
+    size_bytes: int
+    time_nanoseconds: int
+    area_bytes: int
+    facts: Mapping[str, str]
+    overflowed: bool | None = False
+    pool: str = ""
+
+    @property
+    def is_thin(self) -> bool:
+        """Whether it shares a pool with its source, and does not need it any more."""
+        return bool(self.pool)
+
+    @property
+    def is_bridge(self) -> bool:
+        """Whether it is there only for a volume to be copied from it."""
+        return names.is_of(ids.BRIDGE_PREFIX, self.name)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether something can be made of it; not where its disk does not tell."""
+        return self.overflowed is False
+
+    @property
+    def group_snapshot_id(self) -> str:
+        """The group snapshot that it was taken for; empty where it was taken alone."""
+        return self.facts.get(fact.GROUP_SNAPSHOT, "")
+
+    @property
+    def problem(self) -> str:
+        """Why nothing can be made of it, now and for ever; empty where something can."""
+        if not self.overflowed:
+            return ""
+        return (
+            f"its area of {self.area_bytes} bytes for what {self.source_id} overwrites was full,"
+            " and what it held is lost"
+        )
+
+
+class Inventory:
+    """Finds volumes and snapshots: by id, by name, all of them.
+
+    Each call looks anew at the groups that it decides about, which is seldom a command
+    (agent.engine.engine). Those who only watch are told what was seen last.
+    """
+
+    def __init__(
+        self,
+        engines: Engines,
+        kernel_devices: devices.Devices,
+        foundations: Foundations = sources.NONE,
+    ) -> None:
+        self._engines = engines
+        self._devices = kernel_devices
+        self._groups = engines.names
+        self._foundations = foundations
+        self._held: frozenset[tuple[str, str]] = frozenset()
+        # Whether a disk changed since the groups were looked at last, and whether anyone cares.
+        self._outdated = False
+        self._glimpsed = False
+
+    def read(self, *groups: str) -> report.Report:
+        """What lvm2 knows now of these groups, or of all where none is named.
+
+        Of the others what can be told without waiting for a disk that does not answer: to know
+        whether they have something, too. One command for each group that was written to since.
+        Raises LvmError, GroupRefused, GroupSilent, TooManyCalls, Starting.
+        """
+        admission.enter()
+        self._outdated = False
+        wanted = groups or self._groups
+        seen = {one: self._engines.of(one) for one in wanted}
+        looked = {name: one.look() for name, one in seen.items() if one is not None}
+        told = {one.name: one.glance() for one in self._engines if one.name not in looked}
+        return report.Report({name: one for name, one in (told | looked).items() if one})
+
+    def listed(self) -> report.Report:
+        """What is in all groups now; of one that does not answer what was seen there last.
+
+        Raises what `read` raises for one that was never seen: a list that lacks a group's volumes
+        would say they are gone.
+        """
+        admission.enter()
+        told = {one.name: one.look_or_last() for one in self._engines}
+        return report.Report({name: one for name, one in told.items() if one})
+
+    def glance(self) -> report.Report:
+        """What can be told of all groups without waiting for a disk that does not answer."""
+        admission.enter()
+        told = {one.name: one.glance() for one in self._engines}
+        return report.Report({name: one for name, one in told.items() if one})
+
+    def awake(self, *groups: str) -> report.Report:
+        """The same, before a change; one more command for each device that was left suspended.
+
+        lvm2 suspends a device while it changes its table. Killed meanwhile (SIGKILL), it leaves it
+        so, and whoever reads or writes there waits for ever. lvm2 reports under the group's lock:
+        what a report says is suspended is left over, not under way.
+        """
+        known = self.read(*groups)
+        for group, logical in self._logical(known):
+            held = (group.name, logical.name) in self._held
+            is_own = not groups or group.name in groups
+            if is_own and logical.suspended and not held and tags.decode(logical.tags):
+                volumes.refresh(self._engines.lvm(group.name), group.name, logical.name)
+        return known
+
+    @contextmanager
+    def holding(self, volumes: Iterable[tuple[str, str]]) -> Iterator[None]:
+        """Inside, these are suspended on purpose: they are not resumed. One call at a time.
+
+        Each is a group's name and a logical volume's.
+        """
+        self._held = frozenset(volumes)
+        try:
+            yield
+        finally:
+            self._held = frozenset()
+
+    def recent(self) -> tuple[report.Report, float]:
+        """What was known at most a minute ago, and when (epoch, seconds), to watch it by.
+
+        However many ask, and however often, it is one look a minute at each group, and none where
+        calls look anyway. Of a group that does not answer it is what was seen last. Where none
+        does that is here, the error is raised, again for as long.
+
+        Nobody waits longer than five seconds, whatever hangs: raises CommandTimedOut. Raises
+        GroupSilent.
+        """
+        looks = [one.look_behind() for one in self._engines if not _is_recent(one)]
+        if looks and not all(one.done() for one in looks):
+            wait(looks, _WATCHING_SECONDS)
+        every = list(self._engines)
+        # One that is refused was seen, and is as good as not here.
+        refused = errors.GroupRefused
+        problems = [p for one in every if (p := one.problem) and not isinstance(p, refused)]
+        unseen = [one for one in every if not one.time_seconds]
+        answers = any(one.last is not None and one.problem is None for one in every)
+        if problems and not answers:
+            # The same error each time: without the traces of those who met it before.
+            raise problems[0].with_traceback(None)
+        if every and len(unseen) == len(every):
+            raise lvm_errors.CommandTimedOut(("lvm", "fullreport"), _WATCHING_SECONDS)
+        known = report.Report({one.name: one.last for one in every if one.last is not None})
+        return known, min((one.time_seconds for one in every if one.time_seconds), default=0.0)
+
+    @property
+    def problem(self) -> Exception | None:
+        """Why lvm2 gave no report of a group when it was asked last; no command."""
+        return next((one.problem for one in self._engines if one.problem is not None), None)
+
+    def glimpse(self, volume_id: str) -> Volume | None:
+        """A volume as the last report has it, without a look; None where none tells of it.
+
+        Whoever looks so has `renew` look anew when it is due.
+        """
+        self._glimpsed = True
+        known = report.Report({one.name: one.last for one in self._engines if one.last is not None})
+        if VolumeId.parse(volume_id) is None:
+            return self.named(known, volume_id, ids.INLINE_PREFIX)
+        try:
+            return self.get(known, volume_id)
+        except (errors.NoSuchVolume, errors.OtherGroup):
+            return None
+
+    def outdate(self) -> None:
+        """A disk changed, or may have: what is known need not be true any more."""
+        self._outdated = True
+        self._engines.outdate()
+
+    def renew(self, slow_seconds: float) -> None:
+        """Look for those who glimpse, where that was long ago; sooner where a disk changed."""
+        oldest = min((one.time_seconds for one in self._engines), default=0.0)
+        due_seconds = _RECENT_SECONDS if self._outdated else slow_seconds
+        if self._glimpsed and abs(time.time() - oldest) >= due_seconds:
+            self._glimpsed = self._outdated = False
+            wait([one.look_behind() for one in self._engines], _BEHIND_SECONDS)
+
+    def require_group_of(self, known: report.Report, identity: str) -> None:
+        """Raise OtherGroup for an id of a group that is not here: then nothing is proved."""
+        _find(known, identity)
+
+    def group(self, known: report.Report, name: str) -> report.Group:
+        """A group to make volumes in; raises GroupMissing, GroupRefused."""
+        return self._foundations.group(known, name)
+
+    def require_groups(self, known: report.Report) -> None:
+        """Raise GroupMissing, GroupRefused for one of Carver's groups that cannot be used."""
+        for name in self._groups:
+            self.group(known, name)
+
+    def all(self, known: report.Report) -> list[Volume]:
+        """Every volume in Carver's groups, also those that are being wiped.
+
+        Raises GroupMissing: a list that lacks a group's volumes would say they are gone.
+        """
+        for name in self._groups:
+            known.group(name)
+        return list(self.present(known))
+
+    def present(self, known: report.Report) -> Iterator[Volume]:
+        """Every volume in those of Carver's groups that are there."""
+        for group, logical in self._logical(known):
+            if (volume := _volume(group, logical)) is not None:
+                yield volume
+
+    def own_groups(self, known: report.Report) -> Iterator[report.Group]:
+        """Those of Carver's groups that are there."""
+        return (known.groups[one] for one in self._groups if one in known.groups)
+
+    def named(
+        self, known: report.Report, name: str, prefix: str = ids.VOLUME_PREFIX
+    ) -> Volume | None:
+        """The volume that the CO calls `name`, in whichever of Carver's groups it is."""
+        own_name = names.logical_volume(prefix, name)
+        return next((one for one in self.present(known) if one.name == own_name), None)
+
+    def get(self, known: report.Report, volume_id: str) -> Volume:
+        """The volume of that id, even one that is being wiped.
+
+        Raises NoSuchVolume when the report proves that it is not there, OtherGroup when its
+        group is not here: then nothing is proved.
+        """
+        found = _find(known, volume_id)
+        volume = None if found is None else _volume(*found)
+        if volume is None:
+            raise errors.NoSuchVolume(volume_id)
+        return volume
+
+    def snapshot(self, known: report.Report, snapshot_id: str) -> Snapshot:
+        """The snapshot of that id; raises NoSuchSnapshot or OtherGroup, as `get` does."""
+        found = _find(known, snapshot_id)
+        snapshot = None if found is None else _snapshot(*found)
+        if snapshot is None or snapshot.is_bridge:
+            raise errors.NoSuchSnapshot(snapshot_id)
+        own = snapshot.group_snapshot_id
+        if own and own in self.half_made(known):
+            raise errors.NoSuchSnapshot(snapshot_id)
+        return snapshot
+
+    def snapshots(self, known: report.Report) -> Iterator[Snapshot]:
+        """Every snapshot that a caller asked for, in those of Carver's groups that are there."""
+        half_made = self.half_made(known)
+        for one in self.all_snapshots(known):
+            if not one.is_bridge and one.group_snapshot_id not in half_made:
+                yield one
+
+    def members(self, known: report.Report, group_snapshot_id: str) -> list[Snapshot]:
+        """The snapshots of a group that are there, be it whole or not."""
+        every = self.all_snapshots(known)
+        return [one for one in every if one.group_snapshot_id == group_snapshot_id]
+
+    def group_snapshots(self, known: report.Report) -> Mapping[str, list[Snapshot]]:
+        """The snapshots of each group that are there, by the group snapshot's id."""
+        found: defaultdict[str, list[Snapshot]] = defaultdict(list)
+        for one in self.all_snapshots(known):
+            if one.group_snapshot_id:
+                found[one.group_snapshot_id].append(one)
+        return found
+
+    def half_made(self, known: report.Report) -> set[str]:
+        """The group snapshots that never were whole; none of their snapshots is for callers.
+
+        That is proved: none of them bears the record that all were taken, and no group is away
+        that may hold another.
+        """
+        return {
+            identity
+            for identity, members in self.group_snapshots(known).items()
+            if self.is_half_made(known, members)
+        }
+
+    def is_half_made(self, known: report.Report, members: Sequence[Snapshot]) -> bool:
+        """Whether these snapshots of a group are not all, and never were."""
+        if is_whole(members) or any(fact.COMMITTED in one.facts for one in members):
+            return False
+        return not self._away(known, members)
+
+    def awaited(self, known: report.Report, members: Sequence[Snapshot]) -> list[str]:
+        """The groups that may hold further snapshots of a group, and may yet be seen here.
+
+        Not one that no class names any more, nor one in whose place is another: that is given up.
+        """
+        away = self._away(known, members)
+        return sorted(one for one in away if (one in self._groups) != self._engines.has(one))
+
+    def _away(self, known: report.Report, members: Sequence[Snapshot]) -> set[str]:
+        """The groups that may hold further snapshots of a group, and are none of Carver's here."""
+        here = {_place(str(VolumeId.of(one, _UNKNOWN))) for one in self.own_groups(known)}
+        told = {_place(one.group_snapshot_id) for one in members}
+        for one in members:
+            told |= set(filter(None, one.facts.get(fact.MEMBER_GROUPS, "").split(",")))
+        away = {one.partition("@")[0] for one in told - here}
+        if any(fact.MEMBER_GROUPS not in one.facts for one in members):
+            # Older ones do not say: they may be in any that Carver has.
+            away |= set(self._groups) - set(known.groups)
+        return away
+
+    def all_snapshots(self, known: report.Report) -> Iterator[Snapshot]:
+        """These, and those that volumes are copied from."""
+        for group, logical in self._logical(known):
+            if (snapshot := _snapshot(group, logical)) is not None:
+                yield snapshot
+
+    def copies_of(self, known: report.Report, source_id: str) -> list[str]:
+        """The ids of the volumes that are being copied from a snapshot or a volume."""
+        return [
+            str(one.id)
+            for one in self.present(known)
+            if one.copying and one.facts.get(fact.FROM) == source_id
+        ]
+
+    def doomed(self, known: report.Report) -> Iterator[Volume]:
+        """All that is on record as deleted, and is only there to be wiped."""
+        for group, logical in self._logical(known):
+            volume = _volume(group, logical) or _remains(group, logical)
+            if volume is not None and volume.wiping:
+                yield volume
+
+    def doomed_one(self, known: report.Report, identity: str) -> Volume:
+        """What is on record as deleted under an id; raises NoSuchVolume, OtherGroup."""
+        found = _find(known, identity)
+        volume = None if found is None else _volume(*found) or _remains(*found)
+        if volume is None or not volume.wiping:
+            raise errors.NoSuchVolume(identity)
+        return volume
+
+    def _logical(self, known: report.Report) -> Iterator[tuple[report.Group, report.LogicalVolume]]:
+        for group in self.own_groups(known):
+            yield from ((group, logical) for logical in group.volumes.values())
+
+    def require(self, volume_id: str) -> Volume:
+        """The volume of that id, as it is now; one that was deleted is not there."""
+        return self.usable(self.awake(ids.group_of(volume_id)), volume_id)
+
+    def usable(self, known: report.Report, volume_id: str) -> Volume:
+        """The volume of that id, as CreateVolume made it; one that was deleted is not there.
+
+        Raises NoSuchVolume, OtherGroup, and Copying for one that is not complete.
+        """
+        volume = self.get(known, volume_id)
+        if volume.wiping or volume.is_ephemeral:
+            raise errors.NoSuchVolume(volume_id)
+        if volume.copying:
+            raise errors.Copying(volume_id, "it is not complete")
+        return volume
+
+    def device(self, volume_id: str) -> devices.Device | None:
+        """The device of an active volume, found without a command; None proves nothing."""
+        parsed = VolumeId.parse(volume_id)
+        if parsed is None:
+            name = names.logical_volume(ids.INLINE_PREFIX, volume_id)
+            found_in = (self._devices.find(group, name) for group in self._groups)
+            return next(filter(None, found_in), None)
+        found = self._devices.find(parsed.group, parsed.name)
+        return found if found is not None and parsed.is_of(found.group_uuid) else None
+
+    def activate(self, volume: Volume, *, partial: bool = False) -> devices.Device:
+        """The volume's device; a command only where it is not active. Raises Inactive."""
+        return self.ensure_active(volume.group.name, volume.name, partial=partial)
+
+    def ensure_active(
+        self, group: str, name: str, by: str = "", *, partial: bool = False
+    ) -> devices.Device:
+        """The device of any logical volume; a command only where it is not active.
+
+        `by` is whose activation brings it, where that is another's; `partial` is what is there of
+        one that lies on missing disks. Raises Inactive.
+        """
+        found = self._devices.find(group, name)
+        if found is None:
+            volumes.activate(self._engines.lvm(group), group, by or name, partial=partial)
+            found = self._devices.find(group, name)
+        if found is None:
+            raise lvm_errors.Inactive(group, name)
+        return found
+
+    def is_active(self, group: str, name: str) -> bool:
+        """Whether a logical volume, or a pool, is active; no command."""
+        return bool(self._devices.find(group, name) or self._devices.status(group, name))
+
+    def is_open(self, volume: Volume) -> bool:
+        """Whether something has an active volume's device open; no command."""
+        return self._devices.is_open(volume.group.name, volume.name)
+
+    def active(self, prefix: str) -> Iterator[tuple[str, str]]:
+        """Group and name of each active logical volume with a prefix; no command."""
+        for group in self._groups:
+            for name in self._devices.active(group):
+                if names.is_of(prefix, name):
+                    yield group, name
+
+    def status(self, group: str, name: str) -> tuple[devices.Status, ...]:
+        """What device-mapper says of an active logical volume, and of all that it stands on."""
+        return self._devices.status(group, name)
+
+    def status_of(self, volume_id: str) -> tuple[devices.Status, ...]:
+        """The same of an active volume, by the CO's id."""
+        parsed = VolumeId.parse(volume_id)
+        name = ids.logical_name(volume_id)
+        found_in = (self.status(one, name) for one in ([parsed.group] if parsed else self._groups))
+        return next(filter(None, found_in), ())
+
+    def activate_snapshot(self, snapshot: Snapshot) -> devices.Device:
+        """The snapshot's device, which is there whenever its source's is. Raises Inactive."""
+        # For a copy-on-write snapshot lvm2 would ask whether its origin may be activated, too.
+        by = "" if snapshot.is_thin else snapshot.source_id.name
+        return self.ensure_active(snapshot.group.name, snapshot.name, by)
+
+    def has_overflowed(self, snapshot: Snapshot) -> bool:
+        """Whether an active snapshot was lost until now, as device-mapper says; no command."""
+        told = self.status(snapshot.group.name, snapshot.name)
+        return any(isinstance(one, devicemapper.Snapshot) and one.state for one in told)
+
+
+def _is_recent(engine: Engine) -> bool:
+    return 0 <= time.time() - engine.tried_seconds < _RECENT_SECONDS
+
+
+def _find(known: report.Report, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:
+    """What has an id; None where nothing can have it, or the report proves that nothing has.
+
+    Raises OtherGroup when the group is not here: then nothing is proved.
+    """
+    parsed = VolumeId.parse(identity)
+    if parsed is None:
+        return None
+    group = known.groups.get(parsed.group)
+    if group is None:
+        raise errors.OtherGroup(identity, f"group {parsed.group} is not on this node")
+    if not parsed.is_of(group.uuid):
+        raise errors.OtherGroup(identity, f"group {parsed.group} here has another UUID")
+    logical = group.volumes.get(parsed.name)
+    return None if logical is None else (group, logical)
+
+
+def _volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
+    facts = tags.decode(logical.tags)
+    prefixes = (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
+    if fact.NAME not in facts or not any(names.is_of(one, logical.name) for one in prefixes):
+        return None
+    return _as_volume(group, logical, facts)
+
+
+def _remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
+    """What is left of a snapshot that was parted from its origin, or did not come to have one.
+
+    Its area holds what the origin held once, and is nobody's: being there is its record.
+    """
+    facts = tags.decode(logical.tags)
+    if fact.NAME not in facts or not _is_snapshot(logical.name) or logical.origin or logical.pool:
+        return None
+    return _as_volume(group, logical, {**facts, fact.STATE: fact.WIPING})
+
+
+def _is_snapshot(name: str) -> bool:
+    return names.is_of(ids.SNAPSHOT_PREFIX, name) or names.is_of(ids.BRIDGE_PREFIX, name)
+
+
+def _as_volume(
+    group: report.Group, logical: report.LogicalVolume, facts: Mapping[str, str]
+) -> Volume:
+    return Volume(
+        VolumeId.of(group, logical.name),
+        group,
+        logical.name,
+        logical.size_bytes,
+        facts,
+        health=logical.health or _lies_on(group, logical).health,
+        read_only=logical.read_only,
+    )
+
+
+def _lies_on(group: report.Group, logical: report.LogicalVolume) -> report.LogicalVolume:
+    """What of a volume lies on disks: itself, or its pool."""
+    return group.volumes.get(logical.pool, logical)
+
+
+def _snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | None:
+    facts = tags.decode(logical.tags)
+    if fact.NAME not in facts or not _is_snapshot(logical.name):
+        return None
+    if not (logical.origin or logical.pool):
+        return None
+    return Snapshot(
+        id=VolumeId.of(group, logical.name),
+        group=group,
+        name=logical.name,
+        source_id=VolumeId.of(group, facts.get(fact.SOURCE) or logical.origin or _UNKNOWN),
+        size_bytes=_number(facts, fact.SIZE)
+        or group.volumes.get(logical.origin, logical).size_bytes,
+        time_nanoseconds=_number(facts, fact.TIME),
+        area_bytes=logical.size_bytes,
+        facts=facts,
+        overflowed=logical.overflowed,
+        pool=logical.pool,
+    )
+
+
+def snapshots_of(volume: Volume) -> Iterator[Snapshot]:
+    """The snapshots of a volume, in the report that the volume is of."""
+    every = (_snapshot(volume.group, one) for one in volume.group.made_of(volume.name))
+    return (one for one in every if one is not None and one.source_id == volume.id)
+
+
+def _place(identity: str) -> str:
+    """The group in an id: its name and the start of its UUID."""
+    return identity.partition("/")[0]
+
+
+def places_of(volumes: Sequence[Volume]) -> str:
+    """What is kept of the groups that volumes are in."""
+    return ",".join(sorted({_place(str(one.id)) for one in volumes}))
+
+
+def is_whole(members: Sequence[Snapshot]) -> bool:
+    """Whether these snapshots of a group are all that it has."""
+    return bool(members) and len(members) == max(
+        _number(one.facts, fact.MEMBERS) for one in members
+    )
+
+
+def _number(facts: Mapping[str, str], key: str) -> int:
+    """A fact that is a number; 0 where it is lost, or someone wrote something else."""
+    told = facts.get(key, "")
+    return int(told) if told.isascii() and told.isdigit() else 0
+
+
+def remains_of(snapshot: Snapshot) -> Volume:
+    """What is left of a snapshot once it is parted from its origin: read-only, to be wiped."""
+    facts = {**snapshot.facts, fact.STATE: fact.WIPING}
+    return Volume(
+        snapshot.id, snapshot.group, snapshot.name, snapshot.area_bytes, facts, read_only=True
+    )

@@ -1,0 +1,221 @@
+"""Work that goes on behind the answers: a few jobs at a time, ended at a safe point, tried again.
+
+What has to survive the process is on record elsewhere, as tags; here is only what runs now.
+"""
+
+import logging
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from agent import errors
+
+_log = logging.getLogger(__name__)
+
+# A job that was called off is at a safe point by then, unless the disk hangs.
+_ENDING_SECONDS = 10.0
+
+
+class Stopping(errors.OperationPending):
+    """The service ends, or the job was called off; who needs it done starts it again."""
+
+
+@dataclass
+class Job:
+    """A piece of work on what has the id `key`, such as a volume; `ended` says how it came out.
+
+    What is on record has been answered, so that nobody else will ask for it again.
+    """
+
+    key: str
+    on_record: bool = True
+    running: bool = False
+    # How it failed last: the same again each minute is told once.
+    told: str = ""
+    called_off: threading.Event = field(default_factory=threading.Event)
+    ended: Future[None] = field(default_factory=Future)
+
+
+J = TypeVar("J", bound=Job)
+
+
+class Jobs(Generic[J]):
+    """Jobs of one kind: `work` does one, and one that fails is logged in the words of `failure`.
+
+    If it is on record it is tried again: `find` tells by a fresh look what is to be done under a
+    key then, and raises NoSuchVolume where nothing is. `workers` are so many for each group.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        work: Callable[[J], None],
+        find: Callable[[str], J],
+        failure: str,
+        *,
+        workers: int,
+    ) -> None:
+        self._work = work
+        self._find = find
+        self._failure = failure
+        self.retry_seconds = 60.0
+        self._stopping = threading.Event()
+        self._workers = _Workers(kind, workers)
+        self._guard = threading.Lock()
+        self._jobs: dict[str, J] = {}
+        self._barred: set[str] = set()
+        self._timers: list[threading.Timer] = []
+
+    def start(self, job: J) -> J:
+        """Have a job done; where one for the same volume is under way, it is that one.
+
+        Nothing begins once the service stops. Raises Stopping for a volume whose jobs were called
+        off.
+        """
+        with self._guard:
+            if job.key in self._barred:
+                raise Stopping(job.key)
+            running = self._jobs.get(job.key)
+            if running is not None and not running.ended.done():
+                return running
+            return self._submit(job)
+
+    def has(self, key: str) -> bool:
+        """Whether there is a job for the volume that has not succeeded yet."""
+        with self._guard:
+            return key in self._jobs
+
+    def check(self, job: J) -> None:
+        """Raise Stopping where the job shall end; to be asked at every safe point."""
+        if self._stopping.is_set() or job.called_off.is_set():
+            raise Stopping(job.key)
+
+    def call_off(self, key: str) -> None:
+        """End the volume's job, and let none begin until `allow`.
+
+        Raises Stopping where it does not end soon: then the disk does not answer.
+        """
+        with self._guard:
+            self._barred.add(key)
+            job = self._jobs.get(key)
+        if job is not None:
+            job.called_off.set()
+            if job.running and not wait([job.ended], _ENDING_SECONDS).done:
+                raise Stopping(key)
+        self.forget(key)
+
+    def allow(self, key: str) -> None:
+        """Jobs for the volume may begin again."""
+        with self._guard:
+            self._barred.discard(key)
+
+    def forget(self, key: str) -> J | None:
+        """Another volume has the id now: the job for an earlier one ends at its next safe point."""
+        with self._guard:
+            job = self._jobs.pop(key, None)
+        if job is not None:
+            job.called_off.set()
+        return job
+
+    def try_again(self, failed: J) -> None:
+        """Do it once more, later, unless it was done until then."""
+        timer = threading.Timer(self.retry_seconds, self._look_again, [failed])
+        timer.daemon = True
+        with self._guard:
+            self._timers = [one for one in self._timers if one.is_alive()] + [timer]
+            if not self._stopping.is_set():
+                timer.start()
+
+    def counts(self) -> Mapping[str, int]:
+        """How many jobs wait for a worker, are under way, and failed and will be tried again."""
+        with self._guard:
+            states = Counter(_state(job) for job in self._jobs.values())
+        return {state: states[state] for state in ("queued", "running", "failed")}
+
+    def stop(self) -> None:
+        """End at the next safe point."""
+        with self._guard:
+            self._stopping.set()
+            for timer in self._timers:
+                timer.cancel()
+        self._workers.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, job: J) -> None:
+        job.running = True
+        try:
+            self.check(job)
+            self._work(job)
+        except Stopping as stopping:
+            job.ended.set_exception(stopping)
+        except Exception as error:
+            self._tell(job, error)
+            job.ended.set_exception(error)
+            if job.on_record:
+                self.try_again(job)
+        else:
+            self._drop(job)
+            job.ended.set_result(None)
+
+    def _look_again(self, failed: J) -> None:
+        """The disk may answer again, or the volume be gone, or have been done since."""
+        try:
+            job = self._find(failed.key)
+        except errors.NoSuchVolume:
+            self._drop(failed)
+        except Exception as error:
+            self._tell(failed, error)
+            # What the agent itself refuses is for a caller, or an operator, to mend.
+            if not isinstance(error, errors.AgentError):
+                self.try_again(failed)
+        else:
+            job.told = failed.told
+            with self._guard:
+                if self._jobs.get(failed.key) is failed:
+                    self._submit(job)
+
+    def _tell(self, job: J, error: Exception) -> None:
+        if job.told != str(error):
+            _log.error(self._failure, job.key, error)
+        job.told = str(error)
+
+    def _submit(self, job: J) -> J:
+        self._jobs[job.key] = job
+        if not self._stopping.is_set():
+            self._workers.submit(job.key, self._run, job)
+        return job
+
+    def _drop(self, job: J) -> None:
+        with self._guard:
+            if self._jobs.get(job.key) is job:
+                del self._jobs[job.key]
+
+
+class _Workers:
+    """A few threads for each volume group: one whose disk hangs keeps no other's jobs waiting."""
+
+    def __init__(self, kind: str, each: int) -> None:
+        self._kind, self._each = kind, each
+        self._of: dict[str, ThreadPoolExecutor] = {}
+
+    def submit(self, key: str, work: Callable[[J], None], job: J) -> None:
+        """Have a thread of the key's group do it; the caller holds the guard of the jobs."""
+        group = re.split("[@/]", key)[0]
+        if group not in self._of:
+            self._of[group] = ThreadPoolExecutor(self._each, f"{self._kind} {group}")
+        self._of[group].submit(work, job)
+
+    def shutdown(self, *, wait: bool, cancel_futures: bool = False) -> None:
+        """Begin no more; those that are at work end first where it is waited for."""
+        for one in list(self._of.values()):
+            one.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+def _state(job: Job) -> str:
+    if job.ended.done():
+        # One that succeeded is not kept.
+        return "failed"
+    return "running" if job.running else "queued"

@@ -1,0 +1,20 @@
+"""The means by which all policy looks at this node and works on it."""
+
+from dataclasses import dataclass
+
+from agent.config.settings import Config
+from agent.engine.engines import Engines
+from agent.engine.inventory import Inventory
+from lvm.command import Run
+from mount.syscalls import Kernel
+
+
+@dataclass(frozen=True)
+class Means:
+    """One of each for a process. An engine is held around each change of its group."""
+
+    config: Config
+    run: Run
+    kernel: Kernel
+    engines: Engines
+    inventory: Inventory

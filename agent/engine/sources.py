@@ -1,0 +1,281 @@
+"""Founding: the groups that Carver is to make, of block devices or on a file, made where missing.
+
+Every step is looked for first, so the first start, a restart, one after a crash and one after a
+reboot are the same code. A group is made by one command on all of its disks, and only if each is
+vacant; otherwise nothing is changed, the service starts without the group, and says why.
+"""
+
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from agent import errors
+from agent.config.settings import BackingFile, Config, Foundation
+from lvm import errors as lvm_errors
+from lvm import groups, lvm2, report, tags
+from lvm.command import Run
+from lvm.lvm2 import Lvm
+from mount import errors as mount_errors
+from mount import loop, vacancy
+from mount.syscalls import Kernel
+from mount.table import DeviceNumber
+
+_log = logging.getLogger(__name__)
+
+_MINIMUM_BYTES = 64 << 20
+# Where lvm2 keeps a disk's label and its group's metadata (pvcreate(8), --metadatasize).
+_METADATA_BYTES = 1 << 20
+_NO_DISK = "/dev/null"
+
+# The fact that tells a group that Carver made from an operator's, whatever its disks are called.
+_MADE = {"made": "yes"}
+
+
+@dataclass
+class Foundations:
+    """The groups that Carver makes: their devices, and why some of them could not be made.
+
+    A group that is in none of them is the operator's, and is taken as it is. `lay` fills it in.
+    """
+
+    kernel: Kernel
+    devices: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
+
+    def group(self, known: report.Report, name: str) -> report.Group:
+        """The group of that name, if it is the one that is meant.
+
+        Raises GroupRefused, GroupMissing. What is wrong is seen anew each time: a group that
+        appears, or is put right, needs no restart.
+        """
+        if name not in known.groups and name in self.failures:
+            raise errors.GroupRefused(name, f"{self.failures[name]}. Then restart Carver")
+        group = known.group(name)
+        if name in self.devices and not self._is_meant(group):
+            disks = ", ".join(disk.name for disk in group.disks)
+            raise errors.GroupRefused(
+                name,
+                f"there is one on {disks}, which Carver did not make, and none of which is listed;"
+                " rename it (`vgrename`), or correct the list",
+            )
+        return group
+
+    def absent(self, group: report.Group) -> list[str]:
+        """The devices that are listed for a group, and are none of its disks."""
+        there = self._numbers(disk.name for disk in group.disks)
+        listed = self.devices.get(group.name, ())
+        return [one for one in listed if not self._numbers([one]) & there]
+
+    def _is_meant(self, group: report.Group) -> bool:
+        """Whether Carver made it, by its tag, or it has one of the disks that are listed."""
+        if tags.decode(group.tags).items() & _MADE.items():
+            return True
+        return len(self.absent(group)) < len(self.devices[group.name])
+
+    def _numbers(self, paths: Iterable[str]) -> set[DeviceNumber]:
+        return _numbers(self.kernel, paths)
+
+
+# Where every group is the operator's.
+NONE = Foundations(Kernel())
+
+
+def lay(lvm: Lvm, laid: Foundations, config: Config) -> None:
+    """Make what is missing. Says how lvm2 is called from now on, and what came of it.
+
+    One command where every group is there, none where Carver is to make none. A group that cannot
+    be made is told in the log, and by Foundations to whoever needs the group. Where lvm2 does not
+    answer LvmError is raised, and all of it is to be done again: each step is looked for first.
+    """
+    run, kernel = lvm.run, laid.kernel
+    devices: dict[str, Sequence[str]] = {}
+    failures: dict[str, str] = {}
+    for one in config.foundations:
+        devices[one.group] = ()
+        with _noted(failures, one.group):
+            devices[one.group] = _devices(kernel, one)
+    lvm.devices, lvm.settings = _confined(kernel, config, devices), _settings(config)
+    lvm.root = _root(config)
+    laid.devices, laid.failures = devices, failures
+    known = report.read(lvm) if devices else report.Report({})
+    for one in config.foundations:
+        if one.group in failures:
+            continue
+        with _noted(failures, one.group):
+            if one.group in known.groups:
+                group = laid.group(known, one.group)
+                _tell_of_absent(run, laid, group)
+                slow = [disk.name for disk in group.disks if not disk.fast]
+            else:
+                _make(run, lvm, laid, known, one)
+                slow = [kernel.real_path(device) for device in one.devices]
+            if unmarked := _same_as(kernel, slow, one.fast):
+                groups.mark_fast(lvm, unmarked)
+
+
+def look(run: Run, kernel: Kernel, config: Config) -> Lvm:
+    """lvm2 as `lay` would have it called, without making anything; raises NotReady."""
+    devices = {one.group: _found(kernel, one) for one in config.foundations}
+    return Lvm(run, _confined(kernel, config, devices), _settings(config), _root(config))
+
+
+@contextmanager
+def _noted(failures: dict[str, str], name: str) -> Iterator[None]:
+    """Keep a failure as the reason for which a group is not there, and go on.
+
+    A command that did not end proves nothing of its group.
+    """
+    try:
+        yield
+    except lvm_errors.CommandTimedOut:
+        raise
+    except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError) as error:
+        _log.error("volume group %s is not made: %s", name, error)
+        failures[name] = str(error)
+
+
+def _make(
+    run: Run, lvm: Lvm, laid: Foundations, known: report.Report, foundation: Foundation
+) -> None:
+    """Make a group of its devices, each of which is vacant; raises NotVacant, ProbeFailed."""
+    name, kernel = foundation.group, laid.kernel
+    devices = laid.devices[name]
+    for device in devices:
+        vacancy.require_unused(kernel, device)
+    if len(_numbers(kernel, devices)) < len(devices):
+        raise errors.NotReady(f"two of {', '.join(devices)} are the same device; list it once")
+    # Labelled by lvm2 and in no group: what vgcreate leaves when it is killed half-way.
+    orphans = _numbers(kernel, known.orphans)
+    for device in devices:
+        if not _numbers(kernel, [device]) & orphans:
+            vacancy.require_blank(run, device)
+            if foundation.file is not None:
+                _fill(kernel, device)
+    # lvm2 knows devices by the names of their nodes, not by every link that leads to them.
+    groups.create(lvm, name, [kernel.real_path(one) for one in devices], _MADE)
+    _log.info("made volume group %s on %s", name, ", ".join(devices))
+
+
+def _fill(kernel: Kernel, device: str) -> None:
+    """Have the part of a sparse file in which lvm2 keeps metadata on the disk.
+
+    lvm2 writes there without a flush (lib/device/bcache.c). In a hole that takes a new block, and
+    which one is on record in the file's own file system seconds later: a power loss meanwhile would
+    leave a header that points to zeroes, and no group.
+    """
+    try:
+        kernel.write(device, 0, bytes(_METADATA_BYTES))
+    except OSError as error:
+        raise errors.NotReady(f"{device} cannot be written: {error.strerror}") from None
+
+
+def _tell_of_absent(run: Run, laid: Foundations, group: report.Group) -> None:
+    """A disk that is listed later is not added unasked: `vgextend` cannot be undone in general."""
+    for device in laid.absent(group):
+        try:
+            vacancy.require_unused(laid.kernel, device)
+            vacancy.require_blank(run, device)
+        except mount_errors.MountError as error:
+            _log.warning("%s is listed for volume group %s: %s", device, group.name, error)
+        else:
+            _log.warning(
+                "%s is listed for volume group %s, and blank; add it with `vgextend %s %s`",
+                *(device, group.name, group.name, device),
+            )
+
+
+def _found(kernel: Kernel, foundation: Foundation) -> Sequence[str]:
+    """The devices that a group is on, as they are now."""
+    if foundation.file is None:
+        return foundation.devices
+    path = foundation.file.path
+    device = loop.find(kernel, str(path)) if path.exists() else None
+    if device is None:
+        raise errors.NotReady(
+            f"{path} has no loop device, which Carver makes when it starts: start the service, or"
+            " name your own group in a class"
+        )
+    return (device,)
+
+
+def _devices(kernel: Kernel, foundation: Foundation) -> Sequence[str]:
+    """The devices that a group is on; for a file its loop device, made where it is not there."""
+    if foundation.file is None:
+        return foundation.devices
+    file = foundation.file
+    try:
+        file.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Never truncated: an existing file holds volumes, whatever size is configured now.
+        with open(file.path, "ab", opener=_private) as opened:
+            if opened.seek(0, os.SEEK_END) == 0:
+                size_bytes = _planned_bytes(file)
+                opened.truncate(size_bytes)
+                _log.info("made %s, %d bytes, sparse", file.path, size_bytes)
+    except OSError as error:
+        raise errors.NotReady(f"{file.path}: {error.strerror}") from None
+    return (loop.attach(kernel, str(file.path)),)
+
+
+def _planned_bytes(file: BackingFile) -> int:
+    """The size for a new file. More than is free would fail its volumes' writes later."""
+    status = os.statvfs(file.path.parent)
+    free = status.f_bavail * status.f_frsize
+    planned = file.size_bytes or free // 2 // _MINIMUM_BYTES * _MINIMUM_BYTES
+    if not _MINIMUM_BYTES <= planned <= free:
+        raise errors.NotReady(
+            f"{file.path.parent} has {free} bytes free; the group's file, of {planned} bytes, must"
+            f" fit there and be {_MINIMUM_BYTES} at least: set another file or file_size"
+        )
+    return planned
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
+def _root(config: Config) -> Path:
+    """Where lvm2's own root directory is: the host's is reached through its first process."""
+    return Path("/proc/1/root" if config.lvm == "host" else "/")
+
+
+def _settings(config: Config) -> tuple[str, ...]:
+    root = _root(config)
+    if config.lvm == "host":
+        # It was built for its /etc/lvm, and knows by itself whether a devices file counts.
+        return (*lvm2.without_udev(), *lvm2.without_archives(root))
+    devices_file = lvm2.with_devices_file(root)
+    return (*lvm2.without_udev(), *lvm2.without_archives(root), *devices_file)
+
+
+def _confined(
+    kernel: Kernel, config: Config, devices: Mapping[str, Sequence[str]]
+) -> tuple[str, ...]:
+    """The devices that lvm2 is confined to; none leaves that to lvm.conf(5).
+
+    Where every group is on a file of Carver's own, lvm2 need look at nothing else. Elsewhere an
+    operator may have added disks that are not listed.
+    """
+    on_files = {one.group for one in config.foundations if one.file is not None}
+    if not config.devices and not on_files.issuperset(config.groups):
+        return ()
+    own = [kernel.real_path(device) for listed in devices.values() for device in listed]
+    # Without any, lvm2 would look at all: one that is no disk keeps it from that.
+    return (*config.devices, *own) or (_NO_DISK,)
+
+
+def _same_as(kernel: Kernel, disks: Iterable[str], devices: Iterable[str]) -> list[str]:
+    """The disks that are one of the devices, whatever they are called there."""
+    wanted = _numbers(kernel, devices)
+    return [disk for disk in disks if _numbers(kernel, [disk]) & wanted]
+
+
+def _numbers(kernel: Kernel, paths: Iterable[str]) -> set[DeviceNumber]:
+    """The devices' numbers, which tell whether two names are one device; those that are there."""
+    found = set()
+    for path in paths:
+        with suppress(OSError):
+            found.add(kernel.device_number(path))
+    return found

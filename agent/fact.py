@@ -1,0 +1,38 @@
+"""The facts that are kept as tags: their names, as LVM's metadata have them."""
+
+# NAME is on every volume of Carver's, and on no other.
+NAME = "name"
+STATE = "state"
+SIZE = "size"
+ACCESS = "access"
+CAPABILITIES = "capabilities"
+FORMATTED = "formatted"
+EPHEMERAL = "ephemeral"
+TARGET = "target"
+LAYOUT = "layout"
+CACHE = "cache"
+# Of a volume that was made of something: the id of that.
+FROM = "from"
+# Of a volume that could not grow when it was asked to: the bytes that it grows to.
+WANTED = "wanted"
+# Of a snapshot: the logical volume it was taken of, and when (nanoseconds of the epoch).
+SOURCE = "source"
+TIME = "time"
+# Of a snapshot of a group: the group snapshot's id, how many snapshots it has, what was asked for.
+GROUP_SNAPSHOT = "groupSnapshot"
+MEMBERS = "members"
+ASKED = "asked"
+# The same: the groups that its snapshots are in; and, once all of them are taken, that they were.
+MEMBER_GROUPS = "memberGroups"
+COMMITTED = "committed"
+# Put there by an operator: what of a deleted volume lies on missing disks is not waited for.
+GIVEN_UP = "givenUp"
+
+# What STATE may say.
+READY = "ready"
+COPYING = "copying"
+WIPING = "wiping"
+
+# Of a pool, beside its state; it has no name of a caller's.
+CLASS = "class"
+CHUNK = "chunk"

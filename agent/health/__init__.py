@@ -1,0 +1,1 @@
+"""What is wrong: with a volume, with the node, with the service."""

@@ -1,0 +1,395 @@
+"""What this node must have: each check says pass, warn or fail, what was seen, and the remedy.
+
+`carver doctor` makes all of them, the service too when it starts, for its log. Probe makes those
+that cost nothing. A check looks and changes nothing; only `lvm2` starts a process.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent import errors, sockets
+from agent.config.settings import Config
+from agent.engine import sources
+from lvm import errors as lvm_errors
+from lvm import lvm2, report
+from lvm.command import ENVIRONMENT, HOST_NAMESPACES, Run
+from lvm.report import Report
+from mount import filesystem, table
+from mount.syscalls import Kernel
+
+PASS = "pass"  # noqa: S105 - no password
+WARN = "warn"
+FAIL = "fail"
+
+# lvm2 2.03.12 brought --devices, by which Carver confines it (WHATS_NEW of lvm2).
+LEAST_LVM2 = (2, 3, 12)
+_CAP_SYS_ADMIN = 21  # linux/capability.h
+# The kernel's module that carves each layout; linear and striped are in device-mapper itself.
+_MODULES = {
+    "linear": "",
+    "striped": "",
+    "raid1": "dm-raid",
+    "raid5": "dm-raid",
+    "raid6": "dm-raid",
+    "raid10": "dm-raid",
+    "thin": "dm-thin-pool",
+}
+_FOR_SNAPSHOTS = "dm-snapshot"
+_THIN_PROGRAMS = ("thin_check", "thin_repair", "thin_dump")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found; the remedy is empty where all is well."""
+
+    check: str
+    verdict: str
+    message: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What the checks look at: the configuration and the machine. `root` is for tests."""
+
+    settings: Config
+    kernel: Kernel
+    run: Run
+    report: Callable[[], Report]
+    root: Path = Path("/")
+
+    def at(self, path: str) -> Path:
+        """A path of the machine's."""
+        return self.root / path.lstrip("/")
+
+
+Seen = tuple[str, str, str]
+Check = Callable[[Node], Iterator[Seen]]
+
+
+def everything(node: Node) -> Sequence[Finding]:
+    """All checks, in the order in which one depends on another."""
+    return tuple(one for name, check in CHECKS.items() for one in _made(name, check, node))
+
+
+def cheap(node: Node) -> Sequence[Finding]:
+    """Those that start no process and read no report, for who asks all day long."""
+    return tuple(one for name in CHEAP for one in _made(name, CHECKS[name], node))
+
+
+def _made(name: str, check: Check, node: Node) -> Iterator[Finding]:
+    try:
+        for verdict, message, remedy in check(node):
+            yield Finding(name, verdict, message, remedy)
+    except (OSError, ValueError) as error:
+        yield Finding(name, WARN, f"cannot be looked at: {error}", "see whether /proc is there")
+
+
+def _privileges(node: Node) -> Iterator[Seen]:
+    lines = node.at("/proc/self/status").read_text().splitlines()
+    held = dict(line.split(":", 1) for line in lines).get("CapEff", "0")
+    if int(held, 16) >> _CAP_SYS_ADMIN & 1:
+        yield PASS, "may mount and use device-mapper", ""
+    else:
+        yield (
+            FAIL,
+            "has not the capability CAP_SYS_ADMIN, without which nothing can be mounted",
+            "run it as root; in a container, with securityContext.privileged",
+        )
+
+
+def _kubelet_directory(node: Node) -> Iterator[Seen]:
+    mounts = table.read(node.kernel)
+    for directory in node.settings.kubelet_dir:
+        # Where kubelet has volumes; in a container these two are the mounts that lead to the host.
+        places = [f"{directory.rstrip('/')}/{one}" for one in ("pods", "plugins")]
+        holders = {one: mounts.holding(node.kernel.real_path(one)) for one in places}
+        private = {place: one for place, one in holders.items() if not _is_shared(one)}
+        for place, holder in private.items():
+            seen = "/" if holder is None else holder.path
+            yield (
+                # Without kubelet there is nobody else who must see the mounts.
+                FAIL if node.at(place).exists() else WARN,
+                f"{place} is in a mount that is not shared ({seen}): kubelet and pods would not see"
+                " what Carver mounts there",
+                f"`mount --make-rshared {seen}`; in a container, mountPropagation: Bidirectional;"
+                " under systemd, nothing that gives the unit mounts of its own (systemd.exec(5))",
+            )
+        if not private:
+            yield PASS, f"{directory} is in a shared mount", ""
+
+
+def _is_shared(mount: table.Mount | None) -> bool:
+    return mount is not None and any(one.startswith("shared:") for one in mount.propagation)
+
+
+def _registration(node: Node) -> Iterator[Seen]:
+    directory = node.settings.registration_directory
+    if node.settings.registration == "none":
+        yield PASS, "is left to another program", ""
+    elif node.at(str(directory)).is_dir():
+        yield PASS, f"{directory} is there", ""
+    else:
+        yield (
+            WARN,
+            f"{directory} does not exist, so kubelet did not run here yet, or has another root",
+            "start kubelet; or set registration_directory and kubelet_dir to its --root-dir;"
+            ' or registration = "none" where there is no kubelet',
+        )
+
+
+def _device_mapper(node: Node) -> Iterator[Seen]:
+    control = "/dev/mapper/control"
+    try:
+        # Opening the control node loads the driver's module where it is not loaded yet.
+        with node.at(control).open("rb"):
+            yield PASS, f"{control} answers", ""
+    except OSError as error:
+        yield (
+            FAIL,
+            f"device-mapper does not answer: {control}: {error.strerror}",
+            "`modprobe dm_mod`; in a container, mount the host's /dev",
+        )
+
+
+def _devices(node: Node) -> Iterator[Seen]:
+    holder = table.read(node.kernel).holding("/dev")
+    if holder is None or holder.fs_type != "devtmpfs":
+        kind = "no mount" if holder is None else holder.fs_type
+        yield (
+            WARN,
+            f"/dev is {kind}, not the kernel's own: devices that appear later may have no nodes",
+            "in a container, mount the host's /dev",
+        )
+    for device in node.settings.devices:
+        if not node.at(device).is_block_device():
+            yield (
+                FAIL,
+                f"{device}, which `devices` names, is not a block device here",
+                "attach the disk, or correct `devices`; names below /dev/disk/by-id stay the same",
+            )
+    if not node.at("/dev/loop-control").exists():
+        yield (
+            FAIL if any(one.file for one in node.settings.foundations) else WARN,
+            "there are no loop devices, which read-only raw block volumes and a group on a file"
+            " need",
+            "`modprobe loop`; in a container, mount the host's /dev",
+        )
+    elif holder is not None and holder.fs_type == "devtmpfs":
+        yield PASS, "/dev is the kernel's own, with loop devices", ""
+
+
+def _udev(node: Node) -> Iterator[Seen]:
+    if node.at("/run/udev/control").exists():
+        yield PASS, "udev runs, and lvm2 waits for it", ""
+    else:
+        yield PASS, "there is no udev here: lvm2 is run without it, and makes nodes itself", ""
+
+
+def _lvm2(node: Node) -> Iterator[Seen]:
+    if node.settings.lvm == "host" and not _has(node, HOST_NAMESPACES[0]):
+        yield FAIL, 'nsenter is missing, which lvm = "host" needs', "install util-linux"
+        return
+    try:
+        found = lvm2.version(node.run)
+    except lvm_errors.LvmError as error:
+        yield FAIL, str(error), "install lvm2, where `lvm` in the configuration says that it is"
+        return
+    shown, least = (f"{one[0]}.{one[1]:02}.{one[2]}" for one in (found, LEAST_LVM2))
+    if found < LEAST_LVM2:
+        yield FAIL, f"lvm2 is {shown}, too old", f"install {least} or newer"
+    else:
+        yield PASS, f"lvm2 is {shown}; {least} is enough", ""
+
+
+def _groups(node: Node) -> Iterator[Seen]:
+    try:
+        known = node.report()
+    except (lvm_errors.LvmError, errors.NotReady) as error:
+        yield FAIL, str(error), "mend that first; the groups cannot be looked at without it"
+        return
+    listed = {one.group: one.devices for one in node.settings.foundations if one.devices}
+    foundations = sources.Foundations(node.kernel, listed)
+    unlisted = _outside_devices_file(node, known)
+    for name in node.settings.groups:
+        group = known.groups.get(name)
+        if name in unlisted:
+            yield (
+                WARN,
+                f"volume group {name} is on disks that the node's devices file does not list"
+                f" (/{lvm2.DEVICES_FILE}), so lvm2 does not use it, and its classes have no room",
+                f"`vgimportdevices {name}` on the node, if it shall be used; see lvmdevices(8)",
+            )
+            continue
+        if group is None and name in listed:
+            yield (
+                WARN,
+                f"volume group {name} is not there, which Carver makes of {', '.join(listed[name])}"
+                " when it starts",
+                "start it; if it did, its log says why the group could not be made",
+            )
+            continue
+        if group is None:
+            yield (
+                WARN,
+                f"volume group {name} is not on this node, so its classes have no room here",
+                "attach its disks (`pvs --all`), make it (`vgcreate`), or correct the class",
+            )
+            continue
+        try:
+            foundations.group(known, name)
+        except errors.GroupRefused as error:
+            yield FAIL, str(error), "`vgrename` that group, or correct the list"
+            continue
+        for device in foundations.absent(group):
+            yield (
+                WARN,
+                f"{device} is listed for volume group {name}, and is none of its disks",
+                f"if nothing on it is needed, `vgextend {name} {device}`; else correct the list",
+            )
+        if group.missing_disks:
+            yield (
+                WARN,
+                f"volume group {name} misses {group.missing_disks} of its disks",
+                "attach them again, or see `A disk is replaced` in docs/operations.md",
+            )
+        else:
+            yield PASS, f"volume group {name} is whole, with {len(group.disks)} disks", ""
+
+
+def _outside_devices_file(node: Node, known: Report) -> frozenset[str]:
+    """The groups that are not there only because of the node's devices file: a command."""
+    missing = frozenset(node.settings.groups) - known.groups.keys()
+    root = node.at("/proc/1/root" if node.settings.lvm == "host" else "/")
+    # `devices` outweighs such a file: it is not heeded then.
+    if not missing or node.settings.devices or not lvm2.has_devices_file(root):
+        return frozenset()
+    settings = (*lvm2.without_udev(), "devices/use_devicesfile=0")
+    try:
+        return missing & report.read(lvm2.Lvm(node.run, settings=settings)).groups.keys()
+    except lvm_errors.LvmError:
+        return frozenset()
+
+
+def _kernel(node: Node) -> Iterator[Seen]:
+    if node.kernel.has_new_mount_calls():
+        yield PASS, "the kernel makes read-only binds at once (mount_setattr, Linux 5.12)", ""
+    else:
+        yield (
+            WARN,
+            "the kernel is older than 5.12: a read-only bind of a file system is writable for a"
+            " moment, until it is remounted",
+            "use a newer kernel where that matters",
+        )
+
+
+def _modules(node: Node) -> Iterator[Seen]:
+    needed = {_MODULES[one.layout.kind]: one.name for one in node.settings.classes}
+    needed |= {f"dm-{one.cache.kind}": one.name for one in node.settings.classes if one.cache}
+    wanted = {_FOR_SNAPSHOTS: "snapshots"} | {
+        module: f"class {name}" for module, name in needed.items() if module
+    }
+    for module, purpose in sorted(wanted.items()):
+        there = _module_is_there(node, module)
+        if there:
+            yield PASS, f"the kernel has {module}, for {purpose}", ""
+        elif there is None and module not in needed:
+            yield PASS, f"{module}, for {purpose}, is loaded when it is wanted, if it is there", ""
+        elif there is None:
+            yield (
+                WARN,
+                f"{module}, for {purpose}, is not loaded, and no /lib/modules here tells whether"
+                " it can be",
+                f"`modprobe {module}` on the node",
+            )
+        else:
+            yield (
+                FAIL if module in needed else WARN,
+                f"the kernel has no {module}, which {purpose} need{'s' * (module in needed)}",
+                "install the kernel's full set of modules, or another kernel",
+            )
+
+
+def _file_systems(node: Node) -> Iterator[Seen]:
+    if not _has(node, "blkid"):
+        yield (
+            FAIL,
+            "blkid is missing, without which nothing is ever formatted",
+            "install util-linux",
+        )
+    used = {one.fs_type for one in node.settings.classes}
+    for fs_type, known in filesystem.FILE_SYSTEMS.items():
+        programs = (known.program, *known.check[:1])
+        if missing := [one for one in programs if not _has(node, one)]:
+            yield (
+                FAIL if fs_type in used else WARN,
+                f"{fs_type}: {', '.join(missing)} is missing, so no volume can have it",
+                f"install {_PACKAGES[fs_type]}",
+            )
+        else:
+            yield PASS, f"{fs_type}: found {' and '.join(programs)}", ""
+
+
+def _thin_tools(node: Node) -> Iterator[Seen]:
+    thin = [one.name for one in node.settings.classes if one.layout.is_thin]
+    # With lvm = "host" lvm2 calls the host's, which cannot be seen from here.
+    if not thin or node.settings.lvm == "host":
+        return
+    if missing := [one for one in _THIN_PROGRAMS if not _has(node, one)]:
+        yield (
+            FAIL,
+            f"{', '.join(missing)} is missing, without which lvm2 activates no thin pool (class"
+            f" {', '.join(thin)})",
+            "install thin-provisioning-tools",
+        )
+    else:
+        yield PASS, "the programs that check and mend thin pools are there", ""
+
+
+def _service(node: Node) -> Iterator[Seen]:
+    endpoint = node.settings.endpoint
+    if sockets.is_served(endpoint):
+        yield PASS, f"a process serves {endpoint}", ""
+    else:
+        yield WARN, f"no process serves {endpoint}", "`systemctl start carver`, or `carver serve`"
+
+
+_PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
+
+
+def _has(node: Node, program: str) -> bool:
+    places = (str(node.at(one)) for one in ENVIRONMENT["PATH"].split(":"))
+    return shutil.which(program, path=os.pathsep.join(places)) is not None
+
+
+def _module_is_there(node: Node, module: str) -> bool | None:
+    """Whether a module is loaded, built in or can be loaded; None where that cannot be told."""
+    if node.at(f"/sys/module/{module.replace('-', '_')}").exists():
+        return True
+    release = node.at("/proc/sys/kernel/osrelease").read_text().strip()
+    lists = [node.at(f"/lib/modules/{release}/modules.{one}") for one in ("builtin", "dep")]
+    readable = [one for one in lists if one.exists()]
+    if not readable:
+        return None
+    return any(f"/{module}.ko" in one.read_text() for one in readable)
+
+
+CHECKS: dict[str, Check] = {
+    "privileges": _privileges,
+    "kubelet directory": _kubelet_directory,
+    "registration": _registration,
+    "device-mapper": _device_mapper,
+    "devices": _devices,
+    "udev": _udev,
+    "lvm2": _lvm2,
+    "groups": _groups,
+    "kernel": _kernel,
+    "modules": _modules,
+    "file systems": _file_systems,
+    "thin tools": _thin_tools,
+    "service": _service,
+}
+CHEAP = ("device-mapper", "kubelet directory")

@@ -1,0 +1,1 @@
+"""Volumes in use: staged, published, formatted, inline."""

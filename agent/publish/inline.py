@@ -1,0 +1,263 @@
+"""Inline volumes: carved when a pod's volume is published, gone when it is unpublished.
+
+Kubelet makes up such a volume's id and calls nothing but NodePublishVolume and NodeUnpublishVolume
+for it. So the volume is found by its name, which is made of the id, and by nothing that a process
+remembers: a call that follows a crash, at whatever step, finds what is there and goes on.
+
+What is on such a volume lives as long as its pod. A reboot does not end a pod: kubelet publishes
+with the same id again, so nothing is removed at start because it is not mounted. What is forgotten
+is removed. After an error that ends a call for good, kubelet does not unpublish: so such a call
+leaves nothing that it made, and nothing that never held data. What a crash left all the same goes
+when its pod does: kubelet removes a pod's directory when the pod is no more. Where that is gone,
+though the directory of all pods is there, nobody will call again.
+"""
+
+import logging
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from agent import codes, errors, fact, ids
+from agent.engine import users
+from agent.engine.inventory import Volume
+from agent.engine.means import Means
+from agent.engine.queue import Queue
+from agent.locks import VolumeLocks
+from agent.publish.staging import Access
+from agent.requests import calls
+from agent.volumes.provisioning import DEFAULT_SIZE_BYTES, Provisioner
+from lvm import errors as lvm_errors
+from lvm import report, tags
+from lvm.devices import Device
+from mount import errors as mount_errors
+from mount import table, target
+
+_log = logging.getLogger(__name__)
+
+# After a boot kubelet has published every pod's volumes again by then.
+_TURN_SECONDS = 600.0
+_YES = "true"
+
+
+@dataclass
+class _Attempt:
+    """How far a call came: whether it looked for the volume, and whether it began to make one."""
+
+    looked: bool = False
+    began: bool = False
+
+
+class Ephemeral:
+    """Carries out the Node's calls on inline volumes."""
+
+    def __init__(
+        self, means: Means, provision: Provisioner, access: Access, locks: VolumeLocks
+    ) -> None:
+        self._config = means.config
+        self._kernel, self._inventory = means.kernel, means.inventory
+        self._provision = provision
+        self._access = access
+        self._locks = locks
+        self._making = Queue("inline volumes")
+        self._inside = means.config.kubelet_dir
+        # Whether there may be any; and what the last look found forgotten.
+        self._may_be_some = True
+        self._suspects: frozenset[str] = frozenset()
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="inline", daemon=True)
+
+    def publish(self, call: calls.Inline) -> None:
+        """Have the volume mounted at its target: carved, formatted, mounted, whatever is left.
+
+        Five commands at most: a report, lvcreate, and what staging takes. None where it is there.
+        """
+        place = self._access.place(call.target_path)
+        parameters = self._provision.completed(call.parameters, call.capability)
+        about = {**(parameters.about or {}), fact.EPHEMERAL: _YES}
+        if tags.fits(fact.TARGET, place):
+            about[fact.TARGET] = place
+        wanted = calls.Create(
+            name=call.volume_id,
+            size=calls.SizeRange(call.size_bytes),
+            capabilities=(call.capability,),
+            parameters=replace(call.parameters, about=about),
+            topology=calls.Topology(),
+            is_ephemeral=True,
+        )
+        device = self._inventory.device(call.volume_id)
+        self._check_place(call.volume_id, device, place)
+        attempt = _Attempt()
+
+        def admit(known: report.Report, size_bytes: int) -> None:
+            self._check_limits(call, known, size_bytes)
+            attempt.began = True
+
+        def find() -> Volume:
+            attempt.looked = True
+            try:
+                # One at a time, so that a report tells of every other one.
+                with self._making.turn():
+                    return self._provision.create(wanted, admit)
+            finally:
+                self._may_be_some = True
+
+        try:
+            self._access.ensure_mounted(
+                calls.Stage(call.volume_id, place, call.capability, parameters), device, find
+            )
+        except Exception as error:
+            if attempt.looked and codes.is_final(error):
+                self._give_up(call.volume_id, attempt)
+            raise
+
+    def ensure_absent(self, volume_id: str) -> None:
+        """Wipe and remove the volume, which is unpublished; one that is not there is no error.
+
+        Raises GroupMissing where a group is not there to prove that.
+        """
+        volume = self._find(volume_id)
+        if volume is not None:
+            self._provision.delete(str(volume.id))
+
+    def start(self) -> None:
+        """Look for what is forgotten, from time to time."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._stopping.set()
+
+    def sweep(self) -> None:
+        """Wipe and remove the volumes that nobody will unpublish any more.
+
+        Each must have been forgotten at the look before this one, too. No look while there are no
+        inline volumes.
+        """
+        if not self._may_be_some:
+            return
+        # Before the look: one that is made meanwhile may be in it, or not.
+        self._may_be_some = False
+        found, everywhere = [], False
+        try:
+            known = self._inventory.glance()
+            if not (found := self._all_of(known)):
+                # Only a look proves that there are none.
+                known = self._inventory.read()
+                found = self._all_of(known)
+            everywhere = len(list(self._inventory.own_groups(known))) == len(self._config.groups)
+        finally:
+            if found or not everywhere:
+                self._may_be_some = True
+        names = frozenset(one.facts[fact.NAME] for one in found if self._is_forgotten(one))
+        for name in sorted(names & self._suspects):
+            self._remove(name)
+        self._suspects = names
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_TURN_SECONDS):
+            self._sweep_quietly()
+
+    def _check_limits(self, call: calls.Inline, known: report.Report, size_bytes: int) -> None:
+        """Refuse what the configuration does not allow."""
+        asked = call.size_bytes or DEFAULT_SIZE_BYTES
+        limit = self._config.inline_volume_limit
+        if limit and asked > limit:
+            raise errors.BadField(
+                f"volume_context[{calls.SIZE}]",
+                f"{asked} bytes are more than inline_volume_limit, {limit} bytes, allows",
+            )
+        groups = self._inventory.own_groups(known)
+        total = self._config.inline_total_limit
+        limit = total.of(sum(one.extents * one.extent_size_bytes for one in groups))
+        there = sum(one.size_bytes for one in self._all_of(known))
+        if limit and there + size_bytes > limit:
+            raise errors.InlineTotal(size_bytes, there, limit)
+
+    def _give_up(self, volume_id: str, attempt: _Attempt) -> None:
+        """Remove what a call leaves that failed for good.
+
+        That is what it began to make, or what never had a file system and so never held data.
+        Where that fails too, the volume is swept when the pod is gone.
+        """
+        try:
+            volume = self._find(volume_id)
+            if volume is None or volume.wiping:
+                return
+            if attempt.began or fact.FORMATTED not in volume.facts:
+                self._provision.delete(str(volume.id))
+        except Exception as error:
+            # The caller is told of the first one.
+            _log.warning("inline volume %s is left for now: %s", volume_id, error)
+
+    def _remove(self, volume_id: str) -> None:
+        """Remove a forgotten volume, unless a call came for it meanwhile."""
+        with suppress(errors.OperationPending), self._locks.hold(ids.logical_name(volume_id)):
+            volume = self._find(volume_id)
+            if volume is None or not self._is_forgotten(volume):
+                return
+            _log.warning("inline volume %s was left by a pod that is gone; removing it", volume_id)
+            try:
+                self._provision.delete(str(volume.id))
+            except errors.VolumeInUse as error:
+                _log.warning("%s", error)
+
+    def _sweep_quietly(self) -> None:
+        try:
+            self.sweep()
+        except (errors.AgentError, lvm_errors.LvmError) as error:
+            _log.warning("inline volumes that were left are not removed: %s", error)
+
+    def _all_of(self, known: report.Report) -> list[Volume]:
+        return [one for one in self._inventory.present(known) if one.is_ephemeral]
+
+    def _find(self, volume_id: str) -> Volume | None:
+        prefix = ids.INLINE_PREFIX
+        volume = self._inventory.named(self._inventory.glance(), volume_id, prefix)
+        if volume is None:
+            # A group that does not answer, or is not here, may hold it.
+            known = self._inventory.read()
+            volume = self._inventory.named(known, volume_id, prefix)
+            self._inventory.require_groups(known)
+        return volume
+
+    def _is_forgotten(self, volume: Volume) -> bool:
+        """Whether kubelet has removed the pod's directory, and not all of its directories.
+
+        It lies in the directory of all pods, and the target lies in it.
+        """
+        place = volume.facts.get(fact.TARGET, "")
+        if volume.wiping or not volume.is_ephemeral or not place:
+            return False
+        for one in self._inside:
+            root = self._kernel.real_path(one).rstrip("/") + "/"
+            all_pods, *inside = place.removeprefix(root).split("/")
+            if place.startswith(root) and len(inside) > 1 and self._is_there(root + all_pods):
+                return not self._is_there(f"{root}{all_pods}/{inside[0]}")
+        return False
+
+    def _is_there(self, path: str) -> bool:
+        """Only the kernel's own word that there is no such file says so."""
+        try:
+            self._kernel.lstat(path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _check_place(self, volume_id: str, device: Device | None, place: str) -> None:
+        """Refuse before anything is made: a target that is taken, and a second one."""
+        known = table.read(self._kernel)
+        number = None if device is None else device.number
+        for mount in known.at(place):
+            if mount.device != number:
+                raise mount_errors.ForeignMount(place, str(mount))
+        target.check_directory(self._kernel, place)
+        if device is None:
+            return
+        found = set(users.targets(self._kernel, known, device, self._inside))
+        if others := found - {place}:
+            elsewhere = ", ".join(sorted(others))
+            raise errors.VolumeInUse(
+                volume_id, f"it is published at {elsewhere}, and an inline volume has one target"
+            )

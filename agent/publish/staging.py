@@ -1,0 +1,318 @@
+"""Volumes in use: staged, published, measured, grown. What the Node's calls mean.
+
+Publishing, unpublishing, unstaging and statistics start no process: the kernel's mount table and
+sysfs say all that they need.
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from agent import errors, fact, ids
+from agent.engine import users
+from agent.engine.inventory import Volume
+from agent.engine.means import Means
+from agent.health.conditions import Diagnosis
+from agent.publish.formatting import Chores
+from agent.requests import calls
+from agent.volumes.copying import Copier
+from agent.volumes.expansion import Expander
+from agent.workers.wiping import Wiper
+from lvm import volumes
+from lvm.devices import Device
+from mount import errors as mount_errors
+from mount import filesystem, loop, mounts, nodes, options, table, target, usage
+
+DEFAULT_FS_TYPE = "ext4"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What is known of a volume in use.
+
+    `usage` is None for a raw block volume, and for a file system that does not answer. `problems`
+    are sentences.
+    """
+
+    total_bytes: int
+    usage: usage.Usage | None
+    problems: tuple[str, ...] = ()
+
+
+class Access:
+    """Carries out the Node's calls."""
+
+    def __init__(
+        self,
+        means: Means,
+        wiper: Wiper,
+        copier: Copier,
+        expander: Expander,
+        diagnosis: Diagnosis,
+    ) -> None:
+        self._run = means.run
+        self._engines, self._kernel = means.engines, means.kernel
+        self._inventory = means.inventory
+        self._wiper = wiper
+        self._copier = copier
+        self._expander = expander
+        self._diagnosis = diagnosis
+        self._chores = Chores()
+        # The directories in which kubelet may have volumes mounted.
+        self._inside = means.config.kubelet_dir
+
+    def stage(self, call: calls.Stage) -> None:
+        """Activate the volume; format it, once in its life, and mount it at the staging path.
+
+        Three commands at most: report, and mkfs with its tag, or a check of the file system
+        that is there. None where it is staged. Before, it is made as large as is on record.
+        """
+        call = replace(call, staging_path=self.place(call.staging_path))
+        device = self._device(call.volume_id)
+        if not call.capability.is_block:
+            self.ensure_mounted(call, device, lambda: self._inventory.require(call.volume_id))
+        elif device is None or self._expander.is_due(call.volume_id):
+            self._activate(self._expander.catch_up(self._inventory.require(call.volume_id)))
+
+    def ensure_mounted(
+        self, call: calls.Stage, device: Device | None, find: Callable[[], Volume]
+    ) -> None:
+        """Have the volume's file system at a place: found or made, active, formatted, mounted.
+
+        `find` is asked for the volume where it is not mounted there; no command runs where it is.
+        """
+        fs_type = call.capability.fs_type or call.parameters.fs_type
+        mounted = self.top(call.staging_path)
+        seen: Volume | None
+        if device is None or mounted is None or mounted.device != device.number:
+            volume = self._expander.catch_up(find())
+            device, seen = self._activate(volume), volume
+            if volume.facts[fact.ACCESS] == calls.BLOCK:
+                raise errors.BadField(
+                    "volume_capability.mount",
+                    "the volume was made for raw block access; what it holds is not Carver's",
+                )
+            fs_type = fs_type or volume.facts.get(fact.FORMATTED) or DEFAULT_FS_TYPE
+            self._ensure_formatted(call, volume, device, fs_type)
+            target.ensure_directory(self._kernel, call.staging_path)
+        else:
+            seen = self._inventory.glimpse(call.volume_id)
+            if mounted.fs_type != (fs_type := fs_type or mounted.fs_type):
+                raise errors.Incompatible(
+                    f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
+                )
+        flags = (*call.parameters.mount_options, *call.capability.mount_flags)
+        mounts.ensure_mounted(
+            self._kernel,
+            device.path,
+            call.staging_path,
+            fs_type,
+            options.parse(flags, fs_type),
+            read_only=call.capability.read_only,
+        )
+        if _may_be_larger(seen) and not call.capability.read_only:
+            # Each time, also where it is mounted: an earlier call may have ended before this.
+            self.fill_device(calls.At(call.volume_id, call.staging_path))
+
+    def unstage(self, call: calls.At) -> None:
+        """Unmount the staging path; a path where nothing is mounted is no error."""
+        self._ensure_unmounted(replace(call, path=self.place(call.path)))
+
+    def publish(self, call: calls.Publish) -> None:
+        """Bind the staged file system, or the device itself, to the target path."""
+        call = replace(
+            call,
+            staging_path=self.place(call.staging_path),
+            target_path=self.place(call.target_path),
+        )
+        device = self._device(call.volume_id)
+        if device is None:
+            self._inventory.require(call.volume_id)
+            raise errors.NotStaged(call.volume_id, "its logical volume is not active")
+        if call.capability.is_block:
+            self._publish_device(call, device)
+        else:
+            self._publish_directory(call, device)
+
+    def _publish_directory(self, call: calls.Publish, device: Device) -> None:
+        staged = self.top(call.staging_path)
+        if staged is None or staged.device != device.number:
+            raise errors.NotStaged(call.volume_id, f"it is not at {call.staging_path}")
+        flags = options.parse(call.capability.mount_flags)
+        asked = {*flags.attributes, *call.parameters.mount_options}
+        if staged.read_only and not call.read_only and "ro" not in asked:
+            raise errors.NotStaged(call.volume_id, f"{call.staging_path} is read-only: {staged}")
+        mounted = self.top(call.target_path)
+        if mounted is None or mounted.device != device.number:
+            self._require_single(call, device)
+        target.ensure_directory(self._kernel, call.target_path)
+        mounts.ensure_bound(
+            self._kernel, call.staging_path, call.target_path, flags, call.read_only
+        )
+
+    def _publish_device(self, call: calls.Publish, device: Device) -> None:
+        published = mounts.node(self._kernel, call.target_path)
+        if published is None or published not in users.numbers(self._kernel, device):
+            self._require_single(call, device)
+        elif (published == device.number) == call.read_only:
+            raise errors.Incompatible(
+                f"{call.target_path} is published {'read-write' if call.read_only else 'read-only'}"
+            )
+        target.ensure_file(self._kernel, call.target_path)
+        try:
+            source = self._kernel.real_path(device.path)
+            if call.read_only:
+                # A read-only bind of a device node does not keep the device itself from being
+                # written; a read-only loop device over it does.
+                source = loop.attach_read_only(self._kernel, device.path)
+            flags = options.Options()
+            mounts.ensure_bound(self._kernel, source, call.target_path, flags, call.read_only)
+        except mount_errors.MountError:
+            self._drop_unused_loops(device)
+            raise
+
+    def unpublish(self, call: calls.At) -> None:
+        """Unmount and remove the target path; a path that is not there is no error."""
+        call = replace(call, path=self.place(call.path))
+        self._ensure_unmounted(call)
+        target.ensure_absent(self._kernel, call.path)
+
+    def statistics(self, call: calls.At) -> Statistics:
+        """How large and how full the volume is where it is staged or published, and how well."""
+        device, mounted = self._find(call)
+        seen = mounted if mounted.device == device.number else None
+        problems = self._diagnosis.in_use(call.volume_id, seen)
+        if seen is not None:
+            with suppress(mount_errors.TargetError):  # it does not answer, and `problems` says so
+                found = usage.of(self._kernel, seen.path)
+                return Statistics(found.total_bytes, found, problems)
+        return Statistics(usage.device_size_bytes(self._kernel, device.path), None, problems)
+
+    def size_bytes(self, call: calls.At) -> int:
+        """The device's size, if the volume is staged or published at the path."""
+        device, _ = self._find(call)
+        return usage.device_size_bytes(self._kernel, device.path)
+
+    def fill_device(self, call: calls.At) -> None:
+        """Have what uses the device use all of it: ioctls only, also where it does already."""
+        device, mounted = self._find(call)
+        for read_only in loop.over(self._kernel, device.number):
+            loop.grow(self._kernel, read_only)
+        if mounted.device == device.number:
+            # The kernel grows a file system through a writable mount only; any of them will do.
+            every = table.read(self._kernel).of_device(device.number)
+            writable = [one for one in every if not one.read_only]
+            filesystem.grow(self._kernel, (writable or [mounted])[0])
+
+    def _device(self, volume_id: str) -> Device | None:
+        """The device of a volume that CreateVolume made, without a command.
+
+        None where it is not active.
+        """
+        if self._wiper.is_deleting(volume_id) or ids.is_inline(volume_id):
+            raise errors.NoSuchVolume(volume_id)
+        if self._copier.is_copying(volume_id):
+            raise errors.Copying(volume_id, "it is not complete")
+        return self._inventory.device(volume_id)
+
+    def _activate(self, volume: Volume) -> Device:
+        with self._engines.hold(volume.group.name):
+            return self._inventory.activate(volume)
+
+    def _ensure_formatted(
+        self, call: calls.Stage, volume: Volume, device: Device, fs_type: str
+    ) -> None:
+        """Look, refuse the surprising, make; or look over what is there."""
+        formatted = volume.facts.get(fact.FORMATTED)
+        # A call that was given up may have left mkfs or fsck at work.
+        self._chores.finish(call.volume_id)
+        found = filesystem.probe(self._run, device.path, self._kernel)
+        if found is not None and found.fs_type != fs_type:
+            raise mount_errors.UnexpectedContents(device.path, str(found), fs_type)
+        if found is None and formatted:
+            raise errors.ContentsLost(call.volume_id, formatted)
+        if found is None:
+            call.parameters.check_for(fs_type, "volume_context")
+            filesystem.check_size(fs_type, volume.size_bytes)
+            # Blank by the probe, and never formatted by the tags: only then.
+            words = call.parameters.mkfs_options
+            make = partial(filesystem.make, self._run, device.path, fs_type, words)
+            self._chores.do(call.volume_id, volume.group.name, "mkfs", make)
+        elif not table.read(self._kernel).of_device(device.number):
+            check = partial(filesystem.check, self._run, device.path, fs_type)
+            self._chores.do(call.volume_id, volume.group.name, "fsck", check)
+        if not formatted:
+            with self._engines.hold(volume.group.name):
+                new = {fact.FORMATTED: fs_type}
+                volumes.mark(
+                    self._engines.lvm(volume.group.name),
+                    volume.group.name,
+                    volume.name,
+                    old={},
+                    new=new,
+                )
+
+    def place(self, path: str) -> str:
+        """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""
+        return target.resolve(self._kernel, path, self._inside)
+
+    def top(self, place: str) -> table.Mount | None:
+        """What is mounted at a place, seen from above."""
+        stack = table.read(self._kernel).at(place)
+        return stack[-1] if stack else None
+
+    def _require_single(self, call: calls.Publish, device: Device) -> None:
+        """Only SINGLE_NODE_MULTI_WRITER allows a second target (CSI spec, NodePublishVolume)."""
+        if call.capability.mode == calls.MULTI_WRITER:
+            return
+        known = table.read(self._kernel)
+        found = set(users.targets(self._kernel, known, device, self._inside))
+        if others := found - {call.staging_path, call.target_path}:
+            raise errors.VolumeInUse(
+                call.volume_id,
+                f"it is published at {', '.join(sorted(others))}, and {call.capability.mode}"
+                " allows one target",
+            )
+
+    def _find(self, call: calls.At) -> tuple[Device, table.Mount]:
+        """The volume's device and its mount at the path; raises NoSuchPath."""
+        inline = ids.is_inline(call.volume_id)
+        device = (self._inventory.device if inline else self._device)(call.volume_id)
+        try:
+            mounted = self.top(self.place(call.path))
+        except mount_errors.BadPath:
+            mounted = None
+        if device is not None and mounted is not None:
+            if mounted.device == device.number:
+                return device, mounted
+            if mounts.node(self._kernel, mounted.path) in users.numbers(self._kernel, device):
+                return device, mounted
+        if mounted is not None and mounted.is_stale_node:
+            raise errors.NotStaged(
+                call.volume_id,
+                f"{mounted.path} shows a device that went away; look at `dmesg`, and have it"
+                " unpublished first",
+            )
+        raise errors.NoSuchPath(call.volume_id, call.path)
+
+    def _ensure_unmounted(self, call: calls.At) -> None:
+        device = self._inventory.device(call.volume_id)
+        # Without a device, whatever is mounted there is not this volume, or a node that it had.
+        numbers = [] if device is None else users.numbers(self._kernel, device)
+        mounts.ensure_unmounted(self._kernel, call.path, numbers)
+        if device is not None:
+            self._drop_unused_loops(device)
+
+    def _drop_unused_loops(self, device: Device) -> None:
+        """Detach a read-only loop device when nothing is published through it any more."""
+        known = table.read(self._kernel)
+        for one in loop.over(self._kernel, device.number):
+            if not nodes.bound(self._kernel, known, [self._kernel.device_number(one)]):
+                loop.detach(self._kernel, one)
+
+
+def _may_be_larger(volume: Volume | None) -> bool:
+    """Whether a volume may be larger than its file system; so may one of which nothing is known."""
+    # Than what was copied to it, or than it was when it was staged before.
+    return volume is None or bool({fact.FROM, fact.WANTED} & volume.facts.keys())

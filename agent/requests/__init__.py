@@ -1,0 +1,1 @@
+"""Calls as frozen records, read and checked once."""

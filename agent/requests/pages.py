@@ -1,0 +1,35 @@
+"""Lists in parts: what ListVolumes and ListSnapshots answer."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from agent import errors
+from agent.ids import VolumeId
+from agent.requests import calls
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part(Generic[T]):
+    """A part of a list, and the token for the next part, if there is one."""
+
+    entries: tuple[T, ...]
+    next_token: str
+
+
+def check(page: calls.Page) -> None:
+    """Raise BadToken for a token that no `part` can have given out."""
+    if page.starting_token and VolumeId.parse(page.starting_token) is None:
+        raise errors.BadToken(page.starting_token)
+
+
+def part(found: Mapping[str, T], page: calls.Page) -> Part[T]:
+    """The part that a call asks for, in the order of the ids that are the keys.
+
+    The token is the id to begin with, so what comes or goes meanwhile does no harm.
+    """
+    rest = [key for key in sorted(found) if key >= page.starting_token]
+    end = page.maximum_entries or len(rest)
+    return Part(tuple(found[key] for key in rest[:end]), "".join(rest[end : end + 1]))

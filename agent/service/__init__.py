@@ -1,0 +1,1 @@
+"""The process: its parts put together, its socket, who finds and watches it."""

@@ -1,0 +1,281 @@
+"""What is counted, timed and measured, for Prometheus. The only module that imports its client.
+
+Calls and commands are counted as they end. Everything else is looked up when it is asked for.
+"""
+
+import platform
+import time
+from collections import Counter as Counts
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.registry import Collector
+
+from agent.admission import Admission
+from agent.config.settings import DeviceClass
+from agent.engine.allocation import Carvings
+from agent.engine.inventory import Inventory
+from agent.errors import AgentError
+from agent.health.conditions import Diagnosis
+from agent.service.registration import Registration, State
+from agent.volumes.copying import Copier
+from agent.workers.autoextend import Grower
+from agent.workers.wiping import Wiper
+from lvm import errors, pools, report
+from lvm.command import Finished, Result, Run
+
+# A time of creation for each counter would be as many series again, and nobody asks for it.
+disable_created_metrics()  # type: ignore[no-untyped-call]
+
+# From a call that runs nothing to one that waits for a disk. Seconds.
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is looked at for each scrape."""
+
+    classes: Sequence[DeviceClass]
+    inventory: Inventory
+    admission: Admission
+    diagnosis: Diagnosis
+    wiper: Wiper
+    copier: Copier
+    grower: Grower
+    registration: Registration
+
+
+class Metrics:
+    """One process's counters and gauges."""
+
+    # Prometheus' text format, which every version of it reads.
+    CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._calls = Counter(
+            "carver_calls", "CSI calls that ended.", ["method", "code"], registry=self._registry
+        )
+        self._call_seconds = Histogram(
+            "carver_call_duration_seconds",
+            "How long CSI calls took.",
+            ["method"],
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
+        self._commands = Counter(
+            "carver_commands",
+            "Programs that ended: OK, the error that lvm2's failure was, or the exit code.",
+            ["program", "subcommand", "outcome"],
+            registry=self._registry,
+        )
+        self._command_seconds = Histogram(
+            "carver_command_duration_seconds",
+            "How long programs ran.",
+            ["program", "subcommand"],
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
+        ProcessCollector(registry=self._registry)
+
+    def count_call(self, method: str, code: str, seconds: float) -> None:
+        """A call ended."""
+        self._calls.labels(method, code).inc()
+        self._call_seconds.labels(method).observe(seconds)
+
+    def counted(self, run: Run) -> Run:
+        """The same, with each program counted, also one that could not be started."""
+
+        def counting(*words: str) -> Result:
+            started = time.monotonic()
+            try:
+                result = run(*words)
+            except Exception as error:
+                self._count_command(words, type(error).__name__, time.monotonic() - started)
+                raise
+            self._count_command(words, _outcome(words, result), time.monotonic() - started)
+            return result
+
+        return counting
+
+    def count_command(self, finished: Finished) -> None:
+        """Count a command that was carried out without a program of its own."""
+        result = Result(finished.exit_code, "", "")
+        self._count_command(finished.words, _outcome(finished.words, result), finished.seconds)
+
+    def _count_command(self, words: tuple[str, ...], outcome: str, seconds: float) -> None:
+        subcommand = words[1] if words[0] == "lvm" else ""
+        self._commands.labels(words[0], subcommand, outcome).inc()
+        self._command_seconds.labels(words[0], subcommand).observe(seconds)
+
+    def watch(self, parts: Parts) -> None:
+        """Measure these from now on."""
+        self._registry.register(_Gauges(parts))
+
+    def families(self) -> Iterable[Metric]:
+        """Everything as it is now."""
+        return self._registry.collect()
+
+    def text(self) -> bytes:
+        """Everything as it is now, in the format of CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+
+def _outcome(words: tuple[str, ...], result: Result) -> str:
+    if result.exit_code == 0:
+        return "OK"
+    if words[0] == "lvm":
+        return type(errors.classify(words, result.exit_code, result.stderr)).__name__
+    # No failure by itself: blkid's 2, for one, is a blank device.
+    return f"exit {result.exit_code}"
+
+
+class _Gauges(Collector):
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._carvings = Carvings(parts.classes, parts.inventory)
+
+    def collect(self) -> Iterable[Metric]:
+        """What is looked up at each scrape."""
+        build = GaugeMetricFamily(
+            "carver_build_info", "What runs here; always 1.", labels=["version", "python"]
+        )
+        build.add_metric([version("carver"), platform.python_version()], 1)
+        yield build
+
+        wipes = GaugeMetricFamily(
+            "carver_wipes",
+            "Deleted volumes that are not yet overwritten and removed.",
+            labels=["state"],
+        )
+        for state, count in self._parts.wiper.counts().items():
+            wipes.add_metric([state], count)
+        yield wipes
+
+        copies = GaugeMetricFamily(
+            "carver_copies", "Volumes whose contents are not complete yet.", labels=["state"]
+        )
+        for state, count in self._parts.copier.counts().items():
+            copies.add_metric([state], count)
+        yield copies
+
+        extensions = CounterMetricFamily(
+            "carver_extensions",
+            "How often what fills up was extended, had no room for that, or failed to be.",
+            labels=["kind", "outcome"],
+        )
+        for (kind, outcome), count in self._parts.grower.counts().items():
+            extensions.add_metric([kind, outcome], count)
+        yield extensions
+
+        registration = GaugeMetricFamily(
+            "carver_registration", "How far the registration is: 1 for one.", labels=["state"]
+        )
+        for one in State:
+            registration.add_metric([one.value], one is self._parts.registration.state)
+        yield registration
+
+        answers = GaugeMetricFamily("carver_lvm_up", "Whether lvm2 gave a report when last asked.")
+        when = GaugeMetricFamily(
+            "carver_report_timestamp_seconds", "When the report of the groups was read."
+        )
+        try:
+            self._parts.admission.require_open()
+            known, time_seconds = self._parts.inventory.recent()
+        except (AgentError, errors.LvmError):
+            answers.add_metric([], 0)
+            yield answers
+            return
+        answers.add_metric([], 1)
+        when.add_metric([], time_seconds)
+        yield from (answers, when, *self._of_groups(known))
+
+    def _of_groups(self, known: report.Report) -> Iterable[Metric]:
+        present = _of_group("present", "Whether the group is on this node.")
+        size = _of_group("size_bytes", "The group's extents on disks that are there.")
+        free = _of_group(
+            "free_bytes",
+            "The group's free extents on disks that may be used, the reserve included.",
+        )
+        missing = _of_group("missing_disks", "The group's disks that are not there.")
+        volumes = _of_group("volumes", "Carver's volumes, with those that are being wiped.")
+        abnormal = GaugeMetricFamily(
+            "carver_volume_abnormal",
+            "1 for each volume whose condition is abnormal.",
+            labels=["volume"],
+        )
+        fullness = GaugeMetricFamily(
+            "carver_snapshot_used_ratio",
+            "How full a copy-on-write snapshot's area is; at 1 the snapshot is lost.",
+            labels=["snapshot"],
+        )
+        for snapshot in self._parts.inventory.all_snapshots(known):
+            percent = snapshot.group.volume(snapshot.name).data_percent
+            if percent is not None and not snapshot.is_thin:
+                fullness.add_metric([str(snapshot.id)], percent / 100)
+        held, mounts = Counts[str](), self._parts.diagnosis.mounts()
+        for volume in self._parts.inventory.present(known):
+            held[volume.group.name] += 1
+            if self._parts.diagnosis.of(volume, mounts):
+                abnormal.add_metric([str(volume.id)], 1)
+        for name in dict.fromkeys(one.group for one in self._parts.classes):
+            group = known.groups.get(name)
+            present.add_metric([name], group is not None)
+            if group is None:
+                continue
+            size.add_metric([name], group.extents * group.extent_size_bytes)
+            free.add_metric([name], group.free_extents * group.extent_size_bytes)
+            missing.add_metric([name], group.missing_disks)
+            volumes.add_metric([name], held[name])
+        classes = self._of_classes(known)
+        seen = (present, size, free, missing, volumes, abnormal, fullness, classes)
+        return *seen, *self._of_pools(known)
+
+    def _of_pools(self, known: report.Report) -> Iterable[Metric]:
+        size = _of_pool("size_bytes", "The data that the pool has now.")
+        promised = _of_pool("promised_bytes", "The sizes of its volumes and their snapshots.")
+        data = _of_pool("data_percent", "How full its data are.")
+        metadata = _of_pool("metadata_percent", "How full its metadata are.")
+        for group in self._parts.inventory.own_groups(known):
+            for one in self._carvings.thin(group.name):
+                pool = one.pool(group)
+                if not pool.data_extents:
+                    continue
+                labels = [one.device_class, group.name]
+                size.add_metric(labels, pool.data_extents * group.extent_size_bytes)
+                promised.add_metric(labels, pool.promised_bytes)
+                status = pools.status_of(self._parts.inventory.status(group.name, pool.name))
+                if status is not None:
+                    data.add_metric(labels, status.data_percent)
+                    metadata.add_metric(labels, status.metadata_percent)
+        return size, promised, data, metadata
+
+    def _of_classes(self, known: report.Report) -> Metric:
+        available = GaugeMetricFamily(
+            "carver_class_available_bytes",
+            "The largest volume of the class that can be made, as GetCapacity says.",
+            labels=["class", "group"],
+        )
+        for one in self._parts.classes:
+            if (group := known.groups.get(one.group)) is not None:
+                largest = self._carvings.of(one).maximum_bytes(group)
+                available.add_metric([one.name, one.group], largest)
+        return available
+
+
+def _of_group(name: str, documentation: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"carver_group_{name}", documentation, labels=["group"])
+
+
+def _of_pool(name: str, documentation: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"carver_pool_{name}", documentation, labels=["class", "group"])

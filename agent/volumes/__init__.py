@@ -1,0 +1,1 @@
+"""Volumes and snapshots as objects: made, found, listed, copied, changed, deleted."""

@@ -1,0 +1,106 @@
+"""What a new volume is made of: a snapshot or another volume, and what that asks of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agent import errors, fact, ids
+from agent.engine.inventory import Inventory, Snapshot, Volume
+from agent.ids import VolumeId
+from agent.requests import calls
+from lvm import names, report, thin
+from lvm.lvm2 import Lvm
+from lvm.tuning import Tuning
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A source that can be read; `facts` are those of the volume that it is, or was taken of."""
+
+    id: str
+    group: str
+    size_bytes: int
+    facts: Mapping[str, str]
+    of: Snapshot | Volume
+
+
+def source_of(facts: Mapping[str, str]) -> calls.Source | None:
+    """What a volume with these facts was made of."""
+    parsed = VolumeId.parse(facts.get(fact.FROM, ""))
+    if parsed is None:
+        return None
+    is_snapshot = names.is_of(ids.SNAPSHOT_PREFIX, parsed.name)
+    return calls.Source(calls.SNAPSHOT if is_snapshot else calls.VOLUME, str(parsed))
+
+
+def find(within: Inventory, known: report.Report, source: calls.Source) -> Contents:
+    """The source of that kind and id, which is none that was deleted, or is incomplete, or lost.
+
+    Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost.
+    """
+    found: Snapshot | Volume
+    if source.kind == calls.SNAPSHOT:
+        found = within.snapshot(known, source.id)
+        if found.problem:
+            raise errors.SourceLost(source.id, found.problem)
+    else:
+        found = within.usable(known, source.id)
+    return Contents(source.id, found.group.name, found.size_bytes, found.facts, found)
+
+
+def size_of(size: calls.SizeRange, contents: Contents) -> calls.SizeRange:
+    """The size that is asked for, or the source's; raises BadSize for less than that."""
+    least = contents.size_bytes
+    for name in ("required_bytes", "limit_bytes"):
+        if 0 < getattr(size, name) < least:
+            raise errors.BadSize(
+                f"capacity_range.{name}: {getattr(size, name)} is less than what"
+                f" {contents.id!r} holds, {least} bytes"
+            )
+    return calls.SizeRange(size.required_bytes or least, size.limit_bytes)
+
+
+def facts_of(facts: Mapping[str, str], contents: Contents) -> dict[str, str]:
+    """The facts of a new volume that these are the contents of; it is not ready yet.
+
+    Raises BadField where they cannot be used in the way that is asked for.
+    """
+    copied = {**facts, fact.STATE: fact.COPYING, fact.FROM: contents.id}
+    fs_type = facts.get("fsType", "")
+    if not fs_type:
+        return copied  # a raw block device holds whatever it is
+    if contents.facts.get(fact.ACCESS) == calls.BLOCK:
+        raise errors.BadField(
+            "volume_capabilities",
+            f"mount: {contents.id!r} is of a raw block volume; what it holds is not Carver's",
+        )
+    formatted = contents.facts.get(fact.FORMATTED, "")
+    if formatted and formatted != fs_type:
+        raise errors.BadField(
+            "volume_content_source", f"{contents.id!r} holds {formatted}, not {fs_type}"
+        )
+    return copied | ({fact.FORMATTED: formatted} if formatted else {})
+
+
+def is_in(contents: Contents, group: report.Group, pool: str) -> bool:
+    """Whether these lie in a group's thin pool, so that a volume of it can share them."""
+    return contents.of.group.uuid == group.uuid and group.volume(contents.of.name).pool == pool
+
+
+def share(
+    lvm: Lvm,
+    contents: Contents,
+    name: str,
+    size_bytes: int,
+    facts: Mapping[str, str],
+    tuning: Tuning,
+) -> Volume:
+    """Make a volume that shares its blocks with these: one command, and none of them is copied.
+
+    It is ready at once, unless it has to grow or to get an id of its own.
+    """
+    group, origin = contents.of.group, contents.of.name
+    present_bytes = group.volume(origin).size_bytes
+    if present_bytes == size_bytes and facts.get(fact.FORMATTED) != "btrfs":
+        facts = {**facts, fact.STATE: fact.READY}
+    thin.snapshot(lvm, group.name, name, origin=origin, facts=facts, read_only=False, tuning=tuning)
+    return Volume(VolumeId.of(group, name), group, name, present_bytes, facts)

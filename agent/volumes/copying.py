@@ -1,0 +1,295 @@
+"""Volumes made of others: copied behind the answer, whole or not at all.
+
+A copy takes as long as the disk takes. The volume is made first, on record as `copying` and of
+what; it is no volume before its last byte is on the disk and the tag says `ready`. CreateVolume
+waits a moment, then answers that it is not ready and how far it is; called again, it tells anew,
+and in the end gives the volume. Killed at any moment, the next start finds `copying` and copies
+anew, from the beginning: nothing else has to be remembered.
+
+Of a volume in use a snapshot is taken first, a bridge, so that what is copied is of one moment. It
+is made before the copy's volume and removed after it is ready. One without a volume that is being
+copied is of no use: what fails to remove it is tried again each minute, and at the next start. A
+call that finds it there meanwhile copies from it.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from agent import errors, fact, ids
+from agent.engine.inventory import Snapshot, Volume
+from agent.engine.jobs import Job, Jobs
+from agent.engine.means import Means
+from agent.ids import VolumeId
+from agent.requests import calls
+from agent.volumes import contents
+from agent.volumes.contents import Contents
+from agent.volumes.snapshots import Snapshotter
+from lvm import command, names, report, volumes
+from lvm import errors as lvm_errors
+from mount import btrfs
+
+_log = logging.getLogger(__name__)
+
+# Small enough to stop soon and to tell of progress, large enough to cost nothing.
+_CHUNK_BYTES = 64 << 20
+_WORKERS = 2
+# What groups need that have just answered.
+_LOOK_SECONDS = 10.0
+
+
+@dataclass(kw_only=True)
+class _Copy(Job):
+    volume: Volume
+    # None where the volume shares its blocks with what it is made of.
+    source: Snapshot | None
+    copied_bytes: int = 0
+
+    def __str__(self) -> str:
+        if self.source is None:
+            return "it is not grown yet"
+        percent = 100 * self.copied_bytes // self.source.size_bytes
+        return f"{percent} % of {self.source.size_bytes} bytes"
+
+
+class Copier:
+    """Fills new volumes, a few at a time."""
+
+    def __init__(self, means: Means, snapshotter: Snapshotter) -> None:
+        self._engines, self._kernel = means.engines, means.kernel
+        self._inventory = means.inventory
+        self._snapshotter = snapshotter
+        self.grace_seconds = 10.0
+        self.jobs = Jobs(
+            "copy",
+            self._copy,
+            self._find,
+            "volume %s is not completed: %s",
+            workers=_WORKERS,
+        )
+        # Bridges that are of no use any more, or may be: they have no caller, and no limit of his.
+        self.bridges = Jobs(
+            "bridge",
+            self._sweep,
+            Job,
+            "snapshot %s, of no use any more, stays for now: %s",
+            workers=1,
+        )
+
+    def prepare(self, known: report.Report, name: str, source: Contents) -> Snapshot:
+        """What the volume called `name` can be copied from: a snapshot, or a bridge taken now.
+
+        To be called with the source's group held, and a report that was read within. A command for
+        a bridge. Raises NoRoom, and OperationPending while one of that name is taken away.
+        """
+        if isinstance(source.of, Snapshot):
+            return source.of
+        bridge = names.logical_volume(ids.BRIDGE_PREFIX, name)
+        if (found := self._bridge(known, bridge)) is not None:
+            # An earlier call's, whose time was over before it could make the volume.
+            if found.source_id == source.of.id and not found.problem:
+                return found
+            self.bridges.start(Job(str(found.id)))
+            raise errors.OperationPending(f"{found.id} (of no use any more)")
+        self._snapshotter.require_free(known, bridge)
+        try:
+            return self._snapshotter.take(bridge, source.of, {fact.NAME: name}, None)
+        except lvm_errors.LvmError:
+            # lvm2 that was told to end may have made it before.
+            self.bridges.start(Job(str(VolumeId.of(source.of.group, bridge))))
+            raise
+
+    def give_up(self, source: Snapshot) -> None:
+        """The volume that `prepare` was called for is not made: its bridge goes, soon."""
+        if source.is_bridge:
+            self._dismiss(source)
+
+    def fill(self, volume: Volume, source: Snapshot | None) -> Volume:
+        """Copy, or see how far it is; the volume, if it is ready within a moment.
+
+        Raises Copying, which tells how far it is, or what went wrong.
+        """
+        job = self.jobs.start(_copy_of(volume, source))
+        wait([job.ended], self._moment_seconds())
+        if not job.ended.done():
+            raise errors.Copying(job.key, str(job))
+        job.ended.result()
+        facts = {**volume.facts, fact.STATE: fact.READY}
+        return replace(volume, size_bytes=volume.made_bytes, facts=facts)
+
+    def source_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
+        """What a volume that is not ready is copied from; None where it has its contents.
+
+        Raises NoSuchSnapshot, OtherGroup or SourceLost where it can never be completed.
+        """
+        if volume.group.volume(volume.name).origin:
+            return None
+        source = contents.source_of(volume.facts)
+        if source is not None and source.kind == calls.SNAPSHOT:
+            found = self._inventory.snapshot(known, source.id)
+        elif (bridge := self._bridge_of(known, volume)) is not None:
+            found = bridge
+        else:
+            was = volume.facts.get(fact.FROM, "")
+            raise errors.SourceLost(was, "it was not kept; ask anew")
+        if found.problem:
+            raise errors.SourceLost(str(found.id), found.problem)
+        return found
+
+    @contextmanager
+    def halted(self, volume_id: str) -> Iterator[None]:
+        """Inside, nothing is copied to the volume: it is being deleted."""
+        try:
+            self.jobs.call_off(volume_id)
+            yield
+        finally:
+            self.jobs.allow(volume_id)
+
+    def clear(self, known: report.Report, volume: Volume) -> None:
+        """Remove the bridge to a volume that is deleted before it was complete."""
+        if volume.copying and (bridge := self._bridge_of(known, volume)) is not None:
+            self._snapshotter.discard(bridge)
+
+    def is_copying(self, volume_id: str) -> bool:
+        """Whether the volume is not complete."""
+        return self.jobs.has(volume_id)
+
+    def counts(self) -> Mapping[str, int]:
+        """How many copies wait for a worker, are under way, and failed and will be tried again."""
+        return self.jobs.counts()
+
+    def resume(self, *groups: str) -> int:
+        """Go on with the copies that are left in these groups, or in all; returns how many."""
+        own = groups or self._engines.names
+        # Held: none of what is found is completed, and in use, before its job is there.
+        with self._engines.hold(*own):
+            known = self._inventory.read(*own)
+            every = self._inventory.present(known)
+            left = [one for one in every if one.copying and one.group.name in own]
+            for volume in left:
+                try:
+                    self.jobs.start(self._copy_to(known, volume))
+                except errors.AgentError as error:
+                    # The caller, who has no volume yet, calls again and hears of it.
+                    _log.error("volume %s cannot be completed: %s", volume.id, error)
+        wanted = self._wanted(known)
+        for snapshot in self._inventory.all_snapshots(known):
+            is_own = snapshot.group.name in own
+            if is_own and snapshot.is_bridge and snapshot.name not in wanted:
+                self._dismiss(snapshot)
+        return len(left)
+
+    def stop(self) -> None:
+        """End at the next chunk; the tags tell the next start what is left."""
+        self.jobs.stop()
+        self.bridges.stop()
+
+    def _copy_to(self, known: report.Report, volume: Volume) -> _Copy:
+        return _copy_of(volume, self.source_of(known, volume))
+
+    def _find(self, volume_id: str) -> _Copy:
+        volume = self._inventory.get(self._inventory.read(ids.group_of(volume_id)), volume_id)
+        source = VolumeId.parse(volume.facts.get(fact.FROM, ""))
+        groups = {volume.group.name, volume.group.name if source is None else source.group}
+        known = self._inventory.read(*groups)
+        return self._copy_to(known, self._inventory.get(known, volume_id))
+
+    def _bridge_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
+        return self._bridge(known, names.logical_volume(ids.BRIDGE_PREFIX, _name(volume)))
+
+    def _bridge(self, known: report.Report, name: str) -> Snapshot | None:
+        every = self._inventory.all_snapshots(known)
+        return next((one for one in every if one.name == name), None)
+
+    def _copy(self, job: _Copy) -> None:
+        if job.source is None:
+            self._grow(job.volume)
+        else:
+            self._copy_all(job, job.volume, job.source)
+        if job.volume.facts.get(fact.FORMATTED) == "btrfs":
+            btrfs.renew(self._kernel, self._inventory.activate(job.volume).path)
+        self.jobs.check(job)
+        group, name = job.volume.group.name, job.volume.name
+        with self._engines.hold(group):
+            old, new = ({fact.STATE: one} for one in (fact.COPYING, fact.READY))
+            volumes.mark(self._engines.lvm(group), group, name, old=old, new=new)
+        if job.source is not None:
+            self._drop(job.source)
+
+    def _grow(self, volume: Volume) -> None:
+        """A volume that shares blocks begins as large as what it is made of."""
+        size_bytes = volume.made_bytes
+        with self._engines.hold(volume.group.name):
+            if volume.size_bytes < size_bytes:
+                volumes.extend(
+                    self._engines.lvm(volume.group.name),
+                    volume.group.name,
+                    volume.name,
+                    size_bytes=size_bytes,
+                )
+
+    def _copy_all(self, job: _Copy, volume: Volume, source: Snapshot) -> None:
+        with self._engines.hold(volume.group.name, source.group.name):
+            reading = self._inventory.activate_snapshot(source).path
+            writing = self._inventory.activate(volume).path
+        # A thin volume has no blocks before they are written, and those read as zeroes.
+        blank = volume.layout.is_thin
+        for offset in range(0, source.size_bytes, _CHUNK_BYTES):
+            self.jobs.check(job)
+            length = min(_CHUNK_BYTES, source.size_bytes - offset)
+            self._kernel.copy(reading, writing, offset, length, blank=blank)
+            job.copied_bytes = offset + length
+        if self._inventory.has_overflowed(source):
+            # What was read just before that may have been overwritten already.
+            raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
+
+    def _drop(self, source: Snapshot) -> None:
+        """The volume is complete: its bridge goes."""
+        if not source.is_bridge:
+            return
+        try:
+            # Nobody can want it: whoever deletes the volume, to make it anew, waits for this.
+            self._snapshotter.discard(source)
+        except Exception as error:
+            _log.error("snapshot %s, of no use any more, stays for now: %s", source.id, error)
+            self.bridges.start(Job(str(source.id)))
+
+    def _dismiss(self, bridge: Snapshot) -> None:
+        """Have a bridge taken away behind the answer, and wait a moment for it."""
+        wait([self.bridges.start(Job(str(bridge.id))).ended], self._moment_seconds())
+
+    def _moment_seconds(self) -> float:
+        patience = command.remaining_seconds()
+        return self.grace_seconds if patience is None else min(patience, self.grace_seconds)
+
+    def _sweep(self, job: Job) -> None:
+        """Take a bridge away that no volume is copied from; a fresh look, as one may be by now."""
+        # Any group may have such a volume; nothing is held while it is waited whether all answer.
+        self._inventory.read()
+        with self._engines.hold(ids.group_of(job.key)):
+            with command.time_limit(_LOOK_SECONDS):
+                known = self._inventory.awake()
+            bridge = self._bridge(known, ids.logical_name(job.key))
+            if bridge is None or bridge.name in self._wanted(known):
+                return
+            self._snapshotter.part(bridge)
+        self._snapshotter.finish(bridge)
+
+    def _wanted(self, known: report.Report) -> set[str]:
+        """The names of the bridges that volumes are copied from."""
+        left = (one for one in self._inventory.present(known) if one.copying)
+        return {names.logical_volume(ids.BRIDGE_PREFIX, _name(one)) for one in left}
+
+
+def _copy_of(volume: Volume, source: Snapshot | None) -> _Copy:
+    # Many may wait, and each would keep a report of all volumes.
+    volume = replace(volume, group=volume.group.only(volume.name))
+    if source is not None:
+        source = replace(source, group=source.group.only(source.name))
+    return _Copy(key=str(volume.id), volume=volume, source=source)
+
+
+def _name(volume: Volume) -> str:
+    return volume.facts[fact.NAME]

@@ -1,0 +1,395 @@
+"""Group snapshots: snapshots of several volumes as they were at one moment.
+
+Each of their snapshots bears the group snapshot's id, how many there are and in which groups, so a
+group snapshot is there when all of them are. When the last is taken, each gets a record of it. One
+that is not whole and has no record was never taken to its end, and is none for any caller: it is
+undone by the call that failed, or the next of its name or id, or the next start. It is never
+completed: the moment is gone.
+
+One that is not whole and has the record lost a part since: what is left is never undone, only
+deleted by its id. While a group is away that may hold a part, nothing is judged at all.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+
+from agent import errors, fact, ids
+from agent.engine import inventory, users
+from agent.engine.inventory import Snapshot, Volume
+from agent.engine.means import Means
+from agent.engine.suspension import Standstill
+from agent.ids import VolumeId
+from agent.locks import VolumeLocks
+from agent.requests import calls
+from agent.volumes.snapshots import Snapshotter
+from agent.workers.wiping import Wiper
+from lvm import command, names, report, tags, volumes
+from lvm.devices import Device, Devices
+from mount import loop, table
+
+_log = logging.getLogger(__name__)
+
+PREFIX = "gsnap"
+
+# What fails is undone, whether or not its caller still waits.
+_UNDOING_SECONDS = 60.0
+_COMMITTED = {fact.COMMITTED: "yes"}
+
+
+@dataclass(frozen=True)
+class GroupSnapshot:
+    """Snapshots of one moment, in the order of their ids."""
+
+    id: str
+    snapshots: tuple[Snapshot, ...]
+
+    @property
+    def time_nanoseconds(self) -> int:
+        """The moment, in nanoseconds of the epoch."""
+        return self.snapshots[0].time_nanoseconds
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether volumes can be made of all of them."""
+        return all(one.is_ready for one in self.snapshots)
+
+
+class GroupSnapshotter:
+    """Carries out the GroupController's calls."""
+
+    def __init__(
+        self,
+        means: Means,
+        devices: Devices,
+        snapshotter: Snapshotter,
+        wiper: Wiper,
+        locks: VolumeLocks,
+    ) -> None:
+        self._config, self._kernel, self._engines = means.config, means.kernel, means.engines
+        self._inventory = means.inventory
+        self._devices = devices
+        self._snapshotter = snapshotter
+        self._wiper = wiper
+        self._locks = locks
+        # Longer than lvm2 needs for many volumes, shorter than anyone takes for a dead disk.
+        self.standstill_seconds = 20.0
+
+    @staticmethod
+    def logical_name(name: str) -> str:
+        """What calls on the same group snapshot have in common; no logical volume has it."""
+        return names.logical_volume(PREFIX, name)
+
+    def create(self, call: calls.CreateGroupSnapshot) -> GroupSnapshot:
+        """Take snapshots of all sources at one moment, or find those that an earlier call took.
+
+        One command for each source, and a report. Raises NotTogether, StandstillOver, NoRoom,
+        NotSnapshotted.
+        """
+        for one in call.source_ids:
+            ids.group_of(one)
+            users.flush(self._kernel, self._inventory, one)
+        with ExitStack() as undo, self._engines.hold(*self._config.groups):
+            known = self._inventory.awake()
+            found = self._named(known, self.logical_name(call.name))
+            if not found:
+                return self._make(call, known, undo)
+            if inventory.is_whole(found):
+                self._commit(found)
+                return _same(_group_snapshot(found), call)
+            self._require_half_made(known, found)
+        # A process was killed, or could not undo it.
+        self._discard(known, found[0].group_snapshot_id)
+        return self.create(call)
+
+    def get(self, call: calls.GroupSnapshot) -> GroupSnapshot:
+        """The group snapshot of that id; raises NoSuchGroupSnapshot. One command."""
+        known = self._inventory.read()
+        found = self._find(known, call.id)
+        if not inventory.is_whole(found):
+            self._require_half_made(known, found)
+            raise errors.NoSuchGroupSnapshot(call.id)
+        _compare(call, found)
+        return _group_snapshot(found)
+
+    def delete(self, call: calls.GroupSnapshot) -> None:
+        """Delete all snapshots of a group; no such group snapshot is no error.
+
+        A report, one command that takes the record back, and for each snapshot what DeleteSnapshot
+        costs without its own. Of one that lost a part the rest goes, unless a group may yet be seen
+        here that holds the part: then it is none of the caller's business to forget it.
+        """
+        with self._engines.hold(*self._config.groups):
+            known = self._inventory.awake()
+            found = self._find(known, call.id)
+            if inventory.is_whole(found):
+                _compare(call, found)
+            elif found and (awaited := self._inventory.awaited(known, found)):
+                raise errors.NotWhole(call.id, _why_awaited(awaited))
+            for one in found:
+                if copies := self._inventory.copies_of(known, str(one.id)):
+                    raise errors.VolumeInUse(str(one.id), f"{', '.join(copies)} is copied from it")
+        self._discard(known, call.id)
+
+    def resume(self, *groups: str) -> int:
+        """Undo what is half-made, as far as these groups tell, or all; returns how many."""
+        undone = 0
+        for one in self._inventory.group_snapshots(self._inventory.read(*groups)):
+            # Of one that a call is at work on that call sees to all this.
+            with suppress(errors.OperationPending), self._locks.hold(ids.logical_name(one)):
+                undone += self._settle(one, groups)
+        return undone
+
+    def _settle(self, group_snapshot_id: str, groups: Sequence[str]) -> bool:
+        """Undo a group snapshot if it was never whole, and say so; have it on record if it is."""
+        known = self._inventory.read(*groups)
+        members = self._inventory.members(known, group_snapshot_id)
+        if inventory.is_whole(members):
+            # Killed just before, or taken by a version that knew of no record.
+            self._commit(members)
+        elif members and self._inventory.is_half_made(known, members):
+            self._discard(known, group_snapshot_id)
+            return True
+        return False
+
+    def _make(
+        self, call: calls.CreateGroupSnapshot, known: report.Report, undo: ExitStack
+    ) -> GroupSnapshot:
+        """New snapshots of all sources; what failed is undone once the groups are free again."""
+        sources = [self._source(known, one) for one in call.source_ids]
+        own = self.logical_name(call.name)
+        identity = str(VolumeId.of(sources[0].group, own))
+        planned = {
+            names.logical_volume(ids.SNAPSHOT_PREFIX, f"{call.name}\0{one.id}"): one
+            for one in sources
+        }
+        self._snapshotter.require_free(known, *planned)
+        held = self._to_be_held(sources)
+        self._check_room(call, sources, held)
+        facts = {
+            fact.NAME: call.name,
+            fact.GROUP_SNAPSHOT: identity,
+            fact.MEMBERS: str(len(sources)),
+            fact.MEMBER_GROUPS: _places(sources),
+            fact.ASKED: _asked(call),
+            **call.about,
+        }
+        left = command.remaining_seconds()
+        patience = min(self.standstill_seconds, self.standstill_seconds if left is None else left)
+        with (
+            command.time_limit(patience),
+            self._inventory.holding((one.group.name, one.name) for one in held.values()),
+            Standstill(self._devices, patience) as standstill,
+        ):
+            for one in held.values():
+                self._hold(standstill, one)
+            facts |= {fact.TIME: str(time.time_ns())}
+            undo.callback(self._undo, identity)
+            taken = [
+                self._snapshotter.take(
+                    name, one, facts, call.size, copy_on_write=str(one.id) in held
+                )
+                for name, one in planned.items()
+            ]
+            standstill.check()
+        self._commit(taken)
+        undo.pop_all()
+        return _group_snapshot(taken)
+
+    def _commit(self, members: list[Snapshot]) -> None:
+        """Have it on record that all were taken; one command, none where it is."""
+        lacking = [one for one in members if fact.COMMITTED not in one.facts]
+        if lacking:
+            self._mark(lacking, new=_COMMITTED)
+
+    def _mark(self, members: list[Snapshot], **change: Mapping[str, str]) -> None:
+        """Change facts of all, by one command a group; killed, some have the change."""
+        for group in sorted({one.group.name for one in members}):
+            own = [one for one in _names(members) if one[0] == group]
+            volumes.mark_all(self._engines.lvm(group), own, **change)
+
+    def _require_half_made(self, known: report.Report, found: list[Snapshot]) -> None:
+        """Raise NotWhole for what may be whole, or was: it is not undone, nor said to be gone."""
+        if not found or self._inventory.is_half_made(known, found):
+            return
+        why = _why_awaited(self._inventory.awaited(known, found)) or (
+            f"{len(found)} of its {found[0].facts.get(fact.MEMBERS, 'many')} snapshots are"
+            " left; volumes can be made of them, and DeleteVolumeGroupSnapshot removes them"
+        )
+        raise errors.NotWhole(found[0].group_snapshot_id, why)
+
+    def _source(self, known: report.Report, volume_id: str) -> Volume:
+        volume = self._inventory.usable(known, volume_id)
+        if self._wiper.is_deleting(volume_id):
+            raise errors.NoSuchVolume(volume_id)
+        return volume
+
+    def _to_be_held(self, volumes: list[Volume]) -> Mapping[str, Volume]:
+        """Those that may be written to meanwhile, by their ids; a single one lvm2 holds itself."""
+        if len(volumes) == 1:
+            return {}
+        mounts = table.read(self._kernel)
+        held = {}
+        for one in volumes:
+            device = self._inventory.device(str(one.id))
+            if device is not None:
+                self._require_holdable(one, device, mounts)
+                held[str(one.id)] = one
+        return held
+
+    def _require_holdable(self, volume: Volume, device: Device, mounts: table.Table) -> None:
+        """Raise NotTogether where lvm2, or Carver itself, may have to do with what is held."""
+        # lvm2 reads whatever may be a disk of a group, and would wait for this one.
+        if loops := loop.over(self._kernel, device.number):
+            raise errors.NotTogether(
+                str(volume.id),
+                f"{', '.join(loops)} shows it, as a raw block volume that is published read-only;"
+                " lvm2 reads loop devices. Unpublish it there first",
+            )
+        if stacked := self._kernel.device_holders(device.path):
+            raise errors.NotTogether(
+                str(volume.id), f"{', '.join(stacked)} is made of it; take that away first"
+            )
+        if self._kernel.device_is_swap(device.path):
+            raise errors.NotTogether(str(volume.id), "the kernel swaps to it")
+        inside = [self._kernel.real_path(one) for one in self._config.kubelet_dir]
+        files = self._config.foundations
+        own = [self._config.endpoint.parent, *(one.file.path for one in files if one.file)]
+        needed = {mounts.holding(self._kernel.real_path(str(one))) for one in own}
+        for mount in mounts.of_device(device.number):
+            if mount in needed or not any(_is_in(mount.path, one) for one in inside):
+                raise errors.NotTogether(
+                    str(volume.id),
+                    f"it is mounted at {mount.path}, where Carver or lvm2 may have to write",
+                )
+
+    def _hold(self, standstill: Standstill, volume: Volume) -> None:
+        try:
+            standstill.hold(volume.group.name, volume.name)
+        except OSError as error:
+            raise errors.NotTogether(
+                str(volume.id), f"device-mapper says {error.strerror}; see `dmesg`"
+            ) from None
+
+    def _check_room(
+        self,
+        call: calls.CreateGroupSnapshot,
+        volumes: list[Volume],
+        held: Mapping[str, Volume],
+    ) -> None:
+        """Raise what would be raised while the volumes are held."""
+        needed: Counter[str] = Counter()
+        for one in volumes:
+            needed[one.group.name] += self._snapshotter.needed_bytes(
+                one,
+                call.size,
+                copy_on_write=str(one.id) in held,
+                beside_bytes=needed[one.group.name],
+            )
+
+    def _named(self, known: report.Report, own_name: str) -> list[Snapshot]:
+        """The snapshots of a group of that name, in whichever of Carver's groups it is."""
+        for one in self._inventory.all_snapshots(known):
+            parsed = VolumeId.parse(one.group_snapshot_id)
+            if parsed is not None and parsed.name == own_name:
+                return self._inventory.members(known, one.group_snapshot_id)
+        return []
+
+    def _find(self, known: report.Report, group_snapshot_id: str) -> list[Snapshot]:
+        """The snapshots of a group; none where the id is no group snapshot's.
+
+        Raises OtherGroup where none is here, and its group is not.
+        """
+        if not names.is_of(PREFIX, ids.logical_name(group_snapshot_id)):
+            return []
+        found = self._inventory.members(known, group_snapshot_id)
+        if not found:
+            self._inventory.require_group_of(known, group_snapshot_id)
+        return found
+
+    def _undo(self, group_snapshot_id: str) -> None:
+        """Have nothing stay of what failed; where that fails too, it goes later."""
+        try:
+            with command.time_limit(_UNDOING_SECONDS):
+                self._discard(self._inventory.read(), group_snapshot_id)
+        except Exception as error:
+            _log.error("group snapshot %s stays half made for now: %s", group_snapshot_id, error)
+
+    def _discard(self, known: report.Report, group_snapshot_id: str) -> None:
+        members = self._inventory.members(known, group_snapshot_id)
+        if any(fact.COMMITTED in one.facts for one in members):
+            # From here on what is left of it is half made. The record goes before any of them does.
+            with self._engines.hold(*self._config.groups):
+                self._mark(members, old=_COMMITTED)
+        # Those in the group that its id names go last: while that has none, there are none.
+        own = group_snapshot_id.partition("@")[0]
+        for one in sorted(members, key=lambda one: one.group.name == own):
+            self._snapshotter.discard(one)
+        # What a failed lvcreate left without its origin.
+        for volume in self._inventory.doomed(known):
+            if volume.facts.get(fact.GROUP_SNAPSHOT) == group_snapshot_id:
+                self._wiper.finish(volume)
+
+
+def _names(members: list[Snapshot]) -> list[tuple[str, str]]:
+    return [(one.group.name, one.name) for one in members]
+
+
+def _places(sources: list[Volume]) -> str:
+    """The groups of the sources, as they are kept; raises BadField for more than a tag holds."""
+    places = inventory.places_of(sources)
+    if not tags.fits(fact.MEMBER_GROUPS, places):
+        raise errors.BadField("source_volume_ids", "are in too many volume groups")
+    return places
+
+
+def _why_awaited(groups: list[str]) -> str:
+    if not groups:
+        return ""
+    return (
+        f"a part of it may be in volume group {', '.join(groups)}, which is not on this node or in"
+        " none of Carver's classes; attach its disks. If it is lost for good, take its classes out"
+        " of the configuration and restart Carver"
+    )
+
+
+def _group_snapshot(members: list[Snapshot]) -> GroupSnapshot:
+    ordered = sorted(members, key=lambda one: str(one.id))
+    return GroupSnapshot(ordered[0].group_snapshot_id, tuple(ordered))
+
+
+def _asked(call: calls.CreateGroupSnapshot) -> str:
+    """What of a request, beside its sources, a repeated one is compared with."""
+    return "" if call.size is None else f"{call.size.size_bytes}:{call.size.percent:g}"
+
+
+def _same(found: GroupSnapshot, call: calls.CreateGroupSnapshot) -> GroupSnapshot:
+    """The group snapshot that is there, if it is what is asked for now."""
+    sources = sorted(str(one.source_id) for one in found.snapshots)
+    if sources != list(call.source_ids):
+        raise errors.Incompatible(
+            f"group snapshot {call.name!r} exists, of {', '.join(sources)}, not of"
+            f" {', '.join(call.source_ids)}"
+        )
+    if found.snapshots[0].facts.get(fact.ASKED, "") != _asked(call):
+        raise errors.Incompatible(f"group snapshot {call.name!r} exists with another size")
+    return found
+
+
+def _compare(call: calls.GroupSnapshot, found: list[Snapshot]) -> None:
+    """Raise BadField where the caller has other snapshots in mind."""
+    own = {str(one.id) for one in found}
+    if not call.snapshot_ids:
+        raise errors.BadField("snapshot_ids", f"is required: {', '.join(sorted(own))}")
+    if odd := own ^ set(call.snapshot_ids):
+        raise errors.BadField(
+            "snapshot_ids",
+            f"{', '.join(sorted(odd))}: the snapshots of {call.id!r} are {', '.join(sorted(own))}",
+        )
+
+
+def _is_in(path: str, directory: str) -> bool:
+    return path.startswith(directory.rstrip("/") + "/")

@@ -1,0 +1,254 @@
+"""Snapshots as objects: taken, found, listed, deleted."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from agent import errors, fact, ids
+from agent.config.settings import SNAPSHOT_SIZE
+from agent.engine import inventory, users
+from agent.engine.allocation import Carvings
+from agent.engine.inventory import Snapshot, Volume
+from agent.engine.means import Means
+from agent.ids import VolumeId
+from agent.requests import calls, pages
+from agent.requests.pages import Part
+from agent.workers.pool_removal import Reclaimer
+from agent.workers.wiping import Wiper
+from lvm import caches, layout, names, report, snapshots, thin, volumes
+
+_log = logging.getLogger(__name__)
+
+# What a volume that is made of a snapshot must know of the snapshot's origin.
+_INHERITED = (fact.ACCESS, fact.FORMATTED, "class", "fsType")
+
+
+class Snapshotter:
+    """Carries out the Controller's calls for snapshots."""
+
+    def __init__(self, means: Means, wiper: Wiper, reclaimer: Reclaimer) -> None:
+        self._config = means.config
+        self._engines, self._kernel = means.engines, means.kernel
+        self._inventory = means.inventory
+        self._wiper = wiper
+        self._reclaimer = reclaimer
+        self._carvings = Carvings(means.config.classes, means.inventory)
+
+    @staticmethod
+    def logical_name(name: str) -> str:
+        """The logical volume's name for the snapshot that the CO calls `name`."""
+        return names.logical_volume(ids.SNAPSHOT_PREFIX, name)
+
+    def create(self, call: calls.CreateSnapshot) -> Snapshot:
+        """Take a snapshot, or find the one that an earlier call took.
+
+        Two commands at most: a report, and lvcreate, which also tags.
+        """
+        name = self.logical_name(call.name)
+        users.flush(self._kernel, self._inventory, call.source_id)
+        group = ids.group_of(call.source_id)
+        with self._engines.hold(group):
+            known = self._inventory.awake(group)
+            if (found := self._named(known, name)) is not None:
+                return _same(found, call)
+            volume = self._inventory.usable(known, call.source_id)
+            if self._wiper.is_deleting(call.source_id):
+                raise errors.NoSuchVolume(call.source_id)
+            return self.take(name, volume, {fact.NAME: call.name, **call.about}, call.size)
+
+    def take(
+        self,
+        name: str,
+        volume: Volume,
+        facts: Mapping[str, str],
+        size: layout.Reserve | None,
+        *,
+        copy_on_write: bool = False,
+    ) -> Snapshot:
+        """Take a snapshot with a logical volume's name; to be called with the group held.
+
+        One of a thin volume is thin, unless it shall be `copy_on_write`. One command. Raises
+        NoRoom, NotSnapshotted.
+        """
+        area_bytes = self.needed_bytes(volume, size, copy_on_write=copy_on_write)
+        group = volume.group
+        pool = "" if copy_on_write else group.volume(volume.name).pool
+        facts = {
+            fact.TIME: str(time.time_ns()),
+            **facts,
+            fact.STATE: fact.READY,
+            fact.SIZE: str(volume.size_bytes),
+            fact.SOURCE: volume.name,
+            **{key: volume.facts[key] for key in _INHERITED if key in volume.facts},
+        }
+        if pool:
+            thin.snapshot(
+                self._engines.lvm(group.name),
+                group.name,
+                name,
+                origin=volume.name,
+                facts=facts,
+                read_only=True,
+            )
+        else:
+            snapshots.create(
+                self._engines.lvm(group.name),
+                group.name,
+                name,
+                origin=volume.name,
+                size_bytes=area_bytes,
+                facts=facts,
+                disks=layout.anywhere(group),
+            )
+        return Snapshot(
+            VolumeId.of(group, name),
+            group,
+            name,
+            volume.id,
+            volume.size_bytes,
+            int(facts[fact.TIME]),
+            area_bytes,
+            facts,
+            pool=pool,
+        )
+
+    def needed_bytes(
+        self,
+        volume: Volume,
+        size: layout.Reserve | None,
+        *,
+        copy_on_write: bool = False,
+        beside_bytes: int = 0,
+    ) -> int:
+        """What a snapshot takes of the group, or promises in its pool, beside so many bytes.
+
+        Raises NoRoom, NotSnapshotted.
+        """
+        if not caches.can_be_origin(volume.facts.get(fact.CACHE, "")):
+            raise errors.NotSnapshotted(
+                str(volume.id),
+                f"it has a cache of the kind {caches.CACHE}, and lvm2 cannot take one of it without"
+                f" damage to its data. Of volumes with a {caches.WRITECACHE}, and of thin ones, it"
+                " can",
+            )
+        if volume.group.volume(volume.name).pool and not copy_on_write:
+            self._check_promise(volume, beside_bytes)
+            return volume.size_bytes
+        return self._area_bytes(size, volume, beside_bytes)
+
+    def delete(self, snapshot_id: str) -> None:
+        """Part a snapshot from its origin, wipe and remove it; no such snapshot is no error.
+
+        Two commands at most before the wipe, which goes on behind the answer if it takes long.
+        """
+        parsed = VolumeId.parse(snapshot_id)
+        if parsed is None:
+            return
+        with self._engines.hold(parsed.group):
+            known = self._inventory.awake(parsed.group)
+            try:
+                snapshot = self._inventory.snapshot(known, snapshot_id)
+            except errors.NoSuchSnapshot:
+                # An earlier call may have parted it from its origin, and had no time for more.
+                for remains in self._inventory.doomed(known):
+                    if str(remains.id) == snapshot_id:
+                        self._wiper.delete(remains)
+                return
+            if snapshot.group_snapshot_id:
+                raise errors.PartOfGroup(snapshot_id, snapshot.group_snapshot_id)
+            if copies := self._inventory.copies_of(known, snapshot_id):
+                raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
+            self.part(snapshot)
+        self.finish(snapshot)
+
+    def discard(self, snapshot: Snapshot) -> None:
+        """Wipe and remove a snapshot that is there; the wipe may go on behind the answer."""
+        with self._engines.hold(snapshot.group.name):
+            if snapshot.is_thin:
+                # Whether it was the last in its pool is asked of a fresh report.
+                name = snapshot.group.name
+                group = self._inventory.read(name).group(name)
+                snapshot = replace(snapshot, group=group)
+            self.part(snapshot)
+        self.finish(snapshot)
+
+    def part(self, snapshot: Snapshot) -> None:
+        """Take a snapshot from its origin; to be called with the group held."""
+        if self._wiper.zero and not snapshot.is_thin:
+            # Its area holds what the origin held; it may not be anyone else's before it is wiped.
+            snapshots.split(
+                self._engines.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
+            )
+        else:
+            volumes.remove(
+                self._engines.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
+            )
+
+    def finish(self, snapshot: Snapshot) -> None:
+        """Wipe what is left of a snapshot that was parted; that may go on behind the answer."""
+        if snapshot.is_thin:
+            self._reclaimer.after(snapshot, self._wiper.grace_seconds)
+        elif self._wiper.zero:
+            self._wiper.finish(inventory.remains_of(snapshot))
+
+    def get(self, snapshot_id: str) -> Snapshot:
+        """The snapshot of that id; raises NoSuchSnapshot."""
+        parsed = VolumeId.parse(snapshot_id)
+        if parsed is None:
+            raise errors.NoSuchSnapshot(snapshot_id)
+        return self._inventory.snapshot(self._inventory.read(parsed.group), snapshot_id)
+
+    def list(self, call: calls.ListSnapshots) -> Part[Snapshot]:
+        """A part of the snapshots, in the order of their ids."""
+        pages.check(call.page)
+        known = self._inventory.listed()
+        self._inventory.require_groups(known)
+        found = {
+            str(one.id): one
+            for one in self._inventory.snapshots(known)
+            if call.source_id in ("", str(one.source_id)) and call.snapshot_id in ("", str(one.id))
+        }
+        return pages.part(found, call.page)
+
+    def _named(self, known: report.Report, name: str) -> Snapshot | None:
+        """The snapshot with a logical volume's name, in whichever of Carver's groups it is."""
+        self.require_free(known, name)
+        return next((one for one in self._inventory.snapshots(known) if one.name == name), None)
+
+    def require_free(self, known: report.Report, *logical: str) -> None:
+        """Raise OperationPending while what was deleted under one of these names is wiped."""
+        for doomed in self._inventory.doomed(known):
+            if doomed.name in logical:
+                # A killed lvcreate leaves such, and nobody has begun with it then.
+                self._wiper.delete(doomed)
+                raise errors.OperationPending(f"{doomed.id} (being wiped)")
+
+    def _check_promise(self, volume: Volume, beside_bytes: int) -> None:
+        """A thin snapshot is a promise as its volume is; raises NoRoom."""
+        group, carving = volume.group, self._carvings.of_volume(volume)
+        room = max(0, carving.maximum_bytes(group) - beside_bytes)
+        if volume.size_bytes > room:
+            raise errors.NoRoom(group.name, volume.size_bytes, room, carving.purpose(group))
+
+    def _area_bytes(self, size: layout.Reserve | None, volume: Volume, beside_bytes: int) -> int:
+        """What a copy-on-write snapshot of the volume gets; raises NoRoom."""
+        one = self._config.device_class(volume.facts.get("class", ""))
+        wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
+        group = volume.group
+        area = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
+        room = max(0, self._carvings.beside_bytes(volume) - beside_bytes)
+        if area > room:
+            raise errors.NoRoom(group.name, area, room, f"for a snapshot of {volume.name}")
+        return area
+
+
+def _same(found: Snapshot, call: calls.CreateSnapshot) -> Snapshot:
+    """The snapshot that is there, if it is of the volume that is asked for now."""
+    if str(found.source_id) != call.source_id:
+        raise errors.Incompatible(
+            f"snapshot {call.name!r} exists, of {found.source_id}, not of {call.source_id}"
+        )
+    if found.problem:
+        _log.warning("snapshot %s can no longer be used: %s", found.id, found.problem)
+    return found

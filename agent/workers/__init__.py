@@ -1,0 +1,1 @@
+"""What is done behind the answers: wipes, pools given back, pools and snapshots extended."""

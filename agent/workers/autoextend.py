@@ -1,0 +1,186 @@
+"""What fills up by itself is extended before it is full: pools, and the areas of snapshots.
+
+One thread looks every two seconds, by ioctl only: an idle node runs no command. Past its threshold
+a pool's data or metadata, or a snapshot's area, is extended by its share, or by as much more as
+brings it below the threshold, within what the group has beside the class's reserve. A crash in
+between harms nothing: each step is one lvextend.
+
+Where there is no room a warning is logged once, and a minute passes before lvm2 is asked again.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from agent import errors, ids
+from agent.engine.allocation import Carvings, pool_name
+from agent.engine.means import Means
+from lvm import command, layout, pools, report, volumes
+from lvm import errors as lvm_errors
+from lvm.devicemapper import Snapshot, Status, ThinPool
+from lvm.layout import Reserve
+from lvm.lvm2 import Lvm
+from lvm.pools import Policy
+
+_log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 2.0
+_RETRY_SECONDS = 60.0
+_PATIENCE_SECONDS = 60.0
+# Classes do not say when their snapshots grow.
+_OF_SNAPSHOTS = Policy()
+_ALL_OF_IT = Reserve(percent=1000)
+
+KINDS = DATA, METADATA, AREA = ("data", "metadata", "snapshot")
+OUTCOMES = EXTENDED, NO_ROOM, FAILED = ("extended", "no room", "failed")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What fills up.
+
+    `extend` is told a report and how full it is. It answers by how many bytes it did: 0 where there
+    is no room, None where there is nothing to extend.
+    """
+
+    group: str
+    name: str
+    kind: str
+    policy: Policy = field(compare=False)
+    extend: Callable[[report.Report, float], int | None] = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of {self.group}/{self.name}"
+
+
+class Grower:
+    """Extends what fills up."""
+
+    def __init__(self, means: Means) -> None:
+        self._engines, self._inventory = means.engines, means.inventory
+        self._carvings = Carvings(means.config.classes, means.inventory)
+        self._counts = Counter({(kind, outcome): 0 for kind in KINDS for outcome in OUTCOMES})
+        # When lvm2 is asked again for what could not grow (monotonic, seconds).
+        self._later: dict[_Part, float] = {}
+        self._stopping = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Look from now on."""
+        thread = threading.Thread(target=self._watch, name="grow", daemon=True)
+        thread.start()
+        # Last: a stop that comes meanwhile joins no thread that was not started.
+        self._thread = thread
+
+    def stop(self) -> None:
+        """Look no more; an extension that is under way comes to its end."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """How often each kind was extended, had no room, or failed to be."""
+        return dict(self._counts)
+
+    def step(self, now_seconds: float) -> bool:
+        """Look once, and extend what is too full; whether anything was extended."""
+        grown, parts = False, list(self._parts())
+        self._later = {part: self._later[part] for part in parts if part in self._later}
+        for part in parts:
+            percent = _percent(part.kind, self._inventory.status(part.group, part.name))
+            if percent <= part.policy.autoextend_threshold:
+                self._later.pop(part, None)
+            elif self._later.get(part, now_seconds) <= now_seconds:
+                grown |= self._extend(part, percent, now_seconds)
+        return grown
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(_LOOK_SECONDS):
+            # A writer that fills what was just added is kept pace with.
+            while self.step(time.monotonic()) and not self._stopping.is_set():
+                pass
+
+    def _parts(self) -> Iterator[_Part]:
+        """What can fill up."""
+        for prefix in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX):
+            for group, name in self._inventory.active(prefix):
+                how = partial(self._extend_area, group, name)
+                yield _Part(group, name, AREA, _OF_SNAPSHOTS, how)
+        for one in self._carvings.thin():
+            pool = pool_name(one.device_class)
+            for kind, extend in ((DATA, one.extend_data), (METADATA, one.extend_metadata)):
+                how = partial(self._extend_pool, one.group, extend)
+                yield _Part(one.group, pool, kind, one.policy, how)
+
+    def _extend(self, part: _Part, percent: float, now_seconds: float) -> bool:
+        try:
+            with command.time_limit(_PATIENCE_SECONDS), self._engines.hold(part.group):
+                more_bytes = part.extend(self._inventory.read(part.group), percent)
+        except (errors.AgentError, lvm_errors.LvmError) as error:
+            return self._give_up(part, percent, now_seconds, FAILED, str(error))
+        if more_bytes is None:
+            self._later[part] = now_seconds + _RETRY_SECONDS
+            return False
+        if not more_bytes:
+            why = f"group {part.group} has no room for it"
+            return self._give_up(part, percent, now_seconds, NO_ROOM, why)
+        self._counts[part.kind, EXTENDED] += 1
+        self._later.pop(part, None)
+        _log.info("%s: %.0f %% full, extended by %d bytes", part, percent, more_bytes)
+        return True
+
+    def _give_up(
+        self, part: _Part, percent: float, now_seconds: float, outcome: str, why: str
+    ) -> bool:
+        if part not in self._later:
+            self._counts[part.kind, outcome] += 1
+            _log.warning("%s: %.0f %% full, and cannot grow: %s", part, percent, why)
+        self._later[part] = now_seconds + _RETRY_SECONDS
+        return False
+
+    def _extend_pool(
+        self,
+        group: str,
+        extend: Callable[[Lvm, report.Group, float], int | None],
+        known: report.Report,
+        percent: float,
+    ) -> int | None:
+        return extend(self._engines.lvm(group), known.group(group), percent)
+
+    def _extend_area(
+        self, group: str, name: str, known: report.Report, percent: float
+    ) -> int | None:
+        """Grow the area of a snapshot, to what it can use at most."""
+        for snapshot in self._inventory.all_snapshots(known):
+            if (snapshot.group.name, snapshot.name) == (group, name):
+                break
+        else:
+            return None
+        extent = snapshot.group.extent_size_bytes
+        useful = layout.copy_on_write_bytes(snapshot.size_bytes, _ALL_OF_IT, snapshot.group)
+        wanted = pools.wanted_extents(snapshot.area_bytes // extent, percent, _OF_SNAPSHOTS)
+        origin = self._inventory.get(known, str(snapshot.source_id))
+        room = min(self._carvings.beside_bytes(origin), useful - snapshot.area_bytes)
+        more = max(0, min(wanted * extent, room))
+        if more:
+            size = snapshot.area_bytes + more
+            disks = layout.anywhere(snapshot.group)
+            volumes.extend(self._engines.lvm(group), group, name, size_bytes=size, disks=disks)
+        return more
+
+
+def _percent(kind: str, found: Sequence[Status]) -> float:
+    """How full it is; 0 where it is not active, or broken so that room would not mend it."""
+    for one in found:
+        match one:
+            case ThinPool(mode="rw" | "out_of_data_space", needs_check=False) if kind == DATA:
+                return one.data_percent
+            case ThinPool(mode="rw" | "out_of_data_space", needs_check=False) if kind == METADATA:
+                return one.metadata_percent
+            case Snapshot(state="") if kind == AREA:
+                return one.percent
+    return 0.0

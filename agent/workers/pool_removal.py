@@ -1,0 +1,198 @@
+"""Pools that lost their last volume: overwritten, then given back to their group.
+
+A pool zeroes what it gives out, so a deleted thin volume needs no wipe. But the pool's own extents
+hold the data of all that was ever in it, and would be anyone's. So before an empty pool is removed,
+a volume as large as the pool's data is made in it and overwritten whole: each chunk of it takes one
+of the pool's, and there are no others.
+
+A cache on fast disks holds such data too: it is parted from the pool first, and overwritten too.
+
+That volume is tagged `wiping`, as is all that a restart must go on with. Killed before it is made,
+the pool is empty; killed afterwards, it holds nothing else: both are found by `resume`. A pool that
+is wanted meanwhile is kept: the wipe ends at its next chunk, its volume is removed.
+"""
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+
+from agent import fact, ids
+from agent.engine.allocation import is_own_pool, wipe_name
+from agent.engine.inventory import Snapshot, Volume
+from agent.engine.jobs import Job, Jobs
+from agent.engine.means import Means
+from lvm import caches, names, pools, report, tags, thin, volumes
+from lvm.volumes import New
+
+# CreateVolume waits for one of these at most.
+_PIECE_BYTES = 32 << 20
+
+
+@dataclass
+class _Reclaim(Job):
+    """The key is `group/pool`."""
+
+    # Held while the device is open.
+    writing: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Reclaimer:
+    """Gives empty pools back, one at a time."""
+
+    def __init__(self, means: Means) -> None:
+        self._engines, self._kernel = means.engines, means.kernel
+        self._inventory = means.inventory
+        self._zero = means.config.wipe == "zero"
+        self.jobs = Jobs(
+            "reclaim",
+            self._wipe_and_remove,
+            _Reclaim,
+            "pool %s is empty, but not given back: %s",
+            workers=1,
+        )
+
+    def after(self, removed: Volume | Snapshot, wait_seconds: float) -> None:
+        """Give a pool back that lost its last volume, and wait a moment for it.
+
+        The volume, or snapshot, is removed, and the group was locked from its report until then.
+        """
+        pool = removed.group.volume(removed.name).pool
+        others = [one for one in pools.members(removed.group, pool) if one.name != removed.name]
+        if all(_is_wiping(one) for one in others):
+            wait([self.give_back(removed.group.name, pool)], wait_seconds)
+
+    def give_back(self, group: str, pool: str) -> Future[None]:
+        """Wipe and remove a pool in the background, if it is empty by then."""
+        return self.jobs.start(_Reclaim(f"{group}/{pool}")).ended
+
+    def keep(self, group: report.Group, pool: str) -> None:
+        """Have a pool for a new volume: what wipes it ends, and its volume is gone.
+
+        The caller holds the group's lock, and read the report within.
+        """
+        job = self.jobs.forget(f"{group.name}/{pool}")
+        if job is not None:
+            # Whoever wrote has closed the device afterwards.
+            with job.writing:
+                pass
+        for one in pools.members(group, pool):
+            if _is_wiping(one):
+                volumes.remove(self._engines.lvm(group.name), group.name, one.name)
+
+    def resume(self, *groups: str) -> int:
+        """Go on with what is left in these groups, or in all; returns how many pools that is."""
+        known = self._inventory.read(*groups)
+        left = [
+            (group.name, pool)
+            for group in self._inventory.own_groups(known)
+            if group.name in (groups or self._engines.names)
+            for pool in _abandoned(group)
+        ]
+        for group_name, pool in left:
+            self.give_back(group_name, pool)
+        return len(left)
+
+    def stop(self) -> None:
+        """End at the next piece; the next start goes on."""
+        self.jobs.stop()
+
+    def _wipe_and_remove(self, job: _Reclaim) -> None:
+        group_name, pool_name = job.key.split("/")
+        with self._engines.hold(group_name):
+            self.jobs.check(job)
+            if (group := self._if_empty(group_name, pool_name)) is None:
+                return
+            pool = group.volume(pool_name)
+            cache = self._parted_cache(group, pool)
+            doomed = self._devices(group, pool, cache) if self._zero else {}
+        for device, size_bytes in doomed.items():
+            self._overwrite(job, device, size_bytes)
+        with self._engines.hold(group_name):
+            self.jobs.check(job)
+            # What is in the pool goes with it, so it is looked at anew: nothing but the wipe may.
+            if self._if_empty(group_name, pool_name) is not None:
+                # The cache first: a pool without one is found by the next start, not a cache alone.
+                volumes.remove(
+                    self._engines.lvm(group_name), group_name, *filter(None, [cache]), pool_name
+                )
+
+    def _parted_cache(self, group: report.Group, pool: report.LogicalVolume) -> str:
+        """The pool's cache as a volume of its own, as it holds what was in the pool too."""
+        if not caches.is_cached(pool):
+            return caches.parted(group, pool.name)
+        if not self._zero:
+            return ""  # it goes with its pool
+        if not self._inventory.is_active(group.name, pool.name):
+            volumes.activate(self._engines.lvm(group.name), group.name, pool.name)
+        caches.split(self._engines.lvm(group.name), pool)
+        return caches.attached(pool)
+
+    def _devices(
+        self, group: report.Group, pool: report.LogicalVolume, cache: str
+    ) -> Mapping[str, int]:
+        """What is overwritten, and how much of it, in bytes."""
+        chunk = int(tags.decode(pool.tags)[fact.CHUNK])
+        # What is no whole chunk is never given out.
+        found = {self._wiping_device(group, pool): pool.size_bytes // chunk * chunk}
+        if cache:
+            device = self._inventory.ensure_active(group.name, cache).path
+            found[device] = self._kernel.device_size_bytes(device)
+        return found
+
+    def _if_empty(self, group_name: str, pool: str) -> report.Group | None:
+        """A fresh report of the group, if the pool is there and holds no volume of anyone's."""
+        group = self._inventory.read(group_name).group(group_name)
+        made = group.volumes.get(pool)
+        if made is None or not is_own_pool(made):
+            return None
+        wipes = [one for one in pools.members(group, pool) if _is_wiping(one)]
+        if len(wipes) == len(pools.members(group, pool)):
+            return group
+        for one in wipes:
+            volumes.remove(self._engines.lvm(group.name), group.name, one.name)
+        return None
+
+    def _wiping_device(self, group: report.Group, pool: report.LogicalVolume) -> str:
+        """The device of a volume as large as the pool's data, which is made where it is not."""
+        device_class = tags.decode(pool.tags)[fact.CLASS]
+        name = wipe_name(device_class)
+        # The pool holds nothing else. One of that name elsewhere is someone's: lvm2 refuses then.
+        if not pools.members(group, pool.name):
+            facts = {fact.STATE: fact.WIPING, fact.CLASS: device_class}
+            thin.create(
+                self._engines.lvm(group.name),
+                group.name,
+                pool.name,
+                New(name, pool.size_bytes, facts),
+            )
+        return self._inventory.ensure_active(group.name, name).path
+
+    def _overwrite(self, job: _Reclaim, device: str, size_bytes: int) -> None:
+        """Overwrite so much of a device; raises Stopping."""
+        for offset in range(0, size_bytes, _PIECE_BYTES):
+            with job.writing:
+                self.jobs.check(job)
+                self._kernel.zero_out(device, offset, min(_PIECE_BYTES, size_bytes - offset))
+        # Of a thin volume that writes the pool's own record of its chunks, too.
+        with job.writing:
+            self.jobs.check(job)
+            self._kernel.flush(device)
+
+
+def _is_wiping(logical: report.LogicalVolume) -> bool:
+    """Whether it is what overwrites a pool, and no volume of anyone's."""
+    facts = tags.decode(logical.tags)
+    is_named_so = names.is_of(ids.WIPE_PREFIX, logical.name)
+    state = facts.get(fact.STATE)
+    return is_named_so and fact.NAME not in facts and state == fact.WIPING
+
+
+def _abandoned(group: report.Group) -> list[str]:
+    """Carver's pools of a group that are empty, or were being overwritten."""
+    return [
+        pool.name
+        for pool in group.volumes.values()
+        if is_own_pool(pool)
+        and (not (held := pools.members(group, pool.name)) or any(_is_wiping(one) for one in held))
+    ]

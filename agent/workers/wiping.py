@@ -1,0 +1,274 @@
+"""Deletion: a volume's blocks are overwritten before its extents are anyone else's.
+
+A wipe takes as long as the disk takes. DeleteVolume waits a moment for it: most wipes are over by
+then, and the space is free when the call answers. A wipe that takes longer is first put on record
+as a tag, so that it survives a restart, and then goes on behind the answer.
+
+Killed before that tag is written, the caller has no answer and calls again. Killed after it,
+`resume` goes on at start-up. One that fails after the answer is tried again, for nobody else will.
+
+What lies on a missing disk, or on a leg of a RAID that takes no writes, cannot be overwritten, and
+shows again when the disk comes back. Such a volume stays on record until it is whole, or until an
+operator gives that part up: then what can be reached is overwritten, and the log says what was not.
+"""
+
+import errno
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import wait
+from dataclasses import dataclass, replace
+
+from agent import errors, fact, ids
+from agent.engine import users
+from agent.engine.inventory import Volume
+from agent.engine.jobs import Job, Jobs
+from agent.engine.means import Means
+from lvm import caches, tags, volumes
+from lvm import errors as lvm_errors
+from lvm.devicemapper import Raid
+
+_log = logging.getLogger(__name__)
+
+# Small enough to stop soon when the service stops, large enough to cost nothing.
+_CHUNK_BYTES = 128 << 20
+_WORKERS = 2
+
+
+@dataclass(kw_only=True)
+class _Wipe(Job):
+    volume: Volume
+    # Set under the group's lock: nothing is put on record of a volume that is gone.
+    removed: bool = False
+
+
+class Wiper:
+    """Wipes and removes volumes, a few at a time."""
+
+    def __init__(self, means: Means) -> None:
+        self._engines, self._kernel = means.engines, means.kernel
+        self._inventory = means.inventory
+        self.zero = means.config.wipe == "zero"
+        self.grace_seconds = 2.0
+        # How often a cache that is written back is looked at.
+        self.look_seconds = 1.0
+        self.jobs = Jobs(
+            "wipe",
+            self._wipe_and_remove,
+            self._find,
+            "volume %s is deleted, but not wiped and removed: %s",
+            workers=_WORKERS,
+        )
+
+    def delete(self, volume: Volume) -> None:
+        """Wipe and remove, or leave that to the background on record; raises VolumeInUse."""
+        if volume.wiping:
+            self._start(volume)
+            return
+        users.require_unused(self._kernel, self._inventory, volume)
+        if self.zero and volume.missing_disks:
+            # It may be long until the disk is back, or given up: the caller need not wait.
+            self._put_on_record(_wipe_of(volume))
+            self._start(replace(volume, facts={**volume.facts, fact.STATE: fact.WIPING}))
+            return
+        job = self._start(volume)
+        wait([job.ended], self.grace_seconds)
+        if not job.ended.done() and self._put_on_record(job):
+            return
+        job.ended.result()
+
+    def finish(self, volume: Volume) -> None:
+        """Wipe and remove what is on record already; most wipes are over when this returns."""
+        wait([self._start(volume).ended], self.grace_seconds)
+
+    def _put_on_record(self, job: _Wipe) -> bool:
+        """Tag a volume as deleted, unless it is removed already."""
+        group, name = job.volume.group.name, job.volume.name
+        with self._engines.hold(group):
+            if job.removed:
+                return False
+            old = {fact.STATE: job.volume.facts.get(fact.STATE, fact.READY)}
+            new = {fact.STATE: fact.WIPING}
+            volumes.mark(self._engines.lvm(group), group, name, old=old, new=new)
+            job.on_record = True
+        if job.ended.done():
+            # It failed in between, and nobody else will hear of it.
+            self.jobs.try_again(job)
+        return True
+
+    def is_deleting(self, volume_id: str) -> bool:
+        """Whether the volume's data are being overwritten, or were in part."""
+        return self.jobs.has(volume_id)
+
+    def counts(self) -> Mapping[str, int]:
+        """How many wipes wait for a worker, are under way, and failed and will be tried again."""
+        return self.jobs.counts()
+
+    def resume(self, *groups: str) -> int:
+        """Go on with the wipes that are left in these groups, or in all; returns how many."""
+        own = groups or self._engines.names
+        # Held: nothing of what is found is removed, and made anew, before its job is there.
+        with self._engines.hold(*own):
+            every = self._inventory.doomed(self._inventory.awake(*own))
+            left = [one for one in every if one.group.name in own]
+            for volume in left:
+                self._start(volume)
+        return len(left)
+
+    def forget(self, volume_id: str) -> None:
+        """A new volume has the id now: what is known of an earlier one is void."""
+        self.jobs.forget(volume_id)
+
+    def stop(self) -> None:
+        """End at the next chunk; the tags tell the next start what is left."""
+        self.jobs.stop()
+
+    def _start(self, volume: Volume) -> _Wipe:
+        return self.jobs.start(_wipe_of(volume))
+
+    def _find(self, volume_id: str) -> _Wipe:
+        # Those that wait for a disk share what is known, however many they are.
+        for volume in self._inventory.doomed(self._inventory.glance()):
+            if str(volume.id) == volume_id and _waits_for_disk(volume):
+                return _wipe_of(volume)
+        return _wipe_of(
+            self._inventory.doomed_one(self._inventory.awake(ids.group_of(volume_id)), volume_id)
+        )
+
+    def _wipe_and_remove(self, job: _Wipe) -> None:
+        volume = job.volume
+        doomed = [volume.name]
+        if self.zero and _waits_for_disk(volume):
+            raise errors.NotOverwritten(str(volume.id), _about_disks(volume))
+        if self.zero:
+            if volume.read_only:
+                with self._engines.hold(volume.group.name):
+                    volumes.allow_writing(
+                        self._engines.lvm(volume.group.name), volume.group.name, volume.name
+                    )
+            self._inventory.activate(volume, partial=bool(volume.missing_disks))
+            if fact.CACHE in volume.facts:
+                doomed += self._parted_cache(job, volume)
+            self._revive_legs(volume)
+            for name in doomed:
+                self._wipe(job, replace(volume, name=name))
+            if not volume.missing_disks and (dead := self._dead_legs(volume)):
+                raise errors.NotOverwritten(str(volume.id), _about_legs(volume, dead))
+        elif fact.CACHE in volume.facts:
+            doomed += filter(None, [caches.parted(volume.group, volume.name)])
+        with self._engines.hold(volume.group.name):
+            volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, *doomed)
+            job.removed = True
+        if self.zero and volume.missing_disks:
+            disks = ", ".join(volume.missing_disks)
+            _log.warning(
+                "volume %s is removed; what of it lies on the missing disks %s was not overwritten",
+                *(volume.id, disks),
+            )
+
+    def _dead_legs(self, volume: Volume) -> str:
+        """How device-mapper tells of the legs of a RAID, where some take no writes. No command."""
+        told = self._inventory.status(volume.group.name, volume.name)
+        found = (one.health for one in told if isinstance(one, Raid))
+        return next((one for one in found if not {"D", "-"}.isdisjoint(one)), "")
+
+    def _revive_legs(self, volume: Volume) -> None:
+        """Have a leg take writes again whose disk failed only for a while (lvmraid(7))."""
+        if not volume.missing_disks and self._dead_legs(volume):
+            with self._engines.hold(volume.group.name):
+                volumes.refresh(
+                    self._engines.lvm(volume.group.name), volume.group.name, volume.name
+                )
+
+    def _parted_cache(self, job: _Wipe, volume: Volume) -> list[str]:
+        """The cache of a volume as one of its own: what was written is there, too.
+
+        Killed afterwards, the volume has none; whoever goes on with it finds the parted one.
+        """
+        group, logical = volume.group, volume.group.volume(volume.name)
+        if not caches.is_cached(logical):
+            return list(filter(None, [caches.parted(group, volume.name)]))
+        self._make_clean(job, volume)
+        with self._engines.hold(group.name):
+            caches.split(self._engines.lvm(group.name), logical)
+        return [caches.attached(logical)]
+
+    def _make_clean(self, job: _Wipe, volume: Volume) -> None:
+        """Have a cache written back before it is parted, while nobody is kept waiting.
+
+        lvm2 would do that itself, but within its command and so under the group's lock: hours,
+        where much is dirty and the disk is slow.
+        """
+        group, name = volume.group.name, volume.name
+        if caches.is_clean(self._inventory.status(group, name)):
+            return
+        try:
+            with self._engines.hold(group):
+                caches.clean(self._engines.lvm(group), volume.group.volume(name))
+        except lvm_errors.CommandFailed as error:
+            _log.warning("the cache of %s is written back while it is parted: %s", volume.id, error)
+            return
+        while not caches.is_clean(self._inventory.status(group, name)):
+            self.jobs.check(job)
+            time.sleep(self.look_seconds)
+
+    def _wipe(self, job: _Wipe, volume: Volume) -> None:
+        device = self._inventory.activate(volume).path
+        is_partial = bool(job.volume.missing_disks)
+        size_bytes = self._kernel.device_size_bytes(device)
+        for offset in range(0, size_bytes, _CHUNK_BYTES):
+            self.jobs.check(job)
+            length = min(_CHUNK_BYTES, size_bytes - offset)
+            if is_partial:
+                self._zero_what_is_there(volume, device, offset, length)
+            else:
+                self._zero_out(volume, device, offset, length)
+        # Once the extents are free, a power loss may not bring back what they held.
+        self._kernel.flush(device)
+
+    def _zero_what_is_there(self, volume: Volume, device: str, offset: int, length: int) -> None:
+        """Overwrite the extents that lie on disks that are there."""
+        extent = volume.group.extent_size_bytes
+        for start in range(offset, offset + length, extent):
+            try:
+                self._zero_out(volume, device, start, min(extent, offset + length - start))
+            except OSError as error:
+                if error.errno != errno.EIO:
+                    raise
+
+    def _zero_out(self, volume: Volume, device: str, offset: int, length: int) -> None:
+        try:
+            self._kernel.zero_out(device, offset, length)
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                raise errors.VolumeInUse(str(volume.id), "its device is mounted or held") from None
+            raise
+
+
+def _waits_for_disk(volume: Volume) -> bool:
+    """Whether a part of it may come back with a disk, and nobody gave that up."""
+    return bool(volume.missing_disks) and fact.GIVEN_UP not in volume.facts
+
+
+def _about_disks(volume: Volume) -> str:
+    path = f"{volume.group.name}/{volume.name}"
+    return (
+        f"a part of it lies on the missing disk {', '.join(volume.missing_disks)}. It goes on when"
+        " the disk is back, or the volume is repaired. If the disk is lost for good, give that part"
+        f" up: `lvchange --addtag {tags.format_one(fact.GIVEN_UP, 'yes')} {path}`"
+    )
+
+
+def _about_legs(volume: Volume, health: str) -> str:
+    path = f"{volume.group.name}/{volume.name}"
+    return (
+        f"its legs are {health}, and D takes no writes (`lvs -a {path}`, `dmesg`). It is tried"
+        " again; mend or replace that disk"
+    )
+
+
+def _wipe_of(volume: Volume) -> _Wipe:
+    # Many may wait, and each would keep a report of all volumes.
+    group = volume.group.only(volume.name, caches.parted(volume.group, volume.name))
+    volume = replace(volume, group=group)
+    return _Wipe(key=str(volume.id), volume=volume, on_record=volume.wiping)

@@ -1,0 +1,227 @@
+"""Which block devices of this machine may be physical volumes, told from sysfs: no disk is touched.
+
+What stands on a logical volume may not: a volume's owner writes into it what he likes, also the
+metadata of somebody else's group. That is so through any stack: partitions, crypt, MD, and loop
+devices over a device, such as kubelet has over each raw volume in use. A loop device over a file
+may, also where the file's own file system is on a volume: only the node's root can attach it.
+"""
+
+import enum
+import fcntl
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+_VOLUME_UUID = "LVM-"
+# Documentation/admin-guide/devices.txt: floppy disks, CD-ROMs.
+_REMOVABLE_MAJORS = {"2", "11"}
+_LOOP_GET_STATUS64 = 0x4C05
+# struct loop_info64: lo_device, lo_inode, lo_rdevice.
+_LOOP_INFO = struct.Struct("=3Q208x")
+
+
+class Why(enum.Enum):
+    """Why a block device is not looked into; the words go on with the other device's name."""
+
+    EMPTY = "nothing is attached to it"
+    NO_DISK = "it is not made to keep data"
+    PATH = "it is a path of a disk that has a device of its own"
+    VOLUME = "it is the logical volume"
+    ON_A_VOLUME = "it stands on the logical volume"
+    SECOND_VIEW = "it is another view of"
+    PARTITIONED = "it has partitions"
+    TAKEN = "it is in use by"
+    UNKNOWN = "it is not known what is under"
+
+
+@dataclass(frozen=True)
+class Excluded:
+    """A block device that can be no physical volume, and what is in its way."""
+
+    why: Why
+    # Another device's name, where the reason is one.
+    by: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.why.value} {self.by}".strip()
+
+
+def backing(path: str) -> int:
+    """The number of the device that a loop device is over, 0 where that is a file. Raises OSError.
+
+    By ioctl, as sysfs tells a name only, and kubelet attaches its loop devices to bind mounts of
+    nodes (volumeDevices/…/dev/POD). A server that keeps the file may have to be asked.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        told = fcntl.ioctl(descriptor, _LOOP_GET_STATUS64, bytes(_LOOP_INFO.size))
+    finally:
+        os.close(descriptor)
+    _, _, number = _LOOP_INFO.unpack(told)
+    return int(number)
+
+
+class BlockDevices:
+    """The block devices that sysfs listed a moment ago, and how they stand on each other."""
+
+    def __init__(self, sysfs: Path = Path("/sys")) -> None:
+        places = sorted((sysfs / "class/block").iterdir())
+        self._devices = {place.name: _Device(place) for place in places}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The kernel's names for all of them, with partitions."""
+        return tuple(self._devices)
+
+    @property
+    def loops(self) -> tuple[str, ...]:
+        """The names of the loop devices that something is attached to."""
+        return tuple(name for name, one in self._devices.items() if one.is_loop and one.has_size)
+
+    def loops_under(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of them that these devices are, or stand on: with what they are over all is told.
+
+        A loop device over another device is excluded, whatever that is.
+        """
+        known, every = [one for one in names if one in self._devices], set()
+        while known:
+            every.update(known)
+            above = [self._devices[one] for one in known]
+            below = {name for one in above for name in (one.disk, *one.slaves)}
+            known = [one for one in below if one in self._devices and one not in every]
+        return tuple(name for name in self.loops if name in every)
+
+    def excluded(self, backings: Mapping[str, int]) -> Mapping[str, Excluded]:
+        """The devices that may be no physical volumes, by their names.
+
+        `backings` has what `backing` said of the loop devices; of what it lacks nothing is known.
+        """
+        return dict(self._judged(backings))
+
+    def _judged(self, backings: Mapping[str, int]) -> Iterator[tuple[str, Excluded]]:
+        partitioned = {one.disk for one in self._devices.values() if one.disk}
+        stacks = _Stacks(self._devices, backings)
+        for name, device in self._devices.items():
+            if not device.has_size:
+                yield name, Excluded(Why.EMPTY)
+            elif device.is_volume:
+                yield name, Excluded(Why.VOLUME, device.mapper_name)
+            elif volume := stacks.first(name, lambda one: one.is_volume):
+                yield name, Excluded(Why.ON_A_VOLUME, volume.mapper_name)
+            elif loop := stacks.first(name, stacks.is_opaque):
+                yield name, Excluded(Why.UNKNOWN, loop.name)
+            elif device.is_loop and (below := stacks.below(device)):
+                yield name, Excluded(Why.SECOND_VIEW, below[0].name)
+            elif device.is_path:
+                yield name, Excluded(Why.PATH)
+            elif device.is_no_disk:
+                yield name, Excluded(Why.NO_DISK)
+            elif name in partitioned:
+                yield name, Excluded(Why.PARTITIONED)
+            elif holder := stacks.stranger(device):
+                yield name, Excluded(Why.TAKEN, holder)
+
+
+class _Device:
+    """A directory of sysfs, read as far as it is asked for; empty words where it went away."""
+
+    def __init__(self, place: Path) -> None:
+        self.name = place.name
+        self._place = place
+
+    @cached_property
+    def number(self) -> tuple[str, ...]:
+        return tuple(self._word("dev").split(":"))
+
+    @cached_property
+    def has_size(self) -> bool:
+        return self._word("size") not in ("", "0")
+
+    @cached_property
+    def is_volume(self) -> bool:
+        return self.name.startswith("dm-") and self._word("dm/uuid").startswith(_VOLUME_UUID)
+
+    @cached_property
+    def mapper_name(self) -> str:
+        return self._word("dm/name")
+
+    @cached_property
+    def disk(self) -> str:
+        """The disk that it is a partition of."""
+        is_partition = (self._place / "partition").exists()
+        return self._place.resolve().parent.name if is_partition else ""
+
+    @property
+    def is_loop(self) -> bool:
+        return self.name.startswith("loop") and not self.disk
+
+    @property
+    def is_path(self) -> bool:
+        """Of NVMe's own multipath."""
+        return self._word("hidden") == "1"
+
+    @property
+    def is_no_disk(self) -> bool:
+        return self.number[0] in _REMOVABLE_MAJORS or self.name.startswith("zram")
+
+    @cached_property
+    def slaves(self) -> tuple[str, ...]:
+        return self._names("slaves")
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        return self._names("holders")
+
+    def _word(self, name: str) -> str:
+        try:
+            return (self._place / name).read_text().strip()
+        except OSError:
+            return ""
+
+    def _names(self, name: str) -> tuple[str, ...]:
+        try:
+            return tuple(sorted(one.name for one in (self._place / name).iterdir()))
+        except OSError:
+            return ()
+
+
+class _Stacks:
+    """What stands on what."""
+
+    def __init__(self, devices: Mapping[str, _Device], backings: Mapping[str, int]) -> None:
+        self._devices = devices
+        self._backings = backings
+        self._by_number = {one.number: one for one in devices.values()}
+
+    def below(self, device: _Device) -> list[_Device]:
+        """What a device stands on directly."""
+        names = (device.disk, *device.slaves)
+        found = [self._devices[name] for name in names if name in self._devices]
+        if number := self._backings.get(device.name, 0):
+            of_loop = self._by_number.get((str(os.major(number)), str(os.minor(number))))
+            found += [of_loop] if of_loop else []
+        return found
+
+    def first(self, name: str, wanted: Callable[[_Device], bool]) -> _Device | None:
+        """The first such device in the stack, from the top."""
+        stack, seen = [self._devices[name]], {name}
+        for one in stack:
+            if wanted(one):
+                return one
+            new = [other for other in self.below(one) if other.name not in seen]
+            seen |= {other.name for other in new}
+            stack += new
+        return None
+
+    def is_opaque(self, device: _Device) -> bool:
+        """A loop device of which it is not known, or no longer to be seen, what it is over."""
+        number = self._backings.get(device.name)
+        return device.is_loop and (number is None or (number > 0 and not self.below(device)))
+
+    def stranger(self, device: _Device) -> str:
+        """A holder that is no logical volume, such as crypt, multipath and MD: it has it alone."""
+        holders = (self._devices.get(name) for name in device.holders)
+        return next((one.name for one in holders if one and not one.is_volume), "")

@@ -1,0 +1,153 @@
+"""The disks of this machine that are physical volumes, and whether a group's metadata changed.
+
+Without lvm2, and each disk in a thread of its own: a disk that does not answer holds nobody up but
+whoever needs that very disk, and him for a bounded time.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from lvm import blockdevices, labels
+from lvm.blockdevices import BlockDevices, Excluded
+from lvm.labels import Damaged, Mark, PhysicalLabel
+
+_T = TypeVar("_T")
+
+# What a disk that works does not need, also one that has to spin up first.
+PATIENCE_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A disk that does not let itself be read."""
+
+    problem: str
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+@dataclass(frozen=True)
+class Unanswered(Unreadable):
+    """A disk that did not answer in time, and may never."""
+
+    problem: str = "it does not answer: see `dmesg`"
+
+
+Found = PhysicalLabel | Damaged | Unreadable | Excluded
+# Equal to an earlier one only if no metadata were committed in between, on the same disks.
+Fingerprint = tuple[Mark, ...]
+
+
+class Disks(Protocol):
+    """Find physical volumes; the seam at which tests stand in for sysfs and disks."""
+
+    def scan(
+        self,
+        patience_seconds: float = PATIENCE_SECONDS,
+        only: Collection[str] = (),
+    ) -> Mapping[str, Found]:
+        """What there is to tell of each block device, by its path; of blank ones nothing.
+
+        Where `only` has paths, the others are not looked at.
+        """
+        ...
+
+    def fingerprint(
+        self, paths: Collection[str], patience_seconds: float = PATIENCE_SECONDS
+    ) -> Fingerprint | None:
+        """The proof of what a group's metadata on these disks are; None where there is none.
+
+        There is none as soon as one of the disks cannot be read or bears no whole label, or if no
+        one has metadata.
+        """
+        ...
+
+
+class KernelDisks:
+    """The real `Disks`."""
+
+    def __init__(
+        self,
+        sysfs: Path = Path("/sys"),
+        dev: Path = Path("/dev"),
+        backing: Callable[[str], int] = blockdevices.backing,
+    ) -> None:
+        self._sysfs, self._dev, self._backing = sysfs, dev, backing
+        # What was asked and did not answer in time, by the path.
+        self._late: dict[str, Future[Any]] = {}
+
+    def scan(
+        self,
+        patience_seconds: float = PATIENCE_SECONDS,
+        only: Collection[str] = (),
+    ) -> Mapping[str, Found]:
+        """What there is to tell of each block device, by its path; of blank ones nothing.
+
+        Where `only` has paths, the others are not looked at.
+        """
+        end = time.monotonic() + patience_seconds
+        devices = BlockDevices(self._sysfs)
+        every = {name: str(self._dev / name.replace("!", "/")) for name in devices.names}
+        paths = {name: path for name, path in every.items() if not only or path in only}
+        loops = devices.loops_under(paths)
+        under = self._each(self._backing, [every[name] for name in loops], end)
+        backings = {name: under[every[name]] for name in loops}
+        known = {name: one for name, one in backings.items() if not isinstance(one, Unreadable)}
+        found: dict[str, Found | None] = {
+            paths[name]: one for name, one in devices.excluded(known).items() if name in paths
+        }
+        found |= self._each(labels.read, paths.values() - found.keys(), end)
+        return {path: one for path, one in found.items() if one is not None}
+
+    def fingerprint(
+        self, paths: Collection[str], patience_seconds: float = PATIENCE_SECONDS
+    ) -> Fingerprint | None:
+        """The proof of what a group's metadata on these disks are; None where there is none."""
+        marks = self._each(labels.mark, sorted(paths), time.monotonic() + patience_seconds)
+        proof = tuple(one for one in marks.values() if isinstance(one, Mark))
+        whole = len(proof) == len(marks) and any(one.texts for one in proof)
+        return proof if whole else None
+
+    def _each(
+        self, look: Callable[[str], _T], paths: Iterable[str], end: float
+    ) -> dict[str, _T | Unreadable]:
+        """What a look at each disk gives, or why it gave nothing until then."""
+        begun = {path: self._begin(look, path) for path in paths}
+        wait(filter(None, begun.values()), max(0.0, end - time.monotonic()))
+        return {path: self._ended(path, future) for path, future in begun.items()}
+
+    def _begin(self, look: Callable[[str], _T], path: str) -> Future[_T | Unreadable] | None:
+        """None while an earlier look still waits for the disk: one thread is enough for that."""
+        late = self._late.get(path)
+        if late is not None and not late.done():
+            return None
+        self._late.pop(path, None)
+        future = Future[_T | Unreadable]()
+        # A daemon, as no pool's threads are: the process ends without the disk.
+        threading.Thread(
+            target=_fulfil, args=(future, look, path), name=f"disk {path}", daemon=True
+        ).start()
+        return future
+
+    def _ended(self, path: str, future: Future[_T | Unreadable] | None) -> _T | Unreadable:
+        if future is None:
+            return Unanswered()
+        if not future.done():
+            self._late[path] = future
+            return Unanswered()
+        return future.result()
+
+
+def _fulfil(future: Future[_T | Unreadable], look: Callable[[str], _T], path: str) -> None:
+    try:
+        future.set_result(look(path))
+    except OSError as error:
+        future.set_result(Unreadable(error.strerror or str(error)))
+    except BaseException as error:
+        future.set_exception(error)

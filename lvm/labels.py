@@ -1,0 +1,407 @@
+"""What a disk says of itself as a physical volume, read from the disk: no lvm2, no process.
+
+A label in one of the first sectors names the physical volume and where its metadata areas are. Each
+area begins with a header, which says where in the ring of text behind it the group's metadata are:
+lvm2 writes new text beside the old, and then the header, by which the text is committed. All of
+that has checksums. (In lvm2's sources: lib/label/label.h, lib/format_text/layout.h.)
+
+A disk is opened for each look, which takes microseconds: an open descriptor would keep a loop
+device from being detached and a disk from being removed. It is opened for reading only, so that
+udev's watch, which waits for writers to close, is not woken.
+"""
+
+import errno
+import itertools
+import mmap
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+_SECTOR_BYTES = 512
+_LABEL_SECTORS = 4
+# What direct I/O is in whole numbers of, also where a disk's sectors are of 4 KiB.
+_BLOCK_BYTES = 4096
+# The label, and the header of the first metadata area where lvm2 puts it: behind the first page.
+_HEAD_BYTES = 2 * _BLOCK_BYTES
+# loff_t is signed.
+_END_OF_DISKS = (1 << 63) - _BLOCK_BYTES
+# lvm2's own areas have a megabyte; a disk may claim anything.
+_LARGEST_TEXT_BYTES = 64 << 20
+
+_LABEL = struct.Struct("<8sQII8s")
+_LABEL_CHECKED_FROM = 20
+_PV_HEADER = struct.Struct("<32sQ")
+_PV_EXTENSION = struct.Struct("<II")
+_PV_EXT_USED = 1
+_AREA = struct.Struct("<QQ")
+_MDA_HEADER = struct.Struct("<I16sIQQ")
+_MDA_HEADER_BYTES = 512
+_MDA_MAGIC = b" LVM2 x[5A%r0N*>"
+_RAW_LOCN = struct.Struct("<QQII")
+_RAW_LOCN_IGNORED = 1
+
+_INITIAL_CRC = 0xF597A6CF
+_UUID = re.compile(r"[0-9A-Za-z!#]{32}")
+_UUID_CUTS = (0, 6, 10, 14, 18, 22, 26, 32)
+
+# A reader may meet the one write that damages what it sees: lvm2 coming round in the ring of text.
+_LOOKS = 3
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in a metadata area committed text is: with each commit elsewhere, and another."""
+
+    offset_bytes: int
+    size_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A physical volume and its committed texts: while it is the same, so are the metadata.
+
+    There is none where the disk has no metadata area in use, or is in no group.
+    """
+
+    uuid: str
+    texts: tuple[Position, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group, as the metadata on one of its disks tell."""
+
+    name: str
+    uuid: str
+    seqno: int
+    # Of its physical volumes.
+    disk_uuids: tuple[str, ...]
+    # Such as RESIZEABLE, READ, WRITE, EXPORTED.
+    status: frozenset[str] = frozenset()
+    system_id: str = ""
+    lock_type: str = ""
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether it was made ready for another machine: vgexport(8)."""
+        return "EXPORTED" in self.status
+
+
+@dataclass(frozen=True)
+class PhysicalLabel:
+    """A disk that is a physical volume.
+
+    `group` is None where the disk does not say, which has two reasons: it is in no group, or the
+    metadata are on the group's other disks (pvcreate(8), --metadatacopies 0). Of the second
+    `is_used` is true, unless lvm2 was older than 2.02.167.
+    """
+
+    uuid: str
+    size_bytes: int
+    is_used: bool
+    group: Group | None
+    # What is wrong with it, though lvm2 may have another copy.
+    damage: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """A disk with a label that cannot be believed."""
+
+    problem: str
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+class _Damage(Exception):
+    """What was read is not what lvm2 writes."""
+
+
+def read(path: str) -> PhysicalLabel | Damaged | None:
+    """What a disk says of itself; None where it has no label. Raises OSError."""
+    found: PhysicalLabel | Damaged | None = None
+    for _ in range(_LOOKS):
+        found = _read(path)
+        if found is None or (isinstance(found, PhysicalLabel) and not found.damage):
+            break
+    return found
+
+
+def mark(path: str) -> Mark | None:
+    """The cheapest proof of what the metadata are: two, or all, are equal if nothing was committed.
+
+    One read, where the disk has one metadata area at its beginning. None where nothing is proved:
+    without a label, or with damage. Raises OSError.
+    """
+    with _Disk(path) as disk:
+        try:
+            label = _label(disk)
+            texts = [_header(disk, area) for area in label.areas] if label else []
+        except _Damage:
+            return None
+    return Mark(label.uuid, tuple(one.position for one in texts if one)) if label else None
+
+
+def _read(path: str) -> PhysicalLabel | Damaged | None:
+    with _Disk(path) as disk:
+        try:
+            label = _label(disk)
+        except _Damage as problem:
+            return Damaged(str(problem))
+        if label is None:
+            return None
+        groups, damage = [], []
+        for area in label.areas:
+            try:
+                if text := _header(disk, area):
+                    groups.append(_group(text.read(disk)))
+            except _Damage as problem:
+                damage.append(str(problem))
+    # As lvm2 decides: an area that was not written has an older text.
+    newest = max(groups, key=lambda group: group.seqno, default=None)
+    return PhysicalLabel(label.uuid, label.size_bytes, label.is_used, newest, tuple(damage))
+
+
+class _Disk:
+    """A disk, or an image of one, as it is and not as the page cache has it.
+
+    lvm2 writes directly and asynchronously, and the kernel does not drop after such a write to a
+    block device what a reader had it cache meanwhile (generic_file_direct_write(), mm/filemap.c).
+    """
+
+    def __init__(self, path: str) -> None:
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            self._descriptor = os.open(path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            # A file whose file system has no direct I/O, such as tmpfs.
+            self._descriptor = os.open(path, flags)
+        try:
+            self.head = self._read(0, _HEAD_BYTES)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        os.close(self._descriptor)
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """So many bytes, or _Damage: a label tells where they are. Raises OSError."""
+        end = offset_bytes + length_bytes
+        if end > _END_OF_DISKS:
+            raise _Damage(f"it tells of something at {offset_bytes} bytes, where no disk is")
+        inside = end <= len(self.head)
+        data = self.head[offset_bytes:end] if inside else self._read(offset_bytes, length_bytes)
+        if len(data) < length_bytes:
+            raise _Damage(f"it tells of something at {offset_bytes} bytes, past the disk's end")
+        return data
+
+    def _read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        before = offset_bytes % _BLOCK_BYTES
+        blocks = -(-(before + length_bytes) // _BLOCK_BYTES)
+        with mmap.mmap(-1, blocks * _BLOCK_BYTES) as aligned:
+            got = os.preadv(self._descriptor, [aligned], offset_bytes - before)
+            return aligned[before : min(got, before + length_bytes)]
+
+
+@dataclass(frozen=True)
+class _Area:
+    """A part of a disk that the label tells of."""
+
+    offset_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class _Label:
+    uuid: str
+    size_bytes: int
+    is_used: bool
+    # The metadata areas.
+    areas: tuple[_Area, ...]
+
+
+@dataclass(frozen=True)
+class _Text:
+    """The committed text in a metadata area."""
+
+    area: _Area
+    position: Position
+
+    def read(self, disk: _Disk) -> str:
+        """Raises _Damage, also where it is not the text that was committed."""
+        area, offset, size = self.area, self.position.offset_bytes, self.position.size_bytes
+        # Past the end it goes on at the beginning, behind the header.
+        straight = min(size, area.size_bytes - offset)
+        text = disk.read(area.offset_bytes + offset, straight)
+        text += disk.read(area.offset_bytes + _MDA_HEADER_BYTES, size - straight)
+        if _checksum(text) != self.position.checksum:
+            raise _Damage(f"the metadata at {area.offset_bytes + offset} bytes: wrong checksum")
+        return text.rstrip(b"\0").decode(errors="backslashreplace")
+
+
+def _label(disk: _Disk) -> _Label | None:
+    """What the first label says that is whole; None where there is none at all."""
+    problem = ""
+    for number in range(_LABEL_SECTORS):
+        sector = disk.head[number * _SECTOR_BYTES :][:_SECTOR_BYTES]
+        if len(sector) < _SECTOR_BYTES or not sector.startswith(b"LABELONE"):
+            continue
+        _, own_number, checksum, offset, kind = _LABEL.unpack_from(sector)
+        if _checksum(sector[_LABEL_CHECKED_FROM:]) != checksum:
+            problem = problem or f"the label in sector {number}: wrong checksum"
+        elif own_number != number:
+            problem = problem or f"the label in sector {number} is one of sector {own_number}"
+        elif kind != b"LVM2 001":
+            problem = problem or f"the label in sector {number} is not LVM2's"
+        else:
+            return _physical_volume(sector, offset)
+    if problem:
+        raise _Damage(problem)
+    return None
+
+
+def _physical_volume(sector: bytes, at: int) -> _Label:
+    uuid, size_bytes = _unpack(_PV_HEADER, sector, at)
+    at += _PV_HEADER.size
+    data = tuple(_areas(sector, at))
+    at += (len(data) + 1) * _AREA.size
+    metadata = tuple(_areas(sector, at))
+    at += (len(metadata) + 1) * _AREA.size
+    version, flags = 0, 0
+    if at + _PV_EXTENSION.size <= len(sector):
+        version, flags = _PV_EXTENSION.unpack_from(sector, at)
+    # The flag is the second version's.
+    is_used = version > 1 and bool(flags & _PV_EXT_USED)
+    return _Label(_dashed(uuid), size_bytes, is_used, metadata)
+
+
+def _areas(sector: bytes, at: int) -> Iterator[_Area]:
+    """A list of areas, which ends with an offset of 0."""
+    while (area := _Area(*_unpack(_AREA, sector, at))).offset_bytes:
+        yield area
+        at += _AREA.size
+
+
+def _header(disk: _Disk, area: _Area) -> _Text | None:
+    """Where the area has committed text; None where it has none, or is not in use.
+
+    What is not committed yet, in the second of the locations, is nobody's business.
+    """
+    header = disk.read(area.offset_bytes, _MDA_HEADER_BYTES)
+    checksum, magic, version, start, size = _MDA_HEADER.unpack_from(header)
+    where = f"the metadata area at {area.offset_bytes} bytes"
+    if _checksum(header[4:]) != checksum:
+        raise _Damage(f"{where}: wrong checksum of its header")
+    if (magic, version, start) != (_MDA_MAGIC, 1, area.offset_bytes):
+        raise _Damage(f"{where}: not the header of this area")
+    offset, length, text_checksum, flags = _RAW_LOCN.unpack_from(header, _MDA_HEADER.size)
+    # pvchange(8), --metadataignore: what is there is old.
+    if flags & _RAW_LOCN_IGNORED or not offset:
+        return None
+    if not (_MDA_HEADER_BYTES <= offset < size and length <= size - _MDA_HEADER_BYTES):
+        raise _Damage(f"{where}: its text would be outside of it")
+    if length > _LARGEST_TEXT_BYTES:
+        raise _Damage(f"{where}: its text would have {length} bytes")
+    return _Text(_Area(start, size), Position(offset, length, text_checksum))
+
+
+# lvm2's form of configuration (lvm.conf(5)): `name { … }` and `name = value`, where a value is a
+# number, a string or a list. Nothing here goes back to try again, so that no text takes long.
+_BLANK = r"(?:\s|\#[^\n]*+)*+"
+_WORD = r"[^\s\#{}=\"\[\],]++"
+_STRING = r"\"(?:[^\"\\]|\\.)*+\""
+_VALUE = rf"{_STRING}|\[(?:[^\"\]]|{_STRING})*+\]|{_WORD}"
+_STATEMENT = re.compile(
+    rf"{_BLANK}(?:(?P<end>\}})|(?P<word>{_WORD}){_BLANK}(?:\{{|={_BLANK}(?P<value>{_VALUE})))",
+    re.DOTALL,
+)
+_STRINGS = re.compile(_STRING, re.DOTALL)
+_NOTHING_MORE = re.compile(_BLANK)
+
+
+def _group(text: str) -> Group:
+    """What the beginning of the metadata says, which is of the group and its disks."""
+    name, settings = "", dict[tuple[str, ...], str]()
+    for place, value in _settings(text):
+        name = name or place[0]
+        if place[1:2] == ("logical_volumes",):
+            break
+        if place[0] == name:
+            settings[place[1:]] = value
+    try:
+        return Group(
+            name,
+            _string(settings["id",]),
+            int(settings["seqno",]),
+            tuple(
+                _string(value)
+                for place, value in settings.items()
+                if place[0] == "physical_volumes" and place[2:] == ("id",)
+            ),
+            frozenset(map(_string, _STRINGS.findall(settings.get(("status",), "")))),
+            _string(settings.get(("system_id",), "")),
+            _string(settings.get(("lock_type",), "")),
+        )
+    except (KeyError, ValueError):
+        raise _Damage("the metadata tell of no group") from None
+
+
+def _settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each setting with the sections that it is in, in the order of the text; or _Damage."""
+    sections: list[str] = []
+    at = 0
+    while statement := _STATEMENT.match(text, at):
+        at = statement.end()
+        word, value = statement["word"], statement["value"]
+        if value is not None:
+            yield (*sections, word), value
+        elif word is not None:
+            sections.append(word)
+        elif sections:
+            sections.pop()
+        else:
+            raise _Damage("the metadata end what was not begun")
+    if sections or not _NOTHING_MORE.fullmatch(text, at):
+        raise _Damage("the metadata are not in lvm2's form")
+
+
+def _string(value: str) -> str:
+    """A string without its quotes."""
+    return re.sub(r"\\(.)", r"\1", value.strip('"'), flags=re.DOTALL)
+
+
+def _unpack(form: struct.Struct, sector: bytes, at: int) -> tuple[Any, ...]:
+    if at + form.size > len(sector):
+        raise _Damage("the label goes on past its sector")
+    return form.unpack_from(sector, at)
+
+
+def _dashed(uuid: bytes) -> str:
+    """A UUID as lvm2 writes it everywhere but in the label."""
+    text = uuid.decode("ascii", "replace")
+    if not _UUID.fullmatch(text):
+        raise _Damage("the label has no UUID")
+    return "-".join(text[start:end] for start, end in itertools.pairwise(_UUID_CUTS))
+
+
+def _checksum(data: bytes) -> int:
+    """lvm2's calc_crc(): the usual CRC-32 with another beginning, and not inverted at the end."""
+    return zlib.crc32(data, ~_INITIAL_CRC & 0xFFFFFFFF) ^ 0xFFFFFFFF

@@ -1,0 +1,170 @@
+"""A shell of lvm2's that is kept open: started, watched, given up. It is a `Run` for one group.
+
+A new process for each command costs lvm2 most of its time. What the shell does not answer beyond
+doubt is never said to it twice: a look is taken by a process of its own instead, and of a change
+the caller is told that nobody knows. So whoever repeats a change begins with a fresh report.
+"""
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lvm import errors, shell
+from lvm.command import (
+    Conversation,
+    ConversationOver,
+    Converse,
+    Finished,
+    Result,
+    Run,
+    remaining_seconds,
+)
+from lvm.shell import Confinement, Line
+
+_log = logging.getLogger(__name__)
+
+# It is at its prompt after some tenths of a second, on a slow machine.
+_START_SECONDS = 10.0
+# What lvm2 holds a group's lock for, and so does not end within, is over by then as a rule.
+_GRACE_SECONDS = 5.0
+# Where there is no shell, there will hardly be one soon.
+_LACKING_RESTS = 10
+
+
+class Session:
+    """One shell at a time, and processes in its place: where it is lacking, by doubt.
+
+    One command at a time, the others wait. `directory` is the session's own, and lvm2 must see it
+    at the same path; `root` is where lvm2's root directory is seen.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        converse: Converse,
+        directory: Path,
+        *,
+        root: Path = Path("/"),
+        rest_seconds: float = 60.0,
+        observe: Callable[[Finished], None] = lambda _: None,
+    ) -> None:
+        self._run = run
+        self._converse = converse
+        self._directory = directory
+        self._root = root
+        # How long no shell is started after one failed.
+        self._rest_seconds = rest_seconds
+        self._observe = observe
+        self._turn = threading.Lock()
+        self._shell: Conversation | None = None
+        self._confinement = Confinement()
+        self._rests_until = 0.0
+        # A shell that did not end when it was told to, what it does, and since when.
+        self._stuck: tuple[Conversation, str, float] | None = None
+
+    def __call__(self, *words: str) -> Result:
+        """Have the shell do what it can do, and a process the rest: the seam `lvm.command.Run`.
+
+        Raises what a process raises, SessionLost, and StillRunning.
+        """
+        line = Line.of(words)
+        if line is None:
+            return self._run(*words)
+        with self._my_turn(words):
+            self._look_at_stuck(line)
+            ready = self._ready(line.confinement, words)
+            result = self._ask(ready, line, words) if ready else None
+        return self._run(*words) if result is None else result
+
+    def close(self) -> None:
+        """End the shell once it has done what it does; from then on there are processes only."""
+        with self._turn:
+            self._rests_until = math.inf
+            self._hang_up("what it did last")
+            if self._stuck is not None and self._stuck[0].end(_GRACE_SECONDS):
+                self._stuck = None
+
+    def _ask(self, ready: Conversation, line: Line, words: tuple[str, ...]) -> Result | None:
+        """The shell's answer; None where it gave none, and a process may do the same."""
+        started = time.monotonic()
+        try:
+            said = ready.exchange(line.text, remaining_seconds())
+            result = shell.answer(line.subcommand, said)
+        except TimeoutError:
+            self._give_up(line, "its time is over")
+            raise errors.CommandTimedOut(words, time.monotonic() - started) from None
+        except (ConversationOver, ValueError) as doubt:
+            self._give_up(line, str(doubt))
+            if line.changes:
+                raise errors.SessionLost(words, str(doubt)) from None
+            return None
+        self._observe(Finished(words, result.exit_code, time.monotonic() - started))
+        return result
+
+    def _ready(self, confinement: Confinement, words: tuple[str, ...]) -> Conversation | None:
+        """A shell with this confinement that waits to be told; None where there is none."""
+        if self._shell is not None:
+            if self._confinement.covers(confinement) and self._shell.is_waiting():
+                return self._shell
+            self._hang_up("what it did last")
+        if self._stuck is None and time.monotonic() >= self._rests_until:
+            self._start(confinement, words)
+        return self._shell
+
+    def _start(self, confinement: Confinement, words: tuple[str, ...]) -> None:
+        limit = remaining_seconds()
+        if limit == 0:
+            raise errors.CommandTimedOut(words, 0.0)
+        # Settings of some commands that mean nothing to others: one shell for all of them.
+        self._confinement = self._confinement.joined(confinement)
+        try:
+            shell.prepare(self._directory, self._root, self._confinement)
+            self._shell = self._converse(
+                "lvm",
+                prompt=shell.PROMPT,
+                environment=shell.environment(self._directory),
+                report=shell.REPORT,
+            )
+            self._shell.exchange(None, min(_START_SECONDS, limit or _START_SECONDS))
+        except (OSError, ConversationOver, errors.ProgramMissing) as problem:
+            why = str(problem) or "it shows no prompt"
+            _log.warning("no shell of lvm2's, but a process for each command: %s", why)
+            self._rests_until = time.monotonic() + _LACKING_RESTS * self._rest_seconds
+            self._hang_up("its start")
+
+    def _give_up(self, line: Line, why: str) -> None:
+        _log.warning("lvm2's shell is given up at %s: %s", line.subcommand, why)
+        self._rests_until = time.monotonic() + self._rest_seconds
+        self._hang_up(line.subcommand)
+
+    def _hang_up(self, doing: str) -> None:
+        """End the shell; where it does not end, remember what it does."""
+        if self._shell is not None:
+            since = time.monotonic()
+            if not self._shell.end(_GRACE_SECONDS):
+                self._stuck = (self._shell, doing, since)
+            self._shell = None
+
+    def _look_at_stuck(self, line: Line) -> None:
+        """Raises StillRunning for a change while a shell that was given up may change something."""
+        if self._stuck is None:
+            return
+        conversation, doing, since = self._stuck
+        if conversation.end(0):
+            self._stuck = None
+        elif line.changes:
+            raise errors.StillRunning(doing, time.monotonic() - since)
+
+    @contextmanager
+    def _my_turn(self, words: tuple[str, ...]) -> Iterator[None]:
+        limit = remaining_seconds()
+        if not self._turn.acquire(timeout=-1 if limit is None else limit):
+            raise errors.CommandTimedOut(words, limit or 0.0)
+        try:
+            yield
+        finally:
+            self._turn.release()

@@ -1,0 +1,176 @@
+"""A cluster in memory: nodes with Carver, those who call it, and a clock that steps move."""
+
+import itertools
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from callers.backoff import Backoff
+from callers.directories import Directories
+from callers.kubelet import Kubelet
+from callers.objects import Claim, PersistentVolume, Pod, Snapshot, StorageClass
+from callers.plugin import Answer, Plugin
+from callers.resizer import Resizer
+from callers.scheduler import Scheduler
+from callers.sidecars import Provisioner, Snapshotter
+
+from agent.csi.client import Mode, mounted
+
+
+class Node:
+    """One node: kubelet and the sidecars of one driver."""
+
+    def __init__(
+        self, cluster: "Cluster", name: str, plugin: Plugin, directories: Directories
+    ) -> None:
+        self.kubelet = Kubelet(cluster, name, plugin, directories)
+        self.provisioner = Provisioner(cluster, name, plugin)
+        self.snapshotter = Snapshotter(cluster, name, plugin)
+
+    def step(self) -> None:
+        """Let each do what is due."""
+        self.kubelet.step()
+        self.provisioner.step()
+        self.snapshotter.step()
+
+    def driver_restarted(self) -> None:
+        """Carver was started anew: the sidecars lost their connection to it."""
+        self.provisioner.lose()
+        self.snapshotter.lose()
+
+
+class Cluster:
+    """The API's objects, and one step after another."""
+
+    def __init__(self, classes: Mapping[str, StorageClass], seed: int = 0) -> None:
+        self.classes = classes
+        self.backoff = Backoff()
+        self.nodes: dict[str, Node] = {}
+        self.claims: list[Claim] = []
+        self.pods: list[Pod] = []
+        self.snapshots: list[Snapshot] = []
+        # Volumes whose claim is gone: to be deleted.
+        self.released: list[PersistentVolume] = []
+        # CSIStorageCapacity, by node and class: the largest volume there.
+        self.capacities: dict[tuple[str, str], int] = {}
+        self.answers: list[Answer] = []
+        # What looks after the drivers' processes, each second.
+        self.supervisors: list[Callable[[], None]] = []
+        self._serial = itertools.count(1)
+        self._resizer = Resizer(self)
+        self._scheduler = Scheduler(self, random.Random(seed))
+
+    def add_node(self, name: str, plugin: Plugin, directories: Directories) -> Node:
+        """A node whose driver is asked through `plugin`."""
+        node = self.nodes[name] = Node(self, name, plugin, directories)
+        return node
+
+    def claim(self, storage_class: str = "", **more: Any) -> Claim:
+        """A person makes a claim: 32 MiB, ReadWriteOnce, where nothing else is said."""
+        one = self.classes[storage_class or next(iter(self.classes))]
+        values: dict[str, Any] = {
+            "size_bytes": 32 << 20,
+            "capability": mounted(one.fs_type, mode=Mode.SINGLE_NODE_MULTI_WRITER),
+        }
+        made = Claim(f"claim-{next(self._serial)}", one.name, **values | more)
+        self.claims.append(made)
+        return made
+
+    def pod(self, claim: Claim, *nodes: str, **more: Any) -> Pod:
+        """A person makes a pod, which may be on some nodes only."""
+        made = Pod(f"pod-{next(self._serial)}", claim, frozenset(nodes), **more)
+        self.pods.append(made)
+        return made
+
+    def snapshot(self, claim: Claim) -> Snapshot:
+        """A person makes a VolumeSnapshot."""
+        made = Snapshot(f"snap-{next(self._serial)}", claim)
+        self.snapshots.append(made)
+        return made
+
+    def expand(self, claim: Claim, size_bytes: int) -> None:
+        """A person changes a claim's size, back to less where it could not be had."""
+        assert claim.volume is not None
+        assert size_bytes >= claim.capacity_bytes
+        claim.size_bytes = size_bytes
+
+    def step(self) -> None:
+        """A second goes by."""
+        self.backoff.now += 1
+        self._scheduler.step()
+        self._resizer.step()
+        for node in self.nodes.values():
+            node.step()
+        self._collect()
+        for supervise in self.supervisors:
+            supervise()
+
+    def run_until(self, condition: Callable[[], bool], seconds: int = 3000) -> bool:
+        """Let time go by until something is so, or for so long."""
+        for _ in range(seconds):
+            if condition():
+                return True
+            self.step()
+        return condition()
+
+    def _collect(self) -> None:
+        """What finalizers let go: in use by no pod, and source of nothing that is being made."""
+        snapshotted = {one.claim for one in self.snapshots if not one.is_ready}
+        used = {pod.claim for pod in self.pods}
+        for pod in [one for one in self.pods if one.is_deleted and not one.node]:
+            self.pods.remove(pod)
+        for claim in [one for one in self.claims if one.is_deleted]:
+            if claim in used | snapshotted or self.is_source(claim) or claim.is_under_way:
+                continue
+            if claim.volume is not None:
+                self.released.append(claim.volume)
+            self.claims.remove(claim)
+        for snapshot in [one for one in self.snapshots if one.is_deleted and not one.id]:
+            self.snapshots.remove(snapshot)
+
+    def is_source(self, one: Claim | Snapshot) -> bool:
+        """Whether a claim that is not bound yet is to be made of it."""
+        return any(
+            claim.source is one and claim.volume is None and not claim.is_deleted
+            for claim in self.claims
+        )
+
+    def waiting(self) -> list[str]:
+        """What is not as people want it, though nothing is missing that they would have to do."""
+        pods = [one for one in self.pods if not one.is_deleted and not one.claim.is_deleted]
+        bound = [one for one in self.claims if one.volume and not one.is_deleted]
+        # With a copy-on-write snapshot it grows when it is next staged.
+        growing = {pod.claim for pod in pods} - {one.claim for one in self.snapshots}
+        # A copy-on-write snapshot is nothing without its origin.
+        kept = [one.claim.volume for one in self.snapshots]
+        return [
+            *(f"pod {one.name} does not run" for one in pods if not one.is_running),
+            *(f"pod {one.name} is not gone" for one in self.pods if one.is_deleted),
+            *(f"volume {one.id} is not deleted" for one in self.released if one not in kept),
+            *(
+                f"snapshot {one.name} is not ready"
+                for one in self.snapshots
+                if not one.is_ready and one.claim in bound
+            ),
+            *(
+                f"claim {one.name} has not grown"
+                for one in bound
+                if one in growing and one.volume and one.capacity_bytes < one.volume.size_bytes
+            ),
+        ]
+
+    def told(self) -> list[str]:
+        """The same for people, with what callers were told last that was not OK."""
+        refused = [str(one) for one in self.answers if one.code != "OK"]
+        return [*self.waiting(), *refused[-3:]]
+
+    def delete_everything(self) -> None:
+        """People take away all that they made."""
+        made: list[Pod | Claim | Snapshot] = [*self.pods, *self.claims, *self.snapshots]
+        for one in made:
+            one.is_deleted = True
+
+    def is_empty(self) -> bool:
+        """Whether nothing is left to be done after that."""
+        nothing_known = all(node.kubelet.knows_nothing() for node in self.nodes.values())
+        return nothing_known and not (self.pods or self.claims or self.snapshots or self.released)

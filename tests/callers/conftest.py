@@ -1,0 +1,57 @@
+"""A service for real callers, on a machine in memory and, with --real, on this one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import configured
+import pytest
+from callers.directories import Directories
+from callers.plugin import Answer, Plugin
+from real.any import AnyHost
+
+from agent.config.settings import Config, DeviceClass
+from agent.csi.client import Client
+from agent.engine.host import Host
+from agent.health import preflight
+from agent.service.server import Service
+
+
+@pytest.fixture
+def config(host: AnyHost, tmp_path: Path) -> Config:
+    """One linear class, under the name that was recorded."""
+    default = DeviceClass(name="default", group=host.new_group(100, 60), default=True)
+    return configured.carver(tmp_path, classes=(default,))
+
+
+@pytest.fixture
+def answers() -> list[Answer]:
+    """Everything that the callers were told."""
+    return []
+
+
+@pytest.fixture(autouse=True)
+def any_machine(real: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine is in memory, Probe does not look at the one below."""
+    if not real:
+        monkeypatch.setattr(preflight, "CHEAP", ())
+
+
+@pytest.fixture(autouse=True)
+def refused_at_once() -> None:
+    """Not so here: a call that meets another waits, as in a cluster (tests/conftest.py)."""
+
+
+@pytest.fixture
+def plugin(host: AnyHost, config: Config, answers: list[Answer]) -> Iterator[Plugin]:
+    """Carver, serving on a socket of the test's own."""
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running.start(config.endpoint)
+    with Client(config.endpoint) as client:
+        yield Plugin(client, answers.append)
+    running.stop()
+
+
+@pytest.fixture
+def directories(host: AnyHost) -> Directories:
+    """Kubelet's directory."""
+    return Directories(host.directory, host.kernel)

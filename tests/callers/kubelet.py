@@ -1,0 +1,230 @@
+"""kubelet on one node: stages, publishes, grows, measures; unpublishes and unstages in the end.
+
+What it knows of a volume decides what it calls later: after a final error it takes a step for not
+done, and after one that may still be in progress for perhaps done (`csi_client.go`, isFinalError).
+"""
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from callers.directories import Directories
+from callers.objects import PersistentVolume, Pod
+from callers.plugin import Answer, Plugin
+from callers.rules import Reaction
+
+from agent.config.settings import DRIVER_NAME
+from agent.csi.client import Mode, mounted
+from proto import csi_pb2 as csi
+
+if TYPE_CHECKING:
+    from callers.cluster import Cluster
+
+_POD = "csi.storage.k8s.io/"
+
+
+class Kubelet:
+    """One run of it after another: what it knows is in memory, and read from its directory anew."""
+
+    def __init__(
+        self, cluster: "Cluster", node: str, plugin: Plugin, directories: Directories
+    ) -> None:
+        self._cluster = cluster
+        self._backoff = cluster.backoff
+        self._node = node
+        self._plugin = plugin
+        self._directories = directories
+        # What was done, or may have been: volumes and the pods that they are published to.
+        self._staged: dict[str, PersistentVolume] = {}
+        self._published: dict[Pod, PersistentVolume] = {}
+
+    def step(self) -> None:
+        """Do what is due for the pods of this node, and let go of volumes that none of them has."""
+        mine = [pod for pod in self._cluster.pods if pod.node == self._node]
+        for pod in mine:
+            if pod.is_deleted:
+                self._end(pod)
+            elif not pod.is_running:
+                self._start(pod)
+            else:
+                self._grow(pod)
+        wanted = {one.claim.volume.name for one in mine if one.claim.volume and not one.is_deleted}
+        published = {one.name for one in self._published.values()}
+        for name in set(self._staged) - wanted - published:
+            self._unstage(self._staged[name])
+
+    def restart(self) -> None:
+        """Find in the directory what was published, and mount what pods have once more."""
+        for pod in self._published:
+            pod.is_running = False
+
+    def reboot(self) -> None:
+        """The same on a node that was off: its own binds and loop devices are gone as well."""
+        self._directories.forget()
+        self.restart()
+
+    def publish_inline(self, volume_id: str, pod: str, attributes: Mapping[str, str]) -> Answer:
+        """A pod has a volume of its own in its specification: one call, and no staging."""
+        path = self._inline_target(volume_id, pod)
+        self._directories.prepare(path.parent)
+        request = csi.NodePublishVolumeRequest(
+            volume_id=volume_id,
+            target_path=str(path),
+            volume_capability=mounted(mode=Mode.SINGLE_NODE_WRITER),
+            volume_context={**attributes, **_about(pod), f"{_POD}ephemeral": "true"},
+        )
+        answer = self._plugin.ask("NodePublishVolume", request)
+        if answer.reaction is Reaction.FORGETS:
+            self._directories.remove(path)
+            self._directories.remove(path.parent)
+        return answer
+
+    def unpublish_inline(self, volume_id: str, pod: str) -> Answer:
+        """That pod is gone."""
+        path = self._inline_target(volume_id, pod)
+        request = csi.NodeUnpublishVolumeRequest(volume_id=volume_id, target_path=str(path))
+        answer = self._plugin.ask("NodeUnpublishVolume", request)
+        self._directories.remove(path.parent)
+        return answer
+
+    def knows_nothing(self) -> bool:
+        """Whether there is nothing that it would still undo."""
+        return not self._staged and not self._published
+
+    def target(self, pod: Pod, volume: PersistentVolume) -> str:
+        """Where a pod has a volume."""
+        root = self._directories.kubelet
+        if _is_block(volume):
+            devices = root / "plugins/kubernetes.io/csi/volumeDevices"
+            return str(devices / "publish" / volume.name / pod.name)
+        return str(root / "pods" / pod.name / "volumes/kubernetes.io~csi" / volume.name / "mount")
+
+    def _start(self, pod: Pod) -> None:
+        volume = pod.claim.volume
+        assert volume is not None
+        if not self._backoff.is_due(self, pod):
+            return
+        if self._stage(volume) and self._publish(pod, volume) and self._grow(pod):
+            pod.is_running = True
+            self._backoff.succeeded(self, pod)
+            path = self.target(pod, volume)
+            request = csi.NodeGetVolumeStatsRequest(volume_id=volume.id, volume_path=path)
+            self._plugin.ask("NodeGetVolumeStats", request)
+        else:
+            self._backoff.failed(self, pod)
+
+    def _stage(self, volume: PersistentVolume) -> bool:
+        path = self._staging(volume)
+        self._directories.prepare(path)
+        request = csi.NodeStageVolumeRequest(
+            volume_id=volume.id,
+            staging_target_path=path,
+            volume_capability=volume.capability,
+            volume_context=volume.context,
+        )
+        answer = self._plugin.ask("NodeStageVolume", request)
+        if answer.reaction is Reaction.FORGETS:
+            if volume.name not in self._staged:
+                self._directories.remove(path)
+            return False
+        self._staged[volume.name] = volume
+        return answer.reaction is Reaction.GOES_ON
+
+    def _publish(self, pod: Pod, volume: PersistentVolume) -> bool:
+        path = self.target(pod, volume)
+        self._directories.prepare(path.rpartition("/")[0])
+        request = csi.NodePublishVolumeRequest(
+            volume_id=volume.id,
+            staging_target_path=self._staging(volume),
+            target_path=path,
+            volume_capability=volume.capability,
+            volume_context={**volume.context, **_about(pod.name), f"{_POD}ephemeral": "false"},
+            readonly=pod.read_only,
+        )
+        answer = self._plugin.ask("NodePublishVolume", request)
+        if answer.reaction is Reaction.FORGETS:
+            return False
+        self._published[pod] = volume
+        if answer.reaction is not Reaction.GOES_ON:
+            return False
+        if _is_block(volume):
+            self._directories.take(path)
+        return True
+
+    def _grow(self, pod: Pod) -> bool:
+        """Expand what is smaller than its PersistentVolume; whether the pod can go on."""
+        claim = pod.claim
+        volume = claim.volume
+        assert volume is not None
+        if claim.is_infeasible or claim.capacity_bytes >= volume.size_bytes or pod.read_only:
+            return True
+        if not self._backoff.is_due(self, claim):
+            return True
+        request = csi.NodeExpandVolumeRequest(
+            volume_id=volume.id,
+            volume_path=self.target(pod, volume),
+            capacity_range=csi.CapacityRange(required_bytes=volume.size_bytes),
+            staging_target_path=self._staging(volume),
+            volume_capability=volume.capability,
+        )
+        answer = self._plugin.ask("NodeExpandVolume", request)
+        if answer.reaction is Reaction.GOES_ON:
+            claim.capacity_bytes = volume.size_bytes
+            self._backoff.succeeded(self, claim)
+            return True
+        claim.is_infeasible = answer.reaction is Reaction.INFEASIBLE
+        self._backoff.failed(self, claim)
+        return answer.reaction in (Reaction.INFEASIBLE, Reaction.WAITS)
+
+    def _end(self, pod: Pod) -> None:
+        pod.is_running = False
+        volume = self._published.get(pod)
+        if volume is not None:
+            if not self._backoff.is_due(self, pod, "end"):
+                return
+            path = self.target(pod, volume)
+            if _is_block(volume):
+                self._directories.release(path)
+            request = csi.NodeUnpublishVolumeRequest(volume_id=volume.id, target_path=path)
+            answer = self._plugin.ask("NodeUnpublishVolume", request)
+            if answer.reaction is not Reaction.GOES_ON:
+                self._backoff.failed(self, pod, "end")
+                return
+            self._directories.remove(path.rpartition("/")[0])
+            del self._published[pod]
+        self._cluster.pods.remove(pod)
+
+    def _unstage(self, volume: PersistentVolume) -> None:
+        if not self._backoff.is_due(self, volume.name):
+            return
+        path = self._staging(volume)
+        request = csi.NodeUnstageVolumeRequest(volume_id=volume.id, staging_target_path=path)
+        if self._plugin.ask("NodeUnstageVolume", request).reaction is Reaction.GOES_ON:
+            self._backoff.succeeded(self, volume.name)
+            self._directories.remove(path)
+            del self._staged[volume.name]
+        else:
+            self._backoff.failed(self, volume.name)
+
+    def _staging(self, volume: PersistentVolume) -> str:
+        csi_plugin = self._directories.kubelet / "plugins/kubernetes.io/csi"
+        if _is_block(volume):
+            return str(csi_plugin / "volumeDevices/staging" / volume.name)
+        digest = hashlib.sha256(volume.id.encode()).hexdigest()
+        return str(csi_plugin / DRIVER_NAME / digest / "globalmount")
+
+    def _inline_target(self, volume_id: str, pod: str) -> Path:
+        pods = self._directories.kubelet / "pods"
+        return pods / pod / "volumes/kubernetes.io~csi" / volume_id / "mount"
+
+
+def _about(pod: str) -> dict[str, str]:
+    """What a CSIDriver with podInfoOnMount is told of a pod (`csi_mounter.go`)."""
+    told = {"pod.name": pod, "pod.namespace": "shop", "pod.uid": pod}
+    told["serviceAccount.name"] = "default"
+    return {_POD + key: value for key, value in told.items()}
+
+
+def _is_block(volume: PersistentVolume) -> bool:
+    return volume.capability.WhichOneof("access_type") == "block"

@@ -1,0 +1,151 @@
+"""Carver on a machine that tests start anew, switch off, and take a volume group from."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import configured
+from callers.cluster import Cluster, Node
+from callers.directories import Directories
+from callers.objects import StorageClass
+from callers.plugin import Plugin
+from fakes.disks import FakeDisks
+from fakes.host import FakeHost
+from model.stopping import Switch
+from real.host import RealHost
+
+from agent.config.settings import Config, DeviceClass
+from agent.csi.client import Client
+from agent.engine.host import Host
+from agent.service import server
+from agent.service.server import Service
+from lvm import report
+from mount import loop, table
+
+CLASSES = {
+    "fast": StorageClass("fast", {"carver/class": "fast"}),
+    "slow": StorageClass("slow", {"carver/class": "slow"}),
+}
+
+
+class Machine:
+    """One node's machine, with its driver and its callers."""
+
+    def __init__(self, host: FakeHost | RealHost, config: Config, cluster: Cluster) -> None:
+        self.host = host
+        self._config = config
+        self._serial = itertools.count()
+        self._serve(Switch())
+        self.plugin = Plugin(self._client, cluster.answers.append)
+        self.directories = Directories(host.directory, host.kernel)
+        self.node: Node = cluster.add_node(config.node_id, self.plugin, self.directories)
+
+        cluster.supervisors.append(self._ensure_alive)
+
+    def stop(self) -> None:
+        """End the driver."""
+        self._client.__exit__(None, None, None)
+        if self._switch.dead.is_set():
+            self._service.ephemeral.stop()
+        else:
+            self._service.stop()
+
+    def restart(self) -> None:
+        """End the driver and start it."""
+        self.stop()
+        self._start(Switch())
+
+    def kill(self, after_steps: int) -> None:
+        """Have the driver die at a step of one of the calls that come: it is started anew then."""
+        self.stop()
+        self._start(Switch(after_steps))
+
+    def _ensure_alive(self) -> None:
+        """What systemd does, or kubelet: start what died."""
+        if self._switch.dead.is_set():
+            self.restart()
+
+    def reboot(self) -> None:
+        """Switch the node off and on: no mount, loop device or active volume stays."""
+        self.stop()
+        self.directories.forget()
+        kernel = self.host.kernel
+        for mount in reversed(table.read(kernel).under(str(self.host.directory))):
+            kernel.unmount(mount.path)
+        for group in self._groups():
+            for name, logical in group.volumes.items():
+                device = self.host.devices.find(group.name, name)
+                if device is None or logical.is_copy_on_write:
+                    continue  # that one goes with its origin
+                for one in loop.over(kernel, device.number):
+                    loop.detach(kernel, one)
+                self.host.deactivate(group.name, name)
+        self._start(Switch())
+        self.node.kubelet.restart()
+
+    def lose(self, group: str) -> None:
+        """Have a group's disks gone: lvm2 does not see it, the devices of its volumes stay."""
+        self._fake_disks.lost.add(group)
+
+    def find_again(self) -> None:
+        """Have all disks back."""
+        if isinstance(self.host, FakeHost):
+            self._fake_disks.lost.clear()
+
+    @property
+    def _fake_disks(self) -> FakeDisks:
+        assert isinstance(self.host.disks, FakeDisks)
+        return self.host.disks
+
+    def left(self) -> list[str]:
+        """Logical volumes and mounts, where there should be none."""
+        mounts = table.read(self.host.kernel).under(str(self.host.directory))
+        volumes = [name for group in self._groups() for name in group.volumes]
+        return [*volumes, *(str(one) for one in mounts)]
+
+    def _groups(self) -> list[report.Group]:
+        known = report.read(self.host.lvm)
+        return [known.group(name) for name in self._config.groups]
+
+    def _start(self, switch: Switch) -> None:
+        self._serve(switch)
+        self.plugin.client = self._client
+        self.node.driver_restarted()
+
+    def _serve(self, switch: Switch) -> None:
+        """A process whose way to the machine leads through the switch."""
+        self._switch, host = switch, self.host
+        run = switch.run(host.run)
+        seams = Host(run, switch.kernel(host.kernel), switch.devices(host.devices), host.disks)
+        self._service = Service(self._config, seams, replace(host.lvm, run=run))
+        # A deletion has ended when it is answered, however slow the disk: what is left is told.
+        self._service.wiper.grace_seconds = 60
+        server.resume(self._service)
+        # A socket of its own: the one of a process that died may go at any moment.
+        endpoint = self._config.endpoint.with_name(f"{next(self._serial)}.sock")
+        self._service.start(endpoint)
+        self._client = Client(endpoint)
+        dying = self._service._server
+        switch.on_death = lambda: dying.stop(0)
+        switch.counting = True
+
+
+def pair(
+    directory: Path, classes: Mapping[str, StorageClass] = CLASSES
+) -> tuple[Cluster, dict[str, Machine]]:
+    """Two nodes, `a` and `b`, each with a group for the device class `fast` and one for `slow`."""
+    cluster, made = Cluster(classes), {}
+    for number, name in enumerate("ab"):
+        kubelet = directory / name / "kubelet"
+        kubelet.mkdir(parents=True)
+        host = FakeHost(kubelet, number)
+        groups = {one: host.new_group(400) for one in ("fast", "slow")}
+        config = configured.carver(
+            directory / name,
+            node_id=name,
+            controller_expand=False,
+            classes=tuple(DeviceClass(name=one, group=groups[one]) for one in groups),
+        )
+        made[name] = Machine(host, config, cluster)
+    return cluster, made

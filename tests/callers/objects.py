@@ -1,0 +1,81 @@
+"""What the API server keeps of claims, volumes, pods and snapshots, where callers ask for it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from proto import csi_pb2 as csi
+
+SIDECAR_PREFIX = "csi.storage.k8s.io/"
+FS_TYPE = f"{SIDECAR_PREFIX}fstype"
+
+
+@dataclass(frozen=True)
+class StorageClass:
+    """With the parameters as people wrote them. Its volumes wait for their first consumer."""
+
+    name: str
+    parameters: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def fs_type(self) -> str:
+        """What the provisioner puts into a capability (`--default-fstype=ext4`)."""
+        return self.parameters.get(FS_TYPE, "ext4")
+
+
+@dataclass
+class PersistentVolume:
+    """A volume that was provisioned, on the one node that can have it."""
+
+    name: str
+    id: str
+    node: str
+    size_bytes: int
+    storage_class: str
+    capability: csi.VolumeCapability
+    context: Mapping[str, str]
+
+
+@dataclass(eq=False)
+class Claim:
+    """A PersistentVolumeClaim. `source` is what it is made of: a Claim, a Snapshot or nothing."""
+
+    name: str
+    storage_class: str
+    size_bytes: int
+    capability: csi.VolumeCapability
+    source: "Claim | Snapshot | None" = None
+    selected_node: str = ""
+    volume: PersistentVolume | None = None
+    # What the pod can write: less than the volume's size until the node has grown it.
+    capacity_bytes: int = 0
+    # The size that the resizer has seen.
+    asked_bytes: int = 0
+    is_infeasible: bool = False
+    is_deleted: bool = False
+    # CreateVolume may still be at work: it is called until the answer is final.
+    is_under_way: bool = False
+
+
+@dataclass(eq=False)
+class Pod:
+    """A pod with one claim. `nodes` are those that its affinity allows, all where it is empty."""
+
+    name: str
+    claim: Claim
+    nodes: frozenset[str] = frozenset()
+    read_only: bool = False
+    node: str = ""
+    is_running: bool = False
+    is_deleted: bool = False
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """A VolumeSnapshot with its content."""
+
+    name: str
+    claim: Claim
+    id: str = ""
+    node: str = ""
+    is_ready: bool = False
+    is_deleted: bool = False

@@ -1,0 +1,259 @@
+"""Volumes' whole lives with kubelet and the sidecars, in memory and, with --real, on LVM.
+
+What was recorded of real callers has neither xfs and btrfs nor thin volumes, inline ones, group
+snapshots, changes of a VolumeAttributesClass, nor a kubelet or a node that is started anew.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import chosen
+import configured
+import pytest
+from callers.cluster import Cluster
+from callers.machines import Machine
+from callers.objects import StorageClass
+from callers.rules import Reaction
+from real.any import AnyHost
+
+from agent.config.settings import DeviceClass
+from agent.csi.client import Mode, block, mounted
+from lvm.command import Result
+from lvm.layout import Layout
+from lvm.pools import Policy
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+RAW = block(Mode.SINGLE_NODE_MULTI_WRITER)
+# The least that each file system needs, and some more to grow by.
+SIZES = {"ext4": 32 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    """One node, with a StorageClass for either device class."""
+    return Cluster({one: StorageClass(one, {"carver/class": one}) for one in ("plain", "thin")})
+
+
+@pytest.fixture
+def machine(host: AnyHost, tmp_path: Path, cluster: Cluster) -> Iterator[Machine]:
+    """The node, with one group for all."""
+    group = host.new_group(100, 60)
+    thin = DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy())
+    plain = DeviceClass(name="plain", group=group, default=True)
+    config = configured.carver(tmp_path, controller_expand=False, classes=(plain, thin))
+    made = Machine(host, config, cluster)
+    yield made
+    made.stop()
+
+
+def settled(cluster: Cluster) -> bool:
+    return cluster.run_until(lambda: not cluster.waiting(), seconds=600)
+
+
+def end(cluster: Cluster, machine: Machine) -> None:
+    """Take everything away: nothing is left, and nobody was told of an error."""
+    cluster.delete_everything()
+    assert cluster.run_until(cluster.is_empty, seconds=600)
+    assert machine.left() == []
+    assert [str(one) for one in cluster.answers if one.code != "OK"] == []
+
+
+KINDS = ("ext4", "xfs", "btrfs", "raw", "thin", "thin raw")
+
+
+@pytest.mark.parametrize("kind", chosen.kinds(KINDS, usual=["thin"]))
+def test_a_claim_is_used_by_two_pods_grown_and_gone_without_an_error(
+    kind: str, cluster: Cluster, machine: Machine
+) -> None:
+    size_bytes = SIZES.get(kind, 32 * MIB)
+    capability = RAW
+    if not kind.endswith("raw"):
+        fs_type = kind if kind in SIZES else "ext4"
+        capability = mounted(fs_type, mode=Mode.SINGLE_NODE_MULTI_WRITER)
+    storage_class = "thin" if kind.startswith("thin") else "plain"
+    claim = cluster.claim(storage_class, size_bytes=size_bytes, capability=capability)
+    cluster.pod(claim)
+    assert settled(cluster), cluster.told()
+    cluster.pod(claim)
+    cluster.expand(claim, size_bytes + 16 * MIB)
+    assert settled(cluster), cluster.told()
+    cluster.pods[0].is_deleted = True
+    assert settled(cluster), cluster.told()
+    end(cluster, machine)
+
+
+@pytest.mark.parametrize("kind", chosen.kinds(("mounted", "raw"), usual=["raw"]))
+@pytest.mark.parametrize("event", chosen.kinds(("kubelet", "carver", "node"), usual=["node"]))
+def test_pods_run_on_after_a_restart(
+    kind: str, event: str, cluster: Cluster, machine: Machine
+) -> None:
+    claim = cluster.claim("plain", **({"capability": RAW} if kind == "raw" else {}))
+    pods = [cluster.pod(claim), cluster.pod(claim)]
+    assert settled(cluster), cluster.told()
+    {"kubelet": machine.node.kubelet.restart, "carver": machine.restart, "node": machine.reboot}[
+        event
+    ]()
+    assert all(pod.is_running for pod in pods) == (event == "carver")
+    assert settled(cluster), cluster.told()
+    end(cluster, machine)
+
+
+@pytest.mark.parametrize("of", chosen.kinds(("snapshot", "clone"), usual=["snapshot"]))
+def test_a_claim_is_made_of_another_larger_than_it(
+    of: str, cluster: Cluster, machine: Machine
+) -> None:
+    claim = cluster.claim("plain")
+    cluster.pod(claim)
+    assert settled(cluster), cluster.told()
+    source = cluster.snapshot(claim) if of == "snapshot" else claim
+    copy = cluster.claim("plain", source=source, size_bytes=48 * MIB)
+    cluster.pod(copy)
+    assert settled(cluster), cluster.told()
+    assert copy.capacity_bytes == 48 * MIB
+    # While it is there, its source cannot be deleted.
+    for one in cluster.snapshots:
+        one.is_deleted = True
+    assert cluster.run_until(lambda: not cluster.snapshots)
+    end(cluster, machine)
+
+
+@pytest.mark.variation
+def test_a_pod_that_may_write_alone_is_mounted_again_by_a_new_kubelet(
+    cluster: Cluster, machine: Machine
+) -> None:
+    alone = mounted("ext4", mode=Mode.SINGLE_NODE_SINGLE_WRITER)
+    cluster.pod(cluster.claim("plain", capability=alone))
+    assert settled(cluster), cluster.told()
+    machine.node.kubelet.restart()
+    assert settled(cluster), cluster.told()
+    end(cluster, machine)
+
+
+@pytest.mark.variation
+def test_an_inline_volume_lives_as_long_as_its_pod(cluster: Cluster, machine: Machine) -> None:
+    kubelet = machine.node.kubelet
+    kubelet.publish_inline("csi-0123", "pod-1", {"carver/class": "plain", "size": "32MiB"})
+    assert len(machine.left()) == 2
+    kubelet.restart()
+    kubelet.publish_inline("csi-0123", "pod-1", {"carver/class": "plain", "size": "32MiB"})
+    kubelet.unpublish_inline("csi-0123", "pod-1")
+    end(cluster, machine)
+
+
+@pytest.mark.variation
+def test_a_volume_attributes_class_changes_a_volume_or_marks_its_claim(
+    cluster: Cluster, machine: Machine
+) -> None:
+    claim = cluster.claim("plain")
+    cluster.pod(claim)
+    assert settled(cluster), cluster.told()
+    assert claim.volume is not None
+    told = []
+    for value in ("1MiB", "much"):
+        request = csi.ControllerModifyVolumeRequest(
+            volume_id=claim.volume.id, mutable_parameters={"carver/readAhead": value}
+        )
+        told.append(machine.plugin.ask("ControllerModifyVolume", request).reaction)
+    assert told == [Reaction.GOES_ON, Reaction.INFEASIBLE]
+    cluster.answers.pop()
+    end(cluster, machine)
+
+
+def test_a_group_snapshot_is_taken_asked_for_again_and_deleted(
+    cluster: Cluster, machine: Machine
+) -> None:
+    claims = [cluster.claim("plain"), cluster.claim("plain")]
+    for one in claims:
+        cluster.pod(one)
+    assert settled(cluster), cluster.told()
+    request = csi.CreateVolumeGroupSnapshotRequest(
+        name="groupsnapshot-1", source_volume_ids=[one.volume.id for one in claims if one.volume]
+    )
+    answers = [machine.plugin.ask("CreateVolumeGroupSnapshot", request) for _ in range(2)]
+    assert [str(one) for one in answers if one.code != "OK"] == []
+    first, again = (one.response.group_snapshot for one in answers)
+    assert first == again
+    assert first.ready_to_use
+    machine.plugin.ask(
+        "DeleteVolumeGroupSnapshot",
+        csi.DeleteVolumeGroupSnapshotRequest(
+            group_snapshot_id=first.group_snapshot_id,
+            snapshot_ids=[one.snapshot_id for one in first.snapshots],
+        ),
+    )
+    end(cluster, machine)
+
+
+def test_growth_without_room_lets_the_pod_run_and_is_taken_back(
+    cluster: Cluster, machine: Machine
+) -> None:
+    claim = cluster.claim("plain")
+    cluster.pod(claim)
+    assert settled(cluster), cluster.told()
+    cluster.expand(claim, 4096 * MIB)
+    assert cluster.run_until(lambda: claim.is_infeasible, seconds=60)
+    # Its next pod starts all the same.
+    cluster.pods[0].is_deleted = True
+    late = cluster.pod(claim)
+    assert cluster.run_until(lambda: late.is_running, seconds=600)
+    cluster.expand(claim, 48 * MIB)
+    assert settled(cluster), cluster.told()
+    cluster.answers[:] = [one for one in cluster.answers if one.code != "OUT_OF_RANGE"]
+    end(cluster, machine)
+
+
+def test_a_volume_with_a_snapshot_grows_at_its_next_start_while_its_pod_runs_on(
+    cluster: Cluster, machine: Machine
+) -> None:
+    claim = cluster.claim("plain")
+    first = cluster.pod(claim)
+    snapshot = cluster.snapshot(claim)
+    assert settled(cluster), cluster.told()
+    cluster.expand(claim, 48 * MIB)
+    for _ in range(10):
+        cluster.step()
+    assert first.is_running
+    first.is_deleted = True
+    assert settled(cluster), cluster.told()
+    cluster.pod(claim)
+    assert settled(cluster), cluster.told()
+    assert cluster.run_until(lambda: claim.capacity_bytes == 48 * MIB, seconds=600)
+    assert claim.volume is not None
+    request = csi.NodeGetVolumeStatsRequest(
+        volume_id=claim.volume.id,
+        volume_path=machine.node.kubelet.target(cluster.pods[0], claim.volume),
+    )
+    told = machine.plugin.ask("NodeGetVolumeStats", request).response.usage[0]
+    assert told.total > 32 * MIB
+    snapshot.is_deleted = True
+    assert cluster.run_until(lambda: not cluster.snapshots)
+    in_use = [one for one in cluster.answers if one.reaction is Reaction.WAITS]
+    cluster.answers[:] = [one for one in cluster.answers if one not in in_use]
+    end(cluster, machine)
+
+
+def test_a_raw_volume_is_read_by_one_pod_while_another_writes(
+    cluster: Cluster, machine: Machine
+) -> None:
+    claim = cluster.claim("plain", capability=RAW)
+    cluster.pod(claim)
+    assert settled(cluster), cluster.told()
+    cluster.pod(claim, read_only=True)
+    assert settled(cluster), cluster.told()
+    cluster.pods[0].is_deleted = True
+    assert settled(cluster), cluster.told()
+    end(cluster, machine)
+
+
+@pytest.mark.variation
+def test_an_inline_volume_that_cannot_be_published_leaves_nothing(
+    cluster: Cluster, machine: Machine
+) -> None:
+    machine.host.intercept = lambda words: Result(1, "", "no") if words[0] == "mkfs.ext4" else None
+    kubelet = machine.node.kubelet
+    attributes = {"carver/class": "plain", "size": "32MiB"}
+    answer = kubelet.publish_inline("csi-0123", "pod-1", attributes)
+    # Nobody unpublishes what kubelet takes for never done.
+    assert answer.reaction is Reaction.FORGETS
+    assert machine.left() == []

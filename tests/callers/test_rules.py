@@ -1,0 +1,38 @@
+"""docs/callers.md says what the fake callers do, and what was recorded of the real ones."""
+
+import re
+from pathlib import Path
+
+from callers import recording, rules
+from callers.plugin import METHODS
+from callers.rules import Reaction
+
+DOCUMENT = Path(__file__).parents[2] / "docs/callers.md"
+
+
+def test_the_table_for_people_is_the_rules_of_the_fake_callers() -> None:
+    rows = re.findall(r"^\| .* \| `\w+` \|.*$", DOCUMENT.read_text(), re.M)
+    assert rows == [one.row() for one in rules.RULES]
+
+
+def test_each_recorded_call_has_a_rule_that_names_the_fields_that_were_filled() -> None:
+    filled: dict[str, set[str]] = {}
+    for one in recording.read():
+        filled.setdefault(one.method, set()).update(one.request)
+    assert filled == {method: set(rules.of(method).fields) for method in filled}
+
+
+def test_each_rule_is_of_a_call_and_of_fields_that_there_are() -> None:
+    for one in rules.RULES:
+        _, kind = METHODS[one.method]
+        assert set(one.fields) <= {field.name for field in kind.DESCRIPTOR.fields}
+
+
+def test_only_an_answer_that_is_ok_or_asked_for_again_or_elsewhere_is_gone_on_with() -> None:
+    create = rules.of("CreateVolume")
+    assert create.reaction("OK") is Reaction.GOES_ON
+    assert create.reaction("ABORTED") is Reaction.REPEATS
+    assert create.reaction("RESOURCE_EXHAUSTED") is Reaction.RESCHEDULES
+    assert create.reaction("FAILED_PRECONDITION") is Reaction.STAYS
+    going_on = {one for one in Reaction if not one.is_a_stop}
+    assert going_on == {Reaction.GOES_ON, Reaction.REPEATS, Reaction.RESCHEDULES}

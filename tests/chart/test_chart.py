@@ -1,0 +1,332 @@
+"""What helm makes of the chart: of its defaults, and of ten files that use each value once.
+
+`make conformance` runs these, as helm is built first. What is committed in deploy/kubernetes is
+checked in the fast tier.
+"""
+
+import copy
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import manifest
+import pytest
+import yaml
+from chart import documented
+from chart.documented import CHART, Place
+
+from agent.config import settings
+from deploy import render
+
+FILES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
+SNAPSHOTS = "snapshot.storage.k8s.io/v1"
+
+every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+Values = dict[str, Any]
+# Values, release and API groups of the cluster in, the path of a file with the objects out.
+Template = Callable[..., Path]
+
+
+class Refused(Exception):
+    """What helm says to values that it does not take."""
+
+
+@pytest.fixture(scope="module")
+def helm() -> Path:
+    return render.ensure_helm()
+
+
+@pytest.fixture
+def template(helm: Path, tmp_path: Path) -> Template:
+    def make(values: Values | None = None, release: str = "carver", *apis: str) -> Path:
+        given, made = tmp_path / "values.yaml", tmp_path / f"{release}.yaml"
+        given.write_text(yaml.safe_dump(values or {}))
+        words = [str(helm), "template", release, str(CHART), "--namespace", "storage"]
+        words += ["--values", str(given), "--kube-version", render.KUBERNETES_VERSION]
+        words += [word for api in apis for word in ("--api-versions", api)]
+        ended = subprocess.run(words, capture_output=True, text=True, check=False)
+        if ended.returncode != 0:
+            raise Refused(ended.stderr)
+        made.write_text(ended.stdout)
+        return made
+
+    return make
+
+
+def read(file: Path) -> Values:
+    return dict(yaml.safe_load(file.read_text()))
+
+
+def without(values: Values, place: Place) -> Values:
+    """The same values but for one."""
+    left = copy.deepcopy(values)
+    for found, key in documented.at(left, place):
+        del found[key]
+    return left
+
+
+def kinds(path: Path) -> set[str]:
+    return {one["kind"] for one in manifest.objects(path)}
+
+
+def sidecars(path: Path) -> set[str]:
+    return {one["name"] for pod in manifest.pod_specs(path) for one in pod["containers"]}
+
+
+# Every value
+
+
+def test_there_are_ten_files_that_use_every_value() -> None:
+    assert len(FILES) == 10
+    given, offered = [read(file) for file in FILES], set(documented.places())
+    used = {place for place in offered if any(documented.at(one, place) for one in given)}
+    assert used == offered
+
+
+@every_file
+def test_what_helm_makes_is_as_kubernetes_and_the_sidecars_take_it(
+    file: Path, template: Template, tmp_path: Path
+) -> None:
+    made = template(read(file), "carver", SNAPSHOTS)
+    manifest.check_schemas(made)
+    for pod in manifest.pod_specs(made):
+        for one in pod["containers"]:
+            if one["name"] != "carver":
+                manifest.check_flags(one)
+        mounted = {mount["name"] for one in pod["containers"] for mount in one["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in pod["volumes"]}
+        paths = manifest.host_paths(pod)
+        for one in pod["containers"]:
+            for mount in one["volumeMounts"]:
+                assert paths.get(mount["name"], mount["mountPath"]) == mount["mountPath"]
+    for pod, loaded in manifest.configurations(made, tmp_path):
+        assert not loaded.controller_expand
+        # The sidecars' socket is the one that Carver serves.
+        assert str(loaded.endpoint.parent) in manifest.host_paths(pod).values()
+        [driver] = manifest.names(made, "CSIDriver")
+        assert loaded.driver_name == driver
+        assert (loaded.endpoint.parent.name, loaded.endpoint.name) == (driver, "csi.sock")
+        assert all(str(one.file.path).startswith("/") for one in loaded.foundations if one.file)
+        address = loaded.metrics_address or loaded.health_address
+        assert address is not None
+        [carver] = [one for one in pod["containers"] if one["name"] == "carver"]
+        assert [one["containerPort"] for one in carver["ports"]] == [address.port]
+        for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+            assert carver[probe]["httpGet"]["port"] == carver["ports"][0]["name"]
+
+
+@every_file
+def test_every_value_makes_a_difference(file: Path, template: Template) -> None:
+    values = read(file)
+    whole = template(values).read_text()
+    for place in documented.places():
+        if documented.at(values, place):
+            try:
+                assert template(without(values, place)).read_text() != whole, place
+            except Refused:
+                # Others in the file need it.
+                continue
+
+
+@every_file
+def test_every_account_that_is_named_is_there_or_given(file: Path, template: Template) -> None:
+    made = template(read(file))
+    for pod in manifest.pod_specs(made):
+        accounts = manifest.names(made, "ServiceAccount") | {"given"}
+        assert pod["serviceAccountName"] in accounts
+    for kind in ("ClusterRole", "Role"):
+        bindings = manifest.of_kind(made, f"{kind}Binding")
+        assert {one["roleRef"]["name"] for one in bindings} == manifest.names(made, kind)
+
+
+def test_a_typo_is_refused(template: Template) -> None:
+    with pytest.raises(Refused, match="nodeselector"):
+        template({"node": {"nodeselector": {}}})
+
+
+# Without anything
+
+
+def test_the_default_comes_up_without_the_snapshot_crds(template: Template) -> None:
+    made = template()
+    assert sidecars(made) == {"carver", "provisioner", "resizer"}
+    assert "snapshot.storage.k8s.io" not in made.read_text()
+    flags = manifest.flags(manifest.container(made, "provisioner"))
+    assert flags["snapshot-orphan-sweep-interval"] == "0"
+
+
+def test_snapshots_come_with_their_crds(template: Template) -> None:
+    made = template({}, "carver", SNAPSHOTS)
+    assert "snapshotter" in sidecars(made)
+    assert "VolumeSnapshotClass" in kinds(made)
+    assert "VolumeGroupSnapshotClass" not in kinds(made)
+    off = template({"sidecars": {"snapshotter": {"enabled": False}}}, "carver", SNAPSHOTS)
+    assert "snapshotter" not in sidecars(off)
+
+
+def test_group_snapshots_are_for_one_node_whose_sidecar_takes_all(template: Template) -> None:
+    values = {"sidecars": {"snapshotter": {"enabled": True, "groups": True}}}
+    made = template(values)
+    flags = manifest.flags(manifest.container(made, "snapshotter"))
+    assert flags["feature-gates"] == "CSIVolumeGroupSnapshot=true"
+    # With it the sidecar sees only what has a label that groups never have.
+    assert "node-deployment" not in flags
+    one = manifest.the(made, "VolumeGroupSnapshotClass")
+    assert one["apiVersion"] == "groupsnapshot.storage.k8s.io/v1"
+    with pytest.raises(Refused, match=r"snapshotter\.enabled"):
+        template({"sidecars": {"snapshotter": {"groups": True}}})
+
+
+# Several
+
+
+def test_pools_have_configurations_of_their_own_under_one_driver(
+    template: Template, tmp_path: Path
+) -> None:
+    made = template(read(Path(__file__).parent / "values" / "pools.yaml"))
+    assert len(manifest.of_kind(made, "CSIDriver")) == 1
+    nvme, bulk = manifest.of_kind(made, "DaemonSet")
+    assert [nvme["metadata"]["name"], bulk["metadata"]["name"]] == [
+        "carver-node-nvme",
+        "carver-node-bulk",
+    ]
+    selectors = [one["spec"]["selector"]["matchLabels"] for one in (nvme, bulk)]
+    assert selectors[0] != selectors[1]
+    [(fast_pod, fast), (bulk_pod, slow)] = manifest.configurations(made, tmp_path)
+    assert [one.name for one in fast.classes] == ["fast"]
+    assert [one.name for one in slow.classes] == ["bulk"]
+    assert (fast.log_level, slow.log_level) == ("debug", "warning")
+    assert (fast.lvm, slow.lvm) == ("direct", "host")
+    assert fast_pod["nodeSelector"]["disks"] == "nvme"
+    assert fast_pod["nodeSelector"]["kubernetes.io/os"] == "linux"
+    assert fast_pod["tolerations"] == [{"key": "storage", "operator": "Exists"}]
+    # What is false or empty in a pool outweighs, too.
+    assert "tolerations" not in bulk_pod
+    assert (fast_pod.get("hostIPC"), bulk_pod["hostPID"]) == (None, True)
+    assert "/run/udev" not in manifest.host_paths(fast_pod).values()
+    assert bulk_pod["containers"][0]["image"] == "localhost/carver:0.1.0-bulk"
+    # The resizer asks either.
+    pod = manifest.the(made, "Deployment")["spec"]["template"]["spec"]
+    [term] = pod["affinity"]["podAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    for one in (nvme, bulk):
+        labels = one["spec"]["template"]["metadata"]["labels"].items()
+        assert term["labelSelector"]["matchLabels"].items() <= labels
+
+
+def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path) -> None:
+    def shared(path: Path) -> set[tuple[str, str]]:
+        """What the whole cluster, or a node, has once of a name."""
+        found = {
+            (one["kind"], one["metadata"]["name"])
+            for one in manifest.objects(path)
+            if "namespace" not in one["metadata"]
+        }
+        common = {"/dev", "/run/udev", "/etc/lvm", "/run/lock/lvm", "/run/lvm"}
+        kubelet = {f"/var/lib/kubelet/{name}" for name in ("plugins", "pods", "plugins_registry")}
+        hosts = {
+            place for pod in manifest.pod_specs(path) for place in manifest.host_paths(pod).values()
+        }
+        return found | {("path", place) for place in hosts - common - kubelet}
+
+    first = template({}, "carver", SNAPSHOTS)
+    second = template({"driverName": "two.csi.carver"}, "two", SNAPSHOTS)
+    assert shared(first) & shared(second) == set()
+    [(_, one)] = manifest.configurations(first, tmp_path)
+    [(_, two)] = manifest.configurations(second, tmp_path)
+    assert one.endpoint != two.endpoint
+    assert one.topology_key != two.topology_key
+    assert [one.foundations[0].file, two.foundations[0].file] == [
+        settings.BackingFile(Path("/var/lib/carver/carver.img")),
+        settings.BackingFile(Path("/var/lib/two.csi.carver/carver.img")),
+    ]
+    # In one namespace, too.
+    names = [
+        {(found["kind"], found["metadata"]["name"]) for found in manifest.objects(path)}
+        for path in (first, second)
+    ]
+    assert names[0] & names[1] == set()
+
+
+# What goes together
+
+
+@pytest.mark.parametrize(
+    ("values", "word"),
+    [
+        ({"lvm2": "host", "udev": False}, "udev must be true"),
+        ({"settings": {"metrics_address": ":1"}}, "settings.metrics_address"),
+        ({"pools": [{"name": "a"}]}, "nodeSelector"),
+        (
+            {"pools": [{"name": "a", "node": {"nodeSelector": {"a": "b"}}}] * 2},
+            "a is there twice",
+        ),
+        ({"podMonitor": {"enabled": True}, "metrics": {"enabled": False}}, "need metrics"),
+        ({"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}, "enable one"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_does_not_go_together_is_told(values: Values, word: str, template: Template) -> None:
+    with pytest.raises(Refused, match=re.escape(word)):
+        template(values)
+
+
+def test_any_setting_is_passed_through_as_what_it_is(template: Template, tmp_path: Path) -> None:
+    large = 10 << 40
+    values = {"settings": {"file_size": large, "wipe": "none", "devices": ["/dev/sdb"]}}
+    [(_, loaded)] = manifest.configurations(template(values), tmp_path)
+    assert (loaded.wipe, loaded.devices) == ("none", ("/dev/sdb",))
+    file = loaded.foundations[0].file
+    assert file is not None
+    assert file.size_bytes == large
+
+
+def test_arguments_arrive_as_they_are_given(template: Template, tmp_path: Path) -> None:
+    made = template(read(Path(__file__).parent / "values" / "container.yaml"))
+    [(_, loaded)] = manifest.configurations(made, tmp_path)
+    assert (loaded.wipe, loaded.devices) == ("none", ("/dev/sdb", "/dev/sdc"))
+
+
+def test_an_image_can_be_named_by_its_digest(template: Template) -> None:
+    digest = "sha256:" + "0" * 64
+    values = {"sidecars": {"provisioner": {"image": {"tag": "", "digest": digest}}}}
+    name = manifest.container(template(values), "provisioner")["image"]
+    assert name == f"registry.k8s.io/sig-storage/csi-provisioner@{digest}"
+
+
+def test_the_probes_need_no_metrics(template: Template, tmp_path: Path) -> None:
+    made = template({"metrics": {"enabled": False}})
+    [(_, loaded)] = manifest.configurations(made, tmp_path)
+    assert loaded.metrics_address is None
+    assert loaded.health_address == settings.Address("", 9898)
+    one = manifest.container(made, "carver")
+    assert one["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "health"}
+    assert one["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "health"}
+
+
+def test_a_wanted_affinity_holds_on_the_processors_of_the_image(template: Template) -> None:
+    made = template(read(Path(__file__).parent / "values" / "node.yaml"))
+    pod = manifest.the(made, "DaemonSet")["spec"]["template"]["spec"]
+    nodes = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    processors = {"key": "kubernetes.io/arch", "operator": "In", "values": ["amd64", "arm64"]}
+    first, second = nodes["nodeSelectorTerms"]
+    assert [one["key"] for one in first["matchExpressions"]] == [
+        "node-role.kubernetes.io/control-plane",
+        "kubernetes.io/arch",
+    ]
+    assert second["matchExpressions"] == [processors]
+    assert second["matchFields"][0]["values"] == ["node-1"]
+
+
+def test_alerts_and_dashboard_are_those_of_deploy_monitoring(template: Template) -> None:
+    made = template({"prometheusRule": {"enabled": True}, "dashboard": {"enabled": True}})
+    monitoring = CHART.parents[1] / "monitoring"
+    rules = manifest.the(made, "PrometheusRule")["spec"]
+    assert rules == yaml.safe_load((monitoring / "alerts.yaml").read_text())
+    [dashboard] = [
+        one for one in manifest.of_kind(made, "ConfigMap") if "config.toml" not in one["data"]
+    ]
+    [text] = dashboard["data"].values()
+    assert yaml.safe_load(text) == yaml.safe_load((monitoring / "dashboard.json").read_text())

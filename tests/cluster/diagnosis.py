@@ -1,0 +1,91 @@
+"""What a person needs who looks at a check that failed: its objects, their events, Carver's log."""
+
+import json
+from collections.abc import Iterator
+
+from cluster.bench import Bench
+from cluster.installation import container
+from cluster.kubectl import SNAPSHOTS, Object, Refused, path
+
+# Of each pod of Carver's, the last so many lines that name something of the check's.
+_LINES = 40
+
+
+def tell(bench: Bench, seconds: float) -> Iterator[str]:
+    """Lines about what a check has made in so many seconds. Raises nothing of kubectl's."""
+    kinds = ["persistentvolumeclaims", "pods"]
+    kinds += [] if bench.place.no_snapshots else [SNAPSHOTS]
+    try:
+        made = [one for it in kinds for one in bench.kubectl.all(it, bench.namespace, bench.mine)]
+    except Refused as error:
+        yield f"the cluster does not tell of its objects: {error}"
+        return
+    for one in made:
+        yield _line(one)
+    yield from _events(bench)
+    known = {str(one["metadata"]["uid"]) for one in made}
+    known |= {str(name) for one in made if (name := path(one, "spec", "volumeName"))}
+    yield from _logs(bench, known, seconds)
+
+
+def _line(one: Object) -> str:
+    """An object's state: where it is, and why its containers and conditions are as they are."""
+    status = one.get("status", {})
+    # A snapshot has no phase.
+    phase = status.get("phase", f"ready to use: {status.get('readyToUse')}")
+    words = [f"{one['kind']} {one['metadata']['name']}: {phase}"]
+    words += [str(why)] if (why := path(status, "error", "message")) else []
+    if (node := path(one, "spec", "nodeName") or path(one, "spec", "volumeName")) is not None:
+        words.append(str(node))
+    for it in status.get("containerStatuses", []):
+        words += [f"{state} {json.dumps(why)}" for state, why in it.get("state", {}).items()]
+    for it in status.get("conditions", []):
+        if it["status"] == "False" or one["kind"] == "PersistentVolumeClaim":
+            words.append(f"{it['type']}={it['status']} {it.get('message', '')}".strip())
+    return ", ".join(words)
+
+
+def _events(bench: Bench) -> Iterator[str]:
+    """The events of the check's objects, by name, as every name has the check's for its start."""
+    try:
+        found = bench.kubectl.all("events", bench.namespace)
+    except Refused as error:
+        yield f"the cluster does not tell of events: {error}"
+        return
+    for one in sorted(found, key=_time):
+        of = one.get("involvedObject", {})
+        if str(of.get("name", "")).startswith(f"{bench.check}-"):
+            times = path(one, "count") or path(one, "series", "count", default=1)
+            words = (one.get("type"), one.get("reason"), of.get("kind"), of.get("name"))
+            message = " ".join(str(one.get("message", "")).split())
+            yield f"{' '.join(map(str, words))} ({times}x): {message}"
+
+
+def _time(event: Object) -> str:
+    times = ("lastTimestamp", "eventTime", "firstTimestamp")
+    return next((str(event[key]) for key in times if event.get(key)), "")
+
+
+def _logs(bench: Bench, known: set[str], seconds: float) -> Iterator[str]:
+    """What Carver and its sidecars logged of the check's pods, claims, volumes and snapshots."""
+    try:
+        pods = bench.place.pods(bench.kubectl)
+    except Refused as error:
+        yield f"the cluster does not tell of Carver's pods: {error}"
+        return
+    for pod in pods:
+        for one in _by_carver_first(pod):
+            name, where = pod["metadata"]["name"], pod["metadata"]["namespace"]
+            words = (f"--namespace={where}", f"--container={one}", f"--since={seconds:.0f}s")
+            try:
+                lines = bench.kubectl("logs", name, *words).splitlines()
+            except Refused as error:
+                yield f"{name}/{one}: no log: {error.text}"
+                continue
+            of_check = [line for line in lines if any(key in line for key in known)]
+            yield from (f"{name}/{one}: {line}" for line in of_check[-_LINES:])
+
+
+def _by_carver_first(pod: Object) -> list[str]:
+    own = str(container(pod["spec"])["name"])
+    return [own, *(one["name"] for one in pod["spec"]["containers"] if one["name"] != own)]

@@ -1,0 +1,206 @@
+"""The Carver that a cluster has: its driver, its nodes, its pods, and what it lacks for a check."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.kubectl import Kubectl, Object, Refused, path
+
+
+class Unusable(Exception):
+    """The checks cannot be run at all."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """A volume, as Carver tells of it: the claim, as namespace/name, and where it is mounted."""
+
+    claim: str
+    places: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What was found. `daemonsets` are Carver's; there are none where nodes run it by systemd."""
+
+    driver: str
+    server: str
+    version: str
+    nodes: tuple[str, ...]
+    tolerations: tuple[Object, ...]
+    daemonsets: tuple[Object, ...]
+    like: Object
+    image: str
+    inline: bool
+    # Why snapshots cannot be made here; empty where they can.
+    no_snapshots: str
+
+    def pods(self, kubectl: Kubectl) -> list[Object]:
+        """The pods of Carver's DaemonSets."""
+        found = []
+        for one in self.daemonsets:
+            labels = one["spec"]["selector"]["matchLabels"].items()
+            selector = ",".join(f"{key}={value}" for key, value in sorted(labels))
+            found += kubectl.all("pods", one["metadata"]["namespace"], selector)
+        return found
+
+    def pod_on(self, kubectl: Kubectl, node: str) -> Object | None:
+        """Carver's pod on a node: not one that is on its way out."""
+        for one in self.pods(kubectl):
+            if path(one, "spec", "nodeName") == node and "deletionTimestamp" not in one["metadata"]:
+                return one
+        return None
+
+    def held(self, kubectl: Kubectl, node: str) -> dict[str, Held] | None:
+        """What Carver says that a node holds: volumes and snapshots, by their ids.
+
+        None where it cannot be asked: by systemd, or not ready.
+        """
+        if (pod := self.pod_on(kubectl, node)) is None:
+            return None
+        where = (
+            pod["metadata"]["namespace"],
+            pod["metadata"]["name"],
+            container(pod["spec"])["name"],
+        )
+        try:
+            told = json.loads(kubectl.inside(*where, "carver", "status", "--json"))
+        except (Refused, json.JSONDecodeError):
+            return None
+        volumes = {
+            one["id"]: Held(one["claim"], tuple(it["path"] for it in one["places"]))
+            for one in told["volumes"]
+        }
+        return volumes | {one["id"]: Held("", ()) for one in told["snapshots"]}
+
+
+def environment() -> None:
+    """See that there is a kubectl and a KUBECONFIG; raises Unusable.
+
+    kubectl's default, ~/.kube/config, is not taken: no cluster is met that was not named.
+    """
+    if shutil.which("kubectl") is None:
+        raise Unusable("there is no kubectl on PATH")
+    if not (named := os.environ.get("KUBECONFIG", "")):
+        raise Unusable("KUBECONFIG is not set: let it name the file that says which cluster")
+    if not any(Path(one).is_file() for one in named.split(os.pathsep) if one):
+        raise Unusable(f"KUBECONFIG names no file that is there: {named}")
+
+
+def reach(kubectl: Kubectl) -> tuple[str, str]:
+    """The cluster's address and version; raises Unusable where it does not answer."""
+    try:
+        told = json.loads(kubectl("version", "--output=json", "--request-timeout=20s"))
+        shown = kubectl("config", "view", "--minify", "--output=json")
+    except Refused as error:
+        text = f"the cluster that KUBECONFIG names does not answer: {error.text}"
+        raise Unusable(text) from error
+    server = path(json.loads(shown), "clusters", 0, "cluster", "server", default="")
+    return str(server), str(path(told, "serverVersion", "gitVersion", default="unknown"))
+
+
+def find(kubectl: Kubectl, driver: str, image: str = "", like: str | None = "") -> Installation:
+    """Look at the cluster; raises Unusable, and Refused where looking is not allowed.
+
+    Without an image it is Carver's own; with None for `like`, StorageClasses are of no account.
+    """
+    server, version = reach(kubectl)
+    announced = kubectl.find("csidrivers.storage.k8s.io", driver)
+    if announced is None:
+        raise Unusable(f"there is no CSIDriver {driver} in the cluster: install Carver (--driver)")
+    modes = path(announced, "spec", "volumeLifecycleModes", default=["Persistent"])
+    nodes = _nodes(kubectl, driver)
+    daemonsets = tuple(one for one in kubectl.all("daemonsets.apps") if _is_carver(one, driver))
+    if not image:
+        if not daemonsets:
+            raise Unusable(f"no DaemonSet serves {driver}, whose image pods could have: --image")
+        image = container(daemonsets[0]["spec"]["template"]["spec"])["image"]
+    return Installation(
+        driver=driver,
+        server=server,
+        version=version,
+        nodes=tuple(one["metadata"]["name"] for one in nodes),
+        tolerations=tuple(_tolerations(nodes)),
+        daemonsets=daemonsets,
+        like={} if like is None else _like(kubectl, driver, like),
+        image=image,
+        inline="Ephemeral" in modes,
+        no_snapshots=_no_snapshots(kubectl, daemonsets),
+    )
+
+
+def container(spec: Object) -> Object:
+    """Carver's own container among its pod's."""
+    own = [one for one in spec["containers"] if one["name"] == "carver"]
+    return dict((own or spec["containers"])[0])
+
+
+def _nodes(kubectl: Kubectl, driver: str) -> list[Object]:
+    """The nodes where kubelet knows the driver and pods may start."""
+    registered = {
+        one["metadata"]["name"]
+        for one in kubectl.all("csinodes.storage.k8s.io")
+        if driver in {it["name"] for it in path(one, "spec", "drivers", default=[]) or []}
+    }
+    if not registered:
+        raise Unusable(f"no kubelet has registered {driver}: see docs/registration.md")
+    found = [one for one in kubectl.all("nodes") if one["metadata"]["name"] in registered]
+    open_ones = [one for one in found if not path(one, "spec", "unschedulable")]
+    if not open_ones:
+        raise Unusable(f"every node with {driver} is cordoned: {', '.join(sorted(registered))}")
+    return open_ones
+
+
+def _tolerations(nodes: Iterable[Object]) -> list[Object]:
+    """What Carver's nodes are kept for, pods of the checks may have: a control plane of one, say.
+
+    Not Kubernetes' own taints: a node that is cordoned or in trouble shall turn them away.
+    """
+    taints = [taint for node in nodes for taint in path(node, "spec", "taints", default=[]) or []]
+    kept = {
+        (one["key"], one["effect"])
+        for one in taints
+        if not one["key"].startswith("node.kubernetes.io/")
+    }
+    return [{"key": key, "operator": "Exists", "effect": effect} for key, effect in sorted(kept)]
+
+
+def _is_carver(daemonset: Object, driver: str) -> bool:
+    """Whether its pods have the folder of the driver's socket."""
+    volumes = path(daemonset, "spec", "template", "spec", "volumes", default=[]) or []
+    places = [str(path(one, "hostPath", "path", default="")) for one in volumes]
+    return any(place.rstrip("/").endswith(f"/plugins/{driver}") for place in places)
+
+
+def _like(kubectl: Kubectl, driver: str, name: str) -> Object:
+    """The StorageClass whose parameters the checks use; nothing at all where there is none."""
+    found = {
+        one["metadata"]["name"]: one
+        for one in kubectl.all("storageclasses.storage.k8s.io")
+        if one["provisioner"] == driver and not one["metadata"]["name"].startswith("carver-checks-")
+    }
+    if name and name not in found:
+        there = ", ".join(sorted(found)) or "none"
+        raise Unusable(f"{name} is no StorageClass of {driver}; there is: {there}")
+    if not name and len(found) > 1:
+        raise Unusable(f"say with --like which StorageClass is meant: {', '.join(sorted(found))}")
+    return found[name] if name else next(iter(found.values()), {})
+
+
+def _no_snapshots(kubectl: Kubectl, daemonsets: Sequence[Object]) -> str:
+    """Why no snapshot can be made, as far as it can be seen beforehand."""
+    try:
+        kubectl("get", "--raw=/apis/snapshot.storage.k8s.io/v1")
+    except Refused as error:
+        if error.passing or error.reason not in {"", "NotFound"}:
+            raise
+        return "the cluster has no CRDs of snapshot.storage.k8s.io/v1"
+    images = {
+        one["image"] for it in daemonsets for one in it["spec"]["template"]["spec"]["containers"]
+    }
+    if daemonsets and not any("snapshotter" in image for image in images):
+        return "Carver runs without external-snapshotter (sidecars.snapshotter.enabled)"
+    return ""

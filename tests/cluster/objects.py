@@ -1,0 +1,191 @@
+"""What the checks make in a cluster, as kubectl takes it. All of it bears the label of its run."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.kubectl import Object
+
+# Objects of a run and of a check; a node that a run has cordoned.
+RUN, CHECK, CORDONED = "carver-checks/run", "carver-checks/check", "carver-checks/cordoned-by"
+PREFIX = "carver-checks-"
+# Where a pod finds its volume.
+PLACE, DEVICE = "/data", "/dev/carver"
+# A user that owns nothing: what it can write was given to it by fsGroup.
+_USER = 1000
+IDLE = "while :; do sleep 3600; done"
+
+
+def named(run: str) -> str:
+    """What the namespace of a run and its classes are called."""
+    return PREFIX + run
+
+
+def namespace(run: str) -> Object:
+    """Where all but the classes are. A raw block device is its pod's root's: no lesser level."""
+    labels = {RUN: run, "pod-security.kubernetes.io/enforce": "privileged"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Namespace",
+        "metadata": {"name": named(run), "labels": labels},
+    }
+
+
+def storage_class(run: str, driver: str, like: Object) -> Object:
+    """A class that waits for the pod and may grow, with another's parameters and options."""
+    return {
+        "apiVersion": "storage.k8s.io/v1",
+        "kind": "StorageClass",
+        "metadata": {"name": named(run), "labels": {RUN: run}},
+        "provisioner": driver,
+        "volumeBindingMode": "WaitForFirstConsumer",
+        "allowVolumeExpansion": True,
+        "reclaimPolicy": "Delete",
+        **{key: like[key] for key in ("parameters", "mountOptions") if like.get(key)},
+    }
+
+
+def snapshot_class(run: str, driver: str) -> Object:
+    """A class whose snapshots go with their objects."""
+    return {
+        "apiVersion": "snapshot.storage.k8s.io/v1",
+        "kind": "VolumeSnapshotClass",
+        "metadata": {"name": named(run), "labels": {RUN: run}},
+        "driver": driver,
+        "deletionPolicy": "Delete",
+    }
+
+
+def _metadata(run: str, check: str, name: str) -> Object:
+    return {"name": name, "namespace": named(run), "labels": {RUN: run, CHECK: check}}
+
+
+def claim(
+    run: str,
+    check: str,
+    name: str,
+    size: str,
+    *,
+    block: bool = False,
+    mode: str = "ReadWriteOnce",
+    source: Mapping[str, str] | None = None,
+) -> Object:
+    """A claim; `source` is a claim or a snapshot that it begins with, as dataSource has it."""
+    return {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": _metadata(run, check, name),
+        "spec": {
+            "storageClassName": named(run),
+            "volumeMode": "Block" if block else "Filesystem",
+            "accessModes": [mode],
+            "resources": {"requests": {"storage": size}},
+            **({"dataSource": dict(source)} if source else {}),
+        },
+    }
+
+
+def of_claim(name: str, *, read_only: bool = False) -> Object:
+    """A pod's volume that is a claim's."""
+    source = {"claimName": name, **({"readOnly": True} if read_only else {})}
+    return {"name": "data", "persistentVolumeClaim": source}
+
+
+def inline(driver: str, size: str) -> Object:
+    """A pod's volume that lives as long as the pod."""
+    return {"name": "data", "csi": {"driver": driver, "volumeAttributes": {"size": size}}}
+
+
+def affinity(terms: Sequence[Any]) -> Object:
+    """Only nodes of one of the terms, which are those of a PersistentVolume's nodeAffinity."""
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [*terms]}}
+    return {"nodeAffinity": required}
+
+
+def on_nodes(names: Sequence[str]) -> list[Object]:
+    """The terms that mean any of the nodes, by their names."""
+    field = {"key": "metadata.name", "operator": "In"}
+    # A term with fields takes one name only: kubernetes/pkg/apis/core/validation.
+    return [{"matchFields": [{**field, "values": [name]}]} for name in names]
+
+
+def pod_spec(
+    image: str,
+    volume: Object,
+    tolerations: Sequence[Object],
+    *,
+    block: bool = False,
+    terms: Sequence[Any] = (),
+    script: str = IDLE,
+) -> Object:
+    """One container with a shell. Its user is nobody's, except where the device is root's."""
+    user = {"runAsUser": 0} if block else {"runAsUser": _USER, "runAsNonRoot": True}
+    mount = {"name": "data", "devicePath" if block else "mountPath": DEVICE if block else PLACE}
+    return {
+        # A writer that fails shall stay where it is.
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 1,
+        "automountServiceAccountToken": False,
+        "securityContext": {
+            **user,
+            **({} if block else {"fsGroup": _USER, "fsGroupChangePolicy": "OnRootMismatch"}),
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [
+            {
+                "name": "main",
+                "image": image,
+                "imagePullPolicy": "IfNotPresent",
+                "command": ["sh", "-c", script],
+                "securityContext": {
+                    "allowPrivilegeEscalation": False,
+                    "capabilities": {"drop": ["ALL"]},
+                },
+                "volumeDevices" if block else "volumeMounts": [mount],
+            }
+        ],
+        "volumes": [volume],
+        **({"tolerations": [*tolerations]} if tolerations else {}),
+        **({"affinity": affinity(terms)} if terms else {}),
+    }
+
+
+def pod(run: str, check: str, name: str, spec: Object) -> Object:
+    """A pod by itself."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": _metadata(run, check, name),
+        "spec": spec,
+    }
+
+
+def deployment(run: str, check: str, name: str, spec: Object) -> Object:
+    """A pod that is made anew where it is evicted, once the old one is gone."""
+    labels = {RUN: run, CHECK: check}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _metadata(run, check, name),
+        "spec": {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": labels},
+            "template": {
+                "metadata": {"labels": labels},
+                "spec": {**spec, "restartPolicy": "Always"},
+            },
+        },
+    }
+
+
+def snapshot(run: str, check: str, name: str, claim_name: str) -> Object:
+    """A snapshot of a claim's volume."""
+    return {
+        "apiVersion": "snapshot.storage.k8s.io/v1",
+        "kind": "VolumeSnapshot",
+        "metadata": _metadata(run, check, name),
+        "spec": {
+            "volumeSnapshotClassName": named(run),
+            "source": {"persistentVolumeClaimName": claim_name},
+        },
+    }

@@ -1,0 +1,122 @@
+"""Which block devices may be physical volumes: by trees as sysfs has them."""
+
+import os
+from pathlib import Path
+
+import pytest
+from fakes.sysfs import Sysfs
+
+from lvm.blockdevices import BlockDevices, Excluded, Why
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Sysfs:
+    """A machine with one disk."""
+    made = Sysfs(tmp_path / "sys")
+    made.add("sda", "8:0")
+    return made
+
+
+def test_disks_partitions_and_loop_devices_over_files_may_be_physical_volumes(
+    sysfs: Sysfs,
+) -> None:
+    sysfs.add("nvme0n1", "259:0")
+    sysfs.add("nvme0n1p1", "259:1", disk="nvme0n1")
+    sysfs.add("loop0", "7:0", loop__backing_file="/var/lib/disk.img")
+    sysfs.add("loop1", "7:1", size="0")
+    assert BlockDevices(sysfs.root).names == ("loop0", "loop1", "nvme0n1", "nvme0n1p1", "sda")
+    assert BlockDevices(sysfs.root).loops == ("loop0",)
+    assert sysfs.excluded(loop0=0) == {
+        "loop1": Excluded(Why.EMPTY),
+        "nvme0n1": Excluded(Why.PARTITIONED),
+    }
+
+
+def test_a_disk_that_volumes_are_on_stays_one_and_the_volumes_are_none(sysfs: Sysfs) -> None:
+    sysfs.volume("dm-0", "253:0", "sda")
+    sysfs.volume("dm-1", "253:1", "dm-0")
+    assert sysfs.excluded() == {
+        "dm-0": Excluded(Why.VOLUME, "data-dm-0"),
+        "dm-1": Excluded(Why.VOLUME, "data-dm-1"),
+    }
+    assert str(sysfs.excluded()["dm-0"]) == "it is the logical volume data-dm-0"
+
+
+def test_nothing_that_stands_on_a_volume_is_looked_into_through_any_stack(sysfs: Sysfs) -> None:
+    volume = os.makedev(253, 0)
+    sysfs.volume("dm-0", "253:0", "sda")
+    # kubelet's loop device over a bind mount of the node, with the guest's partitions.
+    sysfs.add("loop0", "7:0", loop__backing_file="/var/lib/kubelet/plugins/x/dev/pod")
+    sysfs.add("loop0p2", "259:2", disk="loop0")
+    sysfs.add("dm-1", "253:1", on=("loop0p2",), dm__uuid="CRYPT-LUKS2-x", dm__name="guest")
+    sysfs.add("md0", "9:0", on=("dm-1",))
+    sysfs.add("md0p1", "259:3", disk="md0")
+    sysfs.add("loop1", "7:1")
+    found = sysfs.excluded(loop0=volume, loop1=os.makedev(259, 3))
+    on = Excluded(Why.ON_A_VOLUME, "data-dm-0")
+    names = ("loop0", "loop0p2", "dm-1", "md0", "md0p1", "loop1")
+    assert {name: found[name] for name in names} == dict.fromkeys(names, on)
+    assert "sda" not in found
+
+
+def test_of_what_is_under_a_loop_device_nothing_is_guessed(sysfs: Sysfs) -> None:
+    sysfs.add("loop0", "7:0")
+    sysfs.add("loop0p1", "259:1", disk="loop0")
+    unknown = Excluded(Why.UNKNOWN, "loop0")
+    assert sysfs.excluded() == {"loop0": unknown, "loop0p1": unknown}
+    # Over a device that is not there any more.
+    assert sysfs.excluded(loop0=os.makedev(253, 9))["loop0"] == unknown
+
+
+def test_a_loop_device_over_a_disk_is_not_a_second_disk(sysfs: Sysfs) -> None:
+    sysfs.add("loop0", "7:0")
+    found = sysfs.excluded(loop0=os.makedev(8, 0))
+    assert found == {"loop0": Excluded(Why.SECOND_VIEW, "sda")}
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("md127", {}),
+        ("dm-0", {"dm__uuid": "mpath-36", "dm__name": "mpatha"}),
+        ("dm-0", {"dm__uuid": "CRYPT-LUKS2-x", "dm__name": "secret"}),
+        ("bcache0", {}),
+    ],
+)
+def test_what_another_device_is_made_of_is_taken_and_that_device_is_a_disk(
+    sysfs: Sysfs, name: str, more: dict[str, str]
+) -> None:
+    sysfs.add("sdb", "8:16")
+    sysfs.add(name, "240:0", on=("sda", "sdb"), **more)
+    sysfs.volume("dm-7", "253:7", name)
+    taken = Excluded(Why.TAKEN, name)
+    assert sysfs.excluded() == {
+        "sda": taken,
+        "sdb": taken,
+        "dm-7": Excluded(Why.VOLUME, "data-dm-7"),
+    }
+
+
+def test_what_is_no_disk_is_left_out(sysfs: Sysfs) -> None:
+    sysfs.add("sr0", "11:0")
+    sysfs.add("fd0", "2:0")
+    sysfs.add("zram0", "252:0")
+    sysfs.add("nvme0c0n1", "259:0", hidden="1")
+    assert {name: one.why for name, one in sysfs.excluded().items()} == {
+        "sr0": Why.NO_DISK,
+        "fd0": Why.NO_DISK,
+        "zram0": Why.NO_DISK,
+        "nvme0c0n1": Why.PATH,
+    }
+
+
+def test_a_device_that_goes_while_it_is_looked_at_is_empty(sysfs: Sysfs) -> None:
+    (sysfs.root / "class/block/sdz").symlink_to("../../devices/gone")
+    assert sysfs.excluded() == {"sdz": Excluded(Why.EMPTY)}
+
+
+def test_devices_that_stand_on_each_other_are_no_endless_tale(sysfs: Sysfs) -> None:
+    sysfs.add("loop0", "7:0")
+    sysfs.add("loop1", "7:1")
+    found = sysfs.excluded(loop0=os.makedev(7, 1), loop1=os.makedev(7, 0))
+    assert found["loop0"] == Excluded(Why.SECOND_VIEW, "loop1")

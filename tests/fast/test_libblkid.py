@@ -1,0 +1,130 @@
+"""What libblkid tells in this process, beside what the program blkid tells of the same bytes."""
+
+import errno
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lvm.command import Programs, Result
+from mount import errors, filesystem, libblkid
+from mount.filesystem import Signature
+from mount.syscalls import Kernel
+
+pytestmark = pytest.mark.starts_programs
+
+MIB = 1 << 20
+RUN = Programs()
+
+
+def of_a_file(*words: str) -> Result:
+    """Run a program; blkid, of a file, which has no I/O limits to tell of."""
+    ended = RUN(*(word for word in words if word != "--info"))
+    if words[0] != "blkid":
+        return ended
+    told = {2: 0}.get(ended.exit_code, ended.exit_code)
+    return Result(told, f"MINIMUM_IO_SIZE=512\n{ended.stdout}", ended.stderr)
+
+
+def by_both(path: Path) -> Signature | None:
+    """What is there, by the library and by the program."""
+    found = filesystem.probe(_never, str(path), Kernel())
+    assert found == filesystem.probe(of_a_file, str(path))
+    return found
+
+
+def _never(*words: str) -> Result:
+    raise AssertionError(f"a process: {words}")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Path:
+    """Blank, 16 MiB."""
+    made = tmp_path / "disk"
+    made.write_bytes(b"")
+    with made.open("r+b") as file:
+        file.truncate(16 * MIB)
+    return made
+
+
+def put(disk: Path, offset: int, data: bytes) -> None:
+    with disk.open("r+b") as file:
+        file.seek(offset)
+        file.write(data)
+
+
+def partition(disk: Path) -> None:
+    put(disk, 446, struct.pack("<8B2I", 0, 0, 0, 0, 0x83, 0, 0, 0, 2048, 2048))
+    put(disk, 510, b"\x55\xaa")
+
+
+def luks(disk: Path) -> None:
+    put(disk, 0, b"LUKS\xba\xbe\x00\x01")
+
+
+def squashfs(disk: Path) -> None:
+    put(disk, 0, b"hsqs" + bytes(24) + struct.pack("<2H", 4, 0))
+
+
+def ext4(disk: Path) -> None:
+    ended = RUN("mkfs.ext4", "-q", "-L", "a b=c", "--", str(disk))
+    assert ended.exit_code == 0, ended.stderr
+
+
+def swap(disk: Path) -> None:
+    ended = RUN("mkswap", "--", str(disk))
+    assert ended.exit_code == 0, ended.stderr
+
+
+def test_a_blank_disk_is_blank(disk: Path) -> None:
+    assert by_both(disk) is None
+
+
+@pytest.mark.parametrize(
+    ("write", "told"),
+    [
+        (ext4, "ext4 (filesystem)"),
+        (swap, "swap (other)"),
+        (luks, "crypto_LUKS (crypto)"),
+        (partition, "dos (partition table)"),
+    ],
+)
+def test_what_is_there_is_told(disk: Path, write: Callable[[Path], None], told: str) -> None:
+    write(disk)
+    assert str(by_both(disk)) == told
+
+
+def test_a_label_and_an_id_are_told(disk: Path) -> None:
+    ext4(disk)
+    found = by_both(disk)
+    assert found is not None
+    assert found.label == "a b=c"
+    assert found.uuid
+
+
+def test_two_things_in_one_place_are_no_answer(disk: Path) -> None:
+    ext4(disk)
+    squashfs(disk)
+    for kernel in (None, Kernel()):
+        with pytest.raises(errors.ProbeFailed, match="more than one thing"):
+            filesystem.probe(of_a_file, str(disk), kernel)
+
+
+def test_what_cannot_be_read_is_never_blank(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.touch()
+    for path in (tmp_path / "missing", empty, tmp_path):
+        with pytest.raises(errors.ProbeFailed):
+            filesystem.probe(_never, str(path), Kernel())
+
+
+def test_without_the_library_the_program_is_asked(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise OSError(errno.ENOSYS, "libblkid: no such file")
+
+    monkeypatch.setattr(libblkid, "_library", missing)
+    swap(disk)
+    assert str(filesystem.probe(of_a_file, str(disk), Kernel())) == "swap (other)"

@@ -1,0 +1,229 @@
+"""Calls that meet others: they wait a moment for their turn, and never take all threads."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import expect
+import pytest
+from fakes.host import FakeHost
+
+from agent import admission
+from agent import locks as locks_module
+from agent.csi.client import Client, block, mounted
+from agent.errors import OperationPending
+from agent.locks import MOST_WAITING, VolumeLocks
+from agent.service.server import Service
+from lvm import command
+from lvm.command import Result
+
+MIB = 1 << 20
+# As good as for ever: what is waited for comes, or the test has failed.
+LONG = 60.0
+
+
+@pytest.fixture
+def locks() -> VolumeLocks:
+    made = VolumeLocks()
+    made.grace_seconds = LONG
+    return made
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(MOST_WAITING + 2) as threads:
+        yield threads
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONG
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def waiting(locks: VolumeLocks, calls: int) -> None:
+    until(lambda: len(locks._waiting) == calls)
+
+
+class Calls:
+    """Calls that hold volumes for a moment, and the order in which they did."""
+
+    def __init__(self, locks: VolumeLocks, pool: ThreadPoolExecutor) -> None:
+        self.order: list[str] = []
+        self._locks, self._pool = locks, pool
+        self._made: list[Future[None]] = []
+
+    def make(self, title: str, *names: str) -> None:
+        """One that has to wait."""
+        self._made.append(self._pool.submit(self._call, title, names))
+        waiting(self._locks, len(self._made))
+
+    def end(self) -> None:
+        for one in self._made:
+            one.result(LONG)
+
+    def _call(self, title: str, names: tuple[str, ...]) -> None:
+        with self._locks.hold(*names):
+            self.order.append(title)
+
+
+def test_the_production_s_patience_is_that_of_a_caller_s_first_back_offs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    # external-provisioner gives a call ten seconds.
+    assert 1 < VolumeLocks().grace_seconds <= 5
+    # The rest is for unpublishing, statistics and the like, whatever else is at work.
+    assert locks_module.MOST_WAITING <= (admission.THREADS - admission.PLACES) / 2
+
+
+def test_calls_that_meet_another_have_their_turn_in_the_order_in_which_they_came(
+    locks: VolumeLocks, pool: ThreadPoolExecutor
+) -> None:
+    calls = Calls(locks, pool)
+    with locks.hold("a"):
+        for title in ("first", "second", "third"):
+            calls.make(title, "a")
+    calls.end()
+    assert calls.order == ["first", "second", "third"]
+    assert not locks._waiting
+
+
+def test_a_call_that_wants_two_volumes_is_not_overtaken_for_ever(
+    locks: VolumeLocks, pool: ThreadPoolExecutor
+) -> None:
+    calls = Calls(locks, pool)
+    with locks.hold("a"):
+        calls.make("both", "a", "b")
+        # Nobody holds b, and one who came earlier wants it.
+        calls.make("b", "b")
+        with locks.hold("c"):
+            pass
+    calls.end()
+    assert calls.order == ["both", "b"]
+
+
+def test_a_call_is_refused_when_its_patience_ends_and_leaves_nothing(locks: VolumeLocks) -> None:
+    locks.grace_seconds = 0
+    with locks.hold("a"), pytest.raises(OperationPending, match="'a'"), locks.hold("b", "a"):
+        pass
+    with locks.hold("a", "b"):
+        assert not locks._waiting
+
+
+def test_the_wait_leaves_the_caller_s_time_to_the_work(
+    locks: VolumeLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "remaining_seconds", lambda: 6.0)
+    locks.grace_seconds = 5.0
+    assert locks._patience_seconds() == 3.0
+    monkeypatch.setattr(command, "remaining_seconds", lambda: None)
+    assert locks._patience_seconds() == 5.0
+
+
+def test_so_many_wait_and_no_more(locks: VolumeLocks, pool: ThreadPoolExecutor) -> None:
+    calls = Calls(locks, pool)
+    with ExitStack() as held:
+        held.enter_context(locks.hold("a"))
+        for number in range(MOST_WAITING):
+            calls.make(str(number), "a")
+        with pytest.raises(OperationPending), locks.hold("a"):
+            pass
+        locks.wait_until(lambda: False)
+        # What meets nobody needs not wait.
+        with locks.hold("b"):
+            pass
+    calls.end()
+    assert len(calls.order) == MOST_WAITING
+
+
+def test_what_is_waited_for_without_a_lock_may_need_the_lock(
+    locks: VolumeLocks, pool: ThreadPoolExecutor
+) -> None:
+    is_unmounted = threading.Event()
+    waits = pool.submit(locks.wait_until, is_unmounted.is_set)
+    waiting(locks, 1)
+    with locks.hold("a"):
+        is_unmounted.set()
+    waits.result(LONG)
+    locks.grace_seconds = 0
+    locks.wait_until(lambda: False)
+    assert not locks._waiting
+
+
+# Through the service
+
+
+@pytest.fixture
+def patient(service: Service) -> Service:
+    service.locks.grace_seconds = LONG
+    return service
+
+
+def test_unstaging_waits_for_the_staging_that_it_meets(
+    client: Client, fake: FakeHost, patient: Service, tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    volume = client.create("pvc-1", 64 * MIB, mounted("ext4"))
+    reached, allowed = threading.Event(), threading.Event()
+
+    def slow(words: Sequence[str]) -> Result | None:
+        if words[0].startswith("mkfs"):
+            reached.set()
+            assert allowed.wait(LONG)
+        return None
+
+    fake.intercept = slow
+    staging = tmp_path / "staging"
+    stages = pool.submit(client.stage, volume, staging, mounted("ext4"))
+    assert reached.wait(LONG)
+    unstages = pool.submit(client.unstage, volume.volume_id, staging)
+    waiting(patient.locks, 1)
+    allowed.set()
+    stages.result(LONG)
+    unstages.result(LONG)
+    client.delete(volume.volume_id)
+
+
+def test_deleting_waits_for_the_last_unmount(
+    client: Client, fake: FakeHost, patient: Service, tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    staging, target = tmp_path / "staging", tmp_path / "target"
+    volume = client.create("pvc-1", 64 * MIB, mounted("ext4"))
+    client.stage(volume, staging, mounted("ext4"))
+    client.publish(volume, staging, target, mounted("ext4"))
+    fake.commands.clear()
+    deletes = pool.submit(client.delete, volume.volume_id)
+    waiting(patient.locks, 1)
+    client.unpublish(volume.volume_id, target)
+    assert not deletes.done()
+    assert fake.commands == []
+    client.unstage(volume.volume_id, staging)
+    deletes.result(LONG)
+    assert client.volumes() == []
+
+
+def test_deleting_waits_for_a_raw_block_volume_to_be_unpublished(
+    client: Client, patient: Service, tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
+    volume = client.create("pvc-1", 64 * MIB, block())
+    client.stage(volume, tmp_path / "staging", block())
+    client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
+    deletes = pool.submit(client.delete, volume.volume_id)
+    waiting(patient.locks, 1)
+    client.unpublish(volume.volume_id, tmp_path / "target")
+    deletes.result(LONG)
+    assert client.volumes() == []
+
+
+def test_deleting_what_stays_mounted_is_refused_in_the_end(
+    client: Client, service: Service, tmp_path: Path
+) -> None:
+    volume = client.create("pvc-1", 64 * MIB, mounted("ext4"))
+    client.stage(volume, tmp_path / "staging", mounted("ext4"))
+    with expect.code("FAILED_PRECONDITION", "in use", "staging"):
+        client.delete(volume.volume_id)
+    assert not service.locks._waiting

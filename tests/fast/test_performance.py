@@ -1,0 +1,337 @@
+"""`make bench`, but for its times: arithmetic, rounds, document, tables, picture, own code."""
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import jsonschema
+import pytest
+from performance import document, group, own, plot, rows, run, service, tables
+from performance.document import Document, Run
+from performance.rounds import Time
+from performance.rows import Commands, Row, Samples
+
+MACHINE = {
+    "cores": 2,
+    "memory_mib": 2048,
+    "architecture": "x86_64",
+    "virtualization": "qemu",
+    "kernel": "6.1.0",
+    "python": "3.11.2",
+    "grpcio": "1.85.1",
+    "lvm2": "2.03.16",
+}
+METADATA = """\
+contents = "Text Format Volume Group"
+carver_bench {
+\tid = "aaaaaa-0000-0000-0000-0000-0000-aaaaaa"
+\tlogical_volumes {
+
+\t\tvol-many-0000 {
+\t\t\tid = "bbbbbb-0000-0000-0000-0000-0000-bbbbbb"
+\t\t\ttags = ["carver.name=many-0000", "carver.size=8388608"]
+\t\t\tsegment_count = 1
+
+\t\t\tsegment1 {
+\t\t\t\tstart_extent = 0
+\t\t\t\textent_count = 2
+\t\t\t\tstripes = [
+\t\t\t\t\t"pv0", 5
+\t\t\t\t]
+\t\t\t}
+\t\t}
+\t}
+}
+"""
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def sampled(**seconds: list[float]) -> Samples:
+    """Samples by the names of constants in `rows`."""
+    return Samples({getattr(rows, name): values for name, values in seconds.items()})
+
+
+def row(name: str, value: float, commands: Commands | None = None) -> Row:
+    promise = rows.promised(name)
+    return Row(
+        *(name, promise.beside, promise.unit, value, promise.target, 3),
+        carver_ms=100.0,
+        beside_ms=50.0,
+        commands=commands,
+    )
+
+
+@pytest.fixture
+def measured() -> Run:
+    """A run that keeps one target and misses another."""
+    found = [row(rows.CREATE, 0.5, Commands(0, 1)), row(rows.STAGE, 2.5), row(rows.PROBE, 20)]
+    return Run("as configured", "", MACHINE, found)
+
+
+# Arithmetic
+
+
+def test_a_ratio_is_that_of_the_medians() -> None:
+    samples = sampled(CREATE=[0.5, 9.0, 0.4], LVCREATE=[1.0, 1.0, 0.1])
+    samples.commands[rows.CREATE] = Commands(1, 2)
+
+    [found] = rows.of_pairs(samples)
+
+    assert (found.name, found.beside, found.value) == (rows.CREATE, rows.LVCREATE, 0.5)
+    assert (found.samples, found.carver_ms, found.beside_ms) == (3, 500, 1000)
+    assert found.commands == Commands(1, 2)
+    assert found.is_met
+
+
+def test_a_call_without_its_bare_commands_has_no_ratio() -> None:
+    assert list(rows.of_pairs(sampled(CREATE=[1.0], VGS=[1.0]))) == []
+
+
+def test_a_life_is_the_sum_of_its_calls_without_repeats_and_growth() -> None:
+    samples = Samples()
+    for call in rows.LIVED:
+        samples.seconds[call], samples.seconds[rows.BESIDE[call]] = [3.0], [2.0]
+    samples.seconds[rows.REPEATED] = samples.seconds[rows.EXPAND] = [100.0]
+
+    [found] = rows.of_life(samples)
+
+    assert found.value == 1.5
+    assert found.is_met is False
+    del samples.seconds[rows.STATS]
+    assert list(rows.of_life(samples)) == []
+
+
+def test_growth_is_compared_to_lvcreate_s_own() -> None:
+    empty = sampled(CREATE=[1.0], CAPACITY=[0.1], LVCREATE=[0.5])
+    full = sampled(CREATE=[3.0], CAPACITY=[0.1], LVCREATE=[1.0])
+
+    found = {one.name: one for one in rows.of_growth(400, empty, full)}
+
+    assert found[rows.grown(rows.CREATE, 400)].value == 1.5
+    assert found[rows.grown(rows.CREATE, 400)].is_met is False
+    assert found[rows.grown(rows.CAPACITY, 400)].value == 0.5
+    assert rows.grown(rows.STAGE, 400) not in found
+
+
+@pytest.mark.parametrize(("value", "is_met"), [(0, True), (1, False)])
+def test_a_target_of_nothing_is_kept_by_nothing_only(value: float, is_met: bool) -> None:
+    [found] = rows.of_value(rows.PROBE_COMMANDS, [value])
+    assert found.is_met is is_met
+
+
+def test_a_figure_without_a_target_neither_keeps_nor_misses_it() -> None:
+    [found] = rows.of_value(rows.START, [3.0, 5.0, 4.0])
+    assert (found.value, found.is_met) == (4.0, None)
+
+
+def test_a_step_that_fails_is_no_sample() -> None:
+    samples = Samples()
+
+    def fail() -> None:
+        raise FileNotFoundError
+
+    with pytest.raises(FileNotFoundError):
+        samples.time(rows.CREATE, fail, Clock())
+    assert not samples.has(rows.CREATE)
+
+
+def test_every_promise_has_a_name_of_its_own() -> None:
+    names = [one.name for one in (*rows.PROMISES, *rows.OWN)]
+    assert len(set(names)) == len(names)
+    assert set(rows.BESIDE) <= set(names)
+
+
+# Rounds
+
+
+def test_one_round_is_made_though_there_is_no_time() -> None:
+    assert list(Time(0, Clock()).rounds(5)) == [0]
+
+
+def test_no_round_is_begun_that_does_not_fit() -> None:
+    clock, made = Clock(), []
+    for number in Time(100, clock).rounds(9):
+        made.append(number)
+        clock.now += 30
+    assert made == [0, 1, 2]
+
+
+def test_a_share_is_no_more_than_what_is_left() -> None:
+    clock = Clock()
+    whole = Time(100, clock)
+    assert whole.share(0.3).left_seconds() == 30
+    clock.now = 90
+    assert whole.share(0.3).left_seconds() == 10
+    clock.now = 200
+    assert whole.left_seconds() == 0
+
+
+# The document
+
+
+def test_the_document_is_as_its_schema_says_and_is_read_again(measured: Run) -> None:
+    text = Document("2026-01-31", [measured]).text()
+
+    jsonschema.validate(json.loads(text), document.SCHEMA)
+    again = Document.parse(text)
+
+    assert again.runs == [measured]
+    assert json.loads(text)["runs"][0]["rows"][1]["is_met"] is False
+
+
+def test_the_facts_of_this_machine_are_as_the_schema_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(document, "_said", lambda *_words: "")
+    found = Document("2026-01-31", [Run("own", "", document.machine(), [])])
+    jsonschema.validate(json.loads(found.text()), document.SCHEMA)
+
+
+# Tables
+
+
+def test_a_missed_target_is_marked(measured: Run) -> None:
+    lines = {line.split(" | ")[0]: line for line in tables.markdown([measured]).splitlines()}
+
+    assert "| ≤ 0.8 | 0.5 | 0 + 1 |" in lines[f"| {rows.CREATE}"]
+    assert "**2.5, missed**" in lines[f"| {rows.STAGE}"]
+    assert "| 4.9 to 7.9 | ≤ 1.3 |" in lines[f"| {rows.STAGE}"]
+    assert lines[f"| {rows.UNSTAGE}"].endswith(f"| {tables.NOTHING} | {tables.NOTHING} |")
+
+
+def test_only_what_stands_between_the_marks_is_written_anew(measured: Run) -> None:
+    page = f"# Title\n\n{tables.BEGIN}\nold\n{tables.END}\n\nmore\n"
+    once = tables.recorded(page, [measured])
+
+    assert once.startswith(f"# Title\n\n{tables.BEGIN}\n\n")
+    assert once.endswith(f"\n{tables.END}\n\nmore\n")
+    assert "old" not in once
+    assert tables.recorded(once, [measured]) == once
+    with pytest.raises(ValueError, match="figures"):
+        tables.recorded("# Title\n", [measured])
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.15, "ratio", "0.15"),
+        (2.9512, "ratio", "2.95"),
+        (1.0, "ratio", "1"),
+        (55.04, "MiB", "55 MiB"),
+        (12.34, "s", "12.3 s"),
+        (1116.2, "µs", "1116 µs"),
+        (0.0, "commands", "0"),
+    ],
+)
+def test_numbers_have_no_more_digits_than_count(value: float, unit: str, text: str) -> None:
+    assert tables.number(value, unit) == text
+
+
+def test_the_page_and_its_picture_are_of_what_was_recorded_last() -> None:
+    last = document.written(run.RECORD)
+    runs = [] if last is None else last.runs
+    page = run.PAGE.read_text()
+    assert tables.recorded(page, runs) == page
+    assert plot.svg(runs) == run.PICTURE.read_text()
+
+
+# The picture
+
+
+def test_the_picture_is_well_formed_and_shows_missed_targets_in_red(measured: Run) -> None:
+    drawn = ElementTree.fromstring(plot.svg([measured, measured]))  # noqa: S314
+
+    circles = [one for one in drawn.iter() if one.tag.endswith("circle")]
+    fills = [one.get("fill") for one in circles]
+    texts = [one.text for one in drawn.iter() if one.tag.endswith("text")]
+    kept, missed = (plot.colour(one) for one in measured.rows[:2])
+    assert kept != missed
+    # The first is the legend's.
+    assert fills[1:] == [kept, missed]
+    assert "0.50 / 0.50" in texts
+    assert f"{rows.CREATE} : {rows.LVCREATE}" in texts
+
+
+def test_the_scale_is_logarithmic_and_ends_at_its_edges() -> None:
+    assert plot.place(0.2) - plot.place(0.1) == pytest.approx(plot.place(2) - plot.place(1))
+    assert plot.place(0) == plot.place(0.001)
+    assert plot.place(99) == plot.place(10)
+
+
+# The service that is measured
+
+
+def test_the_settings_of_a_pass_stand_before_the_classes(tmp_path: Path) -> None:
+    text = service.configuration(tmp_path, "data", 'wipe = "none"', "warning")
+    assert text.index("wipe") < text.index("[[classes]]")
+
+
+def test_commands_are_told_apart_from_those_of_a_session() -> None:
+    events: list[dict[str, object]] = [
+        {"message": "command", "command": "mkfs.ext4"},
+        {"message": "command", "command": "lvm lvs", "session": True},
+        {"message": "call"},
+    ]
+    log = "\n".join(["no JSON", *map(json.dumps, events)])
+    assert service.counted(log) == Commands(1, 1)
+
+
+def test_a_volume_is_multiplied_with_names_uuids_and_extents_of_their_own() -> None:
+    text = group.multiplied(METADATA, 3)
+
+    assert text.count("extent_count = 2") == 3
+    for number, first in enumerate((5, 7, 9)):
+        section = text.split(f"\t\tvol-many-{number:04} {{")[1].split("\n\t\t}\n")[0]
+        assert f"carver.name=many-{number:04}" in section
+        assert f'"pv0", {first}\n' in section
+    ids = [line for line in text.splitlines() if "id = " in line]
+    assert len(set(ids)) == len(ids) == 4
+    assert text.count("{") == text.count("}")
+
+
+def test_metadata_without_the_volume_are_not_multiplied() -> None:
+    with pytest.raises(ValueError, match="many-0000"):
+        group.multiplied("contents = 1\n", 3)
+
+
+def test_further_passes_are_named_with_their_line_of_configuration() -> None:
+    assert run.passes(['raw:wipe = "none"'])[1:] == [("raw", 'wipe = "none"')]
+    with pytest.raises(ValueError, match="NAME:LINE"):
+        run.passes(["wipe"])
+
+
+# The own code
+
+
+def test_the_own_code_of_a_whole_life_is_measured_with_its_commands(tmp_path: Path) -> None:
+    bench = own.Bench(tmp_path)
+    try:
+        bench.live(0)
+        bench.list(12)
+    finally:
+        bench.close()
+
+    measured = {name for name, seconds in bench.samples.seconds.items() if seconds}
+    assert {one.name for one in rows.OWN if "ListVolumes" not in one.name} <= measured
+    assert bench.samples.commands[rows.own(rows.PUBLISH)] == Commands(0, 0)
+    assert bench.host.lvm2.groups["data"].volumes.keys() == {
+        f"vol-listed-{number:04}" for number in range(12)
+    }
+
+
+def test_what_the_fakes_take_is_put_aside_once() -> None:
+    aside = own.Aside()
+    inner = aside.wrapped(lambda: sum(range(10_000)))
+    outer = aside.wrapped(lambda: inner())
+    outer()
+    once = aside.seconds
+    assert once > 0
+    inner()
+    assert aside.seconds > once

@@ -1,0 +1,131 @@
+"""Turns at a volume group: in order, so many and no more, no longer than the caller waits."""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from agent import admission, errors
+from agent.engine.queue import MOST_LOOKING, MOST_WAITING, Queue
+from lvm.command import time_limit
+
+LONG = 20.0
+
+
+class Turns:
+    """Calls that wait for their turn, each in a thread, begun one after the other."""
+
+    def __init__(self, queue: Queue) -> None:
+        self.queue, self.order = queue, list[str]()
+        self._pool = ThreadPoolExecutor(MOST_WAITING + 1)
+
+    def wait(self, title: str, limit: float | None = None) -> Future[None]:
+        before = len(self.queue._waiting)
+        call = self._pool.submit(self._take, title, limit)
+        until(lambda: len(self.queue._waiting) > before)
+        return call
+
+    def _take(self, title: str, limit: float | None) -> None:
+        with time_limit(limit), self.queue.turn():
+            self.order.append(title)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONG
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def turns() -> Turns:
+    return Turns(Queue("volume group data"))
+
+
+def test_one_group_s_calls_leave_places_to_others() -> None:
+    # One that changes and one that looks are not waiting.
+    assert MOST_WAITING + 1 + MOST_LOOKING + 1 < admission.PLACES
+
+
+def test_turns_come_in_the_order_in_which_they_were_asked_for(turns: Turns) -> None:
+    with turns.queue.turn():
+        calls = [turns.wait(str(number)) for number in range(5)]
+        assert turns.queue.is_taken
+    for one in calls:
+        one.result(LONG)
+    assert turns.order == ["0", "1", "2", "3", "4"]
+    assert not turns.queue.is_taken
+
+
+def test_one_too_many_is_refused_at_once(turns: Turns) -> None:
+    with turns.queue.turn():
+        calls = [turns.wait(str(number)) for number in range(MOST_WAITING)]
+        with pytest.raises(errors.GroupBusy, match=r"volume group data: \d+ calls wait"):
+            turns._take("too many", None)
+    for one in calls:
+        one.result(LONG)
+    assert "too many" not in turns.order
+
+
+def test_who_has_no_time_left_gives_up_and_the_next_has_his_turn(turns: Turns) -> None:
+    with turns.queue.turn():
+        hasty = turns.wait("hasty", 0.05)
+        patient = turns.wait("patient")
+        with pytest.raises(errors.GroupBusy, match="at work on it all the time"):
+            hasty.result(LONG)
+    patient.result(LONG)
+    assert turns.order == ["patient"]
+
+
+def test_what_is_raised_inside_passes_the_turn_on(turns: Turns) -> None:
+    def fail() -> None:
+        with turns.queue.turn():
+            waits.append(turns.wait("next"))
+            raise ZeroDivisionError
+
+    waits: list[Future[None]] = []
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    waits[0].result(LONG)
+    assert turns.order == ["next"]
+    assert not turns.queue.is_taken
+
+
+def test_a_turn_that_comes_as_the_time_ends_is_taken_and_passed_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else nobody would ever have a turn again."""
+    queue = Queue("volume group data")
+    holder = queue.turn()
+    holder.__enter__()
+
+    class Late(threading.Event):
+        """Its time is over in the moment in which it is set."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            assert timeout is not None
+            holder.__exit__(None, None, None)
+            return False
+
+    monkeypatch.setattr(threading, "Event", Late)
+    with time_limit(LONG), queue.turn():
+        assert queue.is_taken
+    assert not queue.is_taken
+    with queue.turn():
+        pass
+
+
+def test_many_hasty_callers_leave_no_turn_taken(turns: Turns) -> None:
+    def call(number: int) -> None:
+        try:
+            with time_limit(0.0005 * (number % 7)), turns.queue.turn():
+                pass
+        except errors.GroupBusy:
+            pass
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(call, range(800)))
+    assert not turns.queue.is_taken
+    assert not turns.queue._waiting

@@ -1,0 +1,212 @@
+"""SELinux contexts of mounts, as kubelet asks for them: on a kernel in memory that has SELinux."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+from fakes.host import FakeHost
+from fakes.kernel import FakeKernel
+
+from agent.csi.client import Client, Mode, block, mounted
+from agent.engine.host import Host
+from agent.service.server import Service
+from mount import errors, options, syscalls, table
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+CONTEXT = "system_u:object_r:container_file_t:s0:c15,c25"
+OTHER = "system_u:object_r:container_file_t:s0:c1,c2"
+# As AddSELinuxMountOption of kubelet's pkg/volume/util/selinux.go has it: one flag, in quotes.
+FLAG = f'context="{CONTEXT}"'
+MULTI = Mode.SINGLE_NODE_MULTI_WRITER
+
+
+def asked(*flags: str) -> csi.VolumeCapability:
+    return mounted("ext4", mode=MULTI, flags=list(flags))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> FakeHost:
+    directory = tmp_path / "mounts"
+    directory.mkdir()
+    made = FakeHost(directory)
+    assert isinstance(made.kernel, FakeKernel)
+    made.kernel.selinux = True
+    return made
+
+
+@pytest.fixture
+def client(host: FakeHost, tmp_path: Path) -> Iterator[Client]:
+    config = configured.carver(tmp_path, host.new_group(200))
+    service = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    service.start(config.endpoint)
+    with Client(config.endpoint) as caller:
+        yield caller
+    service.stop()
+
+
+@pytest.fixture
+def volume(client: Client) -> csi.Volume:
+    return client.create("pvc-1", 320 * MIB, asked())
+
+
+def context_at(host: FakeHost, path: Path) -> str:
+    return table.read(host.kernel).at(str(path))[-1].context
+
+
+def test_a_volume_is_mounted_with_the_context_and_published_with_it(
+    client: Client, host: FakeHost, volume: csi.Volume
+) -> None:
+    staging, target = host.directory / "staging", host.directory / "target"
+    for _ in range(2):
+        client.stage(volume, staging, asked(FLAG, "noatime"))
+    for _ in range(2):
+        client.publish(volume, staging, target, asked(FLAG, "noatime"))
+    client.publish(volume, staging, host.directory / "second", asked("noatime"))
+    assert context_at(host, staging) == context_at(host, target) == CONTEXT
+    [mount] = table.read(host.kernel).at(str(staging))
+    assert "noatime" in mount.options
+
+
+def test_another_context_is_a_conflict_where_it_is_mounted(
+    client: Client, host: FakeHost, volume: csi.Volume
+) -> None:
+    staging, target = host.directory / "staging", host.directory / "target"
+    client.stage(volume, staging, asked(FLAG))
+    client.publish(volume, staging, target, asked(FLAG))
+    for flags in ([f'context="{OTHER}"'], []):
+        with expect.code("ALREADY_EXISTS", str(staging), CONTEXT):
+            client.stage(volume, staging, asked(*flags))
+        # A superblock has one, whichever path it is mounted at.
+        with expect.code("FAILED_PRECONDITION", "one for all", CONTEXT):
+            client.stage(volume, host.directory / "elsewhere", asked(*flags))
+    with expect.code("ALREADY_EXISTS", str(target), OTHER):
+        client.publish(volume, staging, target, asked(f'context="{OTHER}"'))
+    with expect.code("FAILED_PRECONDITION", str(staging), OTHER):
+        client.publish(volume, staging, host.directory / "b", asked(f'context="{OTHER}"'))
+    # Unpublished and unstaged, it can have another.
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    client.stage(volume, staging, asked(f'context="{OTHER}"'))
+    assert context_at(host, staging) == OTHER
+
+
+def test_a_volume_that_is_mounted_without_one_is_not_given_one(
+    client: Client, host: FakeHost, volume: csi.Volume
+) -> None:
+    staging = host.directory / "staging"
+    client.stage(volume, staging, asked())
+    with expect.code("ALREADY_EXISTS", str(staging), CONTEXT):
+        client.stage(volume, staging, asked(FLAG))
+    with expect.code("FAILED_PRECONDITION", "no SELinux context", CONTEXT):
+        client.publish(volume, staging, host.directory / "target", asked(FLAG))
+
+
+@pytest.mark.parametrize("fs_type", ["ext4", "xfs", "btrfs"])
+def test_every_file_system_has_it(client: Client, host: FakeHost, fs_type: str) -> None:
+    capability = mounted(fs_type, mode=MULTI, flags=[FLAG])
+    volume = client.create("pvc-2", 320 * MIB, capability)
+    staging = host.directory / "staging"
+    client.stage(volume, staging, capability)
+    client.stage(volume, staging, capability)
+    assert context_at(host, staging) == CONTEXT
+
+
+def test_an_inline_volume_has_it_too(client: Client, host: FakeHost) -> None:
+    target = host.directory / "target"
+    for _ in range(2):
+        client.publish_inline("csi-1", target, {"size": "64Mi"}, asked(FLAG))
+    assert context_at(host, target) == CONTEXT
+
+
+def test_a_raw_block_volume_needs_none(client: Client, host: FakeHost) -> None:
+    volume = client.create("pvc-2", 16 * MIB, block())
+    client.stage(volume, host.directory / "staging", block())
+
+
+@pytest.mark.parametrize(
+    ("flag", "context"),
+    [
+        (FLAG, CONTEXT),
+        (f"ro,{FLAG},noatime", CONTEXT),
+        ("context=system_u:object_r:container_file_t:s0", "system_u:object_r:container_file_t:s0"),
+        ("context=system_u:object_r:container_file_t", "system_u:object_r:container_file_t"),
+        ('context="u:r:t:s0-s0:c0.c1023"', "u:r:t:s0-s0:c0.c1023"),
+    ],
+)
+def test_the_context_is_told_without_its_quotes(flag: str, context: str) -> None:
+    assert options.parse([flag]).context == context
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "context=",
+        'context=""',
+        "context=system_u",
+        "context=a:b",
+        f"context={CONTEXT}",  # the part after the comma is an option of its own
+        f'context="{CONTEXT}',
+        f'context=""{CONTEXT}""',
+        'context="a:b:c:s0,errors=panic"',
+        'context="a:b:c:s0:c1 c2"',
+        'context="a:b:c:x0"',
+        'noatime="a,b"',
+        f'fscontext="{CONTEXT}"',
+        f'defcontext="{CONTEXT}"',
+        f'rootcontext="{CONTEXT}"',
+    ],
+)
+def test_what_is_no_context_is_refused(flag: str) -> None:
+    with pytest.raises(errors.BadOption):
+        options.parse([flag])
+
+
+def test_two_contexts_contradict_each_other() -> None:
+    with pytest.raises(errors.BadOption, match="contradicts"):
+        options.parse([FLAG, f'context="{OTHER}"'])
+    assert options.parse([FLAG, FLAG]).context == CONTEXT
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("u:r:t:s0:c3,c1,c2", "u:r:t:s0:c1.c3", True),
+        ("u:r:t:s0:c1,c2", "u:r:t:s0:c1.c2", True),
+        ("u:r:t:s0-s0", "u:r:t:s0", True),
+        ("u:r:t:s0-s0:c1", "u:r:t:s0", False),
+        ("u:r:t:s0:c1,c2", "u:r:t:s0:c1,c3", False),
+        ("u:r:t:s0", "u:r:t:s1", False),
+        ("u:r:t:s0", "u:r:t", False),
+        ("u:r:t", "u:r:v", False),
+        ("", "", True),
+        ("", "u:r:t", False),
+    ],
+)
+def test_contexts_are_compared_by_what_they_mean(one: str, other: str, same: bool) -> None:
+    assert options.is_same_context(one, other) == same
+
+
+@pytest.mark.parametrize(
+    ("shown", "context"),
+    [
+        (f'rw,context="{CONTEXT}",stripe=4', CONTEXT),
+        ("rw,context=u:r:t:s0", "u:r:t:s0"),
+        (f'rw,fscontext="{CONTEXT}"', ""),
+        ("rw,seclabel,stripe=4", ""),
+    ],
+)
+def test_the_kernels_table_tells_it(shown: str, context: str) -> None:
+    line = f"40 36 253:3 / /mnt rw - ext4 /dev/dm-3 {shown}\n"
+    assert table.parse(line).mounts[0].context == context
+
+
+def test_older_calls_quote_what_has_commas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told: list[str] = []
+    monkeypatch.setattr("mount.syscalls._mount_2", lambda *words: told.append(words[-1]))
+    kernel = syscalls.Kernel(old_calls=True)
+    parameters = ["discard", f"context={CONTEXT}", "commit=5"]
+    kernel.mount("/dev/none", str(tmp_path), "ext4", set(), parameters)
+    assert told == [f'discard,context="{CONTEXT}",commit=5']

@@ -1,0 +1,164 @@
+"""What `make bench` writes: its document of all figures, and the facts of the machines."""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from performance.rows import Row
+
+FORMAT = 1
+_MIB = 1 << 20
+_NUMBER = {"type": ["number", "null"]}
+_ROWS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "beside": {"type": "string"},
+            "unit": {"enum": ["ratio", "ms", "s", "MiB", "µs", "commands"]},
+            "value": {"type": "number", "minimum": 0},
+            "target": _NUMBER,
+            "is_met": {"type": ["boolean", "null"]},
+            "samples": {"type": "integer", "minimum": 1},
+            "carver_ms": _NUMBER,
+            "beside_ms": _NUMBER,
+            "commands": {
+                "type": ["object", "null"],
+                "properties": {"processes": {"type": "integer"}, "session": {"type": "integer"}},
+                "required": ["processes", "session"],
+                "additionalProperties": False,
+            },
+        },
+        "required": [
+            *("name", "beside", "unit", "value", "target", "is_met"),
+            *("samples", "carver_ms", "beside_ms", "commands"),
+        ],
+        "additionalProperties": False,
+    },
+}
+_MACHINE = {
+    "type": "object",
+    "properties": {
+        "cores": {"type": "integer", "minimum": 1},
+        "memory_mib": {"type": "integer", "minimum": 1},
+        **{
+            name: {"type": "string"}
+            for name in ("architecture", "virtualization", "kernel", "python", "grpcio", "lvm2")
+        },
+    },
+    "required": ["cores", "memory_mib", "virtualization", "kernel", "python", "grpcio", "lvm2"],
+    "additionalProperties": False,
+}
+# JSON schema, draft 2020-12.
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "format": {"const": FORMAT},
+        "carver": {"type": "string"},
+        "day": {"type": "string", "pattern": r"^\d{4}-\d\d-\d\d$"},
+        "runs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string"},
+                    "settings": {"type": "string"},
+                    "machine": _MACHINE,
+                    "rows": _ROWS,
+                },
+                "required": ["name", "settings", "machine", "rows"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    "required": ["format", "carver", "day", "runs"],
+    "additionalProperties": False,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """All figures of one pass: on which machine, and with which settings of Carver's."""
+
+    name: str
+    settings: str
+    machine: Mapping[str, Any]
+    rows: Sequence[Row]
+
+    def as_json(self) -> dict[str, Any]:
+        """The run as it is written down."""
+        return {
+            "name": self.name,
+            "settings": self.settings,
+            "machine": dict(self.machine),
+            "rows": [one.as_json() for one in self.rows],
+        }
+
+    @classmethod
+    def of_json(cls, written: Mapping[str, Any]) -> "Run":
+        """A run that was written down."""
+        rows = [Row.of_json(one) for one in written["rows"]]
+        return cls(written["name"], written["settings"], written["machine"], rows)
+
+
+@dataclass(frozen=True)
+class Document:
+    """The runs of one `make bench`."""
+
+    day: str
+    runs: Sequence[Run] = field(default_factory=tuple)
+
+    def text(self) -> str:
+        """The document as JSON."""
+        told = {
+            "format": FORMAT,
+            "carver": importlib.metadata.version("carver"),
+            "day": self.day,
+            "runs": [one.as_json() for one in self.runs],
+        }
+        return json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def parse(cls, text: str) -> "Document":
+        """The document of a JSON text."""
+        told = json.loads(text)
+        return cls(told["day"], [Run.of_json(one) for one in told["runs"]])
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on, of this machine."""
+    return {
+        "cores": os.cpu_count() or 1,
+        "memory_mib": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _MIB,
+        "architecture": platform.machine(),
+        # systemd-detect-virt(1): qemu is an emulated processor, kvm is none.
+        "virtualization": _said("systemd-detect-virt") or "unknown",
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "grpcio": importlib.metadata.version("grpcio"),
+        "lvm2": _lvm2(),
+    }
+
+
+def _lvm2() -> str:
+    lines = (line.split(":", 1) for line in _said("lvm", "version").splitlines() if ":" in line)
+    return {key.strip(): value.strip() for key, value in lines}.get("LVM version", "none")
+
+
+def _said(*words: str) -> str:
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def written(path: Path) -> Document | None:
+    """The document in a file; None where there is none."""
+    return Document.parse(path.read_text()) if path.exists() else None

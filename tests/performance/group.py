@@ -1,0 +1,90 @@
+"""The benchmark's own volume group, on a sparse file, with as many volumes as are wanted.
+
+Hundreds of lvcreate would take minutes: one volume that Carver made is written into the group's
+metadata many times over (vgcfgrestore(8)). All but the first are inactive.
+"""
+
+import random
+import re
+import string
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from performance.bare import run
+
+NAME = "carver_bench"
+_FILE_SIZE = "8G"
+# Of four hundred volumes; lvm2 keeps the old text beside the new.
+_METADATA_SIZE = "8m"
+# The digits that become a volume's number, in its name and in its tags.
+FIRST = "many-0000"
+_LETTERS = string.digits + string.ascii_letters
+
+
+@dataclass(frozen=True)
+class Group:
+    """The group, and the directory with its file and its metadata."""
+
+    directory: Path
+
+    def keep(self) -> None:
+        """Remember its metadata, with the one volume in it."""
+        run("vgcfgbackup", "--file", str(self._text), "--", NAME)
+
+    def fill(self, volumes: int) -> None:
+        """Have so many volumes. Nobody else may use it meanwhile, and all others are gone."""
+        run("vgchange", "--activate", "n", "--", NAME)
+        many = self.directory / f"{volumes}.vg"
+        many.write_text(multiplied(self._text.read_text(), volumes))
+        run("vgcfgrestore", "--yes", "--file", str(many), "--", NAME)
+
+    @property
+    def _text(self) -> Path:
+        return self.directory / "one.vg"
+
+
+@contextmanager
+def made(directory: Path) -> Iterator[Group]:
+    """An empty group; afterwards nothing is left of it."""
+    file = directory / "disk"
+    run("truncate", "--size", _FILE_SIZE, str(file))
+    disk = run("losetup", "--find", "--show", str(file)).strip()
+    try:
+        run("vgcreate", "--yes", "--metadatasize", _METADATA_SIZE, "--", NAME, disk)
+        try:
+            yield Group(directory)
+        finally:
+            run("vgremove", "--force", "--force", "--yes", "--", NAME)
+    finally:
+        run("losetup", "--detach", disk)
+        file.unlink()
+
+
+def multiplied(text: str, volumes: int) -> str:
+    """A group's metadata with its one volume so many times; raises ValueError without one.
+
+    Each has a name, a UUID and extents of its own, the ones behind the other's.
+    """
+    found = re.search(r"^\tlogical_volumes \{\n\n?(\t\t\S+ \{\n.*?^\t\t\}\n)", text, re.M | re.S)
+    if found is None or FIRST not in found[1]:
+        raise ValueError(f"the metadata have no volume {FIRST}")
+    chance = random.Random(volumes)
+    copies = [_copy(found[1], number, chance) for number in range(1, volumes)]
+    return text[: found.end(1)] + "".join(f"\n{one}" for one in copies) + text[found.end(1) :]
+
+
+def _copy(section: str, number: int, chance: random.Random) -> str:
+    extents = int(re.findall(r"extent_count = (\d+)", section)[0])
+    section = section.replace(FIRST, FIRST.replace("0000", f"{number:04}"))
+    section = re.sub(r'(\tid = )"[^"]+"', rf'\1"{_uuid(chance)}"', section, count=1)
+    return re.sub(
+        r'("pv\d+", )(\d+)', lambda place: f"{place[1]}{int(place[2]) + number * extents}", section
+    )
+
+
+def _uuid(chance: random.Random) -> str:
+    """A UUID as lvm2 writes them."""
+    parts = (6, 4, 4, 4, 4, 4, 6)
+    return "-".join("".join(chance.choices(_LETTERS, k=length)) for length in parts)

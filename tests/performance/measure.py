@@ -1,0 +1,367 @@
+#!/usr/bin/env python3
+"""In the guest: one pass over all calls, beside the bare commands. As root.
+
+    measure.py --seconds 500 [--name sessions] [--settings 'wipe = "none"'] OUTPUT
+
+Prints its table and writes the pass to OUTPUT as JSON. It never fails on time, and measures what it
+has time for; what it has none for is not in its table.
+"""
+
+import argparse
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+# This file is a program, and Python would look beside it only.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+# First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
+import agent  # noqa: F401  isort: skip
+
+import grpc
+from performance import bare, document, group, rows, service, tables
+from performance.bare import Bare
+from performance.group import Group
+from performance.rounds import Time
+from performance.rows import Row, Samples
+from performance.service import Served
+from rich.console import Console
+
+from agent.csi.client import Client, block
+from proto import csi_pb2 as csi
+
+_WHERE = Path("/var/tmp")
+_CLIENTS = 8
+_AT_ONCE = 200
+_ROUNDS, _ROUNDS_AMONG_MANY, _LIVES_AT_ONCE = 7, 3, 25
+# Of a pass's time: one life that is counted, lives, among 100, among 400; the rest is for eight
+# clients, whose last calls wait for each other.
+_LIVES, _AMONG = 0.3, {100: 0.15, 400: 0.3}
+_AT_ONCE_SHARE = 0.15
+_EXTENT_BYTES = 4 << 20
+
+# A name and what it does; a step of a life has a call and the bare commands beside it.
+Question = tuple[str, Callable[[], object]]
+Step = tuple[str, Callable[[], object], str, Callable[[], object]]
+
+
+class Life:
+    """A volume's life by Carver's calls; what each returns is the next one's to know."""
+
+    def __init__(self, client: Client, name: str, folder: Path) -> None:
+        self._client = client
+        self._name = name
+        self._staging, self._target = folder / f"{name}-staging", folder / f"{name}-target"
+        self._volume = csi.Volume()
+
+    @property
+    def id(self) -> str:
+        """The volume's id, once it was created."""
+        return self._volume.volume_id
+
+    def create(self) -> None:
+        """Make it."""
+        self._volume = self._client.create(self._name, bare.SIZE_BYTES)
+
+    def stage(self) -> None:
+        """Have its file system mounted; the directory is kubelet's to make."""
+        self._client.stage(self._volume, self._staging)
+
+    def publish(self) -> None:
+        """Bind it."""
+        self._client.publish(self._volume, self._staging, self._target)
+
+    def stats(self) -> None:
+        """Measure it."""
+        self._client.stats(self.id, self._target)
+
+    def expand(self) -> None:
+        """Grow it and its file system."""
+        self._client.expand(self.id, bare.GROWN_BYTES)
+        self._client.node_expand(self.id, self._target, bare.GROWN_BYTES)
+
+    def unpublish(self) -> None:
+        """Undo `publish`."""
+        self._client.unpublish(self.id, self._target)
+
+    def unstage(self) -> None:
+        """Undo `stage`, but for the file system."""
+        self._client.unstage(self.id, self._staging)
+
+    def delete(self) -> None:
+        """Overwrite and remove it."""
+        self._client.delete(self.id)
+        self._volume = csi.Volume()
+
+    def prepare(self) -> None:
+        """Have its directory."""
+        self._staging.mkdir()
+
+    def undo(self) -> None:
+        """Leave nothing of it, wherever it got to: every call may be repeated."""
+        if self.id:
+            self.unpublish()
+            self.unstage()
+            self.delete()
+        self._staging.rmdir()
+
+
+def begun(life: Life, by_hand: Bare) -> list[Step]:
+    """The first steps of a life, which are also taken among many volumes."""
+    return [
+        (rows.CREATE, life.create, rows.LVCREATE, by_hand.create),
+        (rows.STAGE, life.stage, rows.MKFS, by_hand.stage),
+    ]
+
+
+def rest(life: Life, by_hand: Bare) -> list[Step]:
+    """The steps that follow."""
+    return [
+        (rows.PUBLISH, life.publish, rows.BIND, by_hand.publish),
+        (rows.STATS, life.stats, rows.DF, by_hand.stats),
+        (rows.EXPAND, life.expand, rows.LVEXTEND, by_hand.expand),
+        (rows.UNPUBLISH, life.unpublish, rows.UNBIND, by_hand.unpublish),
+        (rows.UNSTAGE, life.unstage, rows.UMOUNT, by_hand.unstage),
+        (rows.DELETE, life.delete, rows.LVREMOVE, by_hand.delete),
+    ]
+
+
+class Pass:
+    """One configuration, measured."""
+
+    def __init__(self, place: Path, settings: str, limit: Time, told: Console) -> None:
+        self._place = place
+        self._settings = settings
+        self._limit = limit
+        self._told = told
+        self._serial = 0
+        self._starts: list[float] = []
+
+    def rows(self) -> Iterator[Row]:
+        """All figures, in the order in which they are measured: what matters most comes first."""
+        with group.made(self._place) as own:
+            counts = self._counted()
+            own.keep()
+            empty, trivial = self._alone(counts)
+            yield from rows.of_pairs(empty)
+            yield from rows.of_life(empty)
+            yield from trivial
+            for volumes, share in _AMONG.items():
+                if self._limit.left_seconds():
+                    full = self._among(own, volumes, self._limit.share(share))
+                    yield from (one for one in rows.of_pairs(full) if one.name == rows.LIST)
+                    yield from rows.of_growth(volumes, empty, full)
+            if self._limit.left_seconds():
+                yield from self._at_once(own)
+        yield from rows.of_value(rows.START, self._starts)
+
+    def _counted(self) -> Samples:
+        """The commands of each call, and the one volume that is multiplied later."""
+        samples = Samples()
+        self._say("the commands of each call")
+        with self._served(counting=True) as carver:
+            carver.client.create(group.FIRST, _EXTENT_BYTES, block())
+
+            def count(name: str, call: Callable[[], object]) -> None:
+                carver.settle()
+                mark = carver.mark()
+                call()
+                samples.commands[name] = carver.commands(mark)
+
+            with self._lives(carver) as (life, by_hand):
+                for name, call, _, _ in begun(life, by_hand)[:1]:
+                    count(name, call)
+                for name, call in self._questions(carver, life):
+                    count(name, call)
+                for name, call, _, _ in [*begun(life, by_hand)[1:], *rest(life, by_hand)]:
+                    count(name, call)
+            count(rows.LIST, carver.client.volumes)
+        return samples
+
+    def _alone(self, counts: Samples) -> tuple[Samples, list[Row]]:
+        """Lives in an otherwise empty group, and what stands beside nothing."""
+        samples = Samples(commands=counts.commands)
+        with self._served() as carver:
+            idle = carver.resident_mib()
+            for number in self._limit.share(_LIVES).rounds(_ROUNDS):
+                self._say(f"a volume's life, round {number + 1}")
+                with self._lives(carver) as (life, by_hand):
+                    self._side_by_side(carver, samples, begun(life, by_hand)[:1], number)
+                    self._ask(carver, samples, self._questions(carver, life))
+                    steps = [*begun(life, by_hand)[1:], *rest(life, by_hand)]
+                    self._side_by_side(carver, samples, steps, number)
+        probe = counts.commands[rows.PROBE]
+        return samples, [
+            *rows.of_value(rows.PROBE, _ms(samples, rows.PROBE), probe),
+            *rows.of_value(rows.PROBE_COMMANDS, [float(probe.processes + probe.session)]),
+            *rows.of_value(rows.TRIVIAL, _ms(samples, rows.TRIVIAL)),
+            *rows.of_value(rows.RESIDENT, [idle]),
+        ]
+
+    def _among(self, own: Group, volumes: int, limit: Time) -> Samples:
+        """The calls that may grow, in a group with so many volumes."""
+        self._say(f"among {volumes} volumes")
+        own.fill(volumes)
+        samples = Samples()
+        with self._served() as carver:
+            for number in limit.rounds(_ROUNDS_AMONG_MANY):
+                with self._lives(carver) as (life, by_hand):
+                    self._side_by_side(carver, samples, begun(life, by_hand), number)
+                    asked: list[Question] = [(rows.CAPACITY, carver.client.capacity)]
+                    if volumes == rows.EXISTING[0]:
+                        asked.append((rows.LIST, carver.client.volumes))
+                    self._ask(carver, samples, asked)
+        return samples
+
+    def _at_once(self, own: Group) -> Iterator[Row]:
+        """Eight clients; times of the calls of theirs that start lvm2."""
+        self._say(f"{_CLIENTS} clients beside {_AT_ONCE} volumes")
+        own.fill(_AT_ONCE)
+        samples, guard = Samples(), threading.Lock()
+        share = self._limit.share(_AT_ONCE_SHARE)
+        with self._served() as carver:
+
+            def work(number: int) -> None:
+                with Client(self._place / "csi.sock", timeout_seconds=300) as client:
+                    for serial in share.rounds(_LIVES_AT_ONCE):
+                        self._live(client, f"load-{number}-{serial}", samples, guard)
+
+            with ThreadPoolExecutor(_CLIENTS) as pool:
+                list(pool.map(work, range(_CLIENTS)))
+            carver.settle()
+            after = carver.resident_mib()
+        times = [one for seconds in samples.seconds.values() for one in seconds]
+        yield from rows.of_value(rows.MEDIAN_AT_ONCE, times)
+        yield from rows.of_value(rows.WORST_AT_ONCE, [max(times)])
+        yield from rows.of_value(rows.RESIDENT_AFTER, [after])
+
+    def _live(self, client: Client, name: str, samples: Samples, guard: threading.Lock) -> None:
+        life = Life(client, name, self._place)
+        mine = Samples()
+        with _undone(life):
+            mine.time(rows.CREATE, life.create, time.monotonic)
+            mine.time(rows.STAGE, life.stage, time.monotonic)
+            life.publish()
+            life.unpublish()
+            life.unstage()
+            mine.time(rows.DELETE, life.delete, time.monotonic)
+        with guard:
+            for call, seconds in mine.seconds.items():
+                samples.seconds[call] += seconds
+
+    def _side_by_side(
+        self, carver: Served, samples: Samples, steps: list[Step], number: int
+    ) -> None:
+        """Each call and its bare commands; who goes first changes from round to round."""
+        for call, by_carver, commands, by_hand in steps:
+            pair = [(call, by_carver), (commands, by_hand)]
+            for name, step in reversed(pair) if number % 2 else pair:
+                carver.settle()
+                samples.time(name, step, time.monotonic)
+
+    def _ask(self, carver: Served, samples: Samples, questions: list[Question]) -> None:
+        """Questions, and lvm2's own report beside them."""
+        for name, question in [*questions, (rows.VGS, lambda: bare.report(group.NAME))]:
+            carver.settle()
+            samples.time(name, question, time.monotonic)
+
+    def _questions(self, carver: Served, life: Life) -> list[Question]:
+        return [
+            (rows.REPEATED, life.create),
+            (rows.CAPACITY, carver.client.capacity),
+            (rows.GET_VOLUME, lambda: carver.client.volume(life.id)),
+            (rows.PROBE, carver.client.probe),
+            (rows.TRIVIAL, carver.client.info),
+        ]
+
+    @contextlib.contextmanager
+    def _served(self, *, counting: bool = False) -> Iterator[Served]:
+        with service.served(self._place, group.NAME, self._settings, counting=counting) as carver:
+            if not counting:
+                self._starts.append(carver.start_seconds)
+            yield carver
+            carver.settle()
+
+    @contextlib.contextmanager
+    def _lives(self, carver: Served) -> Iterator[tuple[Life, Bare]]:
+        """Two volumes that are there for one round."""
+        self._serial += 1
+        life = Life(carver.client, f"bench-{self._serial}", self._place)
+        by_hand = Bare(group.NAME, f"bare-{self._serial}", self._place)
+        with _undone(life), _undone(by_hand):
+            yield life, by_hand
+
+    def _say(self, text: str) -> None:
+        self._told.print(f"{self._limit.left_seconds():4.0f} s left: {text}", style="dim")
+
+
+@contextlib.contextmanager
+def _undone(life: Life | Bare) -> Iterator[None]:
+    """Inside, a volume may be led through its life; afterwards nothing of it is there."""
+    life.prepare()
+    try:
+        yield
+    finally:
+        life.undo()
+
+
+def _ms(samples: Samples, name: str) -> list[float]:
+    return [one * 1000 for one in samples.seconds.get(name, [])]
+
+
+@contextlib.contextmanager
+def _alone_in_guest() -> Iterator[None]:
+    """The installed service rests meanwhile: it would look at the groups too."""
+    active = subprocess.run(["systemctl", "is-active", "--quiet", "carver"], check=False)
+    if active.returncode == 0:
+        subprocess.run(["systemctl", "stop", "carver"], check=True)
+    try:
+        yield
+    finally:
+        if active.returncode == 0:
+            subprocess.run(["systemctl", "start", "carver"], check=True)
+
+
+def main() -> int:
+    """Measure, print, and write down; only what does not work at all is a failure."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=500)
+    parser.add_argument("--name", default="sessions")
+    parser.add_argument("--settings", default="", help="lines for the configuration's head")
+    parser.add_argument("output", type=Path)
+    chosen = parser.parse_args()
+    console = Console(width=140, highlight=False)
+    place = Path(tempfile.mkdtemp(prefix="carver-bench-", dir=_WHERE))
+    found: list[Row] = []
+    failed = True
+    try:
+        with _alone_in_guest():
+            # One by one: what was measured before a failure is kept.
+            for row in Pass(place, chosen.settings, Time(chosen.seconds), console).rows():
+                found.append(row)
+        failed = False
+    except grpc.RpcError as error:
+        console.print(f"{error.code().name}: {error.details()}", style="bold red", markup=False)
+    except subprocess.CalledProcessError as error:
+        console.print(f"{error}: {error.stderr}", style="bold red", markup=False)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    order = [promise.name for promise in rows.PROMISES]
+    found.sort(key=lambda row: order.index(row.name))
+    done = document.Run(chosen.name, chosen.settings, document.machine(), found)
+    console.print(tables.on_terminal(done))
+    chosen.output.write_text(json.dumps(done.as_json()))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""What `make bench` measures: each figure with what it is compared to, its target, and what it was.
+
+A ratio is Carver's median over that of the bare commands, in the same run on the same machine.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+RATIO = "ratio"
+
+LVCREATE, VGS, LVEXTEND = "lvcreate", "vgs", "lvextend + resize2fs"
+MKFS, BIND, DF = "mkfs.ext4 + mount", "mount --bind", "df"
+UNBIND, UMOUNT, LVREMOVE = "umount of the bind", "umount", "blkdiscard -z + lvremove"
+
+CREATE, REPEATED, EXPAND = "CreateVolume", "CreateVolume, repeated", "both expansions"
+STAGE, PUBLISH, STATS = "NodeStageVolume, first", "NodePublishVolume", "NodeGetVolumeStats"
+UNPUBLISH, UNSTAGE = "NodeUnpublishVolume", "NodeUnstageVolume"
+DELETE = "DeleteVolume, 64 MiB wiped"
+CAPACITY, GET_VOLUME = "GetCapacity", "ControllerGetVolume"
+LIST = "ListVolumes of 100"
+PROBE, TRIVIAL = "Probe", "GetPluginInfo"
+LIFE = "a volume's whole life"
+# Of its life, without what not every volume meets.
+LIVED = (CREATE, STAGE, PUBLISH, STATS, UNPUBLISH, UNSTAGE, DELETE)
+BESIDE = {
+    CREATE: LVCREATE,
+    REPEATED: LVCREATE,
+    CAPACITY: VGS,
+    LIST: VGS,
+    GET_VOLUME: VGS,
+    STAGE: MKFS,
+    PUBLISH: BIND,
+    STATS: DF,
+    EXPAND: LVEXTEND,
+    UNPUBLISH: UNBIND,
+    UNSTAGE: UMOUNT,
+    DELETE: LVREMOVE,
+}
+
+EXISTING = (100, 400)
+GROWING = (CREATE, STAGE, CAPACITY)
+
+MEDIAN_AT_ONCE = "8 clients beside 200 volumes: calls that start lvm2, median"
+WORST_AT_ONCE = "8 clients beside 200 volumes: calls that start lvm2, worst"
+PROBE_COMMANDS = "commands of a Probe"
+START = "start, until the first GetCapacity is answered"
+RESIDENT = "resident memory, service and sessions, idle"
+RESIDENT_AFTER = "the same, after 8 clients"
+
+
+def grown(call: str, volumes: int) -> str:
+    """The name of the figure that tells how a call's time grows with a group's volumes."""
+    return f"{call}: growth from 0 to {volumes} volumes"
+
+
+def own(call: str) -> str:
+    """The name of the figure that tells what of a call's time is Carver's own code."""
+    return f"{call}: own code"
+
+
+@dataclass(frozen=True)
+class Promise:
+    """A figure: what it is compared to, the most it may be, and what it was once (from, to)."""
+
+    name: str
+    beside: str = ""
+    unit: str = RATIO
+    target: float | None = None
+    before: tuple[float, float] | None = None
+
+
+def _once(least: float, most: float | None = None) -> tuple[float, float]:
+    return least, least if most is None else most
+
+
+PROMISES = (
+    Promise(CREATE, LVCREATE, target=0.8, before=_once(2.1)),
+    Promise(REPEATED, LVCREATE, target=0.15, before=_once(0.8)),
+    Promise(CAPACITY, VGS, target=0.2, before=_once(1.1)),
+    Promise(LIST, VGS, target=0.2),
+    Promise(GET_VOLUME, VGS, target=0.2),
+    Promise(STAGE, MKFS, target=1.3, before=_once(4.9, 7.9)),
+    Promise(PUBLISH, BIND, target=1.2, before=_once(3.0, 3.8)),
+    Promise(STATS, DF, target=1.0, before=_once(2.4, 3.8)),
+    Promise(EXPAND, LVEXTEND),
+    Promise(UNPUBLISH, UNBIND, target=1.2, before=_once(2.3, 3.7)),
+    Promise(UNSTAGE, UMOUNT, target=1.2, before=_once(1.3, 2.2)),
+    Promise(DELETE, LVREMOVE, target=1.0, before=_once(2.1, 3.1)),
+    Promise(LIFE, "the same by hand", target=0.9, before=_once(2.95)),
+    *(
+        Promise(grown(call, volumes), "lvcreate's own", target=1.2)
+        for volumes in EXISTING
+        for call in GROWING
+    ),
+    Promise(PROBE, unit="ms", before=_once(450)),
+    Promise(PROBE_COMMANDS, unit="commands", target=0, before=_once(1)),
+    Promise(TRIVIAL, unit="ms", before=_once(18, 29)),
+    Promise(MEDIAN_AT_ONCE, unit="s", target=4, before=_once(9, 14)),
+    Promise(WORST_AT_ONCE, unit="s"),
+    Promise(START, unit="s"),
+    Promise(RESIDENT, unit="MiB", target=96, before=_once(51, 56)),
+    Promise(RESIDENT_AFTER, unit="MiB", target=96),
+)
+
+OWN = (
+    Promise(own(CREATE), unit="µs", target=2000),
+    Promise(own(REPEATED), unit="µs"),
+    Promise(own(CAPACITY), unit="µs"),
+    Promise(own(GET_VOLUME), unit="µs"),
+    Promise(own(STAGE), unit="µs"),
+    Promise(own(PUBLISH), unit="µs", target=800),
+    Promise(own(STATS), unit="µs", target=400),
+    Promise(own(UNPUBLISH), unit="µs"),
+    Promise(own(UNSTAGE), unit="µs"),
+    Promise(own(DELETE), unit="µs"),
+    Promise(own("ListVolumes of 400"), unit="µs"),
+    Promise(own("ListVolumes of 800"), unit="µs"),
+)
+
+
+@dataclass(frozen=True)
+class Commands:
+    """What a call had run: programs that were started, and lines that a session was told."""
+
+    processes: int
+    session: int
+
+    def __add__(self, other: "Commands") -> "Commands":
+        return Commands(self.processes + other.processes, self.session + other.session)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure as it was measured. `samples` says of how many times it is the median."""
+
+    name: str
+    beside: str
+    unit: str
+    value: float
+    target: float | None
+    samples: int
+    carver_ms: float | None = None
+    beside_ms: float | None = None
+    commands: Commands | None = None
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the target is kept; None where there is none."""
+        return None if self.target is None else self.value <= self.target
+
+    def as_json(self) -> dict[str, Any]:
+        """The row as it is written down."""
+        return {**asdict(self), "is_met": self.is_met}
+
+    @classmethod
+    def of_json(cls, written: Mapping[str, Any]) -> "Row":
+        """A row that was written down."""
+        values = {key: value for key, value in written.items() if key != "is_met"}
+        if values["commands"] is not None:
+            values["commands"] = Commands(**values["commands"])
+        return cls(**values)
+
+
+@dataclass
+class Samples:
+    """What was measured: seconds by the name of a call or a bare command, and counts."""
+
+    seconds: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    commands: dict[str, Commands] = field(default_factory=dict)
+
+    def time(self, name: str, step: Callable[[], object], clock: Callable[[], float]) -> None:
+        """Do something, and keep how long it took; what fails is not kept."""
+        started = clock()
+        step()
+        self.seconds[name].append(clock() - started)
+
+    def median(self, name: str) -> float:
+        """Raises KeyError where it was never measured."""
+        if not self.seconds.get(name):
+            raise KeyError(name)
+        return median(self.seconds[name])
+
+    def has(self, *names: str) -> bool:
+        """Whether all of them were measured."""
+        return all(self.seconds.get(name) for name in names)
+
+
+def of_pairs(samples: Samples) -> Iterator[Row]:
+    """The ratios of calls to bare commands, as far as both were measured."""
+    for promise in PROMISES:
+        if promise.name in BESIDE and samples.has(promise.name, promise.beside):
+            carver, beside = samples.median(promise.name), samples.median(promise.beside)
+            yield _ratio(promise, carver, beside, len(samples.seconds[promise.name]), samples)
+
+
+def of_life(samples: Samples) -> Iterator[Row]:
+    """The ratio of all calls of a volume's life to all of their bare commands."""
+    by_hand = [BESIDE[call] for call in LIVED]
+    if samples.has(*LIVED, *by_hand):
+        carver, beside = (sum(samples.median(name) for name in names) for names in (LIVED, by_hand))
+        rounds = min(len(samples.seconds[call]) for call in LIVED)
+        yield _ratio(promised(LIFE), carver, beside, rounds, samples)
+
+
+def of_growth(volumes: int, empty: Samples, full: Samples) -> Iterator[Row]:
+    """How calls grow with a group's volumes, over how lvcreate does."""
+    for call in GROWING:
+        if all(one.has(call, LVCREATE) for one in (empty, full)):
+            carver = full.median(call) / empty.median(call)
+            beside = full.median(LVCREATE) / empty.median(LVCREATE)
+            promise = promised(grown(call, volumes))
+            yield Row(
+                *(promise.name, promise.beside, promise.unit),
+                *(carver / beside, promise.target, len(full.seconds[call])),
+                carver_ms=full.median(call) * 1000,
+                beside_ms=full.median(LVCREATE) * 1000,
+            )
+
+
+def of_value(name: str, values: Sequence[float], commands: Commands | None = None) -> Iterator[Row]:
+    """A figure that is compared to nothing but its target: the median, in the promise's unit."""
+    if values:
+        promise = promised(name)
+        yield Row(
+            *(promise.name, promise.beside, promise.unit),
+            *(median(values), promise.target, len(values)),
+            commands=commands,
+        )
+
+
+def promised(name: str) -> Promise:
+    """The promise with a name; raises KeyError."""
+    return {one.name: one for one in (*PROMISES, *OWN)}[name]
+
+
+def _ratio(promise: Promise, carver: float, beside: float, count: int, samples: Samples) -> Row:
+    return Row(
+        *(promise.name, promise.beside, promise.unit, carver / beside, promise.target, count),
+        carver_ms=carver * 1000,
+        beside_ms=beside * 1000,
+        commands=samples.commands.get(promise.name),
+    )

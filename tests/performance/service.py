@@ -1,0 +1,137 @@
+"""Carver as a process of its own, with the configuration that is measured."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import psutil
+from performance.rows import Commands
+
+from agent import sockets
+from agent.csi.client import Client
+
+_START_SECONDS = 120
+_STOP_SECONDS = 60
+_CALL_SECONDS = 300
+_QUIET_SECONDS = 5.0
+# The kernel counts the processor's time in hundredths.
+_LOOK_SECONDS = 0.03
+_MIB = 1 << 20
+
+
+@dataclass
+class Served:
+    """A service that answers, and how long it took to."""
+
+    client: Client
+    process: psutil.Process
+    log: Path
+    start_seconds: float
+
+    def mark(self) -> int:
+        """Where its log ends now."""
+        return self.log.stat().st_size
+
+    def commands(self, since: int) -> Commands:
+        """What it had run since, where it logs that."""
+        with self.log.open("rb") as log:
+            log.seek(since)
+            return counted(log.read().decode())
+
+    def resident_mib(self) -> float:
+        """What it and the programs that it keeps open have in memory."""
+        return sum(one.memory_info().rss for one in self._family()) / _MIB
+
+    def settle(self) -> None:
+        """Wait until it does nothing: what goes on behind an answer is not the next one's time."""
+        deadline, before = time.monotonic() + _QUIET_SECONDS, self._worked()
+        while time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            if (now := self._worked()) == before:
+                return
+            before = now
+
+    def _family(self) -> list[psutil.Process]:
+        return [self.process, *self.process.children(recursive=True)]
+
+    def _worked(self) -> dict[int, float]:
+        worked = {}
+        for one in self._family():
+            try:
+                times = one.cpu_times()
+            except psutil.NoSuchProcess:
+                continue
+            worked[one.pid] = times.user + times.system
+        return worked
+
+
+def configuration(place: Path, group: str, settings: str, level: str) -> str:
+    """The configuration's text; `settings` are lines of it, such as `wipe = "none"`."""
+    return (
+        f'node_id = "bench"\nendpoint = "{place}/csi.sock"\nregistration = "none"\n'
+        f'kubelet_dir = "{place}"\nlog_format = "json"\nlog_level = "{level}"\n{settings}\n\n'
+        f'[[classes]]\nname = "plain"\ngroup = "{group}"\ndefault = true\n'
+    )
+
+
+def counted(log: str) -> Commands:
+    """The commands that a log tells of: with `session` those that one was told, else programs."""
+    found = Commands(0, 0)
+    for line in log.splitlines():
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue
+        if event.get("message") == "command":
+            by_session = bool(event.get("session"))
+            found += Commands(int(not by_session), int(by_session))
+    return found
+
+
+@contextmanager
+def served(place: Path, group: str, settings: str, *, counting: bool = False) -> Iterator[Served]:
+    """Carver on a socket in `place`; where `counting`, its log tells of each command."""
+    file, socket, log = place / "config.toml", place / "csi.sock", place / "log"
+    file.write_text(configuration(place, group, settings, "debug" if counting else "warning"))
+    words = [sys.executable, "-m", "agent", "serve", "--config", str(file)]
+    tree = Path(__file__).resolve().parents[2]
+    started = time.monotonic()
+    with log.open("wb") as target:
+        running = subprocess.Popen(words, stderr=target, cwd=tree, env=dict(os.environ))
+    try:
+        deadline = started + _START_SECONDS
+        _await_served(socket, running, log, deadline)
+        with Client(socket, timeout_seconds=_CALL_SECONDS) as client:
+            _await_begun(client, deadline)
+            seconds = time.monotonic() - started
+            yield Served(client, psutil.Process(running.pid), log, seconds)
+    finally:
+        running.terminate()
+        running.wait(_STOP_SECONDS)
+
+
+def _await_served(socket: Path, running: subprocess.Popen[bytes], log: Path, end: float) -> None:
+    while not sockets.is_served(socket):
+        if running.poll() is not None or time.monotonic() > end:
+            raise RuntimeError(f"Carver does not serve: {log.read_text()}")
+        time.sleep(_LOOK_SECONDS)
+
+
+def _await_begun(client: Client, deadline: float) -> None:
+    """Until calls that need lvm2 are admitted."""
+    while True:
+        try:
+            client.capacity()
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or time.monotonic() > deadline:
+                raise
+            time.sleep(_LOOK_SECONDS)
+            continue
+        return
