@@ -111,6 +111,7 @@ def _ensure_machine(wanted: dict[str, object]) -> None:
     if as_it_is is not None and as_it_is != wanted:
         with step("the lab's settings changed: remove the old machine", "down") as removing:
             _remove_machine(removing)
+    _remove_what_vagrant_lost()
     _MACHINE.write_text(json.dumps(wanted, indent=2))
     with step(f"boot the machine ({wanted['driver']})", "up") as booting:
         if not box.stock():
@@ -122,6 +123,27 @@ def _ensure_machine(wanted: dict[str, object]) -> None:
             raise guest.GuestError(f"libvirt knows no address of the guest; {guest.console()}")
         guest.write_ssh_config(address)
         guest.wait_for_boot()
+
+
+def _remove_what_vagrant_lost() -> None:
+    """Remove a machine of the lab's name that this tree's vagrant did not make, or does not know.
+
+    A tree that was removed, or an `up` that was killed, leaves one, and vagrant would refuse the
+    name.
+
+    Raises:
+        GuestError: such a machine is running, so it may be in use from another tree.
+    """
+    mine = host.LAB / "machine" / "machines" / host.NAME / "libvirt" / "id"
+    domain = host.domain_uuid()
+    if not domain or (mine.exists() and mine.read_text().strip() == domain):
+        return
+    if host.domain_runs():
+        raise guest.GuestError(
+            f"a machine {host.NAME} of another tree is running: `vagrant/lab.py down` ends it"
+        )
+    with step("remove a machine that was left", "down") as removing:
+        _remove_machine(removing)
 
 
 def _publish_box(booting: Step, machine: dict[str, object]) -> None:
