@@ -133,6 +133,7 @@ def _remove_what_vagrant_lost() -> None:
 
     Raises:
         GuestError: such a machine is running, so it may be in use from another tree.
+
     """
     mine = host.LAB / "machine" / "machines" / host.NAME / "libvirt" / "id"
     domain = host.domain_uuid()
