@@ -47,7 +47,7 @@ class Diagnosis:
             *self._by_kernel(str(volume.id), volume, mounts, whole),
         )
 
-    def in_use(self, volume_id: str, mounted: Mount | None) -> tuple[str, ...]:
+    def in_use(self, volume_id: str, mounts: table.Table, mounted: Mount | None) -> tuple[str, ...]:
         """The same for a volume at work, seen through a mount of its file system, if it has one.
 
         What LVM says against it is what it said last: see `Inventory.glimpse`.
@@ -55,7 +55,7 @@ class Diagnosis:
         volume = self._inventory.glimpse(volume_id)
         return (
             *(by_report(volume) if volume else ()),
-            *self._by_kernel(volume_id, volume, table.read(self._kernel), mounted),
+            *self._by_kernel(volume_id, volume, mounts, mounted),
         )
 
     def _by_kernel(

@@ -4,7 +4,7 @@ Publishing, unpublishing, unstaging and statistics start no process: the kernel'
 sysfs say all that they need.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,7 +83,7 @@ class Access:
         `find` is asked for the volume where it is not mounted there; no command runs where it is.
         """
         fs_type = call.capability.fs_type or call.parameters.fs_type
-        mounted = self.top(call.staging_path)
+        mounted = table.read(self._kernel).top(call.staging_path)
         seen: Volume | None
         if device is None or mounted is None or mounted.device != device.number:
             volume = self._expander.catch_up(find())
@@ -136,16 +136,17 @@ class Access:
             self._publish_directory(call, device)
 
     def _publish_directory(self, call: calls.Publish, device: Device) -> None:
-        staged = self.top(call.staging_path)
+        known = table.read(self._kernel)
+        staged = known.top(call.staging_path)
         if staged is None or staged.device != device.number:
             raise errors.NotStaged(call.volume_id, f"it is not at {call.staging_path}")
         flags = options.parse(call.capability.mount_flags)
         asked = {*flags.attributes, *call.parameters.mount_options}
         if staged.read_only and not call.read_only and "ro" not in asked:
             raise errors.NotStaged(call.volume_id, f"{call.staging_path} is read-only: {staged}")
-        mounted = self.top(call.target_path)
+        mounted = known.top(call.target_path)
         if mounted is None or mounted.device != device.number:
-            self._require_single(call, device)
+            self._require_single(call, device, known)
         target.ensure_directory(self._kernel, call.target_path)
         mounts.ensure_bound(
             self._kernel, call.staging_path, call.target_path, flags, call.read_only
@@ -154,7 +155,7 @@ class Access:
     def _publish_device(self, call: calls.Publish, device: Device) -> None:
         published = mounts.node(self._kernel, call.target_path)
         if published is None or published not in users.numbers(self._kernel, device):
-            self._require_single(call, device)
+            self._require_single(call, device, table.read(self._kernel))
         elif (published == device.number) == call.read_only:
             raise errors.Incompatible(
                 f"{call.target_path} is published {'read-write' if call.read_only else 'read-only'}"
@@ -169,7 +170,7 @@ class Access:
             flags = options.Options()
             mounts.ensure_bound(self._kernel, source, call.target_path, flags, call.read_only)
         except mount_errors.MountError:
-            self._drop_unused_loops(device)
+            self._drop_unused(loop.over(self._kernel, device.number))
             raise
 
     def unpublish(self, call: calls.At) -> None:
@@ -180,9 +181,10 @@ class Access:
 
     def statistics(self, call: calls.At) -> Statistics:
         """How large and how full the volume is where it is staged or published, and how well."""
-        device, mounted = self._find(call)
+        known = table.read(self._kernel)
+        device, mounted = self._find(call, known)
         seen = mounted if mounted.device == device.number else None
-        problems = self._diagnosis.in_use(call.volume_id, seen)
+        problems = self._diagnosis.in_use(call.volume_id, known, seen)
         if seen is not None:
             with suppress(mount_errors.TargetError):  # it does not answer, and `problems` says so
                 found = usage.of(self._kernel, seen.path)
@@ -191,18 +193,18 @@ class Access:
 
     def size_bytes(self, call: calls.At) -> int:
         """The device's size, if the volume is staged or published at the path."""
-        device, _ = self._find(call)
+        device, _ = self._find(call, table.read(self._kernel))
         return usage.device_size_bytes(self._kernel, device.path)
 
     def fill_device(self, call: calls.At) -> None:
         """Have what uses the device use all of it: ioctls only, also where it does already."""
-        device, mounted = self._find(call)
+        known = table.read(self._kernel)
+        device, mounted = self._find(call, known)
         for read_only in loop.over(self._kernel, device.number):
             loop.grow(self._kernel, read_only)
         if mounted.device == device.number:
             # The kernel grows a file system through a writable mount only; any of them will do.
-            every = table.read(self._kernel).of_device(device.number)
-            writable = [one for one in every if not one.read_only]
+            writable = [one for one in known.of_device(device.number) if not one.read_only]
             filesystem.grow(self._kernel, (writable or [mounted])[0])
 
     def _device(self, volume_id: str) -> Device | None:
@@ -257,16 +259,10 @@ class Access:
         """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""
         return target.resolve(self._kernel, path, self._inside)
 
-    def top(self, place: str) -> table.Mount | None:
-        """What is mounted at a place, seen from above."""
-        stack = table.read(self._kernel).at(place)
-        return stack[-1] if stack else None
-
-    def _require_single(self, call: calls.Publish, device: Device) -> None:
+    def _require_single(self, call: calls.Publish, device: Device, known: table.Table) -> None:
         """Only SINGLE_NODE_MULTI_WRITER allows a second target (CSI spec, NodePublishVolume)."""
         if call.capability.mode == calls.MULTI_WRITER:
             return
-        known = table.read(self._kernel)
         found = set(users.targets(self._kernel, known, device, self._inside))
         if others := found - {call.staging_path, call.target_path}:
             raise errors.VolumeInUse(
@@ -275,12 +271,12 @@ class Access:
                 " allows one target",
             )
 
-    def _find(self, call: calls.At) -> tuple[Device, table.Mount]:
+    def _find(self, call: calls.At, known: table.Table) -> tuple[Device, table.Mount]:
         """The volume's device and its mount at the path; raises NoSuchPath."""
         inline = ids.is_inline(call.volume_id)
         device = (self._inventory.device if inline else self._device)(call.volume_id)
         try:
-            mounted = self.top(self.place(call.path))
+            mounted = known.top(self.place(call.path))
         except mount_errors.BadPath:
             mounted = None
         if device is not None and mounted is not None:
@@ -298,16 +294,19 @@ class Access:
 
     def _ensure_unmounted(self, call: calls.At) -> None:
         device = self._inventory.device(call.volume_id)
-        # Without a device, whatever is mounted there is not this volume, or a node that it had.
-        numbers = [] if device is None else users.numbers(self._kernel, device)
+        if device is None:
+            # Whatever is mounted there is not this volume, or a node that it had.
+            mounts.ensure_unmounted(self._kernel, call.path, [])
+            return
+        loops = loop.over(self._kernel, device.number)
+        numbers = [device.number, *map(self._kernel.device_number, loops)]
         mounts.ensure_unmounted(self._kernel, call.path, numbers)
-        if device is not None:
-            self._drop_unused_loops(device)
+        self._drop_unused(loops)
 
-    def _drop_unused_loops(self, device: Device) -> None:
-        """Detach a read-only loop device when nothing is published through it any more."""
-        known = table.read(self._kernel)
-        for one in loop.over(self._kernel, device.number):
+    def _drop_unused(self, loops: Sequence[str]) -> None:
+        """Detach read-only loop devices through which nothing is published any more."""
+        for one in loops:
+            known = table.read(self._kernel)
             if not nodes.bound(self._kernel, known, [self._kernel.device_number(one)]):
                 loop.detach(self._kernel, one)
 

@@ -45,6 +45,10 @@ def mount(mount_id: int, parent_id: int, path: str, **fields: str) -> Mount:
     return Mount(mount_id, parent_id, device, "/", path, ("rw",), (), "ext4", source, ("rw",))
 
 
+def rendered(*mounts: Mount) -> Table:
+    return table.parse("".join(render(one) + "\n" for one in mounts))
+
+
 def test_every_field_of_a_line_is_told() -> None:
     first, second, third = table.parse(EXAMPLE).mounts
 
@@ -101,7 +105,7 @@ def test_an_empty_source_is_read_as_such() -> None:
 )
 def test_a_line_that_is_none_is_an_error_that_shows_it(line: str) -> None:
     with pytest.raises(ValueError, match="not a line of mountinfo"):
-        table.parse(line)
+        _ = table.parse(line).mounts
 
 
 @given(st.lists(_mounts, max_size=3))
@@ -119,7 +123,7 @@ def test_any_text_is_a_table_or_a_value_error(text: str) -> None:
 
 @given(st.permutations([mount(5, 1, "/a"), mount(6, 5, "/a"), mount(7, 6, "/a")]))
 def test_stacked_mounts_are_told_bottom_to_top_in_any_order(mounts: list[Mount]) -> None:
-    found = Table(tuple(mounts)).at("/a")
+    found = rendered(*mounts).at("/a")
 
     assert [one.mount_id for one in found] == [5, 6, 7]
 
@@ -128,7 +132,22 @@ def test_stacked_mounts_are_told_bottom_to_top_in_any_order(mounts: list[Mount])
 def test_even_a_table_that_cannot_be_is_told_whole(links: list[tuple[int, int]]) -> None:
     mounts = tuple(mount(own, parent, "/a") for own, parent in dict.fromkeys(links))
 
-    assert set(Table(mounts).at("/a")) == set(mounts)
+    assert set(rendered(*mounts).at("/a")) == set(mounts)
+
+
+@given(st.lists(_mounts, max_size=6, unique=True), _mounts)
+def test_a_question_finds_what_a_look_at_every_mount_finds(rest: list[Mount], one: Mount) -> None:
+    mounts = [*rest, one]
+    known = rendered(*mounts)
+
+    assert set(known.at(one.path)) == {m for m in mounts if m.path == one.path}
+    assert known.top(one.path) in known.at(one.path)
+    assert set(known.of_device(one.device)) == {m for m in mounts if m.device == one.device}
+    assert set(known.of_types({one.fs_type})) == {m for m in mounts if m.fs_type == one.fs_type}
+    parent = one.path.rpartition("/")[0]
+    assert set(known.under(parent)) == {
+        m for m in mounts if m.path.startswith(f"{parent}/") and m.path != parent
+    }
 
 
 def test_mounts_are_found_by_path_device_and_parent() -> None:
@@ -137,7 +156,7 @@ def test_mounts_are_found_by_path_device_and_parent() -> None:
         mount(2, 1, "/a/b"),
         mount(3, 1, "/ab", source="/dev/x-9"),
     )
-    mounts = Table((root, inner, other))
+    mounts = rendered(root, inner, other)
 
     assert mounts.at("/a") == ()
     assert mounts.of_device((253, 9)) == (other,)
@@ -145,7 +164,7 @@ def test_mounts_are_found_by_path_device_and_parent() -> None:
     assert mounts.under("/") == (inner, other)
     assert mounts.holding("/a/b/c") == inner
     assert mounts.holding("/a/c") == root
-    assert Table((inner,)).holding("/x") is None
+    assert rendered(inner).holding("/x") is None
 
 
 def test_btrfs_is_found_by_its_block_device() -> None:
