@@ -101,6 +101,8 @@ class Engine:
         self._guard = threading.Lock()
         self._looking: Future[None] | None = None
         self._location: Location | None = None
+        # When its disks were looked for last (monotonic, seconds).
+        self._located = 0.0
         self._known: _Known | None = None
         self._stuck: _Stuck | None = None
         # Until when nobody waits for it who does not need it (monotonic, seconds).
@@ -133,8 +135,12 @@ class Engine:
         return self._moved
 
     def outdate(self) -> None:
-        """A disk came, went or changed, or may have."""
+        """A disk came or went, or may have."""
         self._moved = True
+
+    def has(self, disk: str) -> bool:
+        """Whether that path was a disk of the group when it was looked at last."""
+        return self._location is not None and disk in self._location.disks
 
     def look(self) -> report.Group | None:
         """The group as it is now; None where it is not on this node.
@@ -217,12 +223,29 @@ class Engine:
         return time.monotonic() < self._rests_until
 
     def _look(self) -> report.Group | None:
-        known = self._known
-        if known is not None and self._still_holds(known):
-            return self._as_it_is(known.group)
-        self._known = None
+        known, self._known = self._known, None
+        if known is not None and not self._may_have_moved(known):
+            mark = self._fingerprint(known.location)
+            if self._still_holds(known, mark):
+                return self._as_it_is(known)
+            # lvm2 sees these disks only: after a commit that was about disks it shows others.
+            group = None if mark is None else self._shown(known.location)
+            if group is not None and _is_whole_on(group, known.location):
+                return self._remembered(group, known.location, mark)
         location = self._locate()
-        return None if location is None else self._read(location)
+        if location is None:
+            return None
+        mark = self._fingerprint(location)
+        if known is not None and location == known.location and self._still_holds(known, mark):
+            return self._as_it_is(known)
+        group = self._shown(location)
+        if group is None:
+            raise errors.GroupRefused(
+                self.name,
+                f"{', '.join(location.disks)} bear it, and lvm2 does not show it: see `pvs -a`,"
+                " `vgs --foreign --shared` and lvm.conf(5)",
+            )
+        return self._remembered(group, location, mark)
 
     def _tell(self, before: State) -> None:
         """Say once what became of the group since it was looked at before."""
@@ -238,14 +261,15 @@ class Engine:
             case (("unknown" | "ready" | "partial" | "absent"), "refused"):
                 _log.error("%s", self.problem)
 
-    def _still_holds(self, known: _Known) -> bool:
-        age_seconds = time.monotonic() - known.time_seconds
-        if age_seconds >= _LASTS_SECONDS or not self._can_be_asked(known.group):
-            return False
-        is_moved = self._moved or known.location.missing or age_seconds >= _BLIND_SECONDS
-        if is_moved and self._locate() != known.location:
-            return False
-        return self._fingerprint(known.location) == known.fingerprint
+    def _may_have_moved(self, known: _Known) -> bool:
+        """Whether disks of the group may have come or gone since it was looked at."""
+        is_old = time.monotonic() - self._located >= _BLIND_SECONDS
+        return self._moved or is_old or bool(known.location.missing)
+
+    def _still_holds(self, known: _Known, mark: Fingerprint | None) -> bool:
+        """Whether what is known of the group is true, where its disks have that proof."""
+        is_old = time.monotonic() - known.time_seconds >= _LASTS_SECONDS
+        return mark == known.fingerprint and not is_old and self._can_be_asked(known.group)
 
     def _can_be_asked(self, group: report.Group) -> bool:
         """Whether the kernel tells of all snapshots whether they are lost: of inactive ones not."""
@@ -254,7 +278,7 @@ class Engine:
 
     def _locate(self) -> Location | None:
         # Before the look: what changes meanwhile may be in it, or not.
-        self._moved = False
+        self._moved, self._located = False, time.monotonic()
         try:
             found = locate(self._scan(), self.name)
         except errors.GroupRefused:
@@ -267,18 +291,18 @@ class Engine:
         self._location = found
         return found
 
-    def _read(self, location: Location) -> report.Group:
-        before = self._fingerprint(location)
+    def _shown(self, location: Location) -> report.Group | None:
+        """What lvm2 says of the group there; None where it says of none, or of one on others."""
         told = report.read(self._lvm_at(location), self._devices.overflowed)
         group = told.groups.get(self.name)
-        if group is None or group.uuid != location.uuid:
-            raise errors.GroupRefused(
-                self.name,
-                f"{', '.join(location.disks)} bear it, and lvm2 does not show it: see `pvs -a`,"
-                " `vgs --foreign --shared` and lvm.conf(5)",
-            )
-        if before is not None and before == self._fingerprint(location) and not _suspended(group):
-            self._known = _Known(group, location, before, time.monotonic())
+        return group if group is not None and group.uuid == location.uuid else None
+
+    def _remembered(
+        self, group: report.Group, location: Location, mark: Fingerprint | None
+    ) -> report.Group:
+        """The group, which is known from now on if nothing was committed while lvm2 read it."""
+        if mark is not None and mark == self._fingerprint(location) and not _suspended(group):
+            self._known = _Known(group, location, mark, time.monotonic())
         return group
 
     def _fingerprint(self, location: Location) -> Fingerprint | None:
@@ -287,8 +311,9 @@ class Engine:
             return self._disks.fingerprint(location.disks)
         return self._disks.fingerprint(location.disks, remaining)
 
-    def _as_it_is(self, group: report.Group) -> report.Group:
-        """The group with what came over its snapshots since the report, without a commit."""
+    def _as_it_is(self, known: _Known) -> report.Group:
+        """The group that is known, with what came over its snapshots since, without a commit."""
+        self._known, group = known, known.group
         lost = {
             one.name: replace(one, overflowed=True)
             for one in group.volumes.values()
@@ -320,6 +345,11 @@ class Engine:
         except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
             self._known = None
             raise
+
+
+def _is_whole_on(group: report.Group, location: Location) -> bool:
+    """Whether lvm2 shows the group on all these disks, and none of it anywhere else."""
+    return not group.missing_disks and len(group.disks) == len(location.disks)
 
 
 def _suspended(group: report.Group) -> bool:

@@ -95,9 +95,15 @@ class Engines:
             return found
         return {path: one for path, one in found.items() if _is_listed(one, listed)}
 
-    def outdate(self) -> None:
-        """A disk came, went or changed, or may have."""
-        for one in list(self._engines.values()):
+    def outdate(self, written: str | None = None) -> None:
+        """A disk came or went, or may have; `written`: this one is there, and has other contents.
+
+        What is written to a disk of a group's own the group sees by itself, at the next look.
+        """
+        every = list(self._engines.values())
+        if written is not None and any(one.has(written) for one in every):
+            return
+        for one in every:
             one.outdate()
 
     def stop(self) -> None:

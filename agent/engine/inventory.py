@@ -277,10 +277,13 @@ class Inventory:
         except (errors.NoSuchVolume, errors.OtherGroup):
             return None
 
-    def outdate(self) -> None:
-        """A disk changed, or may have: what is known need not be true any more."""
+    def outdate(self, written: str | None = None) -> None:
+        """A disk changed, or may have: what is known need not be true any more.
+
+        See `Engines.outdate`.
+        """
         self._outdated = True
-        self._engines.outdate()
+        self._engines.outdate(written)
 
     def renew(self, slow_seconds: float) -> None:
         """Look for those who glimpse, where that was long ago; sooner where a disk changed."""

@@ -22,6 +22,8 @@ class FakeDisks:
         self.hanging: set[str] = set()
         # The groups whose disks are not there, with whatever is on them.
         self.lost: set[str] = set()
+        # How often all were looked for.
+        self.scans = 0
 
     def scan(
         self,
@@ -29,6 +31,7 @@ class FakeDisks:
         only: Collection[str] = (),
     ) -> Mapping[str, Found]:
         """What there is to tell of each block device, by its path; of blank ones nothing."""
+        self.scans += 1
         found: dict[str, Found] = {}
         # As lists: commands run meanwhile.
         for device in list(self._devices):

@@ -126,7 +126,6 @@ def test_a_disk_that_hangs_holds_up_neither_the_others_nor_the_next_scan(
 ) -> None:
     whole, stuck = machine.add("sda", Image()), machine.add("sdb", Image(uuid=UUIDS[1]))
     hanging["sdb"] = threading.Event()
-    before = threading.active_count()
     found = machine.disks.scan(patience_seconds=0.3)
     assert isinstance(found[whole], PhysicalLabel)
     assert found[stuck] == Unanswered()
@@ -135,12 +134,11 @@ def test_a_disk_that_hangs_holds_up_neither_the_others_nor_the_next_scan(
         assert machine.disks.scan(patience_seconds=50)[stuck] == Unanswered()
         assert machine.disks.fingerprint([whole, stuck], patience_seconds=50) is None
     assert machine.disks.fingerprint([whole]) is not None
-    assert threading.active_count() == before + 1
+    every = [thread.name for thread in threading.enumerate()]
+    assert every.count(f"disk {stuck}") == 1
 
     hanging.pop("sdb").set()
-    for thread in threading.enumerate():
-        if thread.daemon and thread.name.startswith("disk "):
-            thread.join(60)
+    machine.disks._late[stuck].result(60)
     assert isinstance(machine.disks.scan()[stuck], PhysicalLabel)
 
 

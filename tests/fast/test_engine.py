@@ -70,6 +70,35 @@ def test_a_group_is_asked_once_for_as_long_as_nothing_is_written_to_it(
     assert known.state == "ready"
 
 
+def test_what_is_written_to_a_disk_of_a_group_has_nobody_look_for_disks(fake: FakeHost) -> None:
+    fake.lvm2.add_group("other", [10])
+    engines = Engines(fake.lvm, fake.disks, fake.devices, ["data", "other"])
+    every = list(engines)
+    for one in every:
+        one.look()
+    scans = disks(fake).scans
+    create(fake, "a")
+    engines.outdate(written=fake.lvm2.groups["data"].disks[0].name)
+    found = [one.look() for one in every]
+    assert found[0] is not None
+    assert "a" in found[0].volumes
+    assert disks(fake).scans == scans
+
+    engines.outdate(written="/dev/nobodys")
+    assert {one.is_outdated for one in every} == {True}
+
+
+def test_a_disk_that_joins_the_group_is_seen_by_the_commit_alone(
+    fake: FakeHost, known: Engine
+) -> None:
+    known.look()
+    fake.lvm("vgextend", "--", "data", fake.new_device(40 * MIB))
+    found = known.look()
+    assert found is not None
+    assert (len(found.disks), found.missing_disks) == (2, 0)
+    assert len(known.lvm.devices) == 2
+
+
 def test_a_report_that_met_a_change_is_not_kept(fake: FakeHost, known: Engine) -> None:
     def change(words: Sequence[str]) -> Result | None:
         if words[1] == "fullreport":

@@ -13,22 +13,22 @@ from fakes.known import inventory
 from agent.engine.engines import Engines
 from agent.engine.inventory import Inventory
 from agent.engine.refresh import Watch
-from lvm.events import DiskEvents
+from lvm.events import DiskEvent, DiskEvents
 
 
 class Events:
     """What udev tells, one answer for each wait; then it is over."""
 
-    def __init__(self, *answers: bool) -> None:
+    def __init__(self, *answers: DiskEvent | None) -> None:
         self.answers = list(answers)
         self.over = threading.Event()
         self.go_on = threading.Event()
 
-    def wait(self, _seconds: float) -> bool:
+    def wait(self, _seconds: float) -> DiskEvent | None:
         if not self.answers:
             self.over.set()
             self.go_on.wait(20)
-            return False
+            return None
         return self.answers.pop(0)
 
 
@@ -37,13 +37,13 @@ class Known(Inventory):
 
     def __init__(self, fake: FakeHost) -> None:
         super().__init__(Engines(fake.lvm, fake.disks, fake.devices, []), fake.devices)
-        self.outdated = 0
+        self.outdated: list[str | None] = []
         self.renewed: list[float] = []
         self.turned = threading.Event()
         self.fails = False
 
-    def outdate(self) -> None:
-        self.outdated += 1
+    def outdate(self, written: str | None = None) -> None:
+        self.outdated.append(written)
 
     def renew(self, slow_seconds: float) -> None:
         self.renewed.append(slow_seconds)
@@ -67,15 +67,15 @@ def run(watch: Watch, until: threading.Event, then: Callable[[], object]) -> Non
 
 
 def test_a_disk_that_changed_makes_the_report_old(known: Known) -> None:
-    events: Any = Events(True, False, True)
+    events: Any = Events(DiskEvent(), None, DiskEvent("/dev/sdb"))
     run(Watch(known, lambda: events), events.over, events.go_on.set)
-    assert known.outdated == 2
+    assert known.outdated == [None, "/dev/sdb"]
     assert set(known.renewed) == {300.0}
 
 
 def test_without_udev_the_clock_alone_tells_and_ticks_faster(known: Known) -> None:
     run(Watch(known, lambda: None), known.turned, lambda: None)
-    assert known.outdated == 0
+    assert known.outdated == []
     assert set(known.renewed) == {60.0}
 
 
@@ -99,7 +99,7 @@ def test_a_look_that_fails_is_logged_and_tried_again(
     known: Known, caplog: pytest.LogCaptureFixture
 ) -> None:
     known.fails = True
-    events: Any = Events(False, False)
+    events: Any = Events(None, None)
     run(Watch(known, lambda: events), events.over, events.go_on.set)
     assert len(known.renewed) >= 2
     assert "no thread can be made" in caplog.text
@@ -108,10 +108,18 @@ def test_a_look_that_fails_is_logged_and_tried_again(
 # udev
 
 
+class Changed(dict[str, str]):
+    """pyudev's device of an event, with its properties."""
+
+    def __init__(self, action: str, node: str, **properties: str) -> None:
+        super().__init__(properties)
+        self.action, self.device_node = action, node
+
+
 class Monitor:
     """pyudev's, with the devices that it will tell of."""
 
-    def __init__(self, *devices: dict[str, str] | OSError | None) -> None:
+    def __init__(self, *devices: Changed | OSError | None) -> None:
         self.devices = list(devices)
         self.started = False
 
@@ -121,7 +129,7 @@ class Monitor:
     def start(self) -> None:
         self.started = True
 
-    def poll(self, timeout: float) -> dict[str, str] | None:
+    def poll(self, timeout: float) -> Changed | None:
         device = self.devices.pop(0)
         if isinstance(device, OSError):
             raise device
@@ -141,16 +149,17 @@ def test_events_of_disks_count_and_those_of_logical_volumes_do_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monitor = Monitor(
-        {"DEVNAME": "/dev/sdb"},
-        {"DEVNAME": "/dev/dm-0", "DM_UUID": "LVM-abc"},
-        {"DEVNAME": "/dev/dm-1", "DM_UUID": "CRYPT-abc"},
+        Changed("add", "/dev/sdb"),
+        Changed("change", "/dev/dm-0", DM_UUID="LVM-abc"),
+        Changed("change", "/dev/dm-1", DM_UUID="CRYPT-abc"),
         None,
         OSError(105, "No buffer space available"),
     )
     events = listening(monitor, monkeypatch, tmp_path)
     assert events is not None
     assert monitor.started
-    assert [events.wait(0.0) for _ in range(5)] == [True, False, True, False, True]
+    found = [events.wait(0.0) for _ in range(5)]
+    assert found == [DiskEvent(), None, DiskEvent("/dev/dm-1"), None, DiskEvent()]
 
 
 def test_where_udev_does_not_run_there_are_no_events(tmp_path: Path) -> None:
