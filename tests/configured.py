@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 
 
 def carver(directory: Path, group: str = "data", **changes: Any) -> Config:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from agent import fact, ids, sockets
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.engine import inventory, sources, users
 from agent.engine.allocation import Carvings
 from agent.engine.engines import Engines

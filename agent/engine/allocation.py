@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from agent import fact, ids
-from agent.config.settings import DeviceClass
+from agent.config.classes import DeviceClass
 from agent.engine.inventory import Inventory, Volume
 from lvm import caches, layout, names, pools, report, tags, thin, volumes
 from lvm.caches import Cache

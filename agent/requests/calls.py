@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeVar
 
 from agent import errors
-from agent.config import settings
+from agent.config import values
 from agent.ids import VolumeId
 from lvm import tags
 from lvm.layout import Reserve
@@ -24,18 +24,18 @@ PARAMETER_PREFIX = "carver/"
 PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions")
 # What they may override of their class's layout: the field, and how it is read.
 LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
-    "stripes": ("stripes", settings.parse_count),
-    "stripeSize": ("stripe_size_bytes", settings.parse_size),
-    "mirrors": ("mirrors", settings.parse_count),
+    "stripes": ("stripes", values.parse_count),
+    "stripeSize": ("stripe_size_bytes", values.parse_size),
+    "mirrors": ("mirrors", values.parse_count),
 }
 CACHE_SIZE = "cacheSize"
 STORAGE_CLASS_PARAMETERS = (*PARAMETERS, *LAYOUT_PARAMETERS, CACHE_SIZE)
 # What a VolumeAttributesClass may say: the field of a Tuning, and how it is read.
 MUTABLE = "mutable_parameters"
 MUTABLE_PARAMETERS: Mapping[str, tuple[str, Callable[[str], object]]] = {
-    "readAhead": ("read_ahead_bytes", settings.parse_read_ahead),
-    "minimumRecoveryRate": ("minimum_recovery_kib", settings.parse_rate),
-    "maximumRecoveryRate": ("maximum_recovery_kib", settings.parse_rate),
+    "readAhead": ("read_ahead_bytes", values.parse_read_ahead),
+    "minimumRecoveryRate": ("minimum_recovery_kib", values.parse_rate),
+    "maximumRecoveryRate": ("maximum_recovery_kib", values.parse_rate),
 }
 # What a pod may say of an inline volume: as a StorageClass may, and how large it is.
 SIZE = "size"
@@ -232,7 +232,7 @@ class Parameters:
         }
         cache_size = None
         if CACHE_SIZE in found:
-            cache_size = _number(f"{field}[{CACHE_SIZE}]", found[CACHE_SIZE], settings.parse_part)
+            cache_size = _number(f"{field}[{CACHE_SIZE}]", found[CACHE_SIZE], values.parse_part)
         return cls(
             device_class=found.get("class", ""),
             fs_type=fs_type,
@@ -658,7 +658,7 @@ def _check_name(field: str, text: str) -> None:
 
 
 def _size(text: str) -> int:
-    size_bytes = settings.parse_size(text)
+    size_bytes = values.parse_size(text)
     if size_bytes == 0:
         raise ValueError("must be larger than 0")
     return size_bytes
@@ -724,7 +724,7 @@ def _of_snapshot(
     found = _known(rest, field, SNAPSHOT_PARAMETERS)
     if SIZE not in found:
         return None, about
-    return _number(f"{field}[{SIZE}]", found[SIZE], settings.parse_part), about
+    return _number(f"{field}[{SIZE}]", found[SIZE], values.parse_part), about
 
 
 def _known(wire: Mapping[str, str], field: str, allowed: Sequence[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agent import errors, fact, ids
-from agent.config.settings import DeviceClass
+from agent.config.classes import DeviceClass
 from agent.engine import users
 from agent.engine.allocation import Carvings, pool_name
 from agent.engine.inventory import Snapshot, Volume

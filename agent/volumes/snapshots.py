@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from agent import errors, fact, ids
-from agent.config.settings import SNAPSHOT_SIZE
+from agent.config.classes import SNAPSHOT_SIZE
 from agent.engine import inventory, users
 from agent.engine.allocation import Carvings
 from agent.engine.inventory import Snapshot, Volume

@@ -15,7 +15,8 @@ from fakes.host import FakeHost
 from model.stopping import Switch
 from real.host import RealHost
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client
 from agent.engine.host import Host
 from agent.service import server

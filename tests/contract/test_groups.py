@@ -11,7 +11,9 @@ from fakes.host import FakeHost
 from real.host import RealHost
 
 from agent import errors
-from agent.config.settings import BackingFile, Config, DeviceClass, Foundation
+from agent.config.classes import DeviceClass
+from agent.config.groups import BackingFile, Foundation
+from agent.config.settings import Config
 from agent.engine import sources
 from agent.engine.sources import Foundations
 from lvm import report

@@ -11,7 +11,8 @@ from fakes.host import FakeHost
 from real.host import RealHost
 from tiers import FAST, SLOW, free
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from lvm import caches, report, volumes
 from lvm.caches import Cache

@@ -16,7 +16,8 @@ import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client, Mode, block, mounted
 from agent.engine.host import Host
 from agent.service.server import Service

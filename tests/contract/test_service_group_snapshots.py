@@ -12,7 +12,8 @@ from fakes import kubelet
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot
 from agent.engine import suspension
 from agent.service.server import Service

@@ -6,7 +6,8 @@ import pytest
 from fakes.host import FakeHost
 from real.host import RealHost
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client, block
 from agent.service.server import Service
 from lvm import report

@@ -17,7 +17,8 @@ from fakes.kubelet import FakeKubelet
 
 from agent import admission, errors
 from agent.admission import Admission
-from agent.config.settings import Address, Config
+from agent.config.settings import Config
+from agent.config.values import Address
 from agent.csi.client import Client, block, mounted
 from agent.engine.host import Host
 from agent.health import preflight

@@ -7,7 +7,7 @@ from fakes.devices import FakeDevices
 from fakes.known import inventory
 from fakes.lvm import FakeDisk, FakeLvm
 
-from agent.config.settings import DeviceClass
+from agent.config.classes import DeviceClass
 from agent.engine.allocation import Carvings
 from agent.engine.inventory import Inventory
 from agent.health import conditions

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent import errors
-from agent.config import settings
+from agent.config import groups, settings, values
+from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from lvm.caches import Cache
 from lvm.layout import Reserve
@@ -30,8 +31,8 @@ def load(
 def test_nothing_configured_is_one_class_on_a_file(tmp_path: Path) -> None:
     found = load(tmp_path)
     assert found.classes == (settings.EMBEDDED_CLASS,)
-    file = settings.BackingFile(settings.EMBEDDED_FILE, None)
-    assert found.foundations == (settings.Foundation("carver", file=file),)
+    file = groups.BackingFile(settings.EMBEDDED_FILE, None)
+    assert found.foundations == (groups.Foundation("carver", file=file),)
     assert found.endpoint == settings.DEFAULT_SOCKET
 
 
@@ -72,14 +73,14 @@ def test_kubelet_s_directories_are_absolute_and_may_be_several(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("text", "address", "shown"),
     [
-        ("127.0.0.1:9898", settings.Address("127.0.0.1", 9898), "127.0.0.1:9898"),
-        (":9898", settings.Address("", 9898), ":9898"),
-        ("[::1]:9898", settings.Address("::1", 9898), "[::1]:9898"),
-        ("node-1.local:80", settings.Address("node-1.local", 80), "node-1.local:80"),
+        ("127.0.0.1:9898", values.Address("127.0.0.1", 9898), "127.0.0.1:9898"),
+        (":9898", values.Address("", 9898), ":9898"),
+        ("[::1]:9898", values.Address("::1", 9898), "[::1]:9898"),
+        ("node-1.local:80", values.Address("node-1.local", 80), "node-1.local:80"),
     ],
 )
 def test_an_address_to_listen_on_is_read_as_it_is_shown(
-    tmp_path: Path, text: str, address: settings.Address, shown: str
+    tmp_path: Path, text: str, address: values.Address, shown: str
 ) -> None:
     assert load(tmp_path, f'metrics_address = "{text}"').metrics_address == address
     assert str(address) == shown
@@ -205,15 +206,15 @@ def test_a_group_says_what_it_is_made_of(tmp_path: Path) -> None:
         file_size = "1GiB"
     """
     assert load(tmp_path, text).foundations == (
-        settings.Foundation("disks", ("/dev/sdb", "/dev/disk/by-id/x")),
-        settings.Foundation("file", file=settings.BackingFile(Path("/srv/file.img"), 1 << 30)),
+        groups.Foundation("disks", ("/dev/sdb", "/dev/disk/by-id/x")),
+        groups.Foundation("file", file=groups.BackingFile(Path("/srv/file.img"), 1 << 30)),
     )
 
 
 def test_the_group_of_the_class_that_is_there_anyway_may_be_of_devices(tmp_path: Path) -> None:
     found = load(tmp_path, '[[groups]]\nname = "carver"\ndevices = ["/dev/sdb"]')
     assert found.classes == (settings.EMBEDDED_CLASS,)
-    assert found.foundations == (settings.Foundation("carver", ("/dev/sdb",)),)
+    assert found.foundations == (groups.Foundation("carver", ("/dev/sdb",)),)
 
 
 def test_a_class_says_what_cache_its_volumes_have(tmp_path: Path) -> None:
@@ -388,16 +389,16 @@ VALUES = st.recursive(
     lambda one: st.one_of(st.lists(one, max_size=3), st.dictionaries(st.sampled_from(TEXTS), one)),
     max_leaves=4,
 )
-KEYS = [*settings.GROUP_KEYS, "disks", ""]
+KEYS = [*groups.GROUP_KEYS, "disks", ""]
 
 
 @given(st.one_of(VALUES, st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES), max_size=3)))
 def test_whatever_stands_in_the_place_of_groups_is_understood_or_refused(tables: Any) -> None:
-    classes = (settings.DeviceClass(name="c", group="g"),)
-    found: tuple[settings.Foundation, ...] = ()
+    device_classes = (DeviceClass(name="c", group="g"),)
+    found: tuple[groups.Foundation, ...] = ()
     where = "groups"
     try:
-        found = settings._foundations("file", tables, classes)
+        found = groups.parse("file", tables, device_classes)
     except errors.BadConfig as refused:
         where = refused.key
     assert where.startswith("groups")

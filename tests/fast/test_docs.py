@@ -13,7 +13,7 @@ from agent import codes
 from agent.cli import main as cli
 from agent.cli import terminal
 from agent.cli.status import Class, Group, Overview, Pool, Snapshot, Volume
-from agent.config import settings
+from agent.config import classes, groups, settings
 from agent.requests import calls
 from mount import filesystem, options
 
@@ -55,12 +55,12 @@ def test_every_setting_is_documented_and_no_other() -> None:
 
 def test_every_key_of_a_class_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "Device classes")
-    assert first_cells(documented) == set(settings.CLASS_KEYS)
+    assert first_cells(documented) == set(classes.CLASS_KEYS)
 
 
 def test_every_key_of_a_group_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "Groups that Carver makes")
-    assert first_cells(documented) == set(settings.GROUP_KEYS)
+    assert first_cells(documented) == set(groups.GROUP_KEYS)
 
 
 def test_every_parameter_of_a_storage_class_is_documented_and_no_other() -> None:

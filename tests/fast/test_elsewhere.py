@@ -10,7 +10,8 @@ import expect
 import pytest
 from fakes.host import FakeHost
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from agent.service.server import Service
 from proto import csi_pb2 as csi

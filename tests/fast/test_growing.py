@@ -14,7 +14,8 @@ from fakes.lvm import FakePool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client, block
 from agent.service.server import Service
 from lvm import pools

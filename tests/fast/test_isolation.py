@@ -16,7 +16,9 @@ from fakes.host import FakeHost
 from fast.test_beginning import Started, until
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.config.settings import Address, Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.config.values import Address
 from agent.csi.client import Client, block, mounted
 from agent.engine import engine
 from agent.health import preflight

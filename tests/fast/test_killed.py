@@ -16,7 +16,9 @@ from model.machine import Machine
 from model.operations import MIB, Outcome, Use
 from model.stopping import CHANGING, Cut, Killed, Switch
 
-from agent.config.settings import BackingFile, Config, DeviceClass, Foundation
+from agent.config.classes import DeviceClass
+from agent.config.groups import BackingFile, Foundation
+from agent.config.settings import Config
 from agent.engine import sources
 from agent.engine.sources import Foundations
 from lvm.command import Result

@@ -12,7 +12,7 @@ from model.machine import Machine
 from model.operations import MIB, Use
 from model.stopping import Switch
 
-from agent.config.settings import DeviceClass
+from agent.config.classes import DeviceClass
 from lvm.layout import Layout
 from lvm.pools import Policy
 from proto import csi_pb2 as csi

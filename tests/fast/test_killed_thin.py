@@ -10,7 +10,7 @@ from model.machine import Machine
 from model.operations import MIB, Outcome, Use
 from model.stopping import Switch
 
-from agent.config.settings import DeviceClass
+from agent.config.classes import DeviceClass
 from lvm import report
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve

@@ -11,7 +11,8 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client, block
 from agent.service.server import Service
 from lvm.command import Result

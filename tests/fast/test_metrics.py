@@ -19,7 +19,7 @@ from fakes.host import FakeHost
 from fakes.lvm import FakePool
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.config.settings import DeviceClass
+from agent.config.classes import DeviceClass
 from agent.csi.client import Client, block
 from agent.engine.host import Host
 from agent.service import registration

@@ -17,7 +17,8 @@ from fakes.host import FakeHost
 
 from agent import errors
 from agent.admission import Admission
-from agent.config.settings import Address, Config
+from agent.config.settings import Config
+from agent.config.values import Address
 from agent.engine import inventory
 from agent.engine.engines import Engines
 from agent.engine.host import Host

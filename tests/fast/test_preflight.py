@@ -11,7 +11,8 @@ from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
 from agent.cli import main as cli
-from agent.config.settings import BackingFile, Config, Foundation
+from agent.config.groups import BackingFile, Foundation
+from agent.config.settings import Config
 from agent.engine.engines import Engines
 from agent.engine.host import Host
 from agent.health import preflight

@@ -26,7 +26,8 @@ from fakes.kubelet import FakeKubelet
 from agent import errors, log
 from agent.admission import Admission
 from agent.cli import main as cli
-from agent.config.settings import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config, Foundation
+from agent.config.groups import BackingFile, Foundation
+from agent.config.settings import DRIVER_NAME, EMBEDDED_CLASS, Config
 from agent.csi import redaction
 from agent.csi.client import Client, block
 from agent.engine.host import Host, log_command

@@ -8,7 +8,7 @@ import pytest
 from fakes.devices import FakeDevice
 from fakes.host import FakeHost
 
-from agent.config.settings import Foundation
+from agent.config.groups import Foundation
 from agent.engine import sources
 from lvm.lvm2 import Lvm
 from mount import errors, syscalls, vacancy
