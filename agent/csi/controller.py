@@ -6,7 +6,7 @@ from google.protobuf import wrappers_pb2
 from agent import fact, ids
 from agent.config.settings import Config
 from agent.csi import answers
-from agent.engine.inventory import Volume
+from agent.engine.records import Volume
 from agent.health.conditions import Diagnosis
 from agent.locks import VolumeLocks
 from agent.requests import calls

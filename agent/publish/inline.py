@@ -19,9 +19,9 @@ from dataclasses import dataclass, replace
 
 from agent import codes, errors, fact, ids
 from agent.engine import users
-from agent.engine.inventory import Volume
 from agent.engine.means import Means
 from agent.engine.queue import Queue
+from agent.engine.records import Volume
 from agent.locks import VolumeLocks
 from agent.publish.staging import Access
 from agent.requests import calls

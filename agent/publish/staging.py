@@ -11,8 +11,8 @@ from functools import partial
 
 from agent import errors, fact, ids
 from agent.engine import users
-from agent.engine.inventory import Volume
 from agent.engine.means import Means
+from agent.engine.records import Volume
 from agent.health.conditions import Diagnosis
 from agent.publish.formatting import Chores
 from agent.requests import calls

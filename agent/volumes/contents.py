@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agent import errors, fact, ids
-from agent.engine.inventory import Inventory, Snapshot, Volume
+from agent.engine.inventory import Inventory
+from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
 from agent.requests import calls
 from lvm import names, report, thin

@@ -19,9 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from agent import errors, fact, ids
-from agent.engine.inventory import Snapshot, Volume
 from agent.engine.jobs import Job, Jobs
 from agent.engine.means import Means
+from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
 from agent.requests import calls
 from agent.volumes import contents

@@ -21,8 +21,8 @@ from dataclasses import replace
 from agent import errors, fact, ids
 from agent.engine import users
 from agent.engine.allocation import Carvings
-from agent.engine.inventory import Volume
 from agent.engine.means import Means
+from agent.engine.records import Volume
 from agent.requests import calls
 from lvm import errors as lvm_errors
 from lvm import layout, report, volumes

@@ -18,9 +18,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from agent import errors, fact, ids
-from agent.engine import inventory, users
-from agent.engine.inventory import Snapshot, Volume
+from agent.engine import records, users
 from agent.engine.means import Means
+from agent.engine.records import Snapshot, Volume
 from agent.engine.suspension import Standstill
 from agent.ids import VolumeId
 from agent.locks import VolumeLocks
@@ -97,7 +97,7 @@ class GroupSnapshotter:
             found = self._named(known, self.logical_name(call.name))
             if not found:
                 return self._make(call, known, undo)
-            if inventory.is_whole(found):
+            if records.is_whole(found):
                 self._commit(found)
                 return _same(_group_snapshot(found), call)
             self._require_half_made(known, found)
@@ -109,7 +109,7 @@ class GroupSnapshotter:
         """The group snapshot of that id; raises NoSuchGroupSnapshot. One command."""
         known = self._inventory.read()
         found = self._find(known, call.id)
-        if not inventory.is_whole(found):
+        if not records.is_whole(found):
             self._require_half_made(known, found)
             raise errors.NoSuchGroupSnapshot(call.id)
         _compare(call, found)
@@ -125,7 +125,7 @@ class GroupSnapshotter:
         with self._engines.hold(*self._config.groups):
             known = self._inventory.awake()
             found = self._find(known, call.id)
-            if inventory.is_whole(found):
+            if records.is_whole(found):
                 _compare(call, found)
             elif found and (awaited := self._inventory.awaited(known, found)):
                 raise errors.NotWhole(call.id, _why_awaited(awaited))
@@ -147,7 +147,7 @@ class GroupSnapshotter:
         """Undo a group snapshot if it was never whole, and say so; have it on record if it is."""
         known = self._inventory.read(*groups)
         members = self._inventory.members(known, group_snapshot_id)
-        if inventory.is_whole(members):
+        if records.is_whole(members):
             # Killed just before, or taken by a version that knew of no record.
             self._commit(members)
         elif members and self._inventory.is_half_made(known, members):
@@ -340,7 +340,7 @@ def _names(members: list[Snapshot]) -> list[tuple[str, str]]:
 
 def _places(sources: list[Volume]) -> str:
     """The groups of the sources, as they are kept; raises BadField for more than a tag holds."""
-    places = inventory.places_of(sources)
+    places = records.places_of(sources)
     if not tags.fits(fact.MEMBER_GROUPS, places):
         raise errors.BadField("source_volume_ids", "are in too many volume groups")
     return places

@@ -4,8 +4,8 @@ They are no part of what a volume is. LVM's metadata hold them, and nothing else
 """
 
 from agent import errors
-from agent.engine import inventory
-from agent.engine.inventory import Volume
+from agent.engine import records
+from agent.engine.records import Volume
 from agent.requests import calls
 from lvm import tuning
 from lvm.layout import Layout
@@ -44,7 +44,7 @@ def ensure(lvm: Lvm, volume: Volume, wanted: Tuning) -> None:
     lacking = wanted.lacking_in(present)
     if lacking == tuning.AS_IT_IS:
         return
-    held = [str(one.id) for one in inventory.snapshots_of(volume) if not one.is_thin]
+    held = [str(one.id) for one in records.snapshots_of(volume) if not one.is_thin]
     if held and lacking.read_ahead_bytes is not None:
         raise errors.HasSnapshots(
             str(volume.id), held, "lvm2 does not change its read-ahead with them; delete them first"

@@ -10,8 +10,8 @@ from agent import errors, fact, ids
 from agent.config.classes import DeviceClass
 from agent.engine import users
 from agent.engine.allocation import Carvings, pool_name
-from agent.engine.inventory import Snapshot, Volume
 from agent.engine.means import Means
+from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
 from agent.requests import calls, pages
 from agent.requests.pages import Part

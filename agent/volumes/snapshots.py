@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from agent import errors, fact, ids
 from agent.config.classes import SNAPSHOT_SIZE
-from agent.engine import inventory, users
+from agent.engine import records, users
 from agent.engine.allocation import Carvings
-from agent.engine.inventory import Snapshot, Volume
 from agent.engine.means import Means
+from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
 from agent.requests import calls, pages
 from agent.requests.pages import Part
@@ -190,7 +190,7 @@ class Snapshotter:
         if snapshot.is_thin:
             self._reclaimer.after(snapshot, self._wiper.grace_seconds)
         elif self._wiper.zero:
-            self._wiper.finish(inventory.remains_of(snapshot))
+            self._wiper.finish(records.remains_of(snapshot))
 
     def get(self, snapshot_id: str) -> Snapshot:
         """The snapshot of that id; raises NoSuchSnapshot."""
