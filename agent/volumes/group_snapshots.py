@@ -24,7 +24,7 @@ from agent.engine.records import Snapshot, Volume
 from agent.engine.suspension import Standstill
 from agent.ids import VolumeId
 from agent.locks import VolumeLocks
-from agent.requests import calls
+from agent.requests.snapshots import CreateGroupSnapshot, KnownGroupSnapshot
 from agent.volumes.snapshots import Snapshotter
 from agent.workers.wiping import Wiper
 from lvm import command, names, report, tags, volumes
@@ -83,7 +83,7 @@ class GroupSnapshotter:
         """What calls on the same group snapshot have in common; no logical volume has it."""
         return names.logical_volume(PREFIX, name)
 
-    def create(self, call: calls.CreateGroupSnapshot) -> GroupSnapshot:
+    def create(self, call: CreateGroupSnapshot) -> GroupSnapshot:
         """Take snapshots of all sources at one moment, or find those that an earlier call took.
 
         One command for each source, and a report. Raises NotTogether, StandstillOver, NoRoom,
@@ -105,7 +105,7 @@ class GroupSnapshotter:
         self._discard(known, found[0].group_snapshot_id)
         return self.create(call)
 
-    def get(self, call: calls.GroupSnapshot) -> GroupSnapshot:
+    def get(self, call: KnownGroupSnapshot) -> GroupSnapshot:
         """The group snapshot of that id; raises NoSuchGroupSnapshot. One command."""
         known = self._inventory.read()
         found = self._find(known, call.id)
@@ -115,7 +115,7 @@ class GroupSnapshotter:
         _compare(call, found)
         return _group_snapshot(found)
 
-    def delete(self, call: calls.GroupSnapshot) -> None:
+    def delete(self, call: KnownGroupSnapshot) -> None:
         """Delete all snapshots of a group; no such group snapshot is no error.
 
         A report, one command that takes the record back, and for each snapshot what DeleteSnapshot
@@ -156,7 +156,7 @@ class GroupSnapshotter:
         return False
 
     def _make(
-        self, call: calls.CreateGroupSnapshot, known: report.Report, undo: ExitStack
+        self, call: CreateGroupSnapshot, known: report.Report, undo: ExitStack
     ) -> GroupSnapshot:
         """New snapshots of all sources; what failed is undone once the groups are free again."""
         sources = [self._source(known, one) for one in call.source_ids]
@@ -276,7 +276,7 @@ class GroupSnapshotter:
 
     def _check_room(
         self,
-        call: calls.CreateGroupSnapshot,
+        call: CreateGroupSnapshot,
         volumes: list[Volume],
         held: Mapping[str, Volume],
     ) -> None:
@@ -361,12 +361,12 @@ def _group_snapshot(members: list[Snapshot]) -> GroupSnapshot:
     return GroupSnapshot(ordered[0].group_snapshot_id, tuple(ordered))
 
 
-def _asked(call: calls.CreateGroupSnapshot) -> str:
+def _asked(call: CreateGroupSnapshot) -> str:
     """What of a request, beside its sources, a repeated one is compared with."""
     return "" if call.size is None else f"{call.size.size_bytes}:{call.size.percent:g}"
 
 
-def _same(found: GroupSnapshot, call: calls.CreateGroupSnapshot) -> GroupSnapshot:
+def _same(found: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
     """The group snapshot that is there, if it is what is asked for now."""
     sources = sorted(str(one.source_id) for one in found.snapshots)
     if sources != list(call.source_ids):
@@ -379,7 +379,7 @@ def _same(found: GroupSnapshot, call: calls.CreateGroupSnapshot) -> GroupSnapsho
     return found
 
 
-def _compare(call: calls.GroupSnapshot, found: list[Snapshot]) -> None:
+def _compare(call: KnownGroupSnapshot, found: list[Snapshot]) -> None:
     """Raise BadField where the caller has other snapshots in mind."""
     own = {str(one.id) for one in found}
     if not call.snapshot_ids:

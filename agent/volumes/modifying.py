@@ -6,7 +6,7 @@ They are no part of what a volume is. LVM's metadata hold them, and nothing else
 from agent import errors
 from agent.engine import records
 from agent.engine.records import Volume
-from agent.requests import calls
+from agent.requests import keys
 from lvm import tuning
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
@@ -20,11 +20,11 @@ def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
     if not shape.is_raid:
         given = "minimum" if wanted.maximum_recovery_kib is None else "maximum"
         raise errors.BadField(
-            f"{calls.MUTABLE}[{given}RecoveryRate]",
+            f"{keys.MUTABLE}[{given}RecoveryRate]",
             f"is for a RAID's layouts, this volume is {shape.kind}; allowed: carver/readAhead",
         )
     if why := wanted.over(present).refusal:
-        raise errors.BadField(calls.MUTABLE, why)
+        raise errors.BadField(keys.MUTABLE, why)
 
 
 def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:

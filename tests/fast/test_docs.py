@@ -14,7 +14,7 @@ from agent.cli import main as cli
 from agent.cli import terminal
 from agent.cli.status import Class, Group, Overview, Pool, Snapshot, Volume
 from agent.config import classes, groups, settings
-from agent.requests import calls
+from agent.requests import keys
 from mount import filesystem, options
 
 ROOT = Path(__file__).parents[2]
@@ -65,20 +65,20 @@ def test_every_key_of_a_group_is_documented_and_no_other() -> None:
 
 def test_every_parameter_of_a_storage_class_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "StorageClass parameters")
-    parameters = {calls.PARAMETER_PREFIX + one for one in calls.STORAGE_CLASS_PARAMETERS}
+    parameters = {keys.PARAMETER_PREFIX + one for one in keys.STORAGE_CLASS_PARAMETERS}
     assert first_cells(documented) == parameters
 
 
 def test_every_mutable_parameter_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "VolumeAttributesClass parameters")
-    parameters = {calls.PARAMETER_PREFIX + one for one in calls.MUTABLE_PARAMETERS}
+    parameters = {keys.PARAMETER_PREFIX + one for one in keys.MUTABLE_PARAMETERS}
     assert first_cells(documented) == parameters
 
 
 def test_every_attribute_of_an_inline_volume_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/inline-volumes.md"), "Attributes")
-    own = set(calls.INLINE_PARAMETERS) - set(calls.STORAGE_CLASS_PARAMETERS)
-    assert first_cells(documented) == {calls.PARAMETER_PREFIX + one for one in own}
+    own = set(keys.INLINE_PARAMETERS) - set(keys.STORAGE_CLASS_PARAMETERS)
+    assert first_cells(documented) == {keys.PARAMETER_PREFIX + one for one in own}
 
 
 @pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)

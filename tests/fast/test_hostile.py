@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from agent.config.settings import TOPOLOGY_KEY
 from agent.csi.client import Client, block, mounted
 from agent.engine.host import Host
-from agent.requests.calls import MUTABLE
+from agent.requests.keys import MUTABLE
 from agent.service.server import Service
 from proto import csi_pb2 as csi
 

@@ -29,7 +29,7 @@ from manifest import (
 from agent.cli import main as cli
 from agent.config import settings
 from agent.csi.client import Client
-from agent.requests import calls
+from agent.requests.volumes import ModifyVolume
 from proto import csi_pb2 as csi
 
 ROOT = Path(__file__).parents[2]
@@ -525,7 +525,7 @@ def test_the_example_s_attributes_are_such_as_a_volume_may_have() -> None:
         wire = csi.ControllerModifyVolumeRequest(
             volume_id="x", mutable_parameters=one["parameters"]
         )
-        assert calls.Modify.from_proto(wire).tuning.read_ahead_bytes is not None
+        assert ModifyVolume.from_proto(wire).tuning.read_ahead_bytes is not None
 
 
 @every_set
