@@ -8,7 +8,7 @@ from pathlib import Path
 import configured
 import pytest
 from fakes.host import FakeHost
-from real.host import RealHost
+from real.any import AnyHost
 
 from agent import errors
 from agent.config.classes import DeviceClass
@@ -20,7 +20,6 @@ from lvm import report
 from lvm.lvm2 import Lvm
 from mount import loop
 
-AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 DISK = 33 * MIB
 

@@ -6,8 +6,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from fakes.host import FakeHost
-from real.host import RealHost
+from real.any import AnyHost
 from rich.console import Console
 
 from agent import errors
@@ -20,7 +19,6 @@ from agent.csi.client import Client, Mode, block, mounted
 from agent.engine.host import Host
 from lvm.lvm2 import Lvm
 
-AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 
 
