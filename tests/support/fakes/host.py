@@ -1,5 +1,6 @@
 """A whole machine in memory: lvm2, programs, devices, kernel, all on one state."""
 
+import itertools
 import shutil
 import tempfile
 import weakref
@@ -72,7 +73,9 @@ class FakeHost:
 
     def new_device(self, size_bytes: int) -> str:
         """A blank block device."""
-        number = sum(1 for _ in self.block)
+        # One that went leaves a gap, so the number of devices may be the name of one.
+        taken = {one.path for one in self.block}
+        number = next(one for one in itertools.count(len(taken)) if f"/dev/fake{one}" not in taken)
         return self.block.add(f"/dev/fake{number}", size_bytes, major=_DISK_MAJOR).path
 
     def new_group(self, *disk_extents: int) -> str:
