@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from agent.cli import terminal
-from vagrant import demo, host, lab, show, witness
+from vagrant import host, lab
+from vagrant.inside import demo, show, witness
 
 
 @pytest.mark.parametrize(

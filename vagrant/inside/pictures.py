@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Behind everything else: Carver is the one that is installed, the tree adds only vagrant/.
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 # First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
 import agent  # noqa: F401  isort: skip

@@ -16,7 +16,7 @@ fi
 
 # Stopped while its files are replaced, or systemd restarts half of them. There may be no unit yet.
 systemctl stop carver.service 2>/dev/null || true
-/opt/carver/venv/bin/python -I "$tree/vagrant/install_wheel.py" "$wheel"
+/opt/carver/venv/bin/python -I "$tree/vagrant/inside/install_wheel.py" "$wheel"
 ln -sfn /opt/carver/venv/bin/carver /usr/local/bin/carver
 
 unit=/etc/systemd/system/carver.service

@@ -22,7 +22,7 @@ from types import FrameType, TracebackType
 from typing import ParamSpec, Self
 
 # Behind everything else: Carver is the one that is installed, the tree adds only vagrant/.
-sys.path.append(str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 # First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
 import agent  # noqa: F401  isort: skip
@@ -33,9 +33,9 @@ from agent.cli.terminal import human
 from agent.config.settings import DEFAULT_SOCKET
 from agent.csi import client
 from proto import csi_pb2 as csi
-from vagrant import show, witness
-from vagrant.show import Show, Step
-from vagrant.witness import Surprise, expect
+from vagrant.inside import show, witness
+from vagrant.inside.show import Show, Step
+from vagrant.inside.witness import Surprise, expect
 
 _MIB = 1 << 20
 _SIZE_BYTES, _GROWN_BYTES, _BLOCK_BYTES = 64 * _MIB, 256 * _MIB, 32 * _MIB

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from vagrant.witness import Surprise
+from vagrant.inside.witness import Surprise
 
 # A pipe has no width; on a terminal a line longer than that is hard to follow.
 _PIPE_COLUMNS, _MOST_COLUMNS = 100, 120
