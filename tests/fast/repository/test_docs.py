@@ -20,7 +20,7 @@ from mount import filesystem, options
 ROOT = Path(__file__).parents[3]
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 MIB = 1 << 20
 
