@@ -7,8 +7,9 @@ Nothing here starts a process: the report is one that was read before.
 from collections.abc import Iterator, Sequence
 
 from agent import fact, ids
-from agent.engine import inventory
-from agent.engine.inventory import Inventory, Volume
+from agent.engine import records
+from agent.engine.inventory import Inventory
+from agent.engine.records import Volume
 from lvm import caches, pools, tags
 from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 from mount import health, table
@@ -81,7 +82,7 @@ def by_report(volume: Volume) -> Iterator[str]:
             " grow to: in use it does not grow while it has copy-on-write snapshots. It grows when"
             " it is staged next, if its group has room then: restart its pod"
         )
-    for snapshot in inventory.snapshots_of(volume):
+    for snapshot in records.snapshots_of(volume):
         if snapshot.problem:
             yield f"snapshot {snapshot.id} of it is of no use: {snapshot.problem}; delete it"
 

@@ -11,11 +11,12 @@ from functools import partial
 
 from agent import errors, fact, ids
 from agent.engine import users
-from agent.engine.inventory import Volume
 from agent.engine.means import Means
+from agent.engine.records import Volume
 from agent.health.conditions import Diagnosis
 from agent.publish.formatting import Chores
-from agent.requests import calls
+from agent.requests.capabilities import BLOCK, MULTI_WRITER
+from agent.requests.node import PublishVolume, StageVolume, VolumeAt
 from agent.volumes.copying import Copier
 from agent.volumes.expansion import Expander
 from agent.workers.wiping import Wiper
@@ -62,7 +63,7 @@ class Access:
         # The directories in which kubelet may have volumes mounted.
         self._inside = means.config.kubelet_dir
 
-    def stage(self, call: calls.Stage) -> None:
+    def stage(self, call: StageVolume) -> None:
         """Activate the volume; format it, once in its life, and mount it at the staging path.
 
         Three commands at most: report, and mkfs with its tag, or a check of the file system
@@ -76,7 +77,7 @@ class Access:
             self._activate(self._expander.catch_up(self._inventory.require(call.volume_id)))
 
     def ensure_mounted(
-        self, call: calls.Stage, device: Device | None, find: Callable[[], Volume]
+        self, call: StageVolume, device: Device | None, find: Callable[[], Volume]
     ) -> None:
         """Have the volume's file system at a place: found or made, active, formatted, mounted.
 
@@ -88,7 +89,7 @@ class Access:
         if device is None or mounted is None or mounted.device != device.number:
             volume = self._expander.catch_up(find())
             device, seen = self._activate(volume), volume
-            if volume.facts[fact.ACCESS] == calls.BLOCK:
+            if volume.facts[fact.ACCESS] == BLOCK:
                 raise errors.BadField(
                     "volume_capability.mount",
                     "the volume was made for raw block access; what it holds is not Carver's",
@@ -113,13 +114,13 @@ class Access:
         )
         if _may_be_larger(seen) and not call.capability.read_only:
             # Each time, also where it is mounted: an earlier call may have ended before this.
-            self.fill_device(calls.At(call.volume_id, call.staging_path))
+            self.fill_device(VolumeAt(call.volume_id, call.staging_path))
 
-    def unstage(self, call: calls.At) -> None:
+    def unstage(self, call: VolumeAt) -> None:
         """Unmount the staging path; a path where nothing is mounted is no error."""
         self._ensure_unmounted(replace(call, path=self.place(call.path)))
 
-    def publish(self, call: calls.Publish) -> None:
+    def publish(self, call: PublishVolume) -> None:
         """Bind the staged file system, or the device itself, to the target path."""
         call = replace(
             call,
@@ -135,7 +136,7 @@ class Access:
         else:
             self._publish_directory(call, device)
 
-    def _publish_directory(self, call: calls.Publish, device: Device) -> None:
+    def _publish_directory(self, call: PublishVolume, device: Device) -> None:
         known = table.read(self._kernel)
         staged = known.top(call.staging_path)
         if staged is None or staged.device != device.number:
@@ -152,7 +153,7 @@ class Access:
             self._kernel, call.staging_path, call.target_path, flags, call.read_only
         )
 
-    def _publish_device(self, call: calls.Publish, device: Device) -> None:
+    def _publish_device(self, call: PublishVolume, device: Device) -> None:
         published = mounts.node(self._kernel, call.target_path)
         if published is None or published not in users.numbers(self._kernel, device):
             self._require_single(call, device, table.read(self._kernel))
@@ -173,13 +174,13 @@ class Access:
             self._drop_unused(loop.over(self._kernel, device.number))
             raise
 
-    def unpublish(self, call: calls.At) -> None:
+    def unpublish(self, call: VolumeAt) -> None:
         """Unmount and remove the target path; a path that is not there is no error."""
         call = replace(call, path=self.place(call.path))
         self._ensure_unmounted(call)
         target.ensure_absent(self._kernel, call.path)
 
-    def statistics(self, call: calls.At) -> Statistics:
+    def statistics(self, call: VolumeAt) -> Statistics:
         """How large and how full the volume is where it is staged or published, and how well."""
         known = table.read(self._kernel)
         device, mounted = self._find(call, known)
@@ -191,12 +192,12 @@ class Access:
                 return Statistics(found.total_bytes, found, problems)
         return Statistics(usage.device_size_bytes(self._kernel, device.path), None, problems)
 
-    def size_bytes(self, call: calls.At) -> int:
+    def size_bytes(self, call: VolumeAt) -> int:
         """The device's size, if the volume is staged or published at the path."""
         device, _ = self._find(call, table.read(self._kernel))
         return usage.device_size_bytes(self._kernel, device.path)
 
-    def fill_device(self, call: calls.At) -> None:
+    def fill_device(self, call: VolumeAt) -> None:
         """Have what uses the device use all of it: ioctls only, also where it does already."""
         known = table.read(self._kernel)
         device, mounted = self._find(call, known)
@@ -223,7 +224,7 @@ class Access:
             return self._inventory.activate(volume)
 
     def _ensure_formatted(
-        self, call: calls.Stage, volume: Volume, device: Device, fs_type: str
+        self, call: StageVolume, volume: Volume, device: Device, fs_type: str
     ) -> None:
         """Look, refuse the surprising, make; or look over what is there."""
         formatted = volume.facts.get(fact.FORMATTED)
@@ -259,9 +260,9 @@ class Access:
         """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""
         return target.resolve(self._kernel, path, self._inside)
 
-    def _require_single(self, call: calls.Publish, device: Device, known: table.Table) -> None:
+    def _require_single(self, call: PublishVolume, device: Device, known: table.Table) -> None:
         """Only SINGLE_NODE_MULTI_WRITER allows a second target (CSI spec, NodePublishVolume)."""
-        if call.capability.mode == calls.MULTI_WRITER:
+        if call.capability.mode == MULTI_WRITER:
             return
         found = set(users.targets(self._kernel, known, device, self._inside))
         if others := found - {call.staging_path, call.target_path}:
@@ -271,7 +272,7 @@ class Access:
                 " allows one target",
             )
 
-    def _find(self, call: calls.At, known: table.Table) -> tuple[Device, table.Mount]:
+    def _find(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
         """The volume's device and its mount at the path; raises NoSuchPath."""
         inline = ids.is_inline(call.volume_id)
         device = (self._inventory.device if inline else self._device)(call.volume_id)
@@ -292,7 +293,7 @@ class Access:
             )
         raise errors.NoSuchPath(call.volume_id, call.path)
 
-    def _ensure_unmounted(self, call: calls.At) -> None:
+    def _ensure_unmounted(self, call: VolumeAt) -> None:
         device = self._inventory.device(call.volume_id)
         if device is None:
             # Whatever is mounted there is not this volume, or a node that it had.

@@ -19,11 +19,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from agent import errors, fact, ids
-from agent.engine.inventory import Snapshot, Volume
 from agent.engine.jobs import Job, Jobs
 from agent.engine.means import Means
+from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
-from agent.requests import calls
+from agent.requests.volumes import SNAPSHOT
 from agent.volumes import contents
 from agent.volumes.contents import Contents
 from agent.volumes.snapshots import Snapshotter
@@ -127,7 +127,7 @@ class Copier:
         if volume.group.volume(volume.name).origin:
             return None
         source = contents.source_of(volume.facts)
-        if source is not None and source.kind == calls.SNAPSHOT:
+        if source is not None and source.kind == SNAPSHOT:
             found = self._inventory.snapshot(known, source.id)
         elif (bridge := self._bridge_of(known, volume)) is not None:
             found = bridge

@@ -9,7 +9,8 @@ from callers.directories import Directories
 from callers.plugin import Answer, Plugin
 from real.any import AnyHost
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client
 from agent.engine.host import Host
 from agent.health import preflight

@@ -13,9 +13,10 @@ from callers.plugin import Plugin
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from model.stopping import Switch
-from real.host import RealHost
+from real.any import AnyHost
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client
 from agent.engine.host import Host
 from agent.service import server
@@ -32,7 +33,7 @@ CLASSES = {
 class Machine:
     """One node's machine, with its driver and its callers."""
 
-    def __init__(self, host: FakeHost | RealHost, config: Config, cluster: Cluster) -> None:
+    def __init__(self, host: AnyHost, config: Config, cluster: Cluster) -> None:
         self.host = host
         self._config = config
         self._serial = itertools.count()
