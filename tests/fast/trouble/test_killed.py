@@ -338,7 +338,12 @@ def test_a_call_whose_time_was_over_at_any_command_succeeds_when_it_is_made_agai
             assert told.code == ("OK" if name in LISTS else "DEADLINE_EXCEEDED"), (stop_at, before)
             cut.is_over = False
             expected = trial.model.apply(case.call)
-            assert trial.machine.by_kubelet(case.call) == expected, (stop_at, before)
+            again = trial.machine.by_kubelet(case.call)
+            if again.code == "ABORTED":
+                # It met what is taken away behind the first one's answer, and is put off for that.
+                trial.settle()
+                again = trial.machine.by_kubelet(case.call)
+            assert again == expected, (stop_at, before)
             assert expected.code == case.code
             trial.settle()
             assert trial.machine.state() == trial.model.state(), (stop_at, before)
