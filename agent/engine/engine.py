@@ -14,15 +14,17 @@ the kernel.
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from agent import errors
+from agent.engine.behind import Behind
 from agent.engine.disks import Location, locate
 from agent.engine.queue import MOST_LOOKING, Queue
-from lvm import command, devicemapper, report
+from lvm import command, devicemapper, report, tags, volumes
 from lvm import errors as lvm_errors
 from lvm.command import Result, Run
 from lvm.devices import Devices
@@ -105,6 +107,11 @@ class Engine:
         self._located = 0.0
         self._known: _Known | None = None
         self._stuck: _Stuck | None = None
+        # The tags that volumes shall bear, by the volumes' UUIDs, until they are written.
+        self._promised: dict[str, frozenset[str]] = {}
+        self._behind = Behind(name, self.settle)
+        # Whether something may have been changed since the last look behind the answers.
+        self._changed = False
         # Until when nobody waits for it who does not need it (monotonic, seconds).
         self._rests_until = 0.0
         # Whether a disk came, went or moved, perhaps.
@@ -150,8 +157,10 @@ class Engine:
         """
         with self._looks.turn():
             before = self.state
+            # Before the look: what is written meanwhile is in it, or still here.
+            promised = dict(self._promised)
             try:
-                self.last = self._look()
+                self.last = _with_tags(self._look(), promised)
             except errors.GroupRefused as error:
                 self.last, self.problem, self.time_seconds = None, error, time.time()
                 raise
@@ -197,6 +206,65 @@ class Engine:
             if self.last is None:
                 raise
             return self.last
+
+    def promise(self, name: str, facts: Mapping[str, str]) -> None:
+        """Have a volume bear facts: from now on for whoever looks, and on disk soon.
+
+        The caller holds the volume. One look where it was made since the last one. A process that
+        is killed before has promised nothing.
+        """
+        found = self.last.volumes.get(name) if self.last is not None else None
+        if found is None and (group := self.look()) is not None:
+            found = group.volumes.get(name)
+        if found is None:
+            raise lvm_errors.VolumeMissing(self.name, name)
+        new = frozenset(tags.encode(facts))
+        with self._guard:
+            self._promised[found.uuid] = self._promised.get(found.uuid, frozenset()) | new
+        self._behind.wake()
+
+    def wake(self) -> None:
+        """Look behind the answers at what was changed, so that the next call need not."""
+        if self._changed:
+            self._behind.wake()
+
+    def settle(self, is_ending: bool = False) -> None:
+        """Do what was put off: write the tags that were promised, look at what was changed.
+
+        Raises what a look or lvm2 raises.
+        """
+        if self._promised:
+            with self.queue.turn():
+                self._write_promised()
+        # Where somebody waits to change it, or looks, the look is his.
+        is_free = not self.queue.is_taken and not self._looks.is_taken
+        if is_free and not is_ending:
+            self._changed = False
+            self.look()
+
+    def stop(self) -> None:
+        """Do what was put off, unless that takes long, and put nothing off any more."""
+        self._behind.stop()
+
+    def _write_promised(self) -> None:
+        """Write tags, the same of several volumes by one command; the caller holds the group.
+
+        A name may be another volume's by now: a UUID is not.
+        """
+        promised = dict(self._promised)
+        if (group := self.look()) is None:
+            raise lvm_errors.GroupMissing(self.name)
+        there = {one.uuid: one for one in group.volumes.values()}
+        names: defaultdict[frozenset[str], list[str]] = defaultdict(list)
+        for uuid, new in promised.items():
+            if uuid in there:
+                names[new].append(there[uuid].name)
+        for new, those in names.items():
+            volumes.add_tags(self.lvm, self.name, those, new)
+        with self._guard:
+            for uuid, new in promised.items():
+                if self._promised.get(uuid) == new:
+                    del self._promised[uuid]
 
     def look_behind(self) -> Future[None]:
         """Have it looked at in a thread of its own: once at a time, however long it takes."""
@@ -338,6 +406,7 @@ class Engine:
                 raise lvm_errors.StillRunning(stuck.subcommand, seconds)
             self._stuck = None
         try:
+            self._changed = self._changed or not only_looks(words)
             return self._run(*words)
         except lvm_errors.CommandStuck as error:
             self._known, self._stuck = None, _Stuck(words[1], error.ended, time.monotonic())
@@ -345,6 +414,20 @@ class Engine:
         except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
             self._known = None
             raise
+
+
+def _with_tags(
+    group: report.Group | None, promised: Mapping[str, frozenset[str]]
+) -> report.Group | None:
+    """The group with tags that its volumes shall bear, by the volumes' UUIDs."""
+    if group is None or not promised:
+        return group
+    changed = {
+        name: replace(one, tags=one.tags | promised[one.uuid])
+        for name, one in group.volumes.items()
+        if one.uuid in promised
+    }
+    return replace(group, volumes={**group.volumes, **changed})
 
 
 def _is_whole_on(group: report.Group, location: Location) -> bool:

@@ -20,7 +20,6 @@ from agent.requests.node import PublishVolume, StageVolume, VolumeAt
 from agent.volumes.copying import Copier
 from agent.volumes.expansion import Expander
 from agent.workers.wiping import Wiper
-from lvm import volumes
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import filesystem, loop, mounts, nodes, options, table, target, usage
@@ -66,8 +65,9 @@ class Access:
     def stage(self, call: StageVolume) -> None:
         """Activate the volume; format it, once in its life, and mount it at the staging path.
 
-        Three commands at most: report, and mkfs with its tag, or a check of the file system
-        that is there. None where it is staged. Before, it is made as large as is on record.
+        Two commands at most: report, and mkfs, or a check of the file system that is there.
+        The tag that tells of mkfs is written behind the answer. None where it is staged. Before, it
+        is made as large as is on record.
         """
         call = replace(call, staging_path=self.place(call.staging_path))
         device = self._device(call.volume_id)
@@ -246,15 +246,8 @@ class Access:
             check = partial(filesystem.check, self._run, device.path, fs_type)
             self._chores.do(call.volume_id, volume.group.name, "fsck", check)
         if not formatted:
-            with self._engines.hold(volume.group.name):
-                new = {fact.FORMATTED: fs_type}
-                volumes.mark(
-                    self._engines.lvm(volume.group.name),
-                    volume.group.name,
-                    volume.name,
-                    old={},
-                    new=new,
-                )
+            # Where it is not written any more, the next staging finds what was made here.
+            self._engines.promise(volume.group.name, volume.name, {fact.FORMATTED: fs_type})
 
     def place(self, path: str) -> str:
         """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""

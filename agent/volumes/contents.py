@@ -83,6 +83,14 @@ def facts_of(facts: Mapping[str, str], contents: Contents) -> dict[str, str]:
     return copied | ({fact.FORMATTED: formatted} if formatted else {})
 
 
+def may_hold_btrfs(facts: Mapping[str, str]) -> bool:
+    """Whether a volume made of another's contents may hold a btrfs, which needs an id of its own.
+
+    What was formatted a moment before a crash need not say so.
+    """
+    return "btrfs" in (facts.get(fact.FORMATTED), facts.get("fsType"))
+
+
 def is_in(contents: Contents, group: report.Group, pool: str) -> bool:
     """Whether these lie in a group's thin pool, so that a volume of it can share them."""
     return contents.of.group.uuid == group.uuid and group.volume(contents.of.name).pool == pool
@@ -102,7 +110,7 @@ def share(
     """
     group, origin = contents.of.group, contents.of.name
     present_bytes = group.volume(origin).size_bytes
-    if present_bytes == size_bytes and facts.get(fact.FORMATTED) != "btrfs":
+    if present_bytes == size_bytes and not may_hold_btrfs(facts):
         facts = {**facts, fact.STATE: fact.READY}
     thin.snapshot(lvm, group.name, name, origin=origin, facts=facts, read_only=False, tuning=tuning)
     return Volume(VolumeId.of(group, name), group, name, present_bytes, facts)

@@ -208,8 +208,8 @@ class Copier:
             self._grow(job.volume)
         else:
             self._copy_all(job, job.volume, job.source)
-        if job.volume.facts.get(fact.FORMATTED) == "btrfs":
-            btrfs.renew(self._kernel, self._inventory.activate(job.volume).path)
+        if contents.may_hold_btrfs(job.volume.facts):
+            self._renew(job.volume)
         self.jobs.check(job)
         group, name = job.volume.group.name, job.volume.name
         with self._engines.hold(group):
@@ -217,6 +217,12 @@ class Copier:
             volumes.mark(self._engines.lvm(group), group, name, old=old, new=new)
         if job.source is not None:
             self._drop(job.source)
+
+    def _renew(self, volume: Volume) -> None:
+        """A btrfs that was copied gets an id of its own; there is none where none was made."""
+        device = self._inventory.activate(volume).path
+        if fact.FORMATTED in volume.facts or btrfs.is_on(self._kernel, device):
+            btrfs.renew(self._kernel, device)
 
     def _grow(self, volume: Volume) -> None:
         """A volume that shares blocks begins as large as what it is made of."""

@@ -17,6 +17,11 @@ from agent.health import preflight
 from agent.service.server import Service
 
 
+@pytest.fixture(autouse=True)
+def nothing_behind() -> None:
+    """Callers meet Carver as it is: what is put off is put off."""
+
+
 @pytest.fixture
 def config(host: AnyHost, tmp_path: Path) -> Config:
     """One linear class, under the name that was recorded."""

@@ -175,6 +175,21 @@ def test_origin_and_copies_are_mounted_side_by_side_and_a_larger_copy_is_filled(
     client.unstage(origin.volume_id, host.directory / "origin")
 
 
+def test_a_copy_of_a_btrfs_that_nothing_tells_of_has_an_id_of_its_own(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    # The node died between the answer of a first staging and the tag that is written behind it.
+    use = mounted("btrfs")
+    origin = client.create("pvc-1", filesystem.FILE_SYSTEMS["btrfs"].minimum_bytes, use)
+    client.stage(origin, host.directory / "origin", use)
+    host.lvm("lvchange", "--deltag", "carver.formatted=btrfs", "--", f"{group}/vol-pvc-1")
+    snapshot = client.snapshot("1", origin.volume_id)
+    copy = client.create("pvc-2", 0, use, source=of_snapshot(snapshot.snapshot_id))
+    client.stage(copy, host.directory / "copy", use)
+    client.unstage(copy.volume_id, host.directory / "copy")
+    client.unstage(origin.volume_id, host.directory / "origin")
+
+
 def test_what_making_of_a_snapshot_and_of_a_volume_costs(
     client: Client, snapshot: csi.Snapshot, volume: csi.Volume, host: AnyHost
 ) -> None:
