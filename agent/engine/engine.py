@@ -88,6 +88,11 @@ class Engine:
         # What it was when it was looked at last, and when that was (epoch, seconds).
         self.last: report.Group | None = None
         self.time_seconds = 0.0
+        # What it was when it was here last, and when it was seen so.
+        self.seen: report.Group | None = None
+        self.seen_seconds = 0.0
+        # Whether a command may have changed it since.
+        self.is_changed = False
         # When that was tried last, whatever came of it.
         self.tried_seconds = 0.0
         self.problem: Exception | None = None
@@ -143,17 +148,19 @@ class Engine:
         Raises LvmError, GroupRefused, GroupSilent, GroupBusy.
         """
         with self._looks.turn():
-            before = self.state
+            before, self.is_changed = self.state, False
             try:
                 self.last = self._look()
             except errors.GroupRefused as error:
                 self.last, self.problem, self.time_seconds = None, error, time.time()
                 raise
             except Exception as error:
-                self.problem = error
+                self.problem, self.is_changed = error, True
                 raise
             else:
                 self.problem, self.time_seconds, self._rests_until = None, time.time(), 0.0
+                if self.last is not None:
+                    self.seen, self.seen_seconds = self.last, self.time_seconds
             finally:
                 self.tried_seconds = time.time()
                 self._tell(before)
@@ -312,6 +319,8 @@ class Engine:
                 seconds = time.monotonic() - stuck.since_seconds
                 raise lvm_errors.StillRunning(stuck.subcommand, seconds)
             self._stuck = None
+        if not only_looks(words):
+            self.is_changed = True
         try:
             return self._run(*words)
         except lvm_errors.CommandStuck as error:

@@ -268,7 +268,7 @@ class Inventory:
 
         Whoever looks so has `renew` look anew when it is due.
         """
-        self._glimpsed = True
+        self.leave_word()
         known = report.Report({one.name: one.last for one in self._engines if one.last is not None})
         if VolumeId.parse(volume_id) is None:
             return self.named(known, volume_id, ids.INLINE_PREFIX)
@@ -276,6 +276,14 @@ class Inventory:
             return self.get(known, volume_id)
         except (errors.NoSuchVolume, errors.OtherGroup):
             return None
+
+    def is_held(self, group: str, name: str) -> bool:
+        """Whether a logical volume is suspended on purpose: see `holding`."""
+        return (group, name) in self._held
+
+    def leave_word(self) -> None:
+        """Somebody goes by what was seen last: have `renew` look anew when it is due."""
+        self._glimpsed = True
 
     def outdate(self) -> None:
         """A disk changed, or may have: what is known need not be true any more."""
@@ -503,6 +511,10 @@ class Inventory:
             for name in self._devices.active(group):
                 if names.is_of(prefix, name):
                     yield group, name
+
+    def is_any_active(self, group: str) -> bool:
+        """Whether any logical volume of a group is active; no command."""
+        return bool(self._devices.active(group))
 
     def status(self, group: str, name: str) -> tuple[devices.Status, ...]:
         """What device-mapper says of an active logical volume, and of all that it stands on."""

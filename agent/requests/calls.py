@@ -277,6 +277,13 @@ class Topology:
             tuple(dict(one.segments) for one in wire.preferred),
         )
 
+    def includes(self, here: Mapping[str, str]) -> bool:
+        """Whether a node whose segments are `here` is asked for; any is where nothing is said."""
+        places = self.requisite or self.preferred
+        return not places or any(
+            all(here.get(key) == value for key, value in one.items()) for one in places
+        )
+
 
 @dataclass(frozen=True)
 class Source:
@@ -427,7 +434,12 @@ class Page:
     starting_token: str
 
     @classmethod
-    def from_proto(cls, wire: csi.ListVolumesRequest | csi.ListSnapshotsRequest) -> Self:
+    def from_proto(
+        cls,
+        wire: csi.ListVolumesRequest
+        | csi.ListSnapshotsRequest
+        | csi.ControllerListVolumeHealthRequest,
+    ) -> Self:
         """Read and check the request."""
         if wire.max_entries < 0:
             raise errors.BadField("max_entries", "must not be negative")
@@ -442,6 +454,7 @@ class CreateSnapshot:
     source_id: str
     size: Reserve | None
     about: Mapping[str, str]
+    topology: Topology = Topology()
 
     @classmethod
     def from_proto(cls, wire: csi.CreateSnapshotRequest) -> Self:
@@ -450,7 +463,8 @@ class CreateSnapshot:
         if not wire.source_volume_id:
             raise errors.Missing("source_volume_id")
         size, about = _of_snapshot(wire.parameters, _ABOUT_SNAPSHOT)
-        return cls(wire.name, wire.source_volume_id, size, about)
+        topology = Topology.from_proto(wire.accessibility_requirements)
+        return cls(wire.name, wire.source_volume_id, size, about, topology)
 
 
 @dataclass(frozen=True)
@@ -625,7 +639,28 @@ class At:
         return cls(_volume_id(wire.volume_id), wire.volume_path)
 
 
-def volume_id(wire: csi.DeleteVolumeRequest | csi.ControllerGetVolumeRequest) -> str:
+@dataclass(frozen=True)
+class HealthAt:
+    """NodeGetVolumeHealth: a volume, and where it is or should have been staged and published."""
+
+    volume_id: str
+    paths: tuple[str, ...] = ()
+
+    @classmethod
+    def from_proto(cls, wire: csi.NodeGetVolumeHealthRequest) -> Self:
+        """Read and check the request; both paths are optional."""
+        fields = ("volume_publish_path", "staging_target_path")
+        told = ((one, getattr(wire, one)) for one in fields)
+        return cls(
+            _volume_id(wire.volume_id), tuple(_path(field, path) for field, path in told if path)
+        )
+
+
+def volume_id(
+    wire: csi.DeleteVolumeRequest
+    | csi.ControllerGetVolumeRequest
+    | csi.ControllerGetVolumeHealthRequest,
+) -> str:
     """The volume that a request is about, where it says nothing else."""
     return _volume_id(wire.volume_id)
 
