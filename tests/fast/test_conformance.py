@@ -1,7 +1,9 @@
 """How csi-sanity's report is read, and what the document says of it."""
 
 import re
+from pathlib import Path
 
+import pytest
 from conformance import run
 
 COUNTED = re.compile(r"^\| (linear|thin) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", re.M)
@@ -30,3 +32,20 @@ def test_every_skipped_spec_is_listed_once_with_a_reason() -> None:
         assert (ran + skipped, passed + failed) == (total, ran)
         assert len(run.reasons()) == skipped
     assert all(run.reasons().values())
+
+
+def test_the_mistake_of_csi_sanity_is_corrected_once_and_missed_where_it_is_gone(
+    tmp_path: Path,
+) -> None:
+    name, wrong, right = run.MISTAKE
+    file = tmp_path / name
+    file.parent.mkdir(parents=True)
+    file.write_text(f"before\n\t{wrong}\nafter\n")
+    run.mend(tmp_path)
+    assert file.read_text() == f"before\n\t{right}\nafter\n"
+    with pytest.raises(ValueError, match="has not the mistake"):
+        run.mend(tmp_path)
+
+
+def test_the_document_names_the_version_that_is_run() -> None:
+    assert f"csi-sanity {run.VERSION.removeprefix('v')}" in run.REASONS.read_text()
