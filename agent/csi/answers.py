@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from google.protobuf import timestamp_pb2
 
-from agent.engine.inventory import Snapshot
+from agent.engine.records import Snapshot
 from agent.health.reasons import Condition
 from agent.health.volume_health import VolumeHealth
 from proto import csi_pb2 as csi

@@ -1,4 +1,4 @@
-"""What LVM says, kept recent for those who only glimpse at it: by events of disks and the clock.
+"""What LVM says, kept recent for those who only glimpse at it, by the clock; and events of disks.
 
 Nothing is read while nobody asks: an idle node runs no command.
 """
@@ -14,7 +14,7 @@ _log = logging.getLogger(__name__)
 
 _TURN_SECONDS = 2.0
 # A look costs a process only where something was written to the group.
-_SLOW_SECONDS = 60.0
+_DUE_SECONDS = 60.0
 
 
 class Watch:
@@ -48,10 +48,10 @@ class Watch:
         while not self._stopping.is_set():
             if events is None:
                 self._stopping.wait(_TURN_SECONDS)
-            elif events.wait(_TURN_SECONDS):
-                self._inventory.outdate()
+            elif (event := events.wait(_TURN_SECONDS)) is not None:
+                self._inventory.outdate(event.written)
             try:
-                self._inventory.renew(_SLOW_SECONDS)
+                self._inventory.renew(_DUE_SECONDS)
                 self._then()
             except Exception as error:
                 _log.error("LVM could not be looked at: %s", error)

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from agent import fact, ids
-from agent.engine import inventory
-from agent.engine.inventory import Inventory, Volume
+from agent.engine import records
+from agent.engine.inventory import Inventory
+from agent.engine.records import Volume
 from agent.health import reasons
 from agent.health.looks import Looks
 from agent.health.reasons import Condition, Reason
@@ -139,7 +140,7 @@ class Diagnosis:
         device = self._inventory.device(volume_id)
         if device is not None:
             found += self._of_device(_group_of(volume_id, volume), name, device, mounts)
-        for snapshot in inventory.snapshots_of(volume) if volume is not None else ():
+        for snapshot in records.snapshots_of(volume) if volume is not None else ():
             if not snapshot.problem and self._inventory.has_overflowed(snapshot):
                 found.append(overflowed(snapshot))
         return _Kernels(tuple(found), bool(told))
@@ -208,7 +209,7 @@ def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Conditi
             " grow to: in use it does not grow while it has copy-on-write snapshots. It grows when"
             " it is staged next, if its group has room then: restart its pod",
         )
-    for snapshot in inventory.snapshots_of(volume):
+    for snapshot in records.snapshots_of(volume):
         if snapshot.problem:
             yield overflowed(snapshot)
 
@@ -223,7 +224,7 @@ def _reported(volume: Volume) -> tuple[Reason, str]:
     return _REPORTED.get(volume.health, (Reason.LVM_REPORTS, _LOOK_CLOSER))
 
 
-def overflowed(snapshot: inventory.Snapshot) -> Condition:
+def overflowed(snapshot: records.Snapshot) -> Condition:
     """A copy-on-write snapshot is lost; its volume tells of it, as nobody else can."""
     why = snapshot.problem or "its area for what the volume overwrites was full"
     return Condition(

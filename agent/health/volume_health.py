@@ -11,13 +11,15 @@ from dataclasses import dataclass
 from agent import admission, errors, ids
 from agent.engine.engine import Engine
 from agent.engine.engines import Engines
-from agent.engine.inventory import Inventory, Volume
+from agent.engine.inventory import Inventory
+from agent.engine.records import Volume
 from agent.health import conditions, reasons
 from agent.health.conditions import Diagnosis
 from agent.health.reasons import Condition, Reason
 from agent.ids import VolumeId
-from agent.requests import calls, pages
-from agent.requests.pages import Part
+from agent.requests import pages
+from agent.requests.node import HealthAt
+from agent.requests.pages import Page, Part
 from lvm import command, names
 from lvm import errors as lvm_errors
 from lvm.report import Group, Report
@@ -69,7 +71,7 @@ class VolumesHealth:
             raise errors.NoSuchVolume(volume_id)
         return self._of(volume_id, parsed, by_node=False)
 
-    def on_node(self, call: calls.HealthAt) -> VolumeHealth:
+    def on_node(self, call: HealthAt) -> VolumeHealth:
         """The same of any volume that this node shall have, staged or not, inline ones too.
 
         Of a group that is not here it says so. Where paths are told, what is at them counts, too.
@@ -80,10 +82,10 @@ class VolumesHealth:
             found = self._inline(call.volume_id)
         else:
             found = self._of(call.volume_id, parsed, by_node=True)
-        gone = self._gone(places)
+        gone = self._gone(places) if places else ()
         return VolumeHealth(call.volume_id, reasons.distinct([*found.conditions, *gone]))
 
-    def list(self, page: calls.Page) -> Part[VolumeHealth]:
+    def list(self, page: Page) -> Part[VolumeHealth]:
         """The volumes of Carver's groups that something is known against, also of those away.
 
         Raises BadToken, and for a group that never answered what a look at it raises.

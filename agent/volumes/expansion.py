@@ -21,9 +21,9 @@ from dataclasses import replace
 from agent import errors, fact, ids
 from agent.engine import users
 from agent.engine.allocation import Carvings
-from agent.engine.inventory import Volume
 from agent.engine.means import Means
-from agent.requests import calls
+from agent.engine.records import Volume
+from agent.requests.volumes import ExpandVolume, SizeRange
 from lvm import errors as lvm_errors
 from lvm import layout, report, volumes
 
@@ -38,7 +38,7 @@ class Expander:
         self._inventory = means.inventory
         self._carvings = Carvings(means.config.classes, means.inventory)
 
-    def expand(self, call: calls.Expand) -> Volume:
+    def expand(self, call: ExpandVolume) -> Volume:
         """Make the volume at least as large as asked; one that already is, stays.
 
         Two commands at most; with copy-on-write snapshots one more, or two where it is in use: then
@@ -60,7 +60,7 @@ class Expander:
                 self._mark(volume, {})
         return replace(volume, size_bytes=max(wanted, volume.size_bytes))
 
-    def expand_in_use(self, call: calls.Expand) -> Volume:
+    def expand_in_use(self, call: ExpandVolume) -> Volume:
         """The same where the volume is used; raises CannotGrow where there is no room.
 
         A pod shall have what there is, as it cannot be anywhere else.
@@ -129,7 +129,7 @@ class Expander:
         )
 
 
-def _wanted_bytes(volume: Volume, size: calls.SizeRange) -> int:
+def _wanted_bytes(volume: Volume, size: SizeRange) -> int:
     """The size that is asked for, in whole extents; raises BadSize where it is above the limit."""
     extent = volume.group.extent_size_bytes
     wanted = layout.round_up(size.required_bytes, extent, volume.layout)

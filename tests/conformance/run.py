@@ -24,21 +24,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from vagrant import guest
 from vagrant.host import PROJECT
 
-MODULE, VERSION = "github.com/kubernetes-csi/csi-test/v5", "v5.6.0"
+MODULE, VERSION = "github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity", "v5.6.0"
 REASONS = PROJECT / "docs" / "conformance.md"
-# What 5.6.0 has wrong, in a file of its: it compares two messages with what Go keeps beside their
-# fields (sizeCache, set by sending one of them), so that no driver which says where a snapshot is
-# passes. Compared are their segments, which are all that they have.
-MISTAKE = (
-    "pkg/sanity/controller.go",
-    "Expect(topo).To(Equal(ni.GetAccessibleTopology()))",
-    "Expect(topo.GetSegments()).To(Equal(ni.GetAccessibleTopology().GetSegments()))",
-)
-# The installed service's own, which is linear, and one that guest.py serves.
+# The installed service's own, which is linear, and one that sanity.py serves.
 CLASSES = ("default", "thin")
-_CACHE = PROJECT / ".cache"
-_BIN = _CACHE / "bin"
-_GO = _CACHE / "go"
+_BIN = PROJECT / ".cache" / "bin"
+_GO = PROJECT / ".cache" / "go"
 _IN_GUEST = "/var/tmp/carver-conformance"
 
 
@@ -52,32 +43,13 @@ class Spec:
 
 
 def program() -> Path:
-    """csi-sanity, built of its Go module, once for each version, but for its mistake."""
-    built = _BIN / f"csi-sanity-{VERSION}"
-    if not built.exists():
-        words = [go(), "mod", "download", "-json", f"{MODULE}@{VERSION}"]
-        told = subprocess.run(words, check=True, capture_output=True, text=True, cwd=PROJECT)
-        source = _CACHE / f"csi-test-{VERSION}"
-        shutil.rmtree(source, ignore_errors=True)
-        # The module's own files are read-only.
-        shutil.copytree(json.loads(told.stdout)["Dir"], source, copy_function=shutil.copyfile)
-        mend(source)
-        subprocess.run(
-            [go(), "build", "-o", str(built), "./cmd/csi-sanity"],
-            check=True,
-            cwd=source,
-            env={**os.environ, "CGO_ENABLED": "0"},
-        )
-    return built
-
-
-def mend(source: Path) -> None:
-    """Correct the mistake; ValueError where it is not there any more, and this shall go."""
-    name, wrong, right = MISTAKE
-    text = (source / name).read_text()
-    if text.count(wrong) != 1:
-        raise ValueError(f"{name} of csi-sanity {VERSION} has not the mistake that is corrected")
-    (source / name).write_text(text.replace(wrong, right))
+    """csi-sanity, installed as its users do, once for each version."""
+    installed = _BIN / f"csi-sanity-{VERSION}"
+    if not installed.exists():
+        environment = {**os.environ, "CGO_ENABLED": "0", "GOBIN": str(_BIN)}
+        subprocess.run([go(), "install", f"{MODULE}@{VERSION}"], check=True, env=environment)
+        (_BIN / "csi-sanity").rename(installed)
+    return installed
 
 
 def go() -> str:
@@ -112,7 +84,7 @@ def log(device_class: str) -> Path:
 
 def run(device_class: str) -> int:
     """Run csi-sanity with one device class; return the exit code. The report stays in the guest."""
-    program_there = f"{guest.TREE}/tests/conformance/guest.py"
+    program_there = f"{guest.TREE}/tests/conformance/sanity.py"
     words = ["/opt/carver/venv/bin/python", program_there, device_class]
     with log(device_class).open("w") as said:
         ended = subprocess.run(guest.ssh(words), stdout=said, stderr=subprocess.STDOUT, check=False)

@@ -1,0 +1,294 @@
+"""What is wrong with a volume is told, with what to do about it."""
+
+import errno
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import expect
+import pytest
+from fakes.host import FakeHost
+from fakes.kernel import FakeKernel
+from fakes.lvm import FakeDisk
+
+from agent.csi.client import Client, block, mounted
+from agent.service.server import Service
+from lvm.command import Result
+from lvm.errors import LvmError
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+
+
+class Kernel(FakeKernel):
+    """Has one file system that does not answer any more."""
+
+    dead = ""
+
+    def lstat(self, path: str) -> os.stat_result:
+        self._refuse(path)
+        return super().lstat(path)
+
+    def statvfs(self, path: str) -> os.statvfs_result:
+        self._refuse(path)
+        return super().statvfs(path)
+
+    def _refuse(self, path: str) -> None:
+        if path == self.dead:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+
+
+@pytest.fixture
+def kernel(fake: FakeHost) -> Kernel:
+    assert isinstance(fake.kernel, Kernel)
+    return fake.kernel
+
+
+@pytest.fixture
+def fake(fake: FakeHost) -> FakeHost:
+    fake.kernel = Kernel(fake.block)
+    return fake
+
+
+@pytest.fixture
+def staged(client: Client, tmp_path: Path) -> csi.Volume:
+    volume = client.create("pvc-1", 320 * MIB)
+    client.stage(volume, tmp_path / "staging")
+    return volume
+
+
+def seen(
+    client: Client,
+    volume_id: str,
+    reason: str,
+    status: "csi.VolumeHealthErrorType.ValueType",
+) -> str:
+    """The message of the one thing that is wrong, as all three calls tell it."""
+    [listed] = client.unhealthy()
+    every = (client.volume_health(volume_id), client.node_health(volume_id), listed)
+    for health in every:
+        assert health.volume_id == volume_id
+        [found] = health.health_statuses
+        assert (found.reason, found.status) == (reason, status)
+    return every[0].health_statuses[0].message
+
+
+def test_a_volume_in_order_says_so(client: Client, staged: csi.Volume, tmp_path: Path) -> None:
+    staging = tmp_path / "staging"
+    for health in (
+        client.node_health(staged.volume_id),
+        client.node_health(staged.volume_id, tmp_path / "target", staging),
+        client.volume_health(staged.volume_id),
+    ):
+        assert health.volume_id == staged.volume_id
+        assert not health.health_statuses
+    assert client.unhealthy() == []
+
+
+def test_a_file_system_that_turned_read_only_is_told(
+    client: Client, staged: csi.Volume, kernel: Kernel, tmp_path: Path
+) -> None:
+    kernel.remount_read_only("/dev/mapper/data-vol--pvc--1")
+    found = seen(client, staged.volume_id, "FileSystemReadOnly", csi.INACCESSIBLE)
+    assert "turned read-only" in found
+    assert client.stats(staged.volume_id, tmp_path / "staging").usage
+
+
+def test_a_volume_that_was_asked_for_read_only_is_in_order(
+    client: Client, staged: csi.Volume, tmp_path: Path
+) -> None:
+    client.publish(staged, tmp_path / "staging", tmp_path / "target", read_only=True)
+    assert not client.node_health(staged.volume_id, tmp_path / "target").health_statuses
+
+
+@pytest.mark.parametrize(
+    ("fs_type", "reason", "status", "remedy"),
+    [
+        ("ext4", "FileSystemErrors", csi.DEGRADED, "staged again"),
+        ("btrfs", "MediumErrors", csi.DATA_LOSS, "scrub"),
+    ],
+)
+def test_errors_that_the_file_system_counted_are_told(
+    client: Client,
+    fake: FakeHost,
+    tmp_path: Path,
+    fs_type: str,
+    reason: str,
+    status: "csi.VolumeHealthErrorType.ValueType",
+    remedy: str,
+) -> None:
+    volume = client.create("pvc-1", 320 * MIB, mounted(fs_type))
+    client.stage(volume, tmp_path / "staging", mounted(fs_type))
+    fake.block.get("/dev/mapper/data-vol--pvc--1").media.errors = 3
+    found = seen(client, volume.volume_id, reason, status)
+    assert "errors_count 3" in found
+    assert remedy in found
+
+
+def test_a_file_system_that_does_not_answer_is_told_and_no_failure_of_the_call(
+    client: Client, staged: csi.Volume, kernel: Kernel, tmp_path: Path
+) -> None:
+    kernel.dead = str(tmp_path / "staging")
+    told = seen(client, staged.volume_id, "FileSystemNotResponding", csi.INACCESSIBLE)
+    assert "does not answer: Input/output error" in told
+    found = client.stats(staged.volume_id, tmp_path / "staging")
+    assert [one.total for one in found.usage] == [320 * MIB]
+
+
+@pytest.mark.parametrize(
+    ("health", "reason", "status", "remedy"),
+    [
+        ("partial", "DiskMissing", csi.INACCESSIBLE, "attach it again"),
+        ("refresh needed", "RaidDegraded", csi.DEGRADED, "lvchange --refresh data/vol-pvc-1"),
+        ("mismatches exist", "RaidMismatches", csi.DEGRADED, "--syncaction repair data/vol-pvc-1"),
+        ("failed", "CacheFailing", csi.DEGRADED, "lv_health_status"),
+        ("strange", "LvmReports", csi.DEGRADED, "lv_health_status"),
+    ],
+)
+def test_what_lvm_reports_against_a_volume_is_told(
+    client: Client,
+    service: Service,
+    staged: csi.Volume,
+    fake: FakeHost,
+    health: str,
+    reason: str,
+    status: "csi.VolumeHealthErrorType.ValueType",
+    remedy: str,
+) -> None:
+    fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = health
+    service.inventory.read()
+    told = seen(client, staged.volume_id, reason, status)
+    assert health in told
+    assert remedy in told
+    assert "(seen 0 s ago, at " in told
+
+
+# What is told of LVM, by a report that was read before
+
+
+def told(client: Client, volume: csi.Volume, path: Path) -> str:
+    """All of it that the node knows."""
+    found = client.node_health(volume.volume_id, staging_path=path).health_statuses
+    return "; ".join(one.message for one in found)
+
+
+def renew(service: Service) -> None:
+    """As the thread that watches does, when its time has come."""
+    for engine in service.engines:
+        engine.time_seconds = engine.tried_seconds = 0.0
+    service.inventory.renew(60.0)
+
+
+def test_health_is_what_lvm_said_last_and_no_process_is_started(
+    client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
+) -> None:
+    group = fake.lvm2.groups["data"]
+    # Without its only disk the group would not be here.
+    group.disks.append(FakeDisk("/dev/other", "other", 10))
+    service.inventory.read()
+    group.disks[0].missing = True
+    group.volumes["vol-pvc-1"].health = "partial"
+    before = len(fake.commands)
+    assert told(client, staged, tmp_path / "staging") == ""
+    assert len(fake.commands) == before
+
+    renew(service)
+    message = told(client, staged, tmp_path / "staging")
+    assert f"the disk {group.disks[0].uuid} is missing" in message
+    assert "restore the volume from a backup" in message
+    assert len(fake.commands) == before + 1
+
+    group.disks[0].missing = False
+    group.volumes["vol-pvc-1"].health = ""
+    renew(service)
+    assert told(client, staged, tmp_path / "staging") == ""
+
+
+def test_a_raw_block_volume_has_a_health_too(
+    client: Client, service: Service, fake: FakeHost, tmp_path: Path
+) -> None:
+    volume = client.create("pvc-1", 16 * MIB, block())
+    client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
+    fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
+    service.inventory.read()
+    assert "partial" in seen(client, volume.volume_id, "DiskMissing", csi.INACCESSIBLE)
+    assert client.stats(volume.volume_id, tmp_path / "target").usage[0].total == 16 * MIB
+
+
+def test_an_inline_volume_has_a_health_too_of_the_node_s(
+    client: Client, service: Service, fake: FakeHost, tmp_path: Path
+) -> None:
+    client.publish_inline("csi-1", tmp_path / "target", {"size": "64Mi"})
+    fake.lvm2.groups["data"].volumes["eph-csi-1"].health = "partial"
+    service.inventory.read()
+    [found] = client.node_health("csi-1", tmp_path / "target").health_statuses
+    assert "eph-csi-1 is partial" in found.message
+    with expect.code("NOT_FOUND"):
+        client.volume_health("csi-1")
+    assert client.unhealthy() == []
+
+
+def test_while_lvm_does_not_answer_what_it_said_before_is_told(
+    client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
+) -> None:
+    fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
+    service.inventory.read()
+    fake.intercept = lambda words: Result(5, "", "a disk hangs")
+    fake.lvm2.groups["data"].seqno += 1
+    renew(service)
+    assert "partial" in told(client, staged, tmp_path / "staging")
+    with pytest.raises(LvmError, match="a disk hangs"):
+        service.inventory.recent()
+
+
+def test_a_volume_that_no_report_has_yet_is_told_of_by_the_kernel_alone(
+    client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
+) -> None:
+    for engine in service.engines:
+        assert engine.last is not None
+        engine.last = replace(engine.last, volumes={})
+    fake.commands.clear()
+    assert told(client, staged, tmp_path / "staging") == ""
+    fake.lvm2.suspend("data", "vol-pvc-1")
+    assert "is suspended" in told(client, staged, tmp_path / "staging")
+    assert fake.commands == []
+
+
+def test_nothing_is_read_behind_anyone_s_back_while_nobody_asks(
+    client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
+) -> None:
+    before = len(fake.commands)
+    service.inventory._glimpsed = False
+    renew(service)
+    assert len(fake.commands) == before
+
+    client.node_health(staged.volume_id)
+    service.inventory.read()
+    service.inventory.renew(60.0)
+    assert len(fake.commands) == before + 1, "the report is new"
+
+    fake.lvm2.groups["data"].seqno += 1
+    service.inventory.outdate()
+    service.inventory.renew(60.0)
+    assert len(fake.commands) == before + 1, "new enough, also where a disk changed since"
+
+    for engine in service.engines:
+        engine.time_seconds = time.time() - 70
+    service.inventory.renew(60.0)
+    assert len(fake.commands) == before + 2, "and then it is not"
+
+
+def test_a_snapshot_that_ran_full_is_told_of_its_volume(
+    client: Client, service: Service, staged: csi.Volume, fake: FakeHost
+) -> None:
+    snapshot = client.snapshot("s", staged.volume_id)
+    # A volume is told of by its report, and its snapshots with it.
+    service.inventory.read()
+    fake.lvm2.wrote("/dev/mapper/data-vol--pvc--1", 320 * MIB)
+    found = seen(client, staged.volume_id, "SnapshotOverflowed", csi.DATA_LOSS)
+    assert f"snapshot {snapshot.snapshot_id} of it is of no use" in found
+    assert "delete it" in found
+    client.delete_snapshot(snapshot.snapshot_id)
+    renew(service)
+    assert not client.volume_health(staged.volume_id).health_statuses
