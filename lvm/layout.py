@@ -103,6 +103,12 @@ class Layout:
         return _KINDS[self.kind].metadata_extents > 0
 
     @property
+    def redundancy(self) -> int:
+        """How many disks may be lost, whichever they are, and nothing of a volume with them."""
+        kind = _KINDS[self.kind]
+        return self.mirrors if kind.mirrored else kind.parity
+
+    @property
     def metadata_extents(self) -> int:
         """Extents on each disk beside the data's."""
         return _KINDS[self.kind].metadata_extents

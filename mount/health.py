@@ -1,42 +1,67 @@
-"""What is wrong with a file system that is mounted: read from the kernel, without a process.
+"""What is wrong with a file system that is mounted: read from the kernel, without a process."""
 
-Each finding is a sentence that says what is wrong and what to do.
-"""
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from mount import table
 from mount.syscalls import Kernel
 from mount.table import Mount
 
 
-def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> tuple[str, ...]:
+class Kind(enum.Enum):
+    """Of what kind a problem is."""
+
+    READ_ONLY = "it takes no writes"
+    SILENT = "it does not answer"
+    ERRORS = "it has met errors in what it keeps"
+    MEDIUM_ERRORS = "its disk has failed it"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong, in a sentence that says what to do."""
+
+    kind: Kind
+    message: str
+
+
+def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Problem]:
     """What the kernel knows against a file system, seen through one of its mounts; else nothing."""
-    found = []
+    named = f"the {mount.fs_type} on {mount.source}"
     if _turned_read_only(mounts, mount):
-        found.append(
-            f"the {mount.fs_type} on {mount.source} turned read-only after an error; see the kernel"
-            " log (journalctl -k), stop the workload, and have the volume unstaged and staged again"
+        yield Problem(
+            Kind.READ_ONLY,
+            f"{named} turned read-only, as after an error; see the kernel log (journalctl -k), stop"
+            " the workload, and have the volume unstaged and staged again",
         )
     try:
         counters = kernel.error_counters(mount.fs_type, mount.device)
         kernel.lstat(mount.path)  # xfs answers EIO here once it was shut down (xfs_vn_getattr)
     except OSError as error:
-        found.append(
-            f"the {mount.fs_type} on {mount.source} does not answer: {error.strerror}; see whether"
-            " its disk is there and the kernel log (journalctl -k)"
+        yield Problem(
+            Kind.SILENT,
+            f"{named} does not answer: {error.strerror}; see whether its disk is there and the"
+            " kernel log (journalctl -k)",
         )
-    else:
-        counted = [f"{name} {count}" for name, count in counters.items() if count]
-        if counted:
-            found.append(
-                f"the {mount.fs_type} on {mount.source} has met errors ({', '.join(counted)}); see"
-                f" the kernel log (journalctl -k), back the data up, {_REMEDIES[mount.fs_type]}"
-            )
-    return tuple(found)
+        return
+    if counted := [f"{name} {count}" for name, count in counters.items() if count]:
+        kind, remedy = _COUNTED[mount.fs_type]
+        yield Problem(
+            kind,
+            f"{named} has met errors ({', '.join(counted)}); see the kernel log (journalctl -k),"
+            f" back the data up, {remedy}",
+        )
 
 
-_REMEDIES = {
-    "ext4": "then have the volume unstaged and staged again, which checks it",
-    "btrfs": "then scrub it, and reset the counters with `btrfs device stats --reset`",
+_COUNTED = {
+    # s_error_count: what ext4 found wrong in its own structures.
+    "ext4": (Kind.ERRORS, "then have the volume unstaged and staged again, which checks it"),
+    # btrfs(5), device stats: reads, writes and flushes that failed, and data with a wrong checksum.
+    "btrfs": (
+        Kind.MEDIUM_ERRORS,
+        "then scrub it, and reset the counters with `btrfs device stats --reset`",
+    ),
 }
 
 

@@ -28,6 +28,31 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _VolumeHealthErrorType:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _VolumeHealthErrorTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_VolumeHealthErrorType.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    UNKNOWN_VOLUME_HEALTH_TYPE: _VolumeHealthErrorType.ValueType  # 0
+    DEGRADED: _VolumeHealthErrorType.ValueType  # 1
+    """It can be used, but not as well as it should."""
+    INACCESSIBLE: _VolumeHealthErrorType.ValueType  # 2
+    """Of the Controller: from no node. Of a Node: from that one."""
+    DATA_LOSS: _VolumeHealthErrorType.ValueType  # 3
+    """Something is lost for good, or that must be feared."""
+
+class VolumeHealthErrorType(_VolumeHealthErrorType, metaclass=_VolumeHealthErrorTypeEnumTypeWrapper): ...
+
+UNKNOWN_VOLUME_HEALTH_TYPE: VolumeHealthErrorType.ValueType  # 0
+DEGRADED: VolumeHealthErrorType.ValueType  # 1
+"""It can be used, but not as well as it should."""
+INACCESSIBLE: VolumeHealthErrorType.ValueType  # 2
+"""Of the Controller: from no node. Of a Node: from that one."""
+DATA_LOSS: VolumeHealthErrorType.ValueType  # 3
+"""Something is lost for good, or that must be feared."""
+Global___VolumeHealthErrorType: _TypeAlias = VolumeHealthErrorType  # noqa: Y015
+
 class _BlockMetadataType:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -47,6 +72,25 @@ FIXED_LENGTH: BlockMetadataType.ValueType  # 1
 """Every range of the stream has the same length."""
 VARIABLE_LENGTH: BlockMetadataType.ValueType  # 2
 Global___BlockMetadataType: _TypeAlias = BlockMetadataType  # noqa: Y015
+
+class _StorageHealthErrorType:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StorageHealthErrorTypeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StorageHealthErrorType.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    UNKNOWN_STORAGE_HEALTH_ERROR_TYPE: _StorageHealthErrorType.ValueType  # 0
+    STORAGE_DEGRADED: _StorageHealthErrorType.ValueType  # 1
+    STORAGE_UNREACHABLE: _StorageHealthErrorType.ValueType  # 2
+    """Nothing of it can be reached from this node."""
+
+class StorageHealthErrorType(_StorageHealthErrorType, metaclass=_StorageHealthErrorTypeEnumTypeWrapper): ...
+
+UNKNOWN_STORAGE_HEALTH_ERROR_TYPE: StorageHealthErrorType.ValueType  # 0
+STORAGE_DEGRADED: StorageHealthErrorType.ValueType  # 1
+STORAGE_UNREACHABLE: StorageHealthErrorType.ValueType  # 2
+"""Nothing of it can be reached from this node."""
+Global___StorageHealthErrorType: _TypeAlias = StorageHealthErrorType  # noqa: Y015
 
 @_typing.final
 class GetPluginInfoRequest(_message.Message):
@@ -169,6 +213,8 @@ class PluginCapability(_message.Message):
             """Not every node reaches every volume: topology must be heeded. True of anything node-local."""
             GROUP_CONTROLLER_SERVICE: PluginCapability.Service._Type.ValueType  # 3
             SNAPSHOT_METADATA_SERVICE: PluginCapability.Service._Type.ValueType  # 4
+            SNAPSHOT_ACCESSIBILITY_CONSTRAINTS: PluginCapability.Service._Type.ValueType  # 5
+            """Not every node can make volumes of every snapshot. True of anything node-local, too."""
 
         class Type(_Type, metaclass=_TypeEnumTypeWrapper): ...
         UNKNOWN: PluginCapability.Service.Type.ValueType  # 0
@@ -177,6 +223,8 @@ class PluginCapability(_message.Message):
         """Not every node reaches every volume: topology must be heeded. True of anything node-local."""
         GROUP_CONTROLLER_SERVICE: PluginCapability.Service.Type.ValueType  # 3
         SNAPSHOT_METADATA_SERVICE: PluginCapability.Service.Type.ValueType  # 4
+        SNAPSHOT_ACCESSIBILITY_CONSTRAINTS: PluginCapability.Service.Type.ValueType  # 5
+        """Not every node can make volumes of every snapshot. True of anything node-local, too."""
 
         TYPE_FIELD_NUMBER: _builtins.int
         type: Global___PluginCapability.Service.Type.ValueType
@@ -1267,20 +1315,16 @@ class ListVolumesResponse(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         PUBLISHED_NODE_IDS_FIELD_NUMBER: _builtins.int
-        VOLUME_CONDITION_FIELD_NUMBER: _builtins.int
         @_builtins.property
         def published_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-        @_builtins.property
-        def volume_condition(self) -> Global___VolumeCondition: ...
         def __init__(
             self,
             *,
             published_node_ids: _abc.Iterable[_builtins.str] | None = ...,
-            volume_condition: Global___VolumeCondition | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["volume_condition", b"volume_condition"]  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["published_node_ids", b"published_node_ids", "volume_condition", b"volume_condition"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["published_node_ids", b"published_node_ids"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1327,6 +1371,194 @@ class ListVolumesResponse(_message.Message):
 Global___ListVolumesResponse: _TypeAlias = ListVolumesResponse  # noqa: Y015
 
 @_typing.final
+class ControllerListVolumeHealthRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SecretsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MAX_ENTRIES_FIELD_NUMBER: _builtins.int
+    STARTING_TOKEN_FIELD_NUMBER: _builtins.int
+    SECRETS_FIELD_NUMBER: _builtins.int
+    max_entries: _builtins.int
+    """Zero: no limit."""
+    starting_token: _builtins.str
+    """next_token of the page before."""
+    @_builtins.property
+    def secrets(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        max_entries: _builtins.int = ...,
+        starting_token: _builtins.str = ...,
+        secrets: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_entries", b"max_entries", "secrets", b"secrets", "starting_token", b"starting_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControllerListVolumeHealthRequest: _TypeAlias = ControllerListVolumeHealthRequest  # noqa: Y015
+
+@_typing.final
+class ControllerListVolumeHealthResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    NEXT_TOKEN_FIELD_NUMBER: _builtins.int
+    next_token: _builtins.str
+    """Empty: that was the last page."""
+    @_builtins.property
+    def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___VolumeHealth]:
+        """Volumes that nothing is known against are left out."""
+
+    def __init__(
+        self,
+        *,
+        entries: _abc.Iterable[Global___VolumeHealth] | None = ...,
+        next_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "next_token", b"next_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControllerListVolumeHealthResponse: _TypeAlias = ControllerListVolumeHealthResponse  # noqa: Y015
+
+@_typing.final
+class VolumeHealth(_message.Message):
+    """All that is known against a volume; nothing where it is well."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class VolumeHealthEntry(_message.Message):
+        """No two of a volume have the same status and reason. Each stays until it is over."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        STATUS_FIELD_NUMBER: _builtins.int
+        REASON_FIELD_NUMBER: _builtins.int
+        MESSAGE_FIELD_NUMBER: _builtins.int
+        status: Global___VolumeHealthErrorType.ValueType
+        reason: _builtins.str
+        """In CamelCase, for programs."""
+        message: _builtins.str
+        def __init__(
+            self,
+            *,
+            status: Global___VolumeHealthErrorType.ValueType = ...,
+            reason: _builtins.str = ...,
+            message: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "status", b"status"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    HEALTH_STATUSES_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    @_builtins.property
+    def health_statuses(self) -> _containers.RepeatedCompositeFieldContainer[Global___VolumeHealth.VolumeHealthEntry]: ...
+    def __init__(
+        self,
+        *,
+        volume_id: _builtins.str = ...,
+        health_statuses: _abc.Iterable[Global___VolumeHealth.VolumeHealthEntry] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["health_statuses", b"health_statuses", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___VolumeHealth: _TypeAlias = VolumeHealth  # noqa: Y015
+
+@_typing.final
+class ControllerGetVolumeHealthRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SecretsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    SECRETS_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    @_builtins.property
+    def secrets(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        volume_id: _builtins.str = ...,
+        secrets: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["secrets", b"secrets", "volume_id", b"volume_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControllerGetVolumeHealthRequest: _TypeAlias = ControllerGetVolumeHealthRequest  # noqa: Y015
+
+@_typing.final
+class ControllerGetVolumeHealthResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_HEALTH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def volume_health(self) -> Global___VolumeHealth: ...
+    def __init__(
+        self,
+        *,
+        volume_health: Global___VolumeHealth | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["volume_health", b"volume_health"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["volume_health", b"volume_health"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ControllerGetVolumeHealthResponse: _TypeAlias = ControllerGetVolumeHealthResponse  # noqa: Y015
+
+@_typing.final
 class ControllerGetVolumeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1354,20 +1586,16 @@ class ControllerGetVolumeResponse(_message.Message):
         DESCRIPTOR: _descriptor.Descriptor
 
         PUBLISHED_NODE_IDS_FIELD_NUMBER: _builtins.int
-        VOLUME_CONDITION_FIELD_NUMBER: _builtins.int
         @_builtins.property
         def published_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
-        @_builtins.property
-        def volume_condition(self) -> Global___VolumeCondition: ...
         def __init__(
             self,
             *,
             published_node_ids: _abc.Iterable[_builtins.str] | None = ...,
-            volume_condition: Global___VolumeCondition | None = ...,
         ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["volume_condition", b"volume_condition"]  # noqa: Y015
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
         def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["published_node_ids", b"published_node_ids", "volume_condition", b"volume_condition"]  # noqa: Y015
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["published_node_ids", b"published_node_ids"]  # noqa: Y015
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1611,11 +1839,13 @@ class ControllerServiceCapability(_message.Message):
             PUBLISH_READONLY: ControllerServiceCapability.RPC._Type.ValueType  # 8
             EXPAND_VOLUME: ControllerServiceCapability.RPC._Type.ValueType  # 9
             LIST_VOLUMES_PUBLISHED_NODES: ControllerServiceCapability.RPC._Type.ValueType  # 10
-            VOLUME_CONDITION: ControllerServiceCapability.RPC._Type.ValueType  # 11
             GET_VOLUME: ControllerServiceCapability.RPC._Type.ValueType  # 12
             SINGLE_NODE_MULTI_WRITER: ControllerServiceCapability.RPC._Type.ValueType  # 13
             MODIFY_VOLUME: ControllerServiceCapability.RPC._Type.ValueType  # 14
             GET_SNAPSHOT: ControllerServiceCapability.RPC._Type.ValueType  # 15
+            GET_VOLUME_HEALTH: ControllerServiceCapability.RPC._Type.ValueType  # 16
+            LIST_VOLUME_HEALTH: ControllerServiceCapability.RPC._Type.ValueType  # 17
+            """Demands GET_VOLUME_HEALTH."""
 
         class Type(_Type, metaclass=_TypeEnumTypeWrapper): ...
         UNKNOWN: ControllerServiceCapability.RPC.Type.ValueType  # 0
@@ -1629,11 +1859,13 @@ class ControllerServiceCapability(_message.Message):
         PUBLISH_READONLY: ControllerServiceCapability.RPC.Type.ValueType  # 8
         EXPAND_VOLUME: ControllerServiceCapability.RPC.Type.ValueType  # 9
         LIST_VOLUMES_PUBLISHED_NODES: ControllerServiceCapability.RPC.Type.ValueType  # 10
-        VOLUME_CONDITION: ControllerServiceCapability.RPC.Type.ValueType  # 11
         GET_VOLUME: ControllerServiceCapability.RPC.Type.ValueType  # 12
         SINGLE_NODE_MULTI_WRITER: ControllerServiceCapability.RPC.Type.ValueType  # 13
         MODIFY_VOLUME: ControllerServiceCapability.RPC.Type.ValueType  # 14
         GET_SNAPSHOT: ControllerServiceCapability.RPC.Type.ValueType  # 15
+        GET_VOLUME_HEALTH: ControllerServiceCapability.RPC.Type.ValueType  # 16
+        LIST_VOLUME_HEALTH: ControllerServiceCapability.RPC.Type.ValueType  # 17
+        """Demands GET_VOLUME_HEALTH."""
 
         TYPE_FIELD_NUMBER: _builtins.int
         type: Global___ControllerServiceCapability.RPC.Type.ValueType
@@ -1716,6 +1948,7 @@ class CreateSnapshotRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     SECRETS_FIELD_NUMBER: _builtins.int
     PARAMETERS_FIELD_NUMBER: _builtins.int
+    ACCESSIBILITY_REQUIREMENTS_FIELD_NUMBER: _builtins.int
     source_volume_id: _builtins.str
     name: _builtins.str
     """The caller's idempotency key."""
@@ -1723,6 +1956,10 @@ class CreateSnapshotRequest(_message.Message):
     def secrets(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def parameters(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def accessibility_requirements(self) -> Global___TopologyRequirement:
+        """Where volumes made from it must be reachable."""
+
     def __init__(
         self,
         *,
@@ -1730,10 +1967,11 @@ class CreateSnapshotRequest(_message.Message):
         name: _builtins.str = ...,
         secrets: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         parameters: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        accessibility_requirements: Global___TopologyRequirement | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accessibility_requirements", b"accessibility_requirements"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "parameters", b"parameters", "secrets", b"secrets", "source_volume_id", b"source_volume_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accessibility_requirements", b"accessibility_requirements", "name", b"name", "parameters", b"parameters", "secrets", b"secrets", "source_volume_id", b"source_volume_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1769,6 +2007,7 @@ class Snapshot(_message.Message):
     CREATION_TIME_FIELD_NUMBER: _builtins.int
     READY_TO_USE_FIELD_NUMBER: _builtins.int
     GROUP_SNAPSHOT_ID_FIELD_NUMBER: _builtins.int
+    ACCESSIBLE_TOPOLOGY_FIELD_NUMBER: _builtins.int
     size_bytes: _builtins.int
     """The least size of a volume made from it. Zero: not known."""
     snapshot_id: _builtins.str
@@ -1779,6 +2018,10 @@ class Snapshot(_message.Message):
     """Empty: taken alone."""
     @_builtins.property
     def creation_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def accessible_topology(self) -> _containers.RepeatedCompositeFieldContainer[Global___Topology]:
+        """Volumes can be made from it at any of these places."""
+
     def __init__(
         self,
         *,
@@ -1788,10 +2031,11 @@ class Snapshot(_message.Message):
         creation_time: _timestamp_pb2.Timestamp | None = ...,
         ready_to_use: _builtins.bool = ...,
         group_snapshot_id: _builtins.str = ...,
+        accessible_topology: _abc.Iterable[Global___Topology] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["creation_time", b"creation_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["creation_time", b"creation_time", "group_snapshot_id", b"group_snapshot_id", "ready_to_use", b"ready_to_use", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "source_volume_id", b"source_volume_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accessible_topology", b"accessible_topology", "creation_time", b"creation_time", "group_snapshot_id", b"group_snapshot_id", "ready_to_use", b"ready_to_use", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "source_volume_id", b"source_volume_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2957,20 +3201,16 @@ class NodeGetVolumeStatsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     USAGE_FIELD_NUMBER: _builtins.int
-    VOLUME_CONDITION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def usage(self) -> _containers.RepeatedCompositeFieldContainer[Global___VolumeUsage]: ...
-    @_builtins.property
-    def volume_condition(self) -> Global___VolumeCondition: ...
     def __init__(
         self,
         *,
         usage: _abc.Iterable[Global___VolumeUsage] | None = ...,
-        volume_condition: Global___VolumeCondition | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["volume_condition", b"volume_condition"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage", "volume_condition", b"volume_condition"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -3020,28 +3260,142 @@ class VolumeUsage(_message.Message):
 Global___VolumeUsage: _TypeAlias = VolumeUsage  # noqa: Y015
 
 @_typing.final
-class VolumeCondition(_message.Message):
-    """A volume's health. The Controller's answers carry it too."""
-
+class NodeGetVolumeHealthRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    ABNORMAL_FIELD_NUMBER: _builtins.int
-    MESSAGE_FIELD_NUMBER: _builtins.int
-    abnormal: _builtins.bool
-    message: _builtins.str
+    VOLUME_ID_FIELD_NUMBER: _builtins.int
+    VOLUME_PUBLISH_PATH_FIELD_NUMBER: _builtins.int
+    STAGING_TARGET_PATH_FIELD_NUMBER: _builtins.int
+    volume_id: _builtins.str
+    volume_publish_path: _builtins.str
+    """Where it is published or staged, or should have been; empty where that was never tried."""
+    staging_target_path: _builtins.str
     def __init__(
         self,
         *,
-        abnormal: _builtins.bool = ...,
-        message: _builtins.str = ...,
+        volume_id: _builtins.str = ...,
+        volume_publish_path: _builtins.str = ...,
+        staging_target_path: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abnormal", b"abnormal", "message", b"message"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["staging_target_path", b"staging_target_path", "volume_id", b"volume_id", "volume_publish_path", b"volume_publish_path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___VolumeCondition: _TypeAlias = VolumeCondition  # noqa: Y015
+Global___NodeGetVolumeHealthRequest: _TypeAlias = NodeGetVolumeHealthRequest  # noqa: Y015
+
+@_typing.final
+class NodeGetVolumeHealthResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VOLUME_HEALTH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def volume_health(self) -> Global___VolumeHealth: ...
+    def __init__(
+        self,
+        *,
+        volume_health: Global___VolumeHealth | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["volume_health", b"volume_health"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["volume_health", b"volume_health"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeGetVolumeHealthResponse: _TypeAlias = NodeGetVolumeHealthResponse  # noqa: Y015
+
+@_typing.final
+class NodeGetStorageHealthRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class SecretsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SECRETS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def secrets(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        secrets: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["secrets", b"secrets"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeGetStorageHealthRequest: _TypeAlias = NodeGetStorageHealthRequest  # noqa: Y015
+
+@_typing.final
+class NodeGetStorageHealthResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class StorageBackendHealth(_message.Message):
+        """No two have the same status, reason and capability."""
+
+        DESCRIPTOR: _descriptor.Descriptor
+
+        STATUS_FIELD_NUMBER: _builtins.int
+        REASON_FIELD_NUMBER: _builtins.int
+        MESSAGE_FIELD_NUMBER: _builtins.int
+        VOLUME_CAPABILITY_FIELD_NUMBER: _builtins.int
+        status: Global___StorageHealthErrorType.ValueType
+        reason: _builtins.str
+        """In CamelCase, for programs."""
+        message: _builtins.str
+        @_builtins.property
+        def volume_capability(self) -> Global___VolumeCapability:
+            """Absent: volumes of every kind are affected."""
+
+        def __init__(
+            self,
+            *,
+            status: Global___StorageHealthErrorType.ValueType = ...,
+            reason: _builtins.str = ...,
+            message: _builtins.str = ...,
+            volume_capability: Global___VolumeCapability | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["volume_capability", b"volume_capability"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "status", b"status", "volume_capability", b"volume_capability"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    BACKEND_HEALTH_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def backend_health(self) -> _containers.RepeatedCompositeFieldContainer[Global___NodeGetStorageHealthResponse.StorageBackendHealth]: ...
+    def __init__(
+        self,
+        *,
+        backend_health: _abc.Iterable[Global___NodeGetStorageHealthResponse.StorageBackendHealth] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend_health", b"backend_health"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___NodeGetStorageHealthResponse: _TypeAlias = NodeGetStorageHealthResponse  # noqa: Y015
 
 @_typing.final
 class NodeGetCapabilitiesRequest(_message.Message):
@@ -3096,18 +3450,20 @@ class NodeServiceCapability(_message.Message):
             STAGE_UNSTAGE_VOLUME: NodeServiceCapability.RPC._Type.ValueType  # 1
             GET_VOLUME_STATS: NodeServiceCapability.RPC._Type.ValueType  # 2
             EXPAND_VOLUME: NodeServiceCapability.RPC._Type.ValueType  # 3
-            VOLUME_CONDITION: NodeServiceCapability.RPC._Type.ValueType  # 4
             SINGLE_NODE_MULTI_WRITER: NodeServiceCapability.RPC._Type.ValueType  # 5
             VOLUME_MOUNT_GROUP: NodeServiceCapability.RPC._Type.ValueType  # 6
+            GET_VOLUME_HEALTH: NodeServiceCapability.RPC._Type.ValueType  # 7
+            GET_STORAGE_HEALTH: NodeServiceCapability.RPC._Type.ValueType  # 8
 
         class Type(_Type, metaclass=_TypeEnumTypeWrapper): ...
         UNKNOWN: NodeServiceCapability.RPC.Type.ValueType  # 0
         STAGE_UNSTAGE_VOLUME: NodeServiceCapability.RPC.Type.ValueType  # 1
         GET_VOLUME_STATS: NodeServiceCapability.RPC.Type.ValueType  # 2
         EXPAND_VOLUME: NodeServiceCapability.RPC.Type.ValueType  # 3
-        VOLUME_CONDITION: NodeServiceCapability.RPC.Type.ValueType  # 4
         SINGLE_NODE_MULTI_WRITER: NodeServiceCapability.RPC.Type.ValueType  # 5
         VOLUME_MOUNT_GROUP: NodeServiceCapability.RPC.Type.ValueType  # 6
+        GET_VOLUME_HEALTH: NodeServiceCapability.RPC.Type.ValueType  # 7
+        GET_STORAGE_HEALTH: NodeServiceCapability.RPC.Type.ValueType  # 8
 
         TYPE_FIELD_NUMBER: _builtins.int
         type: Global___NodeServiceCapability.RPC.Type.ValueType

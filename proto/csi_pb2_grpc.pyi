@@ -57,6 +57,8 @@ class ControllerStub:
     ControllerUnpublishVolume: _grpc.UnaryUnaryMultiCallable[_csi_pb2.ControllerUnpublishVolumeRequest, _csi_pb2.ControllerUnpublishVolumeResponse]
     ValidateVolumeCapabilities: _grpc.UnaryUnaryMultiCallable[_csi_pb2.ValidateVolumeCapabilitiesRequest, _csi_pb2.ValidateVolumeCapabilitiesResponse]
     ListVolumes: _grpc.UnaryUnaryMultiCallable[_csi_pb2.ListVolumesRequest, _csi_pb2.ListVolumesResponse]
+    ControllerListVolumeHealth: _grpc.UnaryUnaryMultiCallable[_csi_pb2.ControllerListVolumeHealthRequest, _csi_pb2.ControllerListVolumeHealthResponse]
+    ControllerGetVolumeHealth: _grpc.UnaryUnaryMultiCallable[_csi_pb2.ControllerGetVolumeHealthRequest, _csi_pb2.ControllerGetVolumeHealthResponse]
     GetCapacity: _grpc.UnaryUnaryMultiCallable[_csi_pb2.GetCapacityRequest, _csi_pb2.GetCapacityResponse]
     ControllerGetCapabilities: _grpc.UnaryUnaryMultiCallable[_csi_pb2.ControllerGetCapabilitiesRequest, _csi_pb2.ControllerGetCapabilitiesResponse]
     CreateSnapshot: _grpc.UnaryUnaryMultiCallable[_csi_pb2.CreateSnapshotRequest, _csi_pb2.CreateSnapshotResponse]
@@ -105,6 +107,18 @@ class ControllerServicer:
         request: _csi_pb2.ListVolumesRequest,
         context: _grpc.ServicerContext,
     ) -> _csi_pb2.ListVolumesResponse: ...
+
+    def ControllerListVolumeHealth(
+        self,
+        request: _csi_pb2.ControllerListVolumeHealthRequest,
+        context: _grpc.ServicerContext,
+    ) -> _csi_pb2.ControllerListVolumeHealthResponse: ...
+
+    def ControllerGetVolumeHealth(
+        self,
+        request: _csi_pb2.ControllerGetVolumeHealthRequest,
+        context: _grpc.ServicerContext,
+    ) -> _csi_pb2.ControllerGetVolumeHealthResponse: ...
 
     def GetCapacity(
         self,
@@ -233,6 +247,8 @@ class NodeStub:
     NodePublishVolume: _grpc.UnaryUnaryMultiCallable[_csi_pb2.NodePublishVolumeRequest, _csi_pb2.NodePublishVolumeResponse]
     NodeUnpublishVolume: _grpc.UnaryUnaryMultiCallable[_csi_pb2.NodeUnpublishVolumeRequest, _csi_pb2.NodeUnpublishVolumeResponse]
     NodeGetVolumeStats: _grpc.UnaryUnaryMultiCallable[_csi_pb2.NodeGetVolumeStatsRequest, _csi_pb2.NodeGetVolumeStatsResponse]
+    NodeGetVolumeHealth: _grpc.UnaryUnaryMultiCallable[_csi_pb2.NodeGetVolumeHealthRequest, _csi_pb2.NodeGetVolumeHealthResponse]
+    NodeGetStorageHealth: _grpc.UnaryUnaryMultiCallable[_csi_pb2.NodeGetStorageHealthRequest, _csi_pb2.NodeGetStorageHealthResponse]
     NodeExpandVolume: _grpc.UnaryUnaryMultiCallable[_csi_pb2.NodeExpandVolumeRequest, _csi_pb2.NodeExpandVolumeResponse]
     NodeGetCapabilities: _grpc.UnaryUnaryMultiCallable[_csi_pb2.NodeGetCapabilitiesRequest, _csi_pb2.NodeGetCapabilitiesResponse]
     NodeGetInfo: _grpc.UnaryUnaryMultiCallable[_csi_pb2.NodeGetInfoRequest, _csi_pb2.NodeGetInfoResponse]
@@ -269,6 +285,18 @@ class NodeServicer:
         request: _csi_pb2.NodeGetVolumeStatsRequest,
         context: _grpc.ServicerContext,
     ) -> _csi_pb2.NodeGetVolumeStatsResponse: ...
+
+    def NodeGetVolumeHealth(
+        self,
+        request: _csi_pb2.NodeGetVolumeHealthRequest,
+        context: _grpc.ServicerContext,
+    ) -> _csi_pb2.NodeGetVolumeHealthResponse: ...
+
+    def NodeGetStorageHealth(
+        self,
+        request: _csi_pb2.NodeGetStorageHealthRequest,
+        context: _grpc.ServicerContext,
+    ) -> _csi_pb2.NodeGetStorageHealthResponse: ...
 
     def NodeExpandVolume(
         self,

@@ -17,7 +17,9 @@ from agent.engine.allocation import Carvings
 from agent.engine.engines import Engines
 from agent.engine.host import Host
 from agent.engine.inventory import Inventory
+from agent.health import conditions
 from agent.health.conditions import Diagnosis
+from agent.health.reasons import Condition
 from lvm import names, report
 from lvm.devices import Device
 from mount import errors as mount_errors
@@ -62,6 +64,15 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Health:
+    """Something that is wrong, in the words of docs/health.md."""
+
+    status: str
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
 class Volume:
     """A volume of Carver's. Used and total bytes are None unless a file system is mounted.
 
@@ -80,7 +91,7 @@ class Volume:
     places: tuple[Place, ...]
     total_bytes: int | None
     used_bytes: int | None
-    problems: tuple[str, ...]
+    health: tuple[Health, ...]
 
 
 @dataclass(frozen=True)
@@ -110,7 +121,7 @@ class Snapshot:
     taken_seconds: int
     area_bytes: int | None
     area_percent: float | None
-    problems: tuple[str, ...]
+    health: tuple[Health, ...]
 
 
 @dataclass(frozen=True)
@@ -133,7 +144,8 @@ def read(settings: Config, host: Host) -> Overview:
     """Look at everything once; raises what lvm2's report raises, and NotReady."""
     known = known_to(settings, host)
     now, carvings = known.recent()[0], Carvings(settings.classes, known)
-    diagnosis, mounts = Diagnosis(host.kernel, known), table.read(host.kernel)
+    diagnosis = Diagnosis(host.kernel, host.devices, known)
+    mounts = table.read(host.kernel)
     return Overview(
         node=settings.node_id,
         driver=settings.driver_name,
@@ -197,7 +209,7 @@ def _snapshot(one: records.Snapshot) -> Snapshot:
         taken_seconds=one.time_nanoseconds // 10**9,
         area_bytes=one.area_bytes if kept else None,
         area_percent=logical.data_percent if kept else None,
-        problems=(one.problem,) if one.problem else (),
+        health=tuple(_health([conditions.overflowed(one)])) if one.problem else (),
     )
 
 
@@ -206,7 +218,7 @@ def _volume(
     mounts: Table,
     one: records.Volume,
     device: Device | None,
-    problems: tuple[str, ...],
+    found_wrong: Iterable[Condition],
 ) -> Volume:
     found = [] if device is None else users.places(kernel, mounts, device)
     use = _use(kernel, found)
@@ -225,13 +237,18 @@ def _volume(
         places=tuple(Place(place.path, place.read_only) for place in found),
         total_bytes=use.total_bytes if use else None,
         used_bytes=use.used_bytes if use else None,
-        problems=problems,
+        health=tuple(_health(found_wrong)),
     )
+
+
+def _health(found: Iterable[Condition]) -> Iterator[Health]:
+    for one in found:
+        yield Health(one.reason.of_volume, one.reason.word, one.message)
 
 
 def _use(kernel: Kernel, found: Sequence[Mount]) -> usage.Usage | None:
     """How full the volume's file system is, by its first place, if that is a mount of one."""
     if found and found[0].root == "/":
-        with suppress(mount_errors.MountError):  # it does not answer, and `problems` says so
+        with suppress(mount_errors.MountError):  # it does not answer, and its health says so
             return usage.of(kernel, found[0].path)
     return None

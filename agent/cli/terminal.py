@@ -146,12 +146,12 @@ def _details(seen: Overview) -> Iterable[RenderableType]:
         for one in seen.volumes
         for at in one.places
     ]
-    troubles = [(one.name, one.problems) for one in seen.volumes]
-    troubles += [(one.name, one.problems) for one in seen.snapshots]
+    troubles = [(one.name, one.health) for one in seen.volumes]
+    troubles += [(one.name, one.health) for one in seen.snapshots]
     lines += [
-        Text(f"{name}: {problem}", style="bold red")
-        for name, problems in troubles
-        for problem in problems
+        Text(f"{name}: {told.status} {told.reason}: {told.message}", style="bold red")
+        for name, health in troubles
+        for told in health
     ]
     if lines:
         yield ""

@@ -73,29 +73,31 @@ class Manual:
 
     def show_all(self, *, as_json: bool, names_only: bool) -> None:
         """Show all volumes."""
-        entries = self._caller.entries()
+        found = self._caller.volumes()
         if names_only:
-            print(*(_name(one.volume) for one in entries), sep="\n")
-        elif as_json:
-            print(_json([_told(one.volume, one.status.volume_condition) for one in entries]))
+            print(*map(_name, found), sep="\n")
+            return
+        ill = {one.volume_id: one for one in self._caller.unhealthy()}
+        health = [ill.get(one.volume_id, csi.VolumeHealth()) for one in found]
+        if as_json:
+            print(_json([_told(*one) for one in zip(found, health, strict=True)]))
         else:
-            made = terminal.table("VOLUME", "SIZE", "GROUP", "CLASS", "CONDITION", right=("SIZE",))
-            for one in entries:
-                volume, told = one.volume, one.status.volume_condition
+            made = terminal.table("VOLUME", "SIZE", "GROUP", "CLASS", "HEALTH", right=("SIZE",))
+            for volume, told in zip(found, health, strict=True):
                 group = ids.group_of(volume.volume_id)
                 made.add_row(
                     _name(volume),
                     terminal.human(volume.capacity_bytes),
                     group,
                     volume.volume_context.get("carver/class", ""),
-                    told.message,
+                    "\n".join(_words(told)),
                 )
             terminal.console().print(made)
 
     def show(self, name: str, *, as_json: bool) -> None:
         """Show one volume, and where it is."""
         answer = self._caller.volume(self._find(name).volume_id)
-        told = _told(answer.volume, answer.status.volume_condition)
+        told = _told(answer.volume, self._caller.volume_health(answer.volume.volume_id))
         told["places"] = [str(one) for one in self._places(answer.volume)]
         if as_json:
             print(_json(told))
@@ -244,16 +246,23 @@ def _name(volume: csi.Volume) -> str:
     return names.readable(ids.VOLUME_PREFIX, _logical(volume))
 
 
-def _told(volume: csi.Volume, condition: csi.VolumeCondition) -> dict[str, Any]:
+def _told(volume: csi.Volume, health: csi.VolumeHealth) -> dict[str, Any]:
     """What the service tells of a volume, for people and for programs."""
     return {
         "name": _name(volume),
         "id": volume.volume_id,
         "size_bytes": volume.capacity_bytes,
         **dict(sorted(volume.volume_context.items())),
-        "abnormal": condition.abnormal,
-        "condition": condition.message,
+        "health": _words(health),
     }
+
+
+def _words(health: csi.VolumeHealth) -> list[str]:
+    """What is known against a volume, a line each: status, reason, and what to do."""
+    return [
+        f"{csi.VolumeHealthErrorType.Name(one.status)} {one.reason}: {one.message}"
+        for one in health.health_statuses
+    ]
 
 
 def _told_snapshot(snapshot: csi.Snapshot) -> dict[str, Any]:

@@ -158,6 +158,11 @@ class Config:
         return None
 
     @property
+    def here(self) -> dict[str, str]:
+        """The segments of this node's topology."""
+        return {self.topology_key: self.node_id}
+
+    @property
     def topology_key(self) -> str:
         """The label by which the cluster tells the nodes of this driver apart."""
         return f"topology.{self.driver_name}/node"

@@ -1,33 +1,67 @@
-"""Conditions and snapshots, as CSI tells of them."""
+"""Health and snapshots, as CSI tells of them."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping
 
 from google.protobuf import timestamp_pb2
 
 from agent.engine.records import Snapshot
+from agent.health.reasons import Condition
+from agent.health.volume_health import VolumeHealth
 from proto import csi_pb2 as csi
 
+_Backend = csi.NodeGetStorageHealthResponse.StorageBackendHealth
 
-def condition(problems: Sequence[str]) -> csi.VolumeCondition:
-    """The condition that these problems make."""
-    return csi.VolumeCondition(
-        abnormal=bool(problems), message="; ".join(problems) or "no problem is known"
+
+def volume_health(one: VolumeHealth) -> csi.VolumeHealth:
+    """What is known against a volume, by whichever service."""
+    now = time.time()
+    return csi.VolumeHealth(
+        volume_id=one.volume_id,
+        health_statuses=[
+            csi.VolumeHealth.VolumeHealthEntry(
+                status=csi.VolumeHealthErrorType.Value(told.reason.of_volume),
+                reason=told.reason.word,
+                message=told.told(now),
+            )
+            for told in one.conditions
+        ],
     )
 
 
-def snapshot(one: Snapshot) -> csi.Snapshot:
-    """What the Controller and the GroupController answer of a snapshot."""
+def storage_health(one: Condition) -> _Backend:
+    """What is known against the node's storage."""
+    return _Backend(
+        status=csi.StorageHealthErrorType.Value(one.reason.of_storage),
+        reason=one.reason.word,
+        message=one.told(time.time()),
+        volume_capability=_CAPABILITIES.get(one.reason.access),
+    )
+
+
+_CAPABILITIES = {
+    "block": csi.VolumeCapability(block=csi.VolumeCapability.BlockVolume()),
+    "mount": csi.VolumeCapability(mount=csi.VolumeCapability.MountVolume()),
+}
+
+
+def snapshot(one: Snapshot, here: Mapping[str, str]) -> csi.Snapshot:
+    """What the Controller and the GroupController answer of a snapshot on this node.
+
+    Volumes of it can be made where its group is, so `here`.
+    """
     return csi.Snapshot(
         size_bytes=one.size_bytes,
         snapshot_id=str(one.id),
         source_volume_id=str(one.source_id),
-        creation_time=time(one.time_nanoseconds),
+        creation_time=time_of(one.time_nanoseconds),
         ready_to_use=one.is_ready,
         group_snapshot_id=one.group_snapshot_id,
+        accessible_topology=[csi.Topology(segments=here)],
     )
 
 
-def time(nanoseconds: int) -> timestamp_pb2.Timestamp:
+def time_of(nanoseconds: int) -> timestamp_pb2.Timestamp:
     """A moment, from the nanoseconds of the epoch."""
     moment = timestamp_pb2.Timestamp()
     moment.FromNanoseconds(nanoseconds)

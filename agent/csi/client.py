@@ -124,17 +124,43 @@ class Client:
 
     def volumes(self) -> list[csi.Volume]:
         """All volumes."""
-        return [entry.volume for entry in self.entries()]
-
-    def entries(self) -> list[csi.ListVolumesResponse.Entry]:
-        """All volumes, each with its status."""
         response = self.controller.ListVolumes(csi.ListVolumesRequest(), timeout=self._timeout)
-        return list(response.entries)
+        return [entry.volume for entry in response.entries]
 
     def volume(self, volume_id: str) -> csi.ControllerGetVolumeResponse:
         """One volume, with its status."""
         request = csi.ControllerGetVolumeRequest(volume_id=volume_id)
         return self.controller.ControllerGetVolume(request, timeout=self._timeout)
+
+    def volume_health(self, volume_id: str) -> csi.VolumeHealth:
+        """What the Controller knows against a volume."""
+        request = csi.ControllerGetVolumeHealthRequest(volume_id=volume_id)
+        answer = self.controller.ControllerGetVolumeHealth(request, timeout=self._timeout)
+        return answer.volume_health
+
+    def unhealthy(self) -> list[csi.VolumeHealth]:
+        """The volumes that something is known against."""
+        request = csi.ControllerListVolumeHealthRequest()
+        answer = self.controller.ControllerListVolumeHealth(request, timeout=self._timeout)
+        return list(answer.entries)
+
+    def node_health(
+        self, volume_id: str, publish_path: Path | str = "", staging_path: Path | str = ""
+    ) -> csi.VolumeHealth:
+        """What the Node knows against a volume, in use or not."""
+        request = csi.NodeGetVolumeHealthRequest(
+            volume_id=volume_id,
+            volume_publish_path=str(publish_path),
+            staging_target_path=str(staging_path),
+        )
+        return self.node.NodeGetVolumeHealth(request, timeout=self._timeout).volume_health
+
+    def storage_health(self) -> list[csi.NodeGetStorageHealthResponse.StorageBackendHealth]:
+        """What the Node knows against its storage."""
+        answer = self.node.NodeGetStorageHealth(
+            csi.NodeGetStorageHealthRequest(), timeout=self._timeout
+        )
+        return list(answer.backend_health)
 
     def confirms(self, volume_id: str, capability: csi.VolumeCapability) -> bool:
         """Whether a volume can be used so."""

@@ -6,8 +6,8 @@ from google.protobuf import wrappers_pb2
 from agent import fact, ids
 from agent.config.settings import Config
 from agent.csi import answers
-from agent.engine.records import Volume
-from agent.health.conditions import Diagnosis
+from agent.engine.records import Snapshot, Volume
+from agent.health.volume_health import VolumesHealth
 from agent.locks import VolumeLocks
 from agent.requests import checks, pages, snapshots, volumes
 from agent.requests.capabilities import BLOCK
@@ -30,14 +30,14 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         provision: Provisioner,
         expander: Expander,
         snapshotter: Snapshotter,
-        diagnosis: Diagnosis,
+        health: VolumesHealth,
         locks: VolumeLocks,
     ) -> None:
         self._config = config
         self._provision = provision
         self._expander = expander
         self._snapshotter = snapshotter
-        self._diagnosis = diagnosis
+        self._health = health
         self._locks = locks
 
     def CreateVolume(  # noqa: N802
@@ -84,17 +84,26 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ListVolumesResponse:
         """List this node's volumes, part by part."""
         part = self._provision.list(pages.Page.from_proto(request))
-        mounts = self._diagnosis.mounts()
         entries = [
-            csi.ListVolumesResponse.Entry(
-                volume=self._volume(volume),
-                status=csi.ListVolumesResponse.VolumeStatus(
-                    volume_condition=answers.condition(self._diagnosis.of(volume, mounts))
-                ),
-            )
-            for volume in part.entries
+            csi.ListVolumesResponse.Entry(volume=self._volume(volume)) for volume in part.entries
         ]
         return csi.ListVolumesResponse(entries=entries, next_token=part.next_token)
+
+    def ControllerListVolumeHealth(  # noqa: N802
+        self, request: csi.ControllerListVolumeHealthRequest, context: grpc.ServicerContext
+    ) -> csi.ControllerListVolumeHealthResponse:
+        """List the volumes that something is known against, part by part."""
+        part = self._health.list(pages.Page.from_proto(request))
+        return csi.ControllerListVolumeHealthResponse(
+            entries=map(answers.volume_health, part.entries), next_token=part.next_token
+        )
+
+    def ControllerGetVolumeHealth(  # noqa: N802
+        self, request: csi.ControllerGetVolumeHealthRequest, context: grpc.ServicerContext
+    ) -> csi.ControllerGetVolumeHealthResponse:
+        """What is known against one volume."""
+        found = self._health.get(checks.volume_id(request.volume_id))
+        return csi.ControllerGetVolumeHealthResponse(volume_health=answers.volume_health(found))
 
     def GetCapacity(  # noqa: N802
         self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
@@ -112,9 +121,8 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ControllerGetVolumeResponse:
         """One volume."""
         volume = self._provision.get(checks.volume_id(request.volume_id))
-        status = csi.ControllerGetVolumeResponse.VolumeStatus(
-            volume_condition=answers.condition(self._diagnosis.of(volume))
-        )
+        # The status has to be there (CSI spec), with nothing to say.
+        status = csi.ControllerGetVolumeResponse.VolumeStatus()
         return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
 
     def ControllerExpandVolume(  # noqa: N802
@@ -148,7 +156,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         name = self._snapshotter.logical_name(call.name)
         with self._locks.hold(name, ids.logical_name(call.source_id)):
             snapshot = self._snapshotter.create(call)
-        return csi.CreateSnapshotResponse(snapshot=answers.snapshot(snapshot))
+        return csi.CreateSnapshotResponse(snapshot=self._snapshot(snapshot))
 
     def DeleteSnapshot(  # noqa: N802
         self, request: csi.DeleteSnapshotRequest, context: grpc.ServicerContext
@@ -165,7 +173,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """All snapshots, or those of a volume, or one; in parts where the caller wants that."""
         part = self._snapshotter.list(snapshots.ListSnapshots.from_proto(request))
         entries = [
-            csi.ListSnapshotsResponse.Entry(snapshot=answers.snapshot(one)) for one in part.entries
+            csi.ListSnapshotsResponse.Entry(snapshot=self._snapshot(one)) for one in part.entries
         ]
         return csi.ListSnapshotsResponse(entries=entries, next_token=part.next_token)
 
@@ -174,7 +182,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.GetSnapshotResponse:
         """One snapshot."""
         snapshot = self._snapshotter.get(checks.snapshot_id(request.snapshot_id))
-        return csi.GetSnapshotResponse(snapshot=answers.snapshot(snapshot))
+        return csi.GetSnapshotResponse(snapshot=self._snapshot(snapshot))
 
     def ControllerGetCapabilities(  # noqa: N802
         self, request: csi.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
@@ -185,7 +193,8 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             _Rpc.LIST_VOLUMES,
             _Rpc.GET_CAPACITY,
             _Rpc.GET_VOLUME,
-            _Rpc.VOLUME_CONDITION,
+            _Rpc.GET_VOLUME_HEALTH,
+            _Rpc.LIST_VOLUME_HEALTH,
             _Rpc.SINGLE_NODE_MULTI_WRITER,
             _Rpc.CREATE_DELETE_SNAPSHOT,
             _Rpc.LIST_SNAPSHOTS,
@@ -198,13 +207,15 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         capabilities = [csi.ControllerServiceCapability(rpc=_Rpc(type=one)) for one in offered]
         return csi.ControllerGetCapabilitiesResponse(capabilities=capabilities)
 
+    def _snapshot(self, one: Snapshot) -> csi.Snapshot:
+        return answers.snapshot(one, self._config.here)
+
     def _volume(self, volume: Volume) -> csi.Volume:
-        here = csi.Topology(segments={self._config.topology_key: self._config.node_id})
         return csi.Volume(
             volume_id=str(volume.id),
             capacity_bytes=volume.size_bytes,
             volume_context=context_of(volume.facts),
-            accessible_topology=[here],
+            accessible_topology=[csi.Topology(segments=self._config.here)],
             content_source=_content_source(volume),
         )
 

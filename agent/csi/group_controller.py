@@ -3,6 +3,7 @@
 import grpc
 
 from agent import ids
+from agent.config.settings import Config
 from agent.csi import answers
 from agent.locks import VolumeLocks
 from agent.requests import snapshots
@@ -16,7 +17,8 @@ _Rpc = csi.GroupControllerServiceCapability.RPC
 class GroupController(csi_pb2_grpc.GroupControllerServicer):
     """The GroupController service."""
 
-    def __init__(self, snapshotter: GroupSnapshotter, locks: VolumeLocks) -> None:
+    def __init__(self, config: Config, snapshotter: GroupSnapshotter, locks: VolumeLocks) -> None:
+        self._config = config
         self._snapshotter = snapshotter
         self._locks = locks
 
@@ -37,7 +39,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         sources = map(ids.logical_name, call.source_ids)
         with self._locks.hold(self._snapshotter.logical_name(call.name), *sources):
             made = self._snapshotter.create(call)
-        return csi.CreateVolumeGroupSnapshotResponse(group_snapshot=_group_snapshot(made))
+        return csi.CreateVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(made))
 
     def DeleteVolumeGroupSnapshot(  # noqa: N802
         self, request: csi.DeleteVolumeGroupSnapshotRequest, context: grpc.ServicerContext
@@ -53,13 +55,12 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
     ) -> csi.GetVolumeGroupSnapshotResponse:
         """One group snapshot."""
         found = self._snapshotter.get(snapshots.KnownGroupSnapshot.from_proto(request))
-        return csi.GetVolumeGroupSnapshotResponse(group_snapshot=_group_snapshot(found))
+        return csi.GetVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(found))
 
-
-def _group_snapshot(one: GroupSnapshot) -> csi.VolumeGroupSnapshot:
-    return csi.VolumeGroupSnapshot(
-        group_snapshot_id=one.id,
-        snapshots=map(answers.snapshot, one.snapshots),
-        creation_time=answers.time(one.time_nanoseconds),
-        ready_to_use=one.is_ready,
-    )
+    def _group_snapshot(self, one: GroupSnapshot) -> csi.VolumeGroupSnapshot:
+        return csi.VolumeGroupSnapshot(
+            group_snapshot_id=one.id,
+            snapshots=[answers.snapshot(each, self._config.here) for each in one.snapshots],
+            creation_time=answers.time_of(one.time_nanoseconds),
+            ready_to_use=one.is_ready,
+        )

@@ -31,11 +31,12 @@ class Identity(csi_pb2_grpc.IdentityServicer):
     def GetPluginCapabilities(  # noqa: N802
         self, request: csi.GetPluginCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginCapabilitiesResponse:
-        """Volumes are made here, belong to one node, and grow while in use."""
+        """Volumes and snapshots are made here, belong to one node; volumes grow while in use."""
         services = (
             _Service.CONTROLLER_SERVICE,
             _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,
             _Service.GROUP_CONTROLLER_SERVICE,
+            _Service.SNAPSHOT_ACCESSIBILITY_CONSTRAINTS,
         )
         capabilities = [
             csi.PluginCapability(service=_Service(type=service)) for service in services

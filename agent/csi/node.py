@@ -5,6 +5,8 @@ import grpc
 from agent import ids
 from agent.config.settings import Config
 from agent.csi import answers
+from agent.health.storage_health import StorageHealth
+from agent.health.volume_health import VolumesHealth
 from agent.locks import VolumeLocks
 from agent.publish.inline import Ephemeral
 from agent.publish.staging import Access, Statistics
@@ -25,12 +27,16 @@ class Node(csi_pb2_grpc.NodeServicer):
         expander: Expander,
         access: Access,
         ephemeral: Ephemeral,
+        health: VolumesHealth,
+        storage: StorageHealth,
         locks: VolumeLocks,
     ) -> None:
         self._config = config
         self._expander = expander
         self._access = access
         self._ephemeral = ephemeral
+        self._health = health
+        self._storage = storage
         self._locks = locks
 
     def NodeStageVolume(  # noqa: N802
@@ -79,12 +85,23 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeGetVolumeStats(  # noqa: N802
         self, request: csi.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeStatsResponse:
-        """Measure how large and how full the volume is, and say what is wrong with it."""
+        """Measure how large and how full the volume is."""
         call = node.VolumeAt.from_volume_path(request)
-        found = self._access.statistics(call)
-        return csi.NodeGetVolumeStatsResponse(
-            usage=_usage(found), volume_condition=answers.condition(found.problems)
-        )
+        return csi.NodeGetVolumeStatsResponse(usage=_usage(self._access.statistics(call)))
+
+    def NodeGetVolumeHealth(  # noqa: N802
+        self, request: csi.NodeGetVolumeHealthRequest, context: grpc.ServicerContext
+    ) -> csi.NodeGetVolumeHealthResponse:
+        """What is known against a volume of this node's, be it in use or not."""
+        found = self._health.on_node(node.HealthAt.from_proto(request))
+        return csi.NodeGetVolumeHealthResponse(volume_health=answers.volume_health(found))
+
+    def NodeGetStorageHealth(  # noqa: N802
+        self, request: csi.NodeGetStorageHealthRequest, context: grpc.ServicerContext
+    ) -> csi.NodeGetStorageHealthResponse:
+        """What is known against this node's groups, and against what Carver needs beside them."""
+        found = self._storage.conditions()
+        return csi.NodeGetStorageHealthResponse(backend_health=map(answers.storage_health, found))
 
     def NodeExpandVolume(  # noqa: N802
         self, request: csi.NodeExpandVolumeRequest, context: grpc.ServicerContext
@@ -105,7 +122,8 @@ class Node(csi_pb2_grpc.NodeServicer):
         offered = (
             _Rpc.STAGE_UNSTAGE_VOLUME,
             _Rpc.GET_VOLUME_STATS,
-            _Rpc.VOLUME_CONDITION,
+            _Rpc.GET_VOLUME_HEALTH,
+            _Rpc.GET_STORAGE_HEALTH,
             _Rpc.EXPAND_VOLUME,
             _Rpc.SINGLE_NODE_MULTI_WRITER,
         )
@@ -119,9 +137,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         return csi.NodeGetInfoResponse(
             node_id=self._config.node_id,
             max_volumes_per_node=self._config.max_volumes_per_node,
-            accessible_topology=csi.Topology(
-                segments={self._config.topology_key: self._config.node_id}
-            ),
+            accessible_topology=csi.Topology(segments=self._config.here),
         )
 
 

@@ -90,6 +90,9 @@ class Engine:
         # What it was when it was looked at last, and when that was (epoch, seconds).
         self.last: report.Group | None = None
         self.time_seconds = 0.0
+        # What it was when it was here last, and when it was seen so.
+        self.seen: report.Group | None = None
+        self.seen_seconds = 0.0
         # When that was tried last, whatever came of it.
         self.tried_seconds = 0.0
         self.problem: Exception | None = None
@@ -110,7 +113,7 @@ class Engine:
         # The tags that volumes shall bear, by the volumes' UUIDs, until they are written.
         self._promised: dict[str, frozenset[str]] = {}
         self._behind = Behind(name, self.settle)
-        # Whether something may have been changed since the last look behind the answers.
+        # Whether a command that changes it ended since a look at it began.
         self._changed = False
         # Until when nobody waits for it who does not need it (monotonic, seconds).
         self._rests_until = 0.0
@@ -137,6 +140,11 @@ class Engine:
         return self.problem is None and self.state in ("ready", "partial")
 
     @property
+    def is_changed(self) -> bool:
+        """Whether something may have changed it since it was looked at with success."""
+        return self._changed or self._stuck is not None or self.problem is not None
+
+    @property
     def is_outdated(self) -> bool:
         """Whether a disk came, went or changed since it was looked at."""
         return self._moved
@@ -156,7 +164,7 @@ class Engine:
         Raises LvmError, GroupRefused, GroupSilent, GroupBusy.
         """
         with self._looks.turn():
-            before = self.state
+            before, self._changed = self.state, False
             # Before the look: what is written meanwhile is in it, or still here.
             promised = dict(self._promised)
             try:
@@ -169,6 +177,8 @@ class Engine:
                 raise
             else:
                 self.problem, self.time_seconds, self._rests_until = None, time.time(), 0.0
+                if self.last is not None:
+                    self.seen, self.seen_seconds = self.last, self.time_seconds
             finally:
                 self.tried_seconds = time.time()
                 self._tell(before)
@@ -239,7 +249,6 @@ class Engine:
         # Where somebody waits to change it, or looks, the look is his.
         is_free = not self.queue.is_taken and not self._looks.is_taken
         if is_free and not is_ending:
-            self._changed = False
             self.look()
 
     def stop(self) -> None:
@@ -406,7 +415,6 @@ class Engine:
                 raise lvm_errors.StillRunning(stuck.subcommand, seconds)
             self._stuck = None
         try:
-            self._changed = self._changed or not only_looks(words)
             return self._run(*words)
         except lvm_errors.CommandStuck as error:
             self._known, self._stuck = None, _Stuck(words[1], error.ended, time.monotonic())
@@ -414,6 +422,10 @@ class Engine:
         except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
             self._known = None
             raise
+        finally:
+            # Not before: a look beside it may have seen what was there until then.
+            if not only_looks(words):
+                self._changed = True
 
 
 def _with_tags(

@@ -58,6 +58,10 @@ class Engines:
                 found = self._engines.get(name) or self._add(name)
         return found
 
+    def known(self, name: str) -> Engine | None:
+        """The same, without a look at any disk: None also where nobody asked for it yet."""
+        return self._engines.get(name)
+
     def has(self, name: str) -> bool:
         """Whether a group of that name is on this node, also one that no class names."""
         return name in names_of(self.scan())

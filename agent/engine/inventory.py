@@ -41,8 +41,7 @@ class Inventory:
         self._groups = engines.names
         self._foundations = foundations
         self._held: frozenset[tuple[str, str]] = frozenset()
-        # Whether a disk changed since the groups were looked at last, and whether anyone cares.
-        self._outdated = False
+        # Whether anyone went by what was seen since the groups were looked at last.
         self._glimpsed = False
 
     def read(self, *groups: str) -> report.Report:
@@ -53,7 +52,6 @@ class Inventory:
         Raises LvmError, GroupRefused, GroupSilent, TooManyCalls, Starting.
         """
         admission.enter()
-        self._outdated = False
         wanted = groups or self._groups
         seen = {one: self._engines.of(one) for one in wanted}
         looked = {name: one.look() for name, one in seen.items() if one is not None}
@@ -140,7 +138,7 @@ class Inventory:
 
         Whoever looks so has `renew` look anew when it is due.
         """
-        self._glimpsed = True
+        self.leave_word()
         known = report.Report({one.name: one.last for one in self._engines if one.last is not None})
         if VolumeId.parse(volume_id) is None:
             return self.named(known, volume_id, ids.INLINE_PREFIX)
@@ -149,20 +147,23 @@ class Inventory:
         except (errors.NoSuchVolume, errors.OtherGroup):
             return None
 
-    def outdate(self, written: str | None = None) -> None:
-        """A disk changed, or may have: what is known need not be true any more.
+    def is_held(self, group: str, name: str) -> bool:
+        """Whether a logical volume is suspended on purpose: see `holding`."""
+        return (group, name) in self._held
 
-        See `Engines.outdate`.
-        """
-        self._outdated = True
+    def leave_word(self) -> None:
+        """Somebody goes by what was seen last: have `renew` look anew when it is due."""
+        self._glimpsed = True
+
+    def outdate(self, written: str | None = None) -> None:
+        """A disk changed, or may have: see `Engines.outdate`."""
         self._engines.outdate(written)
 
-    def renew(self, slow_seconds: float) -> None:
-        """Look for those who glimpse, where that was long ago; sooner where a disk changed."""
+    def renew(self, due_seconds: float) -> None:
+        """Look for those who glimpse, where that was so long ago."""
         oldest = min((one.time_seconds for one in self._engines), default=0.0)
-        due_seconds = _RECENT_SECONDS if self._outdated else slow_seconds
         if self._glimpsed and abs(time.time() - oldest) >= due_seconds:
-            self._glimpsed = self._outdated = False
+            self._glimpsed = False
             wait([one.look_behind() for one in self._engines], _BEHIND_SECONDS)
 
     def require_group_of(self, known: report.Report, identity: str) -> None:
@@ -381,6 +382,10 @@ class Inventory:
             for name in self._devices.active(group):
                 if names.is_of(prefix, name):
                     yield group, name
+
+    def is_any_active(self, group: str) -> bool:
+        """Whether any logical volume of a group is active; no command."""
+        return bool(self._devices.active(group))
 
     def status(self, group: str, name: str) -> tuple[devices.Status, ...]:
         """What device-mapper says of an active logical volume, and of all that it stands on."""

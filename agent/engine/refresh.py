@@ -1,4 +1,4 @@
-"""What LVM says, kept recent for those who only glimpse at it: by events of disks and the clock.
+"""What LVM says, kept recent for those who only glimpse at it, by the clock; and events of disks.
 
 Nothing is read while nobody asks: an idle node runs no command.
 """
@@ -13,9 +13,8 @@ from lvm.events import DiskEvents
 _log = logging.getLogger(__name__)
 
 _TURN_SECONDS = 2.0
-# Without udev nothing tells of a change but looking.
-_SLOW_SECONDS = 300.0
-_SLOW_WITHOUT_EVENTS_SECONDS = 60.0
+# A look costs a process only where something was written to the group.
+_DUE_SECONDS = 60.0
 
 
 class Watch:
@@ -46,14 +45,13 @@ class Watch:
 
     def _run(self) -> None:
         events = self._listen()
-        slow_seconds = _SLOW_SECONDS if events else _SLOW_WITHOUT_EVENTS_SECONDS
         while not self._stopping.is_set():
             if events is None:
                 self._stopping.wait(_TURN_SECONDS)
             elif (event := events.wait(_TURN_SECONDS)) is not None:
                 self._inventory.outdate(event.written)
             try:
-                self._inventory.renew(slow_seconds)
+                self._inventory.renew(_DUE_SECONDS)
                 self._then()
             except Exception as error:
                 _log.error("LVM could not be looked at: %s", error)

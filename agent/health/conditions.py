@@ -1,90 +1,244 @@
 """What is wrong with a volume: by LVM's report, by device-mapper, and by its file system.
 
-Each finding is a sentence that says what is wrong and what to do, and is gone once that was done.
-Nothing here starts a process: the report is one that was read before.
+Each finding has a reason and a sentence that says what is wrong and what to do, and is gone once
+that was done. Nothing here starts a process: the report is one that was read before.
 """
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from agent import fact, ids
 from agent.engine import records
 from agent.engine.inventory import Inventory
 from agent.engine.records import Volume
-from lvm import caches, pools, tags
+from agent.health import reasons
+from agent.health.looks import Looks
+from agent.health.reasons import Condition, Reason
+from lvm import caches, pools, report, tags
 from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, WriteCache
+from lvm.devices import Device, Devices
 from mount import health, table
 from mount.syscalls import Kernel
-from mount.table import Mount
 
 # A pool that is fuller than this has had its warnings; what extends pools does so long before.
 _FULL_PERCENT = 90.0
+# How long whoever asks waits for the kernel, and from when on a device is taken for dead: a busy
+# node is slow at anything.
+PATIENCE_SECONDS = 2.0
+_DEAD_SECONDS = 10.0
+# Nobody holds a volume for so long on purpose, but for a group snapshot, of which Carver knows.
+SETTLING_SECONDS = 1.0
 
-# lv_health_status, by lvmreport(7) and lib/report/report.c of lvm2.
-_REMEDIES = {
-    "refresh needed": "a disk of it was away; run `lvchange --refresh {0}`",
-    "mismatches exist": "its copies differ; run `lvchange --syncaction repair {0}`",
+# lv_health_status, by lvmreport(7) and lib/report/report.c of lvm2: of volumes in whose place
+# device-mapper does not speak for itself.
+_REPORTED = {
+    "refresh needed": (
+        Reason.RAID_DEGRADED,
+        "a disk of it was away; run `lvchange --refresh {0}`",
+    ),
+    "mismatches exist": (
+        Reason.RAID_MISMATCHES,
+        "its copies differ; run `lvchange --syncaction repair {0}`",
+    ),
+    "out_of_data": (Reason.POOL_FULL, "add a disk to the group (`vgextend`), or delete volumes"),
+    "error": (Reason.WRITE_CACHE_ERRORS, "writes may be lost; look at `dmesg`"),
 }
+_LOOK_CLOSER = "look with `lvs -o +lv_health_status` and at `dmesg`"
+
+
+class _Kernels(NamedTuple):
+    """What the kernel tells of a volume, and whether device-mapper says how its disks are."""
+
+    conditions: tuple[Condition, ...] = ()
+    tells: bool = False
 
 
 class Diagnosis:
     """Looks at volumes of the inventory, on the kernel."""
 
-    def __init__(self, kernel: Kernel, known: Inventory) -> None:
+    def __init__(self, kernel: Kernel, kernel_devices: Devices, known: Inventory) -> None:
         self._kernel = kernel
+        self._devices = kernel_devices
         self._inventory = known
+        self._looks: Looks[_Kernels] = Looks()
+        # For tests.
+        self.settling_seconds = SETTLING_SECONDS
 
     def mounts(self) -> table.Table:
         """The mount table, for who asks about many volumes: then it is read once."""
         return table.read(self._kernel)
 
-    def of(self, volume: Volume, mounts: table.Table | None = None) -> tuple[str, ...]:
-        """What is known against a volume of a report, used or not; usually nothing."""
-        mounts = mounts or self.mounts()
-        device = self._inventory.device(str(volume.id))
-        mounted = [] if device is None else mounts.of_device(device.number)
-        whole = next((one for one in mounted if one.root == "/"), None)
-        return (
-            *by_report(volume),
-            *self._by_kernel(str(volume.id), volume, mounts, whole),
-        )
+    def of(
+        self,
+        volume: Volume,
+        mounts: table.Table | None = None,
+        *,
+        seen_seconds: float = 0.0,
+        until_seconds: float | None = None,
+    ) -> tuple[Condition, ...]:
+        """What is known against a volume of a report, used or not; usually nothing.
 
-    def in_use(self, volume_id: str, mounts: table.Table, mounted: Mount | None) -> tuple[str, ...]:
-        """The same for a volume at work, seen through a mount of its file system, if it has one.
-
-        What LVM says against it is what it said last: see `Inventory.glimpse`.
+        `seen_seconds` (epoch) is when the report was read. The kernel is waited for until
+        `until_seconds` (monotonic), or for a moment.
         """
-        volume = self._inventory.glimpse(volume_id)
-        return (
-            *(by_report(volume) if volume else ()),
-            *self._by_kernel(volume_id, volume, mounts, mounted),
-        )
+        by_kernel = self._by_kernel(str(volume.id), volume, mounts, until_seconds)
+        reported = by_report(volume, kernel_tells=by_kernel.tells)
+        return reasons.distinct([*reasons.aged(reported, seen_seconds), *by_kernel.conditions])
+
+    def by_kernel(self, volume_id: str) -> tuple[Condition, ...]:
+        """The same of a volume that no report has yet, or whose report is of no use."""
+        return reasons.distinct(self._by_kernel(volume_id, None, None, None).conditions)
+
+    def of_pool(
+        self, group: report.Group, name: str, until_seconds: float
+    ) -> tuple[Condition, ...]:
+        """What device-mapper says against a thin pool itself."""
+        named = f"thin pool {group.name}/{name}"
+
+        def look() -> _Kernels:
+            told = pools.status_of(self._inventory.status(group.name, name))
+            if told is None:
+                return _Kernels()
+            return _Kernels(tuple(_of_pool(told, named, has_all=has_all(group, name))))
+
+        return self._waited(f"pool {group.name}/{name}", named, look, until_seconds).conditions
 
     def _by_kernel(
-        self, volume_id: str, volume: Volume | None, mounts: table.Table, mounted: Mount | None
-    ) -> Iterator[str]:
-        name, found = ids.logical_name(volume_id), self._inventory.status_of(volume_id)
-        yield from by_device_mapper(name, found, volume is not None and _has_all(volume))
-        if mounted is not None:
-            yield from health.problems(self._kernel, mounts, mounted)
+        self,
+        volume_id: str,
+        volume: Volume | None,
+        mounts: table.Table | None,
+        until_seconds: float | None,
+    ) -> _Kernels:
+        def look() -> _Kernels:
+            return self._look(volume_id, volume, mounts or self.mounts())
+
+        if until_seconds is None:
+            until_seconds = time.monotonic() + PATIENCE_SECONDS
+        named = f"logical volume {ids.logical_name(volume_id)}"
+        return self._waited(volume_id, named, look, until_seconds)
+
+    def _waited(
+        self, what: str, named: str, look: Callable[[], _Kernels], until_seconds: float
+    ) -> _Kernels:
+        seen = self._looks.at(what, look, until_seconds)
+        known = seen.value or _Kernels()
+        if seen.hanging_seconds < _DEAD_SECONDS:
+            return known
+        silent = Condition(
+            Reason.DEVICE_NOT_RESPONDING,
+            f"the kernel has not told of {named} for {seen.hanging_seconds:.0f} s, as when a disk"
+            " under it does not answer; look at `dmesg`",
+        )
+        return _Kernels((*known.conditions, silent), known.tells)
+
+    def _look(self, volume_id: str, volume: Volume | None, mounts: table.Table) -> _Kernels:
+        name, told = ids.logical_name(volume_id), self._inventory.status_of(volume_id)
+        # What a pool has promised, a report says: without one it may well have kept it.
+        found = [*by_device_mapper(name, told, volume is None or _has_all(volume))]
+        device = self._inventory.device(volume_id)
+        if device is not None:
+            found += self._of_device(_group_of(volume_id, volume), name, device, mounts)
+        for snapshot in records.snapshots_of(volume) if volume is not None else ():
+            if not snapshot.problem and self._inventory.has_overflowed(snapshot):
+                found.append(overflowed(snapshot))
+        return _Kernels(tuple(found), bool(told))
+
+    def _of_device(
+        self, group: str, name: str, device: Device, mounts: table.Table
+    ) -> Iterator[Condition]:
+        if self._is_left_suspended(group, name):
+            yield Condition(
+                Reason.DEVICE_SUSPENDED,
+                f"logical volume {group}/{name} is suspended, and whoever reads or writes there"
+                f" waits: run `dmsetup resume {device.path}` if lvm2 is not at work on it; the next"
+                " change of the group by Carver does it, too",
+            )
+        mounted = mounts.of_device(device.number)
+        whole = next((one for one in mounted if one.root == "/"), None)
+        if whole is not None:
+            for problem in health.problems(self._kernel, mounts, whole):
+                yield Condition(_OF_FILE_SYSTEMS[problem.kind], problem.message)
+
+    def _is_left_suspended(self, group: str, name: str) -> bool:
+        """Whether a volume is suspended, and not for the moment that a change of it takes."""
+        if not self._is_suspended(group, name):
+            return False
+        time.sleep(self.settling_seconds)
+        return self._is_suspended(group, name)
+
+    def _is_suspended(self, group: str, name: str) -> bool:
+        return not self._inventory.is_held(group, name) and self._devices.is_suspended(group, name)
 
 
-def by_report(volume: Volume) -> Iterator[str]:
-    """What LVM's report says against a volume and its snapshots."""
+def _group_of(volume_id: str, volume: Volume | None) -> str:
+    """The group's name; empty for an inline volume that no report has yet."""
+    parsed = ids.VolumeId.parse(volume_id)
+    if parsed is not None:
+        return parsed.group
+    return volume.group.name if volume is not None else ""
+
+
+_OF_FILE_SYSTEMS = {
+    health.Kind.READ_ONLY: Reason.FILE_SYSTEM_READ_ONLY,
+    health.Kind.SILENT: Reason.FILE_SYSTEM_NOT_RESPONDING,
+    health.Kind.ERRORS: Reason.FILE_SYSTEM_ERRORS,
+    health.Kind.MEDIUM_ERRORS: Reason.MEDIUM_ERRORS,
+}
+
+
+def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Condition]:
+    """What LVM's report says against a volume and its snapshots.
+
+    What lvm2 itself has from device-mapper is left to that, where it speaks (`kernel_tells`): it
+    is the first to know that something is over, and nothing of it is in the metadata.
+    """
     name = f"{volume.group.name}/{volume.name}"
     if volume.health == "partial":
-        yield f"logical volume {name} is partial: {_missing(volume)}"
-    elif volume.health:
-        remedy = _REMEDIES.get(volume.health, "look with `lvs -o +lv_health_status` and at `dmesg`")
-        yield f"logical volume {name} is {volume.health}: {remedy.format(name)}"
+        yield Condition(
+            _of_missing(volume), f"logical volume {name} is partial: {_missing(volume)}"
+        )
+    elif volume.health and not kernel_tells:
+        reason, remedy = _reported(volume)
+        yield Condition(reason, f"logical volume {name} is {volume.health}: {remedy.format(name)}")
     if volume.wanted_bytes:
-        yield (
+        yield Condition(
+            Reason.EXPANSION_PENDING,
             f"logical volume {name} is smaller than the {volume.wanted_bytes} bytes that it shall"
             " grow to: in use it does not grow while it has copy-on-write snapshots. It grows when"
-            " it is staged next, if its group has room then: restart its pod"
+            " it is staged next, if its group has room then: restart its pod",
         )
     for snapshot in records.snapshots_of(volume):
         if snapshot.problem:
-            yield f"snapshot {snapshot.id} of it is of no use: {snapshot.problem}; delete it"
+            yield overflowed(snapshot)
+
+
+def _reported(volume: Volume) -> tuple[Reason, str]:
+    """The reason and the remedy for what lvm2 says of a volume's health."""
+    if volume.health in ("failed", "metadata_read_only"):
+        if not volume.layout.is_thin:
+            return Reason.CACHE_FAILING, _LOOK_CLOSER
+        is_lost = volume.health == "failed"
+        return Reason.POOL_DATA_LOST if is_lost else Reason.POOL_READ_ONLY, _LOOK_CLOSER
+    return _REPORTED.get(volume.health, (Reason.LVM_REPORTS, _LOOK_CLOSER))
+
+
+def overflowed(snapshot: records.Snapshot) -> Condition:
+    """A copy-on-write snapshot is lost; its volume tells of it, as nobody else can."""
+    why = snapshot.problem or "its area for what the volume overwrites was full"
+    return Condition(
+        Reason.SNAPSHOT_OVERFLOWED,
+        f"snapshot {snapshot.id} of it is of no use: {why}; delete it. The volume itself is whole",
+    )
+
+
+def _of_missing(volume: Volume) -> Reason:
+    layout = volume.layout
+    if not layout.is_raid:
+        return Reason.DISK_MISSING
+    survives = len(volume.missing_disks) <= layout.redundancy
+    return Reason.RAID_DEGRADED if survives else Reason.RAID_FAILED
 
 
 def _missing(volume: Volume) -> str:
@@ -103,11 +257,18 @@ def _missing(volume: Volume) -> str:
 def _has_all(volume: Volume) -> bool:
     """Whether the volume's pool has all the room that it promised: then it may well be full."""
     logical = volume.group.volumes.get(volume.name)
-    pool = pools.find(volume.group, logical.pool if logical else "", 0)
-    return pool.promised_bytes <= pool.data_extents * volume.group.extent_size_bytes
+    return has_all(volume.group, logical.pool if logical else "")
 
 
-def by_device_mapper(name: str, found: Sequence[Status], has_all: bool = False) -> Iterator[str]:
+def has_all(group: report.Group, pool: str) -> bool:
+    """Whether a pool has all the room that it promised: then it may well be full."""
+    found = pools.find(group, pool, 0)
+    return found.promised_bytes <= found.data_extents * group.extent_size_bytes
+
+
+def by_device_mapper(
+    name: str, found: Sequence[Status], has_all: bool = False
+) -> Iterator[Condition]:
     """What device-mapper says against an active volume and what it stands on.
 
     `has_all` says of its pool that it has all the room that it promised.
@@ -120,55 +281,81 @@ def by_device_mapper(name: str, found: Sequence[Status], has_all: bool = False) 
             case Raid():
                 yield from _of_raid(name, one)
             case ThinPool():
-                yield from _of_pool(one, has_all)
+                yield from _of_pool(one, "the thin pool under the volume", has_all=has_all)
             case Snapshot(state=str(state)) if state:
-                yield (
+                yield Condition(
+                    Reason.SNAPSHOT_OVERFLOWED,
                     f"logical volume {name} is a snapshot whose store cannot be read any more"
-                    f" ({state}): its data are lost; delete it"
+                    f" ({state}): its data are lost; delete it",
                 )
             case Cache(mode=mode, needs_check=needs_check) if mode != "rw" or needs_check:
-                yield (
+                yield Condition(
+                    Reason.CACHE_FAILING,
                     f"the cache of {owner} failed ({mode}): its disk has errors; look at `dmesg`,"
-                    f" and detach it with `lvconvert --uncache {cached}`"
+                    f" and detach it with `lvconvert --uncache {cached}`",
                 )
             case WriteCache(error=error) if error:
-                yield (
+                yield Condition(
+                    Reason.WRITE_CACHE_ERRORS,
                     f"the write cache of {owner} met error {error}: writes may be lost; look at"
-                    " `dmesg`, and back the data up"
+                    " `dmesg`, and back the data up",
                 )
 
 
-def _of_raid(name: str, raid: Raid) -> Iterator[str]:
+def _of_raid(name: str, raid: Raid) -> Iterator[Condition]:
     lost = sum(one in "D-" for one in raid.health)
     if lost:
-        yield (
+        reason = Reason.RAID_DEGRADED if _survives(raid) else Reason.RAID_FAILED
+        yield Condition(
+            reason,
             f"logical volume {name} is degraded: {lost} of the {len(raid.health)} images of its"
             f" {raid.kind} failed; attach the disk again and run `lvchange --refresh {name}`, or"
-            f" replace it: `vgextend`, then `lvconvert --repair {name}`"
+            f" replace it: `vgextend`, then `lvconvert --repair {name}`",
         )
     elif "a" in raid.health:
-        yield (
+        yield Condition(
+            Reason.RAID_RESYNCING,
             f"logical volume {name} is resyncing ({raid.action}, {raid.synced_percent:.0f} % done):"
-            " until it is in sync the loss of a disk may lose data; nothing is to be done but wait"
+            " until it is in sync the loss of a disk may lose data; nothing is to be done but wait",
+        )
+    if raid.mismatches:
+        yield Condition(
+            Reason.RAID_MISMATCHES,
+            f"the copies of logical volume {name} differ in {raid.mismatches} sectors; run"
+            f" `lvchange --syncaction repair {name}`",
         )
 
 
-def _of_pool(pool: ThinPool, has_all: bool) -> Iterator[str]:
+def _survives(raid: Raid) -> bool:
+    """Whether nothing is lost with the images that failed; by dm-raid.rst's names of kinds."""
+    gone = [one in "D-" for one in raid.health]
+    if raid.kind.startswith("raid10"):
+        # lvm2 has two copies, one beside the other ("near").
+        return not any(all(both) for both in zip(gone[::2], gone[1::2], strict=False))
+    if raid.kind == "raid1":
+        return not all(gone)
+    return sum(gone) <= {"raid4": 1, "raid5": 1, "raid6": 2}.get(raid.kind[:5], 0)
+
+
+def _of_pool(pool: ThinPool, named: str, *, has_all: bool) -> Iterator[Condition]:
     if pool.mode == FAILED or pool.needs_check:
-        yield (
-            f"the thin pool under the volume failed ({pool.mode}): look at `dmesg`; take the pool's"
-            " volumes out of use, and run `lvconvert --repair` on it"
+        yield Condition(
+            Reason.POOL_DATA_LOST,
+            f"{named} failed ({pool.mode}): look at `dmesg`; take the pool's volumes out of use,"
+            " and run `lvconvert --repair` on it",
         )
         return
     for what, percent in (("data", pool.data_percent), ("metadata", pool.metadata_percent)):
         if percent >= _FULL_PERCENT and not (what == "data" and has_all):
-            yield (
-                f"the {what} of the thin pool under the volume are {percent:.0f} % full, and writes"
-                " fail when they are full: add a disk to the group (`vgextend`), to which Carver"
-                " extends the pool (`lvextend`), or delete volumes and snapshots"
+            yield Condition(
+                Reason.POOL_NEARLY_FULL,
+                f"the {what} of {named} are {percent:.0f} % full, and writes fail when they are"
+                " full: add a disk to the group (`vgextend`), to which Carver extends the pool"
+                " (`lvextend`), or delete volumes and snapshots",
             )
     if pool.mode != "rw":
-        yield (
-            f"the thin pool under the volume takes no more writes ({pool.mode}): make room as for a"
-            " full one, then take the volume out of use and into use again"
+        yield Condition(
+            Reason.POOL_READ_ONLY if pool.mode == "ro" else Reason.POOL_FULL,
+            f"{named} takes no more writes ({pool.mode}): make room as for a full one, then take"
+            " the volume out of use and into use again",
         )

@@ -321,16 +321,25 @@ def _file_systems(node: Node) -> Iterator[Seen]:
             "install util-linux",
         )
     used = {one.fs_type for one in node.settings.classes}
-    for fs_type, known in filesystem.FILE_SYSTEMS.items():
-        programs = (known.program, *known.check[:1])
-        if missing := [one for one in programs if not _has(node, one)]:
+    for fs_type in filesystem.FILE_SYSTEMS:
+        if missing := missing_programs(node, fs_type):
             yield (
                 FAIL if fs_type in used else WARN,
                 f"{fs_type}: {', '.join(missing)} is missing, so no volume can have it",
-                f"install {_PACKAGES[fs_type]}",
+                f"install {PACKAGES[fs_type]}",
             )
         else:
-            yield PASS, f"{fs_type}: found {' and '.join(programs)}", ""
+            yield PASS, f"{fs_type}: found {' and '.join(_programs(fs_type))}", ""
+
+
+def missing_programs(node: Node, fs_type: str) -> list[str]:
+    """The programs that a file system needs and this node has not; no command."""
+    return [one for one in _programs(fs_type) if not _has(node, one)]
+
+
+def _programs(fs_type: str) -> tuple[str, ...]:
+    known = filesystem.FILE_SYSTEMS[fs_type]
+    return known.program, *known.check[:1]
 
 
 def _thin_tools(node: Node) -> Iterator[Seen]:
@@ -357,7 +366,7 @@ def _service(node: Node) -> Iterator[Seen]:
         yield WARN, f"no process serves {endpoint}", "`systemctl start carver`, or `carver serve`"
 
 
-_PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
+PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
 
 
 def _has(node: Node, program: str) -> bool:

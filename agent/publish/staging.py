@@ -13,7 +13,6 @@ from agent import errors, fact, ids
 from agent.engine import users
 from agent.engine.means import Means
 from agent.engine.records import Volume
-from agent.health.conditions import Diagnosis
 from agent.publish.formatting import Chores
 from agent.requests.capabilities import BLOCK, MULTI_WRITER
 from agent.requests.node import PublishVolume, StageVolume, VolumeAt
@@ -31,13 +30,11 @@ DEFAULT_FS_TYPE = "ext4"
 class Statistics:
     """What is known of a volume in use.
 
-    `usage` is None for a raw block volume, and for a file system that does not answer. `problems`
-    are sentences.
+    `usage` is None for a raw block volume, and for a file system that does not answer.
     """
 
     total_bytes: int
     usage: usage.Usage | None
-    problems: tuple[str, ...] = ()
 
 
 class Access:
@@ -49,7 +46,6 @@ class Access:
         wiper: Wiper,
         copier: Copier,
         expander: Expander,
-        diagnosis: Diagnosis,
     ) -> None:
         self._run = means.run
         self._engines, self._kernel = means.engines, means.kernel
@@ -57,7 +53,6 @@ class Access:
         self._wiper = wiper
         self._copier = copier
         self._expander = expander
-        self._diagnosis = diagnosis
         self._chores = Chores()
         # The directories in which kubelet may have volumes mounted.
         self._inside = means.config.kubelet_dir
@@ -181,16 +176,21 @@ class Access:
         target.ensure_absent(self._kernel, call.path)
 
     def statistics(self, call: VolumeAt) -> Statistics:
-        """How large and how full the volume is where it is staged or published, and how well."""
-        known = table.read(self._kernel)
-        device, mounted = self._find(call, known)
+        """How large and how full the volume is where it is staged or published."""
+        device, mounted = self._find(call, table.read(self._kernel))
         seen = mounted if mounted.device == device.number else None
-        problems = self._diagnosis.in_use(call.volume_id, known, seen)
         if seen is not None:
-            with suppress(mount_errors.TargetError):  # it does not answer, and `problems` says so
+            with suppress(mount_errors.TargetError):  # it does not answer, as its health says
                 found = usage.of(self._kernel, seen.path)
-                return Statistics(found.total_bytes, found, problems)
-        return Statistics(usage.device_size_bytes(self._kernel, device.path), None, problems)
+                return Statistics(found.total_bytes, found)
+        return Statistics(usage.device_size_bytes(self._kernel, device.path), None)
+
+    def check(self, volume_id: str) -> None:
+        """Raise NoSuchVolume, Copying for what is no volume now, also before a report says so."""
+        if self._wiper.is_deleting(volume_id):
+            raise errors.NoSuchVolume(volume_id)
+        if self._copier.is_copying(volume_id):
+            raise errors.Copying(volume_id, "it is not complete")
 
     def size_bytes(self, call: VolumeAt) -> int:
         """The device's size, if the volume is staged or published at the path."""
@@ -213,10 +213,9 @@ class Access:
 
         None where it is not active.
         """
-        if self._wiper.is_deleting(volume_id) or ids.is_inline(volume_id):
+        if ids.is_inline(volume_id):
             raise errors.NoSuchVolume(volume_id)
-        if self._copier.is_copying(volume_id):
-            raise errors.Copying(volume_id, "it is not complete")
+        self.check(volume_id)
         return self._inventory.device(volume_id)
 
     def _activate(self, volume: Volume) -> Device:

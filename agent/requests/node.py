@@ -125,6 +125,22 @@ class VolumeAt:
         return cls(checks.volume_id(wire.volume_id), wire.volume_path)
 
 
+@dataclass(frozen=True)
+class HealthAt:
+    """NodeGetVolumeHealth: a volume, and where it is or should have been staged and published."""
+
+    volume_id: str
+    paths: tuple[str, ...] = ()
+
+    @classmethod
+    def from_proto(cls, wire: csi.NodeGetVolumeHealthRequest) -> Self:
+        """Read and check the request; both paths are optional."""
+        fields = ("volume_publish_path", "staging_target_path")
+        told = ((one, getattr(wire, one)) for one in fields)
+        paths = tuple(checks.path(field, path) for field, path in told if path)
+        return cls(checks.volume_id(wire.volume_id), paths)
+
+
 def _capability(wire: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest) -> Capability:
     if not wire.HasField("volume_capability"):
         raise errors.Missing("volume_capability")

@@ -1,4 +1,4 @@
-"""Lists in parts: what ListVolumes and ListSnapshots answer."""
+"""Lists in parts: what ListVolumes, ListSnapshots and ControllerListVolumeHealth answer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,12 @@ class Page:
     starting_token: str
 
     @classmethod
-    def from_proto(cls, wire: csi.ListVolumesRequest | csi.ListSnapshotsRequest) -> Self:
+    def from_proto(
+        cls,
+        wire: csi.ListVolumesRequest
+        | csi.ListSnapshotsRequest
+        | csi.ControllerListVolumeHealthRequest,
+    ) -> Self:
         """Read and check the request."""
         if wire.max_entries < 0:
             raise errors.BadField("max_entries", "must not be negative")

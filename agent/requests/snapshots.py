@@ -8,6 +8,7 @@ from agent import errors
 from agent.requests import checks
 from agent.requests.pages import Page
 from agent.requests.parameters import snapshot_parameters
+from agent.requests.volumes import Topology
 from lvm.layout import Reserve
 from proto import csi_pb2 as csi
 
@@ -32,6 +33,7 @@ class CreateSnapshot:
     source_id: str
     size: Reserve | None
     about: Mapping[str, str]
+    topology: Topology
 
     @classmethod
     def from_proto(cls, wire: csi.CreateSnapshotRequest) -> Self:
@@ -40,7 +42,8 @@ class CreateSnapshot:
         if not wire.source_volume_id:
             raise errors.Missing("source_volume_id")
         size, about = snapshot_parameters(wire.parameters, _ABOUT_SNAPSHOT)
-        return cls(wire.name, wire.source_volume_id, size, about)
+        topology = Topology.from_proto(wire.accessibility_requirements)
+        return cls(wire.name, wire.source_volume_id, size, about, topology)
 
 
 @dataclass(frozen=True)

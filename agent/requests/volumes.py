@@ -55,6 +55,13 @@ class Topology:
             tuple(dict(one.segments) for one in wire.preferred),
         )
 
+    def includes(self, here: Mapping[str, str]) -> bool:
+        """Whether a node whose segments are `here` is asked for; any is where nothing is said."""
+        places = self.requisite or self.preferred
+        return not places or any(
+            all(here.get(key) == value for key, value in one.items()) for one in places
+        )
+
 
 @dataclass(frozen=True)
 class Source:

@@ -26,7 +26,9 @@ from agent.config.classes import DeviceClass
 from agent.engine.allocation import Carvings
 from agent.engine.inventory import Inventory
 from agent.errors import AgentError
+from agent.health import conditions
 from agent.health.conditions import Diagnosis
+from agent.health.storage_health import StorageHealth
 from agent.service.registration import Registration, State
 from agent.volumes.copying import Copier
 from agent.workers.autoextend import Grower
@@ -49,6 +51,7 @@ class Parts:
     inventory: Inventory
     admission: Admission
     diagnosis: Diagnosis
+    storage: StorageHealth
     wiper: Wiper
     copier: Copier
     grower: Grower
@@ -185,6 +188,15 @@ class _Gauges(Collector):
             registration.add_metric([one.value], one is self._parts.registration.state)
         yield registration
 
+        storage = GaugeMetricFamily(
+            "carver_storage_health",
+            "1 for each thing that is wrong with the node's storage.",
+            labels=["status", "reason"],
+        )
+        for told in self._parts.storage.conditions():
+            storage.add_metric([told.reason.of_storage, told.reason.word], 1)
+        yield storage
+
         answers = GaugeMetricFamily("carver_lvm_up", "Whether lvm2 gave a report when last asked.")
         when = GaugeMetricFamily(
             "carver_report_timestamp_seconds", "When the report of the groups was read."
@@ -209,10 +221,10 @@ class _Gauges(Collector):
         )
         missing = _of_group("missing_disks", "The group's disks that are not there.")
         volumes = _of_group("volumes", "Carver's volumes, with those that are being wiped.")
-        abnormal = GaugeMetricFamily(
-            "carver_volume_abnormal",
-            "1 for each volume whose condition is abnormal.",
-            labels=["volume"],
+        health = GaugeMetricFamily(
+            "carver_volume_health",
+            "1 for each thing that is wrong with a volume.",
+            labels=["volume", "status", "reason"],
         )
         fullness = GaugeMetricFamily(
             "carver_snapshot_used_ratio",
@@ -224,10 +236,12 @@ class _Gauges(Collector):
             if percent is not None and not snapshot.is_thin:
                 fullness.add_metric([str(snapshot.id)], percent / 100)
         held, mounts = Counts[str](), self._parts.diagnosis.mounts()
+        until = time.monotonic() + conditions.PATIENCE_SECONDS
         for volume in self._parts.inventory.present(known):
             held[volume.group.name] += 1
-            if self._parts.diagnosis.of(volume, mounts):
-                abnormal.add_metric([str(volume.id)], 1)
+            for told in self._parts.diagnosis.of(volume, mounts, until_seconds=until):
+                labels = [str(volume.id), told.reason.of_volume, told.reason.word]
+                health.add_metric(labels, 1)
         for name in dict.fromkeys(one.group for one in self._parts.classes):
             group = known.groups.get(name)
             present.add_metric([name], group is not None)
@@ -238,7 +252,7 @@ class _Gauges(Collector):
             missing.add_metric([name], group.missing_disks)
             volumes.add_metric([name], held[name])
         classes = self._of_classes(known)
-        seen = (present, size, free, missing, volumes, abnormal, fullness, classes)
+        seen = (present, size, free, missing, volumes, health, fullness, classes)
         return *seen, *self._of_pools(known)
 
     def _of_pools(self, known: report.Report) -> Iterable[Metric]:

@@ -35,6 +35,8 @@ from agent.engine.sources import Foundations
 from agent.health import preflight
 from agent.health.conditions import Diagnosis
 from agent.health.readiness import Readiness
+from agent.health.storage_health import StorageHealth
+from agent.health.volume_health import VolumesHealth
 from agent.locks import VolumeLocks
 from agent.publish.inline import Ephemeral
 from agent.publish.staging import Access
@@ -95,9 +97,13 @@ class Service:
         )
         self.copier = Copier(means, snapshotter)
         provision = Provisioner(means, self.wiper, self.reclaimer, self.copier)
-        diagnosis = self.diagnosis = Diagnosis(host.kernel, known)
+        diagnosis = self.diagnosis = Diagnosis(host.kernel, host.devices, known)
         expander = Expander(means)
-        access = Access(means, self.wiper, self.copier, expander, diagnosis)
+        access = Access(means, self.wiper, self.copier, expander)
+        health = VolumesHealth(
+            host.kernel, engines, known, diagnosis, access.check, config.kubelet_dir
+        )
+        self.storage = StorageHealth(engines, known, diagnosis, self.node, self.admission)
         self.ephemeral = Ephemeral(means, provision, access, locks)
         self._server = grpc.server(
             ThreadPoolExecutor(admission.THREADS, thread_name_prefix="rpc"),
@@ -107,13 +113,14 @@ class Service:
             Identity(self.readiness, config.driver_name), self._server
         )
         csi_pb2_grpc.add_ControllerServicer_to_server(
-            Controller(config, provision, expander, snapshotter, diagnosis, locks), self._server
+            Controller(config, provision, expander, snapshotter, health, locks), self._server
         )
         csi_pb2_grpc.add_GroupControllerServicer_to_server(
-            GroupController(self.group_snapshotter, locks), self._server
+            GroupController(config, self.group_snapshotter, locks), self._server
         )
         csi_pb2_grpc.add_NodeServicer_to_server(
-            Node(config, expander, access, self.ephemeral, locks), self._server
+            Node(config, expander, access, self.ephemeral, health, self.storage, locks),
+            self._server,
         )
 
     def start(self, path: Path) -> None:
@@ -232,6 +239,7 @@ def _measured(config: Config, service: Service, registration: Registration) -> "
         service.inventory,
         service.admission,
         service.diagnosis,
+        service.storage,
         service.wiper,
         service.copier,
         service.grower,

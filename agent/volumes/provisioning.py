@@ -332,12 +332,11 @@ class Provisioner:
         return _overridden(field, found, parameters)
 
     def _require_here(self, topology: Topology) -> None:
-        places = topology.requisite or topology.preferred
-        if places and not any(self._is_here(one) for one in places):
+        if not topology.includes(self._config.here):
             raise errors.Elsewhere(self._config.node_id)
 
     def _is_here(self, segments: Mapping[str, str] | None) -> bool:
-        here = {self._config.topology_key: self._config.node_id}
+        here = self._config.here
         return segments is None or all(here.get(key) == value for key, value in segments.items())
 
 

@@ -44,8 +44,10 @@ class Snapshotter:
     def create(self, call: CreateSnapshot) -> Snapshot:
         """Take a snapshot, or find the one that an earlier call took.
 
-        Two commands at most: a report, and lvcreate, which also tags.
+        Two commands at most: a report, and lvcreate, which also tags. Raises Elsewhere.
         """
+        if not call.topology.includes(self._config.here):
+            raise errors.Elsewhere(self._config.node_id)
         name = self.logical_name(call.name)
         users.flush(self._kernel, self._inventory, call.source_id)
         group = ids.group_of(call.source_id)

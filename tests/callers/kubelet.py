@@ -113,6 +113,23 @@ class Kubelet:
             self._plugin.ask("NodeGetVolumeStats", request)
         else:
             self._backoff.failed(self, pod)
+        self._ask_for_health(volume, self.target(pod, volume))
+
+    def _ask_for_health(self, volume: PersistentVolume, path: str) -> None:
+        """As often as for statistics, and of what could not be staged, too (Kubernetes 1.37)."""
+        request = csi.NodeGetVolumeHealthRequest(
+            volume_id=volume.id,
+            volume_publish_path=path,
+            staging_target_path=self._staging(volume),
+        )
+        answer = self._plugin.ask("NodeGetVolumeHealth", request)
+        if answer.response is not None:
+            health = answer.response.volume_health
+            assert health.volume_id == volume.id
+            # Twice the same, and the status of the whole pod is refused.
+            told = [(one.status, one.reason) for one in health.health_statuses]
+            assert len(set(told)) == len(told)
+        self._plugin.ask("NodeGetStorageHealth")
 
     def _stage(self, volume: PersistentVolume) -> bool:
         path = self._staging(volume)

@@ -79,6 +79,7 @@ def _each(codes: tuple[str, ...], reaction: Reaction) -> dict[str, Reaction]:
 
 
 _CLIENT = "kubernetes `pkg/volume/csi/csi_client.go` isFinalError"
+_HEALTH = "kubernetes `pkg/kubelet/volumemanager/volumehealth/manager.go`"
 _STAGED = ("volume_id", "staging_target_path", "volume_capability", "volume_context")
 
 RULES = (
@@ -250,6 +251,19 @@ RULES = (
         "kubernetes `pkg/volume/csi/csi_metrics.go` GetMetrics",
         Reaction.REPEATS,
         fields=("volume_id", "volume_path"),
+    ),
+    Rule(
+        KUBELET,
+        "NodeGetVolumeHealth",
+        f"{_HEALTH} probeVolumeHealth",
+        Reaction.REPEATS,
+        fields=("volume_id", "volume_publish_path", "staging_target_path"),
+    ),
+    Rule(
+        KUBELET,
+        "NodeGetStorageHealth",
+        f"{_HEALTH} probeStorageHealth",
+        Reaction.REPEATS,
     ),
 )
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from vagrant import guest
 from vagrant.host import PROJECT
 
-MODULE = "github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity@v5.5.0"
+MODULE, VERSION = "github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity", "v5.6.0"
 REASONS = PROJECT / "docs" / "conformance.md"
 # The installed service's own, which is linear, and one that sanity.py serves.
 CLASSES = ("default", "thin")
@@ -44,10 +44,10 @@ class Spec:
 
 def program() -> Path:
     """csi-sanity, installed as its users do, once for each version."""
-    installed = _BIN / MODULE.rpartition("/")[2].replace("@", "-")
+    installed = _BIN / f"csi-sanity-{VERSION}"
     if not installed.exists():
         environment = {**os.environ, "CGO_ENABLED": "0", "GOBIN": str(_BIN)}
-        subprocess.run([go(), "install", MODULE], check=True, env=environment)
+        subprocess.run([go(), "install", f"{MODULE}@{VERSION}"], check=True, env=environment)
         (_BIN / "csi-sanity").rename(installed)
     return installed
 

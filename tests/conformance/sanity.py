@@ -11,6 +11,7 @@ all the same.
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,11 @@ from mount.syscalls import Kernel
 
 import grpc  # isort: skip
 
+# Specs that no driver of Carver's kind can pass, for a mistake of their own: docs/conformance.md.
+SKIPPED = (
+    "CreateSnapshot [Controller Server] should succeed when creating a snapshot with accessibility"
+    " requirements",
+)
 PROGRAM = Path("/var/tmp/carver-conformance/csi-sanity")
 _MIB = 1 << 20
 _DISK = PROGRAM.with_name("disk.img")
@@ -134,6 +140,7 @@ def hold(endpoint: Path, places: Places) -> int:
                 f"--csi.testvolumemutableparameters={mutable}",
                 f"--ginkgo.json-report={places.files / 'report.json'}",
                 "--ginkgo.no-color",
+                *(f"--ginkgo.skip={re.escape(one)}" for one in SKIPPED),
             ],
             check=False,
         )

@@ -12,7 +12,7 @@ from fakes import kubelet
 from real.any import AnyHost
 
 from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.config.settings import TOPOLOGY_KEY, Config
 from agent.csi.client import Client, block, mounted, of_snapshot
 from agent.engine import suspension
 from agent.service.server import Service
@@ -101,6 +101,7 @@ def test_it_costs_a_report_one_command_for_each_source_and_one_for_the_record(
         assert one.group_snapshot_id == made.group_snapshot_id
         assert one.creation_time == made.creation_time
         assert one.ready_to_use
+        assert [dict(each.segments) for each in one.accessible_topology] == [{TOPOLOGY_KEY: "here"}]
     assert not is_held(host, group)
 
 

@@ -130,6 +130,7 @@ _looks = st.one_of(
     st.builds(do.Snapshots, st.sampled_from(("", *_NAMES))),
     st.just(do.Capacity()),
     st.builds(do.Stats, _volumes, _paths),
+    st.builds(do.Health, _volumes, st.booleans()),
 )
 _changes = st.one_of(
     _plain_creates,

@@ -70,7 +70,7 @@ def test_it_tells_where_a_volume_is_and_how_full(
     assert set(one.places) == {Place(str(staging), False), Place(str(target), True)}
     assert one.total_bytes
     assert one.used_bytes is not None
-    assert one.problems == ()
+    assert one.health == ()
     text = shown(look(host, config))
     assert "shop/db" in text
     assert f"pvc-1 is at {target} (read-only)" in text
@@ -109,7 +109,7 @@ def test_it_tells_of_snapshots_and_how_full_each_is(
     assert one.taken_seconds == made.creation_time.seconds
     assert one.area_bytes
     assert one.area_percent is not None
-    assert one.problems == ()
+    assert one.health == ()
     assert "monday" in shown(seen)
 
 

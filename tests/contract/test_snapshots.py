@@ -6,6 +6,7 @@ import expect
 import pytest
 from real.any import AnyHost
 
+from agent.config.settings import TOPOLOGY_KEY
 from agent.csi.client import Client, block, mounted, of_snapshot
 from agent.service.server import Service
 from lvm import report, tags
@@ -52,6 +53,65 @@ def test_a_snapshot_is_made_tagged_and_ready_in_two_commands(
     assert (made.origin, made.read_only) == ("vol-pvc-1", True)
     facts = tags.decode(made.tags)
     assert (facts["name"], facts["state"], facts["source"]) == ("snap-1", "ready", "vol-pvc-1")
+
+
+def segments(node: str) -> csi.Topology:
+    return csi.Topology(segments={TOPOLOGY_KEY: node})
+
+
+def test_a_snapshot_is_where_its_volume_is_in_every_answer(
+    client: Client, volume: csi.Volume
+) -> None:
+    taken = client.snapshot("snap-1", volume.volume_id)
+    [listed] = client.snapshots()
+    got = client.controller.GetSnapshot(csi.GetSnapshotRequest(snapshot_id=taken.snapshot_id))
+    for one in (taken, listed, got.snapshot):
+        assert list(one.accessible_topology) == list(volume.accessible_topology)
+    assert list(taken.accessible_topology) == [segments("here")]
+
+
+def test_a_snapshot_for_where_the_node_says_it_is_is_there_and_the_same_each_time(
+    client: Client, volume: csi.Volume, host: AnyHost, group: str
+) -> None:
+    """In the place of csi-sanity's spec: see docs/conformance.md."""
+    here = client.node.NodeGetInfo(csi.NodeGetInfoRequest()).accessible_topology
+    request = csi.CreateSnapshotRequest(
+        name="s",
+        source_volume_id=volume.volume_id,
+        accessibility_requirements=csi.TopologyRequirement(requisite=[here], preferred=[here]),
+    )
+    taken = client.controller.CreateSnapshot(request).snapshot
+    assert list(taken.accessible_topology) == [here]
+    assert client.controller.CreateSnapshot(request).snapshot == taken
+    assert len(names(host, group)) == 2
+
+
+@pytest.mark.parametrize("field", ["requisite", "preferred"])
+@pytest.mark.variation
+def test_a_snapshot_for_this_node_is_taken_and_one_for_another_is_not(
+    client: Client, volume: csi.Volume, host: AnyHost, group: str, field: str
+) -> None:
+    request = csi.CreateSnapshotRequest(name="s", source_volume_id=volume.volume_id)
+    elsewhere = csi.TopologyRequirement(**{field: [segments("there")]})
+    request.accessibility_requirements.CopyFrom(elsewhere)
+    with expect.code("RESOURCE_EXHAUSTED", "accessibility_requirements", "here"):
+        client.controller.CreateSnapshot(request)
+    assert names(host, group) == {"vol-pvc-1"}
+    both = csi.TopologyRequirement(**{field: [segments("there"), segments("here")]})
+    request.accessibility_requirements.CopyFrom(both)
+    taken = client.controller.CreateSnapshot(request).snapshot
+    assert client.controller.CreateSnapshot(request).snapshot == taken
+    # There it is not usable from, though it is here.
+    request.accessibility_requirements.CopyFrom(elsewhere)
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.controller.CreateSnapshot(request)
+    assert client.snapshots() == [taken]
+
+
+def test_that_snapshots_are_on_a_node_is_a_capability_of_the_plugin(client: Client) -> None:
+    told = client.identity.GetPluginCapabilities(csi.GetPluginCapabilitiesRequest())
+    offered = [one.service.type for one in told.capabilities]
+    assert csi.PluginCapability.Service.SNAPSHOT_ACCESSIBILITY_CONSTRAINTS in offered
 
 
 def test_a_snapshot_keeps_what_its_origin_overwrites(
@@ -360,8 +420,10 @@ def test_a_volume_in_use_with_snapshots_grows_when_its_pod_is_restarted(
     # Nothing was written since.
     assert lvm2_commands(host) == []
     before = client.stats(volume.volume_id, staging)
-    assert str(32 * MIB) in before.volume_condition.message
-    assert "restart its pod" in before.volume_condition.message
+    [pending] = client.node_health(volume.volume_id).health_statuses
+    assert pending.reason == "ExpansionPending"
+    assert str(32 * MIB) in pending.message
+    assert "restart its pod" in pending.message
 
     host.commands.clear()
     stage_again(client, volume, staging)
@@ -371,7 +433,7 @@ def test_a_volume_in_use_with_snapshots_grows_when_its_pod_is_restarted(
     # Kubelet asks again, and the claim has what it asked for.
     assert client.node_expand(volume.volume_id, staging, 31 * MIB).capacity_bytes == 32 * MIB
     client.volume(volume.volume_id)
-    assert not client.stats(volume.volume_id, staging).volume_condition.abnormal
+    assert not client.node_health(volume.volume_id).health_statuses
     assert client.snapshots() == [snapshot]
     client.unstage(volume.volume_id, staging)
 

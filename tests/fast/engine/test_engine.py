@@ -70,6 +70,27 @@ def test_a_group_is_asked_once_for_as_long_as_nothing_is_written_to_it(
     assert known.state == "ready"
 
 
+def test_what_a_command_changed_was_seen_by_a_look_that_began_later_only(
+    known: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known.look()
+    assert not known.is_changed
+    run = known._run
+
+    def overtaken(*words: str) -> Result:
+        monkeypatch.setattr(known, "_run", run)
+        known.look()
+        return run(*words)
+
+    monkeypatch.setattr(known, "_run", overtaken)
+    volumes.create(known.lvm, "data", volumes.New("a", 4 * MIB, {}))
+    assert known.last is not None
+    assert "a" not in known.last.volumes
+    assert known.is_changed
+    known.look()
+    assert not known.is_changed
+
+
 def test_what_is_written_to_a_disk_of_a_group_has_nobody_look_for_disks(fake: FakeHost) -> None:
     fake.lvm2.add_group("other", [10])
     engines = Engines(fake.lvm, fake.disks, fake.devices, ["data", "other"])

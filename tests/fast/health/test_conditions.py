@@ -3,8 +3,10 @@
 import errno
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import expect
 import pytest
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
@@ -56,91 +58,129 @@ def staged(client: Client, tmp_path: Path) -> csi.Volume:
     return volume
 
 
+def seen(
+    client: Client,
+    volume_id: str,
+    reason: str,
+    status: "csi.VolumeHealthErrorType.ValueType",
+) -> str:
+    """The message of the one thing that is wrong, as all three calls tell it."""
+    [listed] = client.unhealthy()
+    every = (client.volume_health(volume_id), client.node_health(volume_id), listed)
+    for health in every:
+        assert health.volume_id == volume_id
+        [found] = health.health_statuses
+        assert (found.reason, found.status) == (reason, status)
+    return every[0].health_statuses[0].message
+
+
 def test_a_volume_in_order_says_so(client: Client, staged: csi.Volume, tmp_path: Path) -> None:
-    for condition in (
-        client.stats(staged.volume_id, tmp_path / "staging").volume_condition,
-        client.controller.ListVolumes(csi.ListVolumesRequest()).entries[0].status.volume_condition,
+    staging = tmp_path / "staging"
+    for health in (
+        client.node_health(staged.volume_id),
+        client.node_health(staged.volume_id, tmp_path / "target", staging),
+        client.volume_health(staged.volume_id),
     ):
-        assert not condition.abnormal
-        assert condition.message == "no problem is known"
+        assert health.volume_id == staged.volume_id
+        assert not health.health_statuses
+    assert client.unhealthy() == []
 
 
 def test_a_file_system_that_turned_read_only_is_told(
     client: Client, staged: csi.Volume, kernel: Kernel, tmp_path: Path
 ) -> None:
     kernel.remount_read_only("/dev/mapper/data-vol--pvc--1")
-    found = client.stats(staged.volume_id, tmp_path / "staging")
-    assert found.volume_condition.abnormal
-    assert "turned read-only after an error" in found.volume_condition.message
-    assert found.usage
+    found = seen(client, staged.volume_id, "FileSystemReadOnly", csi.INACCESSIBLE)
+    assert "turned read-only" in found
+    assert client.stats(staged.volume_id, tmp_path / "staging").usage
 
 
 def test_a_volume_that_was_asked_for_read_only_is_in_order(
     client: Client, staged: csi.Volume, tmp_path: Path
 ) -> None:
     client.publish(staged, tmp_path / "staging", tmp_path / "target", read_only=True)
-    assert not client.stats(staged.volume_id, tmp_path / "target").volume_condition.abnormal
+    assert not client.node_health(staged.volume_id, tmp_path / "target").health_statuses
 
 
-@pytest.mark.parametrize(("fs_type", "remedy"), [("ext4", "staged again"), ("btrfs", "scrub")])
+@pytest.mark.parametrize(
+    ("fs_type", "reason", "status", "remedy"),
+    [
+        ("ext4", "FileSystemErrors", csi.DEGRADED, "staged again"),
+        ("btrfs", "MediumErrors", csi.DATA_LOSS, "scrub"),
+    ],
+)
 def test_errors_that_the_file_system_counted_are_told(
-    client: Client, fake: FakeHost, tmp_path: Path, fs_type: str, remedy: str
+    client: Client,
+    fake: FakeHost,
+    tmp_path: Path,
+    fs_type: str,
+    reason: str,
+    status: "csi.VolumeHealthErrorType.ValueType",
+    remedy: str,
 ) -> None:
     volume = client.create("pvc-1", 320 * MIB, mounted(fs_type))
     client.stage(volume, tmp_path / "staging", mounted(fs_type))
     fake.block.get("/dev/mapper/data-vol--pvc--1").media.errors = 3
-    found = client.stats(volume.volume_id, tmp_path / "staging").volume_condition
-    assert found.abnormal
-    assert "errors_count 3" in found.message
-    assert remedy in found.message
+    found = seen(client, volume.volume_id, reason, status)
+    assert "errors_count 3" in found
+    assert remedy in found
 
 
 def test_a_file_system_that_does_not_answer_is_told_and_no_failure_of_the_call(
     client: Client, staged: csi.Volume, kernel: Kernel, tmp_path: Path
 ) -> None:
     kernel.dead = str(tmp_path / "staging")
+    told = seen(client, staged.volume_id, "FileSystemNotResponding", csi.INACCESSIBLE)
+    assert "does not answer: Input/output error" in told
     found = client.stats(staged.volume_id, tmp_path / "staging")
-    assert found.volume_condition.abnormal
-    assert "does not answer: Input/output error" in found.volume_condition.message
     assert [one.total for one in found.usage] == [320 * MIB]
 
 
 @pytest.mark.parametrize(
-    ("health", "remedy"),
+    ("health", "reason", "status", "remedy"),
     [
-        ("partial", "attach it again"),
-        ("refresh needed", "lvchange --refresh data/vol-pvc-1"),
-        ("strange", "lv_health_status"),
+        ("partial", "DiskMissing", csi.INACCESSIBLE, "attach it again"),
+        ("refresh needed", "RaidDegraded", csi.DEGRADED, "lvchange --refresh data/vol-pvc-1"),
+        ("mismatches exist", "RaidMismatches", csi.DEGRADED, "--syncaction repair data/vol-pvc-1"),
+        ("failed", "CacheFailing", csi.DEGRADED, "lv_health_status"),
+        ("strange", "LvmReports", csi.DEGRADED, "lv_health_status"),
     ],
 )
-def test_what_lvm_reports_against_a_volume_is_told_by_the_controller(
-    client: Client, staged: csi.Volume, fake: FakeHost, health: str, remedy: str
+def test_what_lvm_reports_against_a_volume_is_told(
+    client: Client,
+    service: Service,
+    staged: csi.Volume,
+    fake: FakeHost,
+    health: str,
+    reason: str,
+    status: "csi.VolumeHealthErrorType.ValueType",
+    remedy: str,
 ) -> None:
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = health
-    listed = client.controller.ListVolumes(csi.ListVolumesRequest()).entries[0].status
-    request = csi.ControllerGetVolumeRequest(volume_id=staged.volume_id)
-    one = client.controller.ControllerGetVolume(request).status
-    for condition in (listed.volume_condition, one.volume_condition):
-        assert condition.abnormal
-        assert health in condition.message
-        assert remedy in condition.message
+    service.inventory.read()
+    told = seen(client, staged.volume_id, reason, status)
+    assert health in told
+    assert remedy in told
+    assert "(seen 0 s ago, at " in told
 
 
-# What NodeGetVolumeStats tells of LVM, by a report that was read before
+# What is told of LVM, by a report that was read before
 
 
 def told(client: Client, volume: csi.Volume, path: Path) -> str:
-    return client.stats(volume.volume_id, path).volume_condition.message
+    """All of it that the node knows."""
+    found = client.node_health(volume.volume_id, staging_path=path).health_statuses
+    return "; ".join(one.message for one in found)
 
 
 def renew(service: Service) -> None:
     """As the thread that watches does, when its time has come."""
     for engine in service.engines:
         engine.time_seconds = engine.tried_seconds = 0.0
-    service.inventory.renew(300.0)
+    service.inventory.renew(60.0)
 
 
-def test_statistics_tell_what_lvm_said_last_and_start_no_process(
+def test_health_is_what_lvm_said_last_and_no_process_is_started(
     client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
     group = fake.lvm2.groups["data"]
@@ -150,7 +190,7 @@ def test_statistics_tell_what_lvm_said_last_and_start_no_process(
     group.disks[0].missing = True
     group.volumes["vol-pvc-1"].health = "partial"
     before = len(fake.commands)
-    assert told(client, staged, tmp_path / "staging") == "no problem is known"
+    assert told(client, staged, tmp_path / "staging") == ""
     assert len(fake.commands) == before
 
     renew(service)
@@ -162,29 +202,31 @@ def test_statistics_tell_what_lvm_said_last_and_start_no_process(
     group.disks[0].missing = False
     group.volumes["vol-pvc-1"].health = ""
     renew(service)
-    assert told(client, staged, tmp_path / "staging") == "no problem is known"
+    assert told(client, staged, tmp_path / "staging") == ""
 
 
-def test_a_raw_block_volume_has_a_condition_too(
+def test_a_raw_block_volume_has_a_health_too(
     client: Client, service: Service, fake: FakeHost, tmp_path: Path
 ) -> None:
     volume = client.create("pvc-1", 16 * MIB, block())
     client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
     service.inventory.read()
-    found = client.stats(volume.volume_id, tmp_path / "target")
-    assert "partial" in found.volume_condition.message
-    assert found.usage[0].total == 16 * MIB
+    assert "partial" in seen(client, volume.volume_id, "DiskMissing", csi.INACCESSIBLE)
+    assert client.stats(volume.volume_id, tmp_path / "target").usage[0].total == 16 * MIB
 
 
-def test_an_inline_volume_has_a_condition_too(
+def test_an_inline_volume_has_a_health_too_of_the_node_s(
     client: Client, service: Service, fake: FakeHost, tmp_path: Path
 ) -> None:
     client.publish_inline("csi-1", tmp_path / "target", {"size": "64Mi"})
     fake.lvm2.groups["data"].volumes["eph-csi-1"].health = "partial"
     service.inventory.read()
-    message = client.stats("csi-1", tmp_path / "target").volume_condition.message
-    assert "eph-csi-1 is partial" in message
+    [found] = client.node_health("csi-1", tmp_path / "target").health_statuses
+    assert "eph-csi-1 is partial" in found.message
+    with expect.code("NOT_FOUND"):
+        client.volume_health("csi-1")
+    assert client.unhealthy() == []
 
 
 def test_while_lvm_does_not_answer_what_it_said_before_is_told(
@@ -201,11 +243,16 @@ def test_while_lvm_does_not_answer_what_it_said_before_is_told(
 
 
 def test_a_volume_that_no_report_has_yet_is_told_of_by_the_kernel_alone(
-    client: Client, service: Service, staged: csi.Volume, tmp_path: Path
+    client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
     for engine in service.engines:
-        engine.last = None
-        assert told(client, staged, tmp_path / "staging") == "no problem is known"
+        assert engine.last is not None
+        engine.last = replace(engine.last, volumes={})
+    fake.commands.clear()
+    assert told(client, staged, tmp_path / "staging") == ""
+    fake.lvm2.suspend("data", "vol-pvc-1")
+    assert "is suspended" in told(client, staged, tmp_path / "staging")
+    assert fake.commands == []
 
 
 def test_nothing_is_read_behind_anyone_s_back_while_nobody_asks(
@@ -216,30 +263,32 @@ def test_nothing_is_read_behind_anyone_s_back_while_nobody_asks(
     renew(service)
     assert len(fake.commands) == before
 
-    client.stats(staged.volume_id, tmp_path / "staging")
+    client.node_health(staged.volume_id)
     service.inventory.read()
-    service.inventory.renew(300.0)
+    service.inventory.renew(60.0)
     assert len(fake.commands) == before + 1, "the report is new"
 
     fake.lvm2.groups["data"].seqno += 1
     service.inventory.outdate()
-    service.inventory.renew(300.0)
-    assert len(fake.commands) == before + 1, "but not as new as that"
+    service.inventory.renew(60.0)
+    assert len(fake.commands) == before + 1, "new enough, also where a disk changed since"
 
     for engine in service.engines:
         engine.time_seconds = time.time() - 70
-    service.inventory.renew(300.0)
-    assert len(fake.commands) == before + 2, "a disk changed since"
+    service.inventory.renew(60.0)
+    assert len(fake.commands) == before + 2, "and then it is not"
 
 
 def test_a_snapshot_that_ran_full_is_told_of_its_volume(
-    client: Client, staged: csi.Volume, fake: FakeHost
+    client: Client, service: Service, staged: csi.Volume, fake: FakeHost
 ) -> None:
-    request = csi.CreateSnapshotRequest(name="s", source_volume_id=staged.volume_id)
-    snapshot = client.controller.CreateSnapshot(request).snapshot
+    snapshot = client.snapshot("s", staged.volume_id)
+    # A volume is told of by its report, and its snapshots with it.
+    service.inventory.read()
     fake.lvm2.wrote("/dev/mapper/data-vol--pvc--1", 320 * MIB)
-    asked = csi.ControllerGetVolumeRequest(volume_id=staged.volume_id)
-    condition = client.controller.ControllerGetVolume(asked).status.volume_condition
-    assert condition.abnormal
-    assert f"snapshot {snapshot.snapshot_id} of it is of no use" in condition.message
-    assert "delete it" in condition.message
+    found = seen(client, staged.volume_id, "SnapshotOverflowed", csi.DATA_LOSS)
+    assert f"snapshot {snapshot.snapshot_id} of it is of no use" in found
+    assert "delete it" in found
+    client.delete_snapshot(snapshot.snapshot_id)
+    renew(service)
+    assert not client.volume_health(staged.volume_id).health_statuses

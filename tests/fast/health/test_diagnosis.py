@@ -8,8 +8,14 @@ from lvm.devicemapper import Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 MIB = 1 << 20
 
 
-def raid(health: str, action: str = "idle", synced: int = 200) -> Raid:
-    return Raid(100 * MIB, "raid1", health, synced, 200, action)
+def raid(
+    health: str,
+    action: str = "idle",
+    synced: int = 200,
+    kind: str = "raid1",
+    mismatches: int = 0,
+) -> Raid:
+    return Raid(100 * MIB, kind, health, synced, 200, action, mismatches)
 
 
 def pool(mode: str = "rw", data: int = 10, metadata: int = 10, *, check: bool = False) -> ThinPool:
@@ -38,28 +44,86 @@ def test_a_cache_that_failed_under_a_pool_is_told_as_the_pool_s() -> None:
         (WriteCache(MIB, 5, 10, 10, 0), "the write cache of the thin pool under logical volume"),
     ):
         [told] = conditions.by_device_mapper("vol-a", [pool(), status])
-        assert wrong in told
+        assert wrong in told.message
 
 
 @pytest.mark.parametrize(
-    ("status", "wrong", "remedy"),
+    ("status", "reason", "wrong", "remedy"),
     [
-        (raid("AD"), "1 of the 2 images of its raid1 failed", "lvconvert --repair vol-a"),
-        (raid("-A"), "1 of the 2 images", "lvchange --refresh vol-a"),
-        (raid("Aa", "recover", 84), "resyncing (recover, 42 % done)", "wait"),
-        (pool(data=93), "data of the thin pool under the volume are 93 % full", "vgextend"),
-        (pool(metadata=99), "metadata of the thin pool under the volume are 99 %", "lvextend"),
-        (pool("out_of_data_space"), "takes no more writes (out_of_data_space)", "make room"),
-        (pool("fail"), "the thin pool under the volume failed", "lvconvert --repair"),
-        (pool(check=True), "the thin pool under the volume failed", "out of use"),
-        (Snapshot(MIB, "Invalid"), "cannot be read any more (Invalid)", "delete it"),
-        (Cache(MIB, "ro"), "the cache of logical volume vol-a failed (ro)", "--uncache vol-a"),
-        (Cache(MIB, "rw", needs_check=True), "failed (rw)", "--uncache"),
-        (WriteCache(MIB, 5, 10, 10, 0), "met error 5", "back the data up"),
+        (
+            raid("AD"),
+            "RaidDegraded",
+            "1 of the 2 images of its raid1 failed",
+            "lvconvert --repair vol-a",
+        ),
+        (raid("-A"), "RaidDegraded", "1 of the 2 images", "lvchange --refresh vol-a"),
+        (raid("Aa", "recover", 84), "RaidResyncing", "resyncing (recover, 42 % done)", "wait"),
+        (
+            pool(data=93),
+            "PoolNearlyFull",
+            "data of the thin pool under the volume are 93 %",
+            "vgextend",
+        ),
+        (
+            pool(metadata=99),
+            "PoolNearlyFull",
+            "metadata of the thin pool under the volume are 99 %",
+            "lvextend",
+        ),
+        (
+            pool("out_of_data_space"),
+            "PoolFull",
+            "no more writes (out_of_data_space)",
+            "make room",
+        ),
+        (
+            pool("fail"),
+            "PoolDataLost",
+            "the thin pool under the volume",
+            "lvconvert --repair",
+        ),
+        (pool(check=True), "PoolDataLost", "the thin pool under the volume", "out of use"),
+        (pool("ro"), "PoolReadOnly", "takes no more writes (ro)", "make room"),
+        (raid("DD"), "RaidFailed", "2 of the 2 images", "lvconvert --repair"),
+        (raid("AA", mismatches=8), "RaidMismatches", "differ in 8 sectors", "--syncaction repair"),
+        (
+            Snapshot(MIB, "Invalid"),
+            "SnapshotOverflowed",
+            "any more (Invalid)",
+            "delete it",
+        ),
+        (
+            Cache(MIB, "ro"),
+            "CacheFailing",
+            "the cache of logical volume vol-a failed (ro)",
+            "--uncache vol-a",
+        ),
+        (Cache(MIB, "rw", needs_check=True), "CacheFailing", "failed (rw)", "--uncache"),
+        (WriteCache(MIB, 5, 10, 10, 0), "WriteCacheErrors", "met error 5", "back the data up"),
     ],
     ids=str,
 )
-def test_what_is_wrong_is_told_with_what_to_do(status: Status, wrong: str, remedy: str) -> None:
+def test_what_is_wrong_is_told_with_what_to_do(
+    status: Status, reason: str, wrong: str, remedy: str
+) -> None:
     [told] = conditions.by_device_mapper("vol-a", [status])
-    assert wrong in told
-    assert remedy in told
+    assert told.reason.word == reason
+    assert wrong in told.message
+    assert remedy in told.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "survived", "lost"),
+    [
+        ("raid1", "DDA", "DDD"),
+        ("raid5_ls", "ADA", "DDA"),
+        ("raid6_zr", "DADAA", "DDDAA"),
+        ("raid10", "DAAD", "DDAA"),
+    ],
+)
+def test_a_raid_is_degraded_as_long_as_nothing_is_lost_with_its_disks(
+    kind: str, survived: str, lost: str
+) -> None:
+    for health, reason in ((survived, "RaidDegraded"), (lost, "RaidFailed")):
+        [told] = conditions.by_device_mapper("vol-a", [raid(health, kind=kind)])
+        assert told.reason.word == reason

@@ -11,6 +11,7 @@ from agent.config.classes import DeviceClass
 from agent.engine.allocation import Carvings
 from agent.engine.inventory import Inventory
 from agent.health import conditions
+from agent.health.reasons import Reason
 from lvm import caches, errors, report
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
@@ -139,8 +140,9 @@ def _check_each_loss(known: Inventory, slow: FakeDisk, fast: FakeDisk, words: st
         disk.missing = True
         [volume] = known.all(known.read())
         [problem] = conditions.by_report(volume)
-        assert disk.uuid in problem
-        assert told in problem
+        assert problem.reason is Reason.DISK_MISSING
+        assert disk.uuid in problem.message
+        assert told in problem.message
 
 
 def test_a_pool_that_is_given_a_cache_has_it_on_record() -> None:

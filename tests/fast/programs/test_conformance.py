@@ -2,7 +2,7 @@
 
 import re
 
-from conformance import run
+from conformance import run, sanity
 
 COUNTED = re.compile(r"^\| (linear|thin) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \| (\d+) \|$", re.M)
 
@@ -30,3 +30,11 @@ def test_every_skipped_spec_is_listed_once_with_a_reason() -> None:
         assert (ran + skipped, passed + failed) == (total, ran)
         assert len(run.reasons()) == skipped
     assert all(run.reasons().values())
+
+
+def test_what_the_run_has_skipped_is_listed_with_its_reason() -> None:
+    assert set(sanity.SKIPPED) <= run.reasons().keys()
+
+
+def test_the_document_names_the_version_that_is_run() -> None:
+    assert f"csi-sanity {run.VERSION.removeprefix('v')}" in run.REASONS.read_text()

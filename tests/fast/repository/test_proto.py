@@ -21,9 +21,15 @@ Type = descriptor_pb2.FieldDescriptorProto.Type
 Label = descriptor_pb2.FieldDescriptorProto.Label
 
 
+# What the release reserves in enums: for them the table has lists of values, and no place for it.
+RESERVED_IN_ENUMS = {
+    "ControllerServiceCapability.RPC.Type": [11],
+    "NodeServiceCapability.RPC.Type": [4],
+}
+
 # What a compiled file says, in the table's form. A true option is its name in a list, like in the
-# table; whatever the table has no word for (a reserved number, a default, another option) gets a
-# key of its own, so that it makes a difference.
+# table, and reserved numbers are one list; whatever the table has no word for (a reserved name, a
+# default, another option) gets a key of its own, so that it makes a difference.
 
 
 def described(file: descriptor_pb2.FileDescriptorProto) -> Table:
@@ -81,7 +87,13 @@ def described_message(message: descriptor_pb2.DescriptorProto, prefix: str) -> T
     return {
         "fields": fields,
         **options(message),
-        **rest(message, "name", "field", "nested_type", "enum_type", "oneof_decl", "options"),
+        # A message's range ends before its end.
+        **reserved(message.reserved_range, 0),
+        **rest(
+            message,
+            *("name", "field", "nested_type", "enum_type", "oneof_decl", "options"),
+            "reserved_range",
+        ),
     }
 
 
@@ -106,7 +118,12 @@ def described_enum(enum: descriptor_pb2.EnumDescriptorProto) -> Any:
         {"name": value.name, "number": value.number, **options(value)} for value in enum.value
     ]
     # The table has no place for an enum's own options: it is a plain list where there are none.
-    more = {**options(enum), **rest(enum, "name", "value", "options")}
+    # An enum's range ends with its end.
+    more = {
+        **options(enum),
+        **reserved(enum.reserved_range, 1),
+        **rest(enum, "name", "value", "options", "reserved_range"),
+    }
     return {"values": values, **more} if more else values
 
 
@@ -122,6 +139,11 @@ def described_service(service: descriptor_pb2.ServiceDescriptorProto, prefix: st
         for method in service.method
     ]
     return {"methods": methods, **options(service)}
+
+
+def reserved(ranges: Iterable[Any], inclusive: int) -> Table:
+    numbers = [n for one in ranges for n in range(one.start, one.end + inclusive)]
+    return {"reserved": numbers} if numbers else {}
 
 
 def options(declaration: Any) -> Table:
@@ -151,6 +173,25 @@ def table() -> Table:
     return cast("Table", json.loads(TABLE.read_text()))
 
 
+def wire() -> Table:
+    """The table, with what it has no place for, and options in no order, which means nothing."""
+    whole = table()
+    for name, numbers in RESERVED_IN_ENUMS.items():
+        whole["enums"][name] = {"values": whole["enums"][name], "reserved": numbers}
+    sort_options(whole)
+    return whole
+
+
+def sort_options(node: Any) -> None:
+    if isinstance(node, dict):
+        if "options" in node:
+            node["options"].sort()
+        node = list(node.values())
+    if isinstance(node, list):
+        for one in node:
+            sort_options(one)
+
+
 # The generated modules
 
 
@@ -168,7 +209,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_csi_proto_says_exactly_what_the_table_says() -> None:
-    assert described(compiled(csi_pb2.DESCRIPTOR)) == table()
+    assert described(compiled(csi_pb2.DESCRIPTOR)) == wire()
 
 
 def test_every_field_named_secrets_is_marked_as_secret() -> None:
@@ -250,8 +291,8 @@ def places(node: Any, path: tuple[Any, ...] = ()) -> Iterable[tuple[Any, ...]]:
 
 def test_any_entry_dropped_from_the_table_is_noticed() -> None:
     whole = described(compiled(csi_pb2.DESCRIPTOR))
-    for *path, last in places(table()):
-        less = table()
+    for *path, last in places(wire()):
+        less = wire()
         node = less
         for key in path:
             node = node[key]
@@ -340,6 +381,21 @@ def reserve_a_number(file: File) -> None:
     message_of(file, "Volume").reserved_range.add(start=9, end=10)
 
 
+def reserve_less(file: File) -> None:
+    nested = message_of(file, "ListVolumesResponse").nested_type
+    del next(one for one in nested if one.name == "VolumeStatus").reserved_range[:]
+
+
+def reserve_another_number_of_an_enum(file: File) -> None:
+    [rpc] = message_of(file, "NodeServiceCapability").nested_type
+    rpc.enum_type[0].reserved_range[0].end = 5
+
+
+def forget_what_an_enum_reserves(file: File) -> None:
+    [rpc] = message_of(file, "ControllerServiceCapability").nested_type
+    del rpc.enum_type[0].reserved_range[:]
+
+
 def reserve_a_name(file: File) -> None:
     message_of(file, "Volume").reserved_name.append("attributes")
 
@@ -353,7 +409,7 @@ def add_nested_message(file: File) -> None:
 
 
 def settle_an_alpha_message(file: File) -> None:
-    message_of(file, "VolumeCondition").options.ClearExtension(csi_pb2.alpha_message)
+    message_of(file, "VolumeHealth").options.ClearExtension(csi_pb2.alpha_message)
 
 
 def drop_enum_value(file: File) -> None:
@@ -397,7 +453,12 @@ def stop_streaming(file: File) -> None:
 
 
 def settle_an_alpha_method(file: File) -> None:
-    method_of(file, "Controller", "GetSnapshot").options.ClearExtension(csi_pb2.alpha_method)
+    for service, name in (("Controller", "GetSnapshot"), ("Node", "NodeGetVolumeHealth")):
+        method_of(file, service, name).options.ClearExtension(csi_pb2.alpha_method)
+
+
+def deprecate_method(file: File) -> None:
+    method_of(file, "Node", "NodeGetInfo").options.deprecated = True
 
 
 def deprecate_service(file: File) -> None:
@@ -444,10 +505,11 @@ CHANGES: list[Callable[[File], None]] = [
     *(drop_field, add_field, rename_field, renumber_field, retype_field, retype_message_field),
     *(retype_map, make_repeated, make_optional, leave_the_oneof, rename_the_oneof),
     *(deprecate_field, tell_a_secret, keep_one_of_two_options, reserve_a_number, reserve_a_name),
+    *(reserve_less, reserve_another_number_of_an_enum, forget_what_an_enum_reserves),
     *(add_message, add_nested_message, settle_an_alpha_message),
     *(drop_enum_value, renumber_nested_enum_value, deprecate_enum_value, mark_enum_as_alpha),
     *(add_enum, drop_method, swap_the_request, swap_the_response, stream_the_request),
-    *(stop_streaming, settle_an_alpha_method, deprecate_service, add_service),
+    *(stop_streaming, settle_an_alpha_method, deprecate_method, deprecate_service, add_service),
     *(renumber_extension, extend_something_else, drop_extension, drop_import, import_publicly),
     *(move_go_package, add_file_option, rename_package),
 ]
@@ -461,4 +523,4 @@ def test_any_change_of_the_proto_file_is_noticed(change: Callable[[File], None])
     change(file)
 
     assert file != before
-    assert described(file) != table()
+    assert described(file) != wire()

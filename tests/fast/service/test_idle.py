@@ -34,9 +34,11 @@ def test_ten_idle_minutes_cost_one_command_at_most(
     with Client(config.endpoint) as client:
         client.create("1", 4 << 20, block())
     metrics = Metrics()
-    watched = (service.diagnosis, service.wiper, service.copier, service.grower)
+    health = (service.diagnosis, service.storage)
+    watched = (service.wiper, service.copier, service.grower)
     kubelet = Registration(tmp_path / "registry", config.endpoint)
-    metrics.watch(Parts(config.classes, service.inventory, service.admission, *watched, kubelet))
+    looked_at = (service.inventory, service.admission, *health, *watched)
+    metrics.watch(Parts(config.classes, *looked_at, kubelet))
     taken_up: Callable[[str], None] = lambda name: None  # noqa: E731
     resumption = Resumption(service.engines, taken_up)
     metrics.text()
@@ -52,7 +54,7 @@ def test_ten_idle_minutes_cost_one_command_at_most(
         if second % ASKED_EACH == 0:
             service.readiness.check()
         resumption.step()
-        service.inventory.renew(300.0)
+        service.inventory.renew(60.0)
     assert len(fake.commands) <= 1
     monkeypatch.undo()
     service.stop()

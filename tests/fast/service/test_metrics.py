@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from agent.config.classes import DeviceClass
 from agent.csi.client import Client, block
 from agent.engine.host import Host
+from agent.health.reasons import Reason
 from agent.service import registration
 from agent.service.metrics import Metrics, Parts
 from agent.service.registration import Registration
@@ -78,7 +79,8 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
         config, Host(run, host.kernel, host.devices, host.disks), lvm, metrics.count_call
     )
     kubelet = Registration(tmp_path / "registry", config.endpoint)
-    running = (service.diagnosis, service.wiper, service.copier, service.grower)
+    health = (service.diagnosis, service.storage)
+    running = (*health, service.wiper, service.copier, service.grower)
     known, admission = service.inventory, service.admission
     metrics.watch(Parts(config.classes, known, admission, *running, kubelet))
     service.start(config.endpoint)
@@ -165,7 +167,7 @@ def test_only_volumes_with_a_problem_are_named(measured: Measured) -> None:
     measured.host.lvm2.groups["data"].volumes["vol-sick"].health = "partial"
     measured.client.capacity()
     found = measured.samples()
-    assert found["carver_volume_abnormal", sick.volume_id] == 1
+    assert found["carver_volume_health", "DiskMissing", "INACCESSIBLE", sick.volume_id] == 1
     assert not any(well.volume_id in key for key in found)
 
 
@@ -293,6 +295,7 @@ def exported(measured: Measured) -> dict[str, set[str]]:
     measured.client.snapshot("1", volume.volume_id)
     measured.client.create("pvc-2", 4 * MIB, block(), parameters={"class": "thin"})
     measured.host.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
+    measured.host.lvm2.groups["data"].disks[1].missing = True
     measured.client.capacity()
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(measured.metrics.text().decode()):
@@ -363,6 +366,8 @@ def test_alerts_and_dashboard_ask_only_for_values_that_occur(measured: Measured)
             *(name for name in vars(errors) if name[0].isupper()),
         },
         "state": {*registration.State, *measured.service.wiper.counts()},
+        "status": {status for one in Reason for status in (one.of_volume, one.of_storage)},
+        "reason": {one.word for one in Reason},
     }
     for expression in expressions():
         for label, values in re.findall(r"(\w+)(?:=~|!~|!=|=)\"([^\"]*)\"", expression):

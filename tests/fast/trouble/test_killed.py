@@ -159,7 +159,7 @@ CASES = {
     "capacity": Case(do.Capacity(), (CREATE,)),
 }
 # Looking costs one command, and changes nothing that could be left half done.
-UNSTOPPED = (do.Stats,)
+UNSTOPPED = (do.Stats, do.Health)
 
 
 class Trial:

@@ -23,6 +23,7 @@ from lvm.command import Result
 from lvm.layout import Layout, Reserve
 from lvm.pools import Policy, Pool
 from lvm.report import Group, PhysicalVolume
+from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -301,8 +302,9 @@ def test_a_pool_that_cannot_grow_is_told_of_before_it_is_full(
     fake.lvm2.groups["data"].disks[0].extents = 22
     fill(pool, 91)
     assert not service.grower.step(0)
-    told = client.volume(volume.volume_id).status.volume_condition
-    assert told.abnormal
+    service.inventory.read()
+    [told] = client.volume_health(volume.volume_id).health_statuses
+    assert (told.status, told.reason) == (csi.DEGRADED, "PoolNearlyFull")
     assert "91 % full" in told.message
     assert "vgextend" in told.message
     with expect.code("RESOURCE_EXHAUSTED", "pool-thin is 91 % full of what it can grow to"):
@@ -312,12 +314,15 @@ def test_a_pool_that_cannot_grow_is_told_of_before_it_is_full(
 
 
 def test_a_pool_that_has_all_that_it_promised_may_well_be_full(
-    client: Client, fake: FakeHost
+    client: Client, service: Service, fake: FakeHost
 ) -> None:
     volume = client.create("pvc-1", 10 * EXTENT, block(), parameters=THIN)
     pool = fake.lvm2.groups["data"].volumes["pool-thin"]
     assert isinstance(pool, FakePool)
     fill(pool, 99)
-    assert not client.volume(volume.volume_id).status.volume_condition.abnormal
+    assert not client.volume_health(volume.volume_id).health_statuses
+    service.inventory.read()
+    assert not client.volume_health(volume.volume_id).health_statuses
     client.create("pvc-2", EXTENT, block(), parameters=THIN)
-    assert client.volume(volume.volume_id).status.volume_condition.abnormal
+    service.inventory.read()
+    assert client.volume_health(volume.volume_id).health_statuses

@@ -175,6 +175,11 @@ class Model:
                 place = self._at(call.volume, call.path)
                 volume = self.volumes[call.volume]
                 return volume.fs_bytes if place.kind == "fs" else volume.size_bytes
+            case do.Health():
+                if not call.by_node:
+                    self._require(call.volume)
+                elif call.volume not in self.volumes and call.volume != do.ELSEWHERE:
+                    _refuse("NOT_FOUND")
             case do.NodeExpand():
                 return self._node_expand(call)
         return None

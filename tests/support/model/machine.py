@@ -240,6 +240,9 @@ class Machine:
                 return (
                     self.client.stats(self.id_of(call.volume), self.place(call.path)).usage[0].total
                 )
+            case do.Health():
+                ask = self.client.node_health if call.by_node else self.client.volume_health
+                assert ask(self.id_of(call.volume)).volume_id == self.id_of(call.volume)
             case do.NodeExpand():
                 size = csi.CapacityRange(
                     required_bytes=call.required_bytes, limit_bytes=call.limit_bytes

@@ -180,6 +180,14 @@ class Stats:
 
 
 @dataclass(frozen=True)
+class Health:
+    """ControllerGetVolumeHealth, or NodeGetVolumeHealth."""
+
+    volume: str
+    by_node: bool
+
+
+@dataclass(frozen=True)
 class NodeExpand:
     """NodeExpandVolume."""
 
@@ -207,6 +215,7 @@ Call = (
     | PublishInline
     | Unpublish
     | Stats
+    | Health
     | NodeExpand
 )
 

@@ -48,6 +48,15 @@ class Disk:
         """The same by dm-flakey: a disk that is down for as long as anybody looks."""
         self._swap(f"{self._table('flakey')} 0 3600")
 
+    @contextmanager
+    def hanging(self) -> Iterator[None]:
+        """Inside, whoever reads or writes there waits."""
+        _dmsetup("suspend", "--noflush", "--nolockfs", self.name)
+        try:
+            yield
+        finally:
+            _dmsetup("resume", self.name)
+
     def mend(self) -> None:
         """It works again."""
         self._swap(self._table("linear"))

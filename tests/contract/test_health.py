@@ -1,0 +1,84 @@
+"""Health of volumes and storage: by what is known, without a process, until it is over."""
+
+import expect
+import pytest
+from real.any import AnyHost
+
+from agent.csi.client import Client, block
+from agent.service.server import Service
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def volume(client: Client) -> csi.Volume:
+    return client.create("pvc-1", 16 * MIB, block())
+
+
+def told(client: Client, volume: csi.Volume) -> list[tuple[int, str]]:
+    """What is wrong with a volume, as all calls tell it alike."""
+    node = client.node_health(volume.volume_id)
+    assert node.volume_id == volume.volume_id
+    found: list[tuple[int, str]] = [(one.status, one.reason) for one in node.health_statuses]
+    every = [client.volume_health(volume.volume_id)]
+    every += [one for one in client.unhealthy() if one.volume_id == volume.volume_id]
+    assert len(every) == 1 + bool(found)
+    for health in every:
+        assert [(one.status, one.reason) for one in health.health_statuses] == found
+    return found
+
+
+def test_a_volume_is_well_from_its_first_moment_and_gone_after_its_last_one(
+    client: Client, volume: csi.Volume, host: AnyHost
+) -> None:
+    host.commands.clear()
+    assert told(client, volume) == []
+    staging, target = host.directory / "staging", host.directory / "target"
+    client.stage(volume, staging, block())
+    client.publish(volume, staging, target, block())
+    host.commands.clear()
+    assert told(client, volume) == []
+    assert not client.node_health(volume.volume_id, target, staging).health_statuses
+    # What the machine lacks that runs the test is none of its groups' fault.
+    assert [one for one in client.storage_health() if not one.HasField("volume_capability")] == []
+    assert host.commands == []
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+    for ask in (client.volume_health, client.node_health):
+        with expect.code("NOT_FOUND"):
+            ask(volume.volume_id)
+    assert client.unhealthy() == []
+
+
+def test_a_device_that_was_left_suspended_is_told_of_until_it_is_resumed(
+    client: Client, service: Service, volume: csi.Volume, host: AnyHost, group: str
+) -> None:
+    service.diagnosis.settling_seconds = 0.1
+    # As lvm2 tells of it once.
+    service.inventory.read()
+    host.suspend(group, "vol-pvc-1")
+    try:
+        host.commands.clear()
+        assert told(client, volume) == [(csi.INACCESSIBLE, "DeviceSuspended")]
+        assert host.commands == []
+    finally:
+        host.devices.resume(group, "vol-pvc-1")
+    assert told(client, volume) == []
+
+
+@pytest.mark.variation
+def test_a_snapshot_that_overflowed_is_told_of_its_volume_until_it_is_deleted(
+    client: Client, service: Service, volume: csi.Volume, host: AnyHost, group: str
+) -> None:
+    snapshot = client.snapshot("s", volume.volume_id, {"size": "4Mi"})
+    service.inventory.read()
+    assert told(client, volume) == []
+    device = host.devices.find(group, "vol-pvc-1")
+    assert device is not None
+    host.write_bytes(device.path, 0, b"x" * (12 * MIB))
+    assert told(client, volume) == [(csi.DATA_LOSS, "SnapshotOverflowed")]
+    client.delete_snapshot(snapshot.snapshot_id)
+    service.inventory.read()
+    assert told(client, volume) == []

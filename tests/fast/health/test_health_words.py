@@ -1,0 +1,89 @@
+"""The words for what is wrong: those of the document, each used, and merged as CSI demands."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from agent.health import reasons
+from agent.health.reasons import Condition, Reason
+from proto import csi_pb2 as csi
+
+ROOT = Path(__file__).parents[3]
+TABLE = (ROOT / "docs/health.md").read_text().partition("## The reasons")[2]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in TABLE.splitlines()
+    if line.startswith("| `")
+]
+
+
+def test_every_reason_is_documented_with_its_statuses_and_no_other() -> None:
+    documented = [(word.strip("`"), volume, storage) for word, volume, storage, *_ in ROWS]
+    assert documented == [(one.word, one.of_volume, one.of_storage) for one in Reason]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_every_reason_has_a_cause_and_something_that_the_user_does(row: list[str]) -> None:
+    _word, _volume, _storage, cause, remedy = row
+    assert cause
+    assert remedy
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_a_reason_is_camel_case_and_its_statuses_are_csi_s(reason: Reason) -> None:
+    assert re.fullmatch(r"([A-Z][a-z]+)+", reason.word)
+    assert reason.of_volume or reason.of_storage
+    if reason.of_volume:
+        assert csi.VolumeHealthErrorType.Value(reason.of_volume) > 0
+    if reason.of_storage:
+        assert csi.StorageHealthErrorType.Value(reason.of_storage) > 0
+
+
+def test_no_two_reasons_have_one_word() -> None:
+    words = [one.word for one in Reason]
+    assert len(set(words)) == len(words)
+
+
+@pytest.mark.parametrize("reason", Reason, ids=str)
+def test_every_reason_is_used(reason: Reason) -> None:
+    modules = (ROOT / "agent/health").glob("*.py")
+    assert any(f"Reason.{reason.name}" in one.read_text() for one in modules)
+
+
+def test_what_has_one_reason_is_one_condition_of_the_oldest_age() -> None:
+    first = Condition(Reason.DISK_MISSING, "a is missing", 20.0)
+    other = Condition(Reason.RAID_RESYNCING, "it is resyncing")
+    second = Condition(Reason.DISK_MISSING, "b is missing", 10.0)
+    merged = reasons.distinct([first, other, second, first])
+    assert merged == (
+        Condition(Reason.DISK_MISSING, "a is missing; and b is missing", 10.0),
+        other,
+    )
+
+
+def test_the_worst_comes_first_and_no_more_than_kubernetes_takes() -> None:
+    every = [Condition(one, "it is so") for one in Reason]
+    found = reasons.distinct(every)
+    assert len(found) == 16
+    statuses = [one.reason.of_volume or one.reason.of_storage for one in found]
+    order = ["DATA_LOSS", "STORAGE_UNREACHABLE", "INACCESSIBLE", "DEGRADED", "STORAGE_DEGRADED"]
+    assert statuses == sorted(statuses, key=order.index)
+    assert statuses[0] == "DATA_LOSS"
+
+
+def test_only_what_was_seen_before_tells_its_age() -> None:
+    seen = Condition(Reason.DISK_MISSING, "gone", 1e9)
+    assert seen.told(1e9 + 42.4) == "gone (seen 42 s ago, at 2001-09-09T01:46:40Z)"
+    assert seen.told(1e9 - 10).startswith("gone (seen 0 s ago")
+    assert Condition(Reason.DISK_MISSING, "gone").told(1e9) == "gone"
+
+
+@pytest.mark.parametrize("seen_seconds", [0.0, 1e9])
+@pytest.mark.parametrize("letter", ["x", "ü", "…"])
+def test_no_sentence_is_longer_than_kubernetes_takes(letter: str, seen_seconds: float) -> None:
+    told = Condition(Reason.DISK_MISSING, letter * 2000, seen_seconds).told(1e9)
+    assert 1000 < len(told.encode()) <= 1024
+    assert told.startswith(letter * 300)
+    assert "…" in told
+    assert told.endswith("Z)") == bool(seen_seconds)

@@ -1,0 +1,61 @@
+"""Nobody waits for a look that hangs, and what was seen before is told meanwhile."""
+
+import threading
+import time
+
+import pytest
+
+from agent.health import looks
+from agent.health.looks import Looks, Seen
+
+
+def soon() -> float:
+    """Later than any look that does not hang."""
+    return time.monotonic() + 20
+
+
+def test_what_is_looked_at_is_told() -> None:
+    assert Looks[int]().at("a", lambda: 7, soon()) == Seen(7)
+
+
+def test_what_a_look_raises_is_raised_and_the_next_one_is_made() -> None:
+    made = Looks[int]()
+
+    def fail() -> int:
+        raise OSError(5, "Input/output error")
+
+    with pytest.raises(OSError, match="Input/output"):
+        made.at("a", fail, soon())
+    assert made.at("a", lambda: 7, soon()) == Seen(7)
+
+
+def test_a_look_that_hangs_is_made_once_and_keeps_no_other_and_ends_with_what_it_saw() -> None:
+    made, go_on, begun = Looks[int](), threading.Event(), threading.Semaphore(0)
+
+    def hang() -> int:
+        begun.release()
+        assert go_on.wait(20)
+        return 8
+
+    made.at("a", lambda: 7, soon())
+    for _ in range(3):
+        seen = made.at("a", hang, time.monotonic())
+        assert seen.value == 7
+        assert seen.hanging_seconds > 0
+    assert made.at("never seen", hang, time.monotonic()).value is None
+    assert made.at("b", lambda: 9, soon()) == Seen(9)
+    assert begun.acquire(timeout=20)
+    assert begun.acquire(timeout=20)
+    assert not begun.acquire(blocking=False)
+    go_on.set()
+    assert made.at("a", lambda: 8, soon()) == Seen(8)
+
+
+def test_only_so_much_is_kept_of_what_is_not_looked_at_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(looks, "_MOST_KEPT", 3)
+    made = Looks[int]()
+    for number in range(6):
+        made.at(f"{number}", lambda: 1, soon())
+    assert list(made._last) == ["3", "4", "5"]
