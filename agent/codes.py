@@ -43,6 +43,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.StillAtWork, Code.ABORTED),
     (agent.errors.OperationPending, Code.ABORTED),
     (agent.errors.Copying, Code.ABORTED),
+    (agent.errors.Overwriting, Code.ABORTED),
     (agent.errors.SourceLost, Code.FAILED_PRECONDITION),
     (agent.errors.BadToken, Code.ABORTED),
     # What every caller repeats, without taking the volume for failed.

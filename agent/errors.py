@@ -268,6 +268,16 @@ class Copying(AgentError):
         super().__init__(f"volume {volume_id!r} is being copied: {progress}; call again")
 
 
+class Overwriting(AgentError):
+    """What a volume is to grow by is being overwritten; it is not the volume's before."""
+
+    def __init__(self, volume_id: str, progress: str) -> None:
+        super().__init__(
+            f"volume {volume_id!r} grows when what it grows by is overwritten: {progress}; call"
+            " again"
+        )
+
+
 class SourceLost(AgentError):
     """What a volume shall be made of can never be read again."""
 

@@ -11,6 +11,9 @@ EPHEMERAL = "ephemeral"
 TARGET = "target"
 LAYOUT = "layout"
 CACHE = "cache"
+# Of a volume of which no sector may show what was there before: FULLY.
+ZERO = "zero"
+FULLY = "fully"
 # Of a volume that was made of something: the id of that.
 FROM = "from"
 # Of a volume that could not grow when it was asked to: the bytes that it grows to.

@@ -18,6 +18,8 @@ INLINE_PREFIX = "eph"
 SNAPSHOT_PREFIX = "snap"
 POOL_PREFIX = "pool"
 WIPE_PREFIX = "wipe"
+# What a volume is to grow by, while that is overwritten.
+GROWTH_PREFIX = "grow"
 # A snapshot for as long as a volume is copied, whose name it has.
 BRIDGE_PREFIX = "copy"
 

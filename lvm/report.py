@@ -87,6 +87,9 @@ class LogicalVolume:
     # Of a volume with a cache, or a pool: the volume that its cache is.
     cachevol: str = ""
     tuning: Tuning = PLAIN
+    # Where it lies, as lvcreate(8) and lvextend(8) are told of extents: a disk, then the first and
+    # the last of each piece. Of what lies on disks itself.
+    ranges: tuple[str, ...] = ()
 
     @property
     def is_copy_on_write(self) -> bool:
@@ -226,7 +229,8 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     name = row["vg_name"]
     disks = _disks_by_volume(part["pvseg"])
     cached = _cached_pools(part["pvseg"])
-    volumes = [_logical_volume(name, volume, disks, cached) for volume in part["lv"]]
+    ranges = _ranges(part["seg"])
+    volumes = [_logical_volume(name, volume, disks, cached, ranges) for volume in part["lv"]]
     if any(one.overflowed is None for one in volumes):
         begins = _beginnings(part, int(row["vg_extent_size"]))
         volumes = [
@@ -269,6 +273,14 @@ def _disks_by_volume(segments: Iterable[Row]) -> Mapping[str, set[str]]:
     return found
 
 
+def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
+    """The pieces of each volume on disks, in the order in which they make it up."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for row in sorted(segments, key=lambda one: int(one["seg_start"])):
+        found[row["lv_name"]] += row["seg_pe_ranges"].split()
+    return found
+
+
 def _cached_pools(segments: Iterable[Row]) -> Mapping[str, str]:
     """The pools whose data have a cache, and its kind: lvm2 tells of it by their parts only."""
     found = {}
@@ -292,7 +304,11 @@ def _beginnings(part: Mapping[str, Any], extent_size_bytes: int) -> Mapping[str,
 
 
 def _logical_volume(
-    group: str, row: Row, disks: Mapping[str, set[str]], cached_pools: Mapping[str, str]
+    group: str,
+    row: Row,
+    disks: Mapping[str, set[str]],
+    cached_pools: Mapping[str, str],
+    ranges: Mapping[str, Sequence[str]],
 ) -> LogicalVolume:
     name = row["lv_name"]
     return LogicalVolume(
@@ -316,6 +332,7 @@ def _logical_volume(
         suspended=row["lv_suspended"] == "suspended",
         cachevol=f"{name}_cache_cvol" if name in cached_pools else _hidden(row["pool_lv"]),
         tuning=_tuning(row),
+        ranges=tuple(ranges.get(name, ())),
     )
 
 

@@ -309,6 +309,10 @@ SETTINGS: Mapping[str, Setting] = {
 # A fifth of the origin: what changes in the life of a snapshot that is kept for days, by habit.
 SNAPSHOT_SIZE = Reserve(percent=20)
 
+# How much of a new volume is overwritten before it is anyone's: its first sectors, as lvm2 does it,
+# or all of it.
+ZEROS = ZERO_FIRST, ZERO_FULLY = ("first", "fully")
+
 
 @dataclass(frozen=True)
 class DeviceClass:
@@ -324,6 +328,8 @@ class DeviceClass:
     mkfs_options: tuple[str, ...] = ()
     pool: pools.Policy | None = None
     cache: Cache | None = None
+    # Whether all of a new volume, and of what it grows by, is overwritten before it is anyone's.
+    zero: str = ZERO_FIRST
 
 
 @dataclass(frozen=True)
@@ -484,6 +490,7 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "cache_size": parse_part,
     "fs_type": _choice(*filesystem.FILE_SYSTEMS),
     "mkfs_options": _words,
+    "zero": _choice(*ZEROS),
 }
 
 
@@ -545,6 +552,9 @@ def _class(source: str, where: str, values: dict[str, Any]) -> DeviceClass:
     except ValueError as error:
         raise errors.BadConfig(source, f"{where}.{key}", str(error)) from None
     one = DeviceClass(**values)
+    if shape.is_thin and "zero" in values:
+        why = "is for layouts with extents of their own: a thin pool zeroes what it gives out"
+        raise errors.BadConfig(source, f"{where}.zero", why)
     try:
         filesystem.check_options(one.fs_type, one.mkfs_options)
     except mount_errors.BadOption as error:

@@ -559,10 +559,12 @@ def _volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None
 def _remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
     """What is left of a snapshot that was parted from its origin, or did not come to have one.
 
-    Its area holds what the origin held once, and is nobody's: being there is its record.
+    Its area holds what the origin held once, and is nobody's: being there is its record. So it is
+    of what a volume was to grow by.
     """
     facts = tags.decode(logical.tags)
-    if fact.NAME not in facts or not _is_snapshot(logical.name) or logical.origin or logical.pool:
+    is_left = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
+    if fact.NAME not in facts or not is_left or logical.origin or logical.pool:
         return None
     return _as_volume(group, logical, {**facts, fact.STATE: fact.WIPING})
 

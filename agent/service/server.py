@@ -50,6 +50,7 @@ from agent.volumes.snapshots import Snapshotter
 from agent.workers.autoextend import Grower
 from agent.workers.pool_removal import Reclaimer
 from agent.workers.wiping import Wiper
+from agent.workers.zeroing import Zeroer
 from lvm import errors as lvm_errors
 from lvm.command import Converse, Finished, Run
 from lvm.lvm2 import Lvm
@@ -96,7 +97,8 @@ class Service:
         self.copier = Copier(means, snapshotter)
         provision = Provisioner(means, self.wiper, self.reclaimer, self.copier)
         diagnosis = self.diagnosis = Diagnosis(host.kernel, known)
-        expander = Expander(means)
+        self.zeroer = Zeroer(means)
+        expander = Expander(means, self.zeroer)
         access = Access(means, self.wiper, self.copier, expander, diagnosis)
         self.ephemeral = Ephemeral(means, provision, access, locks)
         self._server = grpc.server(
@@ -132,6 +134,7 @@ class Service:
         self.ephemeral.stop()
         self._server.stop(_DRAIN_SECONDS).wait()
         self.grower.stop()
+        self.zeroer.stop()
         self.copier.stop()
         self.wiper.stop()
         self.reclaimer.stop()

@@ -17,6 +17,7 @@ from agent.requests import calls, pages
 from agent.requests.pages import Part
 from agent.volumes import contents, modifying
 from agent.volumes.copying import Copier
+from agent.workers import zeroing
 from agent.workers.pool_removal import Reclaimer
 from agent.workers.wiping import Wiper
 from lvm import errors as lvm_errors
@@ -142,6 +143,9 @@ class Provisioner:
             raise errors.NoSuchVolume(content.id)
         if content is None:
             size_bytes, facts = _planned(call, one, group)
+            if fact.ZERO in facts:
+                # It is filled behind the answer, as a copy is.
+                facts |= {fact.STATE: fact.COPYING}
         else:
             call = replace(call, size=contents.size_of(call.size, content))
             size_bytes, facts = _planned(call, one, group, content.facts.get(fact.FORMATTED))
@@ -207,6 +211,8 @@ class Provisioner:
                 raise errors.HasSnapshots(
                     volume_id, held, "they are nothing without it; delete them first"
                 )
+            if grown := zeroing.leftover(volume.group, volume.name):
+                volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, grown)
             if volume.layout.is_thin:
                 # It takes nothing along: its pool zeroes what it gives out.
                 users.require_unused(self._kernel, self._inventory, volume)
@@ -399,6 +405,8 @@ def _planned(
     facts = _facts(call, parameters, size_bytes, one.layout)
     if one.cache is not None and not one.layout.is_thin:
         facts |= {fact.CACHE: one.cache.fact(size_bytes, group.extent_size_bytes)}
+    if one.zero == fact.FULLY:
+        facts |= {fact.ZERO: fact.FULLY}
     return size_bytes, facts
 
 

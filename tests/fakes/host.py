@@ -152,6 +152,10 @@ class FakeHost:
         disk = self.lvm2.groups[group].disks[number].name
         volume.failed[disk], volume.health = volume.media.copy(), "refresh needed"
 
+    def mark_free(self, group: str, mark: bytes) -> None:
+        """Have a mark at the start of each block of all free extents, as of an earlier owner."""
+        self.lvm2.groups[group].old = mark
+
     def cut_power(self) -> None:
         """What the disks had in their volatile caches alone is lost."""
         for group in self.lvm2.groups.values():

@@ -166,6 +166,10 @@ class FakeGroup:
     spare: dict[str, int] = field(default_factory=dict)
     # What is on the extents that removed volumes had.
     freed: list[Media] = field(default_factory=list)
+    # What every free extent holds, and so what a new volume shows; empty for zeroes.
+    old: bytes = b""
+    # Of the extents that a volume had which was overwritten: they hold zeroes.
+    clean: set[str] = field(default_factory=set)
     # Of its metadata: counted up by each command that changes them.
     seqno: int = 1
 
@@ -540,6 +544,9 @@ class FakeLvm:
         volume = FakeVolume(name, self._uuid(), {}, tags, activation_skipped=skipped, layout=layout)
         volume.tuning = tuning
         self._allocate(group, volume, extents, disks)
+        self._uncover(group, volume, 0)
+        # The first sectors are zeroed.
+        volume.media.blocks.pop(0, None)
         if not test:
             group.volumes[name] = volume
             if activate == "y":
@@ -824,7 +831,13 @@ class FakeLvm:
         else:
             # What is in it stays, and is a lesser part of it.
             volume.data_percent *= volume.length / extents
+            before = volume.length
+            named = {one for one in disks if ":" in one}
+            disks = [one.partition(":")[0] for one in disks]
             self._allocate(group, volume, extents - volume.length, disks)
+            if not named or not named <= group.clean:
+                self._uncover(group, volume, before)
+            group.clean -= named
         if volume.active:
             self.devices.resize(_node(group.name, volume.name), self._size(group, volume))
         return ""
@@ -876,6 +889,8 @@ class FakeLvm:
                 pool.media.blocks |= {number % chunks: data for number, data in held.items()}
         else:
             group.freed += [gone.media, *([gone.cache.media] if gone.cache else [])]
+            if not gone.media.blocks:
+                group.clean |= set(_ranges(group, gone).split())
             group.freed += gone.failed.values()
 
     def _pvchange(self, arguments: "_Arguments") -> str:
@@ -976,6 +991,16 @@ class FakeLvm:
             )
         for disk in usable:
             volume.extents[disk.name] = volume.extents.get(disk.name, 0) + on_each
+
+    @staticmethod
+    def _uncover(group: FakeGroup, volume: FakeVolume, first_extent: int) -> None:
+        """What was on the extents that a volume has new is on it."""
+        if not group.old:
+            return
+        blocks = group.extent_size_bytes // BLOCK_BYTES
+        block = group.old.ljust(BLOCK_BYTES, b"\0")
+        new = range(first_extent * blocks, volume.length * blocks)
+        volume.media.blocks |= dict.fromkeys(new, block)
 
     def _is_open(self, group: FakeGroup, volume: FakeVolume) -> bool:
         return volume.active and self.devices.is_open(_node(group.name, volume.name))
@@ -1232,13 +1257,15 @@ def _first_extent(volume: FakeVolume) -> int:
 
 
 def _ranges(group: FakeGroup, volume: FakeVolume) -> str:
-    """What of its first disk a volume's first piece takes; of a part of another, that part."""
+    """What a volume takes of each disk, as if in one piece; of a part of another, that part."""
     if not volume.extents or volume.cache or isinstance(volume, FakePool):
         return f"{volume.name}_part:0-0"
-    disk = next(iter(volume.extents))
-    gone = any(one.missing for one in group.disks if one.name == disk)
+    gone = {one.name for one in group.disks if one.missing}
     first = _first_extent(volume)
-    return f"{'[unknown]' if gone else disk}:{first}-{first + volume.extents[disk] - 1}"
+    return " ".join(
+        f"{'[unknown]' if disk in gone else disk}:{first}-{first + extents - 1}"
+        for disk, extents in volume.extents.items()
+    )
 
 
 def _node(group: str, name: str) -> str:
