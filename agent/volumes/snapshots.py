@@ -8,7 +8,7 @@ from dataclasses import replace
 from agent import errors, fact, ids
 from agent.config.settings import SNAPSHOT_SIZE
 from agent.engine import inventory, users
-from agent.engine.allocation import Carvings
+from agent.engine.allocation import Carvings, closed
 from agent.engine.inventory import Snapshot, Volume
 from agent.engine.means import Means
 from agent.ids import VolumeId
@@ -239,7 +239,8 @@ class Snapshotter:
         area = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
         room = max(0, self._carvings.beside_bytes(volume) - beside_bytes)
         if area > room:
-            raise errors.NoRoom(group.name, area, room, f"for a snapshot of {volume.name}")
+            why = f"for a snapshot of {volume.name} {closed(group)}".rstrip()
+            raise errors.NoRoom(group.name, area, room, why)
         return area
 
 

@@ -321,12 +321,31 @@ class FakeLvm:
         except KeyError:
             raise AssertionError(f"the fake does not know: {' '.join(words)}") from None
         try:
+            self._refuse_partial(words)
             output = command(arguments)
         except Failure as failure:
             return Result(5, "", f"  {failure}\n")
         arguments.require_empty(words)
         self._commit(words)
         return Result(0, output, "")
+
+    def _refuse_partial(self, words: Sequence[str]) -> None:
+        """While a disk is missing lvm2 changes little (handles_missing_pvs in its tools)."""
+        unsafe = {"--cachepolicy", "--cachesettings", "--minrecoveryrate", "--maxrecoveryrate"}
+        is_safe = (
+            words[1] in {"version", "fullreport", "lvremove", "vgextend", "vgchange"}
+            or (words[1] == "lvchange" and not unsafe.intersection(words))
+            or (words[1] == "lvconvert" and "--repair" in words)
+            or (words[1] == "vgreduce" and "--removemissing" in words)
+        )
+        named = () if is_safe else words[words.index("--") + 1 :]
+        for group in self.groups.values():
+            is_meant = any(one.partition("/")[0] == group.name for one in named)
+            if is_meant and any(disk.missing for disk in group.disks):
+                raise Failure(
+                    f"Cannot change VG {group.name} while PVs are missing.\n"
+                    "  See vgreduce --removemissing and vgextend --restoremissing."
+                )
 
     def _commit(self, words: Sequence[str]) -> None:
         """Groups whose metadata a command that succeeded changed have them anew."""
