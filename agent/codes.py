@@ -25,6 +25,10 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.Elsewhere, Code.RESOURCE_EXHAUSTED),
     (agent.errors.NotHere, Code.RESOURCE_EXHAUSTED),
     (agent.errors.NoRoom, Code.RESOURCE_EXHAUSTED),
+    (agent.errors.NoSuchDisk, Code.NOT_FOUND),
+    (agent.errors.DiskTooSmall, Code.FAILED_PRECONDITION),
+    (agent.errors.WouldBeLost, Code.FAILED_PRECONDITION),
+    (agent.errors.NotRepairable, Code.FAILED_PRECONDITION),
     (agent.errors.InlineTotal, Code.RESOURCE_EXHAUSTED),
     # Of these only kubelet lets a pod start, with the volume as it is: of OUT_OF_RANGE, not of
     # RESOURCE_EXHAUSTED.

@@ -29,6 +29,8 @@ _BELOW_CACHE = {"_tdata_corig": "cache", "_tdata_wcorig": "writecache"}
 FAST = "carver.fast"
 # lib/metadata/pool_manip.c of lvm2: the one spare of a group.
 _SPARE = "[lvol0_pmspare]"
+# tools/pvmove.c of lvm2.
+_MOVE = re.compile(r"pvmove\d+")
 
 
 @dataclass(frozen=True)
@@ -108,8 +110,11 @@ class Group:
     missing_disks: int
     disks: tuple[PhysicalVolume, ...] = ()
     volumes: Mapping[str, LogicalVolume] = field(default_factory=dict)
-    # What lvm2 keeps for the repair of pools' metadata.
+    # What lvm2 keeps for the repair of pools' metadata, and the UUIDs of the disks that it is on.
     spare_extents: int = 0
+    spare_disks: frozenset[str] = frozenset()
+    # The names of the volumes by which lvm2 moves what lies on a disk (pvmove(8)).
+    moves: frozenset[str] = frozenset()
 
     @property
     def extents(self) -> int:
@@ -248,6 +253,8 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
         disks=tuple(_physical_volume(disk) for disk in part["pv"]),
         volumes={volume.name: volume for volume in volumes},
         spare_extents=sum(int(r["pvseg_size"]) for r in part["pvseg"] if r["lv_name"] == _SPARE),
+        spare_disks=frozenset(r["pv_uuid"] for r in part["pvseg"] if r["lv_name"] == _SPARE),
+        moves=frozenset(name for name in disks if _MOVE.fullmatch(name)),
     )
 
 

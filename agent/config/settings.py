@@ -312,6 +312,7 @@ SNAPSHOT_SIZE = Reserve(percent=20)
 # How much of a new volume is overwritten before it is anyone's: its first sectors, as lvm2 does it,
 # or all of it.
 ZEROS = ZERO_FIRST, ZERO_FULLY = ("first", "fully")
+REPAIRS = MANUAL, AUTO = ("manual", "auto")
 
 
 @dataclass(frozen=True)
@@ -330,6 +331,9 @@ class DeviceClass:
     cache: Cache | None = None
     # Whether all of a new volume, and of what it grows by, is overwritten before it is anyone's.
     zero: str = ZERO_FIRST
+    # Whether a RAID volume that lacks a disk for so long is repaired unasked.
+    repair: str = MANUAL
+    repair_after_seconds: int = 600
 
 
 @dataclass(frozen=True)
@@ -491,6 +495,8 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "fs_type": _choice(*filesystem.FILE_SYSTEMS),
     "mkfs_options": _words,
     "zero": _choice(*ZEROS),
+    "repair": _choice(*REPAIRS),
+    "repair_after_seconds": parse_count,
 }
 
 
@@ -552,6 +558,9 @@ def _class(source: str, where: str, values: dict[str, Any]) -> DeviceClass:
     except ValueError as error:
         raise errors.BadConfig(source, f"{where}.{key}", str(error)) from None
     one = DeviceClass(**values)
+    if not shape.is_raid and values.keys() & {"repair", "repair_after_seconds"}:
+        why = "is for layouts with copies or parity: raid1, raid5, raid6 and raid10"
+        raise errors.BadConfig(source, f"{where}.repair", why)
     if shape.is_thin and "zero" in values:
         why = "is for layouts with extents of their own: a thin pool zeroes what it gives out"
         raise errors.BadConfig(source, f"{where}.zero", why)

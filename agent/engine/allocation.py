@@ -377,6 +377,10 @@ class Carvings:
                 kept += one.reserve.extents(group)
         return layout.maximum_bytes(group, reserve_extents=kept)
 
+    def promised_extents(self, group: report.Group) -> int:
+        """What the pools of a group promised and have not got yet."""
+        return self._promised(group)
+
     def _kept(self, one: DeviceClass, group: report.Group) -> int:
         """What a class leaves free: its reserve, and what the pools of others promised."""
         return one.reserve.extents(group) + self._promised(group, but=one.name)

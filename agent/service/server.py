@@ -25,6 +25,7 @@ from agent.csi.group_controller import GroupController
 from agent.csi.identity import Identity
 from agent.csi.interceptor import Interceptor
 from agent.csi.node import Node
+from agent.csi.operator import Operator
 from agent.engine import sources, suspension
 from agent.engine.engines import Engines
 from agent.engine.host import Host
@@ -47,8 +48,11 @@ from agent.volumes.expansion import Expander
 from agent.volumes.group_snapshots import GroupSnapshotter
 from agent.volumes.provisioning import Provisioner
 from agent.volumes.snapshots import Snapshotter
+from agent.workers.auto_repair import AutoRepair
 from agent.workers.autoextend import Grower
+from agent.workers.disk_replacement import Replacement
 from agent.workers.pool_removal import Reclaimer
+from agent.workers.repairing import Repairer
 from agent.workers.wiping import Wiper
 from agent.workers.zeroing import Zeroer
 from lvm import errors as lvm_errors
@@ -100,11 +104,15 @@ class Service:
         self.zeroer = Zeroer(means)
         expander = Expander(means, self.zeroer)
         access = Access(means, self.wiper, self.copier, expander, diagnosis)
+        repairer = Repairer(means)
+        self.auto_repair = AutoRepair(means, repairer)
+        operator = Operator(repairer, Replacement(means, repairer), locks)
         self.ephemeral = Ephemeral(means, provision, access, locks)
         self._server = grpc.server(
             ThreadPoolExecutor(admission.THREADS, thread_name_prefix="rpc"),
             interceptors=[Interceptor(observe, self.admission)],
         )
+        self._server.add_generic_rpc_handlers((operator.handler(),))
         csi_pb2_grpc.add_IdentityServicer_to_server(
             Identity(self.readiness, config.driver_name), self._server
         )
@@ -134,6 +142,7 @@ class Service:
         self.ephemeral.stop()
         self._server.stop(_DRAIN_SECONDS).wait()
         self.grower.stop()
+        self.auto_repair.stop()
         self.zeroer.stop()
         self.copier.stop()
         self.wiper.stop()
@@ -266,6 +275,7 @@ def _health(
 def _after(service: Service, watch: Watch) -> None:
     """What asks for groups by itself, and then what refuses nothing: nobody has to wait for it."""
     service.grower.start()
+    service.auto_repair.start()
     watch.start()
     notify("STATUS=ready")
     _check(service.node)

@@ -3,7 +3,8 @@
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -14,6 +15,7 @@ from fakes.disks import FakeDisks
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeLvm, FakePool
 
+from lvm import groups
 from lvm.command import Result
 from lvm.devices import Devices
 from lvm.disks import Disks
@@ -74,6 +76,13 @@ class FakeHost:
         """A blank block device."""
         number = sum(1 for _ in self.block)
         return self.block.add(f"/dev/fake{number}", size_bytes, major=_DISK_MAJOR).path
+
+    @contextmanager
+    def own_group(self, name: str, disks: Sequence[str], *options: str) -> Iterator[int]:
+        """A group on such disks as a test has; yields how many extents it has."""
+        assert not options
+        groups.create(self.lvm, name, disks, {})
+        yield sum(disk.extents for disk in self.lvm2.groups[name].disks)
 
     def new_group(self, *disk_extents: int) -> str:
         """A group with so many extents of 4 MiB on each of its disks."""
