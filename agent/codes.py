@@ -35,6 +35,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.CannotGrow, Code.OUT_OF_RANGE),
     (agent.errors.VolumeInUse, Code.FAILED_PRECONDITION),
     (agent.errors.NotOverwritten, Code.FAILED_PRECONDITION),
+    (agent.errors.NotSwept, Code.FAILED_PRECONDITION),
     (agent.errors.HasSnapshots, Code.FAILED_PRECONDITION),
     # "In use, later", to kubelet: the pod goes on, and its next start asks again.
     (agent.errors.GrowsLater, Code.FAILED_PRECONDITION),

@@ -211,6 +211,13 @@ class NotOverwritten(AgentError):
         super().__init__(f"volume {volume_id!r} cannot be overwritten whole: {why}")
 
 
+class NotSwept(AgentError):
+    """A group's free extents cannot be overwritten yet, and so are nobody's."""
+
+    def __init__(self, group: str, why: str) -> None:
+        super().__init__(f"what is free in volume group {group} waits to be overwritten: {why}")
+
+
 class HasSnapshots(AgentError):
     """The volume has copy-on-write snapshots, which allow less than it would allow without them."""
 

@@ -30,6 +30,8 @@ MEMBER_GROUPS = "memberGroups"
 COMMITTED = "committed"
 # Put there by an operator: what of a deleted volume lies on missing disks is not waited for.
 GIVEN_UP = "givenUp"
+# Of a group: its free extents hold what is to be overwritten before anyone gets them.
+SWEEP = "sweep"
 
 # What STATE may say.
 READY = "ready"

@@ -49,6 +49,11 @@ def move(lvm: Lvm, old: str, new: str) -> None:
     lvm("pvmove", "--background", "--", old, new, settings=_WATCHED_BY_ITSELF)
 
 
+def watch_moves(lvm: Lvm) -> None:
+    """Have the moves that are under way, on the disks that lvm2 sees, put on record as they go on."""
+    lvm("pvmove", "--background", "--", settings=_WATCHED_BY_ITSELF)
+
+
 def reduce(lvm: Lvm, group: str, disk: str) -> None:
     """Take a disk that nothing lies on out of its group (vgreduce(8))."""
     lvm("vgreduce", "--", group, disk)

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent import admission, errors, fact, ids
 from agent.engine import sources
@@ -77,6 +77,13 @@ class Volume:
         """The ids of its copy-on-write snapshots, which are nothing without it."""
         every = self.group.copy_on_write_of(self.name)
         return sorted(str(VolumeId.of(self.group, one.name)) for one in every)
+
+    @property
+    def kept_snapshots(self) -> list[str]:
+        """Those of them that were not deleted."""
+        every = self.group.copy_on_write_of(self.name)
+        kept = (one for one in every if tags.decode(one.tags).get(fact.STATE) != fact.WIPING)
+        return sorted(str(VolumeId.of(self.group, one.name)) for one in kept)
 
     @property
     def wanted_bytes(self) -> int:
@@ -564,7 +571,11 @@ def _remains(group: report.Group, logical: report.LogicalVolume) -> Volume | Non
     """
     facts = tags.decode(logical.tags)
     is_left = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
-    if fact.NAME not in facts or not is_left or logical.origin or logical.pool:
+    # Deleted while a disk was missing, and so not parted.
+    is_deferred = facts.get(fact.STATE) == fact.WIPING
+    if fact.NAME not in facts or not is_left:
+        return None
+    if (logical.origin or logical.pool) and not is_deferred:
         return None
     return _as_volume(group, logical, {**facts, fact.STATE: fact.WIPING})
 
@@ -596,7 +607,7 @@ def _snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | 
     facts = tags.decode(logical.tags)
     if fact.NAME not in facts or not _is_snapshot(logical.name):
         return None
-    if not (logical.origin or logical.pool):
+    if not (logical.origin or logical.pool) or facts.get(fact.STATE) == fact.WIPING:
         return None
     return Snapshot(
         id=VolumeId.of(group, logical.name),
@@ -642,9 +653,12 @@ def _number(facts: Mapping[str, str], key: str) -> int:
     return int(told) if told.isascii() and told.isdigit() else 0
 
 
-def remains_of(snapshot: Snapshot) -> Volume:
-    """What is left of a snapshot once it is parted from its origin: read-only, to be wiped."""
+def remains_of(snapshot: Snapshot, *, parted: bool = True) -> Volume:
+    """What is left of a snapshot that is deleted: read-only, to be wiped once it is parted."""
     facts = {**snapshot.facts, fact.STATE: fact.WIPING}
-    return Volume(
-        snapshot.id, snapshot.group, snapshot.name, snapshot.area_bytes, facts, read_only=True
-    )
+    group, logical = snapshot.group, snapshot.group.volumes.get(snapshot.name)
+    if parted and logical is not None:
+        # The report is of before.
+        alone = replace(logical, origin="")
+        group = replace(group, volumes={**group.volumes, snapshot.name: alone})
+    return Volume(snapshot.id, group, snapshot.name, snapshot.area_bytes, facts, read_only=True)

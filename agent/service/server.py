@@ -51,6 +51,7 @@ from agent.volumes.snapshots import Snapshotter
 from agent.workers.auto_repair import AutoRepair
 from agent.workers.autoextend import Grower
 from agent.workers.disk_replacement import Replacement
+from agent.workers.giving_up import GivingUp
 from agent.workers.pool_removal import Reclaimer
 from agent.workers.repairing import Repairer
 from agent.workers.wiping import Wiper
@@ -93,6 +94,9 @@ class Service:
         locks = self.locks = VolumeLocks()
         self.wiper = Wiper(means)
         self.reclaimer = Reclaimer(means)
+        self.giving_up = GivingUp(means)
+        self.wiper.emptied = partial(self.reclaimer.after, wait_seconds=0)
+        self.wiper.given_up = self.giving_up.start
         self.grower = Grower(means)
         snapshotter = Snapshotter(means, self.wiper, self.reclaimer)
         self.group_snapshotter = GroupSnapshotter(
@@ -106,7 +110,8 @@ class Service:
         access = Access(means, self.wiper, self.copier, expander, diagnosis)
         repairer = Repairer(means)
         self.auto_repair = AutoRepair(means, repairer)
-        operator = Operator(repairer, Replacement(means, repairer), locks)
+        self.replacement = Replacement(means, repairer)
+        operator = Operator(repairer, self.replacement, locks)
         self.ephemeral = Ephemeral(means, provision, access, locks)
         self._server = grpc.server(
             ThreadPoolExecutor(admission.THREADS, thread_name_prefix="rpc"),
@@ -147,6 +152,7 @@ class Service:
         self.copier.stop()
         self.wiper.stop()
         self.reclaimer.stop()
+        self.giving_up.stop()
         self.engines.stop()
 
 
@@ -303,6 +309,8 @@ def resume(service: Service, *groups: str) -> None:
     steps = {
         "wipes": service.wiper.resume,
         "empty pools": service.reclaimer.resume,
+        "groups to be swept": service.giving_up.resume,
+        "groups with a disk that is being emptied": service.replacement.resume,
         "half-made group snapshots": service.group_snapshotter.resume,
         "copies": service.copier.resume,
     }

@@ -207,18 +207,22 @@ class Provisioner:
             volume = self._inventory.get(known, volume_id)
             if copies := self._inventory.copies_of(known, volume_id):
                 raise errors.VolumeInUse(volume_id, f"{', '.join(copies)} is copied from it")
-            if held := volume.copy_on_write_snapshots:
+            if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(
                     volume_id, held, "they are nothing without it; delete them first"
                 )
             if grown := zeroing.leftover(volume.group, volume.name):
                 volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, grown)
-            if volume.layout.is_thin:
+            # While a disk of its pool is missing that cannot be told that it goes.
+            is_thin = volume.layout.is_thin and not volume.missing_disks
+            if is_thin and not volume.wiping and not volume.copy_on_write_snapshots:
                 # It takes nothing along: its pool zeroes what it gives out.
                 users.require_unused(self._kernel, self._inventory, volume)
                 volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, volume.name)
+            else:
+                is_thin = False
         self._copier.clear(known, volume)
-        if volume.layout.is_thin:
+        if is_thin:
             self._reclaimer.after(volume, self._wiper.grace_seconds)
         else:
             self._wiper.delete(volume)

@@ -12,9 +12,10 @@ is made once more than needed finds all done. What runs behind it the kernel doe
 import time
 
 from agent import errors, fact
+from agent.engine.allocation import is_own_pool
 from agent.engine.means import Means
 from agent.workers.repairing import Progress, Repairer, has_redundancy, rebuilding
-from lvm import groups, repairs, report, tags
+from lvm import groups, pools, repairs, report, tags
 from lvm.devicemapper import Mirror
 from lvm.labels import PhysicalLabel
 from mount import errors as mount_errors
@@ -63,6 +64,20 @@ class Replacement:
                 groups.mark_fast(self._engines.lvm(name), [coming.name])
             step = self._rebuild if leaving.missing else self._move
             return step(group, leaving, coming)
+
+    def resume(self, *groups: str) -> int:
+        """Have moves watched in these groups, or in all; returns in how many there are any.
+
+        Who watched them ended with the service, or with the node. One command for each.
+        """
+        own = groups or self._engines.names
+        known = self._inventory.read(*own)
+        left = [
+            one.name for one in self._inventory.own_groups(known) if one.name in own and one.moves
+        ]
+        for name in left:
+            repairs.watch_moves(self._engines.lvm(name))
+        return len(left)
 
     def _group_of(self, old: str, new: str) -> str:
         """The group that has the old disk, or had it: then it has the new one."""
@@ -113,7 +128,10 @@ class Replacement:
                 continue
             if "raid" in holder.layout and has_redundancy(group, holder):
                 continue
-            is_deleted = tags.decode(one.tags).get(fact.STATE) == fact.WIPING
+            inside = pools.members(group, name)
+            if inside and is_own_pool(one):
+                continue  # what is in it tells
+            is_deleted = is_own_pool(one) or tags.decode(one.tags).get(fact.STATE) == fact.WIPING
             (waiting if is_deleted else lost).append(name)
         if lost or waiting:
             raise errors.WouldBeLost(leaving.uuid, lost, waiting)

@@ -1,5 +1,6 @@
 """A whole machine in memory: lvm2, programs, devices, kernel, all on one state."""
 
+import itertools
 import shutil
 import tempfile
 import weakref
@@ -74,8 +75,8 @@ class FakeHost:
 
     def new_device(self, size_bytes: int) -> str:
         """A blank block device."""
-        number = sum(1 for _ in self.block)
-        return self.block.add(f"/dev/fake{number}", size_bytes, major=_DISK_MAJOR).path
+        path = next(one for n in itertools.count() if not self.block.knows(one := f"/dev/fake{n}"))
+        return self.block.add(path, size_bytes, major=_DISK_MAJOR).path
 
     @contextmanager
     def own_group(self, name: str, disks: Sequence[str], *options: str) -> Iterator[int]:

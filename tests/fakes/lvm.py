@@ -173,6 +173,8 @@ class FakeGroup:
     freed: list[Media] = field(default_factory=list)
     # What every free extent holds, and so what a new volume shows; empty for zeroes.
     old: bytes = b""
+    # What was overwritten of a volume that had all that was free.
+    swept: list[tuple[int, int]] = field(default_factory=list)
     # Of the extents that a volume had which was overwritten: they hold zeroes.
     clean: set[str] = field(default_factory=set)
     # From which disk to which all is being moved, and for how many looks still.
@@ -557,8 +559,8 @@ class FakeLvm:
 
         assert arguments.flag("--background"), "it would wait for hours"
         assert self._settings["global/use_lvmpolld"] == "0", "that would look at all disks"
-        old, new = arguments.rest()
-        return repairs.move(self, old, new)
+        disks = arguments.rest()
+        return repairs.move(self, *disks) if disks else ""
 
     def _vgchange(self, arguments: "_Arguments") -> str:
         removed, added = arguments.take_all("--deltag"), arguments.take_all("--addtag")
@@ -949,6 +951,7 @@ class FakeLvm:
 
     def _lvremove(self, arguments: "_Arguments") -> str:
         assert arguments.flag("--yes")
+        forced = arguments.flag("--force") and arguments.flag("--force")
         if arguments.value("--").endswith("/lvol0_pmspare"):
             (path,) = arguments.rest()
             self._group(path.partition("/")[0]).spare.clear()
@@ -971,6 +974,11 @@ class FakeLvm:
                 other.origin = "" if other.origin == one.name else other.origin
             if not any(isinstance(other, FakePool) for other in group.volumes.values()):
                 group.spare.clear()
+        for group, one in held:
+            pool = group.volumes.get(one.pool) if isinstance(one, FakeThin) else None
+            if isinstance(pool, FakePool) and _is_lost(group, pool) and not forced:
+                # It is gone from the metadata by then, and the pool has it still.
+                raise Failure(f"Failed to update thin pool {group.name}/{pool.name}.")
         return ""
 
     @staticmethod
@@ -987,6 +995,8 @@ class FakeLvm:
             if not gone.media.blocks:
                 group.clean |= set(_ranges(group, gone).split())
             group.freed += gone.failed.values()
+            if gone.name == "sweep":
+                group.swept += [(at, at + size) for at, size in gone.media.zeroed]
 
     def _pvchange(self, arguments: "_Arguments") -> str:
         allocatable = arguments.take("--allocatable")
@@ -1354,6 +1364,12 @@ def _gone(group: FakeGroup, volume: FakeVolume) -> list[tuple[int, int]]:
             found.append((at, length))
         at += length
     return found
+
+
+def _is_lost(group: FakeGroup, pool: FakePool) -> bool:
+    """Whether a part of a pool lies on a missing disk."""
+    missing = {one.name for one in group.disks if one.missing}
+    return bool(missing & {*pool.extents, *pool.metadata})
 
 
 def _first_extent(volume: FakeVolume) -> int:

@@ -79,6 +79,22 @@ def test_what_lies_on_a_disk_that_still_reads_is_moved_while_it_is_in_use(
     assert client.replace_disk(OLD, new) == (True, "data is whole"), "and once more"
 
 
+def test_a_start_has_a_move_watched_again(
+    client: Client, fake: FakeHost, service: Service, config: Config
+) -> None:
+    make(client, fake, "a", "plain")
+    new = fake.new_device(61 * EXTENT)
+    client.replace_disk(OLD, new)
+    service.stop()
+    fake.commands.clear()
+    following = serving.start(config, fake)
+    moves = [words for words in fake.commands if words[1] == "pvmove"]
+    assert [words[-2:] for words in moves] == [("--background", "--")]
+    with Client(config.endpoint) as caller:
+        replaced(caller, OLD, new)
+    following.stop()
+
+
 def test_nothing_new_lies_on_a_disk_that_is_being_emptied(
     client: Client, fake: FakeHost, service: Service
 ) -> None:

@@ -84,6 +84,7 @@ class Machine:
         ):
             self.service.wiper.resume()
             self.service.reclaimer.resume()
+            self.service.giving_up.resume()
             self.service.group_snapshotter.resume()
             self.service.copier.resume()
         self.service.start(endpoint)

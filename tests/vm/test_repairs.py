@@ -12,6 +12,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from faults import leftovers
 from faults.bench import Bench
 from faults.process import Trial
 from model.operations import MIB
@@ -226,6 +227,35 @@ def test_what_would_be_lost_with_a_disk_is_named_and_given_up_in_turn(
         kept.undo()
 
 
+def test_a_pool_on_a_lost_disk_is_given_up_and_what_it_leaves_is_overwritten(
+    bench: Bench, host: RealHost, disks: tuple[Disk, Disk, Disk]
+) -> None:
+    new = host.new_device(DISK_BYTES)
+    kept, lost = disks[:2]
+    with served(bench, host, [kept.path, lost.path], THIN + 'pool_size = "80%"\n') as trial:
+        client, mark = trial.machine.client, leftovers.marker("a")
+        volume, other = (client.create(one, SIZE, block()) for one in ("a", "b"))
+        snapshot = client.snapshot("1", volume.volume_id)
+        for name in ("vol-a", "vol-b"):
+            device = host.devices.find(GROUP, name)
+            assert device is not None
+            for offset in range(0, SIZE, MIB):
+                host.write_bytes(device.path, offset, mark)
+        assert leftovers.on(kept.path, MIB, kept.sectors * 512), "the pool lies on it, too"
+        uuid = own_disks(host)[lost.path]
+        lost.fail()
+        client.delete_snapshot(snapshot.snapshot_id)
+        for one in (volume, other):
+            client.delete(one.volume_id)
+        assert client.volumes() == []
+        refused(lambda: client.replace_disk(uuid, new), "FAILED_PRECONDITION", "deleted", "vol-a")
+        host.lvm("lvchange", "--addtag", "carver.givenUp=yes", "--", f"{GROUP}/pool-plain")
+        _emptied(host)
+        until_done(lambda: client.replace_disk(uuid, new))
+        _until_it_answers(client)
+        assert not leftovers.on(kept.path, MIB, kept.sectors * 512)
+
+
 def test_a_volume_is_repaired_on_the_group_s_other_disk(
     bench: Bench, host: RealHost, disks: tuple[Disk, Disk, Disk]
 ) -> None:
@@ -309,8 +339,8 @@ def test_a_pool_s_metadata_are_written_anew_when_that_is_said(
 
 
 def _until_it_answers(client: Client) -> csi.GetCapacityResponse:
-    """A disk that failed is looked for again within a minute."""
-    deadline = time.monotonic() + 120
+    """A disk that failed is looked for again within a minute, and so is what waits for one."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         with suppress(grpc.RpcError):
             found = client.capacity()
