@@ -78,6 +78,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     # Carver looks before it makes: the name was taken in between, by another process.
     (lvm.errors.NameTaken, Code.ABORTED),
     (lvm.errors.InUse, Code.FAILED_PRECONDITION),
+    (lvm.errors.DisksMissing, Code.FAILED_PRECONDITION),
     (lvm.errors.NoDeviceMapper, Code.FAILED_PRECONDITION),
     (lvm.errors.CommandFailed, Code.INTERNAL),
     (lvm.errors.GroupMissing, Code.FAILED_PRECONDITION),

@@ -50,7 +50,7 @@ def move(lvm: Lvm, old: str, new: str) -> None:
 
 
 def watch_moves(lvm: Lvm) -> None:
-    """Have the moves that are under way, on the disks that lvm2 sees, put on record as they go on."""
+    """Have moves that are under way, on the disks that lvm2 sees, put on record as they go on."""
     lvm("pvmove", "--background", "--", settings=_WATCHED_BY_ITSELF)
 
 

@@ -54,6 +54,9 @@ class Replacement:
                 raise errors.BadField("new_disk", f"{new} is the disk that it shall replace")
             if leaving.missing:
                 self._require_copies(group, leaving)
+            elif gone := ", ".join(disk.uuid for disk in group.disks if disk.missing):
+                why = f"lvm2 moves nothing while the disk {gone} is missing; replace that one first"
+                raise errors.NotRepairable(leaving.name, why)
             if coming is None:
                 self._take_in(group, leaving, new)
                 group = self._look(name)

@@ -95,6 +95,17 @@ def test_a_start_has_a_move_watched_again(
     following.stop()
 
 
+def test_a_disk_is_not_emptied_while_another_is_missing(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    make(client, fake, "a", "plain")
+    gone = fake.lvm2.groups["data"].disks[1]
+    fake.lose_disk("data", 1)
+    with expect.code("FAILED_PRECONDITION", gone.uuid):
+        client.replace_disk(OLD, fake.new_device(61 * EXTENT))
+    assert len(disks(fake)) == 3
+
+
 def test_nothing_new_lies_on_a_disk_that_is_being_emptied(
     client: Client, fake: FakeHost, service: Service
 ) -> None:
