@@ -4,6 +4,7 @@ docs/security.md has the table of what is promised.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import chosen
 import pytest
@@ -35,7 +36,7 @@ LAYOUTS = {
 @pytest.fixture
 def group(host: AnyHost) -> str:
     """Six disks, all of whose free extents bear the mark."""
-    made = host.new_group(*[30] * 6)
+    made = host.new_group(*[24] * 6)
     host.mark_free(made, MARK)
     return made
 
@@ -53,7 +54,9 @@ def config(config: Config, group: str) -> Config:
         )
         for name, shape in LAYOUTS.items()
     )
-    return Config(**{**vars(config), "classes": classes})
+    usual = tuple(replace(one, name=f"usual-{one.name}", default=False) for one in classes)
+    usual = tuple(replace(one, zero="first") for one in usual)
+    return Config(**{**vars(config), "classes": (*classes, *usual)})
 
 
 @pytest.fixture
@@ -105,4 +108,27 @@ def test_no_sector_shows_an_earlier_owner_s_data(
     )
     assert contents(host, client, group, cloned) == expected
     client.delete(cloned.volume_id)
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["linear", "raid5", "thin"]))
+def test_what_was_deleted_shows_in_no_sector_of_what_is_made_of_it(
+    client: Client, host: AnyHost, group: str, name: str, whole: None
+) -> None:
+    volume = client.create("origin", SIZE, block(), parameters={"class": f"usual-{name}"})
+    client.stage(volume, host.directory / "staging", block())
+    device = host.devices.find(group, "vol-origin")
+    assert device is not None
+    for offset in range(0, SIZE, MIB):
+        host.write_bytes(device.path, offset, OWN * (MIB // len(OWN)))
+    snapshot = client.snapshot("1", volume.volume_id)
+    for offset in range(0, 3 * MIB, MIB):
+        host.write_bytes(device.path, offset, OWN[::-1] * (MIB // len(OWN)))
+    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete(volume.volume_id)
+    largest = client.capacity({"class": "usual-linear"}).maximum_volume_size.value
+    volume = client.create("all", largest, block(), parameters={"class": "usual-linear"})
+    shown = contents(host, client, group, volume)
+    assert OWN[:9] not in shown
+    assert OWN[::-1] not in shown
     client.delete(volume.volume_id)
