@@ -118,7 +118,7 @@ faults: venv ## what can go wrong: kills, power losses, disks, lvm2; one table, 
 
 .PHONY: load
 load: venv ## 200 volumes by 8 clients: times of calls, and what they cost the service
-	vagrant/lab.py during vagrant/lab.py run 'cd /carver && PYTHONPATH=.:tests /opt/carver/test-venv/bin/python tests/faults/figures.py'
+	vagrant/lab.py during vagrant/lab.py run 'cd /carver && PYTHONPATH=.:tests:tests/support /opt/carver/test-venv/bin/python tests/load/run.py'
 
 .PHONY: vm
 vm: ## the lab VM, up and with the present tree installed (docs/lab.md)

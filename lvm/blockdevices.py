@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from lvm import sysfs
+
 _VOLUME_UUID = "LVM-"
 # Documentation/admin-guide/devices.txt: floppy disks, CD-ROMs.
 _REMOVABLE_MAJORS = {"2", "11"}
@@ -67,8 +69,8 @@ def backing(path: str) -> int:
 class BlockDevices:
     """The block devices that sysfs listed a moment ago, and how they stand on each other."""
 
-    def __init__(self, sysfs: Path = Path("/sys")) -> None:
-        places = sorted((sysfs / "class/block").iterdir())
+    def __init__(self, root: Path = Path("/sys")) -> None:
+        places = sorted((root / "class/block").iterdir())
         self._devices = {place.name: _Device(place) for place in places}
 
     @property
@@ -176,10 +178,7 @@ class _Device:
         return self._names("holders")
 
     def _word(self, name: str) -> str:
-        try:
-            return (self._place / name).read_text().strip()
-        except OSError:
-            return ""
+        return sysfs.word(f"{self._place}/{name}")
 
     def _names(self, name: str) -> tuple[str, ...]:
         try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from lvm import areas, names
+from lvm import areas, names, sysfs
 from lvm.devicemapper import DeviceMapper
 from lvm.devicemapper import Status as Status
 
@@ -116,34 +116,36 @@ class KernelDevices:
 
     def _by_node(self, dm_name: str) -> Device | None:
         """Through the node that udev, or lvm2 where there is no udev, made in /dev/mapper."""
-        path = _MAPPER / dm_name
+        path = f"{_MAPPER}/{dm_name}"
         try:
-            status = path.stat()
+            status = os.stat(path)  # noqa: PTH116 - each call asks, and a path library takes longer
         except FileNotFoundError:
             return None
         if not stat.S_ISBLK(status.st_mode):
             return None
         number = (os.major(status.st_rdev), os.minor(status.st_rdev))
-        return _device(_SYS_BY_NUMBER / f"{number[0]}:{number[1]}", dm_name, str(path))
+        return _device(f"{_SYS_BY_NUMBER}/{number[0]}:{number[1]}", dm_name, path, number)
 
     def _by_search(self, dm_name: str) -> Device | None:
         """Through sysfs, where the node in /dev/mapper is missing or is another's."""
         for directory in _SYS_BLOCK.glob("dm-*"):
-            if device := _device(directory, dm_name, f"/dev/{directory.name}"):
+            major, _, minor = sysfs.word(f"{directory}/dev").partition(":")
+            if not minor:
+                continue
+            number = (int(major), int(minor))
+            if device := _device(str(directory), dm_name, f"/dev/{directory.name}", number):
                 return device
         return None
 
 
-def _device(directory: Path, dm_name: str, path: str) -> Device | None:
-    """The device of a directory of sysfs, if it is a volume's and bears the name."""
-    try:
-        if (directory / "dm/name").read_text().strip() != dm_name:
-            return None
-        uuid = (directory / "dm/uuid").read_text().strip()
-        major, minor = (directory / "dev").read_text().strip().split(":")
-    except OSError:
-        return None  # no device-mapper device, or removed while we looked
+def _device(directory: str, dm_name: str, path: str, number: tuple[int, int]) -> Device | None:
+    """The device of a directory of sysfs, if it is a volume's and bears the name.
+
+    None also for no device-mapper device, and for one that was removed while we looked.
+    """
+    if sysfs.word(f"{directory}/dm/name") != dm_name:
+        return None
+    uuid = sysfs.word(f"{directory}/dm/uuid")
     if not uuid.startswith(_UUID_PREFIX):
         return None
-    group_uuid = uuid.removeprefix(_UUID_PREFIX)[:_UUID_LENGTH]
-    return Device(path, (int(major), int(minor)), group_uuid)
+    return Device(path, number, uuid.removeprefix(_UUID_PREFIX)[:_UUID_LENGTH])

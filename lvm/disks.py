@@ -4,11 +4,13 @@ Without lvm2, and each disk in a thread of its own: a disk that does not answer 
 whoever needs that very disk, and him for a bounded time.
 """
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +22,8 @@ _T = TypeVar("_T")
 
 # What a disk that works does not need, also one that has to spin up first.
 PATIENCE_SECONDS = 10.0
+# How long a disk's thread is kept for the next look.
+_IDLE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,8 @@ class KernelDisks:
         backing: Callable[[str], int] = blockdevices.backing,
     ) -> None:
         self._sysfs, self._dev, self._backing = sysfs, dev, backing
+        self._guard = threading.Lock()
+        self._readers: dict[str, _Reader] = {}
         # What was asked and did not answer in time, by the path.
         self._late: dict[str, Future[Any]] = {}
 
@@ -119,8 +125,7 @@ class KernelDisks:
     ) -> dict[str, _T | Unreadable]:
         """What a look at each disk gives, or why it gave nothing until then."""
         begun = {path: self._begin(look, path) for path in paths}
-        wait(filter(None, begun.values()), max(0.0, end - time.monotonic()))
-        return {path: self._ended(path, future) for path, future in begun.items()}
+        return {path: self._ended(path, future, end) for path, future in begun.items()}
 
     def _begin(self, look: Callable[[str], _T], path: str) -> Future[_T | Unreadable] | None:
         """None while an earlier look still waits for the disk: one thread is enough for that."""
@@ -129,19 +134,52 @@ class KernelDisks:
             return None
         self._late.pop(path, None)
         future = Future[_T | Unreadable]()
-        # A daemon, as no pool's threads are: the process ends without the disk.
-        threading.Thread(
-            target=_fulfil, args=(future, look, path), name=f"disk {path}", daemon=True
-        ).start()
+        with self._guard:
+            reader = self._readers.get(path)
+            if reader is None:
+                reader = self._readers[path] = _Reader(path, self._is_idle)
+            reader.tasks.put(partial(_fulfil, future, look, path))
         return future
 
-    def _ended(self, path: str, future: Future[_T | Unreadable] | None) -> _T | Unreadable:
+    def _ended(
+        self, path: str, future: Future[_T | Unreadable] | None, end: float
+    ) -> _T | Unreadable:
         if future is None:
             return Unanswered()
-        if not future.done():
+        try:
+            return future.result(max(0.0, end - time.monotonic()))
+        except TimeoutError:
             self._late[path] = future
             return Unanswered()
-        return future.result()
+
+    def _is_idle(self, reader: "_Reader") -> bool:
+        """Whether a disk's thread has nothing to do; then it is forgotten, and has to end."""
+        with self._guard:
+            if not reader.tasks.empty():
+                return False
+            del self._readers[reader.path]
+            return True
+
+
+class _Reader:
+    """A disk's thread, kept a while: looks come in pairs, and a thread costs more than a look."""
+
+    def __init__(self, path: str, is_idle: "Callable[[_Reader], bool]") -> None:
+        self.path = path
+        self.tasks = queue.SimpleQueue[Callable[[], None]]()
+        self._is_idle = is_idle
+        # A daemon, as no pool's threads are: the process ends without the disk.
+        threading.Thread(target=self._run, name=f"disk {path}", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                task = self.tasks.get(timeout=_IDLE_SECONDS)
+            except queue.Empty:
+                if self._is_idle(self):
+                    return
+            else:
+                task()
 
 
 def _fulfil(future: Future[_T | Unreadable], look: Callable[[str], _T], path: str) -> None:

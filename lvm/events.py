@@ -5,6 +5,7 @@ Every write of LVM's metadata closes the disk, and udev's watch rule answers wit
 """
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -15,6 +16,16 @@ _log = logging.getLogger(__name__)
 _UDEV_CONTROL = Path("/run/udev/control")
 # Logical volumes come and go with Carver's own calls, and say nothing of the disks under them.
 _OF_A_VOLUME = "LVM-"
+
+
+@dataclass(frozen=True)
+class DiskEvent:
+    """A disk came, went or was written to, or may have.
+
+    `written` is the path of one that is still there, and may have other contents.
+    """
+
+    written: str | None = None
 
 
 class DiskEvents:
@@ -40,10 +51,12 @@ class DiskEvents:
             return None
         return cls(monitor)
 
-    def wait(self, seconds: float) -> bool:
-        """Wait for an event, so long at most; whether a disk changed, or may have."""
+    def wait(self, seconds: float) -> DiskEvent | None:
+        """Wait for an event, so long at most; None where no disk changed."""
         try:
             device = self._monitor.poll(timeout=seconds)
         except OSError:
-            return True  # more events than the socket could hold
-        return device is not None and not device.get("DM_UUID", "").startswith(_OF_A_VOLUME)
+            return DiskEvent()  # more events than the socket could hold
+        if device is None or device.get("DM_UUID", "").startswith(_OF_A_VOLUME):
+            return None
+        return DiskEvent(device.device_node if device.action == "change" else None)

@@ -33,6 +33,12 @@ _HAS_METADATA_ID = 1 << 10
 _POLYNOMIAL = 0x82F63B78
 
 
+def is_on(kernel: Kernel, device: str) -> bool:
+    """Whether a device bears a btrfs, be it whole or not."""
+    size_bytes, at = kernel.device_size_bytes(device), _OFFSETS[0]
+    return at + _SIZE <= size_bytes and kernel.read(device, at, _SIZE)[_MAGIC_AT] == _MAGIC
+
+
 def renew(kernel: Kernel, device: str) -> None:
     """Give the btrfs on a device that is not mounted a new random id. Raises RenewFailed."""
     identity = uuid.uuid4().bytes

@@ -12,5 +12,5 @@ _HOLDERS = frozenset({"devtmpfs", "tmpfs"})
 
 def bound(kernel: Kernel, known: Table, numbers: Container[DeviceNumber]) -> tuple[Mount, ...]:
     """Every bind of a node of one of the devices."""
-    binds = (one for one in known.mounts if one.root != "/" and one.fs_type in _HOLDERS)
+    binds = (one for one in known.of_types(_HOLDERS) if one.root != "/")
     return tuple(one for one in binds if mounts.node(kernel, one.path) in numbers)

@@ -1,7 +1,7 @@
 """The kernel's mount table: /proc/self/mountinfo, parsed exactly (proc(5))."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -14,6 +14,9 @@ _DELETED = "//deleted"
 
 _CONTEXT = re.compile(r'(?:^|,)context=(?:"([^"]*)"|([^,"]*))')
 _OCTAL = re.compile(r"\\([0-3][0-7]{2})")
+# What may be written otherwise than it is (show_mountinfo in fs/proc_namespace.c).
+_ESCAPED = re.compile(r"[ \t\n\\#]")
+_BTRFS = " - btrfs "
 
 
 @dataclass(frozen=True)
@@ -63,40 +66,80 @@ class Mount:
         return f"{self.source}{inside} ({self.fs_type}, {'ro' if self.read_only else 'rw'})"
 
 
-@dataclass(frozen=True)
 class Table:
-    """All mounts of this process's mount namespace, in the kernel's order."""
+    """All mounts of this process's mount namespace, in the kernel's order.
 
-    mounts: tuple[Mount, ...]
+    A node may have thousands: a line is parsed when a question may be about it. `device_number`
+    says which device a path is (see `read`).
+    """
+
+    def __init__(
+        self, lines: Sequence[str], device_number: Callable[[str], DeviceNumber] | None = None
+    ) -> None:
+        self._lines = lines
+        self._device_number = device_number
+        self._parsed: dict[str, Mount] = {}
+
+    @property
+    def mounts(self) -> tuple[Mount, ...]:
+        """All of them; ValueError for a line that is not one of mountinfo."""
+        return tuple(self._mount(line) for line in self._lines)
 
     def at(self, path: str) -> tuple[Mount, ...]:
         """The mounts stacked at `path`, bottom to top."""
-        return _stacked(mount for mount in self.mounts if mount.path == path)
+        found = self._having("" if _ESCAPED.search(path) else f" {path} ")
+        return _stacked(mount for mount in found if mount.path == path)
+
+    def top(self, path: str) -> Mount | None:
+        """What is mounted at `path`, seen from above."""
+        stack = self.at(path)
+        return stack[-1] if stack else None
 
     def of_device(self, device: DeviceNumber) -> tuple[Mount, ...]:
         """Every mount of the file system on a block device, first mount and binds alike."""
-        return tuple(mount for mount in self.mounts if mount.device == device)
+        found = self._having(f" {device[0]}:{device[1]} ", _BTRFS)
+        return tuple(mount for mount in found if mount.device == device)
+
+    def of_types(self, fs_types: Iterable[str]) -> tuple[Mount, ...]:
+        """Every mount of file systems of these types."""
+        wanted = frozenset(fs_types)
+        found = self._having(*(f" - {one} " for one in wanted))
+        return tuple(mount for mount in found if mount.fs_type in wanted)
 
     def under(self, path: str) -> tuple[Mount, ...]:
         """The mounts below `path`, those at `path` itself not among them."""
         prefix = path.rstrip("/") + "/"
-        return tuple(
-            mount for mount in self.mounts if mount.path.startswith(prefix) and mount.path != path
-        )
+        found = self._having("" if _ESCAPED.search(path) else f" {prefix}")
+        return tuple(one for one in found if one.path.startswith(prefix) and one.path != path)
 
     def holding(self, path: str) -> Mount | None:
         """The mount through which `path` is seen: the topmost at it or at its nearest parent."""
         while True:
-            if stack := self.at(path):
-                return stack[-1]
+            if found := self.top(path):
+                return found
             if path == "/":
                 return None
             path = path.rpartition("/")[0] or "/"
 
+    def _having(self, *words: str) -> Iterator[Mount]:
+        """The mounts whose lines have one of these words."""
+        for line in self._lines:
+            if any(word in line for word in words):
+                yield self._mount(line)
 
-def parse(text: str) -> Table:
-    """The table in the text of a mountinfo file; ValueError for a line that is not one."""
-    return Table(tuple(_parse_line(line) for line in text.split("\n") if line))
+    def _mount(self, line: str) -> Mount:
+        # A line begins with the mount's own number.
+        if (found := self._parsed.get(line)) is None:
+            found = _parse_line(line)
+            if self._device_number is not None:
+                found = _with_block_device(found, self._device_number)
+            self._parsed[line] = found
+        return found
+
+
+def parse(text: str, device_number: Callable[[str], DeviceNumber] | None = None) -> Table:
+    """The table in the text of a mountinfo file."""
+    return Table([line for line in text.split("\n") if line], device_number)
 
 
 def read(kernel: Kernel) -> Table:
@@ -105,8 +148,7 @@ def read(kernel: Kernel) -> Table:
     btrfs has a device number of its own making (0:45) in mountinfo, so there the number is looked
     up by the mount's source; it stays as it is if that node is gone.
     """
-    table = parse(kernel.mountinfo())
-    return Table(tuple(_with_block_device(mount, kernel.device_number) for mount in table.mounts))
+    return parse(kernel.mountinfo(), kernel.device_number)
 
 
 def _with_block_device(mount: Mount, device_number: Callable[[str], DeviceNumber]) -> Mount:

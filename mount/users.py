@@ -44,7 +44,10 @@ def of(kernel: Kernel, place: str) -> tuple[str, ...]:
 def _showing(process: Path, shown: tuple[DeviceNumber, str] | None) -> set[str]:
     """Where a process in another mount namespace sees the same part of the same file system."""
     text = (process / "mountinfo").read_bytes().decode("utf-8", "surrogateescape")
-    return {one.path for one in table.parse(text).mounts if (one.device, one.root) == shown}
+    if shown is None:
+        return set()
+    device, root = shown
+    return {one.path for one in table.parse(text).of_device(device) if one.root == root}
 
 
 def _links(process: Path) -> Iterator[str]:

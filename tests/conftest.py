@@ -3,6 +3,7 @@
 # First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
 import agent  # isort: skip
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from real.host import Lab, RealHost, lab, real_host
 
 import agent.locks
 import lvm.command
+from agent.engine import behind
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -54,6 +56,21 @@ def real(request: pytest.FixtureRequest) -> bool:
 def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that meets another does not wait, unless a test is about just that."""
     monkeypatch.setattr(agent.locks, "GRACE_SECONDS", 0.0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is put off until a call has answered is done before, so that commands can be counted.
+
+    Tests that are about just that have a fixture of this name of their own.
+    """
+
+    def do(self: behind.Behind) -> None:
+        thread = threading.Thread(target=self._succeeds, args=[True], name="behind")
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(behind.Behind, "wake", do)
 
 
 @pytest.fixture(autouse=True)

@@ -57,6 +57,11 @@ def domain_state() -> str:
     return virsh("domstate", NAME).stdout.strip()
 
 
+def domain_uuid() -> str:
+    """The UUID libvirt gave the lab's machine; empty without a machine."""
+    return virsh("domuuid", NAME).stdout.strip()
+
+
 def domain_runs() -> bool:
     """Tell whether the lab's machine is running."""
     return domain_state() == "running"

@@ -25,7 +25,8 @@ from vagrant.progress import Step, StepError, step
 __all__ = ["down", "is_up", "provision", "reboot", "reset", "run", "sync", "up"]
 
 _MACHINE = host.LAB / "machine.json"
-# The service's own environment in the guest.
+# The programs that run in the guest, and the service's own environment, which most of them need.
+_INSIDE = f"{guest.TREE}/vagrant/inside"
 _PYTHON = "/opt/carver/venv/bin/python"
 _LIBVIRT_BOOT = Path("/var/lib/libvirt/boot")
 # Beside root and console: the processor may be emulated and shares its host. Side-channel
@@ -111,6 +112,7 @@ def _ensure_machine(wanted: dict[str, object]) -> None:
     if as_it_is is not None and as_it_is != wanted:
         with step("the lab's settings changed: remove the old machine", "down") as removing:
             _remove_machine(removing)
+    _remove_what_vagrant_lost()
     _MACHINE.write_text(json.dumps(wanted, indent=2))
     with step(f"boot the machine ({wanted['driver']})", "up") as booting:
         if not box.stock():
@@ -122,6 +124,28 @@ def _ensure_machine(wanted: dict[str, object]) -> None:
             raise guest.GuestError(f"libvirt knows no address of the guest; {guest.console()}")
         guest.write_ssh_config(address)
         guest.wait_for_boot()
+
+
+def _remove_what_vagrant_lost() -> None:
+    """Remove a machine of the lab's name that this tree's vagrant did not make, or does not know.
+
+    A tree that was removed, or an `up` that was killed, leaves one, and vagrant would refuse the
+    name.
+
+    Raises:
+        GuestError: such a machine is running, so it may be in use from another tree.
+
+    """
+    mine = host.LAB / "machine" / "machines" / host.NAME / "libvirt" / "id"
+    domain = host.domain_uuid()
+    if not domain or (mine.exists() and mine.read_text().strip() == domain):
+        return
+    if host.domain_runs():
+        raise guest.GuestError(
+            f"a machine {host.NAME} of another tree is running: `vagrant/lab.py down` ends it"
+        )
+    with step("remove a machine that was left", "down") as removing:
+        _remove_machine(removing)
 
 
 def _publish_box(booting: Step, machine: dict[str, object]) -> None:
@@ -170,14 +194,15 @@ def _provision(*, only_if_changed: bool) -> None:
         if box.stock():
             guest.copy(f"{box.WHEELS}/", "/opt/carver/wheels/", "--mkpath")
         guest.copy(str(wheel), f"/opt/carver/wheel/{wheel.name}", "--mkpath")
-        script = f"{guest.TREE}/vagrant/provision.sh {guest.TREE} /opt/carver/wheel/{wheel.name}"
+        script = f"{_INSIDE}/provision.sh {guest.TREE} /opt/carver/wheel/{wheel.name}"
         line = f"rm -f {stamp}; bash {script} && echo -n {digest} > {stamp} && sync"
         installing.run(*guest.ssh([line]))
 
 
 def _wheel_digest() -> str:
     content = hashlib.sha256()
-    for part in (*_PARTS_OF_WHEEL, "systemd", "vagrant/provision.sh", "vagrant/install_wheel.py"):
+    installers = ("vagrant/inside/provision.sh", "vagrant/inside/install_wheel.py")
+    for part in (*_PARTS_OF_WHEEL, "systemd", *installers):
         top = host.PROJECT / part
         for path in [top] if top.is_file() else sorted(top.rglob("*")):
             if path.is_file() and "__pycache__" not in path.parts:
@@ -229,7 +254,7 @@ def _during(work: Callable[[], int]) -> int:
 
 def _take_pictures() -> int:
     """Make docs/images anew from what the guest shows."""
-    words = [_PYTHON, f"{guest.TREE}/vagrant/pictures.py"]
+    words = [_PYTHON, f"{_INSIDE}/pictures.py"]
     taken = guest.run(words, check=False)
     if taken.returncode != 0:
         print(taken.stderr, file=sys.stderr)
@@ -240,8 +265,8 @@ def _take_pictures() -> int:
 
 
 def _present(program: str) -> int:
-    """Run a program of this folder in the guest, with the service's own environment."""
-    words = [_PYTHON, f"{guest.TREE}/vagrant/{program}"]
+    """Run a program of vagrant/inside in the guest, with the service's own environment."""
+    words = [_PYTHON, f"{_INSIDE}/{program}"]
     return _during(lambda: _session(words))
 
 

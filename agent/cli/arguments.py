@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.config import settings
+from agent.config import settings, values
 
 if TYPE_CHECKING:
     from agent.cli.volumes import Manual
@@ -267,6 +267,6 @@ def _parameter(text: str) -> tuple[str, str]:
 
 def _size(text: str) -> int:
     try:
-        return settings.parse_size(text)
+        return values.parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"{text!r}: {error}") from None

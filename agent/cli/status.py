@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from importlib.metadata import version
 
 from agent import fact, ids, sockets
-from agent.config.settings import Config, DeviceClass
-from agent.engine import inventory, sources, users
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.engine import records, sources, users
 from agent.engine.allocation import Carvings
 from agent.engine.engines import Engines
 from agent.engine.host import Host
@@ -184,7 +185,7 @@ def _pools(found: Iterable[report.Group]) -> Iterator[Pool]:
                 yield Pool(one.name, group.name, one.size_bytes, *shares)
 
 
-def _snapshot(one: inventory.Snapshot) -> Snapshot:
+def _snapshot(one: records.Snapshot) -> Snapshot:
     logical = one.group.volume(one.name)
     kept = logical.is_copy_on_write
     return Snapshot(
@@ -203,7 +204,7 @@ def _snapshot(one: inventory.Snapshot) -> Snapshot:
 def _volume(
     kernel: Kernel,
     mounts: Table,
-    one: inventory.Volume,
+    one: records.Volume,
     device: Device | None,
     problems: tuple[str, ...],
 ) -> Volume:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from google.protobuf import timestamp_pb2
 
-from agent.engine.inventory import Snapshot
+from agent.engine.records import Snapshot
 from proto import csi_pb2 as csi
 
 

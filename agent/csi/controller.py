@@ -6,10 +6,11 @@ from google.protobuf import wrappers_pb2
 from agent import fact, ids
 from agent.config.settings import Config
 from agent.csi import answers
-from agent.engine.inventory import Volume
+from agent.engine.records import Volume
 from agent.health.conditions import Diagnosis
 from agent.locks import VolumeLocks
-from agent.requests import calls
+from agent.requests import checks, pages, snapshots, volumes
+from agent.requests.capabilities import BLOCK
 from agent.volumes import contents
 from agent.volumes.expansion import Expander
 from agent.volumes.provisioning import Provisioner, context_of
@@ -43,7 +44,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.CreateVolumeRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeResponse:
         """Make a volume, or find the one that an earlier call made."""
-        call = calls.Create.from_proto(request)
+        call = volumes.CreateVolume.from_proto(request)
         names = [self._provision.logical_name(call.name)]
         if call.source is not None:
             names.append(ids.logical_name(call.source.id))
@@ -55,7 +56,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.DeleteVolumeRequest, context: grpc.ServicerContext
     ) -> csi.DeleteVolumeResponse:
         """Wipe and remove a volume."""
-        volume_id = calls.volume_id(request)
+        volume_id = checks.volume_id(request.volume_id)
         # A claim may be deleted before kubelet has unmounted its volume: only moments, as a rule.
         self._locks.wait_until(lambda: not self._provision.is_mounted(volume_id))
         with self._locks.hold(ids.logical_name(volume_id)):
@@ -66,7 +67,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ValidateVolumeCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ValidateVolumeCapabilitiesResponse:
         """Confirm that a volume can be used as described, or say why not."""
-        call = calls.Validate.from_proto(request)
+        call = volumes.ValidateVolume.from_proto(request)
         volume = self._provision.get(call.volume_id)
         if refusal := call.unsupported or self._provision.refusal(volume, call):
             return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
@@ -82,7 +83,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ListVolumesRequest, context: grpc.ServicerContext
     ) -> csi.ListVolumesResponse:
         """List this node's volumes, part by part."""
-        part = self._provision.list(calls.Page.from_proto(request))
+        part = self._provision.list(pages.Page.from_proto(request))
         mounts = self._diagnosis.mounts()
         entries = [
             csi.ListVolumesResponse.Entry(
@@ -99,7 +100,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
     ) -> csi.GetCapacityResponse:
         """What CreateVolume with the same parameters could make now."""
-        capacity = self._provision.capacity(calls.Capacity.from_proto(request))
+        capacity = self._provision.capacity(volumes.GetCapacity.from_proto(request))
         return csi.GetCapacityResponse(
             available_capacity=capacity.available_bytes,
             maximum_volume_size=wrappers_pb2.Int64Value(value=capacity.maximum_volume_bytes),
@@ -110,7 +111,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ControllerGetVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeResponse:
         """One volume."""
-        volume = self._provision.get(calls.volume_id(request))
+        volume = self._provision.get(checks.volume_id(request.volume_id))
         status = csi.ControllerGetVolumeResponse.VolumeStatus(
             volume_condition=answers.condition(self._diagnosis.of(volume))
         )
@@ -122,19 +123,19 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """Grow the logical volume; its file system, if it has one, is the node's part."""
         if not self._config.controller_expand:
             raise NotImplementedError("ControllerExpandVolume is switched off on this node")
-        call = calls.Expand.from_proto(request)
+        call = volumes.ExpandVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             volume = self._expander.expand(call)
         return csi.ControllerExpandVolumeResponse(
             capacity_bytes=volume.size_bytes,
-            node_expansion_required=volume.facts.get(fact.ACCESS) != calls.BLOCK,
+            node_expansion_required=volume.facts.get(fact.ACCESS) != BLOCK,
         )
 
     def ControllerModifyVolume(  # noqa: N802
         self, request: csi.ControllerModifyVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerModifyVolumeResponse:
         """Change a volume's mutable parameters, all that are given or none."""
-        call = calls.Modify.from_proto(request)
+        call = volumes.ModifyVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._provision.modify(call)
         return csi.ControllerModifyVolumeResponse()
@@ -143,7 +144,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.CreateSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateSnapshotResponse:
         """Take a snapshot, or find the one that an earlier call took."""
-        call = calls.CreateSnapshot.from_proto(request)
+        call = snapshots.CreateSnapshot.from_proto(request)
         name = self._snapshotter.logical_name(call.name)
         with self._locks.hold(name, ids.logical_name(call.source_id)):
             snapshot = self._snapshotter.create(call)
@@ -153,7 +154,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.DeleteSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.DeleteSnapshotResponse:
         """Wipe and remove a snapshot."""
-        snapshot_id = calls.snapshot_id(request)
+        snapshot_id = checks.snapshot_id(request.snapshot_id)
         with self._locks.hold(ids.logical_name(snapshot_id)):
             self._snapshotter.delete(snapshot_id)
         return csi.DeleteSnapshotResponse()
@@ -162,7 +163,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ListSnapshotsRequest, context: grpc.ServicerContext
     ) -> csi.ListSnapshotsResponse:
         """All snapshots, or those of a volume, or one; in parts where the caller wants that."""
-        part = self._snapshotter.list(calls.ListSnapshots.from_proto(request))
+        part = self._snapshotter.list(snapshots.ListSnapshots.from_proto(request))
         entries = [
             csi.ListSnapshotsResponse.Entry(snapshot=answers.snapshot(one)) for one in part.entries
         ]
@@ -172,7 +173,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.GetSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.GetSnapshotResponse:
         """One snapshot."""
-        snapshot = self._snapshotter.get(calls.snapshot_id(request))
+        snapshot = self._snapshotter.get(checks.snapshot_id(request.snapshot_id))
         return csi.GetSnapshotResponse(snapshot=answers.snapshot(snapshot))
 
     def ControllerGetCapabilities(  # noqa: N802
@@ -213,7 +214,7 @@ def _content_source(volume: Volume) -> csi.VolumeContentSource | None:
     if source is None:
         return None
     made_of = csi.VolumeContentSource()
-    if source.kind == calls.SNAPSHOT:
+    if source.kind == volumes.SNAPSHOT:
         made_of.snapshot.snapshot_id = source.id
     else:
         made_of.volume.volume_id = source.id

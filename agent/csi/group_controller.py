@@ -5,7 +5,7 @@ import grpc
 from agent import ids
 from agent.csi import answers
 from agent.locks import VolumeLocks
-from agent.requests import calls
+from agent.requests import snapshots
 from agent.volumes.group_snapshots import GroupSnapshot, GroupSnapshotter
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
@@ -33,7 +33,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         self, request: csi.CreateVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeGroupSnapshotResponse:
         """Take snapshots of several volumes at one moment, or find those of an earlier call."""
-        call = calls.CreateGroupSnapshot.from_proto(request)
+        call = snapshots.CreateGroupSnapshot.from_proto(request)
         sources = map(ids.logical_name, call.source_ids)
         with self._locks.hold(self._snapshotter.logical_name(call.name), *sources):
             made = self._snapshotter.create(call)
@@ -43,7 +43,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         self, request: csi.DeleteVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.DeleteVolumeGroupSnapshotResponse:
         """Wipe and remove all snapshots of a group."""
-        call = calls.GroupSnapshot.from_proto(request)
+        call = snapshots.KnownGroupSnapshot.from_proto(request)
         with self._locks.hold(*map(ids.logical_name, (call.id, *call.snapshot_ids))):
             self._snapshotter.delete(call)
         return csi.DeleteVolumeGroupSnapshotResponse()
@@ -52,7 +52,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         self, request: csi.GetVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.GetVolumeGroupSnapshotResponse:
         """One group snapshot."""
-        found = self._snapshotter.get(calls.GroupSnapshot.from_proto(request))
+        found = self._snapshotter.get(snapshots.KnownGroupSnapshot.from_proto(request))
         return csi.GetVolumeGroupSnapshotResponse(group_snapshot=_group_snapshot(found))
 
 

@@ -19,12 +19,14 @@ class Identity(csi_pb2_grpc.IdentityServicer):
     def __init__(self, readiness: Readiness, driver_name: str) -> None:
         self._readiness = readiness
         self._name = driver_name
+        # It is read from a file.
+        self._version = version("carver")
 
     def GetPluginInfo(  # noqa: N802
         self, request: csi.GetPluginInfoRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginInfoResponse:
         """Name and version."""
-        return csi.GetPluginInfoResponse(name=self._name, vendor_version=version("carver"))
+        return csi.GetPluginInfoResponse(name=self._name, vendor_version=self._version)
 
     def GetPluginCapabilities(  # noqa: N802
         self, request: csi.GetPluginCapabilitiesRequest, context: grpc.ServicerContext

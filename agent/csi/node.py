@@ -8,7 +8,7 @@ from agent.csi import answers
 from agent.locks import VolumeLocks
 from agent.publish.inline import Ephemeral
 from agent.publish.staging import Access, Statistics
-from agent.requests import calls
+from agent.requests import node, volumes
 from agent.volumes.expansion import Expander
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
@@ -37,7 +37,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeStageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeStageVolumeResponse:
         """Make the volume ready on this node: active, formatted, mounted."""
-        call = calls.Stage.from_proto(request)
+        call = node.StageVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id), call.staging_path):
             self._access.stage(call)
         return csi.NodeStageVolumeResponse()
@@ -46,7 +46,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeUnstageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnstageVolumeResponse:
         """Unmount the volume's staging path."""
-        call = calls.At.from_unstage(request)
+        call = node.VolumeAt.from_unstage(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._access.unstage(call)
         return csi.NodeUnstageVolumeResponse()
@@ -55,12 +55,12 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodePublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodePublishVolumeResponse:
         """Make the staged volume, or an inline one, appear at a workload's path."""
-        if calls.Inline.is_meant(request):
-            inline = calls.Inline.from_proto(request)
+        if node.PublishInline.is_meant(request):
+            inline = node.PublishInline.from_proto(request)
             with self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path):
                 self._ephemeral.publish(inline)
             return csi.NodePublishVolumeResponse()
-        call = calls.Publish.from_proto(request)
+        call = node.PublishVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id), call.target_path):
             self._access.publish(call)
         return csi.NodePublishVolumeResponse()
@@ -69,7 +69,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnpublishVolumeResponse:
         """Make the volume disappear from a workload's path; an inline one altogether."""
-        call = calls.At.from_unpublish(request)
+        call = node.VolumeAt.from_unpublish(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._access.unpublish(call)
             if ids.is_inline(call.volume_id):
@@ -80,7 +80,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeStatsResponse:
         """Measure how large and how full the volume is, and say what is wrong with it."""
-        call = calls.At.from_volume_path(request)
+        call = node.VolumeAt.from_volume_path(request)
         found = self._access.statistics(call)
         return csi.NodeGetVolumeStatsResponse(
             usage=_usage(found), volume_condition=answers.condition(found.problems)
@@ -90,7 +90,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeExpandVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeExpandVolumeResponse:
         """Grow the volume where it is smaller than asked, then its file system, always."""
-        call, at = calls.Expand.from_proto(request), calls.At.from_volume_path(request)
+        call, at = volumes.ExpandVolume.from_proto(request), node.VolumeAt.from_volume_path(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             size_bytes = self._access.size_bytes(at)
             if not call.size.allows(size_bytes):

@@ -10,8 +10,9 @@ from functools import partial
 from typing import Protocol
 
 from agent import fact, ids
-from agent.config.settings import DeviceClass
-from agent.engine.inventory import Inventory, Volume
+from agent.config.classes import DeviceClass
+from agent.engine.inventory import Inventory
+from agent.engine.records import Volume
 from lvm import caches, layout, names, pools, report, tags, thin, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout

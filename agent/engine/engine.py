@@ -14,15 +14,17 @@ the kernel.
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from agent import errors
+from agent.engine.behind import Behind
 from agent.engine.disks import Location, locate
 from agent.engine.queue import MOST_LOOKING, Queue
-from lvm import command, devicemapper, report
+from lvm import command, devicemapper, report, tags, volumes
 from lvm import errors as lvm_errors
 from lvm.command import Result, Run
 from lvm.devices import Devices
@@ -101,8 +103,15 @@ class Engine:
         self._guard = threading.Lock()
         self._looking: Future[None] | None = None
         self._location: Location | None = None
+        # When its disks were looked for last (monotonic, seconds).
+        self._located = 0.0
         self._known: _Known | None = None
         self._stuck: _Stuck | None = None
+        # The tags that volumes shall bear, by the volumes' UUIDs, until they are written.
+        self._promised: dict[str, frozenset[str]] = {}
+        self._behind = Behind(name, self.settle)
+        # Whether something may have been changed since the last look behind the answers.
+        self._changed = False
         # Until when nobody waits for it who does not need it (monotonic, seconds).
         self._rests_until = 0.0
         # Whether a disk came, went or moved, perhaps.
@@ -139,8 +148,12 @@ class Engine:
         return self._moved
 
     def outdate(self) -> None:
-        """A disk came, went or changed, or may have."""
+        """A disk came or went, or may have."""
         self._moved = True
+
+    def has(self, disk: str) -> bool:
+        """Whether that path was a disk of the group when it was looked at last."""
+        return self._location is not None and disk in self._location.disks
 
     def look(self) -> report.Group | None:
         """The group as it is now; None where it is not on this node.
@@ -150,8 +163,10 @@ class Engine:
         """
         with self._looks.turn():
             before = self.state
+            # Before the look: what is written meanwhile is in it, or still here.
+            promised = dict(self._promised)
             try:
-                self.last = self._look()
+                self.last = _with_tags(self._look(), promised)
             except errors.GroupRefused as error:
                 self.last, self.problem, self.time_seconds = None, error, time.time()
                 raise
@@ -198,6 +213,65 @@ class Engine:
                 raise
             return self.last
 
+    def promise(self, name: str, facts: Mapping[str, str]) -> None:
+        """Have a volume bear facts: from now on for whoever looks, and on disk soon.
+
+        The caller holds the volume. One look where it was made since the last one. A process that
+        is killed before has promised nothing.
+        """
+        found = self.last.volumes.get(name) if self.last is not None else None
+        if found is None and (group := self.look()) is not None:
+            found = group.volumes.get(name)
+        if found is None:
+            raise lvm_errors.VolumeMissing(self.name, name)
+        new = frozenset(tags.encode(facts))
+        with self._guard:
+            self._promised[found.uuid] = self._promised.get(found.uuid, frozenset()) | new
+        self._behind.wake()
+
+    def wake(self) -> None:
+        """Look behind the answers at what was changed, so that the next call need not."""
+        if self._changed:
+            self._behind.wake()
+
+    def settle(self, is_ending: bool = False) -> None:
+        """Do what was put off: write the tags that were promised, look at what was changed.
+
+        Raises what a look or lvm2 raises.
+        """
+        if self._promised:
+            with self.queue.turn():
+                self._write_promised()
+        # Where somebody waits to change it, or looks, the look is his.
+        is_free = not self.queue.is_taken and not self._looks.is_taken
+        if is_free and not is_ending:
+            self._changed = False
+            self.look()
+
+    def stop(self) -> None:
+        """Do what was put off, unless that takes long, and put nothing off any more."""
+        self._behind.stop()
+
+    def _write_promised(self) -> None:
+        """Write tags, the same of several volumes by one command; the caller holds the group.
+
+        A name may be another volume's by now: a UUID is not.
+        """
+        promised = dict(self._promised)
+        if (group := self.look()) is None:
+            raise lvm_errors.GroupMissing(self.name)
+        there = {one.uuid: one for one in group.volumes.values()}
+        names: defaultdict[frozenset[str], list[str]] = defaultdict(list)
+        for uuid, new in promised.items():
+            if uuid in there:
+                names[new].append(there[uuid].name)
+        for new, those in names.items():
+            volumes.add_tags(self.lvm, self.name, those, new)
+        with self._guard:
+            for uuid, new in promised.items():
+                if self._promised.get(uuid) == new:
+                    del self._promised[uuid]
+
     def look_behind(self) -> Future[None]:
         """Have it looked at in a thread of its own: once at a time, however long it takes."""
         with self._guard:
@@ -223,12 +297,29 @@ class Engine:
         return time.monotonic() < self._rests_until
 
     def _look(self) -> report.Group | None:
-        known = self._known
-        if known is not None and self._still_holds(known):
-            return self._as_it_is(known.group)
-        self._known = None
+        known, self._known = self._known, None
+        if known is not None and not self._may_have_moved(known):
+            mark = self._fingerprint(known.location)
+            if self._still_holds(known, mark):
+                return self._as_it_is(known)
+            # lvm2 sees these disks only: after a commit that was about disks it shows others.
+            group = None if mark is None else self._shown(known.location)
+            if group is not None and _is_whole_on(group, known.location):
+                return self._remembered(group, known.location, mark)
         location = self._locate()
-        return None if location is None else self._read(location)
+        if location is None:
+            return None
+        mark = self._fingerprint(location)
+        if known is not None and location == known.location and self._still_holds(known, mark):
+            return self._as_it_is(known)
+        group = self._shown(location)
+        if group is None:
+            raise errors.GroupRefused(
+                self.name,
+                f"{', '.join(location.disks)} bear it, and lvm2 does not show it: see `pvs -a`,"
+                " `vgs --foreign --shared` and lvm.conf(5)",
+            )
+        return self._remembered(group, location, mark)
 
     def _tell(self, before: State) -> None:
         """Say once what became of the group since it was looked at before."""
@@ -244,14 +335,15 @@ class Engine:
             case (("unknown" | "ready" | "partial" | "absent"), "refused"):
                 _log.error("%s", self.problem)
 
-    def _still_holds(self, known: _Known) -> bool:
-        age_seconds = time.monotonic() - known.time_seconds
-        if age_seconds >= _LASTS_SECONDS or not self._can_be_asked(known.group):
-            return False
-        is_moved = self._moved or known.location.missing or age_seconds >= _BLIND_SECONDS
-        if is_moved and self._locate() != known.location:
-            return False
-        return self._fingerprint(known.location) == known.fingerprint
+    def _may_have_moved(self, known: _Known) -> bool:
+        """Whether disks of the group may have come or gone since it was looked at."""
+        is_old = time.monotonic() - self._located >= _BLIND_SECONDS
+        return self._moved or is_old or bool(known.location.missing)
+
+    def _still_holds(self, known: _Known, mark: Fingerprint | None) -> bool:
+        """Whether what is known of the group is true, where its disks have that proof."""
+        is_old = time.monotonic() - known.time_seconds >= _LASTS_SECONDS
+        return mark == known.fingerprint and not is_old and self._can_be_asked(known.group)
 
     def _can_be_asked(self, group: report.Group) -> bool:
         """Whether the kernel tells of all snapshots whether they are lost: of inactive ones not."""
@@ -260,7 +352,7 @@ class Engine:
 
     def _locate(self) -> Location | None:
         # Before the look: what changes meanwhile may be in it, or not.
-        self._moved = False
+        self._moved, self._located = False, time.monotonic()
         try:
             found = locate(self._scan(), self.name)
         except errors.GroupRefused:
@@ -273,18 +365,18 @@ class Engine:
         self._location = found
         return found
 
-    def _read(self, location: Location) -> report.Group:
-        before = self._fingerprint(location)
+    def _shown(self, location: Location) -> report.Group | None:
+        """What lvm2 says of the group there; None where it says of none, or of one on others."""
         told = report.read(self._lvm_at(location), self._devices.overflowed)
         group = told.groups.get(self.name)
-        if group is None or group.uuid != location.uuid:
-            raise errors.GroupRefused(
-                self.name,
-                f"{', '.join(location.disks)} bear it, and lvm2 does not show it: see `pvs -a`,"
-                " `vgs --foreign --shared` and lvm.conf(5)",
-            )
-        if before is not None and before == self._fingerprint(location) and not _suspended(group):
-            self._known = _Known(group, location, before, time.monotonic())
+        return group if group is not None and group.uuid == location.uuid else None
+
+    def _remembered(
+        self, group: report.Group, location: Location, mark: Fingerprint | None
+    ) -> report.Group:
+        """The group, which is known from now on if nothing was committed while lvm2 read it."""
+        if mark is not None and mark == self._fingerprint(location) and not _suspended(group):
+            self._known = _Known(group, location, mark, time.monotonic())
         return group
 
     def _fingerprint(self, location: Location) -> Fingerprint | None:
@@ -293,8 +385,9 @@ class Engine:
             return self._disks.fingerprint(location.disks)
         return self._disks.fingerprint(location.disks, remaining)
 
-    def _as_it_is(self, group: report.Group) -> report.Group:
-        """The group with what came over its snapshots since the report, without a commit."""
+    def _as_it_is(self, known: _Known) -> report.Group:
+        """The group that is known, with what came over its snapshots since, without a commit."""
+        self._known, group = known, known.group
         lost = {
             one.name: replace(one, overflowed=True)
             for one in group.volumes.values()
@@ -319,6 +412,7 @@ class Engine:
                 raise lvm_errors.StillRunning(stuck.subcommand, seconds)
             self._stuck = None
         try:
+            self._changed = self._changed or not only_looks(words)
             return self._run(*words)
         except lvm_errors.CommandStuck as error:
             self._known, self._stuck = None, _Stuck(words[1], error.ended, time.monotonic())
@@ -326,6 +420,25 @@ class Engine:
         except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
             self._known = None
             raise
+
+
+def _with_tags(
+    group: report.Group | None, promised: Mapping[str, frozenset[str]]
+) -> report.Group | None:
+    """The group with tags that its volumes shall bear, by the volumes' UUIDs."""
+    if group is None or not promised:
+        return group
+    changed = {
+        name: replace(one, tags=one.tags | promised[one.uuid])
+        for name, one in group.volumes.items()
+        if one.uuid in promised
+    }
+    return replace(group, volumes={**group.volumes, **changed})
+
+
+def _is_whole_on(group: report.Group, location: Location) -> bool:
+    """Whether lvm2 shows the group on all these disks, and none of it anywhere else."""
+    return not group.missing_disks and len(group.disks) == len(location.disks)
 
 
 def _suspended(group: report.Group) -> bool:

@@ -9,6 +9,7 @@ from agent import admission
 from agent.engine.disks import names_of
 from agent.engine.engine import Engine
 from lvm import command, lvm2
+from lvm import errors as lvm_errors
 from lvm.command import Run
 from lvm.devices import Devices
 from lvm.disks import PATIENCE_SECONDS, Disks, Found
@@ -92,6 +93,8 @@ class Engines:
         with ExitStack() as held:
             for one in found:
                 if one is not None:
+                    # Called when the turn is over.
+                    held.callback(one.wake)
                     held.enter_context(one.queue.turn())
             yield
 
@@ -110,13 +113,35 @@ class Engines:
             return found
         return {path: one for path, one in found.items() if _is_listed(one, listed)}
 
-    def outdate(self) -> None:
-        """A disk came, went or changed, or may have."""
+    def promise(self, group: str, name: str, facts: Mapping[str, str]) -> None:
+        """Have a volume bear facts as tags, soon (`Engine.promise`)."""
+        if (engine := self.of(group)) is None:
+            raise lvm_errors.GroupMissing(group)
+        engine.promise(name, facts)
+
+    def settle(self) -> None:
+        """Do what was put off, and would be done soon (`Engine.settle`)."""
         for one in list(self._engines.values()):
+            one.settle()
+
+    def outdate(self, written: str | None = None) -> None:
+        """A disk came or went, or may have; `written`: this one is there, and has other contents.
+
+        What is written to a disk of a group's own the group sees by itself, at the next look.
+        """
+        every = list(self._engines.values())
+        if written is not None and any(one.has(written) for one in every):
+            return
+        for one in every:
             one.outdate()
 
     def stop(self) -> None:
-        """End the sessions with lvm2; what runs is left to end by itself."""
+        """Have done what was put off, and end the sessions with lvm2.
+
+        What runs is left to end by itself.
+        """
+        for engine in list(self._engines.values()):
+            engine.stop()
         for one in self._sessions:
             one.close()
 

@@ -1,161 +1,26 @@
-"""Carver's volumes and snapshots, as LVM's tags and the kernel's devices tell of them."""
+"""Finds Carver's volumes and snapshots, as LVM's tags and the kernel's devices tell of them."""
 
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 from agent import admission, errors, fact, ids
-from agent.engine import sources
+from agent.engine import records, sources
 from agent.engine.engine import Engine
 from agent.engine.engines import Engines
+from agent.engine.records import Snapshot, Volume
 from agent.engine.sources import Foundations
 from agent.ids import VolumeId
 from lvm import devicemapper, devices, names, report, tags, volumes
 from lvm import errors as lvm_errors
-from lvm.layout import LINEAR, Layout
-
-# What a snapshot was taken of, where neither its tags nor lvm2 know; no logical volume's name.
-_UNKNOWN = "unknown"
 
 # Those who only watch are told what was seen so long ago, and wait for a new look so long.
 _RECENT_SECONDS = 60.0
 _WATCHING_SECONDS = 5.0
 # How long whoever has everything looked at waits for it.
 _BEHIND_SECONDS = 60.0
-
-
-@dataclass(frozen=True)
-class Volume:
-    """A volume that Carver made: what LVM says of it, and its facts."""
-
-    id: VolumeId
-    group: report.Group
-    name: str
-    size_bytes: int
-    facts: Mapping[str, str]
-    health: str = ""
-    read_only: bool = False
-
-    @property
-    def layout(self) -> Layout:
-        """How it lies on disks, as its class said when it was made.
-
-        Where that is lost, the report tells at least whether it lies in a pool.
-        """
-        logical = self.group.volumes.get(self.name)
-        plain = Layout("thin") if logical is not None and logical.pool else LINEAR
-        try:
-            return Layout.parse(self.facts.get(fact.LAYOUT) or str(plain))
-        except (ValueError, KeyError, TypeError):
-            return plain
-
-    @property
-    def made_bytes(self) -> int:
-        """The size that it was made with."""
-        return _number(self.facts, fact.SIZE) or self.size_bytes
-
-    @property
-    def on_disks(self) -> report.LogicalVolume:
-        """What of it lies on disks, and has a cache if any has: itself, or its pool."""
-        return _lies_on(self.group, self.group.volume(self.name))
-
-    @property
-    def missing_disks(self) -> list[str]:
-        """The UUIDs of the disks that are missing, and a part of it lies on.
-
-        One that was made since the report is on none.
-        """
-        logical = self.group.volumes.get(self.name)
-        disks = _lies_on(self.group, logical).disks if logical is not None else frozenset()
-        return sorted(one.uuid for one in self.group.disks if one.missing and one.uuid in disks)
-
-    @property
-    def copy_on_write_snapshots(self) -> list[str]:
-        """The ids of its copy-on-write snapshots, which are nothing without it."""
-        every = self.group.copy_on_write_of(self.name)
-        return sorted(str(VolumeId.of(self.group, one.name)) for one in every)
-
-    @property
-    def kept_snapshots(self) -> list[str]:
-        """Those of them that were not deleted."""
-        every = self.group.copy_on_write_of(self.name)
-        kept = (one for one in every if tags.decode(one.tags).get(fact.STATE) != fact.WIPING)
-        return sorted(str(VolumeId.of(self.group, one.name)) for one in kept)
-
-    @property
-    def wanted_bytes(self) -> int:
-        """How large it shall be when it is staged next; 0 where it is as large as is on record."""
-        wanted = _number(self.facts, fact.WANTED) or 0
-        return wanted if wanted > self.size_bytes else 0
-
-    @property
-    def is_ephemeral(self) -> bool:
-        """Whether it is an inline volume, which no CreateVolume made and no DeleteVolume ends."""
-        return fact.EPHEMERAL in self.facts
-
-    @property
-    def is_listed(self) -> bool:
-        """Whether it is a volume for the callers of the Controller."""
-        return not (self.wiping or self.copying or self.is_ephemeral)
-
-    @property
-    def copying(self) -> bool:
-        """Whether it has not yet what it shall be made of; then it is no volume yet."""
-        return self.facts.get(fact.STATE) == fact.COPYING
-
-    @property
-    def wiping(self) -> bool:
-        """Whether it was deleted, and only its wiping is left to do."""
-        return self.facts.get(fact.STATE) == fact.WIPING
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """A volume as it was once. `size_bytes` is the volume's then, `area_bytes` its own."""
-
-    id: VolumeId
-    group: report.Group
-    name: str
-    source_id: VolumeId
-    size_bytes: int
-    time_nanoseconds: int
-    area_bytes: int
-    facts: Mapping[str, str]
-    overflowed: bool | None = False
-    pool: str = ""
-
-    @property
-    def is_thin(self) -> bool:
-        """Whether it shares a pool with its source, and does not need it any more."""
-        return bool(self.pool)
-
-    @property
-    def is_bridge(self) -> bool:
-        """Whether it is there only for a volume to be copied from it."""
-        return names.is_of(ids.BRIDGE_PREFIX, self.name)
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether something can be made of it; not where its disk does not tell."""
-        return self.overflowed is False
-
-    @property
-    def group_snapshot_id(self) -> str:
-        """The group snapshot that it was taken for; empty where it was taken alone."""
-        return self.facts.get(fact.GROUP_SNAPSHOT, "")
-
-    @property
-    def problem(self) -> str:
-        """Why nothing can be made of it, now and for ever; empty where something can."""
-        if not self.overflowed:
-            return ""
-        return (
-            f"its area of {self.area_bytes} bytes for what {self.source_id} overwrites was full,"
-            " and what it held is lost"
-        )
 
 
 class Inventory:
@@ -284,10 +149,13 @@ class Inventory:
         except (errors.NoSuchVolume, errors.OtherGroup):
             return None
 
-    def outdate(self) -> None:
-        """A disk changed, or may have: what is known need not be true any more."""
+    def outdate(self, written: str | None = None) -> None:
+        """A disk changed, or may have: what is known need not be true any more.
+
+        See `Engines.outdate`.
+        """
         self._outdated = True
-        self._engines.outdate()
+        self._engines.outdate(written)
 
     def renew(self, slow_seconds: float) -> None:
         """Look for those who glimpse, where that was long ago; sooner where a disk changed."""
@@ -322,7 +190,7 @@ class Inventory:
     def present(self, known: report.Report) -> Iterator[Volume]:
         """Every volume in those of Carver's groups that are there."""
         for group, logical in self._logical(known):
-            if (volume := _volume(group, logical)) is not None:
+            if (volume := records.volume(group, logical)) is not None:
                 yield volume
 
     def own_groups(self, known: report.Report) -> Iterator[report.Group]:
@@ -343,7 +211,7 @@ class Inventory:
         group is not here: then nothing is proved.
         """
         found = _find(known, volume_id)
-        volume = None if found is None else _volume(*found)
+        volume = None if found is None else records.volume(*found)
         if volume is None:
             raise errors.NoSuchVolume(volume_id)
         return volume
@@ -351,7 +219,7 @@ class Inventory:
     def snapshot(self, known: report.Report, snapshot_id: str) -> Snapshot:
         """The snapshot of that id; raises NoSuchSnapshot or OtherGroup, as `get` does."""
         found = _find(known, snapshot_id)
-        snapshot = None if found is None else _snapshot(*found)
+        snapshot = None if found is None else records.snapshot(*found)
         if snapshot is None or snapshot.is_bridge:
             raise errors.NoSuchSnapshot(snapshot_id)
         own = snapshot.group_snapshot_id
@@ -393,7 +261,7 @@ class Inventory:
 
     def is_half_made(self, known: report.Report, members: Sequence[Snapshot]) -> bool:
         """Whether these snapshots of a group are not all, and never were."""
-        if is_whole(members) or any(fact.COMMITTED in one.facts for one in members):
+        if records.is_whole(members) or any(fact.COMMITTED in one.facts for one in members):
             return False
         return not self._away(known, members)
 
@@ -407,8 +275,11 @@ class Inventory:
 
     def _away(self, known: report.Report, members: Sequence[Snapshot]) -> set[str]:
         """The groups that may hold further snapshots of a group, and are none of Carver's here."""
-        here = {_place(str(VolumeId.of(one, _UNKNOWN))) for one in self.own_groups(known)}
-        told = {_place(one.group_snapshot_id) for one in members}
+        here = {
+            records.place_of(str(VolumeId.of(one, records.UNKNOWN)))
+            for one in self.own_groups(known)
+        }
+        told = {records.place_of(one.group_snapshot_id) for one in members}
         for one in members:
             told |= set(filter(None, one.facts.get(fact.MEMBER_GROUPS, "").split(",")))
         away = {one.partition("@")[0] for one in told - here}
@@ -420,7 +291,7 @@ class Inventory:
     def all_snapshots(self, known: report.Report) -> Iterator[Snapshot]:
         """These, and those that volumes are copied from."""
         for group, logical in self._logical(known):
-            if (snapshot := _snapshot(group, logical)) is not None:
+            if (snapshot := records.snapshot(group, logical)) is not None:
                 yield snapshot
 
     def copies_of(self, known: report.Report, source_id: str) -> list[str]:
@@ -434,14 +305,14 @@ class Inventory:
     def doomed(self, known: report.Report) -> Iterator[Volume]:
         """All that is on record as deleted, and is only there to be wiped."""
         for group, logical in self._logical(known):
-            volume = _volume(group, logical) or _remains(group, logical)
+            volume = records.volume(group, logical) or records.remains(group, logical)
             if volume is not None and volume.wiping:
                 yield volume
 
     def doomed_one(self, known: report.Report, identity: str) -> Volume:
         """What is on record as deleted under an id; raises NoSuchVolume, OtherGroup."""
         found = _find(known, identity)
-        volume = None if found is None else _volume(*found) or _remains(*found)
+        volume = None if found is None else records.volume(*found) or records.remains(*found)
         if volume is None or not volume.wiping:
             raise errors.NoSuchVolume(identity)
         return volume
@@ -553,112 +424,3 @@ def _find(known: report.Report, identity: str) -> tuple[report.Group, report.Log
         raise errors.OtherGroup(identity, f"group {parsed.group} here has another UUID")
     logical = group.volumes.get(parsed.name)
     return None if logical is None else (group, logical)
-
-
-def _volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
-    facts = tags.decode(logical.tags)
-    prefixes = (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
-    if fact.NAME not in facts or not any(names.is_of(one, logical.name) for one in prefixes):
-        return None
-    return _as_volume(group, logical, facts)
-
-
-def _remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
-    """What is left of a snapshot that was parted from its origin, or did not come to have one.
-
-    Its area holds what the origin held once, and is nobody's: being there is its record. So it is
-    of what a volume was to grow by.
-    """
-    facts = tags.decode(logical.tags)
-    is_left = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
-    # Deleted while a disk was missing, and so not parted.
-    is_deferred = facts.get(fact.STATE) == fact.WIPING
-    if fact.NAME not in facts or not is_left:
-        return None
-    if (logical.origin or logical.pool) and not is_deferred:
-        return None
-    return _as_volume(group, logical, {**facts, fact.STATE: fact.WIPING})
-
-
-def _is_snapshot(name: str) -> bool:
-    return names.is_of(ids.SNAPSHOT_PREFIX, name) or names.is_of(ids.BRIDGE_PREFIX, name)
-
-
-def _as_volume(
-    group: report.Group, logical: report.LogicalVolume, facts: Mapping[str, str]
-) -> Volume:
-    return Volume(
-        VolumeId.of(group, logical.name),
-        group,
-        logical.name,
-        logical.size_bytes,
-        facts,
-        health=logical.health or _lies_on(group, logical).health,
-        read_only=logical.read_only,
-    )
-
-
-def _lies_on(group: report.Group, logical: report.LogicalVolume) -> report.LogicalVolume:
-    """What of a volume lies on disks: itself, or its pool."""
-    return group.volumes.get(logical.pool, logical)
-
-
-def _snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | None:
-    facts = tags.decode(logical.tags)
-    if fact.NAME not in facts or not _is_snapshot(logical.name):
-        return None
-    if not (logical.origin or logical.pool) or facts.get(fact.STATE) == fact.WIPING:
-        return None
-    return Snapshot(
-        id=VolumeId.of(group, logical.name),
-        group=group,
-        name=logical.name,
-        source_id=VolumeId.of(group, facts.get(fact.SOURCE) or logical.origin or _UNKNOWN),
-        size_bytes=_number(facts, fact.SIZE)
-        or group.volumes.get(logical.origin, logical).size_bytes,
-        time_nanoseconds=_number(facts, fact.TIME),
-        area_bytes=logical.size_bytes,
-        facts=facts,
-        overflowed=logical.overflowed,
-        pool=logical.pool,
-    )
-
-
-def snapshots_of(volume: Volume) -> Iterator[Snapshot]:
-    """The snapshots of a volume, in the report that the volume is of."""
-    every = (_snapshot(volume.group, one) for one in volume.group.made_of(volume.name))
-    return (one for one in every if one is not None and one.source_id == volume.id)
-
-
-def _place(identity: str) -> str:
-    """The group in an id: its name and the start of its UUID."""
-    return identity.partition("/")[0]
-
-
-def places_of(volumes: Sequence[Volume]) -> str:
-    """What is kept of the groups that volumes are in."""
-    return ",".join(sorted({_place(str(one.id)) for one in volumes}))
-
-
-def is_whole(members: Sequence[Snapshot]) -> bool:
-    """Whether these snapshots of a group are all that it has."""
-    return bool(members) and len(members) == max(
-        _number(one.facts, fact.MEMBERS) for one in members
-    )
-
-
-def _number(facts: Mapping[str, str], key: str) -> int:
-    """A fact that is a number; 0 where it is lost, or someone wrote something else."""
-    told = facts.get(key, "")
-    return int(told) if told.isascii() and told.isdigit() else 0
-
-
-def remains_of(snapshot: Snapshot, *, parted: bool = True) -> Volume:
-    """What is left of a snapshot that is deleted: read-only, to be wiped once it is parted."""
-    facts = {**snapshot.facts, fact.STATE: fact.WIPING}
-    group, logical = snapshot.group, snapshot.group.volumes.get(snapshot.name)
-    if parted and logical is not None:
-        # The report is of before.
-        alone = replace(logical, origin="")
-        group = replace(group, volumes={**group.volumes, snapshot.name: alone})
-    return Volume(snapshot.id, group, snapshot.name, snapshot.area_bytes, facts, read_only=True)

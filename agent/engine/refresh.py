@@ -50,8 +50,8 @@ class Watch:
         while not self._stopping.is_set():
             if events is None:
                 self._stopping.wait(_TURN_SECONDS)
-            elif events.wait(_TURN_SECONDS):
-                self._inventory.outdate()
+            elif (event := events.wait(_TURN_SECONDS)) is not None:
+                self._inventory.outdate(event.written)
             try:
                 self._inventory.renew(slow_seconds)
                 self._then()

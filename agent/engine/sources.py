@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from agent import errors
-from agent.config.settings import BackingFile, Config, Foundation
+from agent.config.groups import BackingFile, Foundation
+from agent.config.settings import Config
 from lvm import errors as lvm_errors
 from lvm import groups, lvm2, report, tags
 from lvm.command import Run

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from agent import errors
-from agent.engine.inventory import Inventory, Volume
+from agent.engine.inventory import Inventory
+from agent.engine.records import Volume
 from lvm.devices import Device
 from mount import loop, nodes, table, target
 from mount.syscalls import Kernel

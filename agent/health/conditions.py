@@ -7,8 +7,9 @@ Nothing here starts a process: the report is one that was read before.
 from collections.abc import Iterator, Sequence
 
 from agent import fact, ids
-from agent.engine import inventory
-from agent.engine.inventory import Inventory, Volume
+from agent.engine import records
+from agent.engine.inventory import Inventory
+from agent.engine.records import Volume
 from lvm import caches, pools, tags
 from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 from mount import health, table
@@ -47,7 +48,7 @@ class Diagnosis:
             *self._by_kernel(str(volume.id), volume, mounts, whole),
         )
 
-    def in_use(self, volume_id: str, mounted: Mount | None) -> tuple[str, ...]:
+    def in_use(self, volume_id: str, mounts: table.Table, mounted: Mount | None) -> tuple[str, ...]:
         """The same for a volume at work, seen through a mount of its file system, if it has one.
 
         What LVM says against it is what it said last: see `Inventory.glimpse`.
@@ -55,7 +56,7 @@ class Diagnosis:
         volume = self._inventory.glimpse(volume_id)
         return (
             *(by_report(volume) if volume else ()),
-            *self._by_kernel(volume_id, volume, table.read(self._kernel), mounted),
+            *self._by_kernel(volume_id, volume, mounts, mounted),
         )
 
     def _by_kernel(
@@ -81,7 +82,7 @@ def by_report(volume: Volume) -> Iterator[str]:
             " grow to: in use it does not grow while it has copy-on-write snapshots. It grows when"
             " it is staged next, if its group has room then: restart its pod"
         )
-    for snapshot in inventory.snapshots_of(volume):
+    for snapshot in records.snapshots_of(volume):
         if snapshot.problem:
             yield f"snapshot {snapshot.id} of it is of no use: {snapshot.problem}; delete it"
 

@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 
 from agent import codes, errors, fact, ids
 from agent.engine import users
-from agent.engine.inventory import Volume
 from agent.engine.means import Means
 from agent.engine.queue import Queue
+from agent.engine.records import Volume
 from agent.locks import VolumeLocks
 from agent.publish.staging import Access
-from agent.requests import calls
+from agent.requests import keys
+from agent.requests.node import PublishInline, StageVolume
+from agent.requests.volumes import CreateVolume, SizeRange, Topology
 from agent.volumes.provisioning import DEFAULT_SIZE_BYTES, Provisioner
 from lvm import errors as lvm_errors
 from lvm import report, tags
@@ -66,7 +68,7 @@ class Ephemeral:
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="inline", daemon=True)
 
-    def publish(self, call: calls.Inline) -> None:
+    def publish(self, call: PublishInline) -> None:
         """Have the volume mounted at its target: carved, formatted, mounted, whatever is left.
 
         Five commands at most: a report, lvcreate, and what staging takes. None where it is there.
@@ -76,12 +78,12 @@ class Ephemeral:
         about = {**(parameters.about or {}), fact.EPHEMERAL: _YES}
         if tags.fits(fact.TARGET, place):
             about[fact.TARGET] = place
-        wanted = calls.Create(
+        wanted = CreateVolume(
             name=call.volume_id,
-            size=calls.SizeRange(call.size_bytes),
+            size=SizeRange(call.size_bytes),
             capabilities=(call.capability,),
             parameters=replace(call.parameters, about=about),
-            topology=calls.Topology(),
+            topology=Topology(),
             is_ephemeral=True,
         )
         device = self._inventory.device(call.volume_id)
@@ -103,7 +105,7 @@ class Ephemeral:
 
         try:
             self._access.ensure_mounted(
-                calls.Stage(call.volume_id, place, call.capability, parameters), device, find
+                StageVolume(call.volume_id, place, call.capability, parameters), device, find
             )
         except Exception as error:
             if attempt.looked and codes.is_final(error):
@@ -157,13 +159,13 @@ class Ephemeral:
         while not self._stopping.wait(_TURN_SECONDS):
             self._sweep_quietly()
 
-    def _check_limits(self, call: calls.Inline, known: report.Report, size_bytes: int) -> None:
+    def _check_limits(self, call: PublishInline, known: report.Report, size_bytes: int) -> None:
         """Refuse what the configuration does not allow."""
         asked = call.size_bytes or DEFAULT_SIZE_BYTES
         limit = self._config.inline_volume_limit
         if limit and asked > limit:
             raise errors.BadField(
-                f"volume_context[{calls.SIZE}]",
+                f"volume_context[{keys.SIZE}]",
                 f"{asked} bytes are more than inline_volume_limit, {limit} bytes, allows",
             )
         groups = self._inventory.own_groups(known)

@@ -4,22 +4,22 @@ Publishing, unpublishing, unstaging and statistics start no process: the kernel'
 sysfs say all that they need.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from agent import errors, fact, ids
 from agent.engine import users
-from agent.engine.inventory import Volume
 from agent.engine.means import Means
+from agent.engine.records import Volume
 from agent.health.conditions import Diagnosis
 from agent.publish.formatting import Chores
-from agent.requests import calls
+from agent.requests.capabilities import BLOCK, MULTI_WRITER
+from agent.requests.node import PublishVolume, StageVolume, VolumeAt
 from agent.volumes.copying import Copier
 from agent.volumes.expansion import Expander
 from agent.workers.wiping import Wiper
-from lvm import volumes
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import filesystem, loop, mounts, nodes, options, table, target, usage
@@ -62,11 +62,12 @@ class Access:
         # The directories in which kubelet may have volumes mounted.
         self._inside = means.config.kubelet_dir
 
-    def stage(self, call: calls.Stage) -> None:
+    def stage(self, call: StageVolume) -> None:
         """Activate the volume; format it, once in its life, and mount it at the staging path.
 
-        Three commands at most: report, and mkfs with its tag, or a check of the file system
-        that is there. None where it is staged. Before, it is made as large as is on record.
+        Two commands at most: report, and mkfs, or a check of the file system that is there.
+        The tag that tells of mkfs is written behind the answer. None where it is staged. Before, it
+        is made as large as is on record.
         """
         call = replace(call, staging_path=self.place(call.staging_path))
         device = self._device(call.volume_id)
@@ -76,19 +77,19 @@ class Access:
             self._activate(self._expander.catch_up(self._inventory.require(call.volume_id)))
 
     def ensure_mounted(
-        self, call: calls.Stage, device: Device | None, find: Callable[[], Volume]
+        self, call: StageVolume, device: Device | None, find: Callable[[], Volume]
     ) -> None:
         """Have the volume's file system at a place: found or made, active, formatted, mounted.
 
         `find` is asked for the volume where it is not mounted there; no command runs where it is.
         """
         fs_type = call.capability.fs_type or call.parameters.fs_type
-        mounted = self.top(call.staging_path)
+        mounted = table.read(self._kernel).top(call.staging_path)
         seen: Volume | None
         if device is None or mounted is None or mounted.device != device.number:
             volume = self._expander.catch_up(find())
             device, seen = self._activate(volume), volume
-            if volume.facts[fact.ACCESS] == calls.BLOCK:
+            if volume.facts[fact.ACCESS] == BLOCK:
                 raise errors.BadField(
                     "volume_capability.mount",
                     "the volume was made for raw block access; what it holds is not Carver's",
@@ -113,13 +114,13 @@ class Access:
         )
         if _may_be_larger(seen) and not call.capability.read_only:
             # Each time, also where it is mounted: an earlier call may have ended before this.
-            self.fill_device(calls.At(call.volume_id, call.staging_path))
+            self.fill_device(VolumeAt(call.volume_id, call.staging_path))
 
-    def unstage(self, call: calls.At) -> None:
+    def unstage(self, call: VolumeAt) -> None:
         """Unmount the staging path; a path where nothing is mounted is no error."""
         self._ensure_unmounted(replace(call, path=self.place(call.path)))
 
-    def publish(self, call: calls.Publish) -> None:
+    def publish(self, call: PublishVolume) -> None:
         """Bind the staged file system, or the device itself, to the target path."""
         call = replace(
             call,
@@ -135,26 +136,27 @@ class Access:
         else:
             self._publish_directory(call, device)
 
-    def _publish_directory(self, call: calls.Publish, device: Device) -> None:
-        staged = self.top(call.staging_path)
+    def _publish_directory(self, call: PublishVolume, device: Device) -> None:
+        known = table.read(self._kernel)
+        staged = known.top(call.staging_path)
         if staged is None or staged.device != device.number:
             raise errors.NotStaged(call.volume_id, f"it is not at {call.staging_path}")
         flags = options.parse(call.capability.mount_flags)
         asked = {*flags.attributes, *call.parameters.mount_options}
         if staged.read_only and not call.read_only and "ro" not in asked:
             raise errors.NotStaged(call.volume_id, f"{call.staging_path} is read-only: {staged}")
-        mounted = self.top(call.target_path)
+        mounted = known.top(call.target_path)
         if mounted is None or mounted.device != device.number:
-            self._require_single(call, device)
+            self._require_single(call, device, known)
         target.ensure_directory(self._kernel, call.target_path)
         mounts.ensure_bound(
             self._kernel, call.staging_path, call.target_path, flags, call.read_only
         )
 
-    def _publish_device(self, call: calls.Publish, device: Device) -> None:
+    def _publish_device(self, call: PublishVolume, device: Device) -> None:
         published = mounts.node(self._kernel, call.target_path)
         if published is None or published not in users.numbers(self._kernel, device):
-            self._require_single(call, device)
+            self._require_single(call, device, table.read(self._kernel))
         elif (published == device.number) == call.read_only:
             raise errors.Incompatible(
                 f"{call.target_path} is published {'read-write' if call.read_only else 'read-only'}"
@@ -169,40 +171,41 @@ class Access:
             flags = options.Options()
             mounts.ensure_bound(self._kernel, source, call.target_path, flags, call.read_only)
         except mount_errors.MountError:
-            self._drop_unused_loops(device)
+            self._drop_unused(loop.over(self._kernel, device.number))
             raise
 
-    def unpublish(self, call: calls.At) -> None:
+    def unpublish(self, call: VolumeAt) -> None:
         """Unmount and remove the target path; a path that is not there is no error."""
         call = replace(call, path=self.place(call.path))
         self._ensure_unmounted(call)
         target.ensure_absent(self._kernel, call.path)
 
-    def statistics(self, call: calls.At) -> Statistics:
+    def statistics(self, call: VolumeAt) -> Statistics:
         """How large and how full the volume is where it is staged or published, and how well."""
-        device, mounted = self._find(call)
+        known = table.read(self._kernel)
+        device, mounted = self._find(call, known)
         seen = mounted if mounted.device == device.number else None
-        problems = self._diagnosis.in_use(call.volume_id, seen)
+        problems = self._diagnosis.in_use(call.volume_id, known, seen)
         if seen is not None:
             with suppress(mount_errors.TargetError):  # it does not answer, and `problems` says so
                 found = usage.of(self._kernel, seen.path)
                 return Statistics(found.total_bytes, found, problems)
         return Statistics(usage.device_size_bytes(self._kernel, device.path), None, problems)
 
-    def size_bytes(self, call: calls.At) -> int:
+    def size_bytes(self, call: VolumeAt) -> int:
         """The device's size, if the volume is staged or published at the path."""
-        device, _ = self._find(call)
+        device, _ = self._find(call, table.read(self._kernel))
         return usage.device_size_bytes(self._kernel, device.path)
 
-    def fill_device(self, call: calls.At) -> None:
+    def fill_device(self, call: VolumeAt) -> None:
         """Have what uses the device use all of it: ioctls only, also where it does already."""
-        device, mounted = self._find(call)
+        known = table.read(self._kernel)
+        device, mounted = self._find(call, known)
         for read_only in loop.over(self._kernel, device.number):
             loop.grow(self._kernel, read_only)
         if mounted.device == device.number:
             # The kernel grows a file system through a writable mount only; any of them will do.
-            every = table.read(self._kernel).of_device(device.number)
-            writable = [one for one in every if not one.read_only]
+            writable = [one for one in known.of_device(device.number) if not one.read_only]
             filesystem.grow(self._kernel, (writable or [mounted])[0])
 
     def _device(self, volume_id: str) -> Device | None:
@@ -221,7 +224,7 @@ class Access:
             return self._inventory.activate(volume)
 
     def _ensure_formatted(
-        self, call: calls.Stage, volume: Volume, device: Device, fs_type: str
+        self, call: StageVolume, volume: Volume, device: Device, fs_type: str
     ) -> None:
         """Look, refuse the surprising, make; or look over what is there."""
         formatted = volume.facts.get(fact.FORMATTED)
@@ -243,30 +246,17 @@ class Access:
             check = partial(filesystem.check, self._run, device.path, fs_type)
             self._chores.do(call.volume_id, volume.group.name, "fsck", check)
         if not formatted:
-            with self._engines.hold(volume.group.name):
-                new = {fact.FORMATTED: fs_type}
-                volumes.mark(
-                    self._engines.lvm(volume.group.name),
-                    volume.group.name,
-                    volume.name,
-                    old={},
-                    new=new,
-                )
+            # Where it is not written any more, the next staging finds what was made here.
+            self._engines.promise(volume.group.name, volume.name, {fact.FORMATTED: fs_type})
 
     def place(self, path: str) -> str:
         """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""
         return target.resolve(self._kernel, path, self._inside)
 
-    def top(self, place: str) -> table.Mount | None:
-        """What is mounted at a place, seen from above."""
-        stack = table.read(self._kernel).at(place)
-        return stack[-1] if stack else None
-
-    def _require_single(self, call: calls.Publish, device: Device) -> None:
+    def _require_single(self, call: PublishVolume, device: Device, known: table.Table) -> None:
         """Only SINGLE_NODE_MULTI_WRITER allows a second target (CSI spec, NodePublishVolume)."""
-        if call.capability.mode == calls.MULTI_WRITER:
+        if call.capability.mode == MULTI_WRITER:
             return
-        known = table.read(self._kernel)
         found = set(users.targets(self._kernel, known, device, self._inside))
         if others := found - {call.staging_path, call.target_path}:
             raise errors.VolumeInUse(
@@ -275,12 +265,12 @@ class Access:
                 " allows one target",
             )
 
-    def _find(self, call: calls.At) -> tuple[Device, table.Mount]:
+    def _find(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
         """The volume's device and its mount at the path; raises NoSuchPath."""
         inline = ids.is_inline(call.volume_id)
         device = (self._inventory.device if inline else self._device)(call.volume_id)
         try:
-            mounted = self.top(self.place(call.path))
+            mounted = known.top(self.place(call.path))
         except mount_errors.BadPath:
             mounted = None
         if device is not None and mounted is not None:
@@ -296,18 +286,21 @@ class Access:
             )
         raise errors.NoSuchPath(call.volume_id, call.path)
 
-    def _ensure_unmounted(self, call: calls.At) -> None:
+    def _ensure_unmounted(self, call: VolumeAt) -> None:
         device = self._inventory.device(call.volume_id)
-        # Without a device, whatever is mounted there is not this volume, or a node that it had.
-        numbers = [] if device is None else users.numbers(self._kernel, device)
+        if device is None:
+            # Whatever is mounted there is not this volume, or a node that it had.
+            mounts.ensure_unmounted(self._kernel, call.path, [])
+            return
+        loops = loop.over(self._kernel, device.number)
+        numbers = [device.number, *map(self._kernel.device_number, loops)]
         mounts.ensure_unmounted(self._kernel, call.path, numbers)
-        if device is not None:
-            self._drop_unused_loops(device)
+        self._drop_unused(loops)
 
-    def _drop_unused_loops(self, device: Device) -> None:
-        """Detach a read-only loop device when nothing is published through it any more."""
-        known = table.read(self._kernel)
-        for one in loop.over(self._kernel, device.number):
+    def _drop_unused(self, loops: Sequence[str]) -> None:
+        """Detach read-only loop devices through which nothing is published any more."""
+        for one in loops:
+            known = table.read(self._kernel)
             if not nodes.bound(self._kernel, known, [self._kernel.device_number(one)]):
                 loop.detach(self._kernel, one)
 

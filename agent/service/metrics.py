@@ -22,7 +22,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from agent.admission import Admission
-from agent.config.settings import DeviceClass
+from agent.config.classes import DeviceClass
 from agent.engine.allocation import Carvings
 from agent.engine.inventory import Inventory
 from agent.errors import AgentError

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from agent import errors
-from agent.config.settings import Address
+from agent.config.values import Address
 from agent.csi.client import Client
 
 _log = logging.getLogger(__name__)

@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from agent import errors, fact, ids
-from agent.engine.inventory import Inventory, Snapshot, Volume
+from agent.engine.inventory import Inventory
+from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
-from agent.requests import calls
+from agent.requests.capabilities import BLOCK
+from agent.requests.volumes import SNAPSHOT, VOLUME, SizeRange, Source
 from lvm import names, report, thin
 from lvm.lvm2 import Lvm
 from lvm.tuning import Tuning
@@ -23,22 +25,22 @@ class Contents:
     of: Snapshot | Volume
 
 
-def source_of(facts: Mapping[str, str]) -> calls.Source | None:
+def source_of(facts: Mapping[str, str]) -> Source | None:
     """What a volume with these facts was made of."""
     parsed = VolumeId.parse(facts.get(fact.FROM, ""))
     if parsed is None:
         return None
     is_snapshot = names.is_of(ids.SNAPSHOT_PREFIX, parsed.name)
-    return calls.Source(calls.SNAPSHOT if is_snapshot else calls.VOLUME, str(parsed))
+    return Source(SNAPSHOT if is_snapshot else VOLUME, str(parsed))
 
 
-def find(within: Inventory, known: report.Report, source: calls.Source) -> Contents:
+def find(within: Inventory, known: report.Report, source: Source) -> Contents:
     """The source of that kind and id, which is none that was deleted, or is incomplete, or lost.
 
     Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost.
     """
     found: Snapshot | Volume
-    if source.kind == calls.SNAPSHOT:
+    if source.kind == SNAPSHOT:
         found = within.snapshot(known, source.id)
         if found.problem:
             raise errors.SourceLost(source.id, found.problem)
@@ -47,7 +49,7 @@ def find(within: Inventory, known: report.Report, source: calls.Source) -> Conte
     return Contents(source.id, found.group.name, found.size_bytes, found.facts, found)
 
 
-def size_of(size: calls.SizeRange, contents: Contents) -> calls.SizeRange:
+def size_of(size: SizeRange, contents: Contents) -> SizeRange:
     """The size that is asked for, or the source's; raises BadSize for less than that."""
     least = contents.size_bytes
     for name in ("required_bytes", "limit_bytes"):
@@ -56,7 +58,7 @@ def size_of(size: calls.SizeRange, contents: Contents) -> calls.SizeRange:
                 f"capacity_range.{name}: {getattr(size, name)} is less than what"
                 f" {contents.id!r} holds, {least} bytes"
             )
-    return calls.SizeRange(size.required_bytes or least, size.limit_bytes)
+    return SizeRange(size.required_bytes or least, size.limit_bytes)
 
 
 def facts_of(facts: Mapping[str, str], contents: Contents) -> dict[str, str]:
@@ -68,7 +70,7 @@ def facts_of(facts: Mapping[str, str], contents: Contents) -> dict[str, str]:
     fs_type = facts.get("fsType", "")
     if not fs_type:
         return copied  # a raw block device holds whatever it is
-    if contents.facts.get(fact.ACCESS) == calls.BLOCK:
+    if contents.facts.get(fact.ACCESS) == BLOCK:
         raise errors.BadField(
             "volume_capabilities",
             f"mount: {contents.id!r} is of a raw block volume; what it holds is not Carver's",
@@ -79,6 +81,14 @@ def facts_of(facts: Mapping[str, str], contents: Contents) -> dict[str, str]:
             "volume_content_source", f"{contents.id!r} holds {formatted}, not {fs_type}"
         )
     return copied | ({fact.FORMATTED: formatted} if formatted else {})
+
+
+def may_hold_btrfs(facts: Mapping[str, str]) -> bool:
+    """Whether a volume made of another's contents may hold a btrfs, which needs an id of its own.
+
+    What was formatted a moment before a crash need not say so.
+    """
+    return "btrfs" in (facts.get(fact.FORMATTED), facts.get("fsType"))
 
 
 def is_in(contents: Contents, group: report.Group, pool: str) -> bool:
@@ -100,7 +110,7 @@ def share(
     """
     group, origin = contents.of.group, contents.of.name
     present_bytes = group.volume(origin).size_bytes
-    if present_bytes == size_bytes and facts.get(fact.FORMATTED) != "btrfs":
+    if present_bytes == size_bytes and not may_hold_btrfs(facts):
         facts = {**facts, fact.STATE: fact.READY}
     thin.snapshot(lvm, group.name, name, origin=origin, facts=facts, read_only=False, tuning=tuning)
     return Volume(VolumeId.of(group, name), group, name, present_bytes, facts)

@@ -21,11 +21,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from agent import errors, fact, ids
-from agent.engine.inventory import Snapshot, Volume
 from agent.engine.jobs import Job, Jobs
 from agent.engine.means import Means
+from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
-from agent.requests import calls
+from agent.requests.volumes import SNAPSHOT
 from agent.volumes import contents
 from agent.volumes.contents import Contents
 from agent.volumes.snapshots import Snapshotter
@@ -131,7 +131,7 @@ class Copier:
         if volume.group.volume(volume.name).origin or fact.FROM not in volume.facts:
             return None
         source = contents.source_of(volume.facts)
-        if source is not None and source.kind == calls.SNAPSHOT:
+        if source is not None and source.kind == SNAPSHOT:
             found = self._inventory.snapshot(known, source.id)
         elif (bridge := self._bridge_of(known, volume)) is not None:
             found = bridge
@@ -214,8 +214,8 @@ class Copier:
             self._grow(job.volume)
         if _is_overwritten(job.volume):
             self._overwrite(job, 0 if job.source is None else job.source.size_bytes)
-        if job.volume.facts.get(fact.FORMATTED) == "btrfs":
-            btrfs.renew(self._kernel, self._inventory.activate(job.volume).path)
+        if contents.may_hold_btrfs(job.volume.facts):
+            self._renew(job.volume)
         self.jobs.check(job)
         group, name = job.volume.group.name, job.volume.name
         with self._engines.hold(group):
@@ -223,6 +223,12 @@ class Copier:
             volumes.mark(self._engines.lvm(group), group, name, old=old, new=new)
         if job.source is not None:
             self._drop(job.source)
+
+    def _renew(self, volume: Volume) -> None:
+        """A btrfs that was copied gets an id of its own; there is none where none was made."""
+        device = self._inventory.activate(volume).path
+        if fact.FORMATTED in volume.facts or btrfs.is_on(self._kernel, device):
+            btrfs.renew(self._kernel, device)
 
     def _grow(self, volume: Volume) -> None:
         """A volume that shares blocks begins as large as what it is made of."""

@@ -21,9 +21,9 @@ from dataclasses import replace
 from agent import errors, fact, ids
 from agent.engine import users
 from agent.engine.allocation import Carving, Carvings
-from agent.engine.inventory import Volume
 from agent.engine.means import Means
-from agent.requests import calls
+from agent.engine.records import Volume
+from agent.requests.volumes import ExpandVolume, SizeRange
 from agent.workers.zeroing import Zeroer
 from lvm import errors as lvm_errors
 from lvm import layout, report, volumes
@@ -40,7 +40,7 @@ class Expander:
         self._zeroer = zeroer
         self._carvings = Carvings(means.config.classes, means.inventory)
 
-    def expand(self, call: calls.Expand) -> Volume:
+    def expand(self, call: ExpandVolume) -> Volume:
         """Make the volume at least as large as asked; one that already is, stays.
 
         Two commands at most; with copy-on-write snapshots one more, or two where it is in use: then
@@ -55,7 +55,7 @@ class Expander:
                 raise
             return self._expand(call)
 
-    def _expand(self, call: calls.Expand) -> Volume:
+    def _expand(self, call: ExpandVolume) -> Volume:
         group = ids.group_of(call.volume_id)
         with self._engines.hold(group):
             known = self._inventory.awake(group)
@@ -72,7 +72,7 @@ class Expander:
                 self._mark(volume, {})
         return replace(volume, size_bytes=max(wanted, volume.size_bytes))
 
-    def expand_in_use(self, call: calls.Expand) -> Volume:
+    def expand_in_use(self, call: ExpandVolume) -> Volume:
         """The same where the volume is used; raises CannotGrow where there is no room.
 
         A pod shall have what there is, as it cannot be anywhere else.
@@ -153,7 +153,7 @@ class Expander:
         )
 
 
-def _wanted_bytes(volume: Volume, size: calls.SizeRange) -> int:
+def _wanted_bytes(volume: Volume, size: SizeRange) -> int:
     """The size that is asked for, in whole extents; raises BadSize where it is above the limit."""
     extent = volume.group.extent_size_bytes
     wanted = layout.round_up(size.required_bytes, extent, volume.layout)

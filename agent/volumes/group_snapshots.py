@@ -18,13 +18,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from agent import errors, fact, ids
-from agent.engine import inventory, users
-from agent.engine.inventory import Snapshot, Volume
+from agent.engine import records, users
 from agent.engine.means import Means
+from agent.engine.records import Snapshot, Volume
 from agent.engine.suspension import Standstill
 from agent.ids import VolumeId
 from agent.locks import VolumeLocks
-from agent.requests import calls
+from agent.requests.snapshots import CreateGroupSnapshot, KnownGroupSnapshot
 from agent.volumes.snapshots import Snapshotter
 from agent.workers.wiping import Wiper
 from lvm import command, names, report, tags, volumes
@@ -83,7 +83,7 @@ class GroupSnapshotter:
         """What calls on the same group snapshot have in common; no logical volume has it."""
         return names.logical_volume(PREFIX, name)
 
-    def create(self, call: calls.CreateGroupSnapshot) -> GroupSnapshot:
+    def create(self, call: CreateGroupSnapshot) -> GroupSnapshot:
         """Take snapshots of all sources at one moment, or find those that an earlier call took.
 
         One command for each source, and a report. Raises NotTogether, StandstillOver, NoRoom,
@@ -97,7 +97,7 @@ class GroupSnapshotter:
             found = self._named(known, self.logical_name(call.name))
             if not found:
                 return self._make(call, known, undo)
-            if inventory.is_whole(found):
+            if records.is_whole(found):
                 self._commit(found)
                 return _same(_group_snapshot(found), call)
             self._require_half_made(known, found)
@@ -105,17 +105,17 @@ class GroupSnapshotter:
         self._discard(known, found[0].group_snapshot_id)
         return self.create(call)
 
-    def get(self, call: calls.GroupSnapshot) -> GroupSnapshot:
+    def get(self, call: KnownGroupSnapshot) -> GroupSnapshot:
         """The group snapshot of that id; raises NoSuchGroupSnapshot. One command."""
         known = self._inventory.read()
         found = self._find(known, call.id)
-        if not inventory.is_whole(found):
+        if not records.is_whole(found):
             self._require_half_made(known, found)
             raise errors.NoSuchGroupSnapshot(call.id)
         _compare(call, found)
         return _group_snapshot(found)
 
-    def delete(self, call: calls.GroupSnapshot) -> None:
+    def delete(self, call: KnownGroupSnapshot) -> None:
         """Delete all snapshots of a group; no such group snapshot is no error.
 
         A report, one command that takes the record back, and for each snapshot what DeleteSnapshot
@@ -125,7 +125,7 @@ class GroupSnapshotter:
         with self._engines.hold(*self._config.groups):
             known = self._inventory.awake()
             found = self._find(known, call.id)
-            if inventory.is_whole(found):
+            if records.is_whole(found):
                 _compare(call, found)
             elif found and (awaited := self._inventory.awaited(known, found)):
                 raise errors.NotWhole(call.id, _why_awaited(awaited))
@@ -147,7 +147,7 @@ class GroupSnapshotter:
         """Undo a group snapshot if it was never whole, and say so; have it on record if it is."""
         known = self._inventory.read(*groups)
         members = self._inventory.members(known, group_snapshot_id)
-        if inventory.is_whole(members):
+        if records.is_whole(members):
             # Killed just before, or taken by a version that knew of no record.
             self._commit(members)
         elif members and self._inventory.is_half_made(known, members):
@@ -156,7 +156,7 @@ class GroupSnapshotter:
         return False
 
     def _make(
-        self, call: calls.CreateGroupSnapshot, known: report.Report, undo: ExitStack
+        self, call: CreateGroupSnapshot, known: report.Report, undo: ExitStack
     ) -> GroupSnapshot:
         """New snapshots of all sources; what failed is undone once the groups are free again."""
         sources = [self._source(known, one) for one in call.source_ids]
@@ -276,7 +276,7 @@ class GroupSnapshotter:
 
     def _check_room(
         self,
-        call: calls.CreateGroupSnapshot,
+        call: CreateGroupSnapshot,
         volumes: list[Volume],
         held: Mapping[str, Volume],
     ) -> None:
@@ -340,7 +340,7 @@ def _names(members: list[Snapshot]) -> list[tuple[str, str]]:
 
 def _places(sources: list[Volume]) -> str:
     """The groups of the sources, as they are kept; raises BadField for more than a tag holds."""
-    places = inventory.places_of(sources)
+    places = records.places_of(sources)
     if not tags.fits(fact.MEMBER_GROUPS, places):
         raise errors.BadField("source_volume_ids", "are in too many volume groups")
     return places
@@ -361,12 +361,12 @@ def _group_snapshot(members: list[Snapshot]) -> GroupSnapshot:
     return GroupSnapshot(ordered[0].group_snapshot_id, tuple(ordered))
 
 
-def _asked(call: calls.CreateGroupSnapshot) -> str:
+def _asked(call: CreateGroupSnapshot) -> str:
     """What of a request, beside its sources, a repeated one is compared with."""
     return "" if call.size is None else f"{call.size.size_bytes}:{call.size.percent:g}"
 
 
-def _same(found: GroupSnapshot, call: calls.CreateGroupSnapshot) -> GroupSnapshot:
+def _same(found: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
     """The group snapshot that is there, if it is what is asked for now."""
     sources = sorted(str(one.source_id) for one in found.snapshots)
     if sources != list(call.source_ids):
@@ -379,7 +379,7 @@ def _same(found: GroupSnapshot, call: calls.CreateGroupSnapshot) -> GroupSnapsho
     return found
 
 
-def _compare(call: calls.GroupSnapshot, found: list[Snapshot]) -> None:
+def _compare(call: KnownGroupSnapshot, found: list[Snapshot]) -> None:
     """Raise BadField where the caller has other snapshots in mind."""
     own = {str(one.id) for one in found}
     if not call.snapshot_ids:

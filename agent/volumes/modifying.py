@@ -4,9 +4,9 @@ They are no part of what a volume is. LVM's metadata hold them, and nothing else
 """
 
 from agent import errors
-from agent.engine import inventory
-from agent.engine.inventory import Volume
-from agent.requests import calls
+from agent.engine import records
+from agent.engine.records import Volume
+from agent.requests import keys
 from lvm import tuning
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
@@ -20,11 +20,11 @@ def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
     if not shape.is_raid:
         given = "minimum" if wanted.maximum_recovery_kib is None else "maximum"
         raise errors.BadField(
-            f"{calls.MUTABLE}[{given}RecoveryRate]",
+            f"{keys.MUTABLE}[{given}RecoveryRate]",
             f"is for a RAID's layouts, this volume is {shape.kind}; allowed: carver/readAhead",
         )
     if why := wanted.over(present).refusal:
-        raise errors.BadField(calls.MUTABLE, why)
+        raise errors.BadField(keys.MUTABLE, why)
 
 
 def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:
@@ -44,7 +44,7 @@ def ensure(lvm: Lvm, volume: Volume, wanted: Tuning) -> None:
     lacking = wanted.lacking_in(present)
     if lacking == tuning.AS_IT_IS:
         return
-    held = [str(one.id) for one in inventory.snapshots_of(volume) if not one.is_thin]
+    held = [str(one.id) for one in records.snapshots_of(volume) if not one.is_thin]
     if held and lacking.read_ahead_bytes is not None:
         raise errors.HasSnapshots(
             str(volume.id), held, "lvm2 does not change its read-ahead with them; delete them first"

@@ -7,14 +7,25 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from agent import errors, fact, ids
-from agent.config.settings import DeviceClass
+from agent.config.classes import DeviceClass
 from agent.engine import users
 from agent.engine.allocation import Carvings, pool_name
-from agent.engine.inventory import Snapshot, Volume
 from agent.engine.means import Means
+from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
-from agent.requests import calls, pages
-from agent.requests.pages import Part
+from agent.requests import keys, pages
+from agent.requests.capabilities import BLOCK, MOUNT, Capability
+from agent.requests.pages import Page, Part
+from agent.requests.parameters import Parameters
+from agent.requests.volumes import (
+    VOLUME,
+    CreateVolume,
+    GetCapacity,
+    ModifyVolume,
+    SizeRange,
+    Topology,
+    ValidateVolume,
+)
 from agent.volumes import contents, modifying
 from agent.volumes.copying import Copier
 from agent.workers import zeroing
@@ -62,7 +73,7 @@ class Provisioner:
         """The logical volume's name for what the CO calls `name`."""
         return names.logical_volume(prefix, name)
 
-    def create(self, call: calls.Create, admit: Admit | None = None) -> Volume:
+    def create(self, call: CreateVolume, admit: Admit | None = None) -> Volume:
         """Make a volume, or find the one that an earlier call made.
 
         `admit` is asked before one is made; what it raises keeps it from being made.
@@ -77,7 +88,7 @@ class Provisioner:
         one = self._device_class("parameters", call.parameters)
         modifying.check(call.tuning, one.layout)
         prefix = ids.INLINE_PREFIX if call.is_ephemeral else ids.VOLUME_PREFIX
-        if call.source is not None and call.source.kind == calls.VOLUME:
+        if call.source is not None and call.source.kind == VOLUME:
             users.flush(self._kernel, self._inventory, call.source.id)
         groups = [one.group, *_groups_of(call)]
         with ExitStack() as undo, self._engines.hold(*groups):
@@ -103,7 +114,7 @@ class Provisioner:
             self.delete(str(volume.id))
             raise
 
-    def _same(self, call: calls.Create, one: DeviceClass, found: Volume) -> Volume:
+    def _same(self, call: CreateVolume, one: DeviceClass, found: Volume) -> Volume:
         """The volume that is there, if it is what is asked for now."""
         if found.wiping:
             raise errors.OperationPending(f"{found.id} (being wiped)")
@@ -120,14 +131,14 @@ class Provisioner:
                 f" {call.size.required_bytes} to {call.size.limit_bytes or 'any number of'}"
             )
         # All else is compared as of a call for the size with which it was made.
-        call = replace(call, size=calls.SizeRange(made_bytes))
+        call = replace(call, size=SizeRange(made_bytes))
         # What it was made of gave the file system, and may be gone by now.
         held = found.facts.get("fsType") if told else None
         return _compared(found, _planned(call, one, found.group, held)[1])
 
     def _make(
         self,
-        call: calls.Create,
+        call: CreateVolume,
         one: DeviceClass,
         known: report.Report,
         prefix: str,
@@ -174,9 +185,7 @@ class Provisioner:
         self._wiper.forget(str(made.id))
         return made, source
 
-    def completed(
-        self, parameters: calls.Parameters, capability: calls.Capability
-    ) -> calls.Parameters:
+    def completed(self, parameters: Parameters, capability: Capability) -> Parameters:
         """An inline volume's parameters as its class completes them; no command."""
         one = self._device_class("volume_context", parameters)
         return with_defaults(parameters, [capability], one)
@@ -231,7 +240,7 @@ class Provisioner:
         """The volume of that id; raises NoSuchVolume."""
         return self._inventory.require(volume_id)
 
-    def list(self, page: calls.Page) -> Part[Volume]:
+    def list(self, page: Page) -> Part[Volume]:
         """A part of the volumes, in the order of their ids."""
         pages.check(page)
         known = self._inventory.listed()
@@ -239,7 +248,7 @@ class Provisioner:
         found = {str(one.id): one for one in every if one.is_listed}
         return pages.part(found, page)
 
-    def modify(self, call: calls.Modify) -> None:
+    def modify(self, call: ModifyVolume) -> None:
         """Have a volume as its mutable parameters say: two commands, one where it is so.
 
         Nothing is changed where any of them cannot be.
@@ -248,7 +257,7 @@ class Provisioner:
             volume = self.get(call.volume_id)
             modifying.ensure(self._engines.lvm(volume.group.name), volume, call.tuning)
 
-    def capacity(self, call: calls.Capacity) -> Capacity:
+    def capacity(self, call: GetCapacity) -> Capacity:
         """What CreateVolume with the same parameters could make now; one command.
 
         Of a class that is not this node's nothing, for on an error the external-provisioner leaves
@@ -267,12 +276,12 @@ class Provisioner:
             return Capacity(0, 0, 0)
         _check_stripe_size(one, group)
         maximum = self._carvings.of(one).maximum_bytes(group)
-        least = calls.SizeRange(1)
+        least = SizeRange(1)
         minimum = planned_bytes(least, call.capabilities, parameters, group, one.layout)
         # What several smaller volumes could have beside the largest is not promised.
         return Capacity(maximum, maximum, minimum)
 
-    def refusal(self, volume: Volume, call: calls.Validate) -> str:
+    def refusal(self, volume: Volume, call: ValidateVolume) -> str:
         """Why the volume cannot be used as wanted; empty where it can."""
         try:
             present = volume.group.volume(volume.name).tuning
@@ -284,7 +293,7 @@ class Provisioner:
         for capability in call.capabilities:
             if capability.is_block:
                 continue
-            if volume.facts[fact.ACCESS] == calls.BLOCK:
+            if volume.facts[fact.ACCESS] == BLOCK:
                 return "the volume was made for raw block access"
             if formatted and capability.fs_type not in {"", formatted}:
                 return f"the volume is formatted with {formatted}, not {capability.fs_type}"
@@ -294,7 +303,7 @@ class Provisioner:
                 return f"{fs_type} needs {minimum} bytes, the volume has {volume.size_bytes}"
         return ""
 
-    def _check_made_so(self, volume: Volume, call: calls.Validate) -> None:
+    def _check_made_so(self, volume: Volume, call: ValidateVolume) -> None:
         """Raise BadField for what a caller has of a volume, or says of its class, and is not so.
 
         What is not given is not compared: a class may have changed since.
@@ -302,12 +311,12 @@ class Provisioner:
         facts, given = volume.facts, call.parameters
         if call.context and call.context != (own := context_of(facts)):
             raise errors.BadField("volume_context", f"{call.context} is not the volume's, {own}")
-        if facts[fact.ACCESS] == calls.BLOCK or any(one.fs_type for one in call.capabilities):
+        if facts[fact.ACCESS] == BLOCK or any(one.fs_type for one in call.capabilities):
             # A raw block volume has none, and a capability's goes before it.
             given = replace(given, fs_type="")
-        wanted = {key.removeprefix(calls.PARAMETER_PREFIX): v for key, v in given.context().items()}
+        wanted = {key.removeprefix(keys.PARAMETER_PREFIX): v for key, v in given.context().items()}
         made = {key: facts.get(key, "") for key in wanted}
-        for key, (part, _) in calls.LAYOUT_PARAMETERS.items():
+        for key, (part, _) in keys.LAYOUT_PARAMETERS.items():
             if part in given.layout:
                 wanted[key] = str(given.layout[part])
                 made[key] = str(getattr(volume.layout, part))
@@ -318,21 +327,21 @@ class Provisioner:
                 self._device_class("parameters", named).cache,
                 volume.group.extent_size_bytes,
             )
-            wanted[calls.CACHE_SIZE] = cache.fact(volume.made_bytes, extent) if cache else ""
-            made[calls.CACHE_SIZE] = facts.get(fact.CACHE, "")
+            wanted[keys.CACHE_SIZE] = cache.fact(volume.made_bytes, extent) if cache else ""
+            made[keys.CACHE_SIZE] = facts.get(fact.CACHE, "")
         for key, value in wanted.items():
             if value != made[key]:
                 was = made[key] or "none"
                 raise errors.BadField(f"parameters[{key}]", f"{value!r}, the volume has {was!r}")
 
-    def _device_class(self, field: str, parameters: calls.Parameters) -> DeviceClass:
+    def _device_class(self, field: str, parameters: Parameters) -> DeviceClass:
         found = self._config.device_class(parameters.device_class)
         if found is None:
             known = [one.name for one in self._config.classes]
             raise errors.NotAllowed(f"{field}[class]", parameters.device_class, known)
         return _overridden(field, found, parameters)
 
-    def _require_here(self, topology: calls.Topology) -> None:
+    def _require_here(self, topology: Topology) -> None:
         places = topology.requisite or topology.preferred
         if places and not any(self._is_here(one) for one in places):
             raise errors.Elsewhere(self._config.node_id)
@@ -351,18 +360,18 @@ def _elsewhere() -> Iterator[None]:
         raise errors.NotHere(str(error)) from None
 
 
-def _overridden(field: str, one: DeviceClass, parameters: calls.Parameters) -> DeviceClass:
+def _overridden(field: str, one: DeviceClass, parameters: Parameters) -> DeviceClass:
     """A class with the layout, and the size of its caches, that the parameters make of its own."""
     if parameters.cache_size is not None:
         why = "has no cache" if one.cache is None else "has one for all, its pool's"
         if one.cache is None or one.layout.is_thin:
-            raise errors.BadField(f"{field}[{calls.CACHE_SIZE}]", f"class {one.name} {why}")
+            raise errors.BadField(f"{field}[{keys.CACHE_SIZE}]", f"class {one.name} {why}")
         one = replace(one, cache=replace(one.cache, size=parameters.cache_size))
     chosen: dict[str, Any] = dict(parameters.layout)
     try:
         return replace(one, layout=replace(one.layout, **chosen))
     except layout.Impossible as error:
-        [key] = [key for key, (part, _) in calls.LAYOUT_PARAMETERS.items() if part == error.part]
+        [key] = [key for key, (part, _) in keys.LAYOUT_PARAMETERS.items() if part == error.part]
         raise errors.BadField(f"{field}[{key}]", f"{error} (class {one.name})") from None
 
 
@@ -377,11 +386,11 @@ def _check_stripe_size(one: DeviceClass, group: report.Group) -> None:
 
 
 def with_defaults(
-    parameters: calls.Parameters,
-    capabilities: Sequence[calls.Capability],
+    parameters: Parameters,
+    capabilities: Sequence[Capability],
     one: DeviceClass,
     held: str = "",
-) -> calls.Parameters:
+) -> Parameters:
     """The parameters as the class completes them, so that they no longer depend on it.
 
     `held` is the file system that is there already, on what is copied.
@@ -390,7 +399,7 @@ def with_defaults(
     mounted = any(not capability.is_block for capability in capabilities)
     fs_type = (asked or held or one.fs_type) if mounted else ""
     inherits = not parameters.mkfs_options and fs_type == one.fs_type
-    return calls.Parameters(
+    return Parameters(
         device_class=one.name,
         fs_type=fs_type,
         mkfs_options=one.mkfs_options if inherits else parameters.mkfs_options,
@@ -400,7 +409,7 @@ def with_defaults(
 
 
 def _planned(
-    call: calls.Create, one: DeviceClass, group: report.Group, held: str | None = None
+    call: CreateVolume, one: DeviceClass, group: report.Group, held: str | None = None
 ) -> tuple[int, dict[str, str]]:
     """The size and the facts of the volume that is asked for."""
     parameters = with_defaults(call.parameters, call.capabilities, one, held or "")
@@ -414,12 +423,12 @@ def _planned(
     return size_bytes, facts
 
 
-def _groups_of(call: calls.Create) -> list[str]:
+def _groups_of(call: CreateVolume) -> list[str]:
     """The group of what a volume is made of."""
     return [] if call.source is None else [ids.group_of(call.source.id)]
 
 
-def _check_options(call: calls.Create, parameters: calls.Parameters) -> None:
+def _check_options(call: CreateVolume, parameters: Parameters) -> None:
     """Refuse now what mkfs or mount would refuse when the volume is staged."""
     if not parameters.fs_type:
         return  # raw block only: one StorageClass often serves both, its options are for the other
@@ -433,9 +442,9 @@ def _check_options(call: calls.Create, parameters: calls.Parameters) -> None:
 
 
 def planned_bytes(
-    size: calls.SizeRange,
-    capabilities: Sequence[calls.Capability],
-    parameters: calls.Parameters,
+    size: SizeRange,
+    capabilities: Sequence[Capability],
+    parameters: Parameters,
     group: report.Group,
     shape: layout.Layout,
 ) -> int:
@@ -462,15 +471,15 @@ def planned_bytes(
 
 def context_of(facts: Mapping[str, str]) -> dict[str, str]:
     """The volume_context that a volume's facts amount to."""
-    return {calls.PARAMETER_PREFIX + key: facts[key] for key in calls.PARAMETERS if key in facts}
+    return {keys.PARAMETER_PREFIX + key: facts[key] for key in keys.PARAMETERS if key in facts}
 
 
 def _facts(
-    call: calls.Create, parameters: calls.Parameters, size_bytes: int, shape: layout.Layout
+    call: CreateVolume, parameters: Parameters, size_bytes: int, shape: layout.Layout
 ) -> dict[str, str]:
     """What is kept of a request: all that a repeated one is compared with."""
     chosen = {
-        key.removeprefix(calls.PARAMETER_PREFIX): value
+        key.removeprefix(keys.PARAMETER_PREFIX): value
         for key, value in parameters.context().items()
     }
     capabilities = "|".join(sorted(map(str, call.capabilities)))
@@ -483,7 +492,7 @@ def _facts(
         fact.STATE: fact.READY,
         fact.SIZE: str(size_bytes),
         fact.LAYOUT: str(shape),
-        fact.ACCESS: calls.BLOCK if only_block else calls.MOUNT,
+        fact.ACCESS: BLOCK if only_block else MOUNT,
         fact.CAPABILITIES: capabilities,
         **chosen,
         **(parameters.about or {}),
@@ -493,7 +502,7 @@ def _facts(
 def _compared(found: Volume, facts: Mapping[str, str]) -> Volume:
     """The volume that is there, if it is what is asked for now."""
     compared = (fact.LAYOUT, fact.CACHE, fact.CAPABILITIES)
-    for key in (*compared, *calls.PARAMETERS):
+    for key in (*compared, *keys.PARAMETERS):
         if (was := found.facts.get(key, "")) != (wanted := facts.get(key, "")):
             raise errors.Incompatible(
                 f"volume {facts[fact.NAME]!r} exists with {key} {was or 'none'!r},"

@@ -6,14 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from agent import errors, fact, ids
-from agent.config.settings import SNAPSHOT_SIZE
-from agent.engine import inventory, users
+from agent.config.classes import SNAPSHOT_SIZE
+from agent.engine import records, users
 from agent.engine.allocation import Carvings, closed
-from agent.engine.inventory import Snapshot, Volume
 from agent.engine.means import Means
+from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
-from agent.requests import calls, pages
+from agent.requests import pages
 from agent.requests.pages import Part
+from agent.requests.snapshots import CreateSnapshot, ListSnapshots
 from agent.workers.pool_removal import Reclaimer
 from agent.workers.wiping import Wiper
 from lvm import caches, layout, names, report, snapshots, thin, volumes
@@ -40,7 +41,7 @@ class Snapshotter:
         """The logical volume's name for the snapshot that the CO calls `name`."""
         return names.logical_volume(ids.SNAPSHOT_PREFIX, name)
 
-    def create(self, call: calls.CreateSnapshot) -> Snapshot:
+    def create(self, call: CreateSnapshot) -> Snapshot:
         """Take a snapshot, or find the one that an earlier call took.
 
         Two commands at most: a report, and lvcreate, which also tags.
@@ -195,12 +196,12 @@ class Snapshotter:
     def finish(self, snapshot: Snapshot) -> None:
         """Wipe what is left of a snapshot that was parted; that may go on behind the answer."""
         if self._is_deferred(snapshot):
-            self._wiper.finish(inventory.remains_of(snapshot, parted=False))
+            self._wiper.finish(records.remains_of(snapshot, parted=False))
             return
         if snapshot.is_thin:
             self._reclaimer.after(snapshot, self._wiper.grace_seconds)
         elif self._wiper.zero:
-            self._wiper.finish(inventory.remains_of(snapshot))
+            self._wiper.finish(records.remains_of(snapshot))
 
     def _is_deferred(self, snapshot: Snapshot) -> bool:
         """Whether lvm2 cannot part it now, or tell its pool that it goes."""
@@ -217,7 +218,7 @@ class Snapshotter:
             raise errors.NoSuchSnapshot(snapshot_id)
         return self._inventory.snapshot(self._inventory.read(parsed.group), snapshot_id)
 
-    def list(self, call: calls.ListSnapshots) -> Part[Snapshot]:
+    def list(self, call: ListSnapshots) -> Part[Snapshot]:
         """A part of the snapshots, in the order of their ids."""
         pages.check(call.page)
         known = self._inventory.listed()
@@ -262,7 +263,7 @@ class Snapshotter:
         return area
 
 
-def _same(found: Snapshot, call: calls.CreateSnapshot) -> Snapshot:
+def _same(found: Snapshot, call: CreateSnapshot) -> Snapshot:
     """The snapshot that is there, if it is of the volume that is asked for now."""
     if str(found.source_id) != call.source_id:
         raise errors.Incompatible(

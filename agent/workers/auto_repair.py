@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator, Mapping
 
 from agent import errors, fact
-from agent.config.settings import AUTO
-from agent.engine.inventory import Volume
+from agent.config.classes import AUTO
 from agent.engine.means import Means
+from agent.engine.records import Volume
 from agent.workers.repairing import Repairer
 from lvm import command
 from lvm import errors as lvm_errors

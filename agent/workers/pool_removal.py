@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 
 from agent import fact, ids
 from agent.engine.allocation import is_own_pool, wipe_name
-from agent.engine.inventory import Snapshot, Volume
 from agent.engine.jobs import Job, Jobs
 from agent.engine.means import Means
+from agent.engine.records import Snapshot, Volume
 from lvm import caches, names, pools, report, tags, thin, volumes
 from lvm.volumes import New
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from agent import errors, ids
 from agent.engine import users
 from agent.engine.allocation import Carvings
-from agent.engine.inventory import Inventory, Volume
+from agent.engine.inventory import Inventory
 from agent.engine.means import Means
+from agent.engine.records import Volume
 from lvm import errors as lvm_errors
 from lvm import pools, repairs, report, volumes
 from lvm.devicemapper import Raid

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 
 from agent import errors, fact, ids
 from agent.engine import users
-from agent.engine.inventory import Volume
 from agent.engine.jobs import Job, Jobs
 from agent.engine.means import Means
+from agent.engine.records import Volume
 from agent.workers import giving_up
 from lvm import caches, snapshots, tags, volumes
 from lvm import errors as lvm_errors

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from agent import errors, fact, ids
 from agent.engine.allocation import Carving
-from agent.engine.inventory import Volume
 from agent.engine.jobs import Job, Jobs
 from agent.engine.means import Means
+from agent.engine.records import Volume
 from lvm import layout, names, report, volumes
 from lvm.layout import LINEAR, Layout
 from lvm.volumes import New

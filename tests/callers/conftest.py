@@ -9,11 +9,17 @@ from callers.directories import Directories
 from callers.plugin import Answer, Plugin
 from real.any import AnyHost
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client
 from agent.engine.host import Host
 from agent.health import preflight
 from agent.service.server import Service
+
+
+@pytest.fixture(autouse=True)
+def nothing_behind() -> None:
+    """Callers meet Carver as it is: what is put off is put off."""
 
 
 @pytest.fixture

@@ -13,9 +13,10 @@ from callers.plugin import Plugin
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from model.stopping import Switch
-from real.host import RealHost
+from real.any import AnyHost
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client
 from agent.engine.host import Host
 from agent.service import server
@@ -32,7 +33,7 @@ CLASSES = {
 class Machine:
     """One node's machine, with its driver and its callers."""
 
-    def __init__(self, host: FakeHost | RealHost, config: Config, cluster: Cluster) -> None:
+    def __init__(self, host: AnyHost, config: Config, cluster: Cluster) -> None:
         self.host = host
         self._config = config
         self._serial = itertools.count()
@@ -119,8 +120,10 @@ class Machine:
         run = switch.run(host.run)
         seams = Host(run, switch.kernel(host.kernel), switch.devices(host.devices), host.disks)
         self._service = Service(self._config, seams, replace(host.lvm, run=run))
-        # A deletion has ended when it is answered, however slow the disk: what is left is told.
-        self._service.wiper.grace_seconds = 60
+        # A deletion has ended when it is answered, however slow the disk: what is left is told. In
+        # memory none is slow, and for so long the threads of a service that was killed keep Python
+        # from ending: pytest-xdist waits ten seconds for that, then kills, coverage and all.
+        self._service.wiper.grace_seconds = 5 if isinstance(host, FakeHost) else 60
         server.resume(self._service)
         # A socket of its own: the one of a process that died may go at any moment.
         endpoint = self._config.endpoint.with_name(f"{next(self._serial)}.sock")

@@ -13,8 +13,7 @@ from callers.directories import Directories
 from callers.plugin import METHODS, Answer, Plugin
 from callers.recording import Recorded, Translation
 from callers.rules import Reaction
-from fakes.host import FakeHost
-from real.host import RealHost
+from real.any import AnyHost
 
 from agent.csi.client import block
 from lvm.command import Result
@@ -29,9 +28,7 @@ _REPEATS = 100
 class Replay:
     """Calls on one node; `met` are the answers to those that met another."""
 
-    def __init__(
-        self, plugin: Plugin, host: FakeHost | RealHost, directories: Directories, node: str
-    ) -> None:
+    def __init__(self, plugin: Plugin, host: AnyHost, directories: Directories, node: str) -> None:
         self._plugin = plugin
         self._host = host
         self._directories = directories

@@ -16,7 +16,7 @@ from callers.objects import StorageClass
 from callers.rules import Reaction
 from real.any import AnyHost
 
-from agent.config.settings import DeviceClass
+from agent.config.classes import DeviceClass
 from agent.csi.client import Mode, block, mounted
 from lvm.command import Result
 from lvm.layout import Layout

@@ -17,7 +17,7 @@ import yaml
 from chart import documented
 from chart.documented import CHART, Place
 
-from agent.config import settings
+from agent.config import groups, values
 from deploy import render
 
 FILES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
@@ -239,8 +239,8 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
     assert one.endpoint != two.endpoint
     assert one.topology_key != two.topology_key
     assert [one.foundations[0].file, two.foundations[0].file] == [
-        settings.BackingFile(Path("/var/lib/carver/carver.img")),
-        settings.BackingFile(Path("/var/lib/two.csi.carver/carver.img")),
+        groups.BackingFile(Path("/var/lib/carver/carver.img")),
+        groups.BackingFile(Path("/var/lib/two.csi.carver/carver.img")),
     ]
     # In one namespace, too.
     names = [
@@ -300,7 +300,7 @@ def test_the_probes_need_no_metrics(template: Template, tmp_path: Path) -> None:
     made = template({"metrics": {"enabled": False}})
     [(_, loaded)] = manifest.configurations(made, tmp_path)
     assert loaded.metrics_address is None
-    assert loaded.health_address == settings.Address("", 9898)
+    assert loaded.health_address == values.Address("", 9898)
     one = manifest.container(made, "carver")
     assert one["livenessProbe"]["httpGet"] == {"path": "/healthz", "port": "health"}
     assert one["readinessProbe"]["httpGet"] == {"path": "/readyz", "port": "health"}

@@ -3,29 +3,29 @@
 import json
 from collections.abc import Iterator
 
-from cluster.bench import Bench
 from cluster.installation import container
 from cluster.kubectl import SNAPSHOTS, Object, Refused, path
+from cluster.site import Site
 
 # Of each pod of Carver's, the last so many lines that name something of the check's.
 _LINES = 40
 
 
-def tell(bench: Bench, seconds: float) -> Iterator[str]:
+def tell(site: Site, seconds: float) -> Iterator[str]:
     """Lines about what a check has made in so many seconds. Raises nothing of kubectl's."""
     kinds = ["persistentvolumeclaims", "pods"]
-    kinds += [] if bench.place.no_snapshots else [SNAPSHOTS]
+    kinds += [] if site.place.no_snapshots else [SNAPSHOTS]
     try:
-        made = [one for it in kinds for one in bench.kubectl.all(it, bench.namespace, bench.mine)]
+        made = [one for it in kinds for one in site.kubectl.all(it, site.namespace, site.mine)]
     except Refused as error:
         yield f"the cluster does not tell of its objects: {error}"
         return
     for one in made:
         yield _line(one)
-    yield from _events(bench)
+    yield from _events(site)
     known = {str(one["metadata"]["uid"]) for one in made}
     known |= {str(name) for one in made if (name := path(one, "spec", "volumeName"))}
-    yield from _logs(bench, known, seconds)
+    yield from _logs(site, known, seconds)
 
 
 def _line(one: Object) -> str:
@@ -45,16 +45,16 @@ def _line(one: Object) -> str:
     return ", ".join(words)
 
 
-def _events(bench: Bench) -> Iterator[str]:
+def _events(site: Site) -> Iterator[str]:
     """The events of the check's objects, by name, as every name has the check's for its start."""
     try:
-        found = bench.kubectl.all("events", bench.namespace)
+        found = site.kubectl.all("events", site.namespace)
     except Refused as error:
         yield f"the cluster does not tell of events: {error}"
         return
     for one in sorted(found, key=_time):
         of = one.get("involvedObject", {})
-        if str(of.get("name", "")).startswith(f"{bench.check}-"):
+        if str(of.get("name", "")).startswith(f"{site.check}-"):
             times = path(one, "count") or path(one, "series", "count", default=1)
             words = (one.get("type"), one.get("reason"), of.get("kind"), of.get("name"))
             message = " ".join(str(one.get("message", "")).split())
@@ -66,10 +66,10 @@ def _time(event: Object) -> str:
     return next((str(event[key]) for key in times if event.get(key)), "")
 
 
-def _logs(bench: Bench, known: set[str], seconds: float) -> Iterator[str]:
+def _logs(site: Site, known: set[str], seconds: float) -> Iterator[str]:
     """What Carver and its sidecars logged of the check's pods, claims, volumes and snapshots."""
     try:
-        pods = bench.place.pods(bench.kubectl)
+        pods = site.place.pods(site.kubectl)
     except Refused as error:
         yield f"the cluster does not tell of Carver's pods: {error}"
         return
@@ -78,7 +78,7 @@ def _logs(bench: Bench, known: set[str], seconds: float) -> Iterator[str]:
             name, where = pod["metadata"]["name"], pod["metadata"]["namespace"]
             words = (f"--namespace={where}", f"--container={one}", f"--since={seconds:.0f}s")
             try:
-                lines = bench.kubectl("logs", name, *words).splitlines()
+                lines = site.kubectl("logs", name, *words).splitlines()
             except Refused as error:
                 yield f"{name}/{one}: no log: {error.text}"
                 continue

@@ -22,9 +22,9 @@ from types import FrameType
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from cluster import checks, diagnosis, installation, objects, removal
-from cluster.bench import Bench, Clock, Failed, NotHere, Off
 from cluster.installation import Unusable
 from cluster.kubectl import Kubectl, Refused
+from cluster.site import Clock, Failed, NotHere, Off, Site
 
 PASSED, FAILED, NOT_HERE, OFF = "passed", "FAILED", "not here", "off"
 WELL, WRONG, UNUSABLE, PARTLY, INTERRUPTED = 0, 1, 2, 3, 130
@@ -126,14 +126,14 @@ def try_all(parsed: argparse.Namespace, kubectl: Kubectl, clock: Clock = time) -
     print(f"{place.driver} at {place.server}, Kubernetes {place.version}, run {run}")
     print(f"nodes: {', '.join(place.nodes)}; image: {place.image}; ", end="")
     print(f"parameters: {place.like.get('parameters') or 'none'}; limit: {parsed.limit:.0f} s")
-    whole = Bench(kubectl, place, run, "", parsed.size_mib, parsed.limit, clock)
+    whole = Site(kubectl, place, run, "", parsed.size_mib, parsed.limit, clock)
     rows: list[Row] = []
     interrupted = False
     try:
         _prepare(whole)
         for name in [one for one in checks.ALL if one in (parsed.only or checks.ALL)]:
-            bench = Bench(kubectl, place, run, name, parsed.size_mib, parsed.limit, clock)
-            rows.append(_try(bench, parsed.keep))
+            site = Site(kubectl, place, run, name, parsed.size_mib, parsed.limit, clock)
+            rows.append(_try(site, parsed.keep))
             print(_line(rows[-1]), flush=True)
     except (Failed, Refused) as error:
         rows.append(Row("prepare", FAILED, 0, str(error)))
@@ -150,36 +150,36 @@ def try_all(parsed: argparse.Namespace, kubectl: Kubectl, clock: Clock = time) -
     return INTERRUPTED if interrupted else _code(rows)
 
 
-def _prepare(bench: Bench) -> None:
+def _prepare(site: Site) -> None:
     """Make the namespace and the classes."""
-    place = bench.place
-    bench.apply(
-        objects.namespace(bench.run),
-        objects.storage_class(bench.run, place.driver, place.like),
-        *([] if place.no_snapshots else [objects.snapshot_class(bench.run, place.driver)]),
+    place = site.place
+    site.apply(
+        objects.namespace(site.run),
+        objects.storage_class(site.run, place.driver, place.like),
+        *([] if place.no_snapshots else [objects.snapshot_class(site.run, place.driver)]),
     )
 
 
-def _try(bench: Bench, keep: bool) -> Row:
+def _try(site: Site, keep: bool) -> Row:
     """Run a check, and remove what it made; that it goes is part of it."""
-    started = bench.clock.monotonic()
-    outcome, note = _outcome(bench, checks.ALL[bench.check])
+    started = site.clock.monotonic()
+    outcome, note = _outcome(site, checks.ALL[site.check])
     if outcome == FAILED:
-        print(f"\n{bench.check}: {note}")
-        for line in diagnosis.tell(bench, bench.clock.monotonic() - started + 10):
+        print(f"\n{site.check}: {note}")
+        for line in diagnosis.tell(site, site.clock.monotonic() - started + 10):
             print(f"    {line}")
     if outcome != FAILED or not keep:
         try:
-            removal.clear(bench)
+            removal.clear(site)
         except (Failed, Refused) as error:
             note = f"{note}; and {error}" if outcome == FAILED else str(error)
             outcome = FAILED
-    return Row(bench.check, outcome, bench.clock.monotonic() - started, note)
+    return Row(site.check, outcome, site.clock.monotonic() - started, note)
 
 
-def _outcome(bench: Bench, check: checks.Check) -> tuple[str, str]:
+def _outcome(site: Site, check: checks.Check) -> tuple[str, str]:
     try:
-        return PASSED, check(bench)
+        return PASSED, check(site)
     except NotHere as error:
         return NOT_HERE, str(error)
     except Off as error:
@@ -191,28 +191,28 @@ def _outcome(bench: Bench, check: checks.Check) -> tuple[str, str]:
         return FAILED, f"{type(error).__name__}: {error}"
 
 
-def _removed(bench: Bench, interrupted: bool) -> tuple[Row, bool]:
+def _removed(site: Site, interrupted: bool) -> tuple[Row, bool]:
     """Remove the run, until there was a second interrupt; whether there was one at all."""
     for _ in range(1 if interrupted else 2):
         try:
-            return _end(bench), interrupted
+            return _end(site), interrupted
         except KeyboardInterrupt:
             print(_INTERRUPTED, flush=True)
             interrupted = True
-    note = f"interrupted; the rest of {bench.namespace} goes by run.py --clean"
+    note = f"interrupted; the rest of {site.namespace} goes by run.py --clean"
     return Row("removed", FAILED, 0, note), interrupted
 
 
-def _end(bench: Bench) -> Row:
+def _end(site: Site) -> Row:
     """Remove the run; what does not go is named."""
-    started = bench.clock.monotonic()
+    started = site.clock.monotonic()
     try:
-        removal.end(bench)
+        removal.end(site)
     except (Failed, Refused) as error:
         outcome, note = FAILED, f"{error}; look, then: run.py --clean"
     else:
         outcome, note = PASSED, "nothing is left"
-    return Row("removed", outcome, bench.clock.monotonic() - started, note)
+    return Row("removed", outcome, site.clock.monotonic() - started, note)
 
 
 def clean(parsed: argparse.Namespace, kubectl: Kubectl, clock: Clock = time) -> int:
@@ -225,7 +225,7 @@ def clean(parsed: argparse.Namespace, kubectl: Kubectl, clock: Clock = time) -> 
     place = installation.find(kubectl, parsed.driver, image="-", like=None)
     rows = []
     for run in runs:
-        rows.append(_end(Bench(kubectl, place, run, "", parsed.size_mib, parsed.limit, clock)))
+        rows.append(_end(Site(kubectl, place, run, "", parsed.size_mib, parsed.limit, clock)))
         print(f"{run}: {_line(rows[-1])}")
     if not rows:
         print("no run has left anything")

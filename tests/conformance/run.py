@@ -26,7 +26,7 @@ from vagrant.host import PROJECT
 
 MODULE = "github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity@v5.5.0"
 REASONS = PROJECT / "docs" / "conformance.md"
-# The installed service's own, which is linear, and one that guest.py serves.
+# The installed service's own, which is linear, and one that sanity.py serves.
 CLASSES = ("default", "thin")
 _BIN = PROJECT / ".cache" / "bin"
 _GO = PROJECT / ".cache" / "go"
@@ -84,7 +84,7 @@ def log(device_class: str) -> Path:
 
 def run(device_class: str) -> int:
     """Run csi-sanity with one device class; return the exit code. The report stays in the guest."""
-    program_there = f"{guest.TREE}/tests/conformance/guest.py"
+    program_there = f"{guest.TREE}/tests/conformance/sanity.py"
     words = ["/opt/carver/venv/bin/python", program_there, device_class]
     with log(device_class).open("w") as said:
         ended = subprocess.run(guest.ssh(words), stdout=said, stderr=subprocess.STDOUT, check=False)

@@ -103,7 +103,7 @@ def mount_namespace(pid: str) -> str:
 
 
 def test_the_demo_passes_against_the_container(running: str) -> None:
-    ended = in_guest(PYTHON, f"{guest.TREE}/vagrant/demo.py", check=False)
+    ended = in_guest(PYTHON, f"{guest.TREE}/vagrant/inside/demo.py", check=False)
     log = in_guest("cat", LOG).stdout
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}\n{log[-4000:]}"
     commands = [line for line in log.splitlines() if '"message": "command"' in line]

@@ -9,8 +9,7 @@ import chosen
 import expect
 import grpc
 import pytest
-from fakes.host import FakeHost
-from real.host import RealHost
+from real.any import AnyHost
 
 from agent.config.settings import Config
 from agent.csi.client import Client, Mode, block, mounted
@@ -19,7 +18,6 @@ from agent.service.server import Service
 from mount import filesystem, table
 from proto import csi_pb2 as csi
 
-AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 DOCUMENT = Path(__file__).parents[2] / "docs" / "access-modes.md"
 

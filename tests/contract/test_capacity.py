@@ -1,10 +1,10 @@
 """The capacity that is reported can be made, and one row of extents more cannot: what lvm2 says.
 
-tests/fast/test_layout.py asks the same of the arithmetic, ten thousand times. Here it is held to
-lvm2's own allocation, for random states of seven uneven disks. CARVER_STATES asks for more of them
-than the usual run. A kill, a tenant or a device cost too much time for that: fillers are volumes
-that are never activated, and `lvcreate --test` allocates and writes nothing. That it allocates as
-it does in earnest is looked at again and again by making the volume.
+tests/fast/lvm/test_layout.py asks the same of the arithmetic, ten thousand times. Here it is held
+to lvm2's own allocation, for random states of seven uneven disks. CARVER_STATES asks for more of
+them than the usual run. A kill, a tenant or a device cost too much time for that: fillers are
+volumes that are never activated, and `lvcreate --test` allocates and writes nothing. That it
+allocates as it does in earnest is looked at again and again by making the volume.
 """
 
 import os
@@ -12,14 +12,12 @@ import random
 from dataclasses import dataclass, field
 
 import pytest
-from fakes.host import FakeHost
-from real.host import RealHost
+from real.any import AnyHost
 
 from lvm import errors, layout, report, volumes
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 
-AnyHost = FakeHost | RealHost
 STATES = int(os.environ.get("CARVER_STATES", "12"))
 IN_EARNEST_EVERY = 20
 DISKS = (40, 33, 29, 21, 17, 9, 5)

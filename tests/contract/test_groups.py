@@ -8,17 +8,18 @@ from pathlib import Path
 import configured
 import pytest
 from fakes.host import FakeHost
-from real.host import RealHost
+from real.any import AnyHost
 
 from agent import errors
-from agent.config.settings import BackingFile, Config, DeviceClass, Foundation
+from agent.config.classes import DeviceClass
+from agent.config.groups import BackingFile, Foundation
+from agent.config.settings import Config
 from agent.engine import sources
 from agent.engine.sources import Foundations
 from lvm import report
 from lvm.lvm2 import Lvm
 from mount import loop
 
-AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 DISK = 33 * MIB
 

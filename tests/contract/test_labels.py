@@ -3,15 +3,13 @@
 from collections.abc import Callable
 
 import pytest
-from fakes.host import FakeHost
-from real.host import RealHost
+from real.any import AnyHost
 
 from lvm import report, volumes
 from lvm.blockdevices import Excluded, Why
 from lvm.disks import Fingerprint
 from lvm.labels import PhysicalLabel
 
-AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 
 

@@ -1,13 +1,11 @@
 """What device-mapper tells of volumes that are active, without a command."""
 
-from fakes.host import FakeHost
-from real.host import RealHost
+from real.any import AnyHost
 
 from lvm import layout, report, volumes
 from lvm.devicemapper import Raid
 from lvm.layout import Layout
 
-AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 
 

@@ -28,7 +28,7 @@ from model.machine import METADATA_EXTENTS, Machine
 from model.operations import MIB, Outcome, Use
 from real.host import Lab, real_host
 
-from agent.config.settings import DeviceClass
+from agent.config.classes import DeviceClass
 from lvm.layout import Layout
 from lvm.pools import Policy
 

@@ -6,19 +6,19 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from fakes.host import FakeHost
-from real.host import RealHost
+from real.any import AnyHost
 from rich.console import Console
 
 from agent import errors
 from agent.cli import status, terminal
 from agent.cli.status import Overview, Place, Pool
-from agent.config.settings import BackingFile, Config, DeviceClass, Foundation
+from agent.config.classes import DeviceClass
+from agent.config.groups import BackingFile, Foundation
+from agent.config.settings import Config
 from agent.csi.client import Client, Mode, block, mounted
 from agent.engine.host import Host
 from lvm.lvm2 import Lvm
 
-AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 
 

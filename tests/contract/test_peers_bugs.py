@@ -8,8 +8,7 @@ from pathlib import Path
 
 import expect
 import pytest
-from fakes.host import FakeHost
-from real.host import RealHost
+from real.any import AnyHost
 
 from agent.csi.client import Client, block, mounted
 from agent.service.server import Service
@@ -18,7 +17,6 @@ from lvm.command import Result
 from mount import table
 from proto import csi_pb2 as csi
 
-AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 
 

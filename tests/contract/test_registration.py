@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from fakes.host import FakeHost
 from fakes.kubelet import FakeKubelet
-from real.host import RealHost
+from real.any import AnyHost
 
 from agent.config.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import Client
@@ -17,7 +16,6 @@ from agent.engine.host import Host
 from agent.service.registration import Registration, State
 from agent.service.server import Service
 
-AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 
 

@@ -4,14 +4,11 @@ from dataclasses import replace
 
 import chosen
 import pytest
-from fakes.host import FakeHost
-from real.host import RealHost
+from real.any import AnyHost
 
 from agent.csi.client import Client, block
 from lvm import report
 from proto import csi_pb2 as csi
-
-AnyHost = FakeHost | RealHost
 
 LOOKS = (
     "report/compact_output=1",

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 from fakes.host import FakeHost
-from real.host import RealHost
+from real.any import AnyHost
 
 from agent.csi.client import Client, block, mounted
 from lvm import report
 from mount import loop
 
-AnyHost = FakeHost | RealHost
 MIB = 1 << 20
 
 

@@ -3,7 +3,7 @@
 import tempfile
 from pathlib import Path
 
-from fast.test_killed import CASES, EXTENTS, Case, steps
+from fast.trouble.test_killed import CASES, EXTENTS, Case, steps
 from faults.bench import Bench
 from faults.process import GONE, Trial
 from model import operations as do

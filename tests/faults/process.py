@@ -19,7 +19,7 @@ from model.stopping import Switch
 
 from agent.csi.client import Client
 
-_STOPPING = Path(__file__).with_name("stopping.py")
+_KILLABLE = Path(__file__).with_name("killable.py")
 _START_SECONDS = 120
 # What a caller meets whose callee has died, or does not answer in time.
 GONE = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN"})
@@ -83,7 +83,7 @@ class Process(Machine):
 
     def launch(self) -> subprocess.Popen[bytes]:
         """A process, whether or not it comes to serve."""
-        words = [sys.executable, str(_STOPPING), str(self.sockets / "plan"), *self.words()]
+        words = [sys.executable, str(_KILLABLE), str(self.sockets / "plan"), *self.words()]
         environment = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
         with (self.sockets / "log").open("ab") as log:
             return subprocess.Popen(words, stderr=log, env=environment)

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from vagrant import guest
 
-_PATH = f"PYTHONPATH={guest.TREE}:{guest.TREE}/tests"
+_PATH = f"PYTHONPATH={guest.TREE}:{guest.TREE}/tests:{guest.TREE}/tests/support"
 _PYTHON = ("env", _PATH, "/opt/carver/test-venv/bin/python")
 _HERE = f"{guest.TREE}/tests/faults"
 _POWER = "power_loss"

@@ -23,6 +23,7 @@ from unittest import mock
 
 # This file is a program too, and Python would look beside it only.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 # First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.

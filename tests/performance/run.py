@@ -31,7 +31,7 @@ PAGE = PROJECT / "docs" / "performance.md"
 RECORD = PROJECT / "docs" / "performance.json"
 PICTURE = PROJECT / "docs" / "images" / "performance.svg"
 _DIST = PROJECT / "dist"
-_PATH = f"PYTHONPATH={guest.TREE}:{guest.TREE}/tests"
+_PATH = f"PYTHONPATH={guest.TREE}:{guest.TREE}/tests:{guest.TREE}/tests/support"
 _PYTHON = ("env", _PATH, "/opt/carver/test-venv/bin/python")
 _OUTPUT = "/var/tmp/carver-bench.json"
 # The last calls of a pass come to an end after its time.

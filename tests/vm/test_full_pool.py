@@ -16,7 +16,8 @@ import expect
 import pytest
 from real.host import RealHost, lab, real_host
 
-from agent.config.settings import Config, DeviceClass
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
 from agent.csi.client import Client, block
 from agent.engine.host import Host
 from agent.service.server import Service

@@ -1,0 +1,29 @@
+"""Keys of parameters: what classes and inline volumes may say, and how each is read."""
+
+from collections.abc import Callable, Mapping
+
+from agent.config import values
+
+PARAMETER_PREFIX = "carver/"
+PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions")
+# What they may override of their class's layout: the field, and how it is read.
+LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
+    "stripes": ("stripes", values.parse_count),
+    "stripeSize": ("stripe_size_bytes", values.parse_size),
+    "mirrors": ("mirrors", values.parse_count),
+}
+CACHE_SIZE = "cacheSize"
+STORAGE_CLASS_PARAMETERS = (*PARAMETERS, *LAYOUT_PARAMETERS, CACHE_SIZE)
+# What a VolumeAttributesClass may say: the field of a Tuning, and how it is read.
+MUTABLE = "mutable_parameters"
+MUTABLE_PARAMETERS: Mapping[str, tuple[str, Callable[[str], object]]] = {
+    "readAhead": ("read_ahead_bytes", values.parse_read_ahead),
+    "minimumRecoveryRate": ("minimum_recovery_kib", values.parse_rate),
+    "maximumRecoveryRate": ("maximum_recovery_kib", values.parse_rate),
+}
+# What a pod may say of an inline volume: as a StorageClass may, and how large it is.
+SIZE = "size"
+INLINE_PARAMETERS = (*STORAGE_CLASS_PARAMETERS, SIZE)
+EPHEMERAL = "csi.storage.k8s.io/ephemeral"
+# What a VolumeSnapshotClass may say.
+SNAPSHOT_PARAMETERS = (SIZE,)

@@ -1,0 +1,207 @@
+"""What classes and pods say of volumes and snapshots, beside what Kubernetes tells of itself."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from agent import errors
+from agent.config import values
+from agent.requests import checks, keys
+from lvm import tags
+from lvm.layout import Reserve
+from lvm.tuning import Tuning
+from mount import errors as mount_errors
+from mount import filesystem
+
+# CSI spec, "Size Limits".
+_MAXIMUM_MAP_BYTES = 4096
+# Kubernetes' own keys. Sidecars strip them from some calls (CreateVolume) and leave them in others
+# (GetCapacity, pkg/capacity of external-provisioner); kubelet adds some. They are never refused.
+_KUBERNETES_PREFIX = "csi.storage.k8s.io/"
+# Those that say the file system. The second has no prefix, is deprecated, and still understood by
+# external-provisioner.
+_FS_TYPE = (f"{_KUBERNETES_PREFIX}fstype", "fstype")
+# What the external-provisioner adds with --extra-create-metadata. Kept as tags, for people.
+_ABOUT = {
+    "csi.storage.k8s.io/pvc/name": "pvc",
+    "csi.storage.k8s.io/pvc/namespace": "namespace",
+    "csi.storage.k8s.io/pv/name": "pv",
+}
+# What kubelet adds where the CSIDriver has podInfoOnMount.
+_POD = {
+    "csi.storage.k8s.io/pod.name": "pod",
+    "csi.storage.k8s.io/pod.namespace": "namespace",
+    "csi.storage.k8s.io/pod.uid": "podUid",
+    "csi.storage.k8s.io/serviceAccount.name": "serviceAccount",
+}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What a StorageClass may say, with or without the prefix `carver/`."""
+
+    device_class: str = ""
+    fs_type: str = ""
+    mkfs_options: tuple[str, ...] = ()
+    mount_options: tuple[str, ...] = ()
+    about: Mapping[str, str] | None = None
+    # Fields of lvm.layout.Layout that are not to be the class's.
+    layout: Mapping[str, int] = field(default_factory=dict)
+    cache_size: Reserve | None = None
+
+    @classmethod
+    def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
+        """Read and check a StorageClass's parameters: each must be known."""
+        found, about = _of_volume(wire, field, keys.STORAGE_CLASS_PARAMETERS, _ABOUT)
+        return cls._read(found, field, about)
+
+    @classmethod
+    def from_pod(cls, wire: Mapping[str, str]) -> tuple[Self, str]:
+        """Read an inline volume's attributes and its size, among what kubelet tells of the pod."""
+        field = "volume_context"
+        found, about = _of_volume(wire, field, keys.INLINE_PARAMETERS, _POD)
+        size = found.pop(keys.SIZE, "")
+        return cls._read(found, field, about), size
+
+    @classmethod
+    def from_context(cls, wire: Mapping[str, str]) -> Self:
+        """Read a volume_context: what `context` made, among keys that other programs added."""
+        own = {
+            key.removeprefix(keys.PARAMETER_PREFIX): value
+            for key, value in wire.items()
+            if key.startswith(keys.PARAMETER_PREFIX)
+        }
+        for key in own:
+            if key not in keys.PARAMETERS:
+                raise errors.NotAllowed(
+                    "volume_context", keys.PARAMETER_PREFIX + key, keys.PARAMETERS
+                )
+        return cls._read(own, "volume_context", {})
+
+    @classmethod
+    def _read(cls, found: Mapping[str, str], field: str, about: Mapping[str, str]) -> Self:
+        for key, value in (*found.items(), *about.items()):
+            _check_fits(field, key, value)
+        fs_type = found.get("fsType", "")
+        if fs_type and fs_type not in filesystem.FILE_SYSTEMS:
+            raise errors.NotAllowed(f"{field}[fsType]", fs_type, filesystem.FILE_SYSTEMS)
+        mount_options = tuple(filter(None, found.get("mountOptions", "").split(",")))
+        checks.mount_options(f"{field}[mountOptions]", mount_options)
+        layout = {
+            one: checks.number(f"{field}[{key}]", found[key], read)
+            for key, (one, read) in keys.LAYOUT_PARAMETERS.items()
+            if key in found
+        }
+        cache_size = None
+        if keys.CACHE_SIZE in found:
+            cache_size = checks.number(
+                f"{field}[{keys.CACHE_SIZE}]", found[keys.CACHE_SIZE], values.parse_part
+            )
+        return cls(
+            device_class=found.get("class", ""),
+            fs_type=fs_type,
+            mkfs_options=tuple(found.get("mkfsOptions", "").split()),
+            mount_options=mount_options,
+            about=about,
+            layout=layout,
+            cache_size=cache_size,
+        )
+
+    def check_for(self, fs_type: str, field: str) -> None:
+        """Check the options against the one file system that they are for."""
+        try:
+            filesystem.check_options(fs_type, self.mkfs_options)
+        except mount_errors.BadOption as error:
+            raise errors.BadField(f"{field}[mkfsOptions]", str(error)) from None
+        checks.mount_options(f"{field}[mountOptions]", self.mount_options, fs_type)
+
+    def context(self) -> dict[str, str]:
+        """The volume_context that carries what staging needs."""
+        values = {
+            "class": self.device_class,
+            "fsType": self.fs_type,
+            "mkfsOptions": " ".join(self.mkfs_options),
+            "mountOptions": ",".join(self.mount_options),
+        }
+        return {keys.PARAMETER_PREFIX + key: value for key, value in values.items() if value}
+
+
+def snapshot_parameters(
+    parameters: Mapping[str, str], known: Mapping[str, str]
+) -> tuple[Reserve | None, dict[str, str]]:
+    """The size of a snapshot's area, if the parameters say it, and what they tell about it."""
+    field = "parameters"
+    _check_map(field, parameters)
+    about, rest = _told(parameters, known)
+    for key, value in about.items():
+        _check_fits(field, key, value)
+    found = _known(rest, field, keys.SNAPSHOT_PARAMETERS)
+    if keys.SIZE not in found:
+        return None, about
+    return checks.number(f"{field}[{keys.SIZE}]", found[keys.SIZE], values.parse_part), about
+
+
+def tuning_of(wire: Mapping[str, str]) -> Tuning:
+    """A VolumeAttributesClass's parameters, beside what sidecars tell of the claim."""
+    _check_map(keys.MUTABLE, wire)
+    _, rest = _told(wire, _ABOUT)
+    found = _known(rest, keys.MUTABLE, tuple(keys.MUTABLE_PARAMETERS))
+    said: dict[str, Any] = {
+        part: checks.number(f"{keys.MUTABLE}[{key}]", found[key], read)
+        for key, (part, read) in keys.MUTABLE_PARAMETERS.items()
+        if key in found
+    }
+    if why := Tuning(**said).refusal:
+        raise errors.BadField(keys.MUTABLE, why)
+    return Tuning(**said)
+
+
+def _told(
+    wire: Mapping[str, str], names: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """What Kubernetes tells, by the names of the facts that it is kept as, and what is Carver's."""
+    about = {names[key]: value for key, value in wire.items() if key in names}
+    own = {key: value for key, value in wire.items() if not key.startswith(_KUBERNETES_PREFIX)}
+    return about, own
+
+
+def _of_volume(
+    wire: Mapping[str, str], field: str, allowed: Sequence[str], names: Mapping[str, str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """A volume's parameters, and what Kubernetes tells of it."""
+    _check_map(field, wire)
+    about, own = _told(wire, names)
+    found = _known({key: own[key] for key in own if key not in _FS_TYPE}, field, allowed)
+    for key in _FS_TYPE:
+        if told := wire.get(key, ""):
+            if (other := found.get("fsType") or told) != told:
+                raise errors.BadField(
+                    f"{field}[{key}]", f"{told!r}, but {other!r} is asked for too"
+                )
+            found["fsType"] = told
+    return found, about
+
+
+def _known(wire: Mapping[str, str], field: str, allowed: Sequence[str]) -> dict[str, str]:
+    """Parameters by their names, without the prefix; each must be allowed, and given once."""
+    found: dict[str, str] = {}
+    for key, value in wire.items():
+        name = key.removeprefix(keys.PARAMETER_PREFIX)
+        if name not in allowed:
+            raise errors.NotAllowed(field, key, [keys.PARAMETER_PREFIX + one for one in allowed])
+        if name in found:
+            raise errors.BadField(f"{field}[{key}]", "is given with the prefix and without")
+        found[name] = value
+    return found
+
+
+def _check_fits(field: str, key: str, value: str) -> None:
+    if not tags.fits(key, value):
+        raise errors.BadField(f"{field}[{key}]", "is too long to be kept in an LVM tag")
+
+
+def _check_map(field: str, wire: Mapping[str, str]) -> None:
+    if sum(len(key.encode()) + len(value.encode()) for key, value in wire.items()) > (
+        _MAXIMUM_MAP_BYTES
+    ):
+        raise errors.BadField(field, f"are larger than {_MAXIMUM_MAP_BYTES} bytes")

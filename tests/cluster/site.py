@@ -1,0 +1,332 @@
+"""One check's place in the cluster: what it makes there, what it waits for, and its removal."""
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from cluster import objects
+from cluster.installation import Installation
+from cluster.kubectl import CONTENTS, SNAPSHOTS, Kubectl, Object, Refused, path
+
+MIB = 1 << 20
+# How long it is waited between two looks: at first, and when it has taken a while; in seconds.
+_FIRST_PAUSE, _LAST_PAUSE = 0.1, 2.0
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
+    unit: 1 << (10 * power) for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti"), start=1)
+}
+# Why a container waits that will not start by waiting.
+_HOPELESS = frozenset({"ImagePullBackOff", "ErrImageNeverPull", "InvalidImageName"})
+
+T = TypeVar("T")
+
+
+class Clock(Protocol):
+    """What of `time` is needed."""
+
+    def monotonic(self) -> float: ...
+    def sleep(self, seconds: float, /) -> None: ...
+
+
+class Failed(Exception):
+    """A check found what must not be."""
+
+
+class NotHere(Exception):
+    """The cluster lacks what a check needs."""
+
+
+class Off(Exception):
+    """A check is about what this installation has switched off."""
+
+
+@dataclass
+class Site:
+    """A check's namespace is its run's; its objects bear its name."""
+
+    kubectl: Kubectl
+    place: Installation
+    run: str
+    check: str
+    size_mib: int
+    limit_seconds: float
+    clock: Clock = field(default_factory=lambda: time)
+
+    @property
+    def namespace(self) -> str:
+        """Where the run's objects are."""
+        return objects.named(self.run)
+
+    @property
+    def mine(self) -> str:
+        """The selector of the check's own objects."""
+        return f"{objects.RUN}={self.run},{objects.CHECK}={self.check}"
+
+    # Waiting
+
+    def until(self, what: str, look: Callable[[], T | None]) -> T:
+        """The first answer that is not None; raises Failed at the time limit.
+
+        A cluster that does not answer for a while is asked again; a refusal is raised.
+        """
+        end, trouble, pause = self.clock.monotonic() + self.limit_seconds, "", _FIRST_PAUSE
+        while True:
+            try:
+                if (found := look()) is not None:
+                    return found
+                trouble = ""
+            except Refused as error:
+                if not error.passing:
+                    raise
+                trouble = f"; {error}"
+            if self.clock.monotonic() >= end:
+                raise Failed(f"not within {self.limit_seconds:.0f} s: {what}{trouble}")
+            self.clock.sleep(pause)
+            pause = min(2 * pause, _LAST_PAUSE)
+
+    def persist(self, what: str, act: Callable[[], None]) -> None:
+        """Do what may be done twice, until the cluster takes it."""
+
+        def done() -> bool:
+            act()
+            return True
+
+        self.until(what, done)
+
+    # Making
+
+    def apply(self, *made: Object) -> None:
+        """Make objects."""
+        self.persist("the API server takes objects", lambda: self.kubectl.apply(*made))
+
+    def claim(
+        self,
+        name: str,
+        *,
+        times: int = 1,
+        block: bool = False,
+        mode: str = "ReadWriteOnce",
+        source: Mapping[str, str] | None = None,
+    ) -> str:
+        """Make a claim, `times` as large as usual."""
+        words = (self.run, self.check, self._called(name), f"{self.size_mib * times}Mi")
+        self.apply(objects.claim(*words, block=block, mode=mode, source=source))
+        return self._called(name)
+
+    def spec(
+        self, volume: Object, *, block: bool = False, terms: Sequence[Any] = (), script: str = ""
+    ) -> Object:
+        """What a pod of this cluster is."""
+        words = (self.place.image, volume, self.place.tolerations)
+        script = script or objects.IDLE
+        return objects.pod_spec(*words, block=block, terms=terms, script=script)
+
+    def pod(
+        self,
+        name: str,
+        claim: str,
+        *,
+        block: bool = False,
+        read_only: bool = False,
+        terms: Sequence[Any] = (),
+        script: str = "",
+    ) -> str:
+        """Make a pod with a claim's volume."""
+        volume = objects.of_claim(claim, read_only=read_only)
+        spec = self.spec(volume, block=block, terms=terms, script=script)
+        self.apply(objects.pod(self.run, self.check, self._called(name), spec))
+        return self._called(name)
+
+    def start(self, name: str, claim: str, **how: Any) -> str:
+        """Make a pod with a claim's volume, and wait until it runs."""
+        made = self.pod(name, claim, **how)
+        self.ready(made)
+        return made
+
+    def snapshot(self, name: str, claim: str) -> str:
+        """Make a snapshot, and wait until it can be used."""
+        called = self._called(name)
+        self.apply(objects.snapshot(self.run, self.check, called, claim))
+
+        def is_ready() -> bool | None:
+            one = self.kubectl.find(SNAPSHOTS, called, self.namespace)
+            return True if path(one, "status", "readyToUse") else None
+
+        try:
+            self.until(f"snapshot {called} is ready to use", is_ready)
+        except Failed as error:
+            raise Failed(f"{error}{self._why_no_snapshot(called)}") from error
+        return called
+
+    def _why_no_snapshot(self, name: str) -> str:
+        """What a snapshot tells of those who should have made it."""
+        one = self.kubectl.find(SNAPSHOTS, name, self.namespace) or {}
+        if (told := path(one, "status", "error", "message")) is not None:
+            return f"; {told}"
+        if (content := path(one, "status", "boundVolumeSnapshotContentName")) is None:
+            return "; nobody took it up: does the snapshot-controller run?"
+        labels = path(self.kubectl.find(CONTENTS, content) or {}, "metadata", "labels", default={})
+        if "snapshot.storage.kubernetes.io/managed-by" not in labels:
+            return "; its content names no node: --enable-distributed-snapshotting is missing"
+        return ""
+
+    def _called(self, name: str) -> str:
+        """Two checks have no object of one name."""
+        return f"{self.check}-{name}"
+
+    # Looking
+
+    def running(self, name: str) -> Object | None:
+        """The pod, if it is ready; raises Failed where it never will be."""
+        one = self.kubectl.find("pods", name, self.namespace)
+        if one is None:
+            raise Failed(f"pod {name} is gone")
+        if (phase := path(one, "status", "phase")) in {"Failed", "Succeeded"}:
+            raise Failed(f"pod {name} ended: {phase} {path(one, 'status', 'message', default='')}")
+        state = path(one, "status", "containerStatuses", 0, default={})
+        waiting = path(state, "state", "waiting", default={})
+        if waiting.get("reason") in _HOPELESS:
+            why = f"{waiting['reason']}: {self.place.image} is not on the node"
+            raise Failed(f"{why}; name one that is: --image")
+        return one if state.get("ready") else None
+
+    def ready(self, name: str) -> Object:
+        """Wait until a pod runs."""
+        return self.until(f"pod {name} is ready", lambda: self.running(name))
+
+    def refused(self, name: str, *words: str) -> str:
+        """Wait until the scheduler says why it places a pod nowhere; raises Failed if it does.
+
+        Each of the words must be in what it says.
+        """
+
+        def told() -> str | None:
+            one = self.kubectl.find("pods", name, self.namespace) or {}
+            if path(one, "spec", "nodeName"):
+                raise Failed(f"pod {name} was given a node, and must not be")
+            for it in path(one, "status", "conditions", default=[]):
+                if it["type"] == "PodScheduled" and it["status"] == "False":
+                    message = str(it.get("message", ""))
+                    return message if all(word in message for word in words) else None
+            return None
+
+        return self.until(f"the scheduler refuses pod {name}: {' '.join(words)}", told)
+
+    def node_of(self, pod: str) -> str:
+        """The node that a pod is on."""
+        return str(path(self.kubectl.find("pods", pod, self.namespace), "spec", "nodeName"))
+
+    def volume(self, claim: str) -> Object:
+        """The PersistentVolume of a claim that is bound; raises Failed."""
+        found = self.kubectl.find("persistentvolumeclaims", claim, self.namespace) or {}
+        if (name := path(found, "spec", "volumeName")) is None:
+            raise Failed(f"claim {claim} is not bound")
+        if (volume := self.kubectl.find("persistentvolumes", name)) is None:
+            raise Failed(f"claim {claim} is bound to {name}, which is not there")
+        return volume
+
+    def topology(self, claim: str) -> list[Any]:
+        """Where a claim's volume can be reached, as nodeSelectorTerms."""
+        terms = path(self.volume(claim), "spec", "nodeAffinity", "required", "nodeSelectorTerms")
+        if not terms:
+            raise Failed(f"the volume of claim {claim} says of no node that it is there")
+        return list(terms)
+
+    # Inside pods
+
+    def sh(self, pod: str, script: str) -> str:
+        """What a shell prints inside a pod."""
+        return self.kubectl.inside(self.namespace, pod, "main", "sh", "-c", script)
+
+    def write(self, pod: str, *, block: bool = False) -> str:
+        """Write words that nobody wrote before, and have them on the disk; the words."""
+        words = secrets.token_hex(16)
+        self.persist(f"pod {pod} writes", lambda: self._write(pod, words, block))
+        return words
+
+    def _write(self, pod: str, words: str, block: bool) -> None:
+        target = f"dd of={objects.DEVICE} conv=notrunc 2>/dev/null" if block else "cat"
+        into = "" if block else f" > {objects.PLACE}/words"
+        self.sh(pod, f"printf %s {words} | {target}{into} && sync")
+
+    def expect(self, pod: str, words: str, *, block: bool = False) -> None:
+        """Raises Failed where a pod does not read the words."""
+        script = f"cat {objects.PLACE}/words"
+        if block:
+            script = f"dd if={objects.DEVICE} bs={len(words)} count=1 2>/dev/null"
+        found = self.until(f"pod {pod} reads", lambda: self.sh(pod, script))
+        if found != words:
+            raise Failed(f"pod {pod} reads {found[:80]!r}, {words} was written")
+
+    def room_mib(self, pod: str, *, block: bool = False) -> int:
+        """How large the file system is, or the device, to the MiB below."""
+        if block:
+            return self._device_mib(pod)
+        found = self.until("df answers", lambda: self.sh(pod, f"df -kP {objects.PLACE}"))
+        return int(found.splitlines()[-1].split()[1]) // 1024
+
+    def _device_mib(self, pod: str) -> int:
+        """Asked of dd, which every image has: whether there is something at an offset."""
+        low, high = 0, 64 * self.size_mib
+        while high - low > 1:
+            middle = (low + high) // 2
+            words = f"dd if={objects.DEVICE} of=/dev/null bs={MIB} count=1 skip={middle - 1} 2>&1"
+            said = self.until("dd answers", lambda: self.sh(pod, f"{words} || :"))  # noqa: B023
+            low, high = (
+                (middle, high) if re.search(r"^1\+0 ", said, re.MULTILINE) else (low, middle)
+            )
+        return low
+
+    def grown(self, pod: str, before_mib: int, *, block: bool = False) -> int:
+        """Wait until a volume of twice the usual size is so in its pod; how large it is, in MiB.
+
+        A file system keeps some of it for itself.
+        """
+
+        def larger() -> int | None:
+            found = self.room_mib(pod, block=block)
+            return found if found >= before_mib + self.size_mib * 3 // 4 else None
+
+        return self.until(f"the volume in pod {pod} is larger than {before_mib} MiB", larger)
+
+    # Changing
+
+    def stop(self, name: str, kind: str = "pods") -> None:
+        """Delete a pod, or another object of the check's, and wait until it is gone."""
+        words = f"{kind} {name}"
+        self.persist(
+            f"{words} is deleted", lambda: self.kubectl.delete(kind, name, namespace=self.namespace)
+        )
+
+        def gone() -> bool | None:
+            return None if self.kubectl.find(kind, name, self.namespace) else True
+
+        self.until(f"{words} ends", gone)
+
+    def expand(self, claim: str, times: int) -> None:
+        """Ask for a volume `times` as large as usual."""
+        change = {"spec": {"resources": {"requests": {"storage": f"{self.size_mib * times}Mi"}}}}
+        kind = "persistentvolumeclaims"
+        self.persist(
+            "the claim is changed", lambda: self.kubectl.patch(kind, claim, change, self.namespace)
+        )
+
+    def has_size(self, claim: str, times: int) -> None:
+        """Wait until a claim says that it has been given so much."""
+
+        def told() -> bool | None:
+            one = self.kubectl.find("persistentvolumeclaims", claim, self.namespace) or {}
+            given = path(one, "status", "capacity", "storage", default="0")
+            return True if quantity(given) >= self.size_mib * times * MIB else None
+
+        self.until(f"claim {claim} has {self.size_mib * times} MiB", told)
+
+
+def quantity(text: str) -> int:
+    """Bytes, of a Kubernetes quantity; raises ValueError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]*)", text)
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"{text} is no size")
+    return int(float(found[1]) * _UNITS[found[2]])

@@ -1,0 +1,139 @@
+"""What fills up is extended before it is full: pools' data and metadata, areas of snapshots."""
+
+from collections.abc import Iterator
+
+import pytest
+from real.any import AnyHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from agent.service.server import Service
+from lvm import report
+from lvm.layout import Layout, Reserve
+from lvm.pools import Policy
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+# One of a size that no other test's group has: it is extended.
+DISKS = (16,)
+
+
+@pytest.fixture
+def spare(host: AnyHost) -> str:
+    """A disk in no group."""
+    return host.new_device(33 * MIB)
+
+
+@pytest.fixture
+def group(host: AnyHost, spare: str) -> Iterator[str]:
+    """Sixteen extents; afterwards without what was added."""
+    name = host.new_group(*DISKS)
+    yield name
+    if spare in [disk.name for disk in report.read(host.lvm).group(name).disks]:
+        host.lvm("vgreduce", "--", name, spare)
+
+
+@pytest.fixture
+def config(config: Config, group: str) -> Config:
+    size = Reserve(size_bytes=4 * EXTENT)
+    policy = Policy(over_provisioning=2.0, size=size)
+    # Of a pool that is new some eleven per cent of the metadata are used.
+    soon = Policy(size=size, autoextend_threshold=15.0)
+    classes = (
+        DeviceClass("plain", group, default=True),
+        DeviceClass("thin", group, layout=Layout("thin"), pool=policy),
+        DeviceClass("soon", group, layout=Layout("thin"), pool=soon),
+    )
+    return Config(**{**vars(config), "classes": classes})
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(host: AnyHost, group: str, client: Client) -> Iterator[None]:
+    yield
+    for snapshot in client.snapshots():
+        client.delete_snapshot(snapshot.snapshot_id)
+    for volume in client.volumes():
+        client.delete(volume.volume_id)
+    assert set(report.read(host.lvm).group(group).volumes) == set()
+
+
+def device(host: AnyHost, group: str, name: str) -> str:
+    found = host.devices.find(group, name)
+    assert found
+    return found.path
+
+
+def logical(host: AnyHost, group: str, name: str) -> report.LogicalVolume:
+    return report.read(host.lvm).group(group).volume(name)
+
+
+def test_a_pool_grows_while_there_is_room_and_again_when_a_disk_is_added(
+    client: Client, host: AnyHost, group: str, service: Service, spare: str
+) -> None:
+    client.create("pvc-1", 28 * EXTENT, block(), parameters={"class": "thin"})
+    path, written, now = device(host, group, "vol-pvc-1"), 0, 0
+
+    def fill(extents: float) -> None:
+        nonlocal written
+        while written < extents * EXTENT:
+            host.write_bytes(path, written, b"contents" * (MIB // 8))
+            written += MIB
+
+    fill(3)
+    assert service.grower.step(now)
+    assert logical(host, group, "pool-thin").size_bytes == 5 * EXTENT
+    # All that the group has, beside the metadata and their spare.
+    for size in range(5, 15):
+        fill(size * 0.75)
+        while service.grower.step(now := now + 1):
+            pass
+    assert logical(host, group, "pool-thin").size_bytes == 14 * EXTENT
+    assert report.read(host.lvm).group(group).free_extents == 0
+    fill(13)
+    assert not service.grower.step(now + 60)
+    assert service.grower.counts()["data", "no room"] == 1
+
+    host.lvm("vgextend", "--", group, spare)
+    assert not service.grower.step(now + 61)
+    assert service.grower.step(now + 120)
+    assert logical(host, group, "pool-thin").size_bytes > 14 * EXTENT
+    fill(14.5)
+
+
+def test_the_metadata_of_a_pool_are_extended_with_their_spare(
+    client: Client, host: AnyHost, group: str, service: Service
+) -> None:
+    client.create("pvc-1", EXTENT, block(), parameters={"class": "soon"})
+    assert not service.grower.step(0)
+    host.fill_metadata(group, "pool-soon", 60)
+    assert service.grower.step(0)
+    assert logical(host, group, "pool-soon").metadata_size_bytes == 2 * EXTENT
+    assert report.read(host.lvm).group(group).spare_extents == 2
+    assert service.grower.counts()["metadata", "extended"] == 1
+    assert not service.grower.step(1)
+    # And it serves.
+    host.write_bytes(device(host, group, "vol-pvc-1"), 0, data := b"contents" * 512)
+    assert host.read_bytes(device(host, group, "vol-pvc-1"), 0, len(data)) == data
+
+
+def test_the_area_of_a_snapshot_is_extended_before_it_is_full_and_up_to_what_is_of_use(
+    client: Client, host: AnyHost, group: str, service: Service
+) -> None:
+    volume = client.create("pvc-1", 4 * EXTENT, block())
+    path = device(host, group, "vol-pvc-1")
+    host.write_bytes(path, 0, b"before  " * (4 * EXTENT // 8))
+    # What was written then is there before the snapshot is.
+    client.snapshot("1", volume.volume_id, {"size": "4MiB"})
+    assert not service.grower.step(0)
+    for at in range(16):
+        host.write_bytes(path, at * MIB, b"after   " * (MIB // 8))
+        while service.grower.step(at):
+            pass
+    # Every chunk of the origin, and what it takes to tell where each is.
+    assert logical(host, group, "snap-1").size_bytes == 5 * EXTENT
+    assert client.snapshots()[0].ready_to_use
+    taken = device(host, group, "snap-1")
+    assert host.read_bytes(taken, 15 * MIB, 4096) == b"before  " * 512
+    assert host.read_bytes(path, 15 * MIB, 4096) == b"after   " * 512
+    assert service.grower.counts()["snapshot", "extended"] >= 2

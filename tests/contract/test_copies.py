@@ -1,0 +1,334 @@
+"""Volumes made of snapshots and of volumes: what they hold, what they cost, what is refused."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import chosen
+import expect
+import pytest
+from real.any import AnyHost
+from real.host import RealHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
+from lvm import report, tags
+from lvm.layout import Layout
+from mount import filesystem
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+BEFORE, AFTER = b"before  " * 512, b"after   " * 512
+
+
+@pytest.fixture
+def group(host: AnyHost) -> str:
+    return host.new_group(300, 150)
+
+
+@pytest.fixture
+def other(host: AnyHost) -> str:
+    """Another group."""
+    return host.new_group(40)
+
+
+@pytest.fixture
+def config(config: Config, group: str, other: str) -> Config:
+    striped = Layout("striped", stripes=2)
+    classes = (
+        DeviceClass(name="plain", group=group, default=True),
+        DeviceClass(name="striped", group=group, layout=striped),
+        DeviceClass(name="other", group=other),
+    )
+    return Config(**{**vars(config), "classes": classes})
+
+
+@pytest.fixture(autouse=True)
+def free(host: AnyHost, group: str, other: str) -> Iterator[None]:
+    yield
+    assert not {
+        name for one in (group, other) for name in names(host, one) if name.startswith("copy")
+    }
+
+
+def names(host: AnyHost, group: str) -> set[str]:
+    return set(report.read(host.lvm).group(group).volumes)
+
+
+def facts(host: AnyHost, group: str, name: str) -> Mapping[str, str]:
+    return tags.decode(report.read(host.lvm).group(group).volume(name).tags)
+
+
+def device(host: AnyHost, group: str, name: str) -> str:
+    found = host.devices.find(group, name)
+    assert found is not None
+    return found.path
+
+
+def lvm2_commands(host: AnyHost) -> list[str]:
+    return [words[1] for words in host.commands if words[0] == "lvm"]
+
+
+@pytest.fixture
+def volume(client: Client, host: AnyHost, group: str) -> csi.Volume:
+    """A raw block volume of 32 MiB with a block of data at 8 MiB."""
+    made = client.create("pvc-1", 32 * MIB, block())
+    host.write_bytes(device(host, group, "vol-pvc-1"), 8 * MIB, BEFORE)
+    return made
+
+
+@pytest.fixture
+def snapshot(client: Client, volume: csi.Volume, host: AnyHost, group: str) -> csi.Snapshot:
+    """A snapshot of it, which has since been written to."""
+    taken = client.snapshot("1", volume.volume_id)
+    host.write_bytes(device(host, group, "vol-pvc-1"), 8 * MIB, AFTER)
+    return taken
+
+
+# What is copied
+
+
+def test_a_volume_of_a_snapshot_holds_what_the_snapshot_does_and_says_so(
+    client: Client, snapshot: csi.Snapshot, host: AnyHost, group: str
+) -> None:
+    source = of_snapshot(snapshot.snapshot_id)
+    made = client.create("pvc-2", 64 * MIB, block(), source=source)
+    assert made.content_source == source
+    assert made.capacity_bytes == 64 * MIB
+    copied = device(host, group, "vol-pvc-2")
+    assert host.read_bytes(copied, 8 * MIB, 4096) == BEFORE
+    assert host.read_bytes(copied, 12 * MIB, 4096) == bytes(4096)
+    assert facts(host, group, "vol-pvc-2")["state"] == "ready"
+    assert client.create("pvc-2", 64 * MIB, block(), source=source) == made
+    assert made in client.volumes()
+
+
+def test_a_clone_holds_what_the_volume_held_and_leaves_no_snapshot(
+    client: Client, volume: csi.Volume, host: AnyHost, group: str
+) -> None:
+    source = of_volume(volume.volume_id)
+    made = client.create("pvc-2", 0, block(), source=source)
+    assert made.content_source == source
+    assert made.capacity_bytes == 32 * MIB
+    assert host.read_bytes(device(host, group, "vol-pvc-2"), 8 * MIB, 4096) == BEFORE
+    assert names(host, group) == {"vol-pvc-1", "vol-pvc-2"}
+    assert client.snapshots() == []
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize("name", chosen.kinds(["striped", "other"], usual=["other"]))
+def test_a_copy_may_be_of_another_class_and_in_another_group(
+    client: Client,
+    snapshot: csi.Snapshot,
+    volume: csi.Volume,
+    host: AnyHost,
+    group: str,
+    other: str,
+    name: str,
+) -> None:
+    for number, source in enumerate(
+        (of_snapshot(snapshot.snapshot_id), of_volume(volume.volume_id))
+    ):
+        client.create(f"copy-{number}", 0, block(), parameters={"class": name}, source=source)
+    where = other if name == "other" else group
+    assert host.read_bytes(device(host, where, "vol-copy-0"), 8 * MIB, 4096) == BEFORE
+    assert host.read_bytes(device(host, where, "vol-copy-1"), 8 * MIB, 4096) == AFTER
+
+
+def test_old_data_on_the_disk_do_not_show_where_the_source_has_zeroes(
+    client: Client, snapshot: csi.Snapshot, host: AnyHost, group: str
+) -> None:
+    source = of_snapshot(snapshot.snapshot_id)
+    first = client.create("pvc-2", 0, block(), source=source)
+    host.write_bytes(device(host, group, "vol-pvc-2"), 4 * MIB, AFTER)
+    host.lvm("lvremove", "--yes", "--", f"{group}/vol-pvc-2")
+    assert client.create("pvc-2", 0, block(), source=source).volume_id == first.volume_id
+    assert host.read_bytes(device(host, group, "vol-pvc-2"), 4 * MIB, 4096) == bytes(4096)
+
+
+@pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", "xfs", "btrfs"], usual=["xfs", "btrfs"]))
+def test_origin_and_copies_are_mounted_side_by_side_and_a_larger_copy_is_filled(
+    client: Client, host: AnyHost, group: str, fs_type: str
+) -> None:
+    size = filesystem.FILE_SYSTEMS[fs_type].minimum_bytes + 8 * MIB
+    use = mounted(fs_type)
+    origin = client.create("pvc-1", size, use)
+    client.stage(origin, host.directory / "origin", use)
+    (host.directory / "origin" / "data").write_bytes(b"data" * MIB)
+    snapshot = client.snapshot("1", origin.volume_id)
+    copies = [
+        client.create("pvc-2", size + 64 * MIB, use, source=of_snapshot(snapshot.snapshot_id)),
+        client.create("pvc-3", 0, mounted(), source=of_volume(origin.volume_id)),
+    ]
+    for copy in copies:
+        staging = host.directory / copy.volume_id.rpartition("/")[2]
+        client.stage(copy, staging, use)
+        if isinstance(host, RealHost):
+            assert (staging / "data").read_bytes() == b"data" * MIB
+    total = client.stats(copies[0].volume_id, host.directory / "vol-pvc-2").usage[0].total
+    # Less than the volume by what the file system keeps for itself, as its origin's is.
+    assert total > client.stats(origin.volume_id, host.directory / "origin").usage[0].total
+    assert copies[1].volume_context["carver/fsType"] == fs_type
+    for copy in copies:
+        client.unstage(copy.volume_id, host.directory / copy.volume_id.rpartition("/")[2])
+    client.unstage(origin.volume_id, host.directory / "origin")
+
+
+def test_a_copy_of_a_btrfs_that_nothing_tells_of_has_an_id_of_its_own(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    # The node died between the answer of a first staging and the tag that is written behind it.
+    use = mounted("btrfs")
+    origin = client.create("pvc-1", filesystem.FILE_SYSTEMS["btrfs"].minimum_bytes, use)
+    client.stage(origin, host.directory / "origin", use)
+    host.lvm("lvchange", "--deltag", "carver.formatted=btrfs", "--", f"{group}/vol-pvc-1")
+    snapshot = client.snapshot("1", origin.volume_id)
+    copy = client.create("pvc-2", 0, use, source=of_snapshot(snapshot.snapshot_id))
+    client.stage(copy, host.directory / "copy", use)
+    client.unstage(copy.volume_id, host.directory / "copy")
+    client.unstage(origin.volume_id, host.directory / "origin")
+
+
+def test_what_making_of_a_snapshot_and_of_a_volume_costs(
+    client: Client, snapshot: csi.Snapshot, volume: csi.Volume, host: AnyHost
+) -> None:
+    host.commands.clear()
+    client.create("pvc-2", 0, block(), source=of_snapshot(snapshot.snapshot_id))
+    assert lvm2_commands(host) == ["fullreport", "lvcreate", "lvchange"]
+    host.commands.clear()
+    client.create("pvc-3", 0, block(), source=of_volume(volume.volume_id))
+    copied = ["fullreport", "lvcreate", "lvcreate", "lvchange"]
+    assert lvm2_commands(host) == [*copied, "lvconvert", "lvchange", "lvremove"]
+
+
+@pytest.mark.variation
+def test_the_source_may_be_gone_when_the_call_is_repeated(
+    client: Client, snapshot: csi.Snapshot
+) -> None:
+    source = of_snapshot(snapshot.snapshot_id)
+    made = client.create("pvc-2", 0, block(), source=source)
+    client.delete_snapshot(snapshot.snapshot_id)
+    assert client.create("pvc-2", 0, block(), source=source) == made
+    assert client.create("pvc-2", 32 * MIB, block(), source=source) == made
+
+
+def test_a_source_that_is_not_active_is_activated(
+    client: Client, snapshot: csi.Snapshot, host: AnyHost, group: str
+) -> None:
+    host.deactivate(group, "vol-pvc-1")
+    client.create("pvc-2", 0, block(), source=of_snapshot(snapshot.snapshot_id))
+    assert host.read_bytes(device(host, group, "vol-pvc-2"), 8 * MIB, 4096) == BEFORE
+
+
+# What is refused
+
+
+@pytest.mark.variation
+def test_a_missing_source_is_not_found(
+    client: Client, snapshot: csi.Snapshot, volume: csi.Volume
+) -> None:
+    for source in (
+        of_snapshot("no id"),
+        of_snapshot(snapshot.snapshot_id + "x"),
+        of_snapshot(volume.volume_id),
+        of_volume("no id"),
+        of_volume(volume.volume_id + "x"),
+        of_volume(snapshot.snapshot_id),
+    ):
+        with expect.code("NOT_FOUND"):
+            client.create("pvc-2", 0, block(), source=source)
+    assert len(client.volumes()) == 1
+
+
+@pytest.mark.variation
+def test_a_source_without_an_id_is_refused(client: Client) -> None:
+    for source, word in (
+        (csi.VolumeContentSource(), "type"),
+        (of_snapshot(""), "snapshot_id"),
+        (of_volume(""), "volume_id"),
+    ):
+        with expect.code("INVALID_ARGUMENT", "volume_content_source", word):
+            client.create("pvc-2", 0, block(), source=source)
+
+
+@pytest.mark.parametrize(("required", "limit"), [(28 * MIB, 0), (0, 28 * MIB), (4, 30 * MIB)])
+@pytest.mark.variation
+def test_a_copy_is_not_smaller_than_its_source(
+    client: Client, snapshot: csi.Snapshot, required: int, limit: int
+) -> None:
+    with expect.code("OUT_OF_RANGE", str(32 * MIB)):
+        source = of_snapshot(snapshot.snapshot_id)
+        client.create("pvc-2", required, block(), limit_bytes=limit, source=source)
+
+
+@pytest.mark.variation
+def test_a_repeated_create_of_another_source_is_refused(
+    client: Client, snapshot: csi.Snapshot, volume: csi.Volume
+) -> None:
+    client.create("pvc-2", 0, block(), source=of_snapshot(snapshot.snapshot_id))
+    with expect.code("ALREADY_EXISTS", snapshot.snapshot_id):
+        client.create("pvc-2", 0, block(), source=of_volume(volume.volume_id))
+    with expect.code("ALREADY_EXISTS", "nothing"):
+        client.create("pvc-2", 32 * MIB, block())
+    with expect.code("ALREADY_EXISTS", "size"):
+        source = of_snapshot(snapshot.snapshot_id)
+        client.create("pvc-2", 40 * MIB, block(), source=source)
+
+
+@pytest.mark.variation
+def test_another_file_system_than_the_source_holds_is_refused(
+    client: Client, host: AnyHost
+) -> None:
+    origin = client.create("pvc-1", 16 * MIB, mounted("ext4"))
+    client.stage(origin, host.directory / "origin", mounted("ext4"))
+    with expect.code("INVALID_ARGUMENT", "ext4", "xfs"):
+        client.create("pvc-2", 400 * MIB, mounted("xfs"), source=of_volume(origin.volume_id))
+    copy = client.create("pvc-3", 0, block(), source=of_volume(origin.volume_id))
+    assert copy.capacity_bytes == 16 * MIB
+    client.unstage(origin.volume_id, host.directory / "origin")
+
+
+@pytest.mark.variation
+def test_a_raw_block_volume_s_data_are_no_file_system_of_carver_s(
+    client: Client, snapshot: csi.Snapshot
+) -> None:
+    with expect.code("INVALID_ARGUMENT", "raw block"):
+        client.create("pvc-2", 0, mounted("ext4"), source=of_snapshot(snapshot.snapshot_id))
+    assert len(client.volumes()) == 1
+
+
+def test_an_overflowed_snapshot_gives_no_volume_and_says_why(
+    client: Client, volume: csi.Volume, host: AnyHost, group: str
+) -> None:
+    taken = client.snapshot("1", volume.volume_id, {"size": "4MiB"})
+    host.write_bytes(device(host, group, "vol-pvc-1"), 0, b"x" * (8 * MIB))
+    with expect.code("FAILED_PRECONDITION", taken.snapshot_id, "full"):
+        client.create("pvc-2", 0, block(), source=of_snapshot(taken.snapshot_id))
+    assert len(client.volumes()) == 1
+
+
+def test_no_room_for_the_copy_leaves_nothing(
+    client: Client, volume: csi.Volume, host: AnyHost, group: str
+) -> None:
+    room = client.capacity().maximum_volume_size.value
+    client.create("pvc-2", room - 36 * MIB, block())
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.create("pvc-3", 0, block(), source=of_volume(volume.volume_id))
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.create("pvc-3", 40 * MIB, block(), source=of_volume(volume.volume_id))
+    assert names(host, group) == {"vol-pvc-1", "vol-pvc-2"}
+
+
+def test_staging_a_copy_costs_what_staging_again_costs(client: Client, host: AnyHost) -> None:
+    origin = client.create("pvc-1", 16 * MIB, mounted("ext4"))
+    client.stage(origin, host.directory / "origin", mounted("ext4"))
+    client.unstage(origin.volume_id, host.directory / "origin")
+    copy = client.create("pvc-2", 64 * MIB, mounted("ext4"), source=of_volume(origin.volume_id))
+    staging = Path(host.directory / "copy")
+    host.commands.clear()
+    client.stage(copy, staging, mounted("ext4"))
+    assert lvm2_commands(host) == ["fullreport"]
+    assert client.stats(copy.volume_id, staging).usage[0].total > 32 * MIB
+    client.stage(copy, staging, mounted("ext4"))
+    client.unstage(copy.volume_id, staging)

@@ -1,0 +1,601 @@
+"""Group snapshots: taken at one moment, found, listed, deleted; never there by halves."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import chosen
+import expect
+import pytest
+from fakes import kubelet
+from real.any import AnyHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block, mounted, of_snapshot
+from agent.engine import suspension
+from agent.service.server import Service
+from lvm import report, tags
+from lvm.command import Result
+from lvm.layout import Layout
+from lvm.pools import Policy
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+
+
+@pytest.fixture
+def pair(client: Client, service: Service) -> list[str]:
+    """Two raw block volumes; and lvm2 may be as slow as an emulated machine makes it."""
+    service.group_snapshotter.standstill_seconds = 300
+    return [client.create(name, 32 * MIB, block()).volume_id for name in ("data", "wal")]
+
+
+def device(host: AnyHost, group: str, name: str) -> str:
+    found = host.devices.find(group, name)
+    assert found is not None
+    return found.path
+
+
+def logical_name(identity: str) -> str:
+    return identity.rpartition("/")[2]
+
+
+def names(host: AnyHost, group: str) -> set[str]:
+    return set(report.read(host.lvm).group(group).volumes)
+
+
+def lvm2_commands(host: AnyHost) -> list[str]:
+    return [words[1] for words in host.commands if words[0] == "lvm"]
+
+
+def ids(made: csi.VolumeGroupSnapshot) -> list[str]:
+    return [one.snapshot_id for one in made.snapshots]
+
+
+def is_held(host: AnyHost, group: str) -> bool:
+    return any(host.is_suspended(group, name) for name in ("vol-data", "vol-wal"))
+
+
+@contextmanager
+def failing(host: AnyHost, subcommand: str, after: int) -> Iterator[None]:
+    """So many commands of a kind succeed, then none does."""
+    seen = []
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        if words[1:2] != (subcommand,):
+            return None
+        seen.append(words)
+        return Result(5, "", "  it does not work today\n") if len(seen) > after else None
+
+    host.intercept = intercept
+    yield
+    host.intercept = lambda _words: None
+
+
+@pytest.mark.variation
+def test_the_service_says_that_it_offers_them(client: Client) -> None:
+    plugin = client.identity.GetPluginCapabilities(csi.GetPluginCapabilitiesRequest())
+    offered = [one.service.type for one in plugin.capabilities]
+    assert csi.PluginCapability.Service.GROUP_CONTROLLER_SERVICE in offered
+    answer = client.group_controller.GroupControllerGetCapabilities(
+        csi.GroupControllerGetCapabilitiesRequest()
+    )
+    kinds = csi.GroupControllerServiceCapability.RPC
+    assert [one.rpc.type for one in answer.capabilities] == [
+        kinds.CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT
+    ]
+
+
+def test_it_costs_a_report_one_command_for_each_source_and_one_for_the_record(
+    client: Client, pair: list[str], host: AnyHost, group: str
+) -> None:
+    host.commands.clear()
+    made = client.group_snapshot("nightly", pair)
+    assert lvm2_commands(host) == ["fullreport", "lvcreate", "lvcreate", "lvchange"]
+    assert made.ready_to_use
+    assert sorted(one.source_volume_id for one in made.snapshots) == sorted(pair)
+    for one in made.snapshots:
+        assert one.group_snapshot_id == made.group_snapshot_id
+        assert one.creation_time == made.creation_time
+        assert one.ready_to_use
+    assert not is_held(host, group)
+
+
+@pytest.mark.variation
+def test_a_repeated_one_is_the_same_and_another_under_its_name_is_refused(
+    client: Client, pair: list[str], host: AnyHost
+) -> None:
+    other = client.create("other", EXTENT, block()).volume_id
+    made = client.group_snapshot("nightly", pair)
+    host.commands.clear()
+    assert client.group_snapshot("nightly", pair[::-1]) == made
+    assert lvm2_commands(host) == ["fullreport"]
+    for sources in (pair[:1], [*pair, other]):
+        with expect.code("ALREADY_EXISTS", "nightly"):
+            client.group_snapshot("nightly", sources)
+    with expect.code("ALREADY_EXISTS", "size"):
+        client.group_snapshot("nightly", pair, {"size": "50%"})
+    assert client.find_group_snapshot(made.group_snapshot_id, ids(made)) == made
+
+
+@pytest.mark.variation
+def test_wrong_requests_are_refused_by_name(client: Client, pair: list[str]) -> None:
+    for name in ("", "n" * 129, "a\x00b"):
+        with expect.code("INVALID_ARGUMENT", "name"):
+            client.group_snapshot(name, pair)
+    for sources in ([], [""], [pair[0], pair[0]]):
+        with expect.code("INVALID_ARGUMENT", "source_volume_ids"):
+            client.group_snapshot("nightly", sources)
+    for parameters in ({"colour": "red"}, {"size": "much"}):
+        with expect.code("INVALID_ARGUMENT", "parameters"):
+            client.group_snapshot("nightly", pair, parameters)
+    with expect.code("INVALID_ARGUMENT", "group_snapshot_id"):
+        client.find_group_snapshot("")
+    with expect.code("INVALID_ARGUMENT", "group_snapshot_id"):
+        client.delete_group_snapshot("")
+    assert client.snapshots() == []
+
+
+@pytest.mark.variation
+def test_every_source_must_be_this_node_s_and_the_error_names_the_one_that_is_not(
+    client: Client, pair: list[str], host: AnyHost, group: str
+) -> None:
+    for missing in (pair[0] + "x", "no id at all"):
+        with expect.code("NOT_FOUND", missing):
+            client.group_snapshot("nightly", [*pair, missing])
+    elsewhere = f"{group}@00000000/vol-data"
+    with expect.code("FAILED_PRECONDITION", elsewhere):
+        client.group_snapshot("nightly", [*pair, elsewhere])
+    assert client.snapshots() == []
+    assert not is_held(host, group)
+
+
+@pytest.mark.variation
+def test_what_the_snapshotter_tells_is_kept_as_tags(
+    client: Client, pair: list[str], host: AnyHost, group: str
+) -> None:
+    prefix = "csi.storage.k8s.io/volumegroupsnapshot"
+    told = {f"{prefix}/name": "nightly", f"{prefix}/namespace": "shop"}
+    made = client.group_snapshot("1", pair, {**told, f"{prefix}content/name": "content-1"})
+    known = report.read(host.lvm).group(group)
+    for one in ids(made):
+        facts = tags.decode(known.volume(logical_name(one)).tags)
+        assert (facts["groupSnapshotName"], facts["namespace"]) == ("nightly", "shop")
+        assert (facts["content"], facts["name"]) == ("content-1", "1")
+        assert facts["groupSnapshot"] == made.group_snapshot_id
+
+
+# One moment
+
+
+def numbered(number: int) -> bytes:
+    return number.to_bytes(8, "little").ljust(4096, b"\0")
+
+
+def number_of(host: AnyHost, path: str) -> int:
+    return int.from_bytes(host.read_bytes(path, 0, 4096)[:8], "little")
+
+
+@pytest.mark.parametrize("order", chosen.kinds(["data wal", "wal data"], usual=["data wal"]))
+def test_the_second_volume_is_never_ahead_of_the_first_nor_behind_by_more_than_a_step(
+    client: Client, pair: list[str], host: AnyHost, group: str, order: str
+) -> None:
+    """A program writes a number to one, waits until it is on the disk, writes it to the other."""
+    first, second = (device(host, group, f"vol-{name}") for name in order.split())
+    ended = threading.Event()
+    written: list[int] = []
+
+    def write() -> None:
+        while not ended.is_set():
+            number = len(written) + 1
+            host.write_bytes(first, 0, numbered(number))
+            host.write_bytes(second, 0, numbered(number))
+            written.append(number)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        while not written:
+            ended.wait(0.01)
+        made = [client.group_snapshot(str(number), pair) for number in range(3)]
+    finally:
+        ended.set()
+        writer.join()
+    for one in made:
+        at = {
+            snapshot.source_volume_id.rpartition("-")[2]: device(
+                host, group, logical_name(snapshot.snapshot_id)
+            )
+            for snapshot in one.snapshots
+        }
+        ahead, behind = (number_of(host, at[name]) for name in order.split())
+        assert behind <= ahead <= behind + 1, (ahead, behind)
+        assert 0 < ahead <= len(written) + 1
+
+
+def test_volumes_can_be_made_of_its_snapshots(
+    client: Client, pair: list[str], host: AnyHost, group: str
+) -> None:
+    for index, name in enumerate(("vol-data", "vol-wal")):
+        host.write_bytes(device(host, group, name), 0, numbered(index + 7))
+    made = client.group_snapshot("nightly", pair)
+    for index, name in enumerate(("vol-data", "vol-wal")):
+        host.write_bytes(device(host, group, name), 0, numbered(99))
+        [snapshot] = [one for one in made.snapshots if one.source_volume_id == pair[index]]
+        client.create(f"new-{index}", 0, block(), source=of_snapshot(snapshot.snapshot_id))
+        assert number_of(host, device(host, group, f"vol-new-{index}")) == index + 7
+
+
+def test_mounted_volumes_are_let_go_and_can_be_written_to_afterwards(
+    client: Client, host: AnyHost, service: Service, group: str
+) -> None:
+    service.group_snapshotter.standstill_seconds = 300
+    made = []
+    for name, fs_type, size in (("a", "ext4", 16 * MIB), ("b", "btrfs", 256 * MIB)):
+        volume = client.create(name, size, mounted())
+        client.stage(volume, host.directory / name, mounted(fs_type))
+        made.append(volume.volume_id)
+    (host.directory / "a" / "file").write_text("before")
+    taken = client.group_snapshot("nightly", made, {"size": "8MiB"})
+    assert taken.ready_to_use
+    (host.directory / "a" / "file").write_text("afterwards")
+    (host.directory / "a" / "file").unlink()
+    for name, volume_id in zip("ab", made, strict=True):
+        client.unstage(volume_id, host.directory / name)
+
+
+@pytest.mark.variation
+def test_a_volume_that_is_not_active_is_a_source_as_any_other(
+    client: Client, pair: list[str], host: AnyHost, group: str
+) -> None:
+    host.deactivate(group, "vol-wal")
+    made = client.group_snapshot("nightly", pair)
+    assert made.ready_to_use
+    client.delete_group_snapshot(made.group_snapshot_id, ids(made))
+    assert names(host, group) == {"vol-data", "vol-wal"}
+
+
+def test_what_lvm2_would_wait_for_is_not_held(
+    client: Client, pair: list[str], host: AnyHost, group: str
+) -> None:
+    """lvm2 reads a read-only loop device over a volume, and would hang with it."""
+    volume = client.volume(pair[1]).volume
+    staging, target = host.directory / "staging", host.directory / "target"
+    client.stage(volume, staging, block())
+    client.publish(volume, staging, target, block(), read_only=True)
+    with expect.code("FAILED_PRECONDITION", pair[1], "read-only"):
+        client.group_snapshot("nightly", pair)
+    assert not is_held(host, group)
+    assert client.snapshots() == []
+    client.unpublish(pair[1], target)
+    client.unstage(pair[1], staging)
+    assert client.group_snapshot("nightly", pair).ready_to_use
+
+
+@pytest.mark.variation
+def test_what_kubelet_keeps_a_loop_device_over_is_held_too(
+    client: Client, pair: list[str], host: AnyHost
+) -> None:
+    """lvm2 that is confined to the disks of the group does not read it."""
+    volume = client.volume(pair[1]).volume
+    staging, target = host.directory / "staging", host.directory / "target"
+    client.stage(volume, staging, block())
+    client.publish(volume, staging, target, block())
+    with kubelet.Mapped(host.kernel, target, host.directory / "own"):
+        assert client.group_snapshot("nightly", pair).ready_to_use
+
+
+# Too long, or not at all
+
+
+def test_a_snapshot_that_fails_takes_the_others_along(
+    client: Client, pair: list[str], host: AnyHost, group: str
+) -> None:
+    with failing(host, "lvcreate", after=1), expect.code("INTERNAL", "today"):
+        client.group_snapshot("nightly", pair)
+    assert not is_held(host, group)
+    assert client.snapshots() == []
+    assert names(host, group) == {"vol-data", "vol-wal"}
+    assert client.group_snapshot("nightly", pair).ready_to_use
+
+
+@pytest.mark.variation
+def test_what_has_no_room_is_refused_before_anything_is_held(
+    client: Client, pair: list[str], host: AnyHost
+) -> None:
+    client.create("rest", client.capacity().maximum_volume_size.value - 3 * EXTENT, block())
+    host.commands.clear()
+    # Each of them alone would have room.
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.group_snapshot("nightly", pair, {"size": "8MiB"})
+    assert lvm2_commands(host) == ["fullreport"]
+    assert client.group_snapshot("nightly", pair, {"size": "4MiB"}).ready_to_use
+
+
+def test_volumes_are_let_go_in_time_and_none_of_the_snapshots_is_kept(
+    client: Client, pair: list[str], host: AnyHost, group: str, service: Service
+) -> None:
+    service.group_snapshotter.standstill_seconds = 0.5
+    let_go = threading.Event()
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        while words[1] == "lvcreate" and is_held(host, group):
+            let_go.wait(0.05)
+        return None
+
+    host.intercept = intercept
+    with expect.code("DEADLINE_EXCEEDED"):
+        client.group_snapshot("nightly", pair)
+    host.intercept = lambda _words: None
+    assert client.snapshots() == []
+    assert names(host, group) == {"vol-data", "vol-wal"}
+
+
+@pytest.mark.variation
+def test_no_other_call_lets_go_of_what_is_held(
+    client: Client, pair: list[str], host: AnyHost, group: str
+) -> None:
+    """A report that says so before a change is taken as what a killed lvm2 left."""
+    looked: list[bool] = []
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        if words[1] == "lvcreate":
+            client.volume(pair[0])
+            looked.append(host.is_suspended(group, "vol-wal"))
+        return None
+
+    host.intercept = intercept
+    assert client.group_snapshot("nightly", pair).ready_to_use
+    host.intercept = lambda _words: None
+    assert looked == [True, True]
+
+
+def test_what_a_killed_process_held_is_let_go_by_the_next_start(
+    pair: list[str], host: AnyHost, group: str
+) -> None:
+    for name in ("vol-data", "vol-wal"):
+        host.suspend(group, name)
+    with suspension.left(host.devices, [group]):
+        assert is_held(host, group)
+    assert not is_held(host, group)
+    host.write_bytes(device(host, group, "vol-data"), 0, numbered(1))
+
+
+# By halves
+
+
+@pytest.fixture
+def half(client: Client, pair: list[str], host: AnyHost, group: str) -> csi.VolumeGroupSnapshot:
+    """One of which a snapshot is missing, as a kill leaves it."""
+    made = client.group_snapshot("nightly", pair)
+    record = ("--deltag", "carver.committed=yes")
+    host.lvm("lvchange", *record, "--", *(f"{group}/{logical_name(one)}" for one in ids(made)))
+    host.lvm("lvremove", "--yes", "--", f"{group}/{logical_name(ids(made)[1])}")
+    return made
+
+
+@pytest.mark.variation
+def test_one_that_is_not_whole_is_none_for_any_caller(
+    client: Client, half: csi.VolumeGroupSnapshot
+) -> None:
+    kept = ids(half)[0]
+    assert client.snapshots() == []
+    with expect.code("NOT_FOUND", half.group_snapshot_id):
+        client.find_group_snapshot(half.group_snapshot_id, ids(half))
+    with expect.code("NOT_FOUND", kept):
+        client.controller.GetSnapshot(csi.GetSnapshotRequest(snapshot_id=kept))
+    with expect.code("NOT_FOUND", kept):
+        client.create("new", 0, block(), source=of_snapshot(kept))
+
+
+@pytest.mark.variation
+def test_one_that_is_not_whole_is_taken_anew(
+    client: Client, half: csi.VolumeGroupSnapshot, pair: list[str], host: AnyHost, group: str
+) -> None:
+    made = client.group_snapshot("nightly", pair)
+    assert made.ready_to_use
+    assert made.creation_time.ToNanoseconds() > half.creation_time.ToNanoseconds()
+    assert len({one.creation_time.ToNanoseconds() for one in made.snapshots}) == 1
+    assert len(names(host, group)) == 4
+
+
+@pytest.mark.variation
+def test_one_that_is_not_whole_goes_when_it_is_deleted(
+    client: Client, half: csi.VolumeGroupSnapshot, host: AnyHost, group: str
+) -> None:
+    client.delete_group_snapshot(half.group_snapshot_id, ids(half))
+    assert names(host, group) == {"vol-data", "vol-wal"}
+
+
+def test_one_that_is_not_whole_goes_at_the_next_start(
+    client: Client,
+    half: csi.VolumeGroupSnapshot,
+    pair: list[str],
+    host: AnyHost,
+    group: str,
+    service: Service,
+) -> None:
+    whole = client.group_snapshot("other", pair)
+    service.inventory.read()
+    assert service.group_snapshotter.resume() == 1
+    left = {logical_name(one) for one in ids(whole)}
+    assert names(host, group) == {"vol-data", "vol-wal", *left}
+
+
+# What lost a part
+
+
+@pytest.fixture
+def rest(client: Client, pair: list[str], host: AnyHost, group: str) -> csi.VolumeGroupSnapshot:
+    """One that was whole, and of which someone removed a snapshot since."""
+    host.write_bytes(device(host, group, "vol-data"), 0, numbered(7))
+    host.write_bytes(device(host, group, "vol-wal"), 0, numbered(7))
+    made = client.group_snapshot("nightly", pair)
+    host.lvm("lvremove", "--yes", "--", f"{group}/{logical_name(ids(made)[1])}")
+    return made
+
+
+def test_one_that_lost_a_part_is_kept_and_says_so(
+    client: Client,
+    rest: csi.VolumeGroupSnapshot,
+    pair: list[str],
+    host: AnyHost,
+    group: str,
+    service: Service,
+) -> None:
+    service.inventory.read()
+    assert service.group_snapshotter.resume() == 0
+    with expect.code("FAILED_PRECONDITION", rest.group_snapshot_id, "1 of its 2"):
+        client.find_group_snapshot(rest.group_snapshot_id, ids(rest))
+    with expect.code("FAILED_PRECONDITION", "1 of its 2"):
+        client.group_snapshot("nightly", pair)
+    assert [one.snapshot_id for one in client.snapshots()] == ids(rest)[:1]
+    client.create("new", 0, block(), source=of_snapshot(ids(rest)[0]))
+    assert number_of(host, device(host, group, "vol-new")) == 7
+
+
+@pytest.mark.variation
+def test_one_that_lost_a_part_goes_when_it_is_deleted(
+    client: Client, rest: csi.VolumeGroupSnapshot, host: AnyHost, group: str
+) -> None:
+    client.delete_group_snapshot(rest.group_snapshot_id, ids(rest))
+    assert names(host, group) == {"vol-data", "vol-wal"}
+    client.delete_group_snapshot(rest.group_snapshot_id, ids(rest))
+
+
+# The end of one
+
+
+@pytest.mark.variation
+def test_its_snapshots_go_together_and_never_alone(
+    client: Client, pair: list[str], host: AnyHost, group: str
+) -> None:
+    free = report.read(host.lvm).group(group).free_extents
+    made = client.group_snapshot("nightly", pair)
+    assert [one.group_snapshot_id for one in client.snapshots()] == [made.group_snapshot_id] * 2
+    with expect.code("INVALID_ARGUMENT", made.group_snapshot_id, "DeleteVolumeGroupSnapshot"):
+        client.delete_snapshot(ids(made)[0])
+    client.delete_group_snapshot(made.group_snapshot_id, ids(made))
+    assert names(host, group) == {"vol-data", "vol-wal"}
+    assert report.read(host.lvm).group(group).free_extents == free
+    client.delete_group_snapshot(made.group_snapshot_id, ids(made))
+    with expect.code("NOT_FOUND"):
+        client.find_group_snapshot(made.group_snapshot_id, ids(made))
+
+
+@pytest.mark.variation
+def test_a_list_of_other_snapshots_is_refused_and_changes_nothing(
+    client: Client, pair: list[str]
+) -> None:
+    made = client.group_snapshot("nightly", pair)
+    alone = client.snapshot("alone", pair[0]).snapshot_id
+    for wrong in ([], ids(made)[:1], [*ids(made), alone], [alone]):
+        with expect.code("INVALID_ARGUMENT", "snapshot_ids"):
+            client.delete_group_snapshot(made.group_snapshot_id, wrong)
+        with expect.code("INVALID_ARGUMENT", "snapshot_ids"):
+            client.find_group_snapshot(made.group_snapshot_id, wrong)
+    assert client.find_group_snapshot(made.group_snapshot_id, ids(made)) == made
+
+
+@pytest.mark.variation
+def test_deleting_what_cannot_be_one_succeeds_and_looking_for_it_does_not(
+    client: Client, pair: list[str], group: str
+) -> None:
+    own = pair[0].partition("/")[0]
+    for identity in ("no id", pair[0], f"{own}/gsnap-none"):
+        client.delete_group_snapshot(identity)
+        with expect.code("NOT_FOUND"):
+            client.find_group_snapshot(identity)
+    with expect.code("FAILED_PRECONDITION"):
+        client.delete_group_snapshot(f"{group}@00000000/gsnap-nightly")
+    assert len(client.volumes()) == 2
+
+
+@pytest.mark.variation
+def test_a_source_is_not_deleted_before_its_snapshots(client: Client, pair: list[str]) -> None:
+    made = client.group_snapshot("nightly", pair)
+    for one in pair:
+        with expect.code("FAILED_PRECONDITION"):
+            client.delete(one)
+    client.delete_group_snapshot(made.group_snapshot_id, ids(made))
+    for one in pair:
+        client.delete(one)
+
+
+# Two at once
+
+
+@pytest.mark.variation
+def test_a_call_on_a_source_or_on_the_same_name_is_put_off_meanwhile(
+    client: Client, pair: list[str], host: AnyHost
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        if words[1] == "fullreport":
+            reached.set()
+            assert go_on.wait(60)
+        return None
+
+    host.intercept = intercept
+    made: list[csi.VolumeGroupSnapshot] = []
+    first = threading.Thread(target=lambda: made.append(client.group_snapshot("nightly", pair)))
+    first.start()
+    assert reached.wait(60)
+    seconds: tuple[Callable[[], object], ...] = (
+        lambda: client.group_snapshot("nightly", pair),
+        lambda: client.group_snapshot("weekly", pair[:1]),
+        lambda: client.snapshot("alone", pair[0]),
+        lambda: client.delete(pair[1]),
+    )
+    try:
+        for second in seconds:
+            with expect.code("ABORTED"):
+                second()
+    finally:
+        host.intercept = lambda _words: None
+        go_on.set()
+        first.join()
+    assert made[0].ready_to_use
+
+
+class TestThin:
+    """Of thin volumes that are held, lvm2 can take copy-on-write snapshots only."""
+
+    @pytest.fixture
+    def config(self, config: Config, group: str) -> Config:
+        thin = DeviceClass("thin", group, layout=Layout("thin"), pool=Policy(), default=True)
+        return replace(config, classes=(thin,))
+
+    def test_theirs_are_copy_on_write_and_as_good(
+        self, client: Client, pair: list[str], host: AnyHost, group: str
+    ) -> None:
+        wal = device(host, group, "vol-wal")
+        host.write_bytes(wal, 0, numbered(1))
+        host.commands.clear()
+        made = client.group_snapshot("nightly", pair)
+        assert lvm2_commands(host) == ["fullreport", "lvcreate", "lvcreate", "lvchange"]
+        host.write_bytes(wal, 0, numbered(2))
+        [taken] = [one for one in made.snapshots if one.source_volume_id == pair[1]]
+        found = report.read(host.lvm).group(group).volume(logical_name(taken.snapshot_id))
+        assert (found.origin, found.pool) == ("vol-wal", "")
+        client.create("new", 0, block(), source=of_snapshot(taken.snapshot_id))
+        assert number_of(host, device(host, group, "vol-new")) == 1
+        # The pool takes snapshots and volumes as before.
+        alone = client.snapshot("alone", pair[1])
+        client.delete_snapshot(alone.snapshot_id)
+        client.delete_group_snapshot(made.group_snapshot_id, ids(made))
+        for one in client.volumes():
+            client.delete(one.volume_id)
+
+    @pytest.mark.variation
+    def test_of_a_single_one_it_is_thin(
+        self, client: Client, pair: list[str], host: AnyHost, group: str
+    ) -> None:
+        made = client.group_snapshot("nightly", pair[:1])
+        [taken] = ids(made)
+        assert report.read(host.lvm).group(group).volume(logical_name(taken)).pool
+        client.delete_group_snapshot(made.group_snapshot_id, [taken])

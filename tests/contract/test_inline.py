@@ -1,0 +1,634 @@
+"""Inline volumes: made by publishing, gone with unpublishing, and what lies between."""
+
+import errno
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import chosen
+import configured
+import expect
+import grpc
+import pytest
+from real.any import AnyHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, Mode, block, mounted
+from agent.engine.host import Host
+from agent.service.server import Service
+from lvm import report, tags
+from lvm.command import Result
+from lvm.layout import Layout, Reserve
+from lvm.pools import Policy
+from lvm.report import LogicalVolume
+from mount import table
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+# As kubelet makes it: csi- and a SHA-256.
+VOLUME = f"csi-{'0123456789abcdef' * 4}"
+SMALL = {"size": "64Mi"}
+
+
+@pytest.fixture
+def config(host: AnyHost, group: str, tmp_path: Path) -> Config:
+    """Kubelet's directory is the host's own, so that the directory of all pods lies in it."""
+    classes = (
+        DeviceClass(name="plain", group=group, default=True),
+        DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy()),
+        DeviceClass(name="striped", group=group, layout=Layout("striped", stripes=2)),
+    )
+    directory = str(host.directory)
+    return configured.carver(tmp_path, group, kubelet_dir=(directory,), classes=classes)
+
+
+@pytest.fixture
+def target(host: AnyHost) -> Path:
+    """Where kubelet wants a volume of a pod; it makes the directory above."""
+    directory = host.directory / "pods" / "17" / "volumes"
+    directory.mkdir(parents=True)
+    return directory / "mount"
+
+
+def volumes(host: AnyHost, group: str) -> list[LogicalVolume]:
+    return list(report.read(host.lvm).group(group).volumes.values())
+
+
+def programs(host: AnyHost, action: Callable[[], object]) -> list[tuple[str, ...]]:
+    before = len(host.commands)
+    action()
+    return host.commands[before:]
+
+
+def test_an_inline_volume_is_carved_formatted_and_mounted_by_publishing(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, {"size": "320Mi", "carver/fsType": "xfs"})
+
+    [mount] = table.read(host.kernel).at(str(target))
+    assert (mount.fs_type, mount.root, mount.read_only) == ("xfs", "/", False)
+    [volume] = volumes(host, group)
+    assert volume.size_bytes == 320 * MIB
+    assert client.stats(VOLUME, target).usage[0].total > 200 * MIB
+
+
+@pytest.mark.variation
+def test_its_tags_tell_whose_it_is(client: Client, host: AnyHost, group: str, target: Path) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    [volume] = volumes(host, group)
+    facts = tags.decode(volume.tags)
+    assert facts["name"] == VOLUME
+    assert facts["ephemeral"] == "true"
+    assert (facts["pod"], facts["namespace"], facts["podUid"]) == ("web-0", "shop", "17")
+    assert facts["target"] == str(target)
+
+
+def test_unpublishing_wipes_and_removes_it(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    free = client.capacity().available_capacity
+    client.publish_inline(VOLUME, target, SMALL)
+    for _ in range(2):
+        client.unpublish(VOLUME, target)
+        assert volumes(host, group) == []
+        assert not target.exists()
+    assert client.capacity().available_capacity == free
+
+
+@pytest.mark.variation
+def test_what_a_pod_asks_of_the_layout_is_done(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    asked = {**SMALL, "class": "striped", "carver/stripeSize": "8KiB"}
+    client.publish_inline(VOLUME, target, asked)
+    [volume] = volumes(host, group)
+    layout = Layout.parse(tags.decode(volume.tags)["layout"])
+    assert layout == Layout("striped", stripes=2, stripe_size_bytes=8192)
+    client.publish_inline(VOLUME, target, asked)
+    with expect.code("INVALID_ARGUMENT", "stripes"):
+        client.publish_inline("csi-other", target, {**SMALL, "stripes": "2"})
+
+
+@pytest.mark.variation
+def test_a_thin_one_goes_with_its_pool(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, {**SMALL, "class": "thin"})
+    assert len(table.read(host.kernel).at(str(target))) == 1
+    client.unpublish(VOLUME, target)
+    assert volumes(host, group) == []
+
+
+@pytest.mark.variation
+def test_publishing_again_starts_no_process_and_changes_nothing(
+    client: Client, host: AnyHost, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    before = table.read(host.kernel).mounts
+    assert programs(host, lambda: client.publish_inline(VOLUME, target, SMALL)) == []
+    assert table.read(host.kernel).mounts == before
+
+
+def test_after_a_reboot_the_pod_finds_its_data(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    [volume] = volumes(host, group)
+    host.kernel.unmount(str(target))
+    host.deactivate(group, volume.name)
+
+    said = programs(host, lambda: client.publish_inline(VOLUME, target, SMALL))
+
+    assert table.read(host.kernel).at(str(target))
+    assert not [words for words in said if words[0].startswith("mkfs")]
+    client.unpublish(VOLUME, target)
+    assert volumes(host, group) == []
+
+
+def test_one_that_is_not_active_is_removed_by_unpublishing_too(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    [volume] = volumes(host, group)
+    host.kernel.unmount(str(target))
+    host.deactivate(group, volume.name)
+    client.unpublish(VOLUME, target)
+    assert volumes(host, group) == []
+
+
+@pytest.mark.variation
+def test_unpublishing_what_never_was_succeeds(client: Client, target: Path) -> None:
+    client.unpublish(VOLUME, target)
+
+
+@pytest.mark.variation
+def test_read_only_is_read_only(client: Client, host: AnyHost, target: Path) -> None:
+    client.publish_inline(VOLUME, target, SMALL, read_only=True)
+    [mount] = table.read(host.kernel).at(str(target))
+    assert mount.read_only
+    client.publish_inline(VOLUME, target, SMALL, read_only=True)
+    with expect.code("ALREADY_EXISTS"):
+        client.publish_inline(VOLUME, target, SMALL)
+
+
+@pytest.mark.variation
+def test_it_has_one_target_in_every_access_mode(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    capability = mounted("ext4", mode=Mode.SINGLE_NODE_MULTI_WRITER)
+    client.publish_inline(VOLUME, target, SMALL, capability)
+    other = target.with_name("other")
+    with expect.code("FAILED_PRECONDITION", "one target", str(target)):
+        client.publish_inline(VOLUME, other, SMALL, capability)
+    assert not other.exists()
+    with expect.code("FAILED_PRECONDITION", str(target)):
+        client.unpublish(VOLUME, other)
+    assert len(volumes(host, group)) == 1
+
+
+@pytest.mark.variation
+def test_where_kubelets_directory_is_seen_twice_it_still_has_one_target(
+    client: Client, host: AnyHost, target: Path, tmp_path: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    twin = tmp_path / "twin"
+    twin.mkdir()
+    host.kernel.bind(str(target), str(twin), set())
+    client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(twin))
+    client.unpublish(VOLUME, target)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "code", "word"),
+    [
+        ({"size": "huge"}, "INVALID_ARGUMENT", "huge"),
+        ({"size": "0"}, "INVALID_ARGUMENT", "larger than 0"),
+        ({"size": "1Mi", "carver/size": "2Mi"}, "INVALID_ARGUMENT", "prefix"),
+        ({"size": "500Gi"}, "RESOURCE_EXHAUSTED", "has room for"),
+        ({"class": "none"}, "INVALID_ARGUMENT", "plain"),
+        ({"sise": "1Gi"}, "INVALID_ARGUMENT", "carver/size"),
+        ({"fsType": "ntfs"}, "INVALID_ARGUMENT", "ext4"),
+        ({"fsType": "xfs", "mkfsOptions": "-f"}, "INVALID_ARGUMENT", "-f"),
+        ({"mountOptions": "errors=panic"}, "INVALID_ARGUMENT", "errors=panic"),
+    ],
+    ids=str,
+)
+@pytest.mark.variation
+def test_what_is_wrong_is_refused_and_nothing_is_made(
+    client: Client,
+    host: AnyHost,
+    group: str,
+    target: Path,
+    attributes: dict[str, str],
+    code: str,
+    word: str,
+) -> None:
+    with expect.code(code, word):
+        client.publish_inline(VOLUME, target, attributes)
+    assert volumes(host, group) == []
+    assert not target.exists()
+
+
+@pytest.mark.variation
+def test_a_raw_block_volume_cannot_be_inline(client: Client, target: Path) -> None:
+    with expect.code("INVALID_ARGUMENT", "never block"):
+        client.publish_inline(VOLUME, target, SMALL, block())
+
+
+@pytest.mark.parametrize("volume_id", ["", "x" * 129, "a\x01b", "data@3kXq0b9Z/vol-pvc-1"])
+@pytest.mark.variation
+def test_an_id_that_is_none_of_the_callers_is_refused(
+    client: Client, target: Path, volume_id: str
+) -> None:
+    with expect.code("INVALID_ARGUMENT", "volume_id"):
+        client.publish_inline(volume_id, target, SMALL)
+
+
+@pytest.mark.variation
+def test_whether_it_is_inline_is_true_or_false(client: Client, target: Path) -> None:
+    request = csi.NodePublishVolumeRequest(
+        volume_id=VOLUME,
+        target_path=str(target),
+        volume_capability=mounted(),
+        volume_context={"csi.storage.k8s.io/ephemeral": "perhaps"},
+    )
+    with expect.code("INVALID_ARGUMENT", "perhaps", "true"):
+        client.node.NodePublishVolume(request)
+
+
+@pytest.mark.variation
+def test_the_size_is_the_default_where_the_pod_names_none(
+    client: Client, host: AnyHost, target: Path
+) -> None:
+    group_is_smaller = "RESOURCE_EXHAUSTED"
+    with expect.code(group_is_smaller, str(1 << 30)):
+        client.publish_inline(VOLUME, target)
+
+
+@pytest.mark.variation
+def test_the_controller_does_not_know_it(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    uuid = report.read(host.lvm).group(group).uuid.replace("-", "")[:8]
+    own_id = f"{group}@{uuid}/{volumes(host, group)[0].name}"
+
+    assert client.volumes() == []
+    for volume_id in (VOLUME, own_id):
+        with expect.code("NOT_FOUND"):
+            client.controller.ControllerGetVolume(
+                csi.ControllerGetVolumeRequest(volume_id=volume_id)
+            )
+        with expect.code("NOT_FOUND"):
+            client.stage(csi.Volume(volume_id=volume_id), target.with_name("staging"))
+        with expect.code("NOT_FOUND"):
+            client.publish(csi.Volume(volume_id=volume_id), target, target.with_name("second"))
+    client.delete(VOLUME)
+    with expect.code("FAILED_PRECONDITION", str(target)):
+        client.delete(own_id)
+    assert len(volumes(host, group)) == 1
+
+
+@pytest.mark.variation
+def test_an_operator_may_delete_one_that_was_left(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(target))
+    uuid = report.read(host.lvm).group(group).uuid.replace("-", "")[:8]
+    client.delete(f"{group}@{uuid}/{volumes(host, group)[0].name}")
+    assert volumes(host, group) == []
+
+
+@pytest.mark.variation
+def test_while_a_group_is_missing_unpublishing_does_not_say_that_it_is_gone(
+    host: AnyHost, client: Client, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(target))
+    monkeypatch.setattr(host.disks, "scan", lambda *_seconds: {})
+    monkeypatch.setattr(host.disks, "fingerprint", lambda *_asked: None)
+    for name in (VOLUME, "csi-another"):
+        with expect.code("FAILED_PRECONDITION", "is not on this node"):
+            client.unpublish(name, target)
+
+
+@pytest.mark.variation
+def test_a_mount_of_another_at_its_target_is_left_alone(
+    client: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    other = "csi-other"
+    client.publish_inline(other, target, SMALL)
+    with expect.code("FAILED_PRECONDITION", str(target)):
+        client.publish_inline(VOLUME, target, SMALL)
+    with expect.code("FAILED_PRECONDITION", str(target)):
+        client.unpublish(VOLUME, target)
+    client.unpublish(other, target)
+    client.unpublish(VOLUME, target)
+    assert volumes(host, group) == []
+
+
+# What a pod that is gone left
+
+
+def forgotten(host: AnyHost, client: Client, target: Path) -> None:
+    """The pod's directory is removed, and the volume never unpublished."""
+    client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(target))
+    for path in (target, target.parent, target.parent.parent):
+        path.rmdir()
+
+
+@pytest.mark.variation
+def test_what_kubelet_forgot_is_removed_when_it_has_had_its_time(
+    client: Client, host: AnyHost, service: Service, group: str, target: Path
+) -> None:
+    forgotten(host, client, target)
+    service.ephemeral.sweep()
+    assert len(volumes(host, group)) == 1
+    service.ephemeral.sweep()
+    assert volumes(host, group) == []
+    assert programs(host, service.ephemeral.sweep) != []
+    assert programs(host, service.ephemeral.sweep) == []
+
+
+@pytest.mark.variation
+def test_what_came_back_between_two_looks_stays(
+    client: Client, host: AnyHost, service: Service, group: str, target: Path
+) -> None:
+    forgotten(host, client, target)
+    service.ephemeral.sweep()
+    target.parent.mkdir(parents=True)
+    service.ephemeral.sweep()
+    (target.parent).rmdir()
+    (target.parent.parent).rmdir()
+    service.ephemeral.sweep()
+    assert len(volumes(host, group)) == 1
+
+
+@pytest.mark.variation
+def test_what_a_pod_has_that_is_there_stays_while_kubelet_tries_again(
+    client: Client, host: AnyHost, service: Service, group: str, target: Path
+) -> None:
+    """Kubelet removes a target and the directory it is in after each failure; not the pod's."""
+    client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(target))
+    target.rmdir()
+    target.parent.rmdir()
+    for _ in range(3):
+        service.ephemeral.sweep()
+    assert len(volumes(host, group)) == 1
+    target.parent.parent.rmdir()
+
+
+@pytest.mark.variation
+def test_what_a_pod_may_come_back_for_stays(
+    client: Client, host: AnyHost, service: Service, group: str, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(target))
+    host.deactivate(group, volumes(host, group)[0].name)
+    for _ in range(2):
+        service.ephemeral.sweep()
+    assert len(volumes(host, group)) == 1
+
+
+@pytest.mark.variation
+def test_nothing_is_removed_while_the_directory_of_all_pods_is_not_there(
+    client: Client, host: AnyHost, service: Service, group: str, target: Path
+) -> None:
+    forgotten(host, client, target)
+    (host.directory / "pods").rmdir()
+    for _ in range(2):
+        service.ephemeral.sweep()
+    assert len(volumes(host, group)) == 1
+
+
+@pytest.mark.variation
+def test_other_volumes_are_never_taken_for_forgotten(
+    client: Client, host: AnyHost, service: Service, group: str, target: Path
+) -> None:
+    client.create("pvc-1", 16 * MIB)
+    client.publish_inline(VOLUME, target, SMALL)
+    for _ in range(2):
+        service.ephemeral.sweep()
+    assert len(volumes(host, group)) == 2
+
+
+@pytest.mark.variation
+def test_a_sweep_that_lvm2_does_not_answer_is_told_in_the_log_only(
+    host: AnyHost, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.intercept = lambda words: Result(5, "", "no") if words[0] == "lvm" else None
+    service.ephemeral._sweep_quietly()
+    assert "are not removed" in caplog.text
+    host.intercept = lambda _words: None
+    # It looks again, though none was known of.
+    assert programs(host, service.ephemeral.sweep) != []
+    assert programs(host, service.ephemeral.sweep) == []
+
+
+@pytest.mark.variation
+def test_a_service_that_ends_looks_for_nothing_more(host: AnyHost, config: Config) -> None:
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running.start(config.endpoint)
+    running.stop()
+    running.ephemeral._thread.join(60)
+    assert not running.ephemeral._thread.is_alive()
+
+
+@pytest.mark.variation
+def test_it_looks_again_and_again(
+    host: AnyHost, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.publish.inline._TURN_SECONDS", 0.001)
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    looks, enough = itertools.count(1), threading.Event()
+
+    def sweep() -> None:
+        if next(looks) == 3:
+            enough.set()
+
+    monkeypatch.setattr(running.ephemeral, "sweep", sweep)
+    running.start(config.endpoint)
+    assert enough.wait(60)
+    running.stop()
+
+
+# A call that fails for good, after which kubelet forgets the volume
+
+
+def refuse(*_: object) -> None:
+    """In place of a system call."""
+    raise OSError(errno.EINVAL, "no luck")
+
+
+@pytest.mark.parametrize("kind", chosen.kinds(["plain", "thin"], usual=["plain"]))
+@pytest.mark.variation
+def test_a_call_that_fails_for_good_leaves_nothing_that_it_made(
+    client: Client, host: AnyHost, group: str, target: Path, kind: str
+) -> None:
+    host.intercept = lambda words: Result(1, "", "no luck") if words[0] == "mkfs.ext4" else None
+    with expect.code("INTERNAL", "no luck"):
+        client.publish_inline(VOLUME, target, {**SMALL, "class": kind})
+    host.intercept = lambda _words: None
+    assert [one.name for one in volumes(host, group) if one.name.startswith("eph")] == []
+    client.publish_inline(VOLUME, target, {**SMALL, "class": kind})
+    client.unpublish(VOLUME, target)
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("operation", ["mount", "signatures"])
+def test_a_mount_or_a_look_that_fails_leaves_nothing_either(
+    client: Client,
+    host: AnyHost,
+    group: str,
+    target: Path,
+    operation: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host.kernel, operation, refuse)
+    with expect.code("INTERNAL", "no luck"):
+        client.publish_inline(VOLUME, target, SMALL)
+    assert volumes(host, group) == []
+
+
+@pytest.mark.variation
+def test_what_may_still_be_at_work_is_left_for_the_next_call(
+    client: Client, config: Config, host: AnyHost, group: str, target: Path
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(words: Sequence[str]) -> Result | None:
+        if words[0] != "mkfs.ext4" or begun.is_set():
+            return None
+        begun.set()
+        assert go_on.wait(60)
+        return Result(1, "", "no luck")
+
+    host.intercept = slow
+    with Client(config.endpoint, timeout_seconds=5) as impatient, expect.code("ABORTED", "mkfs"):
+        impatient.publish_inline(VOLUME, target, SMALL)
+    assert len(volumes(host, group)) == 1
+    go_on.set()
+    # It was made by another call, but never held anything.
+    with expect.code("INTERNAL", "no luck"):
+        client.publish_inline(VOLUME, target, SMALL)
+    assert volumes(host, group) == []
+    client.publish_inline(VOLUME, target, SMALL)
+
+
+@pytest.mark.variation
+def test_what_a_pod_wrote_before_a_reboot_is_not_given_up(
+    client: Client, host: AnyHost, group: str, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(target))
+    with monkeypatch.context() as patch:
+        patch.setattr(host.kernel, "signatures", refuse)
+        with expect.code("INTERNAL", "no luck"):
+            client.publish_inline(VOLUME, target, SMALL)
+    assert len(volumes(host, group)) == 1
+    client.publish_inline(VOLUME, target, SMALL)
+
+
+@pytest.mark.variation
+def test_what_cannot_be_given_up_now_is_told_of_and_the_error_is_the_first_one(
+    client: Client, host: AnyHost, group: str, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = threading.Event()
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        if words[0] == "mkfs.ext4":
+            broken.set()
+            return Result(1, "", "no luck")
+        return Result(5, "", "lvm2 has none either") if broken.is_set() else None
+
+    host.intercept = intercept
+    with expect.code("INTERNAL", "no luck"):
+        client.publish_inline(VOLUME, target, SMALL)
+    host.intercept = lambda _words: None
+    assert "is left for now" in caplog.text
+    client.unpublish(VOLUME, target)
+    assert volumes(host, group) == []
+
+
+# How much of a node they may take
+
+
+@pytest.fixture
+def limited(host: AnyHost, config: Config) -> Iterator[Client]:
+    """A node that allows 64 MiB for each, and 160 MiB for all."""
+    config = replace(
+        config, inline_volume_limit=64 * MIB, inline_total_limit=Reserve(size_bytes=160 * MIB)
+    )
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running.wiper.grace_seconds = 600
+    running.start(config.endpoint)
+    with Client(config.endpoint) as caller:
+        yield caller
+    running.stop()
+
+
+@pytest.mark.variation
+def test_a_volume_larger_than_its_limit_is_refused_before_it_is_made(
+    limited: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    for asked in ({"size": "65Mi"}, {}):
+        with expect.code("INVALID_ARGUMENT", "size", "inline_volume_limit", str(64 * MIB)):
+            limited.publish_inline(VOLUME, target, asked)
+    assert volumes(host, group) == []
+    assert not target.exists()
+    limited.publish_inline(VOLUME, target, SMALL)
+
+
+def test_the_total_limit_holds_for_calls_that_are_made_at_once(
+    limited: Client, host: AnyHost, group: str, target: Path
+) -> None:
+    def publish(number: int) -> str:
+        try:
+            limited.publish_inline(f"csi-{number}", target.with_name(f"mount-{number}"), SMALL)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+        return "OK"
+
+    with ThreadPoolExecutor(5) as pool:
+        told = list(pool.map(publish, range(5)))
+    refused = [one for one in told if one != "OK"]
+    assert len(volumes(host, group)) == 5 - len(refused) == 2
+    for one in refused:
+        assert one.startswith("RESOURCE_EXHAUSTED")
+        assert f"inline_total_limit is {160 * MIB} bytes" in one
+    # The same again is no more; and what goes makes room.
+    number = told.index("OK")
+    limited.publish_inline(f"csi-{number}", target.with_name(f"mount-{number}"), SMALL)
+    limited.unpublish(f"csi-{number}", target.with_name(f"mount-{number}"))
+    limited.publish_inline("csi-9", target.with_name("mount-9"), SMALL)
+
+
+@pytest.mark.variation
+def test_a_limit_that_was_lowered_keeps_no_pod_from_its_volume(
+    client: Client, host: AnyHost, config: Config, tmp_path: Path, target: Path
+) -> None:
+    client.publish_inline(VOLUME, target, SMALL)
+    host.kernel.unmount(str(target))
+    config = replace(
+        config,
+        endpoint=tmp_path / "second.sock",
+        inline_volume_limit=MIB,
+        inline_total_limit=Reserve(percent=1),
+    )
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running.start(config.endpoint)
+    with Client(config.endpoint) as caller:
+        caller.publish_inline(VOLUME, target, SMALL)
+        with expect.code("INVALID_ARGUMENT", "inline_volume_limit"):
+            caller.publish_inline("csi-other", target.with_name("other"), SMALL)
+        with expect.code("RESOURCE_EXHAUSTED", "inline_total_limit"):
+            caller.publish_inline("csi-other", target.with_name("other"), {"size": "1Mi"})
+    running.stop()

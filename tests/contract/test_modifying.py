@@ -1,0 +1,389 @@
+"""Mutable parameters: given at creation, changed while a volume is in use, all of them or none."""
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import chosen
+import expect
+import grpc
+import pytest
+from real.any import AnyHost
+from real.host import RealHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block, of_snapshot, of_volume
+from lvm import report, volumes
+from lvm.caches import Cache
+from lvm.layout import Layout
+from lvm.pools import Policy
+from lvm.tuning import AUTO, PLAIN, Tuning
+from proto import csi_pb2 as csi
+
+KIB, MIB = 1 << 10, 1 << 20
+SIZE = 24 * MIB
+RAIDS = {
+    "raid1": Layout("raid1", mirrors=1),
+    "raid5": Layout("raid5", stripes=2),
+    "raid6": Layout("raid6", stripes=3),
+    "raid10": Layout("raid10", stripes=2, mirrors=1),
+}
+# Classes of every kind.
+KINDS = ("linear", "striped", "thin", "cache", "writecache", *RAIDS)
+OF_RECOVERY = {"minimumRecoveryRate": "100KiB", "maximumRecoveryRate": "2MiB"}
+
+
+@pytest.fixture
+def group(host: AnyHost) -> str:
+    """Six disks, and a fast one."""
+    name = host.new_group(18, 18, 18, 18, 18, 18, 9)
+    disks = report.read(host.lvm).group(name).disks
+    host.lvm("pvchange", "--addtag", report.FAST, "--", disks[-1].name)
+    return name
+
+
+@pytest.fixture
+def config(config: Config, group: str) -> Config:
+    classes = [
+        DeviceClass("linear", group, default=True),
+        DeviceClass("striped", group, layout=Layout("striped", stripes=2)),
+        DeviceClass("thin", group, layout=Layout("thin"), pool=Policy()),
+        DeviceClass("cache", group, cache=Cache()),
+        DeviceClass("writecache", group, cache=Cache("writecache", "writeback")),
+        *(DeviceClass(name, group, layout=shape) for name, shape in RAIDS.items()),
+    ]
+    return Config(**{**vars(config), "classes": tuple(classes)})
+
+
+def tuning(host: AnyHost, group: str, name: str = "vol-pvc-1") -> Tuning:
+    """What LVM has of a volume; what the kernel has is the same."""
+    told = report.read(host.lvm).group(group).volume(name).tuning
+    device = host.devices.find(group, name)
+    if isinstance(host, RealHost) and device is not None and told.read_ahead_bytes != AUTO:
+        number = ":".join(map(str, device.number))
+        queue = Path(f"/sys/dev/block/{number}/queue/read_ahead_kb")
+        assert int(queue.read_text()) * KIB == told.read_ahead_bytes
+    return told
+
+
+def cost(host: AnyHost) -> list[str]:
+    commands, host.commands = host.commands[:], []
+    return [" ".join(words[:2]) for words in commands]
+
+
+@pytest.mark.parametrize("name", chosen.kinds(KINDS, usual=["raid1", "thin"]))
+def test_a_volume_of_each_kind_is_made_with_its_read_ahead_and_given_another_while_mounted(
+    client: Client, host: AnyHost, group: str, name: str
+) -> None:
+    staging = host.directory / "staging"
+    volume = client.create(
+        "pvc-1", SIZE, parameters={"class": name}, mutable={"carver/readAhead": "1MiB"}
+    )
+    assert tuning(host, group) == Tuning(MIB, 0, 0)
+    client.stage(volume, staging)
+    (staging / "data").write_bytes(b"data" * KIB)
+
+    client.modify(volume.volume_id, {"readAhead": "256KiB"})
+    assert tuning(host, group) == Tuning(256 * KIB, 0, 0)
+    client.modify(volume.volume_id, {"readAhead": "0"})
+    assert tuning(host, group) == Tuning(0, 0, 0)
+    client.modify(volume.volume_id, {"readAhead": "auto"})
+    assert tuning(host, group) == PLAIN
+
+    assert (staging / "data").read_bytes() == b"data" * KIB
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize("name", chosen.kinds(RAIDS, usual=["raid1"]))
+def test_the_recovery_of_a_raid_has_limits_that_can_be_changed_and_taken_away(
+    client: Client, host: AnyHost, group: str, name: str
+) -> None:
+    volume = client.create(
+        "pvc-1", SIZE, block(), parameters={"class": name}, mutable={**OF_RECOVERY}
+    )
+    assert tuning(host, group) == Tuning(AUTO, 100, 2048)
+    # Above what was the maximum before.
+    higher = {"minimumRecoveryRate": "3MiB", "maximumRecoveryRate": "4MiB", "readAhead": "8KiB"}
+    client.modify(volume.volume_id, higher)
+    assert tuning(host, group) == Tuning(8 * KIB, 3072, 4096)
+    client.modify(volume.volume_id, {"minimumRecoveryRate": "0"})
+    assert tuning(host, group) == Tuning(8 * KIB, 0, 4096)
+    client.modify(volume.volume_id, {"maximumRecoveryRate": "0"})
+    assert tuning(host, group) == Tuning(8 * KIB, 0, 0)
+
+
+@pytest.mark.variation
+def test_parameters_cost_no_command_at_creation_and_one_beside_the_report_later(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    parameters, mutable = {"class": "raid1"}, {"readAhead": "1MiB", **OF_RECOVERY}
+    host.commands = []
+    volume = client.create("pvc-1", SIZE, block(), parameters=parameters, mutable=mutable)
+    assert cost(host) == ["lvm fullreport", "lvm lvcreate"]
+    client.modify(volume.volume_id, mutable)
+    # What CreateVolume did is read once; then nothing was written.
+    assert cost(host) == ["lvm fullreport"]
+    for _ in range(2):
+        client.modify(volume.volume_id, {**mutable, "readAhead": "2MiB"})
+    assert cost(host) == ["lvm lvchange", "lvm fullreport"]
+    client.modify(
+        volume.volume_id,
+        {"readAhead": "0", "minimumRecoveryRate": "0", "maximumRecoveryRate": "8MiB"},
+    )
+    assert cost(host) == ["lvm lvchange"]
+    assert tuning(host, group) == Tuning(0, 0, 8192)
+
+
+@pytest.mark.variation
+def test_a_minimum_alone_costs_a_command_more_at_creation(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    parameters, mutable = {"class": "raid1"}, {"minimumRecoveryRate": "1MiB"}
+    host.commands = []
+    made = client.create("pvc-1", SIZE, block(), parameters=parameters, mutable=mutable)
+    assert cost(host) == ["lvm fullreport", "lvm lvcreate", "lvm lvchange"]
+    assert client.create("pvc-1", SIZE, block(), parameters=parameters, mutable=mutable) == made
+    assert cost(host) == ["lvm fullreport"]
+    assert tuning(host, group) == Tuning(AUTO, 1024, 0)
+
+
+@pytest.mark.variation
+def test_only_what_is_named_is_changed(client: Client, host: AnyHost, group: str) -> None:
+    mutable = {"readAhead": "1MiB", **OF_RECOVERY}
+    volume = client.create(
+        "pvc-1", SIZE, block(), parameters={"class": "raid1"}, mutable={"readAhead": "1MiB"}
+    )
+    client.modify(volume.volume_id, {"maximumRecoveryRate": "2MiB"})
+    client.modify(volume.volume_id, {"minimumRecoveryRate": "100KiB"})
+    assert tuning(host, group) == Tuning(MIB, 100, 2048)
+    # What sidecars tell of the claim is no parameter.
+    client.modify(volume.volume_id, {"csi.storage.k8s.io/pvc/name": "db-0"})
+    client.modify(volume.volume_id, {"csi.storage.k8s.io/pvc/name": "db-0", **mutable})
+    assert tuning(host, group) == Tuning(MIB, 100, 2048)
+
+
+@pytest.mark.parametrize(
+    ("mutable", "words"),
+    [
+        ({"readahead": "1MiB"}, ("'readahead'", "carver/readAhead", "carver/maximumRecoveryRate")),
+        ({"fsType": "xfs"}, ("'fsType'", "allowed")),
+        ({"readAhead": "much"}, ("readAhead", "'much'", "auto", "512MiB")),
+        ({"readAhead": ""}, ("readAhead", "auto")),
+        ({"readAhead": "-1"}, ("readAhead", "auto")),
+        ({"readAhead": "1000"}, ("readAhead", "4KiB")),
+        ({"readAhead": "2GiB"}, ("readAhead", "1GiB")),
+        ({"readAhead": "1MiB", "carver/readAhead": "1MiB"}, ("readAhead", "prefix")),
+        ({"maximumRecoveryRate": "fast"}, ("maximumRecoveryRate", "'fast'")),
+        ({"maximumRecoveryRate": "1000"}, ("maximumRecoveryRate", "KiB")),
+        ({"minimumRecoveryRate": "3TiB"}, ("minimumRecoveryRate", "2147483647KiB")),
+        (
+            {"minimumRecoveryRate": "3MiB", "maximumRecoveryRate": "2MiB"},
+            ("minimum recovery rate, 3072KiB", "maximum, 2048KiB"),
+        ),
+    ],
+)
+@pytest.mark.variation
+def test_what_is_wrong_is_refused_by_name_and_nothing_is_changed(
+    client: Client, host: AnyHost, group: str, mutable: Mapping[str, str], words: tuple[str, ...]
+) -> None:
+    raid = {"class": "raid1"}
+    with expect.code("INVALID_ARGUMENT", "mutable_parameters", *words):
+        client.create("pvc-1", SIZE, block(), parameters=raid, mutable=mutable)
+    assert client.volumes() == []
+    volume = client.create("pvc-1", SIZE, block(), parameters=raid)
+    host.commands = []
+    # What is right beside it is not done either.
+    usual = (
+        {}
+        if {key.removeprefix("carver/") for key in mutable} >= {"readAhead"}
+        else {"readAhead": "2MiB"}
+    )
+    with expect.code("INVALID_ARGUMENT", "mutable_parameters", *words):
+        client.modify(volume.volume_id, {**usual, **mutable})
+    assert cost(host) == []
+    assert tuning(host, group) == PLAIN
+
+
+@pytest.mark.parametrize(
+    "name", chosen.kinds(["linear", "striped", "thin", "cache"], usual=["linear"])
+)
+@pytest.mark.variation
+def test_rates_are_refused_where_the_layout_is_no_raid(
+    client: Client, host: AnyHost, group: str, name: str
+) -> None:
+    parameters, rate = {"class": name}, {"readAhead": "1MiB", "maximumRecoveryRate": "1MiB"}
+    with expect.code("INVALID_ARGUMENT", "[maximumRecoveryRate]", "RAID", "carver/readAhead"):
+        client.create("pvc-1", SIZE, block(), parameters=parameters, mutable=rate)
+    assert client.volumes() == []
+    volume = client.create("pvc-1", SIZE, block(), parameters=parameters)
+    with expect.code("INVALID_ARGUMENT", "[maximumRecoveryRate]", "RAID", "carver/readAhead"):
+        client.modify(volume.volume_id, rate)
+    assert tuning(host, group) == PLAIN
+
+
+@pytest.mark.variation
+def test_a_minimum_above_the_maximum_that_a_volume_has_is_refused(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create(
+        "pvc-1", SIZE, block(), parameters={"class": "raid1"}, mutable={**OF_RECOVERY}
+    )
+    with expect.code("INVALID_ARGUMENT", "minimum recovery rate, 4096KiB", "maximum, 2048KiB"):
+        client.modify(volume.volume_id, {"minimumRecoveryRate": "4MiB", "readAhead": "1MiB"})
+    with expect.code("INVALID_ARGUMENT", "minimum recovery rate, 100KiB", "maximum, 50KiB"):
+        client.modify(volume.volume_id, {"maximumRecoveryRate": "50KiB"})
+    assert tuning(host, group) == Tuning(AUTO, 100, 2048)
+
+
+@pytest.mark.variation
+def test_a_volume_and_parameters_are_required(client: Client, group: str) -> None:
+    usual = {"readAhead": "1MiB"}
+    volume = client.create("pvc-1", SIZE, block())
+    for volume_id, mutable, code in (
+        ("", usual, "INVALID_ARGUMENT"),
+        (volume.volume_id, {}, "INVALID_ARGUMENT"),
+        ("made-up", usual, "NOT_FOUND"),
+        (volume.volume_id + "0", usual, "NOT_FOUND"),
+        ("nowhere@12345678/vol-pvc-1", usual, "FAILED_PRECONDITION"),
+        (f"{group}@00000000/vol-pvc-1", usual, "FAILED_PRECONDITION"),
+    ):
+        with expect.code(code):
+            client.modify(volume_id, mutable)
+
+
+@pytest.mark.variation
+def test_a_repeated_create_gives_the_volume_what_it_asks_for_now(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    first = client.create("pvc-1", SIZE, block(), mutable={"readAhead": "1MiB"})
+    host.commands = []
+    assert client.create("pvc-1", SIZE, block(), mutable={"readAhead": "1MiB"}) == first
+    assert client.create("pvc-1", SIZE, block()) == first
+    assert cost(host) == ["lvm fullreport"]
+    assert tuning(host, group) == Tuning(MIB, 0, 0)
+    host.commands = []
+
+    assert client.create("pvc-1", SIZE, block(), mutable={"readAhead": "2MiB"}) == first
+    assert cost(host) == ["lvm lvchange"]
+    assert tuning(host, group) == Tuning(2 * MIB, 0, 0)
+
+
+@pytest.mark.parametrize("name", chosen.kinds(["linear", "thin"], usual=["linear"]))
+@pytest.mark.variation
+def test_a_copy_has_parameters_of_its_own(
+    client: Client, host: AnyHost, group: str, name: str
+) -> None:
+    parameters = {"class": name}
+    origin = client.create(
+        "pvc-1", SIZE, block(), parameters=parameters, mutable={"readAhead": "1MiB"}
+    )
+    snapshot = client.snapshot("snap", origin.volume_id)
+    sources = {
+        "pvc-2": of_snapshot(snapshot.snapshot_id),
+        "pvc-3": of_volume(origin.volume_id),
+    }
+    for copy, source in sources.items():
+        client.create(
+            copy, SIZE, block(), parameters=parameters, source=source, mutable={"readAhead": "8KiB"}
+        )
+        assert tuning(host, group, f"vol-{copy}") == Tuning(8 * KIB, 0, 0)
+    client.create("pvc-4", SIZE, block(), parameters=parameters, source=sources["pvc-2"])
+    assert tuning(host, group, "vol-pvc-4") == PLAIN
+    assert tuning(host, group) == Tuning(MIB, 0, 0)
+
+
+@pytest.mark.variation
+def test_copy_on_write_snapshots_keep_the_read_ahead_as_it_is_and_nothing_else(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", SIZE, block(), parameters={"class": "raid1"})
+    snapshot = client.snapshot("snap", volume.volume_id)
+    client.modify(volume.volume_id, {"maximumRecoveryRate": "2MiB", "readAhead": "auto"})
+    with expect.code("FAILED_PRECONDITION", "snap", "read-ahead", "delete"):
+        client.modify(volume.volume_id, {"maximumRecoveryRate": "3MiB", "readAhead": "1MiB"})
+    assert tuning(host, group) == Tuning(AUTO, 0, 2048)
+    client.delete_snapshot(snapshot.snapshot_id)
+    client.modify(volume.volume_id, {"maximumRecoveryRate": "3MiB", "readAhead": "1MiB"})
+    assert tuning(host, group) == Tuning(MIB, 0, 3072)
+
+
+@pytest.mark.variation
+def test_an_inactive_volume_stays_so_and_has_its_read_ahead_when_it_is_staged(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", SIZE, block())
+    host.deactivate(group, "vol-pvc-1")
+    client.modify(volume.volume_id, {"readAhead": "1MiB"})
+    assert host.devices.find(group, "vol-pvc-1") is None
+    client.stage(volume, host.directory / "staging", block())
+    assert host.devices.find(group, "vol-pvc-1") is not None
+    assert tuning(host, group) == Tuning(MIB, 0, 0)
+
+
+@pytest.mark.parametrize("kind", ["cache", "writecache"])
+@pytest.mark.variation
+def test_a_volume_that_was_made_without_its_cache_gets_that_and_keeps_its_parameters(
+    client: Client, host: AnyHost, group: str, kind: str
+) -> None:
+    parameters, mutable = {"class": kind}, {"readAhead": "1MiB"}
+    made = client.create("pvc-1", SIZE, block(), parameters=parameters, mutable=mutable)
+    # What a killed lvcreate leaves.
+    host.lvm("lvconvert", "--yes", "--splitcache", "--", f"{group}/vol-pvc-1")
+    volumes.remove(host.lvm, group, "vol-pvc-1_cache")
+    mutable = {"readAhead": "2MiB"}
+    again = client.create("pvc-1", SIZE, block(), parameters=parameters, mutable=mutable)
+    assert again == made
+    assert report.read(host.lvm).group(group).volume("vol-pvc-1").layout == {kind}
+    assert tuning(host, group) == Tuning(2 * MIB, 0, 0)
+
+
+@pytest.mark.variation
+def test_parameters_are_confirmed_where_the_volume_can_have_them(client: Client) -> None:
+    def validate(volume: csi.Volume, mutable: Mapping[str, str]) -> str:
+        request = csi.ValidateVolumeCapabilitiesRequest(
+            volume_id=volume.volume_id, volume_capabilities=[block()], mutable_parameters=mutable
+        )
+        answer = client.controller.ValidateVolumeCapabilities(request)
+        if not answer.HasField("confirmed"):
+            return answer.message
+        assert dict(answer.confirmed.mutable_parameters) == mutable
+        return ""
+
+    linear = client.create("pvc-1", SIZE, block())
+    raid = client.create(
+        "pvc-2", SIZE, block(), parameters={"class": "raid1"}, mutable={**OF_RECOVERY}
+    )
+    assert validate(linear, {"readAhead": "1MiB"}) == ""
+    assert "RAID" in validate(linear, {"minimumRecoveryRate": "1MiB"})
+    assert validate(raid, {"minimumRecoveryRate": "1MiB"}) == ""
+    assert "more than the maximum" in validate(raid, {"minimumRecoveryRate": "4MiB"})
+    assert "'unheard'" in validate(raid, {"unheard": "of"})
+
+
+@pytest.mark.variation
+def test_of_two_changes_at_once_one_is_put_off_or_both_are_made(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", SIZE, block())
+
+    def modify(size: str) -> str:
+        try:
+            client.modify(volume.volume_id, {"readAhead": size})
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return "OK"
+
+    with ThreadPoolExecutor(4) as pool:
+        told = set(pool.map(modify, ["1MiB", "2MiB"] * 4))
+    assert "OK" in told
+    assert told <= {"OK", "ABORTED"}
+    assert tuning(host, group).read_ahead_bytes in (MIB, 2 * MIB)
+
+
+@pytest.mark.variation
+def test_the_capability_is_told(client: Client) -> None:
+    answer = client.controller.ControllerGetCapabilities(csi.ControllerGetCapabilitiesRequest())
+    told = {one.rpc.type for one in answer.capabilities}
+    assert csi.ControllerServiceCapability.RPC.MODIFY_VOLUME in told

@@ -1,0 +1,76 @@
+"""A device that a killed lvm2 left suspended: whoever uses it would wait for ever."""
+
+from collections.abc import Callable
+
+import pytest
+from real.any import AnyHost
+
+from agent.csi.client import Client, block
+from agent.service.server import Service
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+NAME = "vol-pvc-1"
+
+
+@pytest.fixture
+def volume(host: AnyHost, group: str, client: Client) -> csi.Volume:
+    """A raw volume whose device is suspended."""
+    made = client.create("pvc-1", 8 * MIB, block())
+    host.suspend(group, NAME)
+    assert host.is_suspended(group, NAME)
+    return made
+
+
+def create(client: Client, _volume: csi.Volume) -> None:
+    client.create("pvc-1", 8 * MIB, block())
+
+
+def expand(client: Client, volume: csi.Volume) -> None:
+    # lvm2 has nothing to do: an earlier call was killed after it had written the new size.
+    assert client.expand(volume.volume_id, 8 * MIB).capacity_bytes == 8 * MIB
+
+
+def modify(client: Client, volume: csi.Volume) -> None:
+    # It has that already, as it would have what a killed call had written.
+    client.modify(volume.volume_id, {"readAhead": "auto"})
+
+
+def snapshot(client: Client, volume: csi.Volume) -> None:
+    client.delete_snapshot(client.snapshot("snap", volume.volume_id).snapshot_id)
+
+
+def get(client: Client, volume: csi.Volume) -> None:
+    client.volume(volume.volume_id)
+
+
+@pytest.mark.parametrize("call", [create, expand, modify, snapshot, get])
+def test_the_next_call_resumes_it(
+    host: AnyHost,
+    group: str,
+    client: Client,
+    volume: csi.Volume,
+    call: Callable[[Client, csi.Volume], None],
+) -> None:
+    call(client, volume)
+    assert not host.is_suspended(group, NAME)
+
+
+def test_a_deletion_resumes_it_and_wipes(host: AnyHost, client: Client, volume: csi.Volume) -> None:
+    before = client.capacity().available_capacity
+    client.delete(volume.volume_id)
+    assert client.capacity().available_capacity == before + 8 * MIB
+
+
+def test_a_start_resumes_it(
+    host: AnyHost, group: str, service: Service, volume: csi.Volume
+) -> None:
+    service.wiper.resume()
+    assert not host.is_suspended(group, NAME)
+
+
+def test_a_call_costs_no_command_more_where_nothing_is_suspended(
+    host: AnyHost, client: Client
+) -> None:
+    client.create("pvc-1", 8 * MIB, block())
+    assert not [words for words in host.commands if "--refresh" in words]

@@ -1,0 +1,285 @@
+"""Thin classes: a pool is made when needed, promised within bounds, given back when empty."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import expect
+import pytest
+from real.any import AnyHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block, of_snapshot, of_volume
+from agent.service.server import Service
+from lvm import report
+from lvm.layout import Layout, Reserve
+from lvm.pools import Policy
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+THIN, TWICE = {"class": "thin"}, {"class": "twice"}
+
+
+@pytest.fixture
+def group(host: AnyHost) -> str:
+    """Thirty extents, on two disks."""
+    return host.new_group(18, 12)
+
+
+@pytest.fixture
+def config(config: Config, group: str) -> Config:
+    thin, size = Layout("thin"), Reserve(size_bytes=8 * MIB)
+    classes = (
+        DeviceClass("thick", group, default=True),
+        DeviceClass("thin", group, layout=thin, pool=Policy(size=size)),
+        DeviceClass(
+            "twice",
+            group,
+            layout=thin,
+            reserve=Reserve(size_bytes=16 * MIB),
+            pool=Policy(over_provisioning=2.0, size=size, chunk_size_bytes=256 << 10),
+        ),
+    )
+    return Config(**{**vars(config), "classes": classes})
+
+
+@pytest.fixture(autouse=True)
+def free(host: AnyHost, group: str, client: Client) -> Iterator[None]:
+    """In the end all is deleted, and the group's free extents are what they were."""
+    yield
+    for volume in client.volumes():
+        client.delete(volume.volume_id)
+    left = report.read(host.lvm).group(group)
+    assert (left.free_extents, set(left.volumes)) == (30, set())
+
+
+def maximum(client: Client, parameters: dict[str, str]) -> int:
+    return client.capacity(parameters).maximum_volume_size.value
+
+
+def started(host: AnyHost) -> list[str]:
+    words = [" ".join(one[:2]) for one in host.commands]
+    host.commands.clear()
+    return words
+
+
+def test_the_first_volume_makes_the_pool_and_others_cost_as_much_as_thick_ones(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    host.commands.clear()
+    first = client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
+    assert started(host) == ["lvm fullreport", "lvm lvcreate", "lvm lvcreate"]
+    client.create("pvc-2", 40 * MIB, block(), parameters=THIN)
+    assert started(host) == ["lvm fullreport", "lvm lvcreate"]
+    client.create("pvc-2", 40 * MIB, block(), parameters=THIN)
+    assert started(host) == ["lvm fullreport"]
+    found = report.read(host.lvm).group(group)
+    # The data, the metadata, the metadata's spare.
+    assert found.free_extents == 30 - 2 - 1 - 1
+    assert found.spare_extents == 1
+    pool = found.volume("pool-thin")
+    assert (pool.size_bytes, pool.metadata_size_bytes) == (8 * MIB, 4 * MIB)
+    assert found.volume("vol-pvc-1").pool == found.volume("vol-pvc-2").pool == "pool-thin"
+    host.commands.clear()
+    client.delete(first.volume_id)
+    assert started(host) == ["lvm lvremove"]
+
+
+def test_a_pool_promises_what_it_can_become_and_not_one_extent_more(client: Client) -> None:
+    assert maximum(client, THIN) == 28 * EXTENT
+    client.create("pvc-1", 12 * EXTENT, block(), parameters=THIN)
+    assert maximum(client, THIN) == 16 * EXTENT
+    with expect.code("RESOURCE_EXHAUSTED", str(16 * EXTENT), "1 times"):
+        client.create("pvc-2", 17 * EXTENT, block(), parameters=THIN)
+    client.create("pvc-2", 16 * EXTENT, block(), parameters=THIN)
+    assert maximum(client, THIN) == 0
+
+
+@pytest.mark.variation
+def test_an_over_provisioned_pool_promises_so_many_times_what_it_can_become(
+    client: Client,
+) -> None:
+    # Less the metadata, their spare, and the reserve of four extents.
+    assert maximum(client, TWICE) == 2 * 24 * EXTENT
+    with expect.code("RESOURCE_EXHAUSTED", "2 times"):
+        client.create("pvc-1", 49 * EXTENT, block(), parameters=TWICE)
+    volume = client.create("pvc-1", 48 * EXTENT, block(), parameters=TWICE)
+    assert volume.capacity_bytes == 48 * EXTENT
+    assert maximum(client, TWICE) == 0
+
+
+@pytest.mark.variation
+def test_what_a_pool_promised_is_kept_free_by_the_other_classes(client: Client) -> None:
+    client.create("pvc-1", 10 * EXTENT, block(), parameters=THIN)
+    # Two extents of data are there, eight are promised.
+    assert maximum(client, {"class": "thick"}) == (30 - 4 - 8) * EXTENT
+    client.create("pvc-2", 18 * EXTENT, block(), parameters={"class": "thick"})
+    assert maximum(client, THIN) == 0
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.create("pvc-3", EXTENT, block(), parameters={"class": "thick"})
+
+
+@pytest.mark.variation
+def test_two_pools_share_a_group_and_each_keeps_its_promises(client: Client) -> None:
+    client.create("pvc-1", 10 * EXTENT, block(), parameters=THIN)
+    # Ten extents of the other pool's data, three of metadata with one spare, four of reserve.
+    assert maximum(client, TWICE) == 2 * (30 - 10 - 3 - 4) * EXTENT
+    client.create("pvc-2", 26 * EXTENT, block(), parameters=TWICE)
+    assert maximum(client, TWICE) == 0
+    assert maximum(client, THIN) == 4 * EXTENT
+
+
+def test_a_thin_volume_grows_within_what_its_pool_may_promise(client: Client) -> None:
+    volume = client.create("pvc-1", 10 * EXTENT, block(), parameters=THIN)
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.expand(volume.volume_id, 29 * EXTENT)
+    assert client.expand(volume.volume_id, 28 * EXTENT).capacity_bytes == 28 * EXTENT
+
+
+@pytest.mark.variation
+def test_a_volume_of_the_same_name_but_thick_is_another(client: Client) -> None:
+    client.create("pvc-1", EXTENT, block(), parameters=THIN)
+    with expect.code("ALREADY_EXISTS"):
+        client.create("pvc-1", EXTENT, block(), parameters={"class": "thick"})
+
+
+def test_a_volume_in_use_is_not_deleted(client: Client, host: AnyHost) -> None:
+    staging = host.directory / "staging"
+    volume = client.create("pvc-1", 20 * MIB, parameters=THIN)
+    client.stage(volume, staging)
+    with expect.code("FAILED_PRECONDITION", "mounted"):
+        client.delete(volume.volume_id)
+    client.unstage(volume.volume_id, staging)
+
+
+def test_a_pool_goes_with_its_last_volume_and_is_overwritten_first(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    first, second = (
+        client.create(name, 8 * MIB, block(), parameters=THIN) for name in ("pvc-1", "pvc-2")
+    )
+    client.delete(first.volume_id)
+    assert "pool-thin" in report.read(host.lvm).group(group).volumes
+    host.commands.clear()
+    client.delete(second.volume_id)
+    assert started(host) == [
+        *("lvm fullreport", "lvm lvremove"),
+        *("lvm fullreport", "lvm lvcreate", "lvm fullreport", "lvm lvremove"),
+    ]
+    assert report.read(host.lvm).group(group).free_extents == 30
+
+
+def test_a_pool_that_an_earlier_process_left_empty_is_given_back(
+    client: Client, service: Service, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
+    host.lvm("lvremove", "--yes", "--", f"{group}/vol-pvc-1")
+    service.inventory.read()
+    assert service.reclaimer.resume() == 1
+    service.reclaimer.give_back(group, "pool-thin").result(600)
+    assert report.read(host.lvm).group(group).free_extents == 30
+    client.delete(volume.volume_id)
+
+
+def test_a_thin_volume_is_staged_again_after_its_device_was_gone(
+    client: Client, host: AnyHost, group: str, tmp_path: Path
+) -> None:
+    volume = client.create("pvc-1", 20 * MIB, parameters=THIN)
+    for name in ("vol-pvc-1", "pool-thin"):
+        host.deactivate(group, name)
+    client.stage(volume, host.directory / "staging")
+    client.unstage(volume.volume_id, host.directory / "staging")
+
+
+# Snapshots and copies
+
+
+def test_a_thin_snapshot_is_made_in_two_commands_and_is_whole_without_its_origin(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", 16 * MIB, block(), parameters=THIN)
+    device = host.devices.find(group, "vol-pvc-1")
+    assert device
+    host.write_bytes(device.path, 4 * MIB, b"before  " * 512)
+    started(host)
+    snapshot = client.snapshot("1", volume.volume_id)
+    assert started(host) == ["lvm fullreport", "lvm lvcreate"]
+    assert (snapshot.ready_to_use, snapshot.size_bytes) == (True, 16 * MIB)
+    made = report.read(host.lvm).group(group).volume("snap-1")
+    assert (made.origin, made.read_only) == ("vol-pvc-1", True)
+    host.write_bytes(device.path, 4 * MIB, b"after   " * 512)
+    client.delete(volume.volume_id)
+    assert client.snapshots() == [snapshot]
+    copy = client.create("pvc-2", 0, block(), source=of_snapshot(snapshot.snapshot_id))
+    copied = host.devices.find(group, "vol-pvc-2")
+    assert copied
+    assert host.read_bytes(copied.path, 4 * MIB, 4096) == b"before  " * 512
+    client.delete(copy.volume_id)
+    started(host)
+    client.delete_snapshot(snapshot.snapshot_id)
+    assert started(host)[:2] == ["lvm fullreport", "lvm lvremove"]
+
+
+@pytest.mark.variation
+def test_a_thin_snapshot_counts_towards_what_its_pool_promised(client: Client) -> None:
+    room = maximum(client, THIN)
+    volume = client.create("pvc-1", 2 * EXTENT, block(), parameters=THIN)
+    assert maximum(client, THIN) == room - 2 * EXTENT
+    snapshot = client.snapshot("1", volume.volume_id)
+    assert maximum(client, THIN) == room - 4 * EXTENT
+    client.create("pvc-2", room - 5 * EXTENT, block(), parameters=THIN)
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.snapshot("2", volume.volume_id)
+    client.delete_snapshot(snapshot.snapshot_id)
+
+
+@pytest.mark.parametrize("to", ["thin", "thick", "twice"])
+def test_thin_volumes_are_copied_to_any_class_and_leave_no_snapshot(
+    client: Client, host: AnyHost, group: str, to: str
+) -> None:
+    volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
+    device = host.devices.find(group, "vol-pvc-1")
+    assert device
+    host.write_bytes(device.path, 4 * MIB, b"contents" * 512)
+    source = of_volume(volume.volume_id)
+    copy = client.create("pvc-2", 12 * MIB, block(), parameters={"class": to}, source=source)
+    assert copy.capacity_bytes == 12 * MIB
+    copied = host.devices.find(group, "vol-pvc-2")
+    assert copied
+    assert host.read_bytes(copied.path, 4 * MIB, 4096) == b"contents" * 512
+    left = set(report.read(host.lvm).group(group).volumes)
+    assert not {name for name in left if name.startswith(("copy", "snap"))}
+
+
+def test_a_thin_volume_grows_under_its_snapshots(client: Client) -> None:
+    volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
+    snapshot = client.snapshot("1", volume.volume_id)
+    assert client.expand(volume.volume_id, 16 * MIB).capacity_bytes == 16 * MIB
+    assert client.snapshots()[0].size_bytes == 8 * MIB
+    client.delete_snapshot(snapshot.snapshot_id)
+
+
+def test_a_copy_within_a_pool_is_made_in_an_instant_and_grown_where_it_is_larger(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
+    device = host.devices.find(group, "vol-pvc-1")
+    assert device
+    host.write_bytes(device.path, 4 * MIB, b"contents" * 512)
+    snapshot = client.snapshot("1", volume.volume_id)
+    started(host)
+    of = of_snapshot(snapshot.snapshot_id)
+    copy = client.create("pvc-2", 0, block(), parameters=THIN, source=of)
+    assert started(host) == ["lvm fullreport", "lvm lvcreate"]
+    larger = client.create(
+        "pvc-3", 12 * MIB, block(), parameters=THIN, source=of_volume(volume.volume_id)
+    )
+    assert started(host) == ["lvm fullreport", "lvm lvcreate", "lvm lvextend", "lvm lvchange"]
+    assert (copy.capacity_bytes, larger.capacity_bytes) == (8 * MIB, 12 * MIB)
+    assert client.create("pvc-2", 0, block(), parameters=THIN, source=of) == copy
+    client.delete(volume.volume_id)
+    client.delete_snapshot(snapshot.snapshot_id)
+    for name in ("vol-pvc-2", "vol-pvc-3"):
+        found = host.devices.find(group, name)
+        assert found
+        assert host.read_bytes(found.path, 4 * MIB, 4096) == b"contents" * 512

@@ -1,0 +1,321 @@
+"""Volumes by hand: each verb as a person types it, on the service that runs.
+
+tests/container types them on real volumes.
+"""
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import configured
+import pytest
+from fakes.host import FakeHost
+
+from agent.cli import main as cli
+from agent.cli import terminal, volumes
+from agent.config import settings as configuration
+from agent.config.settings import Config
+from agent.csi.client import Client
+from agent.engine.host import Host
+from agent.service.server import Service
+from mount import table
+
+MIB = 1 << 20
+
+
+class Shell:
+    """A person at a prompt: what is typed, and what is seen."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.complaint = ""
+
+    def __call__(self, line: str, exit_code: int = 0, noun: str = "volume") -> str:
+        """Type a line without `carver volume`, and return what was printed."""
+        ended = cli.main([noun, *line.split()])
+        seen = self._capsys.readouterr()
+        self.complaint = seen.err
+        assert ended == exit_code, seen.err
+        return seen.out
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> FakeHost:
+    made = FakeHost(tmp_path)
+    made.lvm2.add_group("data", [100, 60])
+    return made
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return configured.carver(tmp_path)
+
+
+@pytest.fixture
+def service(host: FakeHost, config: Config) -> Iterator[Service]:
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running.start(config.endpoint)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def shell(
+    host: FakeHost,
+    config: Config,
+    service: Service,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Shell:
+    here(host, config, monkeypatch)
+    return Shell(capsys)
+
+
+def here(host: FakeHost, settings: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the command find the test's machine, and its configuration."""
+    machine = Host(host.run, host.kernel, host.devices, host.disks)
+    monkeypatch.setattr("agent.engine.host.this_host", lambda _settings: machine)
+    monkeypatch.setattr(configuration, "load", lambda _arguments, _environment: settings)
+
+
+def mounted(host: FakeHost) -> list[str]:
+    """The volumes' mounts, by name."""
+    inside = table.read(host.kernel).mounts
+    return [one.path for one in inside if "vol-" in one.path or one.path.endswith("/db")]
+
+
+def test_a_volume_s_life_by_hand(shell: Shell, host: FakeHost, client: Client) -> None:
+    place = host.directory / "db"
+
+    assert shell("create db --size 64MiB").startswith("db: 64 MiB, ")
+    assert shell("list --names") == "db\n"
+    assert shell(f"publish db {place}") == f"db is at {place}\n"
+    assert str(place) in shell("show db")
+    assert shell("expand db 100MiB") == "db: 100 MiB\n"
+    usage = client.stats(client.volumes()[0].volume_id, place).usage[0]
+    assert usage.total > 80 * MIB
+    assert shell("unpublish db") == f"db is no longer at {place}\n"
+    assert mounted(host) == []
+    assert not place.exists()
+    assert shell("delete db --yes") == "db is deleted\n"
+    assert client.volumes() == []
+
+
+def test_what_may_change_is_changed_while_a_volume_is_in_use(shell: Shell, host: FakeHost) -> None:
+    shell("create db --size 64MiB")
+    shell(f"publish db {host.directory}/db")
+    assert shell("modify db readAhead=1MiB") == "db: readAhead=1MiB\n"
+    assert host.lvm2.groups["data"].volumes["vol-db"].tuning.read_ahead_bytes == MIB
+    shell("modify db maximumRecoveryRate=1MiB", 1)
+    assert "RAID" in shell.complaint
+    shell("modify db readahead=1MiB", 1)
+    assert "carver/readAhead" in shell.complaint
+    shell("modify other readAhead=1MiB", 1)
+    assert "'other'" in shell.complaint
+
+
+@pytest.mark.parametrize("words", ["", "readAhead", "=1MiB"])
+def test_a_change_needs_a_key_and_a_value(shell: Shell, words: str) -> None:
+    with pytest.raises(SystemExit):
+        shell(f"modify db {words}")
+
+
+def test_a_raw_block_volume_is_published_as_what_it_is(shell: Shell, host: FakeHost) -> None:
+    shell("create raw --size 16MiB --block")
+    shell(f"publish raw {host.directory}/raw")
+    assert host.kernel.device_size_bytes(f"{host.directory}/raw") == 16 * MIB
+    shell("unpublish raw")
+    shell("delete raw --yes")
+
+
+def test_a_volume_is_at_a_second_path_only_if_that_is_said(shell: Shell, host: FakeHost) -> None:
+    one, other = host.directory / "db", host.directory / "reader"
+    shell("create db --size 64MiB")
+    shell(f"publish db {one}")
+    shell(f"publish db {other}", 1)
+    assert "allows one target" in shell.complaint
+
+    shell(f"publish db {other} --shared --read-only")
+    told = json.loads(shell("show db --json"))
+    assert {str(one), str(other)} <= set(told["places"])
+
+    # The first stays, and so does what it stands on.
+    shell(f"unpublish db {other}")
+    assert str(one) in mounted(host)
+    shell(f"unpublish db {one}")
+    assert mounted(host) == []
+
+
+def test_a_volume_goes_by_its_name_its_logical_volume_and_its_id(
+    shell: Shell, client: Client
+) -> None:
+    odd = "a/very/odd/name"
+    shell(f"create {odd} --size 16MiB")
+    [volume] = client.volumes()
+    logical = shell("list --names").strip()
+    assert logical.startswith("vol.")
+    for name in (odd, logical, volume.volume_id):
+        assert json.loads(shell(f"show {name} --json"))["id"] == volume.volume_id
+    shell("show nothing", 1)
+    assert "there is no volume 'nothing'" in shell.complaint
+
+
+def test_the_list_is_a_table_or_json(shell: Shell) -> None:
+    shell("create one --size 64MiB --class plain --fs-type ntfs", 1)
+    assert "allowed: ext4, xfs, btrfs (INVALID_ARGUMENT)" in shell.complaint
+    shell("create one --size 16MiB --class plain --fs-type ext4")
+    table = shell("list")
+    assert "no problem is known" in table
+    assert max(map(len, table.splitlines())) <= 100
+    [told] = json.loads(shell("list --json"))
+    assert (told["name"], told["size_bytes"], told["carver/class"]) == ("one", 16 * MIB, "plain")
+
+
+def test_nothing_is_deleted_that_nobody_confirmed(
+    shell: Shell, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell("create db --size 16MiB")
+    shell("delete db", 1)
+    assert "give --yes" in shell.complaint
+    assert len(client.volumes()) == 1
+
+    asked: list[str] = []
+
+    def yes(question: str) -> bool:
+        asked.append(question)
+        return True
+
+    monkeypatch.setattr(terminal, "confirmed", yes)
+    shell("delete db")
+    assert asked == ["Delete db, 16 MiB, and all its data?"]
+    assert client.volumes() == []
+
+
+def test_where_nobody_serves_the_next_step_is_named(
+    host: FakeHost,
+    config: Config,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here(host, config, monkeypatch)
+    shell = Shell(capsys)
+    shell("list", 1)
+    assert "systemctl start carver" in shell.complaint
+
+
+def test_a_size_that_is_none_is_refused_before_anything_is_asked(
+    shell: Shell, host: FakeHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        shell("create db --size large")
+    assert "10GiB" in capsys.readouterr().err
+    assert host.commands == []
+
+
+def test_a_snapshot_is_taken_listed_and_deleted(shell: Shell, client: Client) -> None:
+    shell("create db --size 64MiB")
+    made = shell("create db monday --size 50%", noun="snapshot")
+    assert made.startswith("monday: db as it is now, ")
+    assert shell("list --names", noun="snapshot") == "monday\n"
+    [told] = json.loads(shell("list --json", noun="snapshot"))
+    assert (told["name"], told["volume"], told["ready"]) == ("monday", "db", True)
+    assert "monday" in shell("list", noun="snapshot")
+
+    shell("delete monday", 1, noun="snapshot")
+    assert "give --yes" in shell.complaint
+    shell("delete tuesday --yes", 1, noun="snapshot")
+    assert "there is no snapshot 'tuesday'" in shell.complaint
+    assert shell("delete monday --yes", noun="snapshot") == "monday is deleted\n"
+    assert client.snapshots() == []
+
+
+def test_a_volume_is_made_of_a_snapshot_or_of_another_volume(
+    shell: Shell,
+    client: Client,
+    service: Service,
+    host: FakeHost,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shell("create db --size 64MiB")
+    shell("create db monday", noun="snapshot")
+
+    # The copy does not end before the command was told to wait.
+    told, copy = threading.Event(), host.kernel.copy
+
+    def slow(source: str, target: str, offset: int, length: int, *, blank: bool) -> None:
+        assert told.wait(20)
+        copy(source, target, offset, length, blank=blank)
+
+    monkeypatch.setattr(host.kernel, "copy", slow)
+    monkeypatch.setattr(volumes, "sleep", lambda _seconds: told.set())
+    service.copier.grace_seconds = 0.05
+    assert shell("create again --from-snapshot monday").startswith("again: 64 MiB, ")
+    assert "is being copied" in shell.complaint
+    service.copier.grace_seconds = 20
+    assert shell("create twin --from-volume db --size 100MiB").startswith("twin: 100 MiB, ")
+    sources = {one.content_source.WhichOneof("type") for one in client.volumes()}
+    assert sources == {None, "snapshot", "volume"}
+
+    shell("create late --from-snapshot tuesday", 1)
+    assert "there is no snapshot 'tuesday'" in shell.complaint
+    shell("create small --from-volume db --size 4MiB", 1)
+    assert "OUT_OF_RANGE" in shell.complaint
+    shell("create empty", 1)
+    assert "--size" in shell.complaint
+    assert len(client.volumes()) == 3
+
+
+def test_the_document_s_example_works_as_it_stands(
+    shell: Shell, host: FakeHost, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.lvm2.add_group("data", [32000])
+    monkeypatch.setattr(terminal, "confirmed", lambda _question: True)
+    document = (Path(__file__).parents[3] / "docs" / "commands.md").read_text()
+    [example] = re.findall(r"<!-- by hand: begin -->\n(.*?)<!-- by hand: end -->", document, re.S)
+    for line in example.replace("/mnt", str(host.directory)).splitlines():
+        carver, noun, words = line.strip().split(" ", 2)
+        assert carver == "carver"
+        shell(words, noun=noun)
+    assert client.volumes() == []
+    assert mounted(host) == []
+
+
+class TestInACluster:
+    """Where volumes grow on their node."""
+
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> Config:
+        """The same, as a cluster has it."""
+        return configured.carver(tmp_path, controller_expand=False)
+
+    def test_a_volume_grows_where_it_is_used(self, shell: Shell, host: FakeHost) -> None:
+        place: Path = host.directory / "db"
+        shell("create db --size 64MiB")
+        shell("expand db 100MiB", 1)
+        assert "publish it" in shell.complaint
+        shell(f"publish db {place}")
+        assert shell("expand db 100MiB") == "db: 100 MiB\n"
+
+
+def test_a_volume_is_repaired_and_a_disk_replaced(
+    shell: Shell, host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volumes, "_LOOK_SECONDS", 0)
+    shell("create db --size 64MiB")
+    assert "is whole" in shell("repair db")
+    new = host.new_device(600 * MIB)
+    told = shell(f"replace-disk /dev/fake-data-0 {new} --yes", noun="group")
+    assert "is moved" in told
+    assert told.endswith("data is whole\n")
+    assert new in [one.name for one in host.lvm2.groups["data"].disks]
+
+
+def test_a_disk_is_not_replaced_unconfirmed(
+    shell: Shell, host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "confirmed", lambda _question: False)
+    new = host.new_device(600 * MIB)
+    shell(f"replace-disk /dev/fake-data-0 {new}", exit_code=1, noun="group")
+    assert "is not taken" in shell.complaint

@@ -1,0 +1,182 @@
+"""What is put off until a call has answered is known at once, and written soon."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from fakes.host import FakeHost
+
+from agent import fact
+from agent.engine import behind as module
+from agent.engine.behind import Behind
+from agent.engine.engines import Engines
+from lvm import errors as lvm_errors
+from lvm import tags, volumes
+from lvm.command import Result
+
+MIB = 1 << 20
+EXT4 = {fact.FORMATTED: "ext4"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_behind() -> None:
+    """Here it is behind."""
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    made = FakeHost(tmp_path)
+    made.lvm2.add_group("data")
+    return made
+
+
+@pytest.fixture
+def engines(fake: FakeHost) -> Iterator[Engines]:
+    made = Engines(fake.lvm, fake.disks, fake.devices, ["data"])
+    yield made
+    made.stop()
+
+
+def create(fake: FakeHost, name: str) -> None:
+    volumes.create(fake.lvm, "data", volumes.New(name, 4 * MIB, {}))
+
+
+def written(fake: FakeHost, name: str) -> dict[str, str]:
+    """The facts that are on disk."""
+    return dict(tags.decode(frozenset(fake.lvm2.groups["data"].volumes[name].tags)))
+
+
+def known(engines: Engines, name: str) -> dict[str, str]:
+    engine = engines.of("data")
+    assert engine is not None
+    group = engine.look()
+    assert group is not None
+    return dict(tags.decode(group.volumes[name].tags))
+
+
+def comes(true: Callable[[], object]) -> bool:
+    """Whether something comes to be soon."""
+    for _ in range(2000):
+        if true():
+            return True
+        time.sleep(0.005)
+    return False
+
+
+def commands(fake: FakeHost, subcommand: str) -> list[tuple[str, ...]]:
+    return [words for words in fake.commands if words[1] == subcommand]
+
+
+def test_what_is_promised_is_known_at_once_and_written_soon(
+    engines: Engines, fake: FakeHost
+) -> None:
+    create(fake, "a")
+    with engines.hold("data"):
+        engines.promise("data", "a", EXT4)
+        # Whoever holds the group is not met by the command.
+        assert known(engines, "a") == EXT4
+        assert written(fake, "a") == {}
+    assert comes(lambda: written(fake, "a") == EXT4)
+    assert known(engines, "a") == EXT4
+
+
+def test_the_same_of_several_volumes_is_one_command(engines: Engines, fake: FakeHost) -> None:
+    names = ["a", "b", "c"]
+    for one in names:
+        create(fake, one)
+    with engines.hold("data"):
+        for one in names:
+            engines.promise("data", one, EXT4)
+    assert comes(lambda: all(written(fake, one) == EXT4 for one in names))
+    assert len(commands(fake, "lvchange")) <= 2  # the first may have been alone already
+
+
+def test_another_volume_of_the_name_is_promised_nothing(engines: Engines, fake: FakeHost) -> None:
+    create(fake, "a")
+    with engines.hold("data"):
+        engines.promise("data", "a", EXT4)
+        volumes.remove(fake.lvm, "data", "a")
+        create(fake, "a")
+        assert known(engines, "a") == {}
+    engines.settle()
+    assert written(fake, "a") == {}
+    assert commands(fake, "lvchange") == []
+
+
+def test_what_was_made_since_the_last_look_can_be_promised(
+    engines: Engines, fake: FakeHost
+) -> None:
+    engines.settle()
+    create(fake, "new")
+    engines.promise("data", "new", EXT4)
+    assert comes(lambda: written(fake, "new") == EXT4)
+    with pytest.raises(lvm_errors.VolumeMissing):
+        engines.promise("data", "gone", EXT4)
+
+
+def test_what_fails_is_told_once_and_tried_until_it_is_done(
+    engines: Engines,
+    fake: FakeHost,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(module, "_RETRY_SECONDS", 0.01)
+    failures = itertools.count()
+
+    def fail(words: Sequence[str]) -> Result | None:
+        if words[1] == "lvchange" and next(failures) < 3:
+            return Result(5, "", "a lock is held")
+        return None
+
+    create(fake, "a")
+    fake.intercept = fail
+    engines.promise("data", "a", EXT4)
+    assert comes(lambda: written(fake, "a") == EXT4)
+    assert caplog.text.count("behind the answers") == 1
+
+
+def test_a_service_that_ends_writes_what_it_promised(engines: Engines, fake: FakeHost) -> None:
+    create(fake, "a")
+    with engines.hold("data"):
+        engines.promise("data", "a", EXT4)
+    engines.stop()
+    assert written(fake, "a") == EXT4
+
+
+def test_a_change_is_looked_at_behind_the_answer_and_a_look_is_not(
+    engines: Engines, fake: FakeHost
+) -> None:
+    engine = engines.of("data")
+    assert engine is not None
+    engine.look()
+    with engines.hold("data"):
+        volumes.create(engine.lvm, "data", volumes.New("a", 4 * MIB, {}))
+    assert comes(lambda: len(commands(fake, "fullreport")) == 2)
+    assert comes(lambda: engine.last is not None and "a" in engine.last.volumes)
+    with engines.hold("data"):
+        engine.look()
+    engine.settle()
+    assert len(commands(fake, "fullreport")) == 2
+
+
+def test_nothing_that_is_raised_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_RETRY_SECONDS", 0.01)
+    done = threading.Event()
+    raised: list[BaseException] = [SystemExit(), KeyError("no reason"), OSError(5, "I/O error")]
+
+    def work(_is_ending: bool) -> None:
+        if raised:
+            raise raised.pop()
+        done.set()
+
+    behind = Behind("data", work)
+    behind.wake()
+    assert done.wait(20)
+    behind.stop()
+    # What comes up after the end is not begun.
+    done.clear()
+    Behind.wake(behind)
+    assert not done.wait(0.05)

@@ -1,0 +1,500 @@
+"""What is known of a volume group, why it may be believed, and which disks are its."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from fakes.disks import FakeDisks
+from fakes.host import FakeHost
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent import errors
+from agent.engine import engine as module
+from agent.engine.disks import locate
+from agent.engine.engine import Engine
+from agent.engine.engines import Engines
+from lvm import errors as lvm_errors
+from lvm import report, volumes
+from lvm.command import Result, time_limit
+from lvm.disks import Found, Unanswered
+from lvm.labels import Group, PhysicalLabel
+
+MIB = 1 << 20
+DATA = "AAAAAA-0000-0000-0000-0000-0000-000000"
+TWIN = "AAAAAA-0000-1111-0000-0000-0000-000000"
+
+
+@pytest.fixture
+def known(fake: FakeHost) -> Engine:
+    return of(fake)
+
+
+def of(fake: FakeHost) -> Engine:
+    found = Engines(fake.lvm, fake.disks, fake.devices, ["data"]).of("data")
+    assert found is not None
+    return found
+
+
+def looks(fake: FakeHost) -> int:
+    return sum(words[1] == "fullreport" for words in fake.commands)
+
+
+def disks(fake: FakeHost) -> FakeDisks:
+    assert isinstance(fake.disks, FakeDisks)
+    return fake.disks
+
+
+def create(fake: FakeHost, name: str) -> None:
+    volumes.create(fake.lvm, "data", volumes.New(name, 4 * MIB, {}))
+
+
+# What is known
+
+
+def test_a_group_is_asked_once_for_as_long_as_nothing_is_written_to_it(
+    fake: FakeHost, known: Engine
+) -> None:
+    for _ in range(5):
+        assert known.look() is not None
+    assert looks(fake) == 1
+    create(fake, "a")
+    found = [known.look() for _ in range(3)]
+    assert all(one is not None and "a" in one.volumes for one in found)
+    assert looks(fake) == 2
+    assert known.state == "ready"
+
+
+def test_what_is_written_to_a_disk_of_a_group_has_nobody_look_for_disks(fake: FakeHost) -> None:
+    fake.lvm2.add_group("other", [10])
+    engines = Engines(fake.lvm, fake.disks, fake.devices, ["data", "other"])
+    every = list(engines)
+    for one in every:
+        one.look()
+    scans = disks(fake).scans
+    create(fake, "a")
+    engines.outdate(written=fake.lvm2.groups["data"].disks[0].name)
+    found = [one.look() for one in every]
+    assert found[0] is not None
+    assert "a" in found[0].volumes
+    assert disks(fake).scans == scans
+
+    engines.outdate(written="/dev/nobodys")
+    assert {one.is_outdated for one in every} == {True}
+
+
+def test_a_disk_that_joins_the_group_is_seen_by_the_commit_alone(
+    fake: FakeHost, known: Engine
+) -> None:
+    known.look()
+    fake.lvm("vgextend", "--", "data", fake.new_device(40 * MIB))
+    found = known.look()
+    assert found is not None
+    assert (len(found.disks), found.missing_disks) == (2, 0)
+    assert len(known.lvm.devices) == 2
+
+
+def test_a_disk_that_another_takes_the_place_of_is_seen_by_the_commits_alone(
+    fake: FakeHost, known: Engine
+) -> None:
+    known.look()
+    [old], new = known.lvm.devices, fake.new_device(40 * MIB)
+    known.lvm_with(new)("vgextend", "--", "data", new)
+    known.look()
+    assert sorted(known.lvm.devices) == sorted([old, new])
+    known.lvm("vgreduce", "--", "data", old)
+    found = known.look()
+    assert found is not None
+    assert ([one.name for one in found.disks], found.missing_disks) == ([new], 0)
+    assert known.lvm.devices == (new,)
+
+
+def test_a_report_that_met_a_change_is_not_kept(fake: FakeHost, known: Engine) -> None:
+    def change(words: Sequence[str]) -> Result | None:
+        if words[1] == "fullreport":
+            fake.intercept = lambda _words: None
+            answer = fake.run(*words)
+            fake.lvm2.groups["data"].seqno += 1
+            return answer
+        return None
+
+    fake.intercept = change
+    for _ in range(3):
+        known.look()
+    assert looks(fake) == 2
+
+
+@pytest.mark.parametrize(
+    "doubt",
+    [
+        lvm_errors.CommandTimedOut(("lvm", "lvcreate"), 1.0),
+        lvm_errors.SessionLost(("lvm", "lvcreate"), "it died"),
+        lvm_errors.StillRunning("lvcreate", 1.0),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_after_a_command_of_which_nobody_knows_what_it_did_it_is_asked_anew(
+    fake: FakeHost, known: Engine, doubt: Exception
+) -> None:
+    known.look()
+
+    def fail(words: Sequence[str]) -> Result | None:
+        if words[1] == "lvcreate":
+            raise doubt
+        return None
+
+    fake.intercept = fail
+    with pytest.raises(type(doubt)):
+        volumes.create(known.lvm, "data", volumes.New("a", 4 * MIB, {}))
+    known.look()
+    assert looks(fake) == 2
+
+
+def test_a_device_that_was_left_suspended_is_seen_to_be_resumed(
+    fake: FakeHost, known: Engine
+) -> None:
+    create(fake, "a")
+    fake.suspend("data", "a")
+    found = known.look()
+    assert found is not None
+    assert found.volumes["a"].suspended
+    fake.lvm2.resume("data", "a")
+    found = known.look()
+    assert found is not None
+    assert not found.volumes["a"].suspended
+
+
+def test_a_report_is_not_believed_for_ever(
+    fake: FakeHost, known: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A number of which differences are exact.
+    now = 1024.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    known.look()
+    now += module._LASTS_SECONDS - 1
+    known.look()
+    assert looks(fake) == 1
+    now += 1
+    known.look()
+    assert looks(fake) == 2
+
+
+def test_a_disk_that_came_or_went_is_seen_without_udev(
+    fake: FakeHost, known: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    known.look()
+    twin = fake.lvm2.add_group("twin", [10])
+    twin.name = "data"
+    known.look()
+    now += module._BLIND_SECONDS
+    with pytest.raises(errors.GroupRefused):
+        known.look()
+    assert known.state == "refused"
+
+
+def test_udev_s_word_has_the_disks_looked_at_at_once(fake: FakeHost, known: Engine) -> None:
+    known.look()
+    fake.lvm2.add_group("twin", [10]).name = "data"
+    known.outdate()
+    with pytest.raises(errors.GroupRefused):
+        known.look()
+    del fake.lvm2.groups["twin"]
+    assert known.look() is not None
+    assert known.state == "ready"
+
+
+# A group that does not answer
+
+
+class Hanging:
+    """lvm2 does not answer until it is let go."""
+
+    def __init__(self, fake: FakeHost) -> None:
+        self.asked, self.over = threading.Semaphore(0), threading.Event()
+        fake.intercept = self
+
+    def __call__(self, words: Sequence[str]) -> None:
+        self.asked.release()
+        assert self.over.wait(30)
+
+
+def test_a_glance_does_not_wait_twice_for_a_group_that_hangs(
+    fake: FakeHost, known: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GLANCE_SECONDS", 0.05)
+    seen = known.look()
+    fake.lvm2.groups["data"].seqno += 1
+    hanging = Hanging(fake)
+    assert known.glance() == seen
+    assert hanging.asked.acquire(timeout=20)
+    for _ in range(100):
+        assert known.glance() == seen
+    assert not hanging.asked.acquire(blocking=False)
+    hanging.over.set()
+    known.look_behind().result(20)
+    assert looks(fake) == 2
+    create(fake, "a")
+    # It answers, and so it is waited for again.
+    monkeypatch.setattr(module, "_GLANCE_SECONDS", 20)
+    found = known.glance()
+    assert found is not None
+    assert "a" in found.volumes
+
+
+def test_who_needs_a_group_that_hangs_waits_as_long_as_his_caller(
+    fake: FakeHost, known: Engine
+) -> None:
+    hanging = Hanging(fake)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(known.look)
+        assert hanging.asked.acquire(timeout=20)
+        with time_limit(0.05), pytest.raises(errors.GroupBusy):
+            known.look()
+        hanging.over.set()
+        assert first.result(20) is not None
+
+
+# Its disks
+
+
+def told(
+    disk: str,
+    *disks: str,
+    name: str = "data",
+    uuid: str = DATA,
+    seqno: int = 1,
+    status: frozenset[str] = frozenset(),
+    lock_type: str = "",
+) -> PhysicalLabel:
+    """A disk whose metadata tell of a group."""
+    group = Group(name, uuid, seqno, disks or (disk,), status, lock_type=lock_type)
+    return PhysicalLabel(disk, 1 << 30, True, group)
+
+
+def bare(disk: str) -> PhysicalLabel:
+    """One of a group whose metadata are on other disks."""
+    return PhysicalLabel(disk, 1 << 30, True, None)
+
+
+def at(**found: Found) -> Mapping[str, Found]:
+    return {f"/dev/{name}": one for name, one in found.items()}
+
+
+def test_a_group_is_where_its_disks_are_also_those_without_metadata() -> None:
+    found = locate(at(sda=told("1", "1", "2"), sdb=bare("2"), sdc=told("3", name="x")), "data")
+    assert found is not None
+    assert (found.disks, found.missing) == (("/dev/sda", "/dev/sdb"), frozenset())
+
+
+def test_a_disk_that_is_missing_is_known_by_its_uuid() -> None:
+    found = locate(at(sda=told("1", "1", "2")), "data")
+    assert found is not None
+    assert (found.disks, found.missing) == (("/dev/sda",), frozenset({"2"}))
+
+
+def test_a_disk_that_comes_back_with_older_metadata_does_not_decide() -> None:
+    """It was away while the group lost one disk and was given another."""
+    old, new = told("2", "1", "2", "3", seqno=4), told("1", "1", "2", "4", seqno=9)
+    found = locate(at(sda=new, sdb=old, sdc=bare("3"), sdd=bare("4")), "data")
+    assert found is not None
+    assert found.disks == ("/dev/sda", "/dev/sdb", "/dev/sdd")
+
+
+REFUSED: dict[str, tuple[Mapping[str, Found], tuple[str, ...]]] = {
+    "two of one name": (
+        at(sda=told("1"), sdb=told("2", uuid="BBBBBB")),
+        ("2 of that name", "/dev/sda", "/dev/sdb", "vgrename"),
+    ),
+    "two whose ids begin alike": (
+        at(sda=told("1"), sdb=told("2", uuid=TWIN)),
+        (DATA, TWIN, "vgrename"),
+    ),
+    "a copy of a disk": (at(sda=told("1"), sdb=told("1")), ("/dev/sda and /dev/sdb", "copy")),
+    "a copy of a disk without metadata": (
+        at(sda=told("1", "1", "2"), sdb=bare("2"), sdc=bare("2")),
+        ("/dev/sdb and /dev/sdc", "vgimportclone"),
+    ),
+    "exported": (at(sda=told("1", status=frozenset({"EXPORTED"}))), ("vgimport",)),
+    "shared": (at(sda=told("1", lock_type="sanlock")), ("sanlock", "vgchange --lock-type none")),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_nobody_can_tell_apart_or_use_is_refused_and_told(case: str) -> None:
+    found, words = REFUSED[case]
+    with pytest.raises(errors.GroupRefused) as refused:
+        locate(found, "data")
+    for one in words:
+        assert one in str(refused.value)
+
+
+def test_a_disk_that_does_not_answer_leaves_open_whether_a_group_is_here() -> None:
+    silent = Unanswered()
+    with pytest.raises(errors.GroupSilent, match="/dev/sdb"):
+        locate(at(sda=told("1", name="x"), sdb=silent), "data")
+    with pytest.raises(errors.GroupSilent):
+        locate(at(sda=told("1", "1", "2"), sdb=silent), "data")
+    # What is whole needs no other.
+    assert locate(at(sda=told("1"), sdb=silent), "data") is not None
+    assert locate(at(sda=told("1", name="x")), "data") is None
+
+
+def test_a_group_comes_goes_and_is_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fake = FakeHost(tmp_path)
+    known, seen = of_late(fake), list[str]()
+
+    def states() -> list[str]:
+        seen.append(known.state)
+        return seen[-1:]
+
+    assert known.look() is None
+    assert states() == ["absent"]
+    assert fake.commands == []
+    made = fake.lvm2.add_group("data", [10, 10])
+    assert known.look() is not None
+    made.disks[1].missing = True
+    known.outdate()
+    found = known.look()
+    assert found is not None
+    assert found.missing_disks == 1
+    assert states() == ["partial"]
+    made.disks[1].missing = False
+    assert known.look() is not None
+    assert states() == ["ready"]
+    del fake.lvm2.groups["data"]
+    assert known.look() is None
+    assert states() == ["absent"]
+    fake.lvm2.groups["data"] = made
+    assert known.look() is not None
+    assert caplog.text.count("is not on this node:") == 2
+    assert caplog.text.count("is on this node again") == 2
+
+
+def of_late(fake: FakeHost) -> Engine:
+    """The engine of a group that is not there yet."""
+    return next(iter(Engines(fake.lvm, fake.disks, fake.devices, ["data"])))
+
+
+# Behind Carver's back
+
+
+def _create(fake: FakeHost, serial: Iterator[int]) -> None:
+    create(fake, f"by-hand-{next(serial)}")
+
+
+def _remove(fake: FakeHost, _serial: Iterator[int]) -> None:
+    for name in list(fake.lvm2.groups["data"].volumes)[:1]:
+        fake.lvm("lvremove", "--yes", "--", f"data/{name}")
+
+
+def _rename(fake: FakeHost, serial: Iterator[int]) -> None:
+    """lvrename, as it is on the disks."""
+    found = fake.lvm2.groups["data"].volumes
+    for old in [name for name, one in found.items() if not one.active][:1]:
+        volume = found.pop(old)
+        volume.name = f"renamed-{next(serial)}"
+        found[volume.name] = volume
+        fake.lvm2.groups["data"].seqno += 1
+
+
+def _deactivate(fake: FakeHost, _serial: Iterator[int]) -> None:
+    for name in list(fake.lvm2.groups["data"].volumes)[-1:]:
+        fake.deactivate("data", name)
+
+
+def _tag(fake: FakeHost, serial: Iterator[int]) -> None:
+    for name in list(fake.lvm2.groups["data"].volumes)[:1]:
+        fake.lvm("lvchange", "--addtag", f"t{next(serial)}", "--", f"data/{name}")
+
+
+def _extend_group(fake: FakeHost, _serial: Iterator[int]) -> None:
+    fake.lvm("vgextend", "--", "data", fake.new_device(40 * MIB))
+
+
+def _move(fake: FakeHost, _serial: Iterator[int]) -> None:
+    """pvmove, as it is on the disks: the same size on another."""
+    group = fake.lvm2.groups["data"]
+    for volume in list(group.volumes.values())[:1]:
+        size = volume.length
+        free = [one for one in group.disks if group.free(one) >= size]
+        volume.extents = {free[-1].name: size} if free else volume.extents
+        group.seqno += 1
+
+
+def _rename_group(fake: FakeHost, _serial: Iterator[int]) -> None:
+    """vgrename, and back."""
+    group = fake.lvm2.groups.get("data") or fake.lvm2.groups["other"]
+    for one in list(group.volumes):
+        fake.deactivate(group.name, one)
+    del fake.lvm2.groups[group.name]
+    group.name = "other" if group.name == "data" else "data"
+    fake.lvm2.groups[group.name] = group
+    group.seqno += 1
+
+
+DEEDS: dict[str, Callable[[FakeHost, Iterator[int]], None]] = {
+    "lvcreate": _create,
+    "lvremove": _remove,
+    "lvrename": _rename,
+    "deactivate": _deactivate,
+    "tag": _tag,
+    "vgextend": _extend_group,
+    "pvmove": _move,
+    "vgrename": _rename_group,
+}
+
+
+@settings(max_examples=100)
+@given(deeds=st.lists(st.tuples(st.sampled_from(sorted(DEEDS)), st.booleans()), max_size=6))
+def test_what_changes_behind_carver_s_back_is_seen_by_the_next_look(
+    tmp_path_factory: pytest.TempPathFactory, deeds: list[tuple[str, bool]]
+) -> None:
+    fake, serial = FakeHost(tmp_path_factory.getbasetemp()), itertools.count()
+    fake.lvm2.add_group("data", [30, 30])
+    known = of(fake)
+    for deed, looked_at in [*deeds, ("tag", True)]:
+        if deed != "vgrename" and "data" not in fake.lvm2.groups:
+            _rename_group(fake, serial)
+        DEEDS[deed](fake, serial)
+        if not looked_at:
+            continue
+        found = known.look()
+        fresh = of_late(fake).look()
+        if fresh is None or found is None:
+            assert found == fresh
+            continue
+        # Whether one is active the kernel tells, and nobody asks the report.
+        assert still(found) == still(fresh)
+
+
+def still(group: report.Group) -> report.Group:
+    """A group without what the kernel is asked for."""
+    told = {
+        name: replace(one, active=False, open=False, read_only=False, overflowed=False)
+        for name, one in group.volumes.items()
+    }
+    return replace(group, volumes=told)
+
+
+def test_while_the_disks_are_looked_for_a_command_sees_those_that_were_there(
+    fake: FakeHost, known: Engine
+) -> None:
+    known.look()
+    before = known.lvm.devices
+    during = []
+
+    def scan() -> Mapping[str, Found]:
+        during.append(known.lvm.devices)
+        return fake.disks.scan()
+
+    known._scan = scan
+    known.outdate()
+    known.look()
+    assert during == [before]

@@ -1,0 +1,177 @@
+"""Disks that are found and read side by side: one that does not answer holds up no other."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from fakes.images import DASHED, UUIDS, Area, Image, metadata
+from fakes.sysfs import Sysfs
+
+from lvm import labels
+from lvm.blockdevices import Excluded, Why
+from lvm.disks import KernelDisks, Unanswered, Unreadable
+from lvm.labels import Damaged, PhysicalLabel
+
+
+class Machine:
+    """Disks as files in a directory for /dev, with sysfs beside it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.sysfs, self.dev = Sysfs(directory / "sys"), directory / "dev"
+        self.dev.mkdir()
+        self.backings: dict[str, int] = {}
+        self.disks = KernelDisks(self.sysfs.root, self.dev, self._backing)
+
+    def add(self, name: str, image: Image | None) -> str:
+        """A disk, blank without an image."""
+        self.sysfs.add(name, f"8:{len(list(self.dev.iterdir()))}")
+        return self.put(name, image)
+
+    def put(self, name: str, image: Image | None) -> str:
+        """Write a disk anew."""
+        path = self.dev / name
+        path.write_bytes(image.bytes() if image else bytes(8192))
+        return str(path)
+
+    def _backing(self, path: str) -> int:
+        if (number := self.backings.get(Path(path).name)) is None:
+            raise OSError(6, "No such device or address", path)
+        return number
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A machine without disks."""
+    return Machine(tmp_path)
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, threading.Event]]:
+    """Disks that answer once their event is set, by their names."""
+    events: dict[str, threading.Event] = {}
+
+    def hang(name: str) -> None:
+        real: Callable[[str], object] = getattr(labels, name)
+
+        def waits(path: str) -> object:
+            if event := events.get(Path(path).name):
+                assert event.wait(60)
+            return real(path)
+
+        monkeypatch.setattr(labels, name, waits)
+
+    hang("read")
+    hang("mark")
+    yield events
+    for event in events.values():
+        event.set()
+
+
+def test_a_scan_tells_of_all_devices_but_blank_ones(machine: Machine) -> None:
+    data = machine.add("sda", Image())
+    damaged = machine.add("sdb", Image(uuid="?" * 32))
+    gone = machine.add("sdc", None)
+    Path(gone).unlink()
+    machine.add("sdd", None)
+    odd = machine.add("vda", Image([]))
+    machine.sysfs.volume("dm-0", "253:0", "sda")
+    found = machine.disks.scan()
+    assert found == {
+        data: labels.read(data),
+        damaged: Damaged("the label has no UUID"),
+        gone: Unreadable("No such file or directory"),
+        odd: PhysicalLabel(DASHED[0], Image().size, True, None),
+        str(machine.dev / "dm-0"): Excluded(Why.VOLUME, "data-dm-0"),
+    }
+
+
+def test_of_the_disks_that_are_named_alone_no_other_is_looked_at(machine: Machine) -> None:
+    named, other = machine.add("sda", Image()), machine.add("sdb", None)
+    Path(other).unlink()
+    assert machine.disks.scan(only=[named]).keys() == {named}
+
+
+def test_a_named_disk_on_a_loop_device_is_known_by_what_that_is_over(machine: Machine) -> None:
+    for name in ("loop0", "loop1"):
+        machine.add(name, None)
+    crypt = machine.put("dm-0", Image())
+    machine.sysfs.add("dm-0", "253:0", on=("loop0",), dm__uuid="CRYPT-x")
+    machine.backings = {"loop0": 0}
+    assert isinstance(machine.disks.scan(only=[crypt])[crypt], PhysicalLabel)
+    machine.backings = {"loop1": 0}
+    assert machine.disks.scan(only=[crypt])[crypt] == Excluded(Why.UNKNOWN, "loop0")
+
+
+def test_a_name_with_an_exclamation_mark_is_a_directory_s(machine: Machine) -> None:
+    machine.sysfs.add("cciss!c0d0", "104:0")
+    assert machine.disks.scan() == {
+        str(machine.dev / "cciss/c0d0"): Unreadable("No such file or directory")
+    }
+
+
+def test_loop_devices_are_asked_what_they_are_over(machine: Machine) -> None:
+    machine.sysfs.add("sda", "8:9")
+    machine.put("sda", None)
+    paths = {name: machine.add(name, Image()) for name in ("loop0", "loop1", "loop2")}
+    machine.backings = {"loop0": 0, "loop1": 8 << 8 | 9}
+    found = machine.disks.scan()
+    assert isinstance(found[paths["loop0"]], PhysicalLabel)
+    assert found[paths["loop1"]] == Excluded(Why.SECOND_VIEW, "sda")
+    assert found[paths["loop2"]] == Excluded(Why.UNKNOWN, "loop2")
+
+
+def test_a_disk_that_hangs_holds_up_neither_the_others_nor_the_next_scan(
+    machine: Machine, hanging: dict[str, threading.Event]
+) -> None:
+    whole, stuck = machine.add("sda", Image()), machine.add("sdb", Image(uuid=UUIDS[1]))
+    hanging["sdb"] = threading.Event()
+    found = machine.disks.scan(patience_seconds=0.3)
+    assert isinstance(found[whole], PhysicalLabel)
+    assert found[stuck] == Unanswered()
+    # It is waited for by one thread, and by no caller more.
+    for _ in range(3):
+        assert machine.disks.scan(patience_seconds=50)[stuck] == Unanswered()
+        assert machine.disks.fingerprint([whole, stuck], patience_seconds=50) is None
+    assert machine.disks.fingerprint([whole]) is not None
+    every = [thread.name for thread in threading.enumerate()]
+    assert every.count(f"disk {stuck}") == 1
+
+    hanging.pop("sdb").set()
+    machine.disks._late[stuck].result(60)
+    assert isinstance(machine.disks.scan()[stuck], PhysicalLabel)
+
+
+def test_a_fingerprint_is_of_all_the_disks_or_none(machine: Machine) -> None:
+    first = machine.add("sda", Image())
+    second = machine.add("sdb", Image([], uuid=UUIDS[1]))
+    both = machine.disks.fingerprint([first, second])
+    assert both is not None
+    assert both == machine.disks.fingerprint([second, first])
+    assert both != machine.disks.fingerprint([first])
+    # The disks changed places.
+    machine.put("sda", Image([], uuid=UUIDS[1]))
+    machine.put("sdb", Image())
+    assert machine.disks.fingerprint([first, second]) not in (None, both)
+
+    machine.put("sda", Image([Area(text=metadata(2))]))
+    assert machine.disks.fingerprint([first]) not in (None, both[:1])
+    machine.put("sda", None)
+    assert machine.disks.fingerprint([first, second]) is None
+    Path(first).unlink()
+    assert machine.disks.fingerprint([first, second]) is None
+
+
+def test_disks_without_metadata_prove_nothing(machine: Machine) -> None:
+    empty = machine.add("sda", Image([]))
+    assert machine.disks.fingerprint([empty]) is None
+    assert machine.disks.fingerprint([]) is None
+
+
+def test_a_mistake_of_ours_is_not_taken_for_a_disk_s(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = machine.add("sda", Image())
+    monkeypatch.setattr(labels, "mark", lambda path: path.nothing)
+    with pytest.raises(AttributeError):
+        machine.disks.fingerprint([path])

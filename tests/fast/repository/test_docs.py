@@ -1,0 +1,248 @@
+"""What users read is true of the code: names, codes, links."""
+
+import argparse
+import io
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from agent import codes
+from agent.cli import main as cli
+from agent.cli import terminal
+from agent.cli.status import Class, Group, Overview, Pool, Snapshot, Volume
+from agent.config import classes, groups, settings
+from agent.requests import keys
+from mount import filesystem, options
+
+ROOT = Path(__file__).parents[3]
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+MIB = 1 << 20
+
+
+def text_of(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def coded(text: str) -> set[str]:
+    """Everything that is marked as code within a line."""
+    return set(re.findall(r"`([^`\n]+)`", text))
+
+
+def section(text: str, heading: str) -> str:
+    """What stands under a heading, up to the next one of any level."""
+    [found] = re.findall(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", text, re.M | re.S)
+    return str(found)
+
+
+def first_cells(text: str) -> set[str]:
+    """What a table's rows are about."""
+    return set(re.findall(r"^\| `([^`]+)` \|", text, re.M))
+
+
+# Configuration
+
+
+def test_every_setting_is_documented_and_no_other() -> None:
+    documented = section(text_of("docs/configuration.md"), "Settings")
+    assert first_cells(documented) == set(settings.SETTINGS)
+
+
+def test_every_key_of_a_class_is_documented_and_no_other() -> None:
+    documented = section(text_of("docs/configuration.md"), "Device classes")
+    assert first_cells(documented) == set(classes.CLASS_KEYS)
+
+
+def test_every_key_of_a_group_is_documented_and_no_other() -> None:
+    documented = section(text_of("docs/configuration.md"), "Groups that Carver makes")
+    assert first_cells(documented) == set(groups.GROUP_KEYS)
+
+
+def test_every_parameter_of_a_storage_class_is_documented_and_no_other() -> None:
+    documented = section(text_of("docs/configuration.md"), "StorageClass parameters")
+    parameters = {keys.PARAMETER_PREFIX + one for one in keys.STORAGE_CLASS_PARAMETERS}
+    assert first_cells(documented) == parameters
+
+
+def test_every_mutable_parameter_is_documented_and_no_other() -> None:
+    documented = section(text_of("docs/configuration.md"), "VolumeAttributesClass parameters")
+    parameters = {keys.PARAMETER_PREFIX + one for one in keys.MUTABLE_PARAMETERS}
+    assert first_cells(documented) == parameters
+
+
+def test_every_attribute_of_an_inline_volume_is_documented_and_no_other() -> None:
+    documented = section(text_of("docs/inline-volumes.md"), "Attributes")
+    own = set(keys.INLINE_PARAMETERS) - set(keys.STORAGE_CLASS_PARAMETERS)
+    assert first_cells(documented) == {keys.PARAMETER_PREFIX + one for one in own}
+
+
+@pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)
+def test_each_file_system_is_documented(fs_type: str) -> None:
+    known = filesystem.FILE_SYSTEMS[fs_type]
+    sizes = section(text_of("docs/configuration.md"), "Sizes")
+    assert f"| {fs_type} | {known.minimum_bytes // MIB} MiB |" in sizes
+
+    rows = section(text_of("docs/configuration.md"), "mkfs options").splitlines()
+    [row] = [line for line in rows if line.startswith(f"| {fs_type} |")]
+    _, _, _, given, merged, _ = row.split("|")
+    assert coded(given) == set(f"{known.allowed} {known.flags}".split())
+    assert coded(merged) == set(known.merged.split())
+
+
+def test_every_mount_option_is_documented_and_no_other() -> None:
+    rows = section(text_of("docs/configuration.md"), "Mount options").splitlines()
+    documented = {line.split("|")[1].strip(): coded(line) for line in rows if line.startswith("|")}
+    assert documented["of the mount"] == set(options.ATTRIBUTES)
+    assert documented["of the superblock"] == set(options.SUPERBLOCK)
+    assert documented["of SELinux"] == {options.CONTEXT}
+    for fs_type, words in options.FILE_SYSTEM_DATA.items():
+        assert documented[f"of {fs_type}"] == set(words.split())
+    for word in documented["the defaults, said aloud"]:
+        assert options.parse([word]) == options.Options()
+
+
+# Errors
+
+
+def test_every_error_is_documented_with_its_code_and_no_other() -> None:
+    rows = re.findall(r"^\| `(\w+\.\w+)` \| (\w+) \|", text_of("docs/errors.md"), re.M)
+    assert dict(rows) == {
+        f"{kind.__module__.partition('.')[0]}.{kind.__name__}": code.name
+        for kind, code in codes.TABLE
+        if kind.__module__ != "builtins"
+    }
+    assert len(rows) == len(dict(rows))
+
+
+def test_every_code_is_explained() -> None:
+    rows = section(text_of("docs/errors.md"), "The codes").splitlines()
+    explained = {line.split("|")[1].strip() for line in rows if line.startswith("|")}
+    assert {code.name for _, code in codes.TABLE} <= explained
+
+
+# The command
+
+
+def commands() -> set[str]:
+    """Every `carver` line that a document tells people to type."""
+    lines = {line.strip() for one in DOCUMENTS for line in one.read_text().splitlines()}
+    return {line.split(" > ")[0] for line in lines if re.match(r"carver [a-z]+( |$)", line)}
+
+
+@pytest.mark.parametrize("line", sorted(commands()))
+def test_a_command_that_is_documented_is_understood(line: str) -> None:
+    # argparse ends the process where it does not understand.
+    assert cli.parser().parse_args(line.split()[1:]).run
+
+
+def test_every_command_is_documented() -> None:
+    typed = [line.split()[1:] for line in commands()]
+    for noun, parser in offered(cli.parser()).items():
+        assert noun in {words[0] for words in typed} | {"serve"}
+        assert set(offered(parser)) <= {
+            words[1] for words in typed if words[0] == noun and words[1:]
+        }
+
+
+def offered(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    """A parser's own commands."""
+    found = [one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)]
+    return dict(found[0]) if found else {}
+
+
+def test_the_pictures_show_what_the_commands_show_today() -> None:
+    seen = Overview(
+        *("node", "driver", "1", "/socket", True),
+        (Class("fast", "nvme", "linear", "ext4", True, 0),),
+        (Group("nvme", True),),
+        (Pool("pool", "nvme", 0, 0.0, 0.0),),
+        (Volume("id", "db", "nvme", 0, "linear", "", "ready", "", (), None, None, ()),),
+        (Snapshot("id", "monday", "db", "nvme", 0, 0, 0, 0.0, ()),),
+    )
+    for picture, shown in (("status", terminal.status(seen)), ("doctor", terminal.doctor(()))):
+        out = io.StringIO()
+        Console(file=out, width=200).print(shown)
+        titles = re.findall(r"[A-Z]{4,}", out.getvalue())
+        drawn = re.sub(r"<[^>]*>|&#160;", " ", text_of(f"docs/images/{picture}.svg"))
+        assert titles
+        assert [one for one in titles if one not in drawn.split()] == []
+
+
+# The rest
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_link_to_a_file_here_leads_somewhere(document: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, fragment = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        assert target.exists(), link
+        if fragment:
+            assert fragment in anchors(target.read_text()), link
+
+
+def anchors(text: str) -> set[str]:
+    """The fragments of a document's headings, as they are made where it is shown."""
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", one.lower()).replace(" ", "-") for one in headings}
+
+
+def test_the_readme_names_the_two_commands() -> None:
+    commands = {line.split("#")[0].strip() for line in text_of("README.md").splitlines()}
+    assert {"make demo", "make test"} <= commands
+
+
+def test_every_make_target_that_is_named_can_be_made() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", text_of("Makefile"), re.M))
+    for document in DOCUMENTS:
+        text = document.read_text()
+        code = coded(text) | {line for line in text.splitlines() if line.startswith("    ")}
+        for line in code:
+            if named := re.match(r"\s*make ([a-z-]+)", line):
+                assert named[1] in targets, f"{document.name}: make {named[1]}"
+
+
+def test_the_modules_in_the_design_are_those_that_there_are() -> None:
+    design = section(text_of("docs/design.md"), "Modules")
+    folder, named = "", []
+    for line in design.splitlines():
+        cells = line.split("|")
+        if len(cells) < 4 or not coded(line):
+            continue
+        folder = next(iter(coded(cells[1])), folder)
+        named += [f"{folder}/{module}.py" for module in coded(cells[2])]
+    assert sorted(named) == sorted(
+        str(path.relative_to(ROOT))
+        for name in ("agent", "lvm", "mount")
+        for path in (ROOT / name).rglob("*.py")
+        if not path.stem.startswith("__")
+    )
+
+
+def test_what_is_to_be_looked_for_in_a_file_is_in_it() -> None:
+    rows = [line.split("|") for line in text_of("docs/where.md").splitlines()]
+    for _, _, links, names, _ in (one for one in rows if len(one) == 5):
+        files = re.findall(r"\]\((.+?)\)", links)
+        assert len(files) <= 3
+        found = " ".join((ROOT / "docs" / one).read_text() for one in files)
+        assert [one for one in coded(names) if not re.search(rf"\b{one}\b", found)] == []
+
+
+def test_the_changelog_tells_of_the_present_version() -> None:
+    version = tomllib.loads(text_of("pyproject.toml"))["project"]["version"]
+    headings = re.findall(r"^## \[(.+?)\]", text_of("CHANGELOG.md"), re.M)
+    assert headings[:2] == ["Unreleased", version]
+
+
+def test_the_licence_is_whole() -> None:
+    licence = text_of("LICENSE")
+    assert "Apache License" in licence
+    assert "Version 2.0, January 2004" in licence
+    assert "END OF TERMS AND CONDITIONS" in licence

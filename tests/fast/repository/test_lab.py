@@ -1,0 +1,57 @@
+"""The lab's machine, where another tree or a killed `up` left one of its name."""
+
+from pathlib import Path
+
+import pytest
+
+from vagrant import guest, host, lab
+
+
+@pytest.fixture
+def removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """The machines that were removed, of a libvirt that has one: `there`, not running."""
+    machines: list[str] = []
+    monkeypatch.setattr(host, "LAB", tmp_path)
+    monkeypatch.setattr(host, "domain_uuid", lambda: "there")
+    monkeypatch.setattr(host, "domain_runs", lambda: False)
+    monkeypatch.setattr(lab, "_remove_machine", lambda step: machines.append("there"))
+    return machines
+
+
+def vagrant_knows(uuid: str) -> None:
+    known = host.LAB / "machine" / "machines" / host.NAME / "libvirt" / "id"
+    known.parent.mkdir(parents=True)
+    known.write_text(uuid)
+
+
+def test_a_machine_that_vagrant_made_is_kept(removed: list[str]) -> None:
+    vagrant_knows("there")
+    lab._remove_what_vagrant_lost()
+    assert removed == []
+
+
+@pytest.mark.parametrize("known", ["another", None])
+def test_a_machine_that_vagrant_does_not_know_is_removed(
+    removed: list[str], known: str | None
+) -> None:
+    if known is not None:
+        vagrant_knows(known)
+    lab._remove_what_vagrant_lost()
+    assert removed == ["there"]
+
+
+def test_a_running_machine_of_another_tree_is_refused(
+    removed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "domain_runs", lambda: True)
+    with pytest.raises(guest.GuestError, match=r"lab\.py down"):
+        lab._remove_what_vagrant_lost()
+    assert removed == []
+
+
+def test_no_machine_is_nothing_to_remove(
+    removed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "domain_uuid", lambda: "")
+    lab._remove_what_vagrant_lost()
+    assert removed == []

@@ -1,0 +1,226 @@
+"""What is installed, pinned and packed is Carver, whole and nothing else."""
+
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from deploy.deb import build as deb
+from deploy.image import build as image
+
+ROOT = Path(__file__).parents[3]
+PACKAGES = ["agent", "lvm", "mount", "proto"]
+
+
+def project() -> dict[str, Any]:
+    whole: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    return whole
+
+
+def requirements() -> list[Requirement]:
+    pyproject = project()
+    extras = pyproject["project"]["optional-dependencies"].values()
+    lines = [
+        *pyproject["build-system"]["requires"],
+        *pyproject["project"]["dependencies"],
+        *(line for extra in extras for line in extra),
+    ]
+    # An extra may name another extra of Carver itself.
+    return [one for one in map(Requirement, lines) if one.name != pyproject["project"]["name"]]
+
+
+def floors() -> dict[str, Version]:
+    """Return the lowest version that each bounded requirement admits."""
+    return {
+        one.name: Version(bound.version)
+        for one in requirements()
+        for bound in one.specifier
+        if bound.operator == ">="
+    }
+
+
+def pins() -> dict[str, Version]:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = [line.partition("==") for line in lines if line and not line.startswith("#")]
+    return {canonicalize_name(name): Version(version) for name, _, version in pairs}
+
+
+# Names
+
+
+def owners(name: str) -> set[str]:
+    """Return the distributions that bring a top-level module or package of this name.
+
+    An editable install has no files under that name, only top_level.txt and a finder; another
+    installer may leave out top_level.txt. So a distribution owns what either of them tells.
+    """
+    found: set[str] = set()
+    for distribution in metadata.distributions():
+        listed = (distribution.read_text("top_level.txt") or "").split()
+        files = {file.parts[0].partition(".")[0] for file in distribution.files or []}
+        if name in listed or name in files or name in mapped(distribution):
+            # The source tree's egg-info and the installed metadata are one distribution.
+            found.add(canonicalize_name(distribution.metadata["Name"]))
+    return found
+
+
+def mapped(distribution: metadata.Distribution) -> set[str]:
+    """Return the names that a distribution's editable finders map to folders."""
+    finders = [
+        Path(file.name).stem
+        for file in distribution.files or []
+        if file.name.startswith("__editable__") and file.suffix == ".py"
+    ]
+    return {name for finder in finders for name in vars(importlib.import_module(finder))["MAPPING"]}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_carver_alone_owns_each_of_its_top_level_names(name: str) -> None:
+    assert owners(name) == {"carver"}
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("other-1.dist-info/top_level.txt", "proto\n"),
+        ("other-1.dist-info/RECORD", "proto/__init__.py,,\n"),
+        ("other-1.dist-info/RECORD", "__editable___other_1_finder.py,,\n"),
+    ],
+    ids=["top_level", "files", "editable"],
+)
+def test_another_distribution_with_a_name_of_ours_is_noticed(
+    file: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "other-1.dist-info").mkdir()
+    (tmp_path / "other-1.dist-info" / "METADATA").write_text("Name: Other\nVersion: 1\n")
+    (tmp_path / "__editable___other_1_finder.py").write_text("MAPPING = {'proto': '/other'}\n")
+    (tmp_path / file).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    assert owners("proto") == {"carver", "other"}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_each_package_is_imported_from_this_tree(name: str) -> None:
+    assert list(importlib.import_module(name).__path__) == [str(ROOT / name)]
+
+
+def test_only_the_four_packages_are_named() -> None:
+    included = project()["tool"]["setuptools"]["packages"]["find"]["include"]
+    assert {one.removesuffix(".*") for one in included} == set(PACKAGES)
+
+
+def test_package_indexes_are_told_to_refuse_carver() -> None:
+    assert "Private :: Do Not Upload" in project()["project"]["classifiers"]
+    assert "Private :: Do Not Upload" in metadata.metadata("carver").get_all("Classifier", [])
+
+
+# Versions
+
+
+@pytest.mark.parametrize("requirement", requirements(), ids=str)
+def test_the_pinned_version_satisfies_the_requirement(requirement: Requirement) -> None:
+    assert pins()[canonicalize_name(requirement.name)] in requirement.specifier
+
+
+def test_the_protobuf_floor_is_what_the_generated_modules_demand() -> None:
+    for module in (ROOT / "proto").glob("*_pb2.py"):
+        [demanded] = re.findall(r"^# Protobuf Python Version: (.+)$", module.read_text(), re.M)
+        assert floors()["protobuf"] == Version(demanded), module.name
+
+
+def test_the_grpc_floor_is_what_the_generated_services_demand() -> None:
+    for module in (ROOT / "proto").glob("*_pb2_grpc.py"):
+        [demanded] = re.findall(r"^GRPC_GENERATED_VERSION = '(.+)'$", module.read_text(), re.M)
+        assert floors()["grpcio"] == Version(demanded), module.name
+
+
+# The wheel
+
+
+def test_the_wheel_holds_every_file_of_the_four_packages_and_no_other(tmp_path: Path) -> None:
+    # setuptools takes up what an earlier build left in build/, and leaves its own: so, a copy.
+    unpacked = tmp_path / "carver"
+    leave = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+    shutil.copytree(ROOT, unpacked, symlinks=True, ignore=leave)
+
+    wheel = built_wheel(unpacked, tmp_path / "dist")
+
+    names = zipfile.ZipFile(wheel).namelist()
+    packed = {name for name in names if not name.split("/")[0].endswith(".dist-info")}
+    assert packed == {
+        str(path.relative_to(unpacked))
+        for package in PACKAGES
+        for path in (unpacked / package).rglob("*")
+        if path.is_file()
+    }
+
+
+def built_wheel(tree: Path, output: Path) -> Path:
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", output, tree],
+        check=True,
+        capture_output=True,
+    )
+    [wheel] = output.iterdir()
+    return wheel
+
+
+# The image
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_image_gets_wheels_for_the_processor_of_the_machine_that_builds_it(
+    machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    monkeypatch.setattr(image, "run", lambda *words: started.extend(map(str, words)))
+    monkeypatch.setattr(shutil, "copytree", lambda *_, **__: None)
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine=machine))
+    image.fetch_wheels(tmp_path)
+    platforms = {word for word in started if word.startswith("--platform=")}
+    assert f"--platform=manylinux2014_{machine}" in platforms
+    assert all(word.endswith(machine) for word in platforms)
+
+
+# The Debian package
+
+
+def test_the_debian_package_is_described_as_dpkg_reads_it(tmp_path: Path) -> None:
+    deb.describe(tmp_path)
+    lines = (tmp_path / "DEBIAN" / "control").read_text().splitlines()
+    control = dict(line.split(": ", 1) for line in lines)
+    assert (control["Package"], control["Version"]) == ("carver", project()["project"]["version"])
+    assert {"lvm2", "util-linux", "python3 (<< 3.12)"} <= set(control["Depends"].split(", "))
+    for name in ("postinst", "prerm", "postrm"):
+        script = tmp_path / "DEBIAN" / name
+        assert script.stat().st_mode & 0o111
+        subprocess.run(["sh", "-n", script], check=True)
+
+
+def test_the_debian_package_s_command_sees_its_own_folder_only(tmp_path: Path) -> None:
+    # The wheels that are there stand for those that are downloaded.
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "carver-1-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("agent/__init__.py", "")
+    deb.fill(tmp_path / "root", wheels)
+    assert (tmp_path / "root/usr/lib/carver/agent/__init__.py").exists()
+    unit = (tmp_path / "root/lib/systemd/system/carver.service").read_text()
+    assert "ExecStart=/usr/bin/carver serve" in unit
+    launcher = (tmp_path / "root/usr/bin/carver").read_text()
+    assert launcher.startswith("#!/usr/bin/python3 -I\n")
+    assert f'sys.path.insert(0, "{deb.LIBRARY}")' in launcher

@@ -1,0 +1,410 @@
+"""What is counted and measured, what asking costs, and what is built on the names."""
+
+import json
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import configured
+import expect
+import grpc
+import pytest
+import yaml
+from fakes.disks import FakeDisks
+from fakes.host import FakeHost
+from fakes.lvm import FakePool
+from prometheus_client.parser import text_string_to_metric_families
+
+from agent.config.classes import DeviceClass
+from agent.csi.client import Client, block
+from agent.engine.host import Host
+from agent.service import registration
+from agent.service.metrics import Metrics, Parts
+from agent.service.registration import Registration
+from agent.service.server import Service
+from agent.workers import autoextend
+from lvm import errors
+from lvm.command import Result
+from lvm.layout import Layout, Reserve
+from lvm.lvm2 import Lvm
+from lvm.pools import Policy
+
+ROOT = Path(__file__).parents[3]
+MONITORING = ROOT / "deploy" / "monitoring"
+MIB = 1 << 20
+
+
+@dataclass
+class Measured:
+    """A service that is counted, its machine, and what a scraper would read."""
+
+    metrics: Metrics
+    host: FakeHost
+    client: Client
+    service: Service
+    registration: Registration
+
+    def samples(self) -> dict[tuple[str, ...], float]:
+        """Each sample's value, by its name and its labels' values, in the order of their names."""
+        families = text_string_to_metric_families(self.metrics.text().decode())
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in families
+            for sample in family.samples
+        }
+
+
+@pytest.fixture
+def measured(tmp_path: Path) -> Iterator[Measured]:
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("data", [100, 60])
+    config = configured.carver(
+        tmp_path,
+        classes=(
+            DeviceClass(name="plain", group="data", default=True),
+            DeviceClass(name="kept", group="data", reserve=Reserve(percent=10)),
+            DeviceClass(name="lost", group="gone"),
+            DeviceClass(name="thin", group="data", layout=Layout("thin"), pool=Policy()),
+        ),
+    )
+    metrics = Metrics()
+    run = metrics.counted(host.run)
+    lvm = Lvm(run, settings=())
+    service = Service(
+        config, Host(run, host.kernel, host.devices, host.disks), lvm, metrics.count_call
+    )
+    kubelet = Registration(tmp_path / "registry", config.endpoint)
+    running = (service.diagnosis, service.wiper, service.copier, service.grower)
+    known, admission = service.inventory, service.admission
+    metrics.watch(Parts(config.classes, known, admission, *running, kubelet))
+    service.start(config.endpoint)
+    with Client(config.endpoint) as client:
+        yield Measured(metrics, host, client, service, kubelet)
+    service.stop()
+
+
+# Counted
+
+
+def test_a_call_is_counted_by_method_and_code_and_timed(measured: Measured) -> None:
+    measured.client.create("pvc-1", 4 * MIB, block())
+    with expect.code("INVALID_ARGUMENT"):
+        measured.client.create("", 4 * MIB, block())
+    found = measured.samples()
+    assert found["carver_calls_total", "OK", "CreateVolume"] == 1
+    assert found["carver_calls_total", "INVALID_ARGUMENT", "CreateVolume"] == 1
+    assert found["carver_call_duration_seconds_count", "CreateVolume"] == 2
+    assert 0 < found["carver_call_duration_seconds_sum", "CreateVolume"] < 60
+
+
+def test_a_command_is_counted_by_what_came_of_it_and_timed(measured: Measured) -> None:
+    measured.client.create("pvc-1", 4 * MIB, block())
+    found = measured.samples()
+    assert found["carver_commands_total", "OK", "lvm", "lvcreate"] == 1
+    assert found["carver_command_duration_seconds_count", "lvm", "lvcreate"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "result", "outcome"),
+    [
+        (("lvm", "lvcreate"), Result(5, "", "insufficient free space"), "NoSpace"),
+        (("lvm", "lvremove"), Result(5, "", "who knows"), "CommandFailed"),
+        (("blkid", "-p"), Result(2, "", ""), "exit 2"),
+    ],
+)
+def test_a_failure_is_counted_by_its_class_or_exit_code(
+    words: Sequence[str], result: Result, outcome: str
+) -> None:
+    metrics = Metrics()
+    assert metrics.counted(lambda *_: result)(*words) == result
+    subcommand = words[1] if words[0] == "lvm" else ""
+    line = f'program="{words[0]}",subcommand="{subcommand}"}} 1.0'
+    assert f'outcome="{outcome}",{line}' in metrics.text().decode()
+
+
+def test_a_command_that_never_ended_well_is_counted_and_still_raises() -> None:
+    metrics = Metrics()
+
+    def run(*words: str) -> Result:
+        raise errors.CommandTimedOut(words, 1.0)
+
+    with pytest.raises(errors.CommandTimedOut):
+        metrics.counted(run)("lvm", "lvs")
+    assert 'outcome="CommandTimedOut",program="lvm",subcommand="lvs"} 1.0' in (
+        metrics.text().decode()
+    )
+
+
+# Measured
+
+
+def test_a_group_is_measured_as_capacity_is(measured: Measured) -> None:
+    measured.client.create("pvc-1", 40 * MIB, block())
+    free = measured.client.capacity().available_capacity
+    found = measured.samples()
+    assert found["carver_group_present", "data"] == 1
+    assert found["carver_group_present", "gone"] == 0
+    assert found["carver_group_size_bytes", "data"] == 160 * 4 * MIB
+    assert found["carver_group_free_bytes", "data"] == free == 150 * 4 * MIB
+    assert found["carver_group_missing_disks", "data"] == 0
+    assert found["carver_group_volumes", "data"] == 1
+    assert ("carver_group_size_bytes", "gone") not in found
+    assert found["carver_class_available_bytes", "plain", "data"] == free
+    kept = measured.client.capacity({"class": "kept"}).available_capacity
+    assert found["carver_class_available_bytes", "kept", "data"] == kept < free
+    assert ("carver_class_available_bytes", "lost", "gone") not in found
+    assert found["carver_lvm_up",] == 1
+
+
+def test_only_volumes_with_a_problem_are_named(measured: Measured) -> None:
+    sick, well = (measured.client.create(name, 4 * MIB, block()) for name in ("sick", "well"))
+    measured.host.lvm2.groups["data"].volumes["vol-sick"].health = "partial"
+    measured.client.capacity()
+    found = measured.samples()
+    assert found["carver_volume_abnormal", sick.volume_id] == 1
+    assert not any(well.volume_id in key for key in found)
+
+
+def test_scraping_runs_no_command_while_calls_read_reports(measured: Measured) -> None:
+    measured.client.capacity()
+    measured.host.commands.clear()
+    for _ in range(5):
+        measured.samples()
+    assert measured.host.commands == []
+
+
+def test_an_idle_service_is_asked_once_a_minute_however_many_scrape(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, group = 1e9, measured.host.lvm2.groups["data"]
+    monkeypatch.setattr(time, "time", lambda: now)
+    for _ in range(5):
+        measured.samples()
+    assert len(measured.host.commands) == 1
+    group.seqno += 1
+    measured.samples()
+    assert len(measured.host.commands) == 1
+    now += 61
+    callers = [threading.Thread(target=measured.samples) for _ in range(5)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert len(measured.host.commands) == 2
+    now += 61
+    assert measured.samples()["carver_report_timestamp_seconds",] == now
+    assert len(measured.host.commands) == 2, "nothing was written since"
+
+
+def test_a_sick_lvm2_is_told_and_not_asked_again_for_a_minute(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, asked = 1e9, []
+    monkeypatch.setattr(time, "time", lambda: now)
+
+    def broken(words: Sequence[str]) -> Result:
+        asked.append(words)
+        return Result(5, "", "broken")
+
+    measured.host.intercept = broken
+    for _ in range(3):
+        found = measured.samples()
+        assert found["carver_lvm_up",] == 0
+        assert ("carver_group_present", "data") not in found
+    assert len(asked) == 1
+    measured.host.intercept = lambda words: None
+    now += 61
+    assert measured.samples()["carver_lvm_up",] == 1
+
+
+def test_a_disk_that_does_not_answer_is_told_as_lvm2_that_is_sick(measured: Measured) -> None:
+    disks = measured.host.disks
+    assert isinstance(disks, FakeDisks)
+    disks.hanging.add("/dev/fake-data-0")
+    assert measured.samples()["carver_lvm_up",] == 0
+
+
+def test_wipes_are_counted_by_how_far_they_are(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached, let_go = threading.Semaphore(0), threading.Event()
+
+    def fail(device: str, offset_bytes: int, length_bytes: int) -> None:
+        reached.release()
+        assert let_go.wait(20)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(measured.host.kernel, "zero_out", fail)
+    measured.service.wiper.grace_seconds = 0.01
+    for name in ("a", "b", "c"):
+        measured.client.delete(measured.client.create(name, 4 * MIB, block()).volume_id)
+    for _ in range(2):
+        assert reached.acquire(timeout=20)
+    counts = {state: measured.samples()["carver_wipes", state] for state in ("queued", "running")}
+    assert counts == {"queued": 1, "running": 2}
+    let_go.set()
+    assert reached.acquire(timeout=20)
+    measured.service.wiper.jobs._workers.shutdown(wait=True)
+    assert measured.samples()["carver_wipes", "failed"] == 3
+
+
+def test_pools_are_measured_by_what_the_kernel_says_of_them(measured: Measured) -> None:
+    found = measured.samples()
+    assert ("carver_pool_size_bytes", "thin", "data") not in found
+    measured.client.create("pvc-1", 100 * MIB, block(), parameters={"class": "thin"})
+    pool = measured.host.lvm2.groups["data"].volumes["pool-thin"]
+    assert isinstance(pool, FakePool)
+    pool.used_data_blocks, pool.used_metadata_blocks = 256, 512
+    measured.client.capacity()
+    found = measured.samples()
+    told = {
+        name: found[f"carver_pool_{name}", "thin", "data"]
+        for name in ("size_bytes", "promised_bytes", "data_percent", "metadata_percent")
+    }
+    assert told == {
+        "size_bytes": 64 * MIB,
+        "promised_bytes": 100 * MIB,
+        "data_percent": 25,
+        "metadata_percent": 50,
+    }
+    measured.host.deactivate("data", "vol-pvc-1")
+    measured.host.deactivate("data", "pool-thin")
+    assert ("carver_pool_data_percent", "thin", "data") not in measured.samples()
+    assert found["carver_extensions_total", "data", "extended"] == 0
+
+
+def test_the_registration_is_in_one_state(measured: Measured) -> None:
+    measured.registration.state = registration.State.REFUSED
+    found = measured.samples()
+    states = {state: found["carver_registration", state.value] for state in registration.State}
+    assert sum(states.values()) == states[registration.State.REFUSED] == 1
+
+
+# What is built on the names
+
+
+def exported(measured: Measured) -> dict[str, set[str]]:
+    """Every sample's name that a scrape can have, with its labels."""
+    volume = measured.client.create("pvc-1", 4 * MIB, block())
+    measured.client.snapshot("1", volume.volume_id)
+    measured.client.create("pvc-2", 4 * MIB, block(), parameters={"class": "thin"})
+    measured.host.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
+    measured.client.capacity()
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(measured.metrics.text().decode()):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+# How a scrape names the parts of a histogram.
+PARTS = r"_(bucket|count|sum)$"
+
+
+def test_every_metric_is_documented_with_its_labels_and_no_other(measured: Measured) -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    rows = re.findall(r"^\| `(carver_\w+)` \|([^|]*)\|", text, re.M)
+    documented = {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
+    documented |= {name: set() for name in re.findall(r"`(process_\w+)`", text)}
+    there = {
+        re.sub(PARTS, "", name): labels - {"le"} for name, labels in exported(measured).items()
+    }
+    assert documented == there
+
+
+def rules() -> list[dict[str, Any]]:
+    document = yaml.safe_load((MONITORING / "alerts.yaml").read_text())
+    return [rule for group in document["groups"] for rule in group["rules"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    document = json.loads((MONITORING / "dashboard.json").read_text())
+    return [panel for panel in document["panels"] if panel["type"] != "row"]
+
+
+def expressions() -> list[str]:
+    targets = [target["expr"] for panel in panels() for target in panel["targets"]]
+    return [rule["expr"] for rule in rules()] + targets
+
+
+@pytest.fixture
+def names(measured: Measured) -> dict[str, set[str]]:
+    return exported(measured)
+
+
+def test_alerts_and_dashboard_name_only_what_is_exported(names: dict[str, set[str]]) -> None:
+    for expression in expressions():
+        used = re.findall(r"\b(?:carver|process)_\w+", expression)
+        assert used, expression
+        assert set(used) <= set(names), expression
+
+
+def test_alerts_and_dashboard_use_only_labels_that_are_there(names: dict[str, set[str]]) -> None:
+    for expression in expressions():
+        used = re.findall(r"\b(?:carver|process)_\w+", expression)
+        # Prometheus itself adds the instance.
+        allowed = {"instance"}.union(*(names[name] for name in used))
+        chosen = re.findall(r"(\w+)(?:=~|!~|!=|=)\"", expression)
+        listed = re.findall(r"(?:by|on) \(([^)]*)\)", expression)
+        grouped = [word.strip() for words in listed for word in words.split(",")]
+        assert {*chosen, *grouped} <= allowed, expression
+
+
+def test_alerts_and_dashboard_ask_only_for_values_that_occur(measured: Measured) -> None:
+    occurring = {
+        "code": {code.name for code in grpc.StatusCode},
+        "outcome": {
+            "OK",
+            *autoextend.OUTCOMES,
+            *(name for name in vars(errors) if name[0].isupper()),
+        },
+        "state": {*registration.State, *measured.service.wiper.counts()},
+    }
+    for expression in expressions():
+        for label, values in re.findall(r"(\w+)(?:=~|!~|!=|=)\"([^\"]*)\"", expression):
+            if label != "instance":
+                assert set(values.split("|")) <= occurring[label], expression
+
+
+def test_every_alert_says_how_bad_it_is_and_what_to_do(names: dict[str, set[str]]) -> None:
+    for rule in rules():
+        assert rule["labels"]["severity"] in {"critical", "warning", "info"}
+        assert {"summary", "description"} == set(rule["annotations"])
+        assert re.fullmatch(r"\d+[smh]", rule["for"])
+        left = set(re.findall(r"\$labels\.(\w+)", str(rule["annotations"])))
+        listed = re.findall(r"by \(([^)]*)\)", rule["expr"])
+        used = re.findall(r"\bcarver_\w+", rule["expr"])
+        there = (
+            {word.strip() for words in listed for word in words.split(",")}
+            if listed
+            else {"instance"}.union(*(names[name] for name in used))
+        )
+        assert left <= there, rule["alert"]
+
+
+def test_every_alert_is_documented_and_no_other() -> None:
+    text = (ROOT / "docs" / "metrics.md").read_text()
+    assert re.findall(r"^\| `(Carver\w+)` \|", text, re.M) == [rule["alert"] for rule in rules()]
+
+
+def test_every_panel_is_told_apart_and_explained() -> None:
+    identities = [panel["id"] for panel in panels()]
+    assert len(set(identities)) == len(identities)
+    for panel in panels():
+        assert panel["title"]
+        assert panel["description"].endswith(".")
+
+
+def test_a_snapshot_s_area_is_measured_and_copies_are_counted(measured: Measured) -> None:
+    volume = measured.client.create("pvc-1", 64 * MIB, block())
+    snapshot = measured.client.snapshot("1", volume.volume_id, {"size": "16MiB"})
+    measured.host.write_bytes("/dev/mapper/data-vol--pvc--1", 0, bytes(4 * MIB))
+    measured.service.inventory.read()
+    ratio = 'carver_snapshot_used_ratio{snapshot="' + snapshot.snapshot_id + '"}'
+    assert f"{ratio} 0.25" in measured.metrics.text().decode()
+    for state in ("queued", "running", "failed"):
+        assert f'carver_copies{{state="{state}"}} 0.0' in measured.metrics.text().decode()

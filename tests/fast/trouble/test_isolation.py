@@ -1,0 +1,416 @@
+"""Two volume groups, one of which does not answer: nobody notices who has to do with the other."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import configured
+import expect
+import grpc
+import pytest
+import serving
+from fakes.disks import FakeDisks
+from fakes.host import FakeHost
+from fast.service.test_beginning import Started, until
+from prometheus_client.parser import text_string_to_metric_families
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.config.values import Address
+from agent.csi.client import Client, block, mounted
+from agent.engine import engine
+from agent.health import preflight
+from agent.service import monitor, resumption
+from agent.service.metrics import Metrics, Parts
+from agent.service.registration import Registration
+from agent.service.server import Service
+from lvm import command, errors
+from lvm.command import Result
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+CALLS = 40
+SICK, SOUND = {"class": "sick"}, {"class": "sound"}
+
+
+class Trouble:
+    """lvm2 hangs for all that has to do with one group, until it is let go."""
+
+    def __init__(self, fake: FakeHost, *, ends_in_time: bool) -> None:
+        self.asked, self.over = threading.Event(), threading.Event()
+        self._ends_in_time = ends_in_time
+        fake.intercept = self
+
+    def __call__(self, words: Sequence[str]) -> Result | None:
+        if words[0] != "lvm" or "/dev/fake-a-0" not in " ".join(words) or self.over.is_set():
+            return None
+        self.asked.set()
+        limit = command.remaining_seconds() if self._ends_in_time else None
+        if not self.over.wait(30 if limit is None else limit):
+            raise errors.CommandTimedOut(tuple(words), limit or 30.0)
+        return None
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("a", [200])
+    host.lvm2.add_group("b", [200])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    classes = (DeviceClass("sick", "a", default=True), DeviceClass("sound", "b"))
+    address = Address("127.0.0.1", 0)
+    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes, metrics_address=address)
+
+
+@pytest.fixture(autouse=True)
+def well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node on which all is well that lvm2 is not asked about."""
+    monkeypatch.setattr(preflight, "CHEAP", ())
+    monkeypatch.setattr(preflight, "CHECKS", {})
+
+
+@pytest.fixture
+def of_both(client: Client) -> tuple[csi.Volume, csi.Volume]:
+    """A volume in each group."""
+    return client.create("of-a", 16 * MIB, block(), parameters=SICK), client.create(
+        "of-b", 16 * MIB, mounted("ext4"), parameters=SOUND
+    )
+
+
+@pytest.fixture
+def callers() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2 * CALLS) as pool:
+        yield pool
+
+
+def forty(
+    callers: ThreadPoolExecutor, client: Client, volume: csi.Volume, first: int = 0
+) -> list[Future[Any]]:
+    """Calls on the group that does not answer."""
+    kinds: list[Callable[[int], object]] = [
+        lambda number: client.create(f"new-{number}", 4 * MIB, block(), parameters=SICK),
+        lambda _: client.capacity(SICK),
+        lambda _: client.volume(volume.volume_id),
+        lambda number: client.delete(volume.volume_id.replace("of-a", f"none-{number}")),
+    ]
+    return [callers.submit(kinds[one % len(kinds)], one) for one in range(first, first + CALLS)]
+
+
+def code_of(call: Future[Any]) -> str:
+    error = call.exception(60)
+    assert error is None or isinstance(error, grpc.RpcError)
+    return "OK" if error is None else error.code().name
+
+
+def whole_life(client: Client, config: Config, volume: csi.Volume, place: Path) -> None:
+    """Every call that needs one group only, on the one that answers, and those that need none."""
+    staging, target = place / "staging", place / "target"
+    client.stage(volume, staging, mounted("ext4"))
+    client.publish(volume, staging, target, mounted("ext4"))
+    assert client.stats(volume.volume_id, target).usage
+    assert client.probe().ready.value
+    assert monitor.healthz(config.endpoint)() == b"ok\n"
+    assert client.capacity(SOUND).available_capacity
+    made = client.create("another", 16 * MIB, block(), parameters=SOUND)
+    snapshot = client.snapshot("nightly", made.volume_id)
+    assert client.volume(made.volume_id).volume.capacity_bytes == 16 * MIB
+    assert client.confirms(made.volume_id, block())
+    client.expand(made.volume_id, 8 * MIB)
+    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete(made.volume_id)
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize("ends_in_time", [True, False], ids=["told to end", "for ever"])
+def test_forty_calls_on_a_group_whose_lvm2_hangs_leave_the_other_as_it_was(
+    client: Client,
+    config: Config,
+    fake: FakeHost,
+    of_both: tuple[csi.Volume, csi.Volume],
+    callers: ThreadPoolExecutor,
+    tmp_path: Path,
+    ends_in_time: bool,
+) -> None:
+    fake.lvm2.groups["a"].seqno += 1
+    trouble = Trouble(fake, ends_in_time=ends_in_time)
+    sick = forty(callers, client, of_both[0])
+    assert trouble.asked.wait(20)
+    whole_life(client, config, of_both[1], tmp_path)
+    assert not any(one.done() for one in sick)
+    assert "vol-of-b" not in fake.lvm2.groups["b"].volumes
+    trouble.over.set()
+    assert {code_of(one) for one in sick} == {"OK"}
+
+
+def test_what_uses_a_volume_of_a_group_that_hangs_can_end(
+    client: Client, fake: FakeHost, callers: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    staging, target = tmp_path / "staging", tmp_path / "target"
+    volume = client.create("of-a", 16 * MIB, mounted("ext4"), parameters=SICK)
+    client.stage(volume, staging, mounted("ext4"))
+    client.publish(volume, staging, target, mounted("ext4"))
+    fake.lvm2.groups["a"].seqno += 1
+    trouble = Trouble(fake, ends_in_time=False)
+    sick = forty(callers, client, volume)
+    assert trouble.asked.wait(20)
+    assert client.stats(volume.volume_id, target).usage
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    assert not any(one.done() for one in sick)
+    trouble.over.set()
+    wait(sick)
+
+
+def test_calls_on_a_group_that_hangs_end_with_their_deadlines_and_keep_no_place(
+    client: Client,
+    service: Service,
+    config: Config,
+    fake: FakeHost,
+    of_both: tuple[csi.Volume, csi.Volume],
+    callers: ThreadPoolExecutor,
+) -> None:
+    fake.lvm2.groups["a"].seqno += 1
+    trouble = Trouble(fake, ends_in_time=True)
+    with Client(config.endpoint, timeout_seconds=1.5) as hasty:
+        sick = forty(callers, hasty, of_both[0])
+        assert {code_of(one) for one in sick} <= {"DEADLINE_EXCEEDED", "UNAVAILABLE"}
+    until(lambda: service.admission._free == service.admission._places)
+    trouble.over.set()
+    assert client.volume(of_both[0].volume_id).volume.capacity_bytes == 16 * MIB
+    assert client.capacity(SICK).available_capacity
+    client.delete(of_both[0].volume_id)
+
+
+def test_however_many_calls_one_group_takes_others_find_a_place(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    of_both: tuple[csi.Volume, csi.Volume],
+    config: Config,
+    tmp_path: Path,
+) -> None:
+    fake.lvm2.groups["a"].seqno += 1
+    trouble = Trouble(fake, ends_in_time=False)
+    with ThreadPoolExecutor(3 * CALLS) as many:
+        sick = [call for one in range(3) for call in forty(many, client, of_both[0], one * CALLS)]
+        try:
+            # What is one too many is refused at once, and says so.
+            until(lambda: any(one.done() for one in sick))
+            whole_life(client, config, of_both[1], tmp_path)
+            refused = [one for one in sick if one.done()]
+            assert {code_of(one) for one in refused} == {"UNAVAILABLE"}
+            assert len(refused) < len(sick)
+        finally:
+            trouble.over.set()
+            wait(sick)
+
+
+def test_a_group_whose_disks_hang_is_unavailable_at_once_and_the_other_is_as_it_was(
+    client: Client,
+    config: Config,
+    fake: FakeHost,
+    of_both: tuple[csi.Volume, csi.Volume],
+    callers: ThreadPoolExecutor,
+    tmp_path: Path,
+) -> None:
+    assert isinstance(fake.disks, FakeDisks)
+    fake.disks.hanging.add("/dev/fake-a-0")
+    sick = forty(callers, client, of_both[0])
+    whole_life(client, config, of_both[1], tmp_path)
+    assert {code_of(one) for one in sick} == {"UNAVAILABLE"}
+    with expect.code("UNAVAILABLE", "/dev/fake-a-0", "dmesg"):
+        client.capacity(SICK)
+    fake.disks.hanging.clear()
+    assert client.capacity(SICK).available_capacity
+    client.delete(of_both[0].volume_id)
+
+
+def test_a_wipe_that_hangs_keeps_no_other_group_s_waiting(
+    client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.wiper.grace_seconds = 0.1
+    names = [f"of-a-{number}" for number in range(3)]
+    doomed = [client.create(one, 4 * MIB, block(), parameters=SICK) for one in names]
+    other = client.create("of-b", 4 * MIB, block(), parameters=SOUND)
+    real, over = fake.kernel.zero_out, threading.Event()
+
+    def zero_out(device: str, offset_bytes: int, length_bytes: int) -> None:
+        assert "/b-" in device or over.wait(60)
+        real(device, offset_bytes, length_bytes)
+
+    monkeypatch.setattr(fake.kernel, "zero_out", zero_out)
+    for one in (*doomed, other):
+        client.delete(one.volume_id)
+    until(lambda: not fake.lvm2.groups["b"].volumes)
+    assert len(fake.lvm2.groups["a"].volumes) == len(names)
+    over.set()
+    until(lambda: not fake.lvm2.groups["a"].volumes)
+
+
+# Those who look at all groups
+
+
+def test_a_list_has_what_was_seen_last_of_a_group_that_hangs(
+    client: Client,
+    config: Config,
+    fake: FakeHost,
+    of_both: tuple[csi.Volume, csi.Volume],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "_LIST_SECONDS", 0.1)
+    ids = sorted(one.volume_id for one in of_both)
+    assert sorted(one.volume_id for one in client.volumes()) == ids
+    fake.lvm2.groups["a"].seqno += 1
+    trouble = Trouble(fake, ends_in_time=True)
+    with Client(config.endpoint, timeout_seconds=2) as hasty:
+        assert sorted(one.volume_id for one in hasty.volumes()) == ids
+        assert hasty.snapshots() == []
+    trouble.over.set()
+
+
+def test_a_list_that_would_lack_a_group_is_none(
+    client: Client, config: Config, service: Service, fake: FakeHost
+) -> None:
+    service.engines._engines["a"].last = None
+    fake.lvm2.groups["a"].seqno += 1
+    trouble = Trouble(fake, ends_in_time=True)
+    with (
+        Client(config.endpoint, timeout_seconds=1) as hasty,
+        expect.code("DEADLINE_EXCEEDED"),
+    ):
+        hasty.volumes()
+    trouble.over.set()
+
+
+def scraped(service: Service, config: Config, directory: Path) -> dict[tuple[str, ...], float]:
+    metrics = Metrics()
+    running = (service.diagnosis, service.wiper, service.copier, service.grower)
+    kubelet = Registration(directory / "registry", config.endpoint)
+    known, admission = service.inventory, service.admission
+    metrics.watch(Parts(config.classes, known, admission, *running, kubelet))
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(metrics.text().decode())
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("hangs", ["a", "a and b"])
+def test_a_scrape_and_readiness_say_what_they_can_while_disks_hang(
+    service: Service, config: Config, fake: FakeHost, tmp_path: Path, hangs: str
+) -> None:
+    assert isinstance(fake.disks, FakeDisks)
+    fake.disks.hanging |= {f"/dev/fake-{one}-0" for one in hangs.split(" and ")}
+    for one in service.engines:
+        one.outdate()
+        one.time_seconds = one.tried_seconds = 1.0
+    found = scraped(service, config, tmp_path)
+    if hangs == "a":
+        assert found["carver_lvm_up",] == 1
+        assert found["carver_group_present", "b"] == 1
+        service.readiness._inventory.recent()
+    else:
+        assert found["carver_lvm_up",] == 0
+
+
+# The start
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What did not answer is tried again at once."""
+    monkeypatch.setattr(resumption, "_OTHERS_SECONDS", 0.2)
+    monkeypatch.setattr(resumption, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(resumption, "_SOON_SECONDS", 0.01)
+
+
+@pytest.fixture
+def left(config: Config, fake: FakeHost) -> tuple[str, str]:
+    """In each group a volume whose wipe an earlier process left."""
+    running = serving.start(config, fake)
+    with Client(config.endpoint) as client:
+        for one in (SICK, SOUND):
+            client.create(f"deleted-{one['class']}", 16 * MIB, block(), parameters=one)
+    running.stop()
+    names = ("vol-deleted-sick", "vol-deleted-sound")
+    for group, name in zip("ab", names, strict=True):
+        volume = fake.lvm2.groups[group].volumes[name]
+        volume.tags = {one.replace("state=ready", "state=wiping") for one in volume.tags}
+    return names
+
+
+def hang(fake: FakeHost) -> Callable[[], object]:
+    return Trouble(fake, ends_in_time=False).over.set
+
+
+def silence(fake: FakeHost) -> Callable[[], object]:
+    assert isinstance(fake.disks, FakeDisks)
+    fake.disks.hanging.add("/dev/fake-a-0")
+    return fake.disks.hanging.clear
+
+
+def take(fake: FakeHost) -> Callable[[], object]:
+    fake.deactivate("a", "vol-deleted-sick")
+    group = fake.lvm2.groups.pop("a")
+    return lambda: fake.lvm2.groups.setdefault("a", group)
+
+
+def double(fake: FakeHost) -> Callable[[], object]:
+    """Another group of the name: as it is in the fake by a second name for it."""
+    twin = fake.lvm2.add_group("twin", [10])
+    twin.name = "a"
+    return lambda: fake.lvm2.groups.pop("twin", None)
+
+
+@pytest.mark.parametrize("trouble", [hang, silence, take, double])
+def test_a_start_serves_the_groups_that_answer_and_takes_up_the_others_when_they_do(
+    config: Config,
+    fake: FakeHost,
+    left: tuple[str, str],
+    soon: None,
+    monkeypatch: pytest.MonkeyPatch,
+    trouble: Callable[[FakeHost], Callable[[], object]],
+) -> None:
+    mend = trouble(fake)
+    running = Started(config, fake, monkeypatch)
+    try:
+        assert running.begun.wait(20)
+        with Client(config.endpoint) as client:
+            assert client.probe().ready.value
+            made = client.create("new", 16 * MIB, block(), parameters=SOUND)
+            until(lambda: left[1] not in fake.lvm2.groups["b"].volumes)
+            client.delete(made.volume_id)
+            assert "a" not in fake.lvm2.groups or left[0] in fake.lvm2.groups["a"].volumes
+            mend()
+            until(lambda: left[0] not in fake.lvm2.groups["a"].volumes)
+            assert client.create("of-a", 16 * MIB, block(), parameters=SICK).volume_id
+    finally:
+        mend()
+        running.end()
+
+
+def test_a_wipe_that_failed_because_the_group_went_goes_on_when_it_is_back(
+    config: Config, fake: FakeHost, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = Started(config, fake, monkeypatch)
+    try:
+        assert running.begun.wait(20)
+        with Client(config.endpoint) as client:
+            client.create("deleted-sick", 16 * MIB, block(), parameters=SICK)
+            volume = fake.lvm2.groups["a"].volumes["vol-deleted-sick"]
+            bring = take(fake)
+            with expect.code("RESOURCE_EXHAUSTED"):
+                client.create("new", 16 * MIB, block(), parameters=SICK)
+            volume.tags = {one.replace("state=ready", "state=wiping") for one in volume.tags}
+            bring()
+            until(lambda: not fake.lvm2.groups["a"].volumes)
+    finally:
+        running.end()

@@ -1,0 +1,440 @@
+"""Killed before and after every single step of every call: the next process makes it good."""
+
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import wait
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import configured
+import pytest
+from fakes.host import FakeHost
+from model import operations as do
+from model.expected import EXTENT_BYTES, Model
+from model.machine import Machine
+from model.operations import MIB, Outcome, Use
+from model.stopping import CHANGING, Cut, Killed, Switch
+
+from agent.config.classes import DeviceClass
+from agent.config.groups import BackingFile, Foundation
+from agent.config.settings import Config
+from agent.engine import sources
+from agent.engine.sources import Foundations
+from lvm.command import Result
+from lvm.lvm2 import Lvm
+from mount.syscalls import Kernel
+
+EXT4 = Use("mount", do.MULTI_WRITER, "ext4")
+XFS = Use("mount", do.MULTI_WRITER, "xfs")
+READER = Use("mount", do.READER_ONLY, "ext4")
+BLOCK = Use("block", do.MULTI_WRITER)
+EXTENTS = 300
+
+AHEAD = (("carver/readAhead", "1MiB"),)
+CREATE = do.Create("a", 320 * MIB, 0, EXT4)
+STAGE = do.Stage("a", "staging", EXT4)
+PUBLISH = do.Publish("a", "staging", "target", EXT4)
+SNAPSHOT = do.Snapshot("a", "snap")
+RESTORE = do.Create("copy", 400 * MIB, 0, EXT4, source=(do.OF_SNAPSHOT, "snap"))
+CLONE = do.Create("copy", 324 * MIB, 0, EXT4, source=(do.OF_VOLUME, "a"))
+BTRFS = Use("mount", do.MULTI_WRITER, "btrfs")
+BTRFS_CREATE = do.Create("a", 256 * MIB, 0, BTRFS)
+BTRFS_STAGE = do.Stage("a", "staging", BTRFS)
+BTRFS_CLONE = do.Create("copy", 260 * MIB, 0, BTRFS, source=(do.OF_VOLUME, "a"))
+RAW = do.Create("a", 32 * MIB, 0, BLOCK)
+RAW_STAGE = do.Stage("a", "staging", BLOCK)
+RAW_PUBLISH = do.Publish("a", "staging", "target", BLOCK, read_only=True)
+RAW_WRITER = do.Publish("a", "staging", "other", BLOCK)
+
+LATER = do.NodeExpand("a", "staging", 400 * MIB)
+RAW_LATER = do.NodeExpand("a", "target", 64 * MIB)
+INLINE = do.PublishInline("csi-1", "target", 320 * MIB, EXT4)
+END = do.Unpublish("csi-1", "target")
+
+
+def deactivate(machine: Machine, model: Model) -> None:
+    """The volume's device is taken away before the call."""
+    machine.deactivate("a")
+    model.deactivate("a")
+
+
+def reboot(machine: Machine, model: Model) -> None:
+    """The node boots before the call."""
+    machine.reboot()
+    model.reboot()
+
+
+def nothing(machine: Machine, model: Model) -> None:
+    """Nothing happens before the call."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call, and what was done before it."""
+
+    call: do.Call
+    before: tuple[do.Call, ...] = ()
+    arrange: Callable[[Machine, Model], None] = field(default=nothing)
+    # A wipe that takes longer than its caller waits, so that it is put on record first.
+    long_wipe: bool = False
+    code: str = "OK"
+
+
+CASES = {
+    "create": Case(CREATE),
+    "create, raw": Case(RAW),
+    "create, with its read-ahead": Case(replace(CREATE, mutable=AHEAD)),
+    "create again, with another read-ahead": Case(replace(CREATE, mutable=AHEAD), (CREATE,)),
+    "create of a volume, with its read-ahead": Case(replace(CLONE, mutable=AHEAD), (CREATE,)),
+    "modify": Case(do.Modify("a", AHEAD), (CREATE,)),
+    "modify, in use": Case(do.Modify("a", AHEAD), (CREATE, STAGE, PUBLISH)),
+    "modify, inactive": Case(do.Modify("a", AHEAD), (CREATE,), deactivate),
+    "delete": Case(do.Delete("a"), (CREATE,)),
+    "delete, formatted": Case(do.Delete("a"), (CREATE, STAGE, do.Unstage("a", "staging"))),
+    "delete, inactive": Case(do.Delete("a"), (CREATE,), deactivate),
+    "delete, a long wipe": Case(do.Delete("a"), (CREATE,), long_wipe=True),
+    "expand": Case(do.Expand("a", 400 * MIB), (CREATE,)),
+    "stage": Case(STAGE, (CREATE,)),
+    "stage, xfs": Case(do.Stage("a", "staging", XFS), (do.Create("a", 320 * MIB, 0, XFS),)),
+    "stage, read-only": Case(do.Stage("a", "staging", READER), (CREATE,)),
+    "stage, inactive": Case(STAGE, (CREATE,), deactivate),
+    "stage, raw": Case(RAW_STAGE, (RAW,), deactivate),
+    "unstage": Case(do.Unstage("a", "staging"), (CREATE, STAGE)),
+    "publish": Case(PUBLISH, (CREATE, STAGE)),
+    "publish, read-only": Case(
+        do.Publish("a", "staging", "target", EXT4, read_only=True), (CREATE, STAGE)
+    ),
+    "publish, raw": Case(do.Publish("a", "staging", "target", BLOCK), (RAW, RAW_STAGE)),
+    "publish, raw and read-only": Case(RAW_PUBLISH, (RAW, RAW_STAGE)),
+    "publish, raw and read-only, beside a writer": Case(RAW_PUBLISH, (RAW, RAW_STAGE, RAW_WRITER)),
+    "unpublish, raw and read-only, beside a writer": Case(
+        do.Unpublish("a", "target"), (RAW, RAW_STAGE, RAW_WRITER, RAW_PUBLISH)
+    ),
+    "unpublish": Case(do.Unpublish("a", "target"), (CREATE, STAGE, PUBLISH)),
+    "publish, inline": Case(INLINE),
+    "publish, inline, again after a reboot": Case(INLINE, (INLINE,), reboot),
+    "unpublish, inline": Case(END, (INLINE,)),
+    "unpublish, inline, a long wipe": Case(END, (INLINE,), long_wipe=True),
+    "unpublish, raw and read-only": Case(
+        do.Unpublish("a", "target"), (RAW, RAW_STAGE, RAW_PUBLISH)
+    ),
+    "expand on the node": Case(do.NodeExpand("a", "target", 400 * MIB), (CREATE, STAGE, PUBLISH)),
+    "expand on the node, raw": Case(
+        do.NodeExpand("a", "target", 64 * MIB), (RAW, RAW_STAGE, RAW_PUBLISH)
+    ),
+    "expand, with a snapshot": Case(do.Expand("a", 400 * MIB), (CREATE, SNAPSHOT)),
+    "expand on the node, in use with a snapshot": Case(
+        LATER, (CREATE, STAGE, SNAPSHOT), code="FAILED_PRECONDITION"
+    ),
+    "stage, with a size on record": Case(
+        STAGE, (CREATE, STAGE, SNAPSHOT, LATER, do.Unstage("a", "staging"))
+    ),
+    "stage, raw, with a size on record": Case(
+        RAW_STAGE,
+        (RAW, RAW_STAGE, RAW_PUBLISH, SNAPSHOT, RAW_LATER, do.Unpublish("a", "target")),
+    ),
+    "expand, to less than is on record": Case(
+        do.Expand("a", 360 * MIB),
+        (CREATE, STAGE, SNAPSHOT, LATER, do.Unstage("a", "staging")),
+    ),
+    "snapshot": Case(SNAPSHOT, (CREATE,)),
+    "snapshot, formatted": Case(SNAPSHOT, (CREATE, STAGE)),
+    "snapshot, btrfs": Case(SNAPSHOT, (BTRFS_CREATE, BTRFS_STAGE)),
+    "snapshot, inactive": Case(SNAPSHOT, (CREATE,), deactivate),
+    "delete a snapshot": Case(do.DeleteSnapshot("snap"), (CREATE, SNAPSHOT)),
+    "create of a snapshot": Case(RESTORE, (CREATE, SNAPSHOT)),
+    "create of a snapshot, inactive": Case(RESTORE, (CREATE, SNAPSHOT), deactivate),
+    "create of a volume": Case(CLONE, (CREATE,)),
+    "create of a btrfs": Case(BTRFS_CLONE, (BTRFS_CREATE, BTRFS_STAGE)),
+    "stage a copy": Case(
+        do.Stage("copy", "staging", EXT4),
+        (CREATE, STAGE, do.Unstage("a", "staging"), CLONE),
+    ),
+    "delete a copy": Case(do.Delete("copy"), (CREATE, CLONE)),
+    "list snapshots": Case(do.Snapshots(), (CREATE, SNAPSHOT)),
+    "get": Case(do.Get("a"), (CREATE,)),
+    "validate": Case(do.Validate("a", EXT4), (CREATE,)),
+    "list": Case(do.Volumes(), (CREATE,)),
+    "capacity": Case(do.Capacity(), (CREATE,)),
+}
+# Looking costs one command, and changes nothing that could be left half done.
+UNSTOPPED = (do.Stats,)
+
+
+class Trial:
+    """A machine, its model, and a case's call that is about to be made on both."""
+
+    def __init__(self, case: Case, directory: Path) -> None:
+        (directory / "mounts").mkdir(parents=True)
+        host = FakeHost(directory / "mounts")
+        self.case = case
+        self.machine = Machine(host, host.new_group(EXTENTS), directory)
+        self.model = Model(EXTENTS * EXTENT_BYTES)
+        for one in case.before:
+            self.do(one)
+        case.arrange(self.machine, self.model)
+
+    def do(self, call: do.Call) -> None:
+        assert self.machine.by_kubelet(call) == self.model.apply(call), call
+        assert self.machine.state() == self.model.state(), call
+
+    def start(self, switch: Switch) -> None:
+        """A new process, with the case's kind of wipe."""
+        if self.case.long_wipe:
+            recorded = threading.Event()
+
+            def gate(name: str) -> None:
+                if name == "zero_out":
+                    while not (recorded.is_set() or switch.dead.wait(0.005)):
+                        pass
+                if name == "lvm lvchange":
+                    recorded.set()
+
+            switch.gate = gate
+            self.machine.grace_seconds = 0.0
+        self.machine.start(switch)
+        # Someone wrote to the group since the start looked: calls that only look ask lvm2, too.
+        assert isinstance(self.machine.host, FakeHost)
+        for group in self.machine.host.lvm2.groups.values():
+            group.seqno += 1
+
+    def kill(self, stop_at: int, before: bool) -> None:
+        """Make the call, and end the process at a step of it."""
+        self.machine.stop()
+        switch = Switch(stop_at, before=before)
+        # A call whose wipe died with the process waits this long for nothing.
+        self.machine.grace_seconds = 2
+        self.start(switch)
+        told = self.machine.by_kubelet(self.case.call)
+        assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
+        if not self.case.long_wipe:
+            assert told.code in ("CANCELLED", "UNAVAILABLE"), told
+        self.machine.client.__exit__(None, None, None)
+        self.machine.grace_seconds = 30
+        self.machine.start(Switch())
+
+    def settle(self) -> None:
+        """Let copies and wipes that a new process took up come to their end."""
+        service = self.machine.service
+        # A volume is ready before its copy's bridge is gone, whose end is a wipe.
+        for jobs in (service.copier.jobs, service.copier.bridges, service.wiper.jobs):
+            wait([job.ended for job in list(jobs._jobs.values())], 20)
+        self.machine.service.reclaimer.jobs._workers.shutdown(wait=True)
+
+    def undo(self) -> None:
+        """What a CO does that gives up; then nothing may be left."""
+        volume = getattr(self.case.call, "volume", "a")
+        staged = next((name for _, name, _, _ in self.machine.state().places), volume)
+        for call in (
+            do.Unpublish(volume, "target"),
+            do.Unpublish(volume, "other"),
+            do.Unpublish(staged, "staging"),
+            do.Unpublish(volume, "staging"),
+            do.Delete("copy"),
+            do.DeleteSnapshot("snap"),
+            do.Delete(volume),
+            do.Delete("a"),
+        ):
+            assert self.machine.by_kubelet(call) == Outcome("OK"), call
+        self.settle()
+        assert self.machine.state() == Model(self.model.total_bytes).state()
+
+
+def steps(case: Case, directory: Path) -> int:
+    """How many steps the call takes when nothing ends it."""
+    trial = Trial(case, directory)
+    trial.machine.stop()
+    switch = Switch()
+    trial.start(switch)
+    trial.machine.call(case.call)
+    trial.settle()
+    trial.machine.stop()
+    return len(switch.taken)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_call_that_was_killed_at_any_step_succeeds_when_it_is_made_again(
+    name: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    count = steps(case, tmp_path / "count")
+    assert count
+    for stop_at in range(count):
+        for before in (True, False):
+            trial = Trial(case, tmp_path / f"{stop_at}{before}")
+            trial.kill(stop_at, before)
+            expected = trial.model.apply(case.call)
+            assert trial.machine.by_kubelet(case.call) == expected, (stop_at, before)
+            assert expected.code == case.code
+            if isinstance(case.call, do.Stage) and not case.call.use.is_block:
+                # Its file system is as large as it should be.
+                trial.do(do.Stats(case.call.volume, case.call.path))
+            # A copy's bridge is wiped behind the answer, and so is what a killed delete had begun.
+            trial.settle()
+            assert trial.machine.state() == trial.model.state(), (stop_at, before)
+            trial.undo()
+            trial.machine.stop()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_killed_call_left_can_be_undone_without_a_trace(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    for stop_at in range(steps(case, tmp_path / "count")):
+        for before in (True, False):
+            trial = Trial(case, tmp_path / f"{stop_at}{before}")
+            trial.kill(stop_at, before)
+            trial.undo()
+            trial.machine.stop()
+
+
+def test_an_inline_volume_whose_publish_fails_for_good_is_gone_wherever_it_was_killed(
+    tmp_path: Path,
+) -> None:
+    """Kubelet repeats the call, and else forgets it: nothing comes to undo it."""
+    case = Case(INLINE)
+
+    def trial(name: str) -> Trial:
+        made = Trial(case, tmp_path / name)
+        made.machine.host.intercept = lambda words: (
+            Result(1, "", "no luck") if words[0] == "mkfs.ext4" else None
+        )
+        return made
+
+    counted = trial("count")
+    counted.machine.stop()
+    switch = Switch()
+    counted.start(switch)
+    assert counted.machine.call(INLINE).code == "INTERNAL"
+    counted.machine.stop()
+    assert "lvm lvremove" in switch.taken
+    for stop_at in range(len(switch.taken)):
+        for before in (True, False):
+            one = trial(f"{stop_at}{before}")
+            one.kill(stop_at, before)
+            assert one.machine.call(INLINE).code == "INTERNAL", (stop_at, before)
+            one.settle()
+            assert one.machine.state() == one.model.state(), (stop_at, before)
+            one.machine.stop()
+
+
+LISTS = ("list", "list snapshots")
+CUT = [name for name, case in CASES.items() if not case.long_wipe]
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_a_call_whose_time_was_over_at_any_command_succeeds_when_it_is_made_again(
+    name: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    for before in (True, False):
+        for stop_at in itertools.count():
+            trial = Trial(case, tmp_path / f"{stop_at}{before}")
+            trial.machine.stop()
+            cut = Cut(stop_at, before=before)
+            trial.start(cut)
+            told = trial.machine.by_kubelet(case.call)
+            if not cut.is_over:
+                trial.machine.stop()
+                break
+            # A list tells what was seen last.
+            assert told.code == ("OK" if name in LISTS else "DEADLINE_EXCEEDED"), (stop_at, before)
+            cut.is_over = False
+            expected = trial.model.apply(case.call)
+            again = trial.machine.by_kubelet(case.call)
+            if again.code == "ABORTED":
+                # It met what is taken away behind the first one's answer, and is put off for that.
+                trial.settle()
+                again = trial.machine.by_kubelet(case.call)
+            assert again == expected, (stop_at, before)
+            assert expected.code == case.code
+            trial.settle()
+            assert trial.machine.state() == trial.model.state(), (stop_at, before)
+            trial.undo()
+            trial.machine.stop()
+
+
+def test_a_start_that_was_killed_while_it_made_groups_is_made_good_by_the_next(
+    tmp_path: Path,
+) -> None:
+    def machine(name: str) -> tuple[FakeHost, Config]:
+        host = FakeHost(tmp_path)
+        disks = [host.new_device(40 * MIB) for _ in range(3)]
+        classes = tuple(DeviceClass(name=one, group=one) for one in ("disks", "other", "file"))
+        foundations = (
+            Foundation("disks", tuple(disks[:2]), fast=(disks[1],)),
+            Foundation("other", tuple(disks[2:])),
+            Foundation("file", file=BackingFile(tmp_path / name, 64 * MIB)),
+        )
+        return host, configured.carver(tmp_path, classes=classes, foundations=foundations)
+
+    def start(host: FakeHost, config: Config, switch: Switch) -> Foundations:
+        switch.counting = True
+        laid = Foundations(switch.kernel(host.kernel))
+        sources.lay(Lvm(switch.run(host.run)), laid, config)
+        return laid
+
+    whole = Switch()
+    start(*machine("whole"), whole)
+    assert whole.taken.count("lvm vgcreate") == 3
+    for stop_at in range(len(whole.taken)):
+        for before in (True, False):
+            host, config = machine(f"{stop_at}{before}")
+            with pytest.raises(Killed):
+                start(host, config, Switch(stop_at, before=before))
+            laid = start(host, config, Switch())
+            assert laid.failures == {}
+            sizes = {name: len(group.disks) for name, group in host.lvm2.groups.items()}
+            assert sizes == {"disks": 2, "other": 1, "file": 1}
+            tags = [bool(disk.tags) for disk in host.lvm2.groups["disks"].disks]
+            assert tags == [False, True]
+            assert len(host.kernel.loop_devices()) == 1
+
+
+def test_every_call_of_the_model_is_killed() -> None:
+    assert {type(case.call) for case in CASES.values()} | set(UNSTOPPED) == set(do.Call.__args__)
+
+
+def test_every_operation_that_changes_something_is_a_step() -> None:
+    public = {name for name in vars(Kernel) if not name.startswith("_")}
+    looking = {
+        *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
+        *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap", "read"),
+        *("device_partitions", "device_holders", "signatures"),
+        *(
+            "has_new_mount_calls",
+            "has_selinux",
+            "loop_devices",
+            "loop_free",
+            "loop_status",
+            "error_counters",
+        ),
+    }
+    assert public == CHANGING | looking
+
+
+def test_a_dead_process_does_nothing_more_from_any_thread() -> None:
+    done: list[tuple[str, ...]] = []
+
+    def run(*words: str) -> Result:
+        done.append(words)
+        return Result(0, "", "")
+
+    switch = Switch(0, before=False)
+    switch.counting = True
+    through = switch.run(run)
+    with pytest.raises(Killed):
+        through("lvm", "lvcreate")
+    failures: list[BaseException] = []
+
+    def other() -> None:
+        try:
+            through("lvm", "lvremove")
+        except Killed as killed:
+            failures.append(killed)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert done == [("lvm", "lvcreate")]
+    assert len(failures) == 1

@@ -1,0 +1,214 @@
+"""Volumes of which a part takes no zeroes when they are deleted: kept, given up, or mended."""
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+import serving
+from fakes.host import FakeHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from agent.service.server import Service
+from lvm.command import Result
+from lvm.layout import Layout
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+SIZE = 40 * EXTENT
+MARKER = b"a secret".ljust(4096, b"!")
+GIVE_UP = ("lvchange", "--addtag", "carver.givenUp=yes", "--")
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("data", [30, 60, 60])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    raid = DeviceClass("raid", "data", layout=Layout("raid1", mirrors=1))
+    classes = (DeviceClass("plain", "data", default=True), raid)
+    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+
+
+@pytest.fixture
+def service(config: Config, fake: FakeHost) -> Iterator[Service]:
+    running = serving.start(config, fake, wiper=20)
+    yield running
+    running.stop()
+
+
+def names(fake: FakeHost) -> set[str]:
+    return set(fake.lvm2.groups["data"].volumes)
+
+
+def tags(fake: FakeHost) -> set[str]:
+    return fake.lvm2.groups["data"].volumes["vol-pvc-1"].tags
+
+
+@pytest.fixture
+def volume(client: Client, fake: FakeHost) -> csi.Volume:
+    """30 extents on the first disk, 10 on the second, with data on both."""
+    made = client.create("pvc-1", SIZE, block())
+    for offset in (0, SIZE - len(MARKER)):
+        fake.write_bytes("/dev/mapper/data-vol--pvc--1", offset, MARKER)
+    return made
+
+
+def again(service: Service, volume: csi.Volume) -> None:
+    """What is done a minute after a wipe failed; returns when it came to its end."""
+    jobs = service.wiper.jobs
+    failed = jobs._jobs[volume.volume_id]
+    wait([failed.ended], 20)
+    service.inventory.read()
+    jobs._look_again(failed)
+    wait([one.ended for one in list(jobs._jobs.values())], 20)
+
+
+def test_a_volume_on_a_missing_disk_is_deleted_and_stays_on_record(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    volume: csi.Volume,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake.lose_disk("data", 0)
+    client.delete(volume.volume_id)
+    assert client.volumes() == []
+    assert "carver.state=wiping" in tags(fake)
+    wait([service.wiper.jobs._jobs[volume.volume_id].ended], 20)
+    again(service, volume)
+    again(service, volume)
+    assert names(fake) == {"vol-pvc-1"}
+    told = [one for one in caplog.messages if "missing disk" in one]
+    assert len(told) == 1, "and not each minute"
+    disk = fake.lvm2.groups["data"].disks[0]
+    assert disk.uuid in told[0]
+    assert "lvchange --addtag carver.givenUp=yes data/vol-pvc-1" in told[0]
+    client.delete(volume.volume_id)
+    assert names(fake) == {"vol-pvc-1"}
+
+
+def test_it_goes_on_when_the_disk_is_back(
+    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
+) -> None:
+    fake.lose_disk("data", 0)
+    client.delete(volume.volume_id)
+    fake.bring_disk("data", 0)
+    again(service, volume)
+    assert names(fake) == set()
+    assert MARKER not in fake.freed_bytes("data")
+
+
+def test_what_can_be_reached_of_one_that_is_given_up_is_overwritten(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    volume: csi.Volume,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fake.lose_disk("data", 0)
+    client.delete(volume.volume_id)
+    media = fake.lvm2.groups["data"].volumes["vol-pvc-1"].media
+    fake.lvm(*GIVE_UP, "data/vol-pvc-1")
+    again(service, volume)
+    assert names(fake) == set()
+    assert list(media.blocks) == [0], "on the lost disk"
+    [disk, *_] = fake.lvm2.groups["data"].disks
+    assert [one for one in caplog.messages if "was not overwritten" in one and disk.uuid in one]
+
+
+def test_one_that_is_given_up_before_it_is_deleted_goes_likewise(
+    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
+) -> None:
+    fake.lose_disk("data", 0)
+    fake.lvm(*GIVE_UP, "data/vol-pvc-1")
+    client.delete(volume.volume_id)
+    wait([one.ended for one in list(service.wiper.jobs._jobs.values())], 20)
+    assert names(fake) == set()
+
+
+def test_a_restart_goes_on_with_one_that_waits(
+    client: Client, service: Service, fake: FakeHost, volume: csi.Volume, config: Config
+) -> None:
+    fake.lose_disk("data", 0)
+    client.delete(volume.volume_id)
+    service.stop()
+    fake.bring_disk("data", 0)
+    following = serving.start(config, fake)
+    wait([one.ended for one in list(following.wiper.jobs._jobs.values())], 20)
+    assert names(fake) == set()
+    following.stop()
+
+
+def test_those_that_wait_for_a_disk_ask_lvm2_once_a_minute_together(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    ids = [client.create(f"pvc-{number}", EXTENT, block()).volume_id for number in range(3)]
+    fake.lose_disk("data", 0)
+    for one in ids:
+        client.delete(one)
+    jobs = service.wiper.jobs
+    failed = [jobs._jobs[one] for one in ids]
+    wait([job.ended for job in failed], 20)
+    service.inventory.read()
+    fake.commands.clear()
+    for job in failed:
+        jobs._look_again(job)
+    wait([one.ended for one in list(jobs._jobs.values())], 20)
+    assert fake.commands == []
+
+
+def test_a_leg_that_takes_no_writes_is_brought_back_before_it_is_overwritten(
+    client: Client, fake: FakeHost
+) -> None:
+    volume = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": "raid"})
+    fake.write_bytes("/dev/mapper/data-vol--pvc--1", 0, MARKER)
+    fake.fail_leg("data", "vol-pvc-1", 2)
+    client.delete(volume.volume_id)
+    assert names(fake) == set()
+    assert MARKER not in fake.freed_bytes("data")
+
+
+def test_a_volume_with_a_leg_that_stays_dead_is_kept(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    volume = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": "raid"})
+    fake.write_bytes("/dev/mapper/data-vol--pvc--1", 0, MARKER)
+    fake.fail_leg("data", "vol-pvc-1", 2)
+    dead = threading.Event()
+    dead.set()
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        if "--refresh" in words and dead.is_set():
+            return Result(0, "", "")
+        return None
+
+    fake.intercept = intercept
+    with expect.code("FAILED_PRECONDITION", "legs", "AD"):
+        client.delete(volume.volume_id)
+    assert names(fake) == {"vol-pvc-1"}
+    dead.clear()
+    client.delete(volume.volume_id)
+    assert MARKER not in fake.freed_bytes("data")
+
+
+def test_a_raid_with_a_leg_on_a_missing_disk_is_kept_until_it_is_whole_or_given_up(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": "raid"})
+    fake.lose_disk("data", 2)
+    client.delete(volume.volume_id)
+    assert names(fake) == {"vol-pvc-1"}
+    fake.lvm(*GIVE_UP, "data/vol-pvc-1")
+    again(service, volume)
+    assert names(fake) == set()

@@ -1,0 +1,129 @@
+"""Tags that someone took away or wrote over, and names that are not Carver's: nothing breaks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+import serving
+from fakes.host import FakeHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block, of_snapshot
+from agent.service.server import Service
+from lvm.layout import Layout
+from lvm.pools import Policy
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+SIZE = 8 * EXTENT
+OWN = b"not Carver's".ljust(4096)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    classes = (
+        DeviceClass("plain", "data", default=True),
+        DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
+    )
+    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+
+
+def start(config: Config, fake: FakeHost) -> Service:
+    """Beside the one that made what it finds."""
+    return serving.start(replace(config, endpoint=config.endpoint.with_name("2.sock")), fake)
+
+
+THIN = {"class": "thin"}
+
+
+@pytest.fixture
+def made(client: Client, service: Service, fake: FakeHost) -> dict[str, set[str]]:
+    """One of each, and the tags that they have."""
+    service.copier.grace_seconds = 20
+    one = client.create("1", SIZE, block())
+    two = client.create("2", SIZE, block(), parameters=THIN)
+    client.snapshot("1", one.volume_id)
+    client.snapshot("2", two.volume_id)
+    client.create("3", 0, block(), source=of_snapshot(client.snapshots()[0].snapshot_id))
+    client.group_snapshot("nightly", [one.volume_id, two.volume_id])
+    found = fake.lvm2.groups["data"].volumes.values()
+    return {one.name: set(one.tags) for one in found}
+
+
+def test_a_tag_that_is_lost_or_written_over_breaks_no_list_and_no_start(
+    client: Client, made: dict[str, set[str]], config: Config, fake: FakeHost
+) -> None:
+    volumes = fake.lvm2.groups["data"].volumes
+    assert sum(len(one) for one in made.values()) > 40
+    for name, own in made.items():
+        for tag in own:
+            key = tag.partition("=")[0]
+            for others in (own - {tag}, own - {tag} | {f"{key}=&ff&zz"}):
+                if not name.startswith("pool") and key in ("carver.name", "carver.state"):
+                    continue  # then it is nobody's, or being wiped, as the tag says
+                volumes[name].tags = set(others)
+                client.volumes()
+                client.snapshots()
+                client.capacity(parameters=THIN)
+                again = start(config, fake)
+                again.stop()
+                assert set(volumes) == set(made), (name, tag)
+        volumes[name].tags = set(own)
+
+
+def test_a_snapshot_whose_size_was_lost_is_as_large_as_its_origin(
+    client: Client, made: dict[str, set[str]], fake: FakeHost
+) -> None:
+    snapshot = fake.lvm2.groups["data"].volumes["snap-1"]
+    before = client.snapshots()
+    snapshot.tags -= {f"carver.size={SIZE}", "carver.source=vol-1"}
+    assert client.snapshots() == before
+
+
+def test_a_pool_of_someone_else_is_not_made_use_of_and_not_overwritten(
+    client: Client, service: Service, fake: FakeHost, config: Config
+) -> None:
+    group = fake.lvm2.groups["data"]
+    client.create("1", EXTENT, block(), parameters=THIN)
+    pool = group.volumes["pool-thin"]
+    pool.tags.clear()
+    pool.media.write(0, OWN)
+    with expect.code("RESOURCE_EXHAUSTED", "data/pool-thin", "lvrename"):
+        client.create("2", EXTENT, block(), parameters=THIN)
+    assert client.capacity(parameters=THIN).available_capacity == 0
+    assert client.capacity().available_capacity > 0
+    [volume] = client.volumes()
+    client.delete(volume.volume_id)
+    start(config, fake).stop()
+    assert set(group.volumes) == {"pool-thin"}
+    assert pool.media.read(0, len(OWN)) == OWN
+
+
+def test_a_volume_that_is_called_as_a_pool_is_not_taken_for_one(
+    client: Client, fake: FakeHost
+) -> None:
+    tags = ("--addtag", "carver.class=thin", "--addtag", "carver.chunk=65536")
+    fake.lvm(
+        *("lvcreate", "--yes", "--wipesignatures", "y", "--zero", "y", "--activate", "y"),
+        *("--type", "linear", *tags, "--size", f"{EXTENT}b", "--name", "pool-thin", "--", "data"),
+    )
+    with expect.code("RESOURCE_EXHAUSTED", "data/pool-thin"):
+        client.create("2", EXTENT, block(), parameters=THIN)
+
+
+def test_a_volume_that_is_called_as_what_overwrites_a_pool_is_not_overwritten(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    fake.lvm(
+        *("lvcreate", "--yes", "--wipesignatures", "y", "--zero", "y", "--activate", "y"),
+        *("--type", "linear", "--size", f"{SIZE}b", "--name", "wipe-thin", "--", "data"),
+    )
+    group = fake.lvm2.groups["data"]
+    group.volumes["wipe-thin"].media.write(0, OWN)
+    client.delete(client.create("1", EXTENT, block(), parameters=THIN).volume_id)
+    service.reclaimer.jobs._workers.shutdown(wait=True)
+    assert group.volumes["wipe-thin"].media.read(0, len(OWN)) == OWN
+    assert set(group.volumes) == {"pool-thin", "wipe-thin"}

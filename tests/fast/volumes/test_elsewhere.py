@@ -1,0 +1,99 @@
+"""What is on another node, or on none: answers with which a scheduler chooses again.
+
+external-provisioner keeps the node that was selected on any code but RESOURCE_EXHAUSTED.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import expect
+import pytest
+from fakes.host import FakeHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block, of_snapshot, of_volume
+from agent.service.server import Service
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def fake(fake: FakeHost) -> FakeHost:
+    fake.lvm2.add_group("other", [200])
+    return fake
+
+
+@pytest.fixture
+def config(config: Config) -> Config:
+    other = (DeviceClass("other", "other"), DeviceClass("elsewhere", "nowhere"))
+    return replace(config, classes=(*config.classes, *other))
+
+
+@pytest.mark.parametrize("of", [of_snapshot, of_volume])
+@pytest.mark.parametrize("source", ["nowhere@12345678/snap-1", "data@00000000/snap-1"])
+def test_nothing_is_made_of_what_another_node_has(
+    client: Client, source: str, of: Callable[[str], csi.VolumeContentSource], fake: FakeHost
+) -> None:
+    with expect.code("RESOURCE_EXHAUSTED", source, "not this node's"):
+        client.create("pvc-1", 4 * MIB, block(), source=of(source))
+    assert not fake.lvm2.groups["data"].volumes
+
+
+def test_a_source_that_the_group_here_has_not_is_not_found(client: Client, fake: FakeHost) -> None:
+    uuid = fake.lvm2.groups["data"].uuid.replace("-", "")[:8]
+    with expect.code("NOT_FOUND", "snap-1"):
+        client.create("pvc-1", 4 * MIB, block(), source=of_snapshot(f"data@{uuid}/snap-1"))
+
+
+def test_a_class_whose_group_is_not_here_has_no_capacity_and_its_volumes_go_elsewhere(
+    client: Client,
+) -> None:
+    parameters, free = {"class": "elsewhere"}, client.capacity().available_capacity
+    told = client.capacity(parameters)
+    assert (told.available_capacity, told.maximum_volume_size.value) == (0, 0)
+    with expect.code("RESOURCE_EXHAUSTED", "nowhere", "not on this node"):
+        client.create("pvc-1", 4 * MIB, block(), parameters=parameters)
+    assert client.capacity().available_capacity == free > 0
+
+
+def test_a_class_of_another_pool_of_nodes_has_no_capacity_here(client: Client) -> None:
+    told = client.capacity({"class": "of-other-nodes"})
+    assert (told.available_capacity, told.maximum_volume_size.value) == (0, 0)
+
+
+def test_capacity_costs_no_command_where_no_group_is_here(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    fake.lvm2.groups.clear()
+    service.inventory.read()
+    asked = len(fake.commands)
+    assert client.capacity().available_capacity == 0
+    assert len(fake.commands) == asked
+    fake.lvm2.add_group("other", [200])
+    service.inventory.outdate()
+    assert client.capacity({"class": "other"}).available_capacity > 0
+
+
+def test_a_copy_whose_source_s_group_went_away_leaves_nothing_here(
+    client: Client, fake: FakeHost, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = client.create("pvc-1", 8 * MIB, block(), parameters={"class": "other"})
+    source = of_snapshot(client.snapshot("1", volume.volume_id).snapshot_id)
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(fake.kernel, "copy", broken)
+    with expect.code("INTERNAL", "Input/output error"):
+        client.create("pvc-2", 8 * MIB, block(), source=source)
+    gone = fake.lvm2.groups.pop("other")
+    with expect.code("RESOURCE_EXHAUSTED", source.snapshot.snapshot_id):
+        client.create("pvc-2", 8 * MIB, block(), source=source)
+    assert not fake.lvm2.groups["data"].volumes
+
+    # The disks are back, and the same call succeeds.
+    fake.lvm2.groups["other"] = gone
+    monkeypatch.undo()
+    assert client.create("pvc-2", 8 * MIB, block(), source=source).capacity_bytes == 8 * MIB

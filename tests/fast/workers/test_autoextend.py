@@ -1,0 +1,323 @@
+"""What fills up is extended in time, within what its group has, and a look costs no command."""
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+import serving
+from fakes.host import FakeHost
+from fakes.lvm import FakePool
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from agent.service.server import Service
+from lvm import pools
+from lvm.command import Result
+from lvm.layout import Layout, Reserve
+from lvm.pools import Policy, Pool
+from lvm.report import Group, PhysicalVolume
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+THIN = {"class": "thin"}
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("data", [60])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    pool = Policy(over_provisioning=4, size=Reserve(size_bytes=10 * EXTENT))
+    return configured.carver(
+        tmp_path,
+        kubelet_dir=("/",),
+        classes=(
+            DeviceClass("plain", "data", default=True),
+            DeviceClass(
+                "thin", "data", layout=Layout("thin"), pool=pool, reserve=Reserve(10 * EXTENT)
+            ),
+            DeviceClass("lost", "gone", layout=Layout("thin"), pool=Policy()),
+        ),
+    )
+
+
+@pytest.fixture
+def service(config: Config, fake: FakeHost) -> Iterator[Service]:
+    running = serving.start(config, fake, wiper=20)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def pool(client: Client, fake: FakeHost) -> FakePool:
+    """A pool of ten extents with one volume of a hundred."""
+    client.create("pvc-1", 100 * EXTENT, block(), parameters=THIN)
+    made = fake.lvm2.groups["data"].volumes["pool-thin"]
+    assert isinstance(made, FakePool)
+    fake.commands.clear()
+    return made
+
+
+def fill(pool: FakePool, percent: float) -> None:
+    blocks = pool.length * EXTENT // pool.chunk_size_bytes
+    pool.used_data_blocks = int(blocks * percent / 100)
+
+
+def started(fake: FakeHost) -> list[str]:
+    words = [one[1] for one in fake.commands]
+    fake.commands.clear()
+    return words
+
+
+def test_an_idle_look_starts_nothing(service: Service, fake: FakeHost, pool: FakePool) -> None:
+    fill(pool, 70)
+    assert not service.grower.step(0)
+    assert started(fake) == []
+
+
+def test_data_that_pass_the_threshold_are_extended_by_their_share(
+    service: Service, fake: FakeHost, pool: FakePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    fill(pool, 71)
+    with caplog.at_level(logging.INFO):
+        assert service.grower.step(0)
+    assert pool.length == 12
+    assert started(fake) == ["fullreport", "lvextend"]
+    assert "the data of data/pool-thin: 71 % full, extended by 8388608 bytes" in caplog.text
+    assert service.grower.counts()["data", "extended"] == 1
+    assert not service.grower.step(0)
+
+
+def test_what_was_filled_at_a_blow_is_extended_by_all_that_it_takes(
+    service: Service, pool: FakePool
+) -> None:
+    fill(pool, 100)
+    pool.mode = "out_of_data_space"
+    assert service.grower.step(0)
+    assert pool.length == 15
+    assert pool.status(EXTENT).data_percent < 70
+
+
+def test_metadata_are_extended_with_their_spare(
+    service: Service, fake: FakeHost, pool: FakePool
+) -> None:
+    pool.used_metadata_blocks = 800
+    assert service.grower.step(0)
+    assert sum(pool.metadata.values()) == 2
+    assert sum(fake.lvm2.groups["data"].spare.values()) == 2
+    assert service.grower.counts()["metadata", "extended"] == 1
+    assert not service.grower.step(0)
+
+
+def test_a_pool_grows_up_to_the_reserve_and_then_warns_once_and_looks_once_a_minute(
+    service: Service, fake: FakeHost, pool: FakePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    for now in range(20):
+        fill(pool, 90)
+        if not service.grower.step(now):
+            break
+    # All but the reserve of ten, the metadata and their spare.
+    assert pool.length == 48
+    assert sum(fake.lvm2.groups["data"].free(one) for one in fake.lvm2.groups["data"].disks) == 10
+    assert caplog.text.count("cannot grow: group data has no room for it") == 1
+    started(fake)
+    assert not service.grower.step(now + 59)
+    assert started(fake) == []
+    assert not service.grower.step(now + 60)
+    assert started(fake) == [], "nobody made room"
+    assert caplog.text.count("cannot grow") == 1
+    assert service.grower.counts()["data", "no room"] == 1
+
+    fake.lvm2.groups["data"].disks[0].extents += 40
+    assert service.grower.step(now + 120)
+    assert pool.length > 48
+
+
+def test_what_was_full_and_is_not_any_more_is_warned_of_anew(
+    service: Service, fake: FakeHost, pool: FakePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.lvm2.groups["data"].disks[0].extents = 22
+    fill(pool, 80)
+    service.grower.step(0)
+    fill(pool, 60)
+    service.grower.step(1)
+    fill(pool, 80)
+    service.grower.step(2)
+    assert caplog.text.count("cannot grow") == 2
+
+
+def test_a_failure_is_logged_and_tried_again_later(
+    service: Service, fake: FakeHost, pool: FakePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(words: Sequence[str]) -> Result | None:
+        return Result(5, "", "no") if words[1] == "lvextend" else None
+
+    fill(pool, 90)
+    fake.intercept = broken
+    assert not service.grower.step(0)
+    assert "90 % full, and cannot grow: lvm lvextend failed" in caplog.text
+    assert service.grower.counts()["data", "failed"] == 1
+    fake.intercept = lambda _words: None
+    assert not service.grower.step(59)
+    assert service.grower.step(60)
+
+
+@pytest.mark.parametrize("change", [{"mode": "ro"}, {"mode": "fail"}, {"needs_check": True}])
+def test_a_pool_that_needs_a_repair_is_left_alone(
+    service: Service, fake: FakeHost, pool: FakePool, change: dict[str, object]
+) -> None:
+    fill(pool, 90)
+    for key, value in change.items():
+        setattr(pool, key, value)
+    assert not service.grower.step(0)
+    assert started(fake) == []
+
+
+def test_a_pool_that_is_not_active_is_left_alone(
+    service: Service, fake: FakeHost, pool: FakePool
+) -> None:
+    fill(pool, 90)
+    fake.deactivate("data", "vol-pvc-1")
+    fake.deactivate("data", "pool-thin")
+    assert not service.grower.step(0)
+
+
+def test_a_pool_that_is_being_overwritten_is_not_extended(
+    service: Service, fake: FakeHost, pool: FakePool, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.lvm("lvremove", "--yes", "--", "data/vol-pvc-1")
+    fill(pool, 100)
+    fake.commands.clear()
+    assert not service.grower.step(0)
+    assert started(fake) == ["fullreport"]
+    assert not service.grower.step(1)
+    assert started(fake) == []
+    assert "cannot grow" not in caplog.text
+
+
+def test_the_area_of_a_snapshot_is_extended_up_to_what_it_can_use(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = client.create("pvc-1", 20 * EXTENT, block())
+    client.snapshot("snap-1", volume.volume_id)
+    area = fake.lvm2.groups["data"].volumes["snap-snap-1"]
+    assert area.length == 4
+    service.grower.step(0)
+    assert area.length == 4
+    for now in range(1, 20):
+        area.data_percent = 80
+        if not service.grower.step(now):
+            break
+    # Every chunk of the origin, and what it takes to tell where each is.
+    assert area.length == 21
+    assert service.grower.counts()["snapshot", "extended"] > 1
+    assert service.grower.counts()["snapshot", "no room"] == 1
+
+
+def test_what_was_known_of_a_snapshot_that_is_gone_is_not_held_against_its_namesake(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = client.create("pvc-1", 20 * EXTENT, block())
+    client.create("pvc-2", 36 * EXTENT, block())
+    for now in range(2):
+        snapshot = client.snapshot("snap-1", volume.volume_id)
+        fake.lvm2.groups["data"].volumes["snap-snap-1"].data_percent = 80
+        assert not service.grower.step(3 * now)
+        assert service.grower.counts()["snapshot", "no room"] == now + 1
+        client.delete_snapshot(snapshot.snapshot_id)
+        service.grower.step(3 * now + 1)
+
+
+def test_a_snapshot_that_overflowed_or_is_not_carver_s_is_left_alone(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = client.create("pvc-1", 20 * EXTENT, block())
+    client.snapshot("snap-1", volume.volume_id)
+    area = fake.lvm2.groups["data"].volumes["snap-snap-1"]
+    area.data_percent, area.overflowed = 100, True
+    assert not service.grower.step(0)
+    area.data_percent, area.overflowed = 80, False
+    area.tags.clear()
+    fake.commands.clear()
+    assert not service.grower.step(1)
+    assert started(fake) == ["fullreport"]
+
+
+def test_the_thread_looks_by_itself_and_ends_with_the_service(
+    service: Service, pool: FakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.workers.autoextend._LOOK_SECONDS", 0.0)
+    fill(pool, 100)
+    service.grower.start()
+    while service.grower.counts()["data", "extended"] == 0:
+        time.sleep(0.01)
+    service.grower.stop()
+    assert pool.length == 15
+
+
+@given(extents=st.integers(1, 10**6), percent=st.floats(0, 100), threshold=st.integers(1, 99))
+def test_what_is_added_brings_it_below_the_threshold(
+    extents: int, percent: float, threshold: int
+) -> None:
+    policy = Policy(autoextend_threshold=threshold, autoextend_percent=20)
+    more = pools.wanted_extents(extents, percent, policy)
+    assert more >= max(1, extents // 5)
+    assert extents * percent / (extents + more) <= threshold
+
+
+@given(st.integers(0, 100), st.integers(1, 30), st.integers(0, 30))
+def test_metadata_grow_by_what_leaves_room_for_the_spare(
+    free: int, metadata: int, spare: int
+) -> None:
+    disk = PhysicalVolume("/dev/a", "a", 10_000, 10_000 - free, missing=False, allocatable=True)
+    group = Group("data", "u", EXTENT, frozenset(), 0, (disk,), spare_extents=spare)
+
+    def cost(more: int) -> int:
+        return more + max(0, metadata + more - spare)
+
+    more = pools.metadata_growth_extents(group, Pool("p", 65536, 1, metadata), 0)
+    assert cost(more) <= free or more == 0
+    assert cost(more + 1) > free
+
+
+# What callers hear of it
+
+
+def test_a_pool_that_cannot_grow_is_told_of_before_it_is_full(
+    client: Client, service: Service, fake: FakeHost, pool: FakePool
+) -> None:
+    volume = client.create("pvc-1", 100 * EXTENT, block(), parameters=THIN)
+    fake.lvm2.groups["data"].disks[0].extents = 22
+    fill(pool, 91)
+    assert not service.grower.step(0)
+    told = client.volume(volume.volume_id).status.volume_condition
+    assert told.abnormal
+    assert "91 % full" in told.message
+    assert "vgextend" in told.message
+    with expect.code("RESOURCE_EXHAUSTED", "pool-thin is 91 % full of what it can grow to"):
+        client.create("pvc-2", EXTENT, block(), parameters=THIN)
+    with expect.code("RESOURCE_EXHAUSTED"):
+        client.expand(volume.volume_id, 101 * EXTENT)
+
+
+def test_a_pool_that_has_all_that_it_promised_may_well_be_full(
+    client: Client, fake: FakeHost
+) -> None:
+    volume = client.create("pvc-1", 10 * EXTENT, block(), parameters=THIN)
+    pool = fake.lvm2.groups["data"].volumes["pool-thin"]
+    assert isinstance(pool, FakePool)
+    fill(pool, 99)
+    assert not client.volume(volume.volume_id).status.volume_condition.abnormal
+    client.create("pvc-2", EXTENT, block(), parameters=THIN)
+    assert client.volume(volume.volume_id).status.volume_condition.abnormal

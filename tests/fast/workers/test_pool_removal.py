@@ -1,0 +1,230 @@
+"""An empty pool that is overwritten: wanted again meanwhile, failing, or left by a process."""
+
+import errno
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+import serving
+from fakes.disk import Disk
+from fakes.host import FakeHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from agent.service.server import Service
+from lvm.command import Result
+from lvm.layout import Layout, Reserve
+from lvm.pools import Policy
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+# Three pieces of what is overwritten at a time.
+POOL = Reserve(size_bytes=96 * MIB)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("data", [60])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    pool = Policy(size=POOL, chunk_size_bytes=16 * MIB)
+    thin = DeviceClass("thin", "data", default=True, layout=Layout("thin"), pool=pool)
+    return configured.carver(tmp_path, kubelet_dir=("/",), classes=(thin,))
+
+
+def start(config: Config, fake: FakeHost) -> Service:
+    return serving.start(config, fake, wiper=0.05)
+
+
+@pytest.fixture
+def service(config: Config, fake: FakeHost) -> Iterator[Service]:
+    running = start(config, fake)
+    yield running
+    running.stop()
+
+
+def names(fake: FakeHost) -> set[str]:
+    return set(fake.lvm2.groups["data"].volumes)
+
+
+def free_extents(fake: FakeHost) -> int:
+    group = fake.lvm2.groups["data"]
+    return sum(group.free(one) for one in group.disks)
+
+
+def test_every_chunk_of_a_pool_is_overwritten_before_its_extents_are_free(
+    client: Client, service: Service, fake: FakeHost, disk: Disk
+) -> None:
+    volume = client.create("pvc-1", EXTENT, block())
+    client.delete(volume.volume_id)
+    assert disk.reached.wait(20)
+    assert names(fake) == {"pool-thin", "wipe-thin"}
+    assert fake.lvm2.groups["data"].volumes["wipe-thin"].tags == {
+        "carver.state=wiping",
+        "carver.class=thin",
+    }
+    assert client.volumes() == []
+    disk.free.set()
+    service.reclaimer.give_back("data", "pool-thin").result(20)
+    assert [(offset, length) for _, offset, length in disk.written] == [
+        (offset * MIB, 32 * MIB) for offset in (0, 32, 64)
+    ]
+    assert names(fake) == set()
+    assert free_extents(fake) == 60
+
+
+def test_what_is_no_whole_chunk_was_never_given_out_and_is_not_overwritten(
+    client: Client, service: Service, fake: FakeHost, disk: Disk
+) -> None:
+    disk.free.set()
+    volume = client.create("pvc-1", EXTENT, block())
+    fake.lvm("lvextend", "--size", f"{108 * MIB}b", "--", "data/pool-thin")
+    client.delete(volume.volume_id)
+    service.reclaimer.give_back("data", "pool-thin").result(20)
+    assert disk.written[-1][1:] == (64 * MIB, 32 * MIB)
+    assert names(fake) == set()
+
+
+def test_a_pool_that_is_wanted_meanwhile_is_kept_and_its_wipe_ends_at_the_next_piece(
+    client: Client, service: Service, fake: FakeHost, disk: Disk
+) -> None:
+    volume = client.create("pvc-1", EXTENT, block())
+    client.delete(volume.volume_id)
+    assert disk.reached.wait(20)
+    left = service.reclaimer.give_back("data", "pool-thin")
+    releasing = threading.Timer(0.05, disk.free.set)
+    releasing.start()
+    client.create("pvc-2", EXTENT, block())
+    assert names(fake) == {"pool-thin", "vol-pvc-2"}
+    assert wait([left], 20).done
+    assert len(disk.written) < 3
+    assert names(fake) == {"pool-thin", "vol-pvc-2"}
+
+
+def test_a_pool_that_is_wanted_before_its_wipe_begins_is_kept(
+    client: Client, service: Service, fake: FakeHost, disk: Disk
+) -> None:
+    disk.free.set()
+    client.create("pvc-1", EXTENT, block())
+    service.reclaimer.give_back("data", "pool-thin").result(20)
+    assert names(fake) == {"pool-thin", "vol-pvc-1"}
+    assert disk.written == []
+
+
+def test_a_restart_goes_on_with_a_wipe(
+    client: Client, service: Service, fake: FakeHost, disk: Disk, config: Config
+) -> None:
+    volume = client.create("pvc-1", EXTENT, block())
+    client.delete(volume.volume_id)
+    assert disk.reached.wait(20)
+    releasing = threading.Timer(0.05, disk.free.set)
+    releasing.start()
+    service.stop()
+    assert names(fake) == {"pool-thin", "wipe-thin"}
+    fake.deactivate("data", "wipe-thin")
+    again = start(config, fake)
+    again.reclaimer.give_back("data", "pool-thin").result(20)
+    assert names(fake) == set()
+    again.stop()
+
+
+def test_a_pool_whose_first_volume_could_not_be_made_is_given_back(
+    client: Client, service: Service, fake: FakeHost, disk: Disk
+) -> None:
+    disk.free.set()
+    fake.intercept = lambda words: Result(5, "", "  no\n") if "vol-pvc-1" in words else None
+    with expect.code("INTERNAL"):
+        client.create("pvc-1", EXTENT, block())
+    service.reclaimer.jobs._workers.shutdown(wait=True)
+    assert any("thin-pool" in words for words in fake.commands)
+    assert names(fake) == set()
+
+
+def test_a_restart_removes_a_wipe_from_a_pool_that_is_in_use_again(
+    client: Client, service: Service, fake: FakeHost, disk: Disk, config: Config
+) -> None:
+    disk.free.set()
+    client.create("pvc-1", EXTENT, block())
+    fake.lvm(
+        "lvcreate",
+        *("--yes", "--type", "thin", "--activate", "y", "--ignoreactivationskip"),
+        *("--virtualsize", f"{EXTENT}b", "--addtag", "carver.state=wiping"),
+        *("--thinpool", "pool-thin", "--name", "wipe-thin", "--", "data"),
+    )
+    service.inventory.read()
+    assert service.reclaimer.resume() == 1
+    service.reclaimer.give_back("data", "pool-thin").result(20)
+    assert names(fake) == {"pool-thin", "vol-pvc-1"}
+    assert disk.written == []
+
+
+def test_a_wipe_that_fails_is_tried_again(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    disk: Disk,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    service.reclaimer.jobs.retry_seconds = 0.01
+    disk.error = OSError(errno.EIO, "no")
+    disk.free.set()
+    removed, lvm2 = threading.Event(), fake.lvm2.__call__
+
+    def program(words: Sequence[str]) -> Result:
+        if "not given back" in caplog.text:
+            disk.error = None
+        result = lvm2(words)
+        if words[-1] == "data/pool-thin" and words[1] == "lvremove":
+            removed.set()
+        return result
+
+    fake.lvm2_program = program
+    volume = client.create("pvc-1", EXTENT, block())
+    client.delete(volume.volume_id)
+    assert removed.wait(20)
+    assert "pool data/pool-thin is empty, but not given back" in caplog.text
+    assert names(fake) == set()
+
+
+def test_without_wiping_an_empty_pool_is_just_removed(
+    config: Config, fake: FakeHost, disk: Disk
+) -> None:
+    running = start(Config(**{**vars(config), "wipe": "none"}), fake)
+    running.wiper.grace_seconds = 20
+    with Client(config.endpoint) as client:
+        volume = client.create("pvc-1", EXTENT, block())
+        client.delete(volume.volume_id)
+    assert names(fake) == set()
+    assert not disk.reached.is_set()
+    running.stop()
+
+
+def test_of_two_volumes_that_are_deleted_at_once_one_is_the_last(
+    client: Client, service: Service, fake: FakeHost, disk: Disk
+) -> None:
+    disk.free.set()
+    service.wiper.grace_seconds = 20
+    found = [client.create(f"pvc-{number}", EXTENT, block()) for number in range(6)]
+    threads = [threading.Thread(target=client.delete, args=[one.volume_id]) for one in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert names(fake) == set()
+
+
+def test_nothing_is_begun_once_the_service_stops(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    client.create("pvc-1", EXTENT, block())
+    service.stop()
+    assert not service.reclaimer.give_back("data", "pool-thin").done()

@@ -1,0 +1,197 @@
+"""In the guest: many volumes by eight clients at once, and what that costs the service.
+
+    run.py [--volumes 200] [--seed 1]
+
+Prints how long each call took. Fails where a call was not OK, something is left over, or the
+service has more threads, descriptors or memory at the end than before.
+"""
+
+# First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
+import agent  # noqa: F401  isort: skip
+
+import argparse
+import random
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import quantiles
+
+import grpc
+from faults import load
+from faults.load import MIB, Life
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from agent.config.settings import DEFAULT_SOCKET
+from agent.csi.client import Client
+from proto import csi_pb2 as csi
+
+_CLIENTS = 8
+_AT_ONCE = 50
+_SIZE_BYTES = 8 * MIB
+# What Python and gRPC may keep for reuse after a peak of work: less than one for each volume.
+_SLACK = 8
+_MEMORY_SLACK_BYTES = 8 * MIB
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a process has."""
+
+    threads: int
+    descriptors: int
+    memory_bytes: int
+
+    @classmethod
+    def of(cls, pid: int) -> "Usage":
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
+        return cls(
+            threads=int(status["Threads"]),
+            descriptors=len(list(Path(f"/proc/{pid}/fd").iterdir())),
+            memory_bytes=int(status["VmRSS"].split()[0]) << 10,
+        )
+
+    def __str__(self) -> str:
+        memory = f"{self.memory_bytes / MIB:.1f} MiB"
+        return f"{self.threads} threads, {self.descriptors} descriptors, {memory}"
+
+
+class Calls:
+    """Times of calls, and those that were not OK."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.refused: list[str] = []
+        self._guard = threading.Lock()
+
+    def make(self, name: str, call: Callable[[], object]) -> object:
+        started, answer, refused = time.monotonic(), None, []
+        try:
+            answer = call()
+        except grpc.RpcError as error:
+            refused.append(f"{name}: {error.code().name}: {error.details()}")
+        with self._guard:
+            self.seconds[name].append(time.monotonic() - started)
+            self.refused += refused
+        return answer
+
+    def count(self) -> int:
+        return sum(len(one) for one in self.seconds.values())
+
+    def table(self) -> Table:
+        drawn = Table(box=box.SIMPLE_HEAD)
+        for title in ("call", "times", "median ms", "p90", "p99", "most"):
+            drawn.add_column(title, justify="left" if title == "call" else "right")
+        for name, seconds in self.seconds.items():
+            cuts = quantiles(seconds, n=100, method="inclusive")
+            cells = [f"{one * 1000:.0f}" for one in (cuts[49], cuts[89], cuts[98], max(seconds))]
+            drawn.add_row(name, str(len(seconds)), *cells)
+        return drawn
+
+
+@dataclass(frozen=True)
+class Used:
+    """A volume in use, and a snapshot of it."""
+
+    volume: csi.Volume
+    snapshot: csi.Snapshot | None
+
+
+def bring_up(client: Client, calls: Calls, life: Life, data: bytes) -> Used | None:
+    """Create, stage, publish, write, measure, grow, snapshot."""
+    capability = life.capability
+    make = calls.make
+    volume = make("CreateVolume", lambda: client.create(life.name, _SIZE_BYTES, capability))
+    if not isinstance(volume, csi.Volume):
+        return None
+    make("NodeStageVolume", lambda: client.stage(volume, life.staging, capability))
+    make(
+        "NodePublishVolume",
+        lambda: client.publish(volume, life.staging, life.target, capability),
+    )
+    life.write(data)
+    make("NodeGetVolumeStats", lambda: client.stats(volume.volume_id, life.target))
+    make("ControllerExpandVolume", lambda: client.expand(volume.volume_id, 2 * _SIZE_BYTES))
+    make("NodeExpandVolume", lambda: client.node_expand(volume.volume_id, life.target))
+    snapshot = make("CreateSnapshot", lambda: client.snapshot(life.name, volume.volume_id))
+    return Used(volume, snapshot if isinstance(snapshot, csi.Snapshot) else None)
+
+
+def take_down(client: Client, calls: Calls, life: Life, used: Used) -> None:
+    """Delete the snapshot, measure, unpublish, unstage, delete."""
+    make, volume, snapshot = calls.make, used.volume, used.snapshot
+    if snapshot is not None:
+        make("DeleteSnapshot", lambda: client.delete_snapshot(snapshot.snapshot_id))
+    make("NodeGetVolumeStats", lambda: client.stats(volume.volume_id, life.target))
+    make("NodeUnpublishVolume", lambda: client.unpublish(volume.volume_id, life.target))
+    make("NodeUnstageVolume", lambda: client.unstage(volume.volume_id, life.staging))
+    make("DeleteVolume", lambda: client.delete(volume.volume_id))
+    if not life.raw:
+        life.staging.rmdir()
+
+
+def _life(number: int) -> Life:
+    """One in ten has a file system, which costs most of the time."""
+    return Life(f"load-{number}-{'ext4' if number % 10 == 0 else 'raw'}")
+
+
+def _waves(volumes: int) -> Iterator[range]:
+    """Volumes that are in use at once.
+
+    The first are not counted: what is made once, such as threads, and what a peak of work takes, is
+    there after them.
+    """
+    for start in range(0, _AT_ONCE + volumes, _AT_ONCE):
+        yield range(start, min(start + _AT_ONCE, _AT_ONCE + volumes))
+
+
+def main() -> int:
+    """Run the load; 0 where all is well."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--volumes", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = parser.parse_args()
+    console, calls, chance = Console(width=100), Calls(), random.Random(chosen.seed)
+    load.start(chosen.seed)
+    clients = [Client(DEFAULT_SOCKET, timeout_seconds=300) for _ in range(_CLIENTS)]
+    pid, in_use, usages = load.main_pid(), dict[Life, Used | None](), list[tuple[int, Usage]]()
+
+    def up(number: int) -> None:
+        data = random.Random(number).randbytes(256 << 10)
+        in_use[_life(number)] = bring_up(clients[number % _CLIENTS], calls, _life(number), data)
+
+    def down(number: int) -> None:
+        if (used := in_use.pop(_life(number))) is not None:
+            take_down(clients[number % _CLIENTS], calls, _life(number), used)
+
+    with ThreadPoolExecutor(_CLIENTS) as pool:
+        for wave in _waves(chosen.volumes):
+            list(pool.map(up, wave))
+            list(pool.map(down, chance.sample(wave, len(wave))))
+            usages.append((calls.count(), Usage.of(pid)))
+    verdict = load.judge()
+    console.print(calls.table())
+    for count, usage in usages:
+        console.print(f"after {count} calls: {usage}", highlight=False)
+    console.print(f"{chosen.volumes} volumes, {calls.count()} calls, {len(calls.refused)} not OK")
+    for line in [*calls.refused[:10], *verdict.lost, *verdict.leaked]:
+        console.print(line, style="bold red", highlight=False)
+    before, after = usages[0][1], usages[-1][1]
+    grown = (
+        after.threads > before.threads + _SLACK
+        or after.descriptors > before.descriptors + _SLACK
+        or after.memory_bytes > before.memory_bytes + _MEMORY_SLACK_BYTES
+    )
+    return int(bool(calls.refused or verdict.lost or verdict.leaked or grown))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

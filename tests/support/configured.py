@@ -1,0 +1,26 @@
+"""The configuration that tests serve: one place to tell of a new setting."""
+
+from pathlib import Path
+from typing import Any
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+
+
+def carver(directory: Path, group: str = "data", **changes: Any) -> Config:
+    """One class, `plain`, on a group, and a node called `here`, all inside a directory."""
+    values: dict[str, Any] = {
+        "node_id": "here",
+        "endpoint": directory / "csi.sock",
+        "kubelet_dir": (str(directory),),
+        "log_format": "text",
+        "log_level": "info",
+        "controller_expand": True,
+        "max_volumes_per_node": 0,
+        "lvm": "direct",
+        "lvm_session": False,
+        "devices": (),
+        "wipe": "zero",
+        "classes": (DeviceClass(name="plain", group=group, default=True),),
+    }
+    return Config(**values | changes)

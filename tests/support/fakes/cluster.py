@@ -1,0 +1,536 @@
+"""A cluster with Carver, as kubectl shows it: objects, and what becomes of them at each look.
+
+Every kubectl is a step in which schedulers, provisioners and kubelets go on by one. Scripts of pods
+are run by this machine's sh, with a folder in the place of the volume, so they are tried as well.
+"""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.kubectl import Answer, Object, path
+
+DRIVER, TOPOLOGY = "lvm.csi.carver", "topology.lvm.csi.carver/node"
+IMAGE = "localhost/carver:0.1.0"
+_MIB = 1 << 20
+_STUBS = {
+    # The size is the volume's, not that of the disk where its folder is.
+    "df": 'echo "Filesystem 1024-blocks Used"; echo "/dev/dm-0 $KIB 0"',
+    "sync": "exit 0",
+}
+_SNAPSHOT_KINDS = ("volumesnapshots", "volumesnapshotcontents", "volumesnapshotclasses")
+
+_WIDE = frozenset({"namespaces", "nodes", "storageclasses", "volumesnapshotclasses"})
+
+Key = tuple[str, str, str]
+
+
+class FakeCluster:
+    """Two nodes. What tests may change is public, and set before the first kubectl."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.steps, self.calls = root, 0, 0
+        self.snapshots = True
+        # What is wrong with it; each word is looked for where it matters.
+        self.wrong: set[str] = set()
+        # Words of a command, how often it fails, and what it says then.
+        self.errors: list[tuple[str, int, str]] = []
+        # Words of a command in which the caller is interrupted, or the number of a call.
+        self.interrupts: list[str | int] = []
+        self.signal = signal.SIGINT
+        self.objects: dict[Key, Object] = {}
+        self.applied: list[Object] = []
+        self.commands: list[str] = []
+        self._ages: dict[Key, int] = {}
+        self._count = 0
+        # By the PersistentVolume's or snapshot's name: where it is and how large its device is.
+        self.held: dict[str, tuple[str, int]] = {}
+        # The claims that volumes were made for, as Carver knows them.
+        self._claimed: dict[str, str] = {}
+        (root / "bin").mkdir()
+        for name, script in _STUBS.items():
+            (root / "bin" / name).write_text(f"#!/bin/sh\n{script}\n")
+            (root / "bin" / name).chmod(0o755)
+        self._install()
+
+    def _install(self) -> None:
+        spec = {"volumeLifecycleModes": ["Persistent", "Ephemeral"]}
+        self._add("CSIDriver", DRIVER, spec=spec)
+        self._add("StorageClass", "carver", provisioner=DRIVER, parameters={"class": "fast"})
+        for node in ("one", "two"):
+            self._add("Node", node, spec={"taints": [{"key": "mine", "effect": "NoSchedule"}]})
+            self._add("CSINode", node, spec={"drivers": [{"name": DRIVER}]})
+        self._add("Node", "control", spec={})
+        self._add("CSINode", "control", spec={"drivers": None})
+        names = ("provisioner", "carver", "snapshotter")
+        images = ("csi-provisioner:v6", IMAGE, "csi-snapshotter:v8")
+        pod: Object = {
+            "containers": [
+                {"name": name, "image": image} for name, image in zip(names, images, strict=True)
+            ],
+            "volumes": [
+                {"name": "config", "configMap": {"name": "carver-config"}},
+                {"name": "s", "hostPath": {"path": f"/var/lib/kubelet/plugins/{DRIVER}"}},
+            ],
+        }
+        selector, template = {"matchLabels": {"app": "carver"}}, {"spec": pod}
+        own: Object = {"selector": selector, "template": template}
+        self._add("DaemonSet", "carver-node", "carver-system", spec=own)
+        self._serve()
+
+    # kubectl
+
+    def execute(self, words: Sequence[str], stdin: str, seconds: float) -> Answer:
+        """What kubectl answers; KeyboardInterrupt where it shall be."""
+        assert words[0] == "kubectl"
+        assert seconds > 0
+        line = " ".join(words[1:])
+        self.commands.append(line)
+        self.calls += 1
+        self._step()
+        for one in list(self.interrupts):
+            if one == self.calls or (isinstance(one, str) and one in line):
+                self.interrupts.remove(one)
+                raise KeyboardInterrupt
+        for index, (needle, times, text) in enumerate(self.errors):
+            if needle in line and times:
+                self.errors[index] = (needle, times - 1, text)
+                return Answer(1, "", text)
+        split = list(words[1:])
+        inside = split[split.index("--") + 1 :] if "--" in split else []
+        split = split[: split.index("--")] if "--" in split else split
+        options = dict(
+            one.removeprefix("--").partition("=")[::2] for one in split if one.startswith("--")
+        )
+        plain = [one for one in split if not one.startswith("--")]
+        verb: Any = getattr(self, f"_do_{plain[0]}")
+        return Answer(*verb(plain[1:], options, inside or stdin))
+
+    def _do_version(self, *_: Any) -> tuple[int, str, str]:
+        return 0, json.dumps({"serverVersion": {"gitVersion": "v1.36.0"}}), ""
+
+    def _do_config(self, *_: Any) -> tuple[int, str, str]:
+        return 0, json.dumps({"clusters": [{"cluster": {"server": "https://fake:6443"}}]}), ""
+
+    def _do_get(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
+        if "raw" in options:
+            missing = "Error from server (NotFound): the server could not find the resource"
+            return (0, "{}", "") if self.snapshots else (1, "", missing)
+        kind, namespace = self._kind(words[0]), options.get("namespace", "")
+        # As kubectl does, which takes a namespace for what has none.
+        namespace = "" if kind in _WIDE else namespace
+        if len(words) == 2:
+            found = self.objects.get((kind, namespace, words[1]))
+            assert "ignore-not-found" in options
+            return 0, json.dumps(found) if found else "", ""
+        items = [one for _, one in self._chosen(kind, options)]
+        return 0, json.dumps({"items": items}), ""
+
+    def _do_apply(self, words: list[str], _: dict[str, str], stdin: str) -> tuple[int, str, str]:
+        assert not words
+        for one in json.loads(stdin)["items"]:
+            kind = one["kind"].lower()
+            kind += "es" if kind.endswith("s") else "s"
+            key = (kind, one["metadata"].get("namespace", ""), one["metadata"]["name"])
+            assert not key[1] or ("namespaces", "", key[1]) in self.objects
+            self.applied.append(json.loads(json.dumps(one)))
+            if key not in self.objects:
+                one["metadata"]["uid"] = self._uid()
+                self.objects[key] = one
+        return 0, "applied", ""
+
+    def _do_patch(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
+        one = self.objects[self._kind(words[0]), options["namespace"], words[1]]
+        change = json.loads(options["patch"])["spec"]["resources"]["requests"]
+        one["spec"]["resources"]["requests"] = change
+        return 0, "patched", ""
+
+    def _do_delete(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
+        assert options["wait"] == "false"
+        kind = self._kind(words[0])
+        if "selector" in options:
+            assert not words[1:]
+        for key, one in self._chosen(kind, options):
+            if "selector" in options or key[2] in words[1:]:
+                one["metadata"]["deletionTimestamp"] = "now"
+        return 0, "deleted", ""
+
+    def _do_label(self, words: list[str], _: dict[str, str], __: str) -> tuple[int, str, str]:
+        labels = self.objects["nodes", "", words[1]]["metadata"]["labels"]
+        key, _equals, value = words[2].partition("=")
+        labels.update({key: value} if value else {})
+        if key.endswith("-"):
+            del labels[key.removesuffix("-")]
+        return 0, "labelled", ""
+
+    def _do_cordon(self, words: list[str], *_: Any) -> tuple[int, str, str]:
+        self.objects["nodes", "", words[0]]["spec"]["unschedulable"] = True
+        return 0, "cordoned", ""
+
+    def _do_uncordon(self, words: list[str], *_: Any) -> tuple[int, str, str]:
+        self.objects["nodes", "", words[0]]["spec"].pop("unschedulable", None)
+        return 0, "uncordoned", ""
+
+    def _do_drain(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
+        self._do_cordon(words)
+        for _key, one in self._chosen("pods", {"selector": options["pod-selector"]}):
+            if one["spec"].get("nodeName") == words[0]:
+                one["metadata"]["deletionTimestamp"] = "now"
+        self._step()
+        return 0, "drained", ""
+
+    def _do_logs(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
+        assert ("pods", options["namespace"], words[0]) in self.objects
+        lines = [f'{options["container"]} says "CreateVolume" of {name}' for name in self.held]
+        return 0, "\n".join([*lines, "a line about something else"]), ""
+
+    def _do_exec(
+        self, words: list[str], options: dict[str, str], inside: list[str]
+    ) -> tuple[int, str, str]:
+        pod = self.objects["pods", options["namespace"], words[0]]
+        if inside == ["carver", "status", "--json"]:
+            return self._status(pod)
+        assert inside[:2] == ["sh", "-c"]
+        volume = self._volume_of(pod)
+        script = inside[2].replace("/data", str(volume / "files"))
+        script = script.replace("/dev/carver", str(volume / "device"))
+        if "n=$((n + 1))" in pod["spec"]["containers"][0]["command"][2]:
+            self._write_on(pod, volume / "files" / "log")
+        environment = {"PATH": f"{self.root / 'bin'}:{os.defpath}"}
+        environment["KIB"] = str(self.held[volume.name][1] * 1024 * 19 // 20)
+        if "read-only" not in self.wrong and self._is_read_only(pod):
+            script = re.sub(r"\| dd of=\S+", "| false", script)
+        ended = subprocess.run(
+            ["sh", "-c", script], capture_output=True, text=True, env=environment, check=False
+        )
+        if (volume / "device").exists():
+            # Writing has neither cut it off nor made it longer.
+            assert (volume / "device").stat().st_size % _MIB == 0
+        said = f"command terminated with exit code {ended.returncode}\n"
+        return ended.returncode, ended.stdout, ended.stderr + (said if ended.returncode else "")
+
+    def _status(self, carver: Object) -> tuple[int, str, str]:
+        node = carver["spec"]["nodeName"]
+        here = [name for name, (where, _) in self.held.items() if where == node]
+        places: dict[str, list[Object]] = {name: [] for name in here}
+        for (kind, _, _), one in self.objects.items():
+            if kind == "pods" and path(one, "spec", "volumes", 0, "csi"):
+                name = f"csi-{one['metadata']['uid']}"
+                if name in places:
+                    uid = one["metadata"]["uid"]
+                    places[name].append({"path": f"/var/lib/kubelet/pods/{uid}/volumes/x"})
+        volumes = [
+            {"id": f"data@x/{name}", "places": places[name], "claim": self._claimed.get(name, "")}
+            for name in here
+        ]
+        return 0, json.dumps({"volumes": volumes, "snapshots": []}), ""
+
+    def _chosen(self, kind: str, options: dict[str, str]) -> Iterator[tuple[Key, Object]]:
+        for key, one in list(self.objects.items()):
+            labels = one["metadata"].get("labels", {})
+            where = "" if kind in _WIDE else options.get("namespace", key[1])
+            if key[0] != kind or where != key[1]:
+                continue
+            wanted = [it.partition("=")[::2] for it in options.get("selector", "").split(",") if it]
+            if all(k in labels and v in ("", labels[k]) for k, v in wanted):
+                yield key, one
+
+    def _kind(self, word: str) -> str:
+        kind = word.partition(".")[0]
+        assert self.snapshots or kind not in _SNAPSHOT_KINDS, "no such kind in this cluster"
+        return kind
+
+    # What goes on by itself
+
+    def _step(self) -> None:
+        self.steps += 1
+        for key, one in list(self.objects.items()):
+            self._ages[key] = self._ages.get(key, 0) + 1
+            if "deletionTimestamp" in one["metadata"]:
+                self._end(key, one)
+        self._serve()
+        for key, one in list(self.objects.items()):
+            going_on = getattr(self, f"_go_on_{key[0]}", None)
+            if going_on is not None and self._ages.get(key, 0) > 1 and key in self.objects:
+                going_on(key, one)
+
+    def _end(self, key: Key, one: Object) -> None:
+        """What becomes of an object that was deleted."""
+        kind, namespace, name = key
+        if kind in self.wrong and f"{kind} stay" not in self.wrong:
+            return
+        if kind == "persistentvolumeclaims":
+            if any(name in self._claims(it) for it in self._pods(namespace)):
+                return
+            volume = one["spec"].get("volumeName")
+            if volume and ("persistentvolumes", "", volume) in self.objects:
+                self.objects["persistentvolumes", "", volume]["metadata"]["deletionTimestamp"] = "1"
+        if kind == "namespaces" and any(it[1] == name for it in self.objects):
+            for it, other in self.objects.items():
+                if it[1] == name:
+                    other["metadata"]["deletionTimestamp"] = "now"
+            return
+        if kind == "volumesnapshots":
+            content = f"snapcontent-{one['metadata']['uid']}"
+            self.objects.pop(("volumesnapshotcontents", "", content), None)
+            self.held.pop(content, None)
+        if kind == "persistentvolumes" and "volume kept" not in self.wrong:
+            self.held.pop(name, None)
+        if kind == "pods" and "inline kept" not in self.wrong:
+            self.held.pop(f"csi-{one['metadata']['uid']}", None)
+        del self.objects[key]
+        self._ages.pop(key, None)
+
+    def _serve(self) -> None:
+        """Carver has a pod on each of its nodes, where it has a DaemonSet."""
+        if ("daemonsets", "carver-system", "carver-node") not in self.objects:
+            return
+        pods = {it["spec"]["nodeName"] for it in self._pods("carver-system")}
+        spec = self.objects["daemonsets", "carver-system", "carver-node"]["spec"]
+        for node in {"one", "two"} - pods:
+            self._count += 1
+            own = {**spec["template"]["spec"], "nodeName": node}
+            labels = {"app": "carver"}
+            self._add("Pod", f"carver-{self._count}", "carver-system", labels=labels, spec=own)
+
+    def _go_on_pods(self, key: Key, pod: Object) -> None:
+        status = pod.setdefault("status", {"phase": "Pending"})
+        if key[1] == "carver-system":
+            status["conditions"] = [{"type": "Ready", "status": "True"}]
+            return
+        if "nodeName" not in pod["spec"]:
+            if "never scheduled" in self.wrong:
+                return
+            node, why = self._schedule(key, pod)
+            if not node:
+                false = {"type": "PodScheduled", "status": "False", "message": why}
+                status["conditions"] = [false]
+                return
+            pod["spec"]["nodeName"] = node
+            self._provision(pod, node)
+            return
+        state: Object = {"ready": True, "restartCount": 0, "state": {"running": {}}}
+        if "never ready" in self.wrong:
+            state = {"ready": False, "state": {"waiting": {"reason": "ContainerCreating"}}}
+            self._event(key, "Warning", "FailedMount", "mkfs failed:\n no room")
+        if "no image" in self.wrong:
+            state = {"ready": False, "state": {"waiting": {"reason": "ImagePullBackOff"}}}
+        if "writer dies" in self.wrong and key[2] == "restart-writer":
+            gone = not any(it["metadata"]["name"] == "carver-1" for it in self._pods(""))
+            status["phase"] = "Failed" if gone else "Running"
+        else:
+            status["phase"] = "Running"
+        status["containerStatuses"] = [state]
+
+    def _go_on_deployments(self, key: Key, one: Object) -> None:
+        if all("deletionTimestamp" in it["metadata"] for it in self._pods(key[1], "drain-set")):
+            self._count += 1
+            template = json.loads(json.dumps(one["spec"]["template"]))
+            name, labels = f"drain-set-{self._count}", template["metadata"]["labels"]
+            self._add("Pod", name, key[1], labels=labels, spec=template["spec"])
+
+    def _go_on_persistentvolumeclaims(self, key: Key, claim: Object) -> None:
+        volume = claim["spec"].get("volumeName")
+        if not volume or "deletionTimestamp" in claim["metadata"]:
+            return
+        wanted = int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Mi"))
+        status = claim.setdefault("status", {"phase": "Bound"})
+        has = int(status.get("capacity", {"storage": "0Mi"})["storage"].removesuffix("Mi"))
+        used = any(
+            key[2] in self._claims(it) and path(it, "status", "phase") == "Running"
+            for it in self._pods(key[1])
+        )
+        if has and wanted > has and not used:
+            status["conditions"] = [{"type": "FileSystemResizePending", "status": "True"}]
+        elif wanted > has and "never grows" not in self.wrong:
+            status["conditions"] = []
+            status["capacity"] = {"storage": f"{wanted}Mi"}
+            if not has or "small inside" not in self.wrong:
+                self.held[volume] = (self.held[volume][0], wanted)
+
+    def _go_on_volumesnapshots(self, key: Key, one: Object) -> None:
+        name = f"snapcontent-{one['metadata']['uid']}"
+        source = one["spec"]["source"]["persistentVolumeClaimName"]
+        volume = self.objects["persistentvolumeclaims", key[1], source]["spec"]["volumeName"]
+        if name not in self.held:
+            self.held[name] = self.held[volume]
+            shutil.copytree(self.root / volume, self.root / name)
+            reference = {"namespace": key[1], "name": key[2]}
+            self._add("VolumeSnapshotContent", name, spec={"volumeSnapshotRef": reference})
+            content = self.objects["volumesnapshotcontents", "", name]
+            content["status"] = {"snapshotHandle": f"data@x/{name}"}
+        ready = "snapshots" not in self.wrong
+        one["status"] = {"readyToUse": ready, "boundVolumeSnapshotContentName": name}
+
+    # Scheduling and volumes
+
+    def _schedule(self, key: Key, pod: Object) -> tuple[str, str]:
+        """A node, or why there is none. Of several it is the last: seldom the right one."""
+        tolerated = {it["key"] for it in pod["spec"].get("tolerations", [])}
+        found = []
+        for node in ("one", "two"):
+            spec = self.objects["nodes", "", node]["spec"]
+            taints = {it["key"] for it in spec["taints"]}
+            if not spec.get("unschedulable") and taints <= tolerated:
+                found.append(node)
+        terms = ("affinity", "nodeAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
+        for term in [path(pod["spec"], *terms, "nodeSelectorTerms", default=[])]:
+            found = [it for it in found if not term or any(_matches(one, it) for one in term)]
+        for name in self._claims(pod):
+            claim = self.objects["persistentvolumeclaims", key[1], name]
+            if volume := claim["spec"].get("volumeName"):
+                found = [it for it in found if it == self.held[volume][0]]
+            others = [it for it in self._pods(key[1]) if it is not pod and "nodeName" in it["spec"]]
+            once = claim["spec"]["accessModes"] == ["ReadWriteOncePod"] and "once" not in self.wrong
+            if once and any(name in self._claims(it) for it in others):
+                return "", "node has pod using the same claim and ReadWriteOncePod access mode"
+            source = claim["spec"].get("dataSource")
+            if source and not volume:
+                found = [it for it in found if it == self.held[self._source(key[1], source)][0]]
+                if found != ["one"] and found != ["two"]:
+                    return "", "the source is on another node"
+        return (found[-1], "") if found else ("", "no node is left")
+
+    def _source(self, namespace: str, source: Object) -> str:
+        if source["kind"] == "VolumeSnapshot":
+            one = self.objects["volumesnapshots", namespace, source["name"]]
+            return f"snapcontent-{one['metadata']['uid']}"
+        one = self.objects["persistentvolumeclaims", namespace, source["name"]]
+        return str(one["spec"]["volumeName"])
+
+    def _provision(self, pod: Object, node: str) -> None:
+        namespace = pod["metadata"]["namespace"]
+        if csi := path(pod, "spec", "volumes", 0, "csi"):
+            size = int(csi["volumeAttributes"]["size"].removesuffix("Mi"))
+            self._make(f"csi-{pod['metadata']['uid']}", node, size, block=False)
+        for name in self._claims(pod):
+            claim = self.objects["persistentvolumeclaims", namespace, name]
+            if "volumeName" in claim["spec"]:
+                if "data lost" in self.wrong:
+                    (self.root / claim["spec"]["volumeName"] / "files" / "words").write_text("")
+                continue
+            volume = claim["spec"]["volumeName"] = f"pvc-{claim['metadata']['uid']}"
+            size = int(claim["spec"]["resources"]["requests"]["storage"].removesuffix("Mi"))
+            self._make(volume, node, size, block=claim["spec"]["volumeMode"] == "Block")
+            self._claimed[volume] = f"{namespace}/{name}"
+            if "no object" in self.wrong:
+                del claim["spec"]["volumeName"], pod["spec"]["nodeName"]
+                self.wrong.add("never scheduled")
+                return
+            if (source := claim["spec"].get("dataSource")) and "empty copy" not in self.wrong:
+                shutil.rmtree(self.root / volume)
+                shutil.copytree(self.root / self._source(namespace, source), self.root / volume)
+            key = {"key": TOPOLOGY, "operator": "In", "values": [node]}
+            spec: Object = {
+                "csi": {"driver": DRIVER, "volumeHandle": f"data@x/{volume}"},
+                "claimRef": {"namespace": namespace, "name": name},
+                "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [key]}]}},
+            }
+            self._add("PersistentVolume", volume, spec=spec)
+
+    def _make(self, name: str, node: str, size: int, *, block: bool) -> None:
+        (self.root / name / "files").mkdir(parents=True)
+        if block:
+            with (self.root / name / "device").open("wb") as file:
+                file.truncate((size - ("small device" in self.wrong)) * _MIB)
+        self.held[name] = (node, size)
+
+    def _volume_of(self, pod: Object) -> Path:
+        if path(pod, "spec", "volumes", 0, "csi"):
+            return self.root / f"csi-{pod['metadata']['uid']}"
+        [name] = self._claims(pod)
+        claim = self.objects["persistentvolumeclaims", pod["metadata"]["namespace"], name]
+        return self.root / str(claim["spec"]["volumeName"])
+
+    def _write_on(self, pod: Object, log: Path) -> None:
+        """What a writer has written until now: a line for each step."""
+        started = pod.setdefault("_started", self.steps - 3)
+        numbers = [n for n in range(1, self.steps - started) if "gap" not in self.wrong or n != 2]
+        log.write_text("".join(f"{n} {100 + n}.50\n" for n in numbers))
+
+    def _is_read_only(self, pod: Object) -> bool:
+        return bool(path(pod, "spec", "volumes", 0, "persistentVolumeClaim", "readOnly"))
+
+    # Objects
+
+    def _pods(self, namespace: str, start: str = "") -> list[Object]:
+        return [
+            one
+            for (kind, where, name), one in self.objects.items()
+            if kind == "pods" and namespace in ("", where) and name.startswith(start)
+        ]
+
+    def _claims(self, pod: Object) -> list[str]:
+        volumes = pod["spec"].get("volumes", [])
+        names = [path(one, "persistentVolumeClaim", "claimName") for one in volumes]
+        return [name for name in names if name]
+
+    def _event(self, key: Key, sort: str, reason: str, message: str) -> None:
+        of = {"kind": "Pod", "name": key[2]}
+        event: Object = {"type": sort, "reason": reason, "message": message, "involvedObject": of}
+        self._add("Event", f"{key[2]}.{reason}", key[1], count=3, lastTimestamp="1", **event)
+
+    def _add(
+        self,
+        kind: str,
+        name: str,
+        namespace: str = "",
+        labels: dict[str, str] | None = None,
+        **fields: Any,
+    ) -> None:
+        plural = kind.lower() + ("es" if kind.endswith("s") else "s")
+        of = {"name": name, "namespace": namespace, "labels": labels or {}, "uid": self._uid()}
+        self.objects[plural, namespace, name] = {"kind": kind, "metadata": of, **fields}
+
+    def _uid(self) -> str:
+        self._count += 1
+        return f"uid-{self._count}-"
+
+
+def _matches(term: Object, node: str) -> bool:
+    said = [*term.get("matchFields", []), *term.get("matchExpressions", [])]
+    assert {it["key"] for it in said} <= {"metadata.name", TOPOLOGY}
+    return all(node in it["values"] for it in said)
+
+
+def on_path(cluster: FakeCluster, folder: Path) -> None:
+    """Put a kubectl into a folder that is this cluster's; its state is kept between calls."""
+    state = folder / "state"
+    state.write_bytes(pickle.dumps(cluster))
+    support, tests = Path(__file__).resolve().parents[1:3]
+    call = f"PYTHONPATH={support}:{tests} exec {sys.executable} -S -c"
+    code = "from fakes.cluster import main; main()"
+    (folder / "kubectl").write_text(f'#!/bin/sh\n{call} "{code}" {state} "$@"\n')
+    (folder / "kubectl").chmod(0o755)
+
+
+def kept(folder: Path) -> FakeCluster:
+    """The cluster of a folder's kubectl, as it is by now."""
+    found = pickle.loads((folder / "state").read_bytes())  # noqa: S301
+    assert isinstance(found, FakeCluster)
+    return found
+
+
+def main() -> None:
+    """Be kubectl. Whom an interrupt would meet is the process that called."""
+    folder = Path(sys.argv[1]).parent
+    cluster = kept(folder)
+    words = sys.argv[2:]
+    stdin = sys.stdin.read() if "--filename=-" in words else ""
+    try:
+        answer = cluster.execute(["kubectl", *words], stdin, 1)
+    except KeyboardInterrupt:
+        os.kill(os.getppid(), cluster.signal)
+        answer = Answer(130, "", "interrupted")
+    (folder / "state").write_bytes(pickle.dumps(cluster))
+    sys.stdout.write(answer.out)
+    sys.stderr.write(answer.err)
+    sys.exit(answer.code)

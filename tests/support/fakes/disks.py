@@ -1,0 +1,70 @@
+"""What the disks of the fake lvm2's groups say of themselves."""
+
+from collections.abc import Collection, Mapping
+
+from fakes.devices import DEVICE_MAPPER_MAJOR, FakeDevices
+from fakes.lvm import FakeDisk, FakeGroup, FakeLvm
+
+from lvm.blockdevices import Excluded, Why
+from lvm.disks import PATIENCE_SECONDS, Fingerprint, Found, Unanswered
+from lvm.labels import Group, Mark, PhysicalLabel, Position
+
+_METADATA_BYTES = 1 << 20
+
+
+class FakeDisks:
+    """The seam `lvm.disks.Disks`."""
+
+    def __init__(self, lvm2: FakeLvm, devices: FakeDevices) -> None:
+        self._lvm2 = lvm2
+        self._devices = devices
+        # The disks that do not answer, by their paths.
+        self.hanging: set[str] = set()
+        # The groups whose disks are not there, with whatever is on them.
+        self.lost: set[str] = set()
+        # How often all were looked for.
+        self.scans = 0
+
+    def scan(
+        self,
+        patience_seconds: float = PATIENCE_SECONDS,
+        only: Collection[str] = (),
+    ) -> Mapping[str, Found]:
+        """What there is to tell of each block device, by its path; of blank ones nothing."""
+        self.scans += 1
+        found: dict[str, Found] = {}
+        # As lists: commands run meanwhile.
+        for device in list(self._devices):
+            if device.major == DEVICE_MAPPER_MAJOR:
+                found[device.node] = Excluded(Why.VOLUME, device.path.removeprefix("/dev/mapper/"))
+            elif device.contents and device.contents.fs_type == "LVM2_member":
+                is_used = device.contents.label == "used"
+                found[device.path] = PhysicalLabel(
+                    device.contents.uuid, device.size_bytes, is_used, None
+                )
+        found |= {disk.name: _label(group, disk) for group, disk in self._there()}
+        found |= {path: Unanswered() for path in self.hanging}
+        return {path: one for path, one in found.items() if not only or path in only}
+
+    def fingerprint(
+        self, paths: Collection[str], patience_seconds: float = PATIENCE_SECONDS
+    ) -> Fingerprint | None:
+        """The proof of what a group's metadata on these disks are; None where there is none."""
+        marks = {
+            disk.name: Mark(disk.uuid, (Position(512, group.seqno, group.checksum),))
+            for group, disk in self._there()
+        }
+        whole = paths and not self.hanging.intersection(paths) and marks.keys() >= set(paths)
+        return tuple(marks[path] for path in sorted(paths)) if whole else None
+
+    def _there(self) -> list[tuple[FakeGroup, FakeDisk]]:
+        groups = [one for one in list(self._lvm2.groups.values()) if one.name not in self.lost]
+        return [(group, disk) for group in groups for disk in group.disks if not disk.missing]
+
+
+def _label(group: FakeGroup, disk: FakeDisk) -> PhysicalLabel:
+    size_bytes = _METADATA_BYTES + disk.extents * group.extent_size_bytes
+    uuids = tuple(one.uuid for one in group.disks)
+    status = frozenset({"RESIZEABLE", "READ", "WRITE"})
+    told = Group(group.name, group.uuid, group.seqno, uuids, status)
+    return PhysicalLabel(disk.uuid, size_bytes, True, told)

@@ -1,0 +1,185 @@
+"""A whole machine in memory: lvm2, programs, devices, kernel, all on one state."""
+
+import itertools
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+from fakes import filesystems, shell
+from fakes.devices import BLOCK_BYTES, FakeDevices
+from fakes.disks import FakeDisks
+from fakes.kernel import FakeKernel
+from fakes.lvm import FakeLvm, FakePool
+
+from lvm import groups
+from lvm.command import Result
+from lvm.devices import Devices
+from lvm.disks import Disks
+from lvm.lvm2 import Lvm
+from lvm.session import Session
+from mount.filesystem import Signature
+from mount.syscalls import Kernel
+
+_DISK_MAJOR = 8
+
+
+class FakeHost:
+    """What a `Host` is on a real machine, and the state behind it for tests to see."""
+
+    # Whether lvm2's commands are said to a shell of it (--sessions).
+    sessions: ClassVar[bool] = False
+
+    def __init__(self, directory: Path, number: int = 0) -> None:
+        """One of several machines has a number, so that its groups have UUIDs of their own."""
+        self.directory = directory
+        self.block = FakeDevices()
+        self.lvm2 = FakeLvm(self.block)
+        self.lvm2.number = number
+        self.lvm2_program: Callable[[Sequence[str]], Result] = self.lvm2
+        self.kernel: Kernel = FakeKernel(self.block)
+        self.devices: Devices = self.lvm2
+        self.disks: Disks = FakeDisks(self.lvm2, self.block)
+        self.commands: list[tuple[str, ...]] = []
+        self.lvm = Lvm(self.run, settings=())
+        # Asked before each command: may answer in its place, wait, or raise as a kill does.
+        self.intercept: Callable[[Sequence[str]], Result | None] = lambda _words: None
+
+    @cached_property
+    def session(self) -> Session:
+        """A shell of the fake lvm2."""
+        place = Path(tempfile.mkdtemp(prefix="carver-session-"))
+        weakref.finalize(self, shutil.rmtree, place)
+        return Session(
+            lambda *words: self.lvm2_program(words),
+            shell.converse(lambda words: self.lvm2_program(words)),
+            place,
+            root=place / "root",
+        )
+
+    def run(self, *words: str) -> Result:
+        """The seam `lvm.command.Run`."""
+        if (answer := self.intercept(words)) is not None:
+            return answer
+        self.commands.append(words)
+        if words[0] == "lvm":
+            return self.session(*words) if self.sessions else self.lvm2_program(words)
+        program = filesystems.PROGRAMS.get(words[0])
+        assert program is not None, f"an unfaked command: {' '.join(words)}"
+        ended = program(words, self.block)
+        return Result(ended.exit_code, ended.stdout, ended.stderr)
+
+    def new_device(self, size_bytes: int) -> str:
+        """A blank block device."""
+        # One that went leaves a gap, so the number of devices may be the name of one.
+        taken = {one.path for one in self.block}
+        number = next(one for one in itertools.count(len(taken)) if f"/dev/fake{one}" not in taken)
+        return self.block.add(f"/dev/fake{number}", size_bytes, major=_DISK_MAJOR).path
+
+    @contextmanager
+    def own_group(self, name: str, disks: Sequence[str], *options: str) -> Iterator[int]:
+        """A group on such disks as a test has; yields how many extents it has."""
+        assert not options
+        groups.create(self.lvm, name, disks, {})
+        yield sum(disk.extents for disk in self.lvm2.groups[name].disks)
+
+    def new_group(self, *disk_extents: int) -> str:
+        """A group with so many extents of 4 MiB on each of its disks."""
+        name = f"group{len(self.lvm2.groups)}"
+        self.lvm2.add_group(name, disk_extents)
+        return name
+
+    def deactivate(self, group: str, name: str) -> None:
+        """Take a volume's device away, as a reboot or an operator does."""
+        self.lvm2.deactivate(group, name)
+
+    def suspend(self, group: str, name: str) -> None:
+        """Have whoever uses a volume wait, as lvm2 does while it changes the volume."""
+        self.lvm2.suspend(group, name)
+
+    def is_suspended(self, group: str, name: str) -> bool:
+        """Whether whoever uses a volume waits."""
+        return self.lvm2.is_suspended(group, name)
+
+    def write(self, device: str, fs_type: str) -> None:
+        """Put a file system on a device, behind Carver's back."""
+        ended = filesystems.mkfs((f"mkfs.{fs_type}", "-q", "--", device), self.block)
+        assert ended.exit_code == 0, ended.stderr
+
+    def write_bytes(self, device: str, offset_bytes: int, data: bytes) -> None:
+        """Write whole blocks of data on a device, as the program does that has it."""
+        self.block.get(device).write(offset_bytes, data)
+        self.lvm2.wrote(device, len(data))
+
+    def read_bytes(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
+        """Read whole blocks of data from a device."""
+        return self.block.get(device).media.read(offset_bytes, length_bytes)
+
+    def written_bytes(self, device: str) -> int:
+        """How much of a device was ever written."""
+        return len(self.block.get(device).media.blocks) * BLOCK_BYTES
+
+    def fill_metadata(self, group: str, pool: str, blocks: int) -> None:
+        """Have so many more blocks of an active pool's metadata used."""
+        found = self.lvm2.groups[group].volumes[pool]
+        assert isinstance(found, FakePool)
+        found.used_metadata_blocks += blocks
+
+    def label(self, device: str) -> None:
+        """Make a device lvm2's, in no group: what vgcreate leaves when it is killed half-way."""
+        self.block.get(device).contents = Signature("LVM2_member", "raid", "label")
+
+    def partition(self, device: str) -> None:
+        """Put a partition table on a device; the kernel has not read it."""
+        self.block.get(device).contents = Signature("dos", "partition table", "12345678")
+
+    def damage(self, device: str) -> None:
+        """Break the ext4 on a device so that no program mends it unasked."""
+        self.block.get(device).media.damage = "much"
+
+    def lose_disk(self, group: str, number: int) -> None:
+        """A disk of a group is not there any more; volumes that are active notice."""
+        found = self.lvm2.groups[group]
+        found.disks[number].missing = True
+        self._see_disks(group)
+
+    def bring_disk(self, group: str, number: int) -> None:
+        """It is there again, with what it had, and volumes are activated anew."""
+        self.lvm2.groups[group].disks[number].missing = False
+        self._see_disks(group)
+
+    def _see_disks(self, group: str) -> None:
+        missing = {one.name for one in self.lvm2.groups[group].disks if one.missing}
+        for one in self.lvm2.groups[group].volumes.values():
+            one.health = "partial" if missing & set(one.extents) else ""
+            self.lvm2.deactivate(group, one.name)
+
+    def fail_leg(self, group: str, name: str, number: int) -> None:
+        """A leg of a RAID takes no writes from now on; what is on it stays."""
+        volume = self.lvm2.groups[group].volumes[name]
+        disk = self.lvm2.groups[group].disks[number].name
+        volume.failed[disk], volume.health = volume.media.copy(), "refresh needed"
+
+    def mark_free(self, group: str, mark: bytes) -> None:
+        """Have a mark at the start of each block of all free extents, as of an earlier owner."""
+        self.lvm2.groups[group].old = mark
+
+    def cut_power(self) -> None:
+        """What the disks had in their volatile caches alone is lost."""
+        for group in self.lvm2.groups.values():
+            for media in (*group.freed, *(one.media for one in group.volumes.values())):
+                media.cut_power()
+
+    def freed_bytes(self, group: str) -> bytes:
+        """What is on the extents that removed volumes had, but for zeroes."""
+        return b"".join(
+            data for media in self.lvm2.groups[group].freed for data in media.blocks.values()
+        )
+
+    def erase(self, device: str) -> None:
+        """Overwrite what a device holds, behind Carver's back."""
+        self.block.get(device).contents = None

@@ -1,0 +1,391 @@
+"""Drive a machine by the model's operations, and tell its state in the model's words."""
+
+import itertools
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import configured
+import grpc
+from fakes import kubelet
+from model import operations as do
+from model.operations import Outcome, State, Use
+from model.stopping import Switch
+from real.any import AnyHost
+from real.host import RealHost
+
+from agent.config.settings import Config
+from agent.csi import client
+from agent.csi.client import Client
+from agent.engine import suspension
+from agent.engine.host import Host
+from agent.service.server import Service
+from lvm import report, tags
+from mount import loop, mounts, table
+from proto import csi_pb2 as csi
+
+# The fs_bytes that a file system tells lacks its own metadata: on a real one, that much at most.
+_OVERHEAD = 0.5
+# Of a pool on a group of some hundred extents, with their spare.
+METADATA_EXTENTS = 2
+
+
+def config(group: str, endpoint: Path, **settings: Any) -> Config:
+    """One class, `plain`, on the group."""
+    return configured.carver(endpoint.parent, group, endpoint=endpoint, **settings)
+
+
+@dataclass
+class Machine:
+    """A host with one group, and the Carver that runs on it now."""
+
+    host: AnyHost
+    group: str
+    sockets: Path
+    switch: Switch = field(default_factory=Switch)
+    contexts: dict[str, dict[str, str]] = field(default_factory=dict)
+    grace_seconds: float = 30
+    # Of the configuration, other than usual.
+    settings: dict[str, Any] = field(default_factory=dict)
+    # Kubelet's loop devices over raw block volumes, by where these are published.
+    held: dict[str, str] = field(default_factory=dict)
+    _serial: Iterator[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        self._uuid = self._report().uuid.replace("-", "")[:8]
+        self.start(self.switch)
+
+    @property
+    def is_real(self) -> bool:
+        return isinstance(self.host, RealHost)
+
+    def start(self, switch: Switch) -> None:
+        """A process of Carver's, whose way to the machine leads through the switch."""
+        self.switch = switch
+        run = switch.run(self.host.run)
+        endpoint = self.sockets / f"{next(self._serial)}.sock"
+        lvm = replace(self.host.lvm, run=run)
+        host = Host(
+            run, switch.kernel(self.host.kernel), switch.devices(self.host.devices), self.host.disks
+        )
+        self.service = Service(config(self.group, endpoint, **self.settings), host, lvm)
+        self.service.wiper.grace_seconds = self.grace_seconds
+        self.service.copier.grace_seconds = self.grace_seconds
+        # What is put off is to be seen, and a refusal is not to take its time.
+        self.service.locks.grace_seconds = 0
+        server = self.service._server
+        switch.on_death = lambda: server.stop(0)
+        with (
+            suspension.left(host.devices, [self.group]) as held,
+            self.service.inventory.holding(held),
+        ):
+            self.service.wiper.resume()
+            self.service.reclaimer.resume()
+            self.service.giving_up.resume()
+            self.service.group_snapshotter.resume()
+            self.service.copier.resume()
+        self.service.start(endpoint)
+        self.client = Client(endpoint)
+        switch.counting = True
+
+    def stop(self) -> None:
+        """End the process in good order."""
+        self.client.__exit__(None, None, None)
+        self.service.stop()
+
+    def restart(self) -> None:
+        """End the process in good order and start another."""
+        self.stop()
+        self.start(Switch())
+
+    def call(self, call: do.Call) -> Outcome:
+        """Carry out a call over the socket."""
+        try:
+            return Outcome("OK", self._carry_out(call))
+        except grpc.RpcError as error:
+            return Outcome(error.code().name)
+
+    def by_kubelet(self, call: do.Call) -> Outcome:
+        """A call as kubelet makes it, who holds a raw block volume for as long as it is there."""
+        self.let_go(call)
+        told = self.call(call)
+        if isinstance(call, do.Publish) and call.use.is_block and told.code == "OK":
+            path = self.place(call.path)
+            if path not in self.held:
+                self.held[path] = kubelet.hold(self.host.kernel, Path(path))
+        return told
+
+    def let_go(self, call: do.Call) -> None:
+        """What kubelet does before it unpublishes: its loop device would keep the path busy."""
+        if isinstance(call, do.Unpublish | do.Unstage) and self.place(call.path) in self.held:
+            loop.detach(self.host.kernel, self.held.pop(self.place(call.path)))
+
+    def let_all_go(self) -> None:
+        """What the end of kubelet's node does."""
+        for one in self.held.values():
+            loop.detach(self.host.kernel, one)
+        self.held.clear()
+
+    def id_of(self, volume: str) -> str:
+        """A volume's id, also where there is no such volume."""
+        if do.is_inline(volume):
+            return volume
+        if volume == do.MALFORMED:
+            return "no id at all"
+        uuid = "00000000" if volume == do.ELSEWHERE else self._uuid
+        return f"{self.group}@{uuid}/vol-{volume.strip('<>')}"
+
+    def snapshot_id_of(self, snapshot: str) -> str:
+        """A snapshot's id, also where there is no such snapshot."""
+        return f"{self.group}@{self._uuid}/snap-{snapshot}"
+
+    def _source(self, source: tuple[str, str]) -> csi.VolumeContentSource | None:
+        kind, name = source
+        if kind == do.OF_SNAPSHOT:
+            return client.of_snapshot(self.snapshot_id_of(name))
+        return client.of_volume(self.id_of(name)) if kind else None
+
+    def place(self, path: str) -> str:
+        """Where a path of the model's is on the machine."""
+        return str(self.host.directory / path)
+
+    def _carry_out(self, call: do.Call) -> object:
+        match call:
+            case do.Create():
+                made = self.client.create(
+                    call.volume,
+                    call.required_bytes,
+                    _capability(call.use),
+                    limit_bytes=call.limit_bytes,
+                    parameters=dict(call.parameters),
+                    source=self._source(call.source),
+                    mutable=dict(call.mutable),
+                )
+                assert made.volume_id == self.id_of(call.volume)
+                self.contexts[call.volume] = dict(made.volume_context)
+                return made.capacity_bytes, dict(made.volume_context)
+            case do.Modify():
+                self.client.modify(self.id_of(call.volume), dict(call.mutable))
+            case do.Delete():
+                self.client.delete(self.id_of(call.volume))
+            case do.Get():
+                wanted = csi.ControllerGetVolumeRequest(volume_id=self.id_of(call.volume))
+                return self.client.controller.ControllerGetVolume(wanted).volume.capacity_bytes
+            case do.Validate():
+                request = csi.ValidateVolumeCapabilitiesRequest(
+                    volume_id=self.id_of(call.volume), volume_capabilities=[_capability(call.use)]
+                )
+                answer = self.client.controller.ValidateVolumeCapabilities(request)
+                return answer.HasField("confirmed")
+            case do.Volumes():
+                return sorted(self._volumes(call.page))
+            case do.Snapshot():
+                whole = {"size": "100%"}
+                taken = self.client.snapshot(call.snapshot, self.id_of(call.volume), whole)
+                assert taken.ready_to_use
+                assert taken.snapshot_id == self.snapshot_id_of(call.snapshot)
+                return taken.size_bytes
+            case do.DeleteSnapshot():
+                self.client.delete_snapshot(self.snapshot_id_of(call.snapshot))
+            case do.Snapshots():
+                of = self.id_of(call.volume) if call.volume else ""
+                return sorted(
+                    (
+                        one.snapshot_id.partition("/snap-")[2],
+                        one.source_volume_id.partition("/vol-")[2],
+                        one.size_bytes,
+                    )
+                    for one in self.client.snapshots(volume_id=of)
+                )
+            case do.Capacity():
+                told = self.client.capacity()
+                assert told.maximum_volume_size.value == told.available_capacity
+                return told.available_capacity
+            case do.Expand():
+                size = csi.CapacityRange(
+                    required_bytes=call.required_bytes, limit_bytes=call.limit_bytes
+                )
+                grown = self.client.controller.ControllerExpandVolume(
+                    csi.ControllerExpandVolumeRequest(
+                        volume_id=self.id_of(call.volume), capacity_range=size
+                    )
+                )
+                return grown.capacity_bytes, grown.node_expansion_required
+            case do.Stage():
+                self.client.stage(
+                    self._volume(call.volume), self.place(call.path), _capability(call.use)
+                )
+            case do.Unstage():
+                self.client.unstage(self.id_of(call.volume), self.place(call.path))
+            case do.Publish():
+                self.client.publish(
+                    self._volume(call.volume),
+                    self.place(call.staging),
+                    self.place(call.path),
+                    _capability(call.use),
+                    read_only=call.read_only,
+                )
+            case do.PublishInline():
+                self.client.publish_inline(
+                    self.id_of(call.volume),
+                    self.place(call.path),
+                    {"size": str(call.required_bytes)} if call.required_bytes else {},
+                    _capability(call.use),
+                    read_only=call.read_only,
+                )
+            case do.Unpublish():
+                self.client.unpublish(self.id_of(call.volume), self.place(call.path))
+            case do.Stats():
+                return (
+                    self.client.stats(self.id_of(call.volume), self.place(call.path)).usage[0].total
+                )
+            case do.NodeExpand():
+                size = csi.CapacityRange(
+                    required_bytes=call.required_bytes, limit_bytes=call.limit_bytes
+                )
+                return self.client.node.NodeExpandVolume(
+                    csi.NodeExpandVolumeRequest(
+                        volume_id=self.id_of(call.volume),
+                        volume_path=self.place(call.path),
+                        capacity_range=size,
+                    )
+                ).capacity_bytes
+        return None
+
+    def _volumes(self, page: int) -> Iterator[tuple[str, int]]:
+        token = ""
+        while True:
+            request = csi.ListVolumesRequest(max_entries=page, starting_token=token)
+            answer = self.client.controller.ListVolumes(request)
+            for entry in answer.entries:
+                name = entry.volume.volume_id.partition("/vol-")[2]
+                yield name, entry.volume.capacity_bytes
+            if not (token := answer.next_token):
+                return
+
+    def _volume(self, name: str) -> csi.Volume:
+        return csi.Volume(volume_id=self.id_of(name), volume_context=self.contexts.get(name, {}))
+
+    def same(self, call: do.Call, told: Outcome, expected: Outcome) -> bool:
+        """Whether an answer is the one expected; a real file system's size is less, by its own."""
+        if isinstance(call, do.Stats) and self.is_real and told.code == expected.code == "OK":
+            assert isinstance(told.value, int)
+            assert isinstance(expected.value, int)
+            return expected.value * _OVERHEAD < told.value <= expected.value
+        return told == expected
+
+    # Behind Carver's back
+
+    def deactivate(self, volume: str) -> None:
+        self.host.deactivate(self.group, _logical(volume))
+
+    def overwrite(self, volume: str, contents: str) -> None:
+        device = self.host.devices.find(self.group, _logical(volume))
+        assert device is not None
+        self.host.erase(device.path)
+        if contents:
+            self.host.write(device.path, contents)
+
+    def reboot(self) -> None:
+        """End the process; let no mount, loop device over a volume, or device stay."""
+        self.stop()
+        kernel = self.host.kernel
+        self.let_all_go()
+        for mount in reversed(table.read(kernel).under(str(self.host.directory))):
+            kernel.unmount(mount.path)
+        for name, logical in self._report().volumes.items():
+            if logical.is_copy_on_write:
+                continue  # it goes with its origin
+            if (device := self.host.devices.find(self.group, name)) is not None:
+                for one in loop.over(kernel, device.number):
+                    loop.detach(kernel, one)
+                self.host.deactivate(self.group, name)
+        self.start(Switch())
+
+    # What there is
+
+    def state(self) -> State:
+        """What is seen of Carver on the machine, by its own means and not by asking Carver."""
+        kernel, group = self.host.kernel, self._settled()
+        names, places, loops = {}, [], []
+        # A pool is nobody's volume; what is free in it is what it has not promised.
+        volumes = [one for one in group.volumes.values() if "pool" not in one.layout]
+        for logical in volumes:
+            name = tags.decode(logical.tags).get("name", f"?{logical.name}")
+            device = self.host.devices.find(self.group, logical.name)
+            if device is not None:
+                over = loop.over(kernel, device.number)
+                names[device.number] = name
+                names |= {kernel.device_number(one): name for one in over}
+                loops += [(name, len(over))] if over else []
+        for mount in table.read(kernel).under(str(self.host.directory)):
+            kind = "fs" if mount.device in names else "block"
+            number = mount.device if kind == "fs" else mounts.node(kernel, mount.path)
+            volume = names.get(number, "?") if number is not None else "?"
+            places.append((Path(mount.path).name, volume, kind, mount.read_only))
+        return State(
+            volumes=tuple(sorted(_described(volumes))),
+            places=tuple(sorted(places)),
+            loops=tuple(sorted(loops)),
+            entries=tuple(sorted((one.name, _kind(one)) for one in self.host.directory.iterdir())),
+            free_bytes=self._free_extents(group) * group.extent_size_bytes,
+        )
+
+    def _free_extents(self, group: report.Group) -> int:
+        """What new volumes can have: by what a group has, or by what its pool may promise."""
+        if not self.settings.get("classes"):
+            return group.free_extents
+        pool = group.volumes.get("pool-plain")
+        if pool is None:
+            return group.free_extents - METADATA_EXTENTS
+        promised = sum(one.size_bytes for one in group.volumes.values() if one.pool)
+        return group.free_extents + (pool.size_bytes - promised) // group.extent_size_bytes
+
+    def _settled(self) -> report.Group:
+        """A report with which the devices agree: work behind an answer may end between the two."""
+        for _ in range(20):
+            group = self._report()
+            differing = [
+                one.name
+                for one in group.volumes.values()
+                if "pool" not in one.layout
+                and one.active != (self.host.devices.find(self.group, one.name) is not None)
+            ]
+            if not differing:
+                return group
+        raise AssertionError(f"lvm2 and the devices differ on {differing}")
+
+    def _report(self) -> report.Group:
+        return report.read(self.host.lvm).group(self.group)
+
+
+def _described(
+    volumes: Iterable[report.LogicalVolume],
+) -> Iterator[tuple[str, int, str, str, bool, str]]:
+    for one in volumes:
+        facts = tags.decode(one.tags)
+        name = facts.get("name", f"?{one.name}")
+        formatted, state = facts.get("formatted", ""), facts.get("state", "")
+        ahead = str(one.tuning.read_ahead_bytes)
+        yield name, one.size_bytes, formatted, state, one.active, ahead
+
+
+def _logical(volume: str) -> str:
+    """The logical volume's name."""
+    return f"{'eph' if do.is_inline(volume) else 'vol'}-{volume}"
+
+
+def _kind(path: Path) -> str:
+    mode = path.lstat().st_mode
+    # A bound device hides the file that it is bound to.
+    return "dir" if stat.S_ISDIR(mode) else "file"
+
+
+def _capability(use: Use) -> csi.VolumeCapability:
+    mode = csi.VolumeCapability.AccessMode.Mode.Value(use.mode)
+    return client.block(mode) if use.is_block else client.mounted(use.fs_type, mode=mode)
+
+
+NewMachine = Callable[[], Machine]
