@@ -19,7 +19,7 @@ import stat
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -363,10 +363,18 @@ class Kernel:
         return libblkid.signatures(device)
 
     def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
-        """BLKZEROOUT: the range reads as zeroes afterwards. EBUSY while mounted or held."""
-        descriptor = _open_exclusively(device)
-        with _closing(descriptor):
-            _zero_out(descriptor, device, offset_bytes, length_bytes)
+        """BLKZEROOUT: the range reads as zeroes afterwards. EBUSY while mounted or held.
+
+        udev does not come to know: it would have a look at what is about to be removed, and lvm2,
+        which meets that look, tries again 0.2 s later only (retry_deactivation, lvm.conf(5)).
+        """
+        with self._unwatched(device) as (node, directory):
+            try:
+                descriptor = _open_exclusively(node, directory)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, device) from error
+            with _closing(descriptor):
+                _zero_out(descriptor, device, offset_bytes, length_bytes)
 
     def flush(self, device: str) -> None:
         """fsync(2): what was written or zeroed stays so when the power fails.
@@ -475,6 +483,30 @@ class Kernel:
         major, minor = self.device_number(device)
         return Path(f"/sys/dev/block/{major}:{minor}")
 
+    @contextmanager
+    def _unwatched(self, device: str) -> Iterator[tuple[str, int | None]]:
+        """Another node of a device, in a file system that is mounted nowhere, and its directory.
+
+        udev watches the nodes in /dev (udev(7), OPTIONS+="watch"), each an inode. Where there can
+        be no other, such as before Linux 5.2, it is the node itself.
+        """
+        with ExitStack() as kept:
+            try:
+                self._new_calls()
+                context = _syscall(_FSOPEN, b"tmpfs", _FSOPEN_CLOEXEC)
+                kept.enter_context(_closing(context))
+                _fsconfig(context, _CMD_CREATE)
+                tree = _syscall(_FSMOUNT, context, _FSMOUNT_CLOEXEC, 0)
+                kept.enter_context(_closing(tree))
+                number = Path(device).stat().st_rdev
+                os.mknod("node", stat.S_IFBLK | 0o600, number, dir_fd=tree)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.EPERM):
+                    raise
+                yield device, None
+            else:
+                yield "node", tree
+
     # Places, and how mounts come to be there
 
     @contextmanager
@@ -577,7 +609,7 @@ def _closing(descriptor: int) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _open_exclusively(device: str) -> int:
+def _open_exclusively(device: str, directory: int | None = None) -> int:
     """A descriptor to write to a device by, which nobody has mounted or held; else EBUSY (open(2)).
 
     A child between its fork and its exec has what this process had open, and for that moment holds
@@ -586,7 +618,7 @@ def _open_exclusively(device: str) -> int:
     tries = itertools.count(1)
     while True:
         try:
-            return os.open(device, os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC)
+            return os.open(device, os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC, dir_fd=directory)
         except OSError as error:
             if error.errno != errno.EBUSY or next(tries) == _BUSY_TRIES:
                 raise

@@ -1,9 +1,11 @@
 """Looking at devices, making file systems and growing them, on the fake and on the real host."""
 
+import ctypes
 import os
 from typing import Any
 
 import pytest
+from real.host import RealHost
 
 from mount import errors, filesystem, mounts, options, table, target, usage
 from mount.filesystem import Signature
@@ -139,6 +141,23 @@ def test_zeroing_a_device_makes_it_blank(host: Any, fs_type: str) -> None:
     host.kernel.zero_out(device, 0, 320 * MIB)
 
     assert filesystem.probe(host.run, device) is None
+
+
+def test_zeroing_does_not_have_udev_look_at_the_device(host: Any) -> None:
+    device = host.new_device(32 * MIB)
+    closed_after_writing = 0x8  # IN_CLOSE_WRITE, <sys/inotify.h>: what udev watches for
+    libc = ctypes.CDLL(None, use_errno=True)
+    if isinstance(host, RealHost):
+        watch = libc.inotify_init1(os.O_NONBLOCK)
+        assert libc.inotify_add_watch(watch, device.encode(), closed_after_writing) > 0
+    host.kernel.zero_out(device, 0, 32 * MIB)
+    if isinstance(host, RealHost):
+        with pytest.raises(BlockingIOError):
+            os.read(watch, 4096)
+        # The watch works: a write by the node itself is told.
+        host.kernel.write(device, 0, bytes(512))
+        assert os.read(watch, 4096)
+        os.close(watch)
 
 
 def test_a_mounted_device_cannot_be_zeroed(host: Any) -> None:

@@ -38,6 +38,7 @@ from performance.rows import Commands, Row
 from rich.console import Console
 
 from agent.csi.client import Client
+from agent.engine.behind import Behind
 from agent.ids import VolumeId
 from lvm.command import Result
 
@@ -221,6 +222,8 @@ class Bench:
         self.samples.commands[rows.own(name)] = Commands(
             after.processes - commands.processes, after.session - commands.session
         )
+        # What is put off until the answer is no part of the call, nor of the next one.
+        self.service.engines.settle()
         return answer
 
     def live(self, number: int) -> None:
@@ -258,7 +261,8 @@ class Bench:
 
 def measure(rounds: int) -> list[Row]:
     """The figures of OWN, in its order."""
-    with TemporaryDirectory(prefix="carver-own-") as name:
+    waking = mock.patch.object(Behind, "wake")
+    with TemporaryDirectory(prefix="carver-own-") as name, waking:
         bench = Bench(Path(name))
         try:
             for number in range(_WARM_UP):

@@ -20,6 +20,12 @@ from proto import csi_pb2_grpc
 pytestmark = pytest.mark.starts_programs
 
 
+@pytest.fixture(autouse=True, params=["_by_sh", "_by_subprocess"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are started in the way of lvm2, and in that of all others."""
+    monkeypatch.setattr(command, "_by_subprocess", getattr(command, request.param))
+
+
 def test_a_program_s_output_and_exit_code_are_its_result() -> None:
     result = Programs()("sh", "-c", "echo out; echo err >&2; exit 3")
     assert (result.exit_code, result.stdout, result.stderr) == (3, "out\n", "err\n")

@@ -129,11 +129,13 @@ class Held:
         monkeypatch.setattr("mount.syscalls.os.open", self)
         monkeypatch.setattr("mount.syscalls._BUSY_SECONDS", 0)
 
-    def __call__(self, path: str, flags: int, mode: int = 0o777) -> int:
+    def __call__(
+        self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> int:
         if flags & os.O_EXCL and self.left:
             self.left -= 1
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
-        return self._open(path, flags, mode)
+        return self._open(path, flags, mode, dir_fd=dir_fd)
 
 
 def test_a_device_that_a_child_has_open_until_its_exec_is_waited_for(
