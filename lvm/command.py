@@ -199,8 +199,10 @@ def _by_subprocess(words: Sequence[str], timeout_seconds: float | None) -> tuple
         try:
             stdout, stderr = running.communicate(timeout=_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
+            # Whoever called need not wait until it has ended after all.
+            threading.Thread(target=running.communicate, name="program", daemon=True).start()
             raise errors.CommandStuck(
-                words, timeout_seconds or 0.0, lambda: running.poll() is not None
+                words, timeout_seconds or 0.0, lambda: running.returncode is not None
             ) from None
     return Result(running.returncode, _text(stdout), _text(stderr)), in_time
 
