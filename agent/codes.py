@@ -25,12 +25,17 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.Elsewhere, Code.RESOURCE_EXHAUSTED),
     (agent.errors.NotHere, Code.RESOURCE_EXHAUSTED),
     (agent.errors.NoRoom, Code.RESOURCE_EXHAUSTED),
+    (agent.errors.NoSuchDisk, Code.NOT_FOUND),
+    (agent.errors.DiskTooSmall, Code.FAILED_PRECONDITION),
+    (agent.errors.WouldBeLost, Code.FAILED_PRECONDITION),
+    (agent.errors.NotRepairable, Code.FAILED_PRECONDITION),
     (agent.errors.InlineTotal, Code.RESOURCE_EXHAUSTED),
     # Of these only kubelet lets a pod start, with the volume as it is: of OUT_OF_RANGE, not of
     # RESOURCE_EXHAUSTED.
     (agent.errors.CannotGrow, Code.OUT_OF_RANGE),
     (agent.errors.VolumeInUse, Code.FAILED_PRECONDITION),
     (agent.errors.NotOverwritten, Code.FAILED_PRECONDITION),
+    (agent.errors.NotSwept, Code.FAILED_PRECONDITION),
     (agent.errors.HasSnapshots, Code.FAILED_PRECONDITION),
     # "In use, later", to kubelet: the pod goes on, and its next start asks again.
     (agent.errors.GrowsLater, Code.FAILED_PRECONDITION),
@@ -43,6 +48,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.StillAtWork, Code.ABORTED),
     (agent.errors.OperationPending, Code.ABORTED),
     (agent.errors.Copying, Code.ABORTED),
+    (agent.errors.Overwriting, Code.ABORTED),
     (agent.errors.SourceLost, Code.FAILED_PRECONDITION),
     (agent.errors.BadToken, Code.ABORTED),
     # What every caller repeats, without taking the volume for failed.
@@ -72,6 +78,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     # Carver looks before it makes: the name was taken in between, by another process.
     (lvm.errors.NameTaken, Code.ABORTED),
     (lvm.errors.InUse, Code.FAILED_PRECONDITION),
+    (lvm.errors.DisksMissing, Code.FAILED_PRECONDITION),
     (lvm.errors.NoDeviceMapper, Code.FAILED_PRECONDITION),
     (lvm.errors.CommandFailed, Code.INTERNAL),
     (lvm.errors.GroupMissing, Code.FAILED_PRECONDITION),

@@ -131,6 +131,52 @@ class NoRoom(AgentError):
         )
 
 
+class NoSuchDisk(AgentError):
+    """No group of Carver's has the disk."""
+
+    def __init__(self, disk: str, present: Iterable[str], missing: Iterable[str]) -> None:
+        gone = f"; missing are {', '.join(missing)}" if missing else ""
+        super().__init__(
+            f"{disk} is a disk of none of Carver's groups; there are {', '.join(present)}{gone}."
+            " Name a missing one by its UUID"
+        )
+
+
+class DiskTooSmall(AgentError):
+    """A disk does not hold what lies on the one in whose place it shall be."""
+
+    def __init__(self, disk: str, size_bytes: int, needed_bytes: int) -> None:
+        super().__init__(
+            f"{disk} has room for {size_bytes} bytes, and {needed_bytes} lie on the disk that it"
+            " shall replace; take a larger one, or delete or move volumes first"
+        )
+
+
+class WouldBeLost(AgentError):
+    """A disk is not taken out of its group: volumes would be lost with it."""
+
+    def __init__(self, disk: str, volumes: Iterable[str], waiting: Iterable[str]) -> None:
+        told = []
+        if volumes:
+            told.append(
+                f"{', '.join(volumes)} lie on it alone: attach it again, or delete them, and"
+                " restore them from a backup"
+            )
+        if waiting:
+            told.append(
+                f"{', '.join(waiting)} are deleted and wait to be overwritten: attach it again, or"
+                " give that up (`A disk is replaced` in docs/operations.md)"
+            )
+        super().__init__(f"disk {disk} is not taken out: {'; '.join(told)}")
+
+
+class NotRepairable(AgentError):
+    """A volume cannot be made whole as it is; nothing was changed."""
+
+    def __init__(self, volume: str, why: str) -> None:
+        super().__init__(f"{volume} is not repaired: {why}")
+
+
 class InlineTotal(AgentError):
     """With one more, the node's inline volumes would be larger than the configuration allows."""
 
@@ -163,6 +209,13 @@ class NotOverwritten(AgentError):
 
     def __init__(self, volume_id: str, why: str) -> None:
         super().__init__(f"volume {volume_id!r} cannot be overwritten whole: {why}")
+
+
+class NotSwept(AgentError):
+    """A group's free extents cannot be overwritten yet, and so are nobody's."""
+
+    def __init__(self, group: str, why: str) -> None:
+        super().__init__(f"what is free in volume group {group} waits to be overwritten: {why}")
 
 
 class HasSnapshots(AgentError):
@@ -268,6 +321,16 @@ class Copying(AgentError):
         super().__init__(f"volume {volume_id!r} is being copied: {progress}; call again")
 
 
+class Overwriting(AgentError):
+    """What a volume is to grow by is being overwritten; it is not the volume's before."""
+
+    def __init__(self, volume_id: str, progress: str) -> None:
+        super().__init__(
+            f"volume {volume_id!r} grows when what it grows by is overwritten: {progress}; call"
+            " again"
+        )
+
+
 class SourceLost(AgentError):
     """What a volume shall be made of can never be read again."""
 
@@ -357,7 +420,7 @@ class NotPublished(AgentError):
 
 
 class NotConfirmed(AgentError):
-    """Nobody said that a volume or a snapshot may be deleted."""
+    """Nobody said that a volume or a snapshot may be deleted, or a disk taken."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"{name!r} is not deleted; say yes, or give --yes")
+    def __init__(self, name: str, what: str = "deleted") -> None:
+        super().__init__(f"{name!r} is not {what}; say yes, or give --yes")

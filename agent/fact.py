@@ -11,6 +11,9 @@ EPHEMERAL = "ephemeral"
 TARGET = "target"
 LAYOUT = "layout"
 CACHE = "cache"
+# Of a volume of which no sector may show what was there before: FULLY.
+ZERO = "zero"
+FULLY = "fully"
 # Of a volume that was made of something: the id of that.
 FROM = "from"
 # Of a volume that could not grow when it was asked to: the bytes that it grows to.
@@ -27,6 +30,8 @@ MEMBER_GROUPS = "memberGroups"
 COMMITTED = "committed"
 # Put there by an operator: what of a deleted volume lies on missing disks is not waited for.
 GIVEN_UP = "givenUp"
+# Of a group: its free extents hold what is to be overwritten before anyone gets them.
+SWEEP = "sweep"
 
 # What STATE may say.
 READY = "ready"

@@ -18,6 +18,10 @@ INLINE_PREFIX = "eph"
 SNAPSHOT_PREFIX = "snap"
 POOL_PREFIX = "pool"
 WIPE_PREFIX = "wipe"
+# All that is free in a group, while it is overwritten; the whole of a logical volume's name.
+SWEEP = "sweep"
+# What a volume is to grow by, while that is overwritten.
+GROWTH_PREFIX = "grow"
 # A snapshot for as long as a volume is copied, whose name it has.
 BRIDGE_PREFIX = "copy"
 

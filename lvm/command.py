@@ -1,6 +1,6 @@
 """Start programs: every process that Carver starts, lvm2 or mkfs, starts here.
 
-The only module that imports sh.
+The only module that imports sh, and of what is installed the only one that imports subprocess.
 """
 
 import contextvars

@@ -173,13 +173,34 @@ class WriteCache:
         return cls(size_bytes, *map(int, line.split()[:4]))
 
 
-Status = ThinPool | Snapshot | Raid | Cache | WriteCache
+@dataclass(frozen=True)
+class Mirror:
+    """A mirror of the old kind, by which extents are moved (dm-mirror's mirror_status)."""
+
+    size_bytes: int
+    synced_regions: int
+    regions: int
+
+    @property
+    def synced_percent(self) -> float:
+        """How much of it is copied."""
+        return _percent(self.synced_regions, self.regions)
+
+    @classmethod
+    def parse(cls, size_bytes: int, line: str) -> Self:
+        """The mirror of a status line: its number of legs, these, what is in sync, and more."""
+        words = line.split()
+        return cls(size_bytes, *_fraction(words[1 + int(words[0])]))
+
+
+Status = ThinPool | Snapshot | Raid | Cache | WriteCache | Mirror
 _KINDS: dict[str, type[Status]] = {
     "thin-pool": ThinPool,
     "snapshot": Snapshot,
     "raid": Raid,
     "cache": Cache,
     "writecache": WriteCache,
+    "mirror": Mirror,
 }
 
 

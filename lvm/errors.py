@@ -85,6 +85,10 @@ class InUse(CommandFailed):
     """Something has the volume open."""
 
 
+class DisksMissing(CommandFailed):
+    """A disk of the group is missing, and lvm2 does nothing of the kind meanwhile."""
+
+
 class NoDeviceMapper(CommandFailed):
     """The kernel's device-mapper does not answer."""
 
@@ -137,6 +141,7 @@ _MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
     (re.compile(r"exceeds maximum metadata size|too large for circular buffer"), MetadataFull),
     (re.compile(r"already exists", re.I), NameTaken),
     (re.compile(r"filesystem in use|used by another device| in use[.:]", re.I), InUse),
+    (re.compile(r"while PVs are missing", re.I), DisksMissing),
     (re.compile(r"device-mapper driver|/dev/mapper/control", re.I), NoDeviceMapper),
 )
 

@@ -17,6 +17,18 @@ def create(lvm: Lvm, name: str, devices: Sequence[str], facts: Mapping[str, str]
     lvm("vgcreate", "--quiet", "--quiet", *tags.words("--addtag", facts), "--", name, *devices)
 
 
+def mark(
+    lvm: Lvm,
+    name: str,
+    *,
+    old: Mapping[str, str] | None = None,
+    new: Mapping[str, str] | None = None,
+) -> None:
+    """Replace facts of a group (vgchange(8)); what it has not, or has already, is no error."""
+    changes = [*tags.words("--deltag", old or {}), *tags.words("--addtag", new or {})]
+    lvm("vgchange", *changes, "--", name)
+
+
 def mark_fast(lvm: Lvm, disks: Sequence[str]) -> None:
     """Have disks hold caches from now on, and nothing else that is new (pvchange(8))."""
     lvm("pvchange", "--addtag", report.FAST, "--", *disks)

@@ -29,6 +29,8 @@ _BELOW_CACHE = {"_tdata_corig": "cache", "_tdata_wcorig": "writecache"}
 FAST = "carver.fast"
 # lib/metadata/pool_manip.c of lvm2: the one spare of a group.
 _SPARE = "[lvol0_pmspare]"
+# tools/pvmove.c of lvm2.
+_MOVE = re.compile(r"pvmove\d+")
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,9 @@ class LogicalVolume:
     # Of a volume with a cache, or a pool: the volume that its cache is.
     cachevol: str = ""
     tuning: Tuning = PLAIN
+    # Where it lies, as lvcreate(8) and lvextend(8) are told of extents: a disk, then the first and
+    # the last of each piece. Of what lies on disks itself.
+    ranges: tuple[str, ...] = ()
 
     @property
     def is_copy_on_write(self) -> bool:
@@ -105,8 +110,11 @@ class Group:
     missing_disks: int
     disks: tuple[PhysicalVolume, ...] = ()
     volumes: Mapping[str, LogicalVolume] = field(default_factory=dict)
-    # What lvm2 keeps for the repair of pools' metadata.
+    # What lvm2 keeps for the repair of pools' metadata, and the UUIDs of the disks that it is on.
     spare_extents: int = 0
+    spare_disks: frozenset[str] = frozenset()
+    # The names of the volumes by which lvm2 moves what lies on a disk (pvmove(8)).
+    moves: frozenset[str] = frozenset()
 
     @property
     def extents(self) -> int:
@@ -226,7 +234,8 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     name = row["vg_name"]
     disks = _disks_by_volume(part["pvseg"])
     cached = _cached_pools(part["pvseg"])
-    volumes = [_logical_volume(name, volume, disks, cached) for volume in part["lv"]]
+    ranges = _ranges(part["seg"])
+    volumes = [_logical_volume(name, volume, disks, cached, ranges) for volume in part["lv"]]
     if any(one.overflowed is None for one in volumes):
         begins = _beginnings(part, int(row["vg_extent_size"]))
         volumes = [
@@ -244,6 +253,8 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
         disks=tuple(_physical_volume(disk) for disk in part["pv"]),
         volumes={volume.name: volume for volume in volumes},
         spare_extents=sum(int(r["pvseg_size"]) for r in part["pvseg"] if r["lv_name"] == _SPARE),
+        spare_disks=frozenset(r["pv_uuid"] for r in part["pvseg"] if r["lv_name"] == _SPARE),
+        moves=frozenset(name for name in disks if _MOVE.fullmatch(name)),
     )
 
 
@@ -266,6 +277,14 @@ def _disks_by_volume(segments: Iterable[Row]) -> Mapping[str, set[str]]:
         name = _PART.sub("", row["lv_name"].strip("[]"))
         if name:
             found[name].add(row["pv_uuid"])
+    return found
+
+
+def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
+    """The pieces of each volume on disks, in the order in which they make it up."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for row in sorted(segments, key=lambda one: int(one["seg_start"])):
+        found[row["lv_name"]] += row["seg_pe_ranges"].split()
     return found
 
 
@@ -292,7 +311,11 @@ def _beginnings(part: Mapping[str, Any], extent_size_bytes: int) -> Mapping[str,
 
 
 def _logical_volume(
-    group: str, row: Row, disks: Mapping[str, set[str]], cached_pools: Mapping[str, str]
+    group: str,
+    row: Row,
+    disks: Mapping[str, set[str]],
+    cached_pools: Mapping[str, str],
+    ranges: Mapping[str, Sequence[str]],
 ) -> LogicalVolume:
     name = row["lv_name"]
     return LogicalVolume(
@@ -316,6 +339,7 @@ def _logical_volume(
         suspended=row["lv_suspended"] == "suspended",
         cachevol=f"{name}_cache_cvol" if name in cached_pools else _hidden(row["pool_lv"]),
         tuning=_tuning(row),
+        ranges=tuple(ranges.get(name, ())),
     )
 
 

@@ -122,3 +122,11 @@ def extend(lvm: Lvm, group: str, name: str, *, size_bytes: int, disks: Sequence[
 def remove(lvm: Lvm, group: str, *names: str) -> None:
     """Deactivate and remove volumes (lvremove(8)); raises InUse while something has one open."""
     lvm("lvremove", "--yes", "--", *(f"{group}/{name}" for name in names))
+
+
+def remove_lost(lvm: Lvm, group: str, name: str) -> None:
+    """Remove what lies on missing disks, with all that is in it or is a snapshot of it.
+
+    Twice forced, lvm2 removes what is in a thin pool that cannot be activated (lv_manip.c).
+    """
+    lvm("lvremove", "--yes", "--force", "--force", "--", f"{group}/{name}")

@@ -131,6 +131,19 @@ def add_volume(commands: Commands) -> None:
         " (a size each second and disk, 0 for none)",
     )
 
+    repair = _verb(
+        verbs,
+        "repair",
+        "make a volume whole again that lost a disk, or whose pool is damaged; wait until it is",
+        lambda verbs, parsed: verbs.repair(parsed.name, pool_metadata=parsed.pool_metadata),
+    )
+    _add_name(repair)
+    repair.add_argument(
+        "--pool-metadata",
+        action="store_true",
+        help="of a thin volume: have its pool's metadata written anew, if they are damaged",
+    )
+
     delete = _verb(
         verbs,
         "delete",
@@ -181,6 +194,26 @@ def add_snapshot(commands: Commands) -> None:
     )
     _add_name(delete, "snapshot")
     delete.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def add_group(commands: Commands) -> None:
+    """The words of `carver group`."""
+    group = commands.add_parser(
+        "group",
+        help="put a disk in the place of another",
+        description="See to the disks of Carver's volume groups, through the socket of the"
+        " service.",
+    )
+    verbs = group.add_subparsers(required=True, metavar="VERB")
+    replace = _verb(
+        verbs,
+        "replace-disk",
+        "put a disk in the place of another, and wait until all that was on it is on the new one",
+        lambda verbs, parsed: verbs.replace_disk(parsed.old, parsed.new, confirmed=parsed.yes),
+    )
+    replace.add_argument("old", metavar="OLD", help="its path; of a missing disk its UUID")
+    replace.add_argument("new", metavar="NEW", help="a vacant block device")
+    replace.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def _verb(

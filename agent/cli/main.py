@@ -48,6 +48,7 @@ def parser() -> argparse.ArgumentParser:
     _add_status(commands)
     arguments.add_volume(commands)
     arguments.add_snapshot(commands)
+    arguments.add_group(commands)
     _add_doctor(commands)
     _add_completion(commands)
     return top

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import sleep
@@ -26,6 +26,13 @@ from proto import csi_pb2 as csi
 _STAGING = "staging"
 # The service waits for a copy itself, for some seconds of each call: this is beside that.
 _AGAIN_SECONDS = 1.0
+# How often it is asked how far a repair is, and what it is repeated after.
+_LOOK_SECONDS = 2.0
+_NOT_YET = (
+    grpc.StatusCode.ABORTED,
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+)
 
 
 class Manual:
@@ -151,6 +158,36 @@ class Manual:
         """Change what of a volume may be changed while it is in use."""
         self._caller.modify(self._find(name).volume_id, parameters)
         print(f"{name}: {', '.join(f'{key}={value}' for key, value in parameters.items())}")
+
+    def repair(self, name: str, *, pool_metadata: bool) -> None:
+        """Make a volume whole again, and wait until it is."""
+        volume_id = self._find(name).volume_id
+        self._until_done(lambda: self._caller.repair(volume_id, pool_metadata=pool_metadata))
+
+    def replace_disk(self, old: str, new: str, *, confirmed: bool) -> None:
+        """Put a disk in the place of another, and wait until all volumes are in sync."""
+        asked = f"Make {new} a disk of the group, and take {old} out of it?"
+        if not confirmed and not terminal.confirmed(asked):
+            raise errors.NotConfirmed(new, "taken")
+        self._until_done(lambda: self._caller.replace_disk(old, new))
+
+    @staticmethod
+    def _until_done(step: Callable[[], tuple[bool, str]]) -> None:
+        """Call again until all is done, and tell of each change; interrupted, it goes on later."""
+        told = ""
+        while True:
+            try:
+                done, message = step()
+            except grpc.RpcError as error:
+                if error.code() not in _NOT_YET:
+                    raise
+                done, message = False, error.details() or error.code().name
+            if message != told:
+                print(message, flush=True)
+            if done:
+                return
+            told = message
+            sleep(_LOOK_SECONDS)
 
     def delete(self, name: str, *, confirmed: bool) -> None:
         """Overwrite and remove a volume, if that is what the user wants."""

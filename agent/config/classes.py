@@ -15,6 +15,11 @@ from mount import filesystem
 # A fifth of the origin: what changes in the life of a snapshot that is kept for days, by habit.
 SNAPSHOT_SIZE = Reserve(percent=20)
 
+# How much of a new volume is overwritten before it is anyone's: its first sectors, as lvm2 does it,
+# or all of it.
+ZEROS = ZERO_FIRST, ZERO_FULLY = ("first", "fully")
+REPAIRS = MANUAL, AUTO = ("manual", "auto")
+
 
 @dataclass(frozen=True)
 class DeviceClass:
@@ -30,6 +35,11 @@ class DeviceClass:
     mkfs_options: tuple[str, ...] = ()
     pool: pools.Policy | None = None
     cache: Cache | None = None
+    # Whether all of a new volume, and of what it grows by, is overwritten before it is anyone's.
+    zero: str = ZERO_FIRST
+    # Whether a RAID volume that lacks a disk for so long is repaired unasked.
+    repair: str = MANUAL
+    repair_after_seconds: int = 600
 
 
 CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
@@ -53,6 +63,9 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "cache_size": values.parse_part,
     "fs_type": values.choice(*filesystem.FILE_SYSTEMS),
     "mkfs_options": values.parse_words,
+    "zero": values.choice(*ZEROS),
+    "repair": values.choice(*REPAIRS),
+    "repair_after_seconds": values.parse_count,
 }
 
 
@@ -79,6 +92,12 @@ def _class(source: str, where: str, table: dict[str, Any]) -> DeviceClass:
     except ValueError as error:
         raise errors.BadConfig(source, f"{where}.{key}", str(error)) from None
     one = DeviceClass(**table)
+    if not shape.is_raid and table.keys() & {"repair", "repair_after_seconds"}:
+        why = "is for layouts with copies or parity: raid1, raid5, raid6 and raid10"
+        raise errors.BadConfig(source, f"{where}.repair", why)
+    if shape.is_thin and "zero" in table:
+        why = "is for layouts with extents of their own: a thin pool zeroes what it gives out"
+        raise errors.BadConfig(source, f"{where}.zero", why)
     try:
         filesystem.check_options(one.fs_type, one.mkfs_options)
     except mount_errors.BadOption as error:

@@ -6,9 +6,14 @@ from types import TracebackType
 from typing import Self
 
 import grpc
+from google.protobuf.struct_pb2 import Struct
 
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
+
+# What CSI has no call for: agent/csi/operator.py.
+OPERATOR = "carver.v1.Operator"
+REPAIR_VOLUME, REPLACE_DISK = "RepairVolume", "ReplaceDisk"
 
 Mode = csi.VolumeCapability.AccessMode.Mode
 
@@ -65,6 +70,12 @@ class Client:
         self.controller = csi_pb2_grpc.ControllerStub(self._channel)
         self.group_controller = csi_pb2_grpc.GroupControllerStub(self._channel)
         self.node = csi_pb2_grpc.NodeStub(self._channel)
+        self._operator = {
+            name: self._channel.unary_unary(
+                f"/{OPERATOR}/{name}", Struct.SerializeToString, Struct.FromString
+            )
+            for name in (REPAIR_VOLUME, REPLACE_DISK)
+        }
 
     def __enter__(self) -> Self:
         return self
@@ -313,6 +324,22 @@ class Client:
             volume_id=volume_id, mutable_parameters=parameters
         )
         self.controller.ControllerModifyVolume(request, timeout=self._timeout)
+
+    def repair(self, volume_id: str, *, pool_metadata: bool = False) -> tuple[bool, str]:
+        """Go on with a volume's repair: whether all is done, and what was, or is waited for."""
+        words: dict[str, str | bool] = {"volume_id": volume_id, "pool_metadata": pool_metadata}
+        return self._operate(REPAIR_VOLUME, words)
+
+    def replace_disk(self, old_disk: str, new_disk: str) -> tuple[bool, str]:
+        """Go on with putting a disk in the place of another; the same."""
+        words: dict[str, str | bool] = {"old_disk": old_disk, "new_disk": new_disk}
+        return self._operate(REPLACE_DISK, words)
+
+    def _operate(self, method: str, words: Mapping[str, str | bool]) -> tuple[bool, str]:
+        request = Struct()
+        request.update(words)
+        answer = self._operator[method](request, timeout=self._timeout)
+        return bool(answer["done"]), str(answer["message"])
 
     def node_expand(
         self, volume_id: str, volume_path: Path | str, required_bytes: int = 0

@@ -45,6 +45,19 @@ def is_own_pool(pool: report.LogicalVolume) -> bool:
     )
 
 
+def closed(group: report.Group) -> str:
+    """Why nothing is made or extended in a group now, whatever is free; empty where it is.
+
+    lvm2 changes nothing of the kind while a disk is missing ("Cannot change VG while PVs are
+    missing"), also on the disks that are there.
+    """
+    if not group.missing_disks:
+        is_dirty = fact.SWEEP in tags.decode(group.tags)
+        return "while what is free in it is being overwritten" * is_dirty
+    gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
+    return f"while its disk {gone} is missing; see `A disk is replaced` in docs/operations.md"
+
+
 class Carving(Protocol):
     """One way to take volumes from a group. Sizes are in bytes and whole extents."""
 
@@ -82,15 +95,21 @@ class Thick:
 
     def maximum_bytes(self, group: report.Group) -> int:
         """The largest volume that can be made now; one extent more cannot."""
+        if closed(group):
+            return 0
         return layout.maximum_bytes(group, self.layout, self.kept(group))
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """By how much a volume can grow, on its disks."""
         group, logical = volume.group, volume.group.volume(volume.name)
+        if closed(group):
+            return 0
         return layout.maximum_growth_bytes(group, logical, self.layout, self.kept(group))
 
     def purpose(self, group: report.Group) -> str:
         """The layout, and the disks it needs."""
+        if why := closed(group):
+            return why
         disks = sum(1 for disk in group.disks if disk.free_extents)
         return f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room"
 
@@ -117,10 +136,14 @@ class Cached(Thick):
 
     def maximum_bytes(self, group: report.Group) -> int:
         """The largest volume that slow and fast disks have room for."""
+        if closed(group):
+            return 0
         return caches.maximum_bytes(group, self.cache, self.kept(group))
 
     def purpose(self, group: report.Group) -> str:
         """The tier that is beside the data's."""
+        if why := closed(group):
+            return why
         fast = group.fast_free_extents * group.extent_size_bytes
         return f"for linear with a {self.cache.kind} on fast disks, which have {fast} bytes free,"
 
@@ -197,7 +220,7 @@ class Thin:
         pool, extent = self.pool(group), group.extent_size_bytes
         if not pool.promised_bytes:
             return None
-        room = pools.growth_extents(group, pool, self.kept(group))
+        room = 0 if closed(group) else pools.growth_extents(group, pool, self.kept(group))
         more = min(room, pools.wanted_extents(pool.data_extents, percent, self.policy))
         if more:
             size = (pool.data_extents + more) * extent
@@ -210,7 +233,8 @@ class Thin:
         pool, extent = self.pool(group), group.extent_size_bytes
         if not pool.promised_bytes:
             return None
-        room = pools.metadata_growth_extents(group, pool, self.kept(group))
+        growth = pools.metadata_growth_extents(group, pool, self.kept(group))
+        room = 0 if closed(group) else growth
         more = min(room, pools.wanted_extents(pool.metadata_extents, percent, self.policy))
         if more:
             disks = layout.anywhere(group)
@@ -242,6 +266,8 @@ class Thin:
         return {}
 
     def _refusal(self, group: report.Group) -> str:
+        if why := closed(group):
+            return why
         pool = self.pool(group)
         made = group.volumes.get(pool.name)
         if made is not None and not is_own_pool(made):
@@ -271,7 +297,7 @@ class CachedThin(Thin):
 
     def purpose(self, group: report.Group) -> str:
         """The pool, and its cache where that is what has no room."""
-        if caches.has_room(group, pool_name(self.device_class), self.cache):
+        if closed(group) or caches.has_room(group, pool_name(self.device_class), self.cache):
             return super().purpose(group)
         wanted, free = self.cache.of_pool(group), group.fast_free_extents
         return (
@@ -345,11 +371,17 @@ class Carvings:
     def beside_bytes(self, volume: Volume) -> int:
         """What its group has for snapshots of a volume, beside the reserve and all promises."""
         group = volume.group
+        if closed(group):
+            return 0
         kept = self._promised(group)
         for one in self._classes:
             if one.name == volume.facts.get(fact.CLASS):
                 kept += one.reserve.extents(group)
         return layout.maximum_bytes(group, reserve_extents=kept)
+
+    def promised_extents(self, group: report.Group) -> int:
+        """What the pools of a group promised and have not got yet."""
+        return self._promised(group)
 
     def _kept(self, one: DeviceClass, group: report.Group) -> int:
         """What a class leaves free: its reserve, and what the pools of others promised."""

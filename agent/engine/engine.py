@@ -125,6 +125,12 @@ class Engine:
         """lvm2, which sees this group's disks and no others."""
         return self._lvm_at(self._location)
 
+    def lvm_with(self, disk: str) -> Lvm:
+        """The same, which sees a disk more: one that is to become the group's."""
+        # A group that is not here has no disk to be put beside.
+        own = self._location.disks if self._location is not None else ()
+        return replace(self.lvm, devices=(*own, disk))
+
     @property
     def state(self) -> State:
         """As it was seen last."""

@@ -71,6 +71,21 @@ class Engines:
         found = self.of(name)
         return found.lvm if found is not None else self.node
 
+    def lvm_with(self, name: str, disk: str) -> Lvm:
+        """The same, which sees a disk more: one that is to become the group's.
+
+        Where the node lists the disks that lvm2 may use, it is lvm2 as it is on the node, which
+        puts the disk on the list.
+        """
+        found = self.of(name)
+        is_listed = self.node.root is not None and lvm2.listed_disks(self.node.root) is not None
+        return self.node if found is None or is_listed else found.lvm_with(disk)
+
+    def allows(self, disk: str) -> bool:
+        """Whether lvm2 may see a disk, by the configuration."""
+        allowed = {os.path.realpath(one) for one in self.node.devices}
+        return not allowed or os.path.realpath(disk) in allowed
+
     @contextmanager
     def hold(self, *names: str) -> Iterator[None]:
         """Hold groups, after any other call that does; all take them in the same order.

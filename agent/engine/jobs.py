@@ -89,6 +89,11 @@ class Jobs(Generic[J]):
         with self._guard:
             return key in self._jobs
 
+    def of(self, key: str) -> J | None:
+        """The job for the volume, if one was begun that has not succeeded yet."""
+        with self._guard:
+            return self._jobs.get(key)
+
     def check(self, job: J) -> None:
         """Raise Stopping where the job shall end; to be asked at every safe point."""
         if self._stopping.is_set() or job.called_off.is_set():

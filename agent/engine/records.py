@@ -1,7 +1,7 @@
 """Volumes and snapshots as records: what LVM's report and their tags say of each."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent import fact, ids
 from agent.ids import VolumeId
@@ -62,6 +62,13 @@ class Volume:
         """The ids of its copy-on-write snapshots, which are nothing without it."""
         every = self.group.copy_on_write_of(self.name)
         return sorted(str(VolumeId.of(self.group, one.name)) for one in every)
+
+    @property
+    def kept_snapshots(self) -> list[str]:
+        """Those of them that were not deleted."""
+        every = self.group.copy_on_write_of(self.name)
+        kept = (one for one in every if tags.decode(one.tags).get(fact.STATE) != fact.WIPING)
+        return sorted(str(VolumeId.of(self.group, one.name)) for one in kept)
 
     @property
     def wanted_bytes(self) -> int:
@@ -148,10 +155,16 @@ def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
 def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
     """What is left of a snapshot that was parted from its origin, or did not come to have one.
 
-    Its area holds what the origin held once, and is nobody's: being there is its record.
+    Its area holds what the origin held once, and is nobody's: being there is its record. So it is
+    of what a volume was to grow by.
     """
     facts = tags.decode(logical.tags)
-    if fact.NAME not in facts or not _is_snapshot(logical.name) or logical.origin or logical.pool:
+    is_left = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
+    # Deleted while a disk was missing, and so not parted.
+    is_deferred = facts.get(fact.STATE) == fact.WIPING
+    if fact.NAME not in facts or not is_left:
+        return None
+    if (logical.origin or logical.pool) and not is_deferred:
         return None
     return _as_volume(group, logical, {**facts, fact.STATE: fact.WIPING})
 
@@ -161,7 +174,7 @@ def snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | N
     facts = tags.decode(logical.tags)
     if fact.NAME not in facts or not _is_snapshot(logical.name):
         return None
-    if not (logical.origin or logical.pool):
+    if not (logical.origin or logical.pool) or facts.get(fact.STATE) == fact.WIPING:
         return None
     return Snapshot(
         id=VolumeId.of(group, logical.name),
@@ -184,12 +197,15 @@ def snapshots_of(volume: Volume) -> Iterator[Snapshot]:
     return (one for one in every if one is not None and one.source_id == volume.id)
 
 
-def remains_of(snapshot: Snapshot) -> Volume:
-    """What is left of a snapshot once it is parted from its origin: read-only, to be wiped."""
+def remains_of(snapshot: Snapshot, *, parted: bool = True) -> Volume:
+    """What is left of a snapshot that is deleted: read-only, to be wiped once it is parted."""
     facts = {**snapshot.facts, fact.STATE: fact.WIPING}
-    return Volume(
-        snapshot.id, snapshot.group, snapshot.name, snapshot.area_bytes, facts, read_only=True
-    )
+    group, logical = snapshot.group, snapshot.group.volumes.get(snapshot.name)
+    if parted and logical is not None:
+        # The report is of before.
+        alone = replace(logical, origin="")
+        group = replace(group, volumes={**group.volumes, snapshot.name: alone})
+    return Volume(snapshot.id, group, snapshot.name, snapshot.area_bytes, facts, read_only=True)
 
 
 def _as_volume(

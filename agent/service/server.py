@@ -25,6 +25,7 @@ from agent.csi.group_controller import GroupController
 from agent.csi.identity import Identity
 from agent.csi.interceptor import Interceptor
 from agent.csi.node import Node
+from agent.csi.operator import Operator
 from agent.engine import sources, suspension
 from agent.engine.engines import Engines
 from agent.engine.host import Host
@@ -49,9 +50,14 @@ from agent.volumes.expansion import Expander
 from agent.volumes.group_snapshots import GroupSnapshotter
 from agent.volumes.provisioning import Provisioner
 from agent.volumes.snapshots import Snapshotter
+from agent.workers.auto_repair import AutoRepair
 from agent.workers.autoextend import Grower
+from agent.workers.disk_replacement import Replacement
+from agent.workers.giving_up import GivingUp
 from agent.workers.pool_removal import Reclaimer
+from agent.workers.repairing import Repairer
 from agent.workers.wiping import Wiper
+from agent.workers.zeroing import Zeroer
 from lvm import errors as lvm_errors
 from lvm.command import Converse, Finished, Run
 from lvm.lvm2 import Lvm
@@ -90,6 +96,9 @@ class Service:
         locks = self.locks = VolumeLocks()
         self.wiper = Wiper(means)
         self.reclaimer = Reclaimer(means)
+        self.giving_up = GivingUp(means)
+        self.wiper.emptied = partial(self.reclaimer.after, wait_seconds=0)
+        self.wiper.given_up = self.giving_up.start
         self.grower = Grower(means)
         snapshotter = Snapshotter(means, self.wiper, self.reclaimer)
         self.group_snapshotter = GroupSnapshotter(
@@ -98,17 +107,23 @@ class Service:
         self.copier = Copier(means, snapshotter)
         provision = Provisioner(means, self.wiper, self.reclaimer, self.copier)
         diagnosis = self.diagnosis = Diagnosis(host.kernel, host.devices, known)
-        expander = Expander(means)
+        self.zeroer = Zeroer(means)
+        expander = Expander(means, self.zeroer)
         access = Access(means, self.wiper, self.copier, expander)
         health = VolumesHealth(
             host.kernel, engines, known, diagnosis, access.check, config.kubelet_dir
         )
         self.storage = StorageHealth(engines, known, diagnosis, self.node, self.admission)
+        repairer = Repairer(means)
+        self.auto_repair = AutoRepair(means, repairer)
+        self.replacement = Replacement(means, repairer)
+        operator = Operator(repairer, self.replacement, locks)
         self.ephemeral = Ephemeral(means, provision, access, locks)
         self._server = grpc.server(
             ThreadPoolExecutor(admission.THREADS, thread_name_prefix="rpc"),
             interceptors=[Interceptor(observe, self.admission)],
         )
+        self._server.add_generic_rpc_handlers((operator.handler(),))
         csi_pb2_grpc.add_IdentityServicer_to_server(
             Identity(self.readiness, config.driver_name), self._server
         )
@@ -139,9 +154,12 @@ class Service:
         self.ephemeral.stop()
         self._server.stop(_DRAIN_SECONDS).wait()
         self.grower.stop()
+        self.auto_repair.stop()
+        self.zeroer.stop()
         self.copier.stop()
         self.wiper.stop()
         self.reclaimer.stop()
+        self.giving_up.stop()
         self.engines.stop()
 
 
@@ -271,6 +289,7 @@ def _health(
 def _after(service: Service, watch: Watch) -> None:
     """What asks for groups by itself, and then what refuses nothing: nobody has to wait for it."""
     service.grower.start()
+    service.auto_repair.start()
     watch.start()
     notify("STATUS=ready")
     _check(service.node)
@@ -298,6 +317,8 @@ def resume(service: Service, *groups: str) -> None:
     steps = {
         "wipes": service.wiper.resume,
         "empty pools": service.reclaimer.resume,
+        "groups to be swept": service.giving_up.resume,
+        "groups with a disk that is being emptied": service.replacement.resume,
         "half-made group snapshots": service.group_snapshotter.resume,
         "copies": service.copier.resume,
     }

@@ -1,4 +1,6 @@
-"""Volumes made of others: copied behind the answer, whole or not at all.
+"""Volumes that are filled before they are any: with what another holds, or with zeroes.
+
+What is filled is filled behind the answer, whole or not at all.
 
 A copy takes as long as the disk takes. The volume is made first, on record as `copying` and of
 what; it is no volume before its last byte is on the disk and the tag says `ready`. CreateVolume
@@ -43,15 +45,17 @@ _LOOK_SECONDS = 10.0
 @dataclass(kw_only=True)
 class _Copy(Job):
     volume: Volume
-    # None where the volume shares its blocks with what it is made of.
+    # None where the volume shares its blocks with what it is made of, or is made of nothing.
     source: Snapshot | None
     copied_bytes: int = 0
 
     def __str__(self) -> str:
-        if self.source is None:
+        if self.source is None and not _is_overwritten(self.volume):
             return "it is not grown yet"
-        percent = 100 * self.copied_bytes // self.source.size_bytes
-        return f"{percent} % of {self.source.size_bytes} bytes"
+        size_bytes = self.volume.size_bytes if self.source is None else self.source.size_bytes
+        # What is overwritten behind a copy is no part of it.
+        percent = min(100, 100 * self.copied_bytes // size_bytes)
+        return f"{percent} % of {size_bytes} bytes"
 
 
 class Copier:
@@ -124,7 +128,7 @@ class Copier:
 
         Raises NoSuchSnapshot, OtherGroup or SourceLost where it can never be completed.
         """
-        if volume.group.volume(volume.name).origin:
+        if volume.group.volume(volume.name).origin or fact.FROM not in volume.facts:
             return None
         source = contents.source_of(volume.facts)
         if source is not None and source.kind == SNAPSHOT:
@@ -204,10 +208,12 @@ class Copier:
         return next((one for one in every if one.name == name), None)
 
     def _copy(self, job: _Copy) -> None:
-        if job.source is None:
-            self._grow(job.volume)
-        else:
+        if job.source is not None:
             self._copy_all(job, job.volume, job.source)
+        elif not _is_overwritten(job.volume):
+            self._grow(job.volume)
+        if _is_overwritten(job.volume):
+            self._overwrite(job, 0 if job.source is None else job.source.size_bytes)
         if contents.may_hold_btrfs(job.volume.facts):
             self._renew(job.volume)
         self.jobs.check(job)
@@ -250,6 +256,17 @@ class Copier:
         if self._inventory.has_overflowed(source):
             # What was read just before that may have been overwritten already.
             raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
+
+    def _overwrite(self, job: _Copy, start_bytes: int) -> None:
+        """Have zeroes on all of the new volume that nothing was copied to."""
+        device = self._inventory.activate(job.volume).path
+        size_bytes = job.volume.size_bytes
+        for offset in range(start_bytes, size_bytes, _CHUNK_BYTES):
+            self.jobs.check(job)
+            length = min(_CHUNK_BYTES, size_bytes - offset)
+            self._kernel.zero_out(device, offset, length)
+            job.copied_bytes = offset + length
+        self._kernel.flush(device)
 
     def _drop(self, source: Snapshot) -> None:
         """The volume is complete: its bridge goes."""
@@ -295,6 +312,11 @@ def _copy_of(volume: Volume, source: Snapshot | None) -> _Copy:
     if source is not None:
         source = replace(source, group=source.group.only(source.name))
     return _Copy(key=str(volume.id), volume=volume, source=source)
+
+
+def _is_overwritten(volume: Volume) -> bool:
+    """Whether what nothing is copied to is overwritten; one that shares blocks has none."""
+    return fact.ZERO in volume.facts and not volume.layout.is_thin
 
 
 def _name(volume: Volume) -> str:

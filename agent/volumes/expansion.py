@@ -20,10 +20,11 @@ from dataclasses import replace
 
 from agent import errors, fact, ids
 from agent.engine import users
-from agent.engine.allocation import Carvings
+from agent.engine.allocation import Carving, Carvings
 from agent.engine.means import Means
 from agent.engine.records import Volume
 from agent.requests.volumes import ExpandVolume, SizeRange
+from agent.workers.zeroing import Zeroer
 from lvm import errors as lvm_errors
 from lvm import layout, report, volumes
 
@@ -33,9 +34,10 @@ _log = logging.getLogger(__name__)
 class Expander:
     """Makes volumes larger; their file systems are not touched."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: Means, zeroer: Zeroer) -> None:
         self._engines, self._kernel = means.engines, means.kernel
         self._inventory = means.inventory
+        self._zeroer = zeroer
         self._carvings = Carvings(means.config.classes, means.inventory)
 
     def expand(self, call: ExpandVolume) -> Volume:
@@ -43,7 +45,17 @@ class Expander:
 
         Two commands at most; with copy-on-write snapshots one more, or two where it is in use: then
         it raises GrowsLater. The latest call counts: a larger wish on record is withdrawn.
+
+        Where what it grows by is overwritten first, four more, and Overwriting until that is done.
         """
+        try:
+            return self._expand(call)
+        except errors.Overwriting:
+            if not self._zeroer.wait(call.volume_id):
+                raise
+            return self._expand(call)
+
+    def _expand(self, call: ExpandVolume) -> Volume:
         group = ids.group_of(call.volume_id)
         with self._engines.hold(group):
             known = self._inventory.awake(group)
@@ -100,16 +112,28 @@ class Expander:
         """Grow it, out of use if need be; raises NoRoom, and VolumeInUse or InUse."""
         carving = self._carvings.of_volume(volume)
         more = size_bytes - volume.size_bytes
+        if fact.ZERO in volume.facts and not volume.layout.is_thin:
+            self._extend_overwritten(known, volume, size_bytes, carving)
+            return
         if more > (room := carving.maximum_growth_bytes(volume)):
             group = volume.group
             raise errors.NoRoom(group.name, more, room, f"more {carving.purpose(group)}")
-        is_active = self._inventory.device(str(volume.id)) is not None
-        if is_active and volume.copy_on_write_snapshots:
-            self._take_out_of_use(known, volume)
+        self._take_out_of_use(known, volume)
         carving.extend(self._engines.lvm(volume.group.name), volume, size_bytes)
 
+    def _extend_overwritten(
+        self, known: report.Report, volume: Volume, size_bytes: int, carving: Carving
+    ) -> None:
+        """The same with extents that hold zeroes; raises Overwriting until there are such."""
+        self._take_out_of_use(known, volume)
+        ranges = self._zeroer.take(volume, size_bytes - volume.size_bytes, carving)
+        lvm, group = self._engines.lvm(volume.group.name), volume.group.name
+        volumes.extend(lvm, group, volume.name, size_bytes=size_bytes, disks=ranges)
+
     def _take_out_of_use(self, known: report.Report, volume: Volume) -> None:
-        """Deactivate it, and its snapshots with it."""
+        """Deactivate an origin of snapshots, and these with it: lvm2 grows it only so."""
+        if self._inventory.device(str(volume.id)) is None or not volume.copy_on_write_snapshots:
+            return
         users.require_unused(self._kernel, self._inventory, volume)
         for one in (str(volume.id), *volume.copy_on_write_snapshots):
             if copies := self._inventory.copies_of(known, one):

@@ -28,6 +28,7 @@ from agent.requests.volumes import (
 )
 from agent.volumes import contents, modifying
 from agent.volumes.copying import Copier
+from agent.workers import zeroing
 from agent.workers.pool_removal import Reclaimer
 from agent.workers.wiping import Wiper
 from lvm import errors as lvm_errors
@@ -153,6 +154,9 @@ class Provisioner:
             raise errors.NoSuchVolume(content.id)
         if content is None:
             size_bytes, facts = _planned(call, one, group)
+            if fact.ZERO in facts:
+                # It is filled behind the answer, as a copy is.
+                facts |= {fact.STATE: fact.COPYING}
         else:
             call = replace(call, size=contents.size_of(call.size, content))
             size_bytes, facts = _planned(call, one, group, content.facts.get(fact.FORMATTED))
@@ -212,16 +216,22 @@ class Provisioner:
             volume = self._inventory.get(known, volume_id)
             if copies := self._inventory.copies_of(known, volume_id):
                 raise errors.VolumeInUse(volume_id, f"{', '.join(copies)} is copied from it")
-            if held := volume.copy_on_write_snapshots:
+            if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(
                     volume_id, held, "they are nothing without it; delete them first"
                 )
-            if volume.layout.is_thin:
+            if grown := zeroing.leftover(volume.group, volume.name):
+                volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, grown)
+            # While a disk of its pool is missing that cannot be told that it goes.
+            is_thin = volume.layout.is_thin and not volume.missing_disks
+            if is_thin and not volume.wiping and not volume.copy_on_write_snapshots:
                 # It takes nothing along: its pool zeroes what it gives out.
                 users.require_unused(self._kernel, self._inventory, volume)
                 volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, volume.name)
+            else:
+                is_thin = False
         self._copier.clear(known, volume)
-        if volume.layout.is_thin:
+        if is_thin:
             self._reclaimer.after(volume, self._wiper.grace_seconds)
         else:
             self._wiper.delete(volume)
@@ -407,6 +417,8 @@ def _planned(
     facts = _facts(call, parameters, size_bytes, one.layout)
     if one.cache is not None and not one.layout.is_thin:
         facts |= {fact.CACHE: one.cache.fact(size_bytes, group.extent_size_bytes)}
+    if one.zero == fact.FULLY:
+        facts |= {fact.ZERO: fact.FULLY}
     return size_bytes, facts
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from agent import errors, fact, ids
 from agent.config.classes import SNAPSHOT_SIZE
 from agent.engine import records, users
-from agent.engine.allocation import Carvings
+from agent.engine.allocation import Carvings, closed
 from agent.engine.means import Means
 from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
@@ -177,8 +177,15 @@ class Snapshotter:
         self.finish(snapshot)
 
     def part(self, snapshot: Snapshot) -> None:
-        """Take a snapshot from its origin; to be called with the group held."""
-        if self._wiper.zero and not snapshot.is_thin:
+        """Take a snapshot from its origin; to be called with the group held.
+
+        While a disk is missing lvm2 parts nothing: it is put on record as deleted.
+        """
+        if self._is_deferred(snapshot):
+            lvm, group = self._engines.lvm(snapshot.group.name), snapshot.group.name
+            old = {fact.STATE: snapshot.facts.get(fact.STATE, fact.READY)}
+            volumes.mark(lvm, group, snapshot.name, old=old, new={fact.STATE: fact.WIPING})
+        elif self._wiper.zero and not snapshot.is_thin:
             # Its area holds what the origin held; it may not be anyone else's before it is wiped.
             snapshots.split(
                 self._engines.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
@@ -190,10 +197,21 @@ class Snapshotter:
 
     def finish(self, snapshot: Snapshot) -> None:
         """Wipe what is left of a snapshot that was parted; that may go on behind the answer."""
+        if self._is_deferred(snapshot):
+            self._wiper.finish(records.remains_of(snapshot, parted=False))
+            return
         if snapshot.is_thin:
             self._reclaimer.after(snapshot, self._wiper.grace_seconds)
         elif self._wiper.zero:
             self._wiper.finish(records.remains_of(snapshot))
+
+    def _is_deferred(self, snapshot: Snapshot) -> bool:
+        """Whether lvm2 cannot part it now, or tell its pool that it goes."""
+        if not snapshot.is_thin:
+            return self._wiper.zero and bool(snapshot.group.missing_disks)
+        gone = {disk.uuid for disk in snapshot.group.disks if disk.missing}
+        holder = snapshot.group.volumes.get(snapshot.pool)
+        return holder is not None and not holder.disks.isdisjoint(gone)
 
     def get(self, snapshot_id: str) -> Snapshot:
         """The snapshot of that id; raises NoSuchSnapshot."""
@@ -242,7 +260,8 @@ class Snapshotter:
         area = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
         room = max(0, self._carvings.beside_bytes(volume) - beside_bytes)
         if area > room:
-            raise errors.NoRoom(group.name, area, room, f"for a snapshot of {volume.name}")
+            why = f"for a snapshot of {volume.name} {closed(group)}".rstrip()
+            raise errors.NoRoom(group.name, area, room, why)
         return area
 
 

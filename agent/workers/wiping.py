@@ -15,7 +15,7 @@ operator gives that part up: then what can be reached is overwritten, and the lo
 import errno
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from dataclasses import dataclass, replace
 
@@ -24,7 +24,8 @@ from agent.engine import users
 from agent.engine.jobs import Job, Jobs
 from agent.engine.means import Means
 from agent.engine.records import Volume
-from lvm import caches, tags, volumes
+from agent.workers import giving_up
+from lvm import caches, snapshots, tags, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import Raid
 
@@ -49,6 +50,10 @@ class Wiper:
         self._engines, self._kernel = means.engines, means.kernel
         self._inventory = means.inventory
         self.zero = means.config.wipe == "zero"
+        # Told of a thin volume, or snapshot, that was removed; of a group in which something was
+        # given up.
+        self.emptied: Callable[[Volume], object] = lambda _volume: None
+        self.given_up: Callable[[str], object] = lambda _group: None
         self.grace_seconds = 2.0
         # How often a cache that is written back is looked at.
         self.look_seconds = 1.0
@@ -66,7 +71,8 @@ class Wiper:
             self._start(volume)
             return
         users.require_unused(self._kernel, self._inventory, volume)
-        if self.zero and volume.missing_disks:
+        has_to_wait = volume.missing_disks or volume.copy_on_write_snapshots
+        if (self.zero or volume.layout.is_thin) and has_to_wait:
             # It may be long until the disk is back, or given up: the caller need not wait.
             self._put_on_record(_wipe_of(volume))
             self._start(replace(volume, facts={**volume.facts, fact.STATE: fact.WIPING}))
@@ -136,7 +142,9 @@ class Wiper:
         )
 
     def _wipe_and_remove(self, job: _Wipe) -> None:
-        volume = job.volume
+        volume = self._parted(job.volume)
+        if volume is None:
+            return
         doomed = [volume.name]
         if self.zero and _waits_for_disk(volume):
             raise errors.NotOverwritten(str(volume.id), _about_disks(volume))
@@ -165,6 +173,39 @@ class Wiper:
                 "volume %s is removed; what of it lies on the missing disks %s was not overwritten",
                 *(volume.id, disks),
             )
+
+    def _parted(self, volume: Volume) -> Volume | None:
+        """What was deleted as a volume on its own, with extents of its own; None where it is gone.
+
+        Of what was deleted while a disk was missing, and could not be parted or removed then.
+        """
+        found = volume.group.volumes.get(volume.name)
+        if found is None or not (found.pool or volume.group.made_of(volume.name) or found.origin):
+            return volume
+        group = volume.group.name
+        with self._engines.hold(group):
+            volume = self._inventory.doomed_one(self._inventory.awake(group), str(volume.id))
+            logical = volume.group.volume(volume.name)
+            if giving_up.is_given_up(volume.on_disks) and volume.missing_disks:
+                self.given_up(group)
+                why = "it was given up, and goes when all that goes with it is deleted"
+                raise errors.NotOverwritten(str(volume.id), why)
+            is_thin = bool(logical.pool)
+            if (is_thin and volume.missing_disks) or (not is_thin and volume.group.missing_disks):
+                raise errors.NotOverwritten(str(volume.id), _about_disks(volume))
+            if volume.group.copy_on_write_of(volume.name):
+                raise errors.NotOverwritten(
+                    str(volume.id), "its deleted snapshots are overwritten first"
+                )
+            lvm = self._engines.lvm(group)
+            if is_thin:
+                volumes.remove(lvm, group, volume.name)
+            elif logical.is_copy_on_write:
+                snapshots.split(lvm, group, volume.name)
+        if is_thin:
+            self.emptied(volume)
+            return None
+        return replace(volume, read_only=volume.read_only or logical.is_copy_on_write)
 
     def _dead_legs(self, volume: Volume) -> str:
         """How device-mapper tells of the legs of a RAID, where some take no writes. No command."""
@@ -251,7 +292,13 @@ def _waits_for_disk(volume: Volume) -> bool:
 
 
 def _about_disks(volume: Volume) -> str:
-    path = f"{volume.group.name}/{volume.name}"
+    logical = volume.group.volumes.get(volume.name)
+    root = logical.origin if logical is not None and logical.is_copy_on_write else ""
+    holder = volume.group.volumes.get(root, volume.on_disks)
+    path = f"{volume.group.name}/{holder.pool or holder.name}"
+    if not volume.missing_disks:
+        gone = ", ".join(one.uuid for one in volume.group.disks if one.missing)
+        return f"lvm2 takes nothing apart while the disk {gone} is missing; it goes on afterwards"
     return (
         f"a part of it lies on the missing disk {', '.join(volume.missing_disks)}. It goes on when"
         " the disk is back, or the volume is repaired. If the disk is lost for good, give that part"
@@ -269,6 +316,9 @@ def _about_legs(volume: Volume, health: str) -> str:
 
 def _wipe_of(volume: Volume) -> _Wipe:
     # Many may wait, and each would keep a report of all volumes.
-    group = volume.group.only(volume.name, caches.parted(volume.group, volume.name))
+    upon = [one.name for one in volume.group.made_of(volume.name)]
+    pool = volume.group.volumes[volume.name].pool if volume.name in volume.group.volumes else ""
+    parted = caches.parted(volume.group, volume.name)
+    group = volume.group.only(volume.name, parted, pool, *upon)
     volume = replace(volume, group=group)
     return _Wipe(key=str(volume.id), volume=volume, on_record=volume.wiping)

@@ -10,7 +10,7 @@ import time
 import traceback
 import zlib
 
-from faults import killed, load, outside
+from faults import killed, load, outside, replaced
 from faults.bench import PLACE, Bench, Fault
 from faults.row import Row
 from real.host import Lab, lab
@@ -24,6 +24,7 @@ FAULTS: tuple[Fault, ...] = (
     outside.disk_errors,
     outside.leg_failed,
     outside.disk_lost,
+    replaced.disk_replaced,
     outside.lvm2_killed,
     outside.lvm2_killed_while_suspended,
     outside.lvm2_hangs,

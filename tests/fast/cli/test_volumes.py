@@ -297,3 +297,25 @@ class TestInACluster:
         assert "publish it" in shell.complaint
         shell(f"publish db {place}")
         assert shell("expand db 100MiB") == "db: 100 MiB\n"
+
+
+def test_a_volume_is_repaired_and_a_disk_replaced(
+    shell: Shell, host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(volumes, "_LOOK_SECONDS", 0)
+    shell("create db --size 64MiB")
+    assert "is whole" in shell("repair db")
+    new = host.new_device(600 * MIB)
+    told = shell(f"replace-disk /dev/fake-data-0 {new} --yes", noun="group")
+    assert "is moved" in told
+    assert told.endswith("data is whole\n")
+    assert new in [one.name for one in host.lvm2.groups["data"].disks]
+
+
+def test_a_disk_is_not_replaced_unconfirmed(
+    shell: Shell, host: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "confirmed", lambda _question: False)
+    new = host.new_device(600 * MIB)
+    shell(f"replace-disk /dev/fake-data-0 {new}", exit_code=1, noun="group")
+    assert "is not taken" in shell.complaint

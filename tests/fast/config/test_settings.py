@@ -90,6 +90,26 @@ def test_metrics_are_off_until_they_are_asked_for(tmp_path: Path) -> None:
     assert load(tmp_path).metrics_address is None
 
 
+def test_a_thin_class_is_not_told_to_zero(tmp_path: Path) -> None:
+    text = '[[classes]]\nname = "a"\ngroup = "data"\n'
+    [one] = load(tmp_path, text + 'zero = "fully"').classes
+    assert one.zero == "fully"
+    for wrong in ('zero = "all"', 'layout = "thin"\nzero = "fully"'):
+        with pytest.raises(errors.BadConfig, match="zero"):
+            load(tmp_path, text + wrong)
+
+
+def test_only_what_has_copies_is_repaired_unasked(tmp_path: Path) -> None:
+    text = '[[classes]]\nname = "a"\ngroup = "data"\n'
+    raid = text + 'layout = "raid5"\nstripes = 2\n'
+    [one] = load(tmp_path, raid + 'repair = "auto"\nrepair_after_seconds = 60').classes
+    assert (one.repair, one.repair_after_seconds) == ("auto", 60)
+    assert load(tmp_path, raid).classes[0].repair == "manual"
+    for wrong in ('repair = "auto"', "repair_after_seconds = 60"):
+        with pytest.raises(errors.BadConfig, match="repair"):
+            load(tmp_path, text + wrong)
+
+
 def test_a_driver_s_name_is_part_of_its_topology_key(tmp_path: Path) -> None:
     assert load(tmp_path).topology_key == settings.TOPOLOGY_KEY
     assert load(tmp_path, 'driver_name = "two.carver"').topology_key == "topology.two.carver/node"

@@ -120,6 +120,21 @@ def test_a_disk_that_joins_the_group_is_seen_by_the_commit_alone(
     assert len(known.lvm.devices) == 2
 
 
+def test_a_disk_that_another_takes_the_place_of_is_seen_by_the_commits_alone(
+    fake: FakeHost, known: Engine
+) -> None:
+    known.look()
+    [old], new = known.lvm.devices, fake.new_device(40 * MIB)
+    known.lvm_with(new)("vgextend", "--", "data", new)
+    known.look()
+    assert sorted(known.lvm.devices) == sorted([old, new])
+    known.lvm("vgreduce", "--", "data", old)
+    found = known.look()
+    assert found is not None
+    assert ([one.name for one in found.disks], found.missing_disks) == ([new], 0)
+    assert known.lvm.devices == (new,)
+
+
 def test_a_report_that_met_a_change_is_not_kept(fake: FakeHost, known: Engine) -> None:
     def change(words: Sequence[str]) -> Result | None:
         if words[1] == "fullreport":
@@ -178,7 +193,8 @@ def test_a_device_that_was_left_suspended_is_seen_to_be_resumed(
 def test_a_report_is_not_believed_for_ever(
     fake: FakeHost, known: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = time.monotonic()
+    # A number of which differences are exact.
+    now = 1024.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     known.look()
     now += module._LASTS_SECONDS - 1

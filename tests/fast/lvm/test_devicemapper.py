@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lvm import devicemapper, names
-from lvm.devicemapper import Cache, DeviceMapper, Raid, Snapshot, ThinPool, WriteCache
+from lvm.devicemapper import Cache, DeviceMapper, Mirror, Raid, Snapshot, ThinPool, WriteCache
 
 SECTORS = 2048
 SIZE = SECTORS * 512
@@ -56,6 +56,7 @@ LINES = [
     ),
     (("cache", "Fail"), Cache(SIZE, "fail")),
     (("writecache", "0 1000 900 10 5 6 7"), WriteCache(SIZE, 0, 1000, 900, 10)),
+    (("mirror", "2 254:3 254:4 96/400 1 AA 1 core"), Mirror(SIZE, 96, 400)),
 ]
 
 

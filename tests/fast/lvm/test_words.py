@@ -94,6 +94,7 @@ def test_only_disks_that_can_be_used_count_as_room() -> None:
         ("  A volume group called d already exists.", errors.NameTaken),
         ("  Logical volume d/v contains a filesystem in use.", errors.InUse),
         ("  Logical volume d/v in use.", errors.InUse),
+        ("  Cannot change VG data while PVs are missing.", errors.DisksMissing),
         ("  Is device-mapper driver missing from kernel?", errors.NoDeviceMapper),
         ("  Something new.", errors.CommandFailed),
         ("", errors.CommandFailed),

@@ -215,8 +215,11 @@ class Trial:
         self.machine.start(Switch())
 
     def settle(self) -> None:
-        """Let wipes that a new process took up come to their end."""
-        wait([job.ended for job in list(self.machine.service.wiper.jobs._jobs.values())], 20)
+        """Let copies and wipes that a new process took up come to their end."""
+        service = self.machine.service
+        # A volume is ready before its copy's bridge is gone, whose end is a wipe.
+        for jobs in (service.copier.jobs, service.copier.bridges, service.wiper.jobs):
+            wait([job.ended for job in list(jobs._jobs.values())], 20)
         self.machine.service.reclaimer.jobs._workers.shutdown(wait=True)
 
     def undo(self) -> None:

@@ -4,7 +4,8 @@ import itertools
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -15,6 +16,7 @@ from fakes.disks import FakeDisks
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeLvm, FakePool
 
+from lvm import groups
 from lvm.command import Result
 from lvm.devices import Devices
 from lvm.disks import Disks
@@ -77,6 +79,13 @@ class FakeHost:
         taken = {one.path for one in self.block}
         number = next(one for one in itertools.count(len(taken)) if f"/dev/fake{one}" not in taken)
         return self.block.add(f"/dev/fake{number}", size_bytes, major=_DISK_MAJOR).path
+
+    @contextmanager
+    def own_group(self, name: str, disks: Sequence[str], *options: str) -> Iterator[int]:
+        """A group on such disks as a test has; yields how many extents it has."""
+        assert not options
+        groups.create(self.lvm, name, disks, {})
+        yield sum(disk.extents for disk in self.lvm2.groups[name].disks)
 
     def new_group(self, *disk_extents: int) -> str:
         """A group with so many extents of 4 MiB on each of its disks."""
@@ -154,6 +163,10 @@ class FakeHost:
         volume = self.lvm2.groups[group].volumes[name]
         disk = self.lvm2.groups[group].disks[number].name
         volume.failed[disk], volume.health = volume.media.copy(), "refresh needed"
+
+    def mark_free(self, group: str, mark: bytes) -> None:
+        """Have a mark at the start of each block of all free extents, as of an earlier owner."""
+        self.lvm2.groups[group].old = mark
 
     def cut_power(self) -> None:
         """What the disks had in their volatile caches alone is lost."""

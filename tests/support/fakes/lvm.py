@@ -16,7 +16,7 @@ from fakes.devices import BLOCK_BYTES, FakeDevice, FakeDevices, Media
 
 from lvm import names
 from lvm.command import Result
-from lvm.devicemapper import Cache, Raid, Snapshot, Status, ThinPool, WriteCache
+from lvm.devicemapper import Cache, Mirror, Raid, Snapshot, Status, ThinPool, WriteCache
 from lvm.devices import Device
 from lvm.layout import LINEAR, Layout
 from lvm.tuning import AUTO, PLAIN, Tuning
@@ -43,6 +43,7 @@ class FakeDisk:
 _OF_THE_KERNEL = {
     *("active", "media", "data_percent", "overflowed", "dirty_blocks", "cleaning"),
     *("failed", "used_data_blocks", "used_metadata_blocks", "mode", "needs_check"),
+    *("rebuilding", "damaged"),
 }
 
 
@@ -74,6 +75,8 @@ class FakeVolume:
     cleaning: bool = False
     # Of a RAID, by disk: what a leg that takes no writes has on it still.
     failed: dict[str, Media] = field(default_factory=dict)
+    # The same: which legs are not in sync yet, and for how many looks.
+    rebuilding: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_copy_on_write(self) -> bool:
@@ -121,6 +124,8 @@ class FakePool(FakeVolume):
     used_metadata_blocks: int = 110
     mode: str = "rw"
     needs_check: bool = False
+    # So that thin_check(8) refuses it.
+    damaged: bool = False
 
     def taken(self, disk: str) -> int:
         return super().taken(disk) + self.metadata.get(disk, 0)
@@ -166,6 +171,15 @@ class FakeGroup:
     spare: dict[str, int] = field(default_factory=dict)
     # What is on the extents that removed volumes had.
     freed: list[Media] = field(default_factory=list)
+    # What every free extent holds, and so what a new volume shows; empty for zeroes.
+    old: bytes = b""
+    # What was overwritten of a volume that had all that was free.
+    swept: list[tuple[int, int]] = field(default_factory=list)
+    # Of the extents that a volume had which was overwritten: they hold zeroes.
+    clean: set[str] = field(default_factory=set)
+    # From which disk to which all is being moved, and for how many looks still.
+    moving: list[str] | None = None
+    move_looks: int = 0
     # Of its metadata: counted up by each command that changes them.
     seqno: int = 1
 
@@ -179,7 +193,11 @@ class FakeGroup:
     def free(self, disk: FakeDisk) -> int:
         """The extents of a disk that no volume has."""
         taken = sum(one.taken(disk.name) for one in self.volumes.values())
-        return disk.extents - taken - self.spare.get(disk.name, 0)
+        free = disk.extents - taken - self.spare.get(disk.name, 0)
+        if self.moving is not None and disk.name == self.moving[1]:
+            [source] = (one for one in self.disks if one.name == self.moving[0])
+            free -= source.extents - self.free(source)
+        return free
 
     def thin(self, pool: str) -> list[FakeThin]:
         """The volumes in a pool."""
@@ -234,6 +252,8 @@ class FakeLvm:
 
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         """The seam `lvm.devices.Devices`."""
+        if name.startswith("pvmove"):
+            return self._move_status(self.groups[group])
         volume = self.groups[group].volumes.get(name) if group in self.groups else None
         if volume is None or not volume.active:
             return ()
@@ -252,9 +272,28 @@ class FakeLvm:
             return ()
         missing = {disk.name for disk in self.groups[group].disks if disk.missing}
         dead = missing | set(volume.failed)
-        health = "".join("D" if disk in dead else "A" for disk in volume.extents)
         size = volume.length * self.groups[group].extent_size_bytes
-        return (Raid(size, volume.layout.kind, health, size // 512, size // 512),)
+        health = "".join(
+            "D" if disk in dead else "a" if disk in volume.rebuilding else "A"
+            for disk in volume.extents
+        )
+        left = max(volume.rebuilding.values(), default=0)
+        action = "recover" if left else "idle"
+        volume.rebuilding = {disk: one - 1 for disk, one in volume.rebuilding.items() if one > 1}
+        sectors = size // 512
+        return (Raid(size, volume.layout.kind, health, sectors // (left + 1), sectors, action),)
+
+    def _move_status(self, group: FakeGroup) -> tuple[Status, ...]:
+        """Each look finds it further; then lvm2's process puts it on record."""
+        from fakes import repairs
+
+        if group.moving is None:
+            return ()
+        group.move_looks -= 1
+        if not group.move_looks:
+            repairs.moved(group)
+            return ()
+        return (Mirror(group.extent_size_bytes, repairs.LOOKS - group.move_looks, repairs.LOOKS),)
 
     def _cache_status(self, group: str, volume: FakeVolume) -> Cache | WriteCache:
         """Where it is written back, a block is done between two looks."""
@@ -313,16 +352,37 @@ class FakeLvm:
                 "lvremove": self._lvremove,
                 "pvchange": self._pvchange,
                 "lvconvert": self._lvconvert,
+                "pvmove": self._pvmove,
+                "vgchange": self._vgchange,
             }[words[1]]
         except KeyError:
             raise AssertionError(f"the fake does not know: {' '.join(words)}") from None
         try:
+            self._refuse_partial(words)
             output = command(arguments)
         except Failure as failure:
             return Result(5, "", f"  {failure}\n")
         arguments.require_empty(words)
         self._commit(words)
         return Result(0, output, "")
+
+    def _refuse_partial(self, words: Sequence[str]) -> None:
+        """While a disk is missing lvm2 changes little (handles_missing_pvs in its tools)."""
+        unsafe = {"--cachepolicy", "--cachesettings", "--minrecoveryrate", "--maxrecoveryrate"}
+        is_safe = (
+            words[1] in {"version", "fullreport", "lvremove", "vgextend", "vgchange"}
+            or (words[1] == "lvchange" and not unsafe.intersection(words))
+            or (words[1] == "lvconvert" and "--repair" in words)
+            or (words[1] == "vgreduce" and "--removemissing" in words)
+        )
+        named = () if is_safe else words[words.index("--") + 1 :]
+        for group in self.groups.values():
+            is_meant = any(one.partition("/")[0] == group.name for one in named)
+            if is_meant and any(disk.missing for disk in group.disks):
+                raise Failure(
+                    f"Cannot change VG {group.name} while PVs are missing.\n"
+                    "  See vgreduce --removemissing and vgextend --restoremissing."
+                )
 
     def _commit(self, words: Sequence[str]) -> None:
         """Groups whose metadata a command that succeeded changed have them anew."""
@@ -494,20 +554,48 @@ class FakeLvm:
         extents = (device.size_bytes - _PE_START_BYTES) // extent_size_bytes
         return FakeDisk(path, self._uuid(), extents)
 
+    def _pvmove(self, arguments: "_Arguments") -> str:
+        from fakes import repairs
+
+        assert arguments.flag("--background"), "it would wait for hours"
+        assert self._settings["global/use_lvmpolld"] == "0", "that would look at all disks"
+        disks = arguments.rest()
+        return repairs.move(self, *disks) if disks else ""
+
+    def _vgchange(self, arguments: "_Arguments") -> str:
+        removed, added = arguments.take_all("--deltag"), arguments.take_all("--addtag")
+        (name,) = arguments.rest()
+        group = self._group(name)
+        group.tags = (group.tags - set(removed)) | set(added)
+        return ""
+
     def _vgextend(self, arguments: "_Arguments") -> str:
+        while arguments.flag("--quiet"):
+            pass
         name, *paths = arguments.rest()
         group = self._group(name)
         group.disks += [self._labelled(path, group.extent_size_bytes) for path in paths]
         return ""
 
     def _vgreduce(self, arguments: "_Arguments") -> str:
+        from fakes import repairs
+
+        if arguments.flag("--removemissing"):
+            (name,) = arguments.rest()
+            return repairs.reduce_missing(self._group(name))
         name, *paths = arguments.rest()
         group = self._group(name)
         for disk in [one for one in group.disks if one.name in paths]:
             if group.free(disk) < disk.extents:
                 raise Failure(f'Physical volume "{disk.name}" still in use')
             group.disks.remove(disk)
+            self._unlabel(disk)
         return ""
+
+    def _unlabel(self, disk: FakeDisk) -> None:
+        """It stays lvm2's, in no group."""
+        if self.devices.knows(disk.name):
+            self.devices.get(disk.name).contents = Signature(_LABEL, "raid", disk.uuid)
 
     def _lvcreate(self, arguments: "_Arguments") -> str:
         assert arguments.flag("--yes")
@@ -540,6 +628,9 @@ class FakeLvm:
         volume = FakeVolume(name, self._uuid(), {}, tags, activation_skipped=skipped, layout=layout)
         volume.tuning = tuning
         self._allocate(group, volume, extents, disks)
+        self._uncover(group, volume, 0)
+        # The first sectors are zeroed.
+        volume.media.blocks.pop(0, None)
         if not test:
             group.volumes[name] = volume
             if activate == "y":
@@ -607,6 +698,11 @@ class FakeLvm:
 
     def _lvconvert(self, arguments: "_Arguments") -> str:
         assert arguments.flag("--yes")
+        if arguments.flag("--repair"):
+            from fakes import repairs
+
+            path, *disks = arguments.rest()
+            return repairs.repair(self, *self._found(path), disks)
         if kind := arguments.take("--type"):
             return self._lvconvert_to_cached(arguments, kind)
         if arguments.flag("--splitcache"):
@@ -748,6 +844,7 @@ class FakeLvm:
         permission, refreshed = arguments.take("--permission"), arguments.flag("--refresh")
         partial = arguments.take("--activationmode") == "partial"
         policy, settings = arguments.take("--cachepolicy"), arguments.take("--cachesettings")
+        action = arguments.take("--syncaction")
         assert arguments.flag("--yes") == bool(policy or settings)
         tuning = _tuning(arguments)
         path, *further = arguments.rest()
@@ -764,6 +861,9 @@ class FakeLvm:
             self.resume(group.name, volume.name)
             # It is brought in sync again, and so overwritten.
             volume.failed, volume.health = {}, volume.health.replace("refresh needed", "")
+        if action:
+            assert action == "repair"
+            volume.health = volume.health.replace("mismatches exist", "")
         if permission:
             assert permission == "rw"
             if not volume.read_only:
@@ -824,7 +924,13 @@ class FakeLvm:
         else:
             # What is in it stays, and is a lesser part of it.
             volume.data_percent *= volume.length / extents
+            before = volume.length
+            named = {one for one in disks if ":" in one}
+            disks = [one.partition(":")[0] for one in disks]
             self._allocate(group, volume, extents - volume.length, disks)
+            if not named or not named <= group.clean:
+                self._uncover(group, volume, before)
+            group.clean -= named
         if volume.active:
             self.devices.resize(_node(group.name, volume.name), self._size(group, volume))
         return ""
@@ -845,6 +951,11 @@ class FakeLvm:
 
     def _lvremove(self, arguments: "_Arguments") -> str:
         assert arguments.flag("--yes")
+        forced = arguments.flag("--force") and arguments.flag("--force")
+        if arguments.value("--").endswith("/lvol0_pmspare"):
+            (path,) = arguments.rest()
+            self._group(path.partition("/")[0]).spare.clear()
+            return ""
         # With --yes the snapshots of an origin go with it, and with a pool what is in it.
         named = [self._found(path) for path in arguments.rest()]
         held = [
@@ -863,6 +974,11 @@ class FakeLvm:
                 other.origin = "" if other.origin == one.name else other.origin
             if not any(isinstance(other, FakePool) for other in group.volumes.values()):
                 group.spare.clear()
+        for group, one in held:
+            pool = group.volumes.get(one.pool) if isinstance(one, FakeThin) else None
+            if isinstance(pool, FakePool) and _is_lost(group, pool) and not forced:
+                # It is gone from the metadata by then, and the pool has it still.
+                raise Failure(f"Failed to update thin pool {group.name}/{pool.name}.")
         return ""
 
     @staticmethod
@@ -876,7 +992,11 @@ class FakeLvm:
                 pool.media.blocks |= {number % chunks: data for number, data in held.items()}
         else:
             group.freed += [gone.media, *([gone.cache.media] if gone.cache else [])]
+            if not gone.media.blocks:
+                group.clean |= set(_ranges(group, gone).split())
             group.freed += gone.failed.values()
+            if gone.name == "sweep":
+                group.swept += [(at, at + size) for at, size in gone.media.zeroed]
 
     def _pvchange(self, arguments: "_Arguments") -> str:
         allocatable = arguments.take("--allocatable")
@@ -909,6 +1029,9 @@ class FakeLvm:
             self._activate_one(group, one)
 
     def _activate_one(self, group: FakeGroup, volume: FakeVolume) -> None:
+        if isinstance(volume, FakePool) and volume.damaged and not volume.active:
+            path = f"{group.name}/{volume.name}"
+            raise Failure(f"Check of pool {path} failed (status:64). Manual repair required!")
         if not volume.active:
             node, size = _node(group.name, volume.name), self._size(group, volume)
             device = self.devices.add(node, size, volume.media)
@@ -977,6 +1100,16 @@ class FakeLvm:
         for disk in usable:
             volume.extents[disk.name] = volume.extents.get(disk.name, 0) + on_each
 
+    @staticmethod
+    def _uncover(group: FakeGroup, volume: FakeVolume, first_extent: int) -> None:
+        """What was on the extents that a volume has new is on it."""
+        if not group.old:
+            return
+        blocks = group.extent_size_bytes // BLOCK_BYTES
+        block = group.old.ljust(BLOCK_BYTES, b"\0")
+        new = range(first_extent * blocks, volume.length * blocks)
+        volume.media.blocks |= dict.fromkeys(new, block)
+
     def _is_open(self, group: FakeGroup, volume: FakeVolume) -> bool:
         return volume.active and self.devices.is_open(_node(group.name, volume.name))
 
@@ -1005,7 +1138,7 @@ class FakeLvm:
 
 
 # Commands that change nothing, and what lvchange changes but whether a volume is active.
-_LOOKS = {"version", "fullreport", "--test"}
+_LOOKS = {"version", "fullreport", "--test", "--syncaction"}
 _CHANGES = {
     *("--addtag", "--deltag", "--permission", "--cachepolicy", "--cachesettings"),
     *("--readahead", "--minrecoveryrate", "--maxrecoveryrate"),
@@ -1186,7 +1319,9 @@ def _layout_words(volume: FakeVolume) -> str:
         return "thin,pool"
     if volume.cache:
         return volume.cache_kind
-    return "thin,sparse" if isinstance(volume, FakeThin) else volume.layout.kind
+    if isinstance(volume, FakeThin):
+        return "thin,sparse"
+    return f"raid,{volume.layout.kind}" if volume.layout.is_raid else volume.layout.kind
 
 
 def _metadata_size(volume: FakeVolume, extent_size_bytes: int) -> str:
@@ -1197,6 +1332,11 @@ def _metadata_size(volume: FakeVolume, extent_size_bytes: int) -> str:
 
 def _segments(group: FakeGroup, disk: str) -> Iterator[tuple[str, int]]:
     """What lies on a disk, by the names that lvm2 reports, and how many extents of it."""
+    if group.moving is not None and disk in group.moving:
+        [source] = (one for one in group.disks if one.name == group.moving[0])
+        yield "[pvmove0]", source.extents - group.free(source)
+        if disk == source.name:
+            return
     for volume in group.volumes.values():
         size = volume.extents.get(disk, 0)
         if isinstance(volume, FakePool):
@@ -1226,19 +1366,27 @@ def _gone(group: FakeGroup, volume: FakeVolume) -> list[tuple[int, int]]:
     return found
 
 
+def _is_lost(group: FakeGroup, pool: FakePool) -> bool:
+    """Whether a part of a pool lies on a missing disk."""
+    missing = {one.name for one in group.disks if one.missing}
+    return bool(missing & {*pool.extents, *pool.metadata})
+
+
 def _first_extent(volume: FakeVolume) -> int:
     """Where a volume begins on its first disk: elsewhere than any other."""
     return int(volume.uuid.replace("-", "")[::-1])
 
 
 def _ranges(group: FakeGroup, volume: FakeVolume) -> str:
-    """What of its first disk a volume's first piece takes; of a part of another, that part."""
+    """What a volume takes of each disk, as if in one piece; of a part of another, that part."""
     if not volume.extents or volume.cache or isinstance(volume, FakePool):
         return f"{volume.name}_part:0-0"
-    disk = next(iter(volume.extents))
-    gone = any(one.missing for one in group.disks if one.name == disk)
+    gone = {one.name for one in group.disks if one.missing}
     first = _first_extent(volume)
-    return f"{'[unknown]' if gone else disk}:{first}-{first + volume.extents[disk] - 1}"
+    return " ".join(
+        f"{'[unknown]' if disk in gone else disk}:{first}-{first + extents - 1}"
+        for disk, extents in volume.extents.items()
+    )
 
 
 def _node(group: str, name: str) -> str:

@@ -75,14 +75,15 @@ class Machine:
         self.service.copier.grace_seconds = self.grace_seconds
         # What is put off is to be seen, and a refusal is not to take its time.
         self.service.locks.grace_seconds = 0
-        server = self.service._server
-        switch.on_death = lambda: server.stop(0)
+        service = self.service
+        switch.on_death = lambda: _die(service)
         with (
             suspension.left(host.devices, [self.group]) as held,
             self.service.inventory.holding(held),
         ):
             self.service.wiper.resume()
             self.service.reclaimer.resume()
+            self.service.giving_up.resume()
             self.service.group_snapshotter.resume()
             self.service.copier.resume()
         self.service.start(endpoint)
@@ -372,6 +373,15 @@ def _described(
         formatted, state = facts.get("formatted", ""), facts.get("state", "")
         ahead = str(one.tuning.read_ahead_bytes)
         yield name, one.size_bytes, formatted, state, one.active, ahead
+
+
+def _die(service: Service) -> None:
+    """What the end of the process itself would do: the socket answers no more, no timer is left."""
+    service._server.stop(0)
+    for one in (service.copier, service.wiper, service.zeroer, service.giving_up):
+        one.jobs._stopping.set()
+        for timer in one.jobs._timers:
+            timer.cancel()
 
 
 def _logical(volume: str) -> str:

@@ -21,6 +21,7 @@ from mount import loop, table
 from mount.syscalls import Kernel
 
 _EXTENT_BYTES = 4 << 20
+_BLOCK_BYTES = 4096
 # Of what they change lvm2 keeps no copies in /etc/lvm: the more there are the longer each takes.
 _SETTINGS = (*lvm2.without_udev(), "backup/archive=0", "backup/backup=0")
 # lvm2 keeps its metadata in the first megabyte of a disk.
@@ -211,6 +212,15 @@ class RealHost:
         for request in ("clri <2>", "set_super_value state 2"):
             ended = self._lab.programs("debugfs", "-w", "-R", request, device)
             assert ended.exit_code == 0, ended.stderr
+
+    def mark_free(self, group: str, mark: bytes) -> None:
+        """Have a mark at the start of each block of all free extents, as of an earlier owner."""
+        self.lvm("lvcreate", "--yes", "--extents", "100%FREE", "--name", "earlier", "--", group)
+        device = f"/dev/mapper/{names.device(group, 'earlier')}"
+        piece = mark.ljust(_BLOCK_BYTES, b"\0") * (_EXTENT_BYTES // _BLOCK_BYTES)
+        for offset in range(0, self.kernel.device_size_bytes(device), _EXTENT_BYTES):
+            self.write_bytes(device, offset, piece)
+        self.lvm("lvremove", "--yes", "--", f"{group}/earlier")
 
     def erase(self, device: str) -> None:
         """Overwrite what a device holds, behind Carver's back."""

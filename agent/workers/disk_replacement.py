@@ -1,0 +1,221 @@
+"""A disk of a group in another's place: taken in, filled, and the old one taken out.
+
+What lies on a disk that is there is moved, online; of a disk that is lost, the images of RAID
+volumes are built anew from the others. Where anything would be lost with it nothing is begun, and
+the volumes are named.
+
+Each call looks how far it is and goes on from there: taken in, nothing new on the old one, moved or
+rebuilt, taken out, in sync. So what a kill left is gone on with by the same call, and the call that
+is made once more than needed finds all done. What runs behind it the kernel does.
+"""
+
+import time
+
+from agent import errors, fact
+from agent.engine.allocation import is_own_pool
+from agent.engine.means import Means
+from agent.workers.repairing import Progress, Repairer, has_redundancy, rebuilding
+from lvm import groups, pools, repairs, report, tags
+from lvm.devicemapper import Mirror
+from lvm.labels import PhysicalLabel
+from mount import errors as mount_errors
+from mount import vacancy
+from mount.table import DeviceNumber
+
+# What lvm2 has of a disk before its first extent, with its usual alignment.
+_BEFORE_BYTES = 1 << 20
+# lvm2's process that watches a move is started again so often: it may have been killed.
+_WATCH_SECONDS = 60.0
+
+
+class Replacement:
+    """Puts disks in the place of others."""
+
+    def __init__(self, means: Means, repairer: Repairer) -> None:
+        self._engines, self._kernel, self._run = means.engines, means.kernel, means.run
+        self._inventory = means.inventory
+        self._repairer = repairer
+        # When a move was begun, or gone on with, by this process (monotonic, seconds).
+        self._watched: dict[str, float] = {}
+
+    def replace(self, old: str, new: str) -> Progress:
+        """Go on with it. `old` is a path, or the UUID of a disk that is missing; `new` is a path.
+
+        Raises NoSuchDisk, WouldBeLost, DiskTooSmall, NotVacant, BadField, and what the repair of a
+        volume raises.
+        """
+        name = self._group_of(old, new)
+        with self._engines.hold(name):
+            group = self._look(name)
+            leaving, coming = self._find(group, old), self._find(group, new)
+            if leaving is None:
+                return self._settled(group)
+            if leaving == coming:
+                raise errors.BadField("new_disk", f"{new} is the disk that it shall replace")
+            if leaving.missing:
+                self._require_copies(group, leaving)
+            elif gone := ", ".join(disk.uuid for disk in group.disks if disk.missing):
+                why = f"lvm2 moves nothing while the disk {gone} is missing; replace that one first"
+                raise errors.NotRepairable(leaving.name, why)
+            if coming is None:
+                self._take_in(group, leaving, new)
+                group = self._look(name)
+                leaving, coming = self._own(group, leaving.uuid), self._find(group, new)
+            if coming is None:
+                raise errors.NoSuchDisk(new, [one.name for one in group.disks], [])
+            if leaving.fast and not coming.fast:
+                groups.mark_fast(self._engines.lvm(name), [coming.name])
+            step = self._rebuild if leaving.missing else self._move
+            return step(group, leaving, coming)
+
+    def resume(self, *groups: str) -> int:
+        """Have moves watched in these groups, or in all; returns in how many there are any.
+
+        Who watched them ended with the service, or with the node. One command for each.
+        """
+        own = groups or self._engines.names
+        known = self._inventory.read(*own)
+        left = [
+            one.name for one in self._inventory.own_groups(known) if one.name in own and one.moves
+        ]
+        for name in left:
+            repairs.watch_moves(self._engines.lvm(name))
+        return len(left)
+
+    def _group_of(self, old: str, new: str) -> str:
+        """The group that has the old disk, or had it: then it has the new one."""
+        known = self._inventory.read()
+        own = list(self._inventory.own_groups(known))
+        for disk in (old, new):
+            for group in own:
+                if self._find(group, disk) is not None:
+                    return group.name
+        every = [disk for group in own for disk in group.disks]
+        raise errors.NoSuchDisk(
+            old,
+            [disk.name for disk in every if not disk.missing],
+            [disk.uuid for disk in every if disk.missing],
+        )
+
+    def _look(self, name: str) -> report.Group:
+        return self._inventory.group(self._inventory.awake(name), name)
+
+    def _find(self, group: report.Group, disk: str) -> report.PhysicalVolume | None:
+        """A disk of the group, by its UUID or any path of its device."""
+        for one in group.disks:
+            if one.uuid == disk:
+                return one
+        number = self._number(disk)
+        there = [one for one in group.disks if not one.missing]
+        if number is None:
+            return next((one for one in there if one.name == disk), None)
+        return next((one for one in there if self._number(one.name) == number), None)
+
+    def _number(self, path: str) -> DeviceNumber | None:
+        try:
+            return self._kernel.device_number(path)
+        except OSError:
+            return None
+
+    @staticmethod
+    def _own(group: report.Group, uuid: str) -> report.PhysicalVolume:
+        return next(one for one in group.disks if one.uuid == uuid)
+
+    def _require_copies(self, group: report.Group, leaving: report.PhysicalVolume) -> None:
+        """Raise WouldBeLost for what lies on a missing disk and nowhere else."""
+        lost: list[str] = []
+        waiting: list[str] = []
+        for name, one in sorted(group.volumes.items()):
+            holder = group.volumes.get(one.pool, one)
+            if leaving.uuid not in holder.disks:
+                continue
+            if "raid" in holder.layout and has_redundancy(group, holder):
+                continue
+            inside = pools.members(group, name)
+            if inside and is_own_pool(one):
+                continue  # what is in it tells
+            is_deleted = is_own_pool(one) or tags.decode(one.tags).get(fact.STATE) == fact.WIPING
+            (waiting if is_deleted else lost).append(name)
+        if lost or waiting:
+            raise errors.WouldBeLost(leaving.uuid, lost, waiting)
+
+    def _take_in(self, group: report.Group, leaving: report.PhysicalVolume, new: str) -> None:
+        """Make a vacant disk the group's."""
+        if not self._engines.allows(new):
+            raise errors.BadField("new_disk", f"{new} is not among the configured `devices`")
+        vacancy.require_unused(self._kernel, new)
+        path = self._kernel.real_path(new)
+        label = self._engines.scan().get(path)
+        if not isinstance(label, PhysicalLabel):
+            vacancy.require_blank(self._run, new)
+        elif label.is_used or label.group is not None:
+            name = label.group.name if label.group is not None else "another group"
+            raise mount_errors.NotVacant(new, f"is a disk of {name}", "name another")
+        extent = group.extent_size_bytes
+        room = max(0, self._kernel.device_size_bytes(new) - _BEFORE_BYTES) // extent
+        if room < leaving.allocated_extents:
+            raise errors.DiskTooSmall(new, room * extent, leaving.allocated_extents * extent)
+        repairs.extend(self._engines.lvm_with(group.name, path), group.name, path)
+        self._engines.outdate()
+
+    def _move(
+        self,
+        group: report.Group,
+        leaving: report.PhysicalVolume,
+        coming: report.PhysicalVolume,
+    ) -> Progress:
+        """Empty a disk that is there."""
+        lvm = self._engines.lvm(group.name)
+        if leaving.allocatable:
+            repairs.close(lvm, leaving.name)
+        if leaving.allocated_extents:
+            since = time.monotonic() - self._watched.get(leaving.uuid, -_WATCH_SECONDS)
+            if not group.moves or since >= _WATCH_SECONDS:
+                repairs.move(lvm, leaving.name, coming.name)
+                self._watched[leaving.uuid] = time.monotonic()
+            return Progress(False, f"{leaving.name} is moved: {self._how_far(group)}")
+        repairs.reduce(lvm, group.name, leaving.name)
+        self._engines.outdate()
+        return self._settled(self._look(group.name))
+
+    def _how_far(self, group: report.Group) -> str:
+        told = [
+            f"{one.synced_percent:.0f} %"
+            for name in sorted(group.moves)
+            for one in self._inventory.status(group.name, name)
+            if isinstance(one, Mirror)
+        ]
+        return ", ".join(told) or "begun"
+
+    def _rebuild(
+        self,
+        group: report.Group,
+        leaving: report.PhysicalVolume,
+        coming: report.PhysicalVolume,
+    ) -> Progress:
+        """Have nothing lie on a disk that is lost, and take it out."""
+        lvm, told = self._engines.lvm(group.name), []
+        for name, one in sorted(group.volumes.items()):
+            if "raid" in one.layout and leaving.uuid in one.disks:
+                told.append(self._repairer.mend(group, name, [coming.name]).message)
+        if leaving.uuid in group.spare_disks:
+            repairs.remove_spare(lvm, group.name)
+        group = self._look(group.name)
+        if self._own(group, leaving.uuid).allocated_extents:
+            return Progress(False, "; ".join(told) or "a repair is awaited")
+        others = [one for one in group.disks if one.missing and one.allocated_extents]
+        if others:
+            return Progress(
+                False,
+                f"nothing lies on {leaving.uuid} any more; it is taken out with"
+                f" {', '.join(one.uuid for one in others)}, which are missing too: replace them",
+            )
+        repairs.reduce_missing(lvm, group.name)
+        self._engines.outdate()
+        return self._settled(self._look(group.name))
+
+    def _settled(self, group: report.Group) -> Progress:
+        """The old disk is out; whether another may be lost by now."""
+        if told := rebuilding(self._inventory, group):
+            return Progress(False, f"volumes are rebuilt: {told}")
+        return Progress(True, f"{group.name} is whole")

@@ -1,0 +1,135 @@
+"""What free extents held before shows in no sector of what is made of them, where that is promised.
+
+docs/security.md has the table of what is promised.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import chosen
+import pytest
+from real.any import AnyHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block, of_snapshot, of_volume
+from lvm import report
+from lvm.layout import Layout
+from lvm.pools import Policy
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+MARK = b"an earlier owner's secret"
+OWN = b"one's own".ljust(4096, b".")
+# Whole extents on every stripe of each layout.
+SIZE, GROWN, LARGER = 24 * MIB, 48 * MIB, 72 * MIB
+LAYOUTS = {
+    "linear": Layout(),
+    "striped": Layout("striped", stripes=2),
+    "raid1": Layout("raid1", mirrors=1),
+    "raid5": Layout("raid5", stripes=2),
+    "raid6": Layout("raid6", stripes=3),
+    "raid10": Layout("raid10", stripes=2, mirrors=1),
+    "thin": Layout("thin"),
+}
+
+
+@pytest.fixture
+def group(host: AnyHost) -> str:
+    """Six disks, all of whose free extents bear the mark."""
+    made = host.new_group(*[24] * 6)
+    host.mark_free(made, MARK)
+    return made
+
+
+@pytest.fixture
+def config(config: Config, group: str) -> Config:
+    classes = tuple(
+        DeviceClass(
+            name=name,
+            group=group,
+            layout=shape,
+            default=name == "linear",
+            pool=Policy() if shape.is_thin else None,
+            zero="first" if shape.is_thin else "fully",
+        )
+        for name, shape in LAYOUTS.items()
+    )
+    usual = tuple(replace(one, name=f"usual-{one.name}", default=False) for one in classes)
+    usual = tuple(replace(one, zero="first") for one in usual)
+    return Config(**{**vars(config), "classes": (*classes, *usual)})
+
+
+@pytest.fixture
+def whole(host: AnyHost, group: str) -> Iterator[None]:
+    """The group's free extents are the same afterwards."""
+    before = report.read(host.lvm).group(group).free_extents
+    yield
+    assert report.read(host.lvm).group(group).free_extents == before
+
+
+def contents(host: AnyHost, client: Client, group: str, volume: csi.Volume) -> bytes:
+    """All of a volume."""
+    client.stage(volume, host.directory / "staging", block())
+    device = host.devices.find(group, volume.volume_id.rpartition("/")[2])
+    assert device is not None
+    size = host.kernel.device_size_bytes(device.path)
+    return b"".join(host.read_bytes(device.path, at, MIB) for at in range(0, size, MIB))
+
+
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["linear", "raid5", "thin"]))
+def test_no_sector_shows_an_earlier_owner_s_data(
+    client: Client, host: AnyHost, group: str, name: str, whole: None
+) -> None:
+    parameters = {"class": name}
+    volume = client.create("origin", SIZE, block(), parameters=parameters)
+    assert contents(host, client, group, volume) == bytes(SIZE)
+
+    client.expand(volume.volume_id, GROWN)
+    assert contents(host, client, group, volume) == bytes(GROWN)
+
+    device = host.devices.find(group, "vol-origin")
+    assert device is not None
+    host.write_bytes(device.path, 8 * MIB, OWN)
+    expected = bytes(8 * MIB) + OWN + bytes(GROWN - 8 * MIB - len(OWN))
+    snapshot = client.snapshot("1", volume.volume_id)
+    restored = client.create(
+        "restored",
+        LARGER,
+        block(),
+        parameters=parameters,
+        source=of_snapshot(snapshot.snapshot_id),
+    )
+    assert contents(host, client, group, restored) == expected + bytes(LARGER - GROWN)
+    client.delete(restored.volume_id)
+    client.delete_snapshot(snapshot.snapshot_id)
+
+    cloned = client.create(
+        "cloned", GROWN, block(), parameters=parameters, source=of_volume(volume.volume_id)
+    )
+    assert contents(host, client, group, cloned) == expected
+    client.delete(cloned.volume_id)
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["linear", "raid5", "thin"]))
+def test_what_was_deleted_shows_in_no_sector_of_what_is_made_of_it(
+    client: Client, host: AnyHost, group: str, name: str, whole: None
+) -> None:
+    volume = client.create("origin", SIZE, block(), parameters={"class": f"usual-{name}"})
+    client.stage(volume, host.directory / "staging", block())
+    device = host.devices.find(group, "vol-origin")
+    assert device is not None
+    for offset in range(0, SIZE, MIB):
+        host.write_bytes(device.path, offset, OWN * (MIB // len(OWN)))
+    snapshot = client.snapshot("1", volume.volume_id)
+    for offset in range(0, 3 * MIB, MIB):
+        host.write_bytes(device.path, offset, OWN[::-1] * (MIB // len(OWN)))
+    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete(volume.volume_id)
+    largest = client.capacity({"class": "usual-linear"}).maximum_volume_size.value
+    volume = client.create("all", largest, block(), parameters={"class": "usual-linear"})
+    shown = contents(host, client, group, volume)
+    assert OWN[:9] not in shown
+    assert OWN[::-1] not in shown
+    client.delete(volume.volume_id)

@@ -1,0 +1,117 @@
+"""A disk that still reads, in another's place, under volumes of each kind; and what is refused."""
+
+from collections.abc import Iterator
+from time import sleep
+
+import chosen
+import expect
+import pytest
+from real.any import AnyHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from lvm import report
+from lvm.layout import Layout
+from lvm.pools import Policy
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+SIZE = 24 * MIB
+GROUP = "carver_replaced"
+LAYOUTS = {
+    "linear": Layout(),
+    "striped": Layout("striped", stripes=2),
+    "raid1": Layout("raid1", mirrors=1),
+    "raid5": Layout("raid5", stripes=2),
+    "thin": Layout("thin"),
+}
+
+
+@pytest.fixture
+def disks(host: AnyHost) -> list[str]:
+    """Three disks of the group, a vacant one, and one that is too small."""
+    return [host.new_device(extents * EXTENT) for extents in (31, 31, 31, 41, 3)]
+
+
+@pytest.fixture
+def group(host: AnyHost, disks: list[str]) -> Iterator[str]:
+    with host.own_group(GROUP, disks[:3]):
+        yield GROUP
+
+
+@pytest.fixture
+def config(config: Config, group: str) -> Config:
+    classes = tuple(
+        DeviceClass(
+            name=name,
+            group=group,
+            layout=shape,
+            default=name == "linear",
+            pool=Policy() if shape.is_thin else None,
+        )
+        for name, shape in LAYOUTS.items()
+    )
+    return Config(**{**vars(config), "classes": classes})
+
+
+def names(host: AnyHost) -> set[str]:
+    return {one.name for one in report.read(host.lvm).group(GROUP).disks}
+
+
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["linear", "raid1", "thin"]))
+def test_a_volume_is_moved_with_its_snapshot_while_it_is_in_use(
+    client: Client, host: AnyHost, disks: list[str], name: str
+) -> None:
+    volume = client.create("pvc-1", SIZE, block(), parameters={"class": name})
+    client.stage(volume, host.directory / "staging", block())
+    device = host.devices.find(GROUP, "vol-pvc-1")
+    assert device is not None
+    data = b"what was there before".ljust(4096, b".")
+    for offset in (0, SIZE - len(data)):
+        host.write_bytes(device.path, offset, data)
+    snapshot = client.snapshot("1", volume.volume_id)
+    for _ in range(600):
+        done, told = client.replace_disk(disks[0], disks[3])
+        if done:
+            break
+        sleep(0.05)
+    assert done, told
+    assert names(host) == {*disks[1:4]}
+    for offset in (0, SIZE - len(data)):
+        assert host.read_bytes(device.path, offset, len(data)) == data
+    client.delete_snapshot(snapshot.snapshot_id)
+    grown = client.expand(volume.volume_id, 2 * SIZE)
+    assert grown.capacity_bytes == 2 * SIZE
+    client.unstage(volume.volume_id, host.directory / "staging")
+    client.delete(volume.volume_id)
+
+
+def test_a_disk_that_is_too_small_or_holds_something_is_refused(
+    client: Client, host: AnyHost, disks: list[str]
+) -> None:
+    volume = client.create("pvc-1", 16 * EXTENT, block())
+    lies_on = report.read(host.lvm).group(GROUP).volume("vol-pvc-1").disks
+    old = next(d.name for d in report.read(host.lvm).group(GROUP).disks if d.uuid in lies_on)
+    with expect.code("FAILED_PRECONDITION", disks[4]):
+        client.replace_disk(old, disks[4])
+    host.write(disks[3], "ext4")
+    with expect.code("FAILED_PRECONDITION", "ext4"):
+        client.replace_disk(old, disks[3])
+    with expect.code("INVALID_ARGUMENT", "new_disk"):
+        client.replace_disk(old, old)
+    assert names(host) == {*disks[:3]}
+    client.delete(volume.volume_id)
+
+
+def test_a_volume_that_is_whole_is_left_alone(client: Client, group: str) -> None:
+    for name in ("linear", "raid1", "thin"):
+        volume = client.create(f"pvc-{name}", SIZE, block(), parameters={"class": name})
+        for _ in range(600):
+            # A new RAID is brought in sync first.
+            done, _ = client.repair(volume.volume_id)
+            if done:
+                break
+            sleep(0.05)
+        assert done
+        client.delete(volume.volume_id)

@@ -1,0 +1,282 @@
+"""Thin volumes on a lost disk, and snapshots while one is missing: deleted, and given up."""
+
+from collections.abc import Iterator
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import configured
+import expect
+import pytest
+import serving
+from fakes.host import FakeHost
+from model import operations as do
+from model.machine import Machine
+from model.operations import Use
+from model.stopping import Switch
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from agent.engine.jobs import Jobs
+from agent.service.server import Service
+from lvm.layout import Layout
+from lvm.pools import Policy
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+MARKER = b"a secret".ljust(4096, b"!")
+GIVE_UP = ("lvchange", "--addtag", "carver.givenUp=yes", "--")
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("data", [60, 60, 60])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    classes = (
+        DeviceClass("plain", "data", default=True),
+        DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
+    )
+    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+
+
+@pytest.fixture
+def service(config: Config, fake: FakeHost) -> Iterator[Service]:
+    running = serving.start(config, fake, wiper=20)
+    yield running
+    running.stop()
+
+
+def make(client: Client, fake: FakeHost, name: str, device_class: str = "thin") -> str:
+    volume = client.create(name, 8 * EXTENT, block(), parameters={"class": device_class})
+    fake.write_bytes(f"/dev/mapper/data-vol--{name}", 0, MARKER)
+    return volume.volume_id
+
+
+def names(fake: FakeHost) -> set[str]:
+    return set(fake.lvm2.groups["data"].volumes)
+
+
+def again(service: Service) -> None:
+    """What is done a minute later, until it has come to its end."""
+    for _ in range(4):
+        every: list[Jobs[Any]] = [service.wiper.jobs, service.giving_up.jobs]
+        for jobs in every:
+            for job in list(jobs._jobs.values()):
+                wait([job.ended], 20)
+                service.inventory.read()
+                jobs._look_again(job)
+            wait([one.ended for one in list(jobs._jobs.values())], 20)
+        wait([one.ended for one in list(service.reclaimer.jobs._jobs.values())], 20)
+
+
+def reduce(fake: FakeHost) -> None:
+    fake.lvm("vgreduce", "--removemissing", "--", "data")
+
+
+def test_a_thin_volume_on_a_missing_disk_is_deleted_and_stays_on_record(
+    client: Client, service: Service, fake: FakeHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    volume = make(client, fake, "a")
+    fake.lose_disk("data", 0)
+    client.delete(volume)
+    again(service)
+    client.delete(volume)
+    assert client.volumes() == []
+    assert names(fake) == {"pool-thin", "vol-a"}
+    [told] = {one for one in caplog.messages if "givenUp" in one}
+    assert "lvchange --addtag carver.givenUp=yes data/pool-thin" in told
+
+
+def test_it_goes_with_its_pool_when_the_disk_is_back(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = make(client, fake, "a")
+    fake.lose_disk("data", 0)
+    client.delete(volume)
+    fake.bring_disk("data", 0)
+    again(service)
+    assert names(fake) == set()
+    assert MARKER not in fake.freed_bytes("data")
+
+
+def test_a_pool_that_is_given_up_goes_when_all_that_is_in_it_was_deleted(
+    client: Client, service: Service, fake: FakeHost, caplog: pytest.LogCaptureFixture
+) -> None:
+    one, other = make(client, fake, "a"), make(client, fake, "b")
+    snapshot = client.snapshot("1", one)
+    lost = fake.lvm2.groups["data"].disks[0]
+    fake.lose_disk("data", 0)
+    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete(one)
+    fake.lvm(*GIVE_UP, "data/pool-thin")
+    again(service)
+    assert names(fake) == {"pool-thin", "vol-a", "vol-b", "snap-1"}, "b is somebody's"
+    assert client.snapshots() == []
+    client.delete(other)
+    again(service)
+    assert names(fake) == set()
+    told = [one for one in caplog.messages if "given up" in one and lost.uuid in one]
+    assert len(told) == 1
+
+
+def test_the_extents_of_what_was_given_up_are_overwritten_before_anyone_gets_them(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = make(client, fake, "a")
+    fake.lose_disk("data", 0)
+    client.delete(volume)
+    fake.lvm(*GIVE_UP, "data/pool-thin")
+    again(service)
+    group = fake.lvm2.groups["data"]
+    assert "carver.sweep=yes" in group.tags
+    reduce(fake)
+    assert client.capacity().available_capacity == 0
+    with expect.code("RESOURCE_EXHAUSTED", "overwritten"):
+        client.create("b", 8 * EXTENT, block())
+    again(service)
+    assert group.tags == set()
+    assert names(fake) == set()
+    assert sum(end - start for start, end in group.swept) == 120 * EXTENT
+    client.create("b", 8 * EXTENT, block())
+
+
+def test_a_restart_goes_on_with_what_is_to_be_overwritten(
+    client: Client, service: Service, fake: FakeHost, config: Config
+) -> None:
+    volume = make(client, fake, "a")
+    fake.lose_disk("data", 0)
+    client.delete(volume)
+    fake.lvm(*GIVE_UP, "data/pool-thin")
+    again(service)
+    service.stop()
+    reduce(fake)
+    following = serving.start(config, fake)
+    again(following)
+    assert fake.lvm2.groups["data"].tags == set()
+    assert names(fake) == set()
+    following.stop()
+
+
+def test_a_snapshot_is_deleted_while_a_disk_is_missing_and_overwritten_later(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = make(client, fake, "a", "plain")
+    snapshot = client.snapshot("1", volume)
+    fake.lose_disk("data", 2)
+    client.delete_snapshot(snapshot.snapshot_id)
+    assert client.snapshots() == []
+    client.delete_snapshot(snapshot.snapshot_id)
+    assert names(fake) == {"vol-a", "snap-1"}
+    fake.bring_disk("data", 2)
+    again(service)
+    assert names(fake) == {"vol-a"}
+    assert MARKER not in fake.freed_bytes("data")
+    client.delete(volume)
+    assert names(fake) == set()
+
+
+def test_a_volume_with_a_deleted_snapshot_is_overwritten_after_it(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = make(client, fake, "a", "plain")
+    snapshot = client.snapshot("1", volume)
+    fake.lose_disk("data", 0)
+    with expect.code("FAILED_PRECONDITION", "snap-1"):
+        client.delete(volume)
+    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete(volume)
+    assert names(fake) == {"vol-a", "snap-1"}
+    fake.bring_disk("data", 0)
+    again(service)
+    assert names(fake) == set()
+    assert MARKER not in fake.freed_bytes("data")
+
+
+def test_a_volume_that_is_given_up_goes_with_its_deleted_snapshots(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = make(client, fake, "a", "plain")
+    snapshot = client.snapshot("1", volume)
+    fake.lose_disk("data", 0)
+    client.delete_snapshot(snapshot.snapshot_id)
+    client.delete(volume)
+    fake.lvm(*GIVE_UP, "data/vol-a")
+    again(service)
+    assert names(fake) == set()
+    assert "carver.sweep=yes" in fake.lvm2.groups["data"].tags
+    reduce(fake)
+    again(service)
+    assert fake.lvm2.groups["data"].tags == set()
+
+
+def test_a_disk_whose_pool_was_given_up_is_replaced(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = make(client, fake, "a")
+    lost = fake.lvm2.groups["data"].disks[0]
+    fake.lose_disk("data", 0)
+    new = fake.new_device(61 * EXTENT)
+    with expect.code("FAILED_PRECONDITION", "vol-a"):
+        client.replace_disk(lost.uuid, new)
+    client.delete(volume)
+    with expect.code("FAILED_PRECONDITION", "deleted", "vol-a"):
+        client.replace_disk(lost.uuid, new)
+    fake.lvm(*GIVE_UP, "data/pool-thin")
+    again(service)
+    assert client.replace_disk(lost.uuid, new)[0]
+    again(service)
+    assert client.capacity({"class": "thin"}).available_capacity
+
+
+class Trial:
+    """A machine whose only volume was deleted, and given up with its pool."""
+
+    def __init__(self, directory: Path) -> None:
+        (directory / "mounts").mkdir(parents=True)
+        self.host = FakeHost(directory / "mounts")
+        name = self.host.new_group(20, 20, 20)
+        self.group = self.host.lvm2.groups[name]
+        thin = DeviceClass("plain", name, default=True, layout=Layout("thin"), pool=Policy())
+        self.machine = Machine(self.host, name, directory, settings={"classes": (thin,)})
+        create = do.Create("a", 8 * EXTENT, 0, Use("block", do.WRITER))
+        assert self.machine.call(create).code == "OK"
+        self.host.lose_disk(name, 0)
+        assert self.machine.call(do.Delete("a")).code == "OK"
+        self.host.lvm(*GIVE_UP, f"{name}/pool-plain")
+        self.machine.stop()
+
+    def run(self, switch: Switch) -> None:
+        """A process that does all there is to do, twice: while the disk is missing, and after."""
+        self.machine.start(switch)
+        switch.counting = True
+        for _ in range(2):
+            ended = self.machine.service.giving_up.start(self.group.name)
+            while not (switch.dead.is_set() or wait([ended], 0.05).done):
+                pass
+            if not self.group.volumes and any(one.missing for one in self.group.disks):
+                self.host.lvm("vgreduce", "--removemissing", "--", self.group.name)
+
+
+def test_a_kill_at_any_step_of_it_is_made_good(tmp_path: Path) -> None:
+    whole, counting = Trial(tmp_path / "whole"), Switch()
+    whole.run(counting)
+    whole.machine.stop()
+    assert {"lvm vgchange", "lvm lvremove", "lvm lvcreate", "zero_out"} <= set(counting.taken)
+    for stop_at in range(len(counting.taken)):
+        for before in (True, False):
+            trial = Trial(tmp_path / f"{stop_at}{before}")
+            switch = Switch(stop_at, before=before)
+            trial.run(switch)
+            assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
+            trial.machine.client.__exit__(None, None, None)
+            trial.run(Switch())
+            trial.machine.stop()
+            assert trial.group.volumes == {}, (stop_at, before)
+            assert trial.group.tags == set(), (stop_at, before)
+            assert sum(end - start for start, end in trial.group.swept) >= 40 * EXTENT

@@ -1,0 +1,223 @@
+"""Volumes made whole again: RAID volumes, pools with damaged metadata; when told, and unasked."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+import serving
+from fakes.host import FakeHost
+from fakes.lvm import FakePool
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from agent.service.server import Service
+from lvm.layout import Layout
+from lvm.pools import Policy
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("data", [60, 50, 40])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    raid = Layout("raid1", mirrors=1)
+    classes = (
+        DeviceClass("plain", "data", default=True),
+        DeviceClass("raid", "data", layout=raid),
+        DeviceClass("auto", "data", layout=raid, repair="auto", repair_after_seconds=600),
+        DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
+    )
+    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+
+
+@pytest.fixture
+def service(config: Config, fake: FakeHost) -> Iterator[Service]:
+    running = serving.start(config, fake)
+    yield running
+    running.stop()
+
+
+def make(client: Client, name: str, device_class: str, extents: int = 4) -> str:
+    parameters = {"class": device_class}
+    return client.create(name, extents * EXTENT, block(), parameters=parameters).volume_id
+
+
+def repaired(client: Client, volume_id: str, *, pool_metadata: bool = False) -> list[str]:
+    told = []
+    for _ in range(20):
+        done, message = client.repair(volume_id, pool_metadata=pool_metadata)
+        told.append(message)
+        if done:
+            return told
+    raise AssertionError(told)
+
+
+def test_a_volume_that_is_whole_is_left_alone(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    for name in ("plain", "raid", "thin"):
+        volume = make(client, name, name)
+        fake.commands.clear()
+        assert client.repair(volume)[0]
+        assert {words[1] for words in fake.commands} <= {"fullreport"}
+
+
+def test_a_lost_image_is_built_anew_on_a_disk_with_room(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    volume = make(client, "a", "raid")
+    fake.lose_disk("data", 0)
+    told = repaired(client, volume)
+    assert any("%" in one for one in told), told
+    assert list(fake.lvm2.groups["data"].volumes["vol-a"].extents) == [
+        "/dev/fake-data-2",
+        "/dev/fake-data-1",
+    ]
+
+
+def test_without_room_on_another_disk_nothing_is_begun(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    volume = make(client, "a", "raid", 30)
+    make(client, "b", "plain", 50)
+    fake.lvm2.groups["data"].volumes["vol-b"].extents = {"/dev/fake-data-2": 39}
+    fake.lose_disk("data", 0)
+    with expect.code("RESOURCE_EXHAUSTED", "replace-disk"):
+        client.repair(volume)
+
+
+def test_what_had_no_copy_is_not_repaired(client: Client, fake: FakeHost, service: Service) -> None:
+    ids = {name: make(client, name, name) for name in ("plain", "thin")}
+    lost = fake.lvm2.groups["data"].disks[0]
+    fake.lose_disk("data", 0)
+    for volume in ids.values():
+        with expect.code("FAILED_PRECONDITION", lost.uuid, "backup"):
+            client.repair(volume)
+
+
+def test_a_leg_that_failed_for_a_while_is_brought_in(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    volume = make(client, "a", "raid")
+    fake.fail_leg("data", "vol-a", 1)
+    repaired(client, volume)
+    assert not fake.lvm2.groups["data"].volumes["vol-a"].failed
+
+
+def test_copies_that_differ_are_made_alike(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    volume = make(client, "a", "raid")
+    fake.lvm2.groups["data"].volumes["vol-a"].health = "mismatches exist"
+    repaired(client, volume)
+    assert not fake.lvm2.groups["data"].volumes["vol-a"].health
+
+
+def pool_of(fake: FakeHost) -> FakePool:
+    found = fake.lvm2.groups["data"].volumes["pool-thin"]
+    assert isinstance(found, FakePool)
+    return found
+
+
+def test_a_pool_s_metadata_are_written_anew_only_when_told(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    volume = make(client, "a", "thin")
+    make(client, "b", "thin")
+    pool = pool_of(fake)
+    pool.damaged, pool.mode = True, "fail"
+    with expect.code("FAILED_PRECONDITION", "vol-a, vol-b", "--pool-metadata"):
+        client.repair(volume)
+    assert pool.damaged
+    [told] = repaired(client, volume, pool_metadata=True)
+    assert "pool-thin_meta0" in told
+    assert (pool.damaged, pool.mode, pool.active) == (False, "rw", True)
+    assert client.repair(volume)[0]
+
+
+def test_a_pool_that_cannot_be_activated_is_known_as_damaged(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    volume = make(client, "a", "thin")
+    fake.deactivate("data", "vol-a")
+    fake.deactivate("data", "pool-thin")
+    pool_of(fake).damaged = True
+    with expect.code("FAILED_PRECONDITION", "Manual repair required"):
+        client.repair(volume)
+    repaired(client, volume, pool_metadata=True)
+
+
+def test_a_pool_in_use_is_not_repaired(
+    client: Client, fake: FakeHost, service: Service, tmp_path: Path
+) -> None:
+    volume = client.create("a", 4 * EXTENT, block(), parameters={"class": "thin"})
+    client.stage(volume, tmp_path / "staging", block())
+    client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
+    pool = pool_of(fake)
+    pool.mode = "fail"
+    with expect.code("FAILED_PRECONDITION", "vol-a", "target"):
+        client.repair(volume.volume_id, pool_metadata=True)
+    assert pool.active
+
+
+def test_a_volume_is_repaired_unasked_once_it_was_degraded_for_long(
+    client: Client, fake: FakeHost, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, device_class in (("a", "auto"), ("b", "raid"), ("c", "plain")):
+        make(client, name, device_class)
+    fake.lose_disk("data", 0)
+    service.inventory.read()
+    volumes = fake.lvm2.groups["data"].volumes
+    for now in (0, 300, 599):
+        service.auto_repair.step(now)
+        assert volumes["vol-a"].health == "partial"
+    service.auto_repair.step(600)
+    assert volumes["vol-a"].health == ""
+    assert volumes["vol-b"].health == "partial"
+    assert [one for one in caplog.messages if "vol-a" in one and "rebuilt" in one]
+
+
+def test_a_disk_that_is_back_in_time_begins_no_rebuild(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    make(client, "a", "auto")
+    before = dict(fake.lvm2.groups["data"].volumes["vol-a"].extents)
+    for now, lose in ((0, True), (500, False), (550, True), (1100, True)):
+        (fake.lose_disk if lose else fake.bring_disk)("data", 0)
+        service.inventory.read()
+        service.auto_repair.step(now)
+    assert fake.lvm2.groups["data"].volumes["vol-a"].extents == before
+    service.auto_repair.step(1150)
+    assert fake.lvm2.groups["data"].volumes["vol-a"].extents != before
+
+
+def test_a_repair_without_room_is_told_once_and_tried_again(
+    client: Client, fake: FakeHost, service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(client, "a", "auto", 39)
+    fake.lose_disk("data", 0)
+    fake.lvm2.groups["data"].disks[2].allocatable = False
+    service.inventory.read()
+    for now in range(0, 3000, 30):
+        service.auto_repair.step(now)
+    assert len([one for one in caplog.messages if "not repaired yet" in one]) == 1
+    fake.lvm2.groups["data"].disks[2].allocatable = True
+    service.auto_repair.step(3300)
+    assert fake.lvm2.groups["data"].volumes["vol-a"].health == ""
+
+
+def test_where_no_class_asks_for_it_nothing_looks(tmp_path: Path, fake: FakeHost) -> None:
+    service = serving.start(configured.carver(tmp_path), fake)
+    service.auto_repair.start()
+    assert service.auto_repair._thread is None
+    service.stop()
