@@ -84,6 +84,8 @@ class Told:
         self._look = look
         self._id = machine.id_of(volume)
         self._path = path and machine.place(path)
+        # What the workload does meanwhile: the kernel finds out by that.
+        self.meanwhile: Callable[[], object] = lambda: None
 
     def now(self) -> dict[str, csi.VolumeHealth]:
         """By the call. None may wait for a disk."""
@@ -140,6 +142,8 @@ class Told:
         while not is_so(told := self.now(), of_storage := self.storage()):
             assert time.monotonic() < deadline, (told, of_storage)
             time.sleep(1)
+            with suppress(OSError):
+                self.meanwhile()
             if self._look:
                 with suppress(grpc.RpcError):
                     self._client.volumes()
@@ -172,9 +176,10 @@ def test_a_file_system_whose_disk_has_errors(
         told = Told(trial.machine, "a", "target")
         told.well()
         disks[0].fail()
-        with suppress(OSError):
-            write(target / "file")
+        # A commit of the journal that fails is told of by what is written after it.
+        told.meanwhile = lambda: write(target / "file")
         told.soon("FileSystemErrors|FileSystemReadOnly", "ext4", "kernel log")
+        told.meanwhile = lambda: None
         disks[0].mend()
         for call in (
             do.Unpublish("a", "target"),

@@ -109,6 +109,9 @@ class Writer:
         """Give back all that was written."""
         size_bytes = len(self.written) * MIB
         fcntl.ioctl(self._device, _BLKDISCARD, struct.pack("=QQ", 0, size_bytes))
+        # The pool sees that it has room again when it commits (check_for_data_space, dm-thin.c),
+        # which a flush has it do.
+        os.fsync(self._device)
         self.written.clear()
 
     def close(self) -> None:
