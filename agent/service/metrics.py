@@ -27,6 +27,7 @@ from agent.engine.allocation import Carvings
 from agent.engine.inventory import Inventory
 from agent.errors import AgentError
 from agent.health.conditions import Diagnosis
+from agent.orphans.watch import OrphanWatch
 from agent.service.registration import Registration, State
 from agent.volumes.copying import Copier
 from agent.workers.autoextend import Grower
@@ -53,6 +54,7 @@ class Parts:
     copier: Copier
     grower: Grower
     registration: Registration
+    orphans: OrphanWatch | None = None
 
 
 class Metrics:
@@ -185,6 +187,9 @@ class _Gauges(Collector):
             registration.add_metric([one.value], one is self._parts.registration.state)
         yield registration
 
+        if self._parts.orphans is not None:
+            yield from of_orphans(self._parts.orphans)
+
         answers = GaugeMetricFamily("carver_lvm_up", "Whether lvm2 gave a report when last asked.")
         when = GaugeMetricFamily(
             "carver_report_timestamp_seconds", "When the report of the groups was read."
@@ -271,6 +276,20 @@ class _Gauges(Collector):
                 largest = self._carvings.of(one).maximum_bytes(group)
                 available.add_metric([one.name, one.group], largest)
         return available
+
+
+def of_orphans(watch: OrphanWatch) -> Iterable[Metric]:
+    """How many orphans there are, and when they were looked for."""
+    orphans = GaugeMetricFamily(
+        "carver_orphans", "What nobody needs any more, seen twice, a grace apart.", labels=["kind"]
+    )
+    for kind, count in watch.counts().items():
+        orphans.add_metric([kind], count)
+    when = GaugeMetricFamily(
+        "carver_orphans_timestamp_seconds", "When orphans were looked for last, to the end."
+    )
+    when.add_metric([], watch.time_seconds)
+    return orphans, when
 
 
 def _of_group(name: str, documentation: str) -> GaugeMetricFamily:
