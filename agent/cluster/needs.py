@@ -61,6 +61,15 @@ class Needs:
 
 def read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> Needs:
     """Five lists; raises ClusterSilent where one is not whole, or is of another cluster."""
+    try:
+        return _read(lists, driver_name, node_id, topology_key)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        # An object that is no such object: then nobody knows what it speaks for.
+        problem = f"an object is not understood: {type(error).__name__}: {error}"
+        raise errors.ClusterSilent("its lists", problem) from error
+
+
+def _read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> Needs:
     nodes = lists.whole("/api/v1/nodes", "NodeList")
     known = frozenset(_names_of_nodes(nodes.items, topology_key))
     if node_id not in known:

@@ -42,6 +42,7 @@ from mount import table
 
 MIB = 1 << 20
 GRACE = 600
+OWN = {"driver": "lvm.csi.carver", "volumeHandle": "x"}
 KEY = "topology.lvm.csi.carver/node"
 
 
@@ -409,6 +410,32 @@ def test_one_list_that_is_not_whole_and_nothing_is_an_orphan(
     assert node.volumes() == {"vol-pvc-1"}
     node.api.lies.clear()
     assert node.sure() == {lost: Kind.VOLUME}
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (VOLUMES, {"spec": {"nodeAffinity": {"required": {"nodeSelectorTerms": 5}}, "csi": OWN}}),
+        (
+            VOLUMES,
+            {
+                "spec": {
+                    "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": 5}]}},
+                    "csi": OWN,
+                }
+            },
+        ),
+        (VOLUMES, {"spec": {"claimRef": {"name": "x"}, "csi": OWN}, "metadata": {"name": 5}}),
+        (CLAIMS, {"metadata": {"uid": ["x"]}}),
+    ],
+)
+def test_an_object_that_is_not_understood_proves_nothing(
+    node: Node, path: str, more: dict[str, object]
+) -> None:
+    node.volume("pvc-1")
+    node.api.add(path, "strange", **more)
+    with pytest.raises(errors.ClusterSilent):
+        node.look()
 
 
 def test_a_cluster_without_this_node_is_another_one(node: Node) -> None:
