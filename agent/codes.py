@@ -64,6 +64,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.NotServed, Code.FAILED_PRECONDITION),
     (agent.errors.CallRefused, Code.FAILED_PRECONDITION),
     (agent.errors.NotPublished, Code.FAILED_PRECONDITION),
+    (agent.errors.ClusterSilent, Code.UNAVAILABLE),
+    (agent.errors.NoOrphan, Code.FAILED_PRECONDITION),
     (agent.errors.NotConfirmed, Code.FAILED_PRECONDITION),
     (agent.errors.AgentError, Code.INTERNAL),
     (lvm.errors.ProgramMissing, Code.FAILED_PRECONDITION),

@@ -419,6 +419,23 @@ class NotPublished(AgentError):
         )
 
 
+class ClusterSilent(AgentError):
+    """The API server gave no whole list of what the cluster has, so nothing is proved by it."""
+
+    def __init__(self, what: str, problem: str) -> None:
+        super().__init__(
+            f"what the cluster needs is not known: {what}: {problem}. So nothing"
+            " counts as an orphan"
+        )
+
+
+class NoOrphan(AgentError):
+    """What shall be deleted as an orphan is none, or is not known as one long enough."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name!r} is not deleted: {why}")
+
+
 class NotConfirmed(AgentError):
     """Nobody said that a volume or a snapshot may be deleted, or a disk taken."""
 

@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_snapshot(commands)
     arguments.add_group(commands)
     _add_doctor(commands)
+    _add_orphans(commands)
     _add_completion(commands)
     return top
 
@@ -97,6 +98,23 @@ def _add_doctor(commands: Commands) -> None:
     doctor.add_argument("--json", action="store_true", help="one JSON object")
     settings.add_arguments(doctor)
     doctor.set_defaults(run=_doctor)
+
+
+def _add_orphans(commands: Commands) -> None:
+    orphans = commands.add_parser(
+        "orphans",
+        help="show what nobody needs any more, and delete one of it by its name",
+        description="Show what the cluster does not need any more: volumes that no"
+        " PersistentVolume names, inline volumes of pods that are gone, what was left half-made,"
+        " directories without a volume, objects of nodes that are gone. What was seen twice, a"
+        " grace apart, counts. Asks the API server, and changes nothing there. The exit code is 1"
+        " where that is not known.",
+    )
+    orphans.add_argument("--json", action="store_true", help="as JSON")
+    orphans.add_argument("--delete", metavar="NAME", help="delete the one of that name")
+    orphans.add_argument("--yes", action="store_true", help="without which nothing is deleted")
+    settings.add_arguments(orphans, ("endpoint", "kubeconfig", "orphan_grace_seconds"))
+    orphans.set_defaults(run=_orphans)
 
 
 def _add_completion(commands: Commands) -> None:
@@ -154,6 +172,20 @@ def _doctor(parsed: argparse.Namespace) -> int:
     else:
         terminal.console().print(terminal.doctor(found))
     return 0 if well else 1
+
+
+def _orphans(parsed: argparse.Namespace) -> int:
+    from agent.cli import orphans
+    from agent.engine.host import this_host
+
+    config = settings.load(parsed, os.environ)
+    host = this_host(config)
+    seeker = orphans.seeker(config, host)
+    if parsed.delete:
+        orphans.delete(config, host.kernel, seeker, parsed.delete, confirmed=parsed.yes)
+    else:
+        orphans.show(seeker.look(), config.orphan_grace_seconds, as_json=parsed.json)
+    return 0
 
 
 def _completion(parsed: argparse.Namespace) -> int:

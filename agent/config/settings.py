@@ -112,6 +112,21 @@ SETTINGS: Mapping[str, Setting] = {
     "wipe": Setting(
         values.choice("zero", "none"), lambda: "zero", "what is done to a deleted volume's blocks"
     ),
+    "kubeconfig": Setting(
+        lambda value: values.parse_absolute_path(value) if value else None,
+        lambda: "",
+        "the cluster that `carver orphans` asks what is needed; empty: the one whose pod it is",
+    ),
+    "orphan_interval_seconds": Setting(
+        values.parse_period,
+        lambda: 0,
+        "how often the service looks for orphans, and measures them; 0: never",
+    ),
+    "orphan_grace_seconds": Setting(
+        values.parse_grace,
+        lambda: 3600,
+        "how long something must be an orphan before it counts as one; 60 or more",
+    ),
     "file": Setting(
         values.parse_absolute_path,
         lambda: EMBEDDED_FILE,
@@ -149,6 +164,9 @@ class Config:
     inline_total_limit: Reserve = NO_RESERVE
     health_address: Address | None = None
     driver_name: str = DRIVER_NAME
+    kubeconfig: Path | None = None
+    orphan_interval_seconds: int = 0
+    orphan_grace_seconds: int = 3600
 
     def device_class(self, name: str) -> DeviceClass | None:
         """The class of that name, or the default one for an empty name."""

@@ -15,6 +15,8 @@ _MAXIMUM_NODE_ID = 128
 # CSI spec, GetPluginInfoResponse: a domain name of at most 63 characters.
 _MAXIMUM_DRIVER_NAME = 63
 _MAXIMUM_PORT = 65535
+# Less would make of a look a load, and of a grace none.
+_SHORTEST_SECONDS = 60
 _UNITS: Mapping[str, int] = {"": 1} | {
     f"{letter}{suffix}": base**power
     for power, letter in enumerate("KMGTPE", start=1)
@@ -56,6 +58,22 @@ def parse_count(value: object) -> int:
     if isinstance(value, bool) or not re.fullmatch(r"\d+", str(value)):
         raise ValueError("a whole number, 0 or more")
     return int(str(value))
+
+
+def parse_period(value: object) -> int:
+    """Seconds between two deeds that cost something; 0 for none at all."""
+    seconds = parse_count(value)
+    if 0 < seconds < _SHORTEST_SECONDS:
+        raise ValueError(f"0, or {_SHORTEST_SECONDS} seconds or more")
+    return seconds
+
+
+def parse_grace(value: object) -> int:
+    """Seconds for which something must last; never none."""
+    seconds = parse_count(value)
+    if seconds < _SHORTEST_SECONDS:
+        raise ValueError(f"{_SHORTEST_SECONDS} seconds or more")
+    return seconds
 
 
 def parse_flag(value: object) -> bool:

@@ -29,6 +29,7 @@ from agent.errors import AgentError
 from agent.health import conditions
 from agent.health.conditions import Diagnosis
 from agent.health.storage_health import StorageHealth
+from agent.orphans.watch import OrphanWatch
 from agent.service.registration import Registration, State
 from agent.volumes.copying import Copier
 from agent.workers.autoextend import Grower
@@ -56,6 +57,7 @@ class Parts:
     copier: Copier
     grower: Grower
     registration: Registration
+    orphans: OrphanWatch | None = None
 
 
 class Metrics:
@@ -197,6 +199,9 @@ class _Gauges(Collector):
             storage.add_metric([told.reason.of_storage, told.reason.word], 1)
         yield storage
 
+        if self._parts.orphans is not None:
+            yield from of_orphans(self._parts.orphans)
+
         answers = GaugeMetricFamily("carver_lvm_up", "Whether lvm2 gave a report when last asked.")
         when = GaugeMetricFamily(
             "carver_report_timestamp_seconds", "When the report of the groups was read."
@@ -285,6 +290,20 @@ class _Gauges(Collector):
                 largest = self._carvings.of(one).maximum_bytes(group)
                 available.add_metric([one.name, one.group], largest)
         return available
+
+
+def of_orphans(watch: OrphanWatch) -> Iterable[Metric]:
+    """How many orphans there are, and when they were looked for."""
+    orphans = GaugeMetricFamily(
+        "carver_orphans", "What nobody needs any more, seen twice, a grace apart.", labels=["kind"]
+    )
+    for kind, count in watch.counts().items():
+        orphans.add_metric([kind], count)
+    when = GaugeMetricFamily(
+        "carver_orphans_timestamp_seconds", "When orphans were looked for last, to the end."
+    )
+    when.add_metric([], watch.time_seconds)
+    return orphans, when
 
 
 def _of_group(name: str, documentation: str) -> GaugeMetricFamily:

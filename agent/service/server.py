@@ -65,6 +65,7 @@ from lvm.session import Session
 from proto import csi_pb2_grpc
 
 if TYPE_CHECKING:
+    from agent.orphans.watch import OrphanWatch
     from agent.service.metrics import Metrics, Parts
 
 _log = logging.getLogger(__name__)
@@ -119,6 +120,7 @@ class Service:
         self.replacement = Replacement(means, repairer)
         operator = Operator(repairer, self.replacement, locks)
         self.ephemeral = Ephemeral(means, provision, access, locks)
+        self.orphans = _orphans(config, host, known)
         self._server = grpc.server(
             ThreadPoolExecutor(admission.THREADS, thread_name_prefix="rpc"),
             interceptors=[Interceptor(observe, self.admission)],
@@ -152,6 +154,8 @@ class Service:
     def stop(self) -> None:
         """Let calls in flight end, then background work at its next safe point."""
         self.ephemeral.stop()
+        if self.orphans is not None:
+            self.orphans.stop()
         self._server.stop(_DRAIN_SECONDS).wait()
         self.grower.stop()
         self.auto_repair.stop()
@@ -239,6 +243,17 @@ def _metrics() -> "Metrics":
     return Metrics()
 
 
+def _orphans(config: Config, host: Host, known: Inventory) -> "OrphanWatch | None":
+    if not config.orphan_interval_seconds:
+        return None
+    # Imported here: who does not ask for it reads no kubeconfig.
+    from agent.orphans import look
+    from agent.orphans.watch import OrphanWatch
+
+    seeker = look.seeker(config, host.kernel, known)
+    return OrphanWatch(seeker.look, config.orphan_interval_seconds)
+
+
 def _counted(host: Host, metrics: "Metrics") -> Host:
     """The same machine, with each command counted, whoever carries it out."""
 
@@ -262,6 +277,7 @@ def _measured(config: Config, service: Service, registration: Registration) -> "
         service.copier,
         service.grower,
         registration,
+        service.orphans,
     )
 
 
@@ -291,6 +307,8 @@ def _after(service: Service, watch: Watch) -> None:
     service.grower.start()
     service.auto_repair.start()
     watch.start()
+    if service.orphans is not None:
+        service.orphans.start()
     notify("STATUS=ready")
     _check(service.node)
 

@@ -273,6 +273,18 @@ def test_what_does_not_go_together_is_told(values: Values, word: str, template: 
         template(values)
 
 
+def test_the_node_may_list_the_cluster_only_where_orphans_are_looked_for(
+    template: Template, tmp_path: Path
+) -> None:
+    assert "lvm.csi.carver-orphans" not in manifest.names(template(), "ClusterRole")
+    made = template({"orphans": {"enabled": True}})
+    roles = manifest.of_kind(made, "ClusterRole")
+    [role] = [one for one in roles if one["metadata"]["name"] == "lvm.csi.carver-orphans"]
+    assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"list"}
+    [(_, loaded)] = manifest.configurations(made, tmp_path)
+    assert loaded.orphan_interval_seconds == 600
+
+
 def test_any_setting_is_passed_through_as_what_it_is(template: Template, tmp_path: Path) -> None:
     large = 10 << 40
     values = {"settings": {"file_size": large, "wipe": "none", "devices": ["/dev/sdb"]}}

@@ -23,8 +23,11 @@ from agent.config.classes import DeviceClass
 from agent.csi.client import Client, block
 from agent.engine.host import Host
 from agent.health.reasons import Reason
+from agent.orphans.candidates import Candidate, Kind
+from agent.orphans.look import Orphan
+from agent.orphans.watch import OrphanWatch
 from agent.service import registration
-from agent.service.metrics import Metrics, Parts
+from agent.service.metrics import Metrics, Parts, of_orphans
 from agent.service.registration import Registration
 from agent.service.server import Service
 from agent.workers import autoextend
@@ -82,7 +85,8 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     health = (service.diagnosis, service.storage)
     running = (*health, service.wiper, service.copier, service.grower)
     known, admission = service.inventory, service.admission
-    metrics.watch(Parts(config.classes, known, admission, *running, kubelet))
+    orphans = OrphanWatch(list, interval_seconds=600)
+    metrics.watch(Parts(config.classes, known, admission, *running, kubelet, orphans))
     service.start(config.endpoint)
     with Client(config.endpoint) as client:
         yield Measured(metrics, host, client, service, kubelet)
@@ -277,6 +281,21 @@ def test_pools_are_measured_by_what_the_kernel_says_of_them(measured: Measured) 
     measured.host.deactivate("data", "pool-thin")
     assert ("carver_pool_data_percent", "thin", "data") not in measured.samples()
     assert found["carver_extensions_total", "data", "extended"] == 0
+
+
+def test_orphans_are_counted_by_kind_where_they_are_looked_for() -> None:
+    lost = Candidate(Kind.VOLUME, "data@00000000/vol-1", "uuid", "4 MiB")
+    found = [Orphan(lost, 3600, sure=True), Orphan(lost, 60, sure=False)]
+    watch = OrphanWatch(lambda: found, 600, clock=lambda: 42.0)
+    watch.step()
+    samples = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in of_orphans(watch)
+        for sample in family.samples
+    }
+    assert samples["carver_orphans", "volume"] == 1
+    assert samples["carver_orphans", "inline"] == 0
+    assert samples["carver_orphans_timestamp_seconds",] == 42
 
 
 def test_the_registration_is_in_one_state(measured: Measured) -> None:

@@ -91,6 +91,9 @@ endpoint = {{ printf "%s/csi.sock" (include "carver.pluginDir" .) | quote }}
 kubelet_dir = [{{ .Values.kubeletDir | quote }}]
 registration_directory = {{ printf "%s/plugins_registry" .Values.kubeletDir | quote }}
 {{- end }}
+{{- if .Values.orphans.enabled }}
+{{- $_ := set $own "orphan_interval_seconds" (int .Values.orphans.intervalSeconds) }}
+{{- end }}
 {{- if ne (include "carver.stateDir" .) "/var/lib/carver" }}
 {{- $_ := set $own "file" (printf "%s/carver.img" (include "carver.stateDir" .)) }}
 {{- end }}

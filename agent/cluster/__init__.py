@@ -1,0 +1,1 @@
+"""What Kubernetes tells: how its API server is reached, and what it has, read and never written."""

@@ -1,0 +1,180 @@
+"""What nobody seems to need, at one look: of the node's volumes, and of the cluster's objects."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from agent import fact, ids
+from agent.engine.inventory import Inventory
+from agent.engine.records import Snapshot, Volume
+from lvm import report
+
+if TYPE_CHECKING:
+    # Who counts orphans for a scrape, and looks for none, need not load what reads a kubeconfig.
+    from agent.cluster.needs import Needs
+
+
+class Kind(StrEnum):
+    """What an orphan is; each says what is to be done about it in `REMEDIES`."""
+
+    VOLUME = "volume"
+    INLINE = "inline"
+    HALF_MADE = "half-made"
+    WIPING = "wiping"
+    STAGING = "staging"
+    TARGET = "target"
+    CAPACITY = "capacity"
+    PERSISTENT_VOLUME = "persistentvolume"
+
+
+_DELETE = "carver orphans --delete {name} --yes"
+REMEDIES = {
+    Kind.VOLUME: _DELETE,
+    Kind.INLINE: _DELETE,
+    Kind.HALF_MADE: _DELETE,
+    Kind.WIPING: "see the log and docs/operations.md: it is removed when it is overwritten",
+    Kind.STAGING: _DELETE,
+    Kind.TARGET: _DELETE,
+    Kind.CAPACITY: "kubectl delete csistoragecapacities --namespace {namespace} {object}",
+    Kind.PERSISTENT_VOLUME: "kubectl delete pv {object}, once its data are given up:"
+    " docs/operations.md",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What seems to be an orphan.
+
+    `name` is what it goes by: a volume's id, a path, an object's name. `identity` tells it from
+    another of that name: LVM's, the file system's or the API server's. `handle` is the volume's id
+    as kubelet knows it, and `path` where it is, for what has these. What has no remedy by a call
+    is undone by the service, which `remedy` says.
+    """
+
+    kind: Kind
+    name: str
+    identity: str
+    about: str
+    handle: str = ""
+    path: str = ""
+    remedy: str = ""
+
+    @property
+    def key(self) -> str:
+        """What it is noted under."""
+        return f"{self.kind}:{self.identity}:{self.name}"
+
+    @property
+    def directory(self) -> str:
+        """Of a staging path or a target: kubelet's directory for it, which is its name."""
+        return self.name
+
+    @property
+    def is_deletable(self) -> bool:
+        """Whether a call of Carver's can take it away."""
+        return self.told_remedy.startswith("carver ")
+
+    @property
+    def told_remedy(self) -> str:
+        """What to do about it."""
+        namespace, _, name = self.name.rpartition("/")
+        text = self.remedy or REMEDIES[self.kind]
+        return text.format(name=self.name, namespace=namespace, object=name)
+
+
+def of_volumes(inventory: Inventory, known: report.Report, needs: "Needs") -> Iterator[Candidate]:
+    """Carver's volumes, by their tags, that nothing in the cluster needs."""
+    for one in inventory.present(known):
+        if one.wiping:
+            continue
+        if one.is_ephemeral:
+            if _lacks_its_pod(one, needs):
+                yield _inline(one)
+        elif not needs.names(one.name, one.facts[fact.NAME], one.facts.get("pv", "")):
+            kind = Kind.HALF_MADE if one.copying else Kind.VOLUME
+            yield Candidate(kind, str(one.id), _uuid(one), _about(one), handle=str(one.id))
+    for one in inventory.doomed(known):
+        why = f"deleted, not overwritten yet, {one.size_bytes} bytes"
+        yield Candidate(Kind.WIPING, str(one.id), _uuid(one), why)
+    yield from _half_made(inventory, known)
+
+
+def of_objects(needs: "Needs") -> Iterator[Candidate]:
+    """The cluster's objects of the driver's, of nodes that are gone."""
+    for one in needs.capacities:
+        if one.node not in needs.nodes:
+            yield Candidate(Kind.CAPACITY, one.name, one.uid, f"of {one.node}, which is gone")
+    for volume in needs.volumes:
+        if volume.nodes and needs.nodes.isdisjoint(volume.nodes):
+            where = ", ".join(sorted(volume.nodes))
+            about = f"of {where}, which is gone{_of_claim(volume.claim)}"
+            yield Candidate(Kind.PERSISTENT_VOLUME, volume.name, volume.uid, about)
+
+
+def pod_of(target_path: str) -> str:
+    """The pod's UID in a path of kubelet's for its volume; empty where it is no such path."""
+    _, pods, inside = target_path.rpartition("/pods/")
+    uid, volumes, _ = inside.partition("/volumes/")
+    return uid if pods and volumes and "/" not in uid else ""
+
+
+def _lacks_its_pod(volume: Volume, needs: "Needs") -> bool:
+    """Whether its pod is told of in its tags, and the cluster has no such pod on this node."""
+    uids = {volume.facts.get("podUid", ""), pod_of(volume.facts.get(fact.TARGET, ""))} - {""}
+    return not volume.wiping and bool(uids) and needs.pods.isdisjoint(uids)
+
+
+def _inline(volume: Volume) -> Candidate:
+    facts, path = volume.facts, volume.facts.get(fact.TARGET, "")
+    pod = "/".join(filter(None, (facts.get("namespace"), facts.get("pod"))))
+    about = f"{volume.size_bytes} bytes, of pod {pod or 'without a name'}, which is gone"
+    remedy = "" if path else "restart Carver and see its log: it is not known where it was"
+    return Candidate(
+        Kind.INLINE, str(volume.id), _uuid(volume), about, facts[fact.NAME], path, remedy
+    )
+
+
+def _half_made(inventory: Inventory, known: report.Report) -> Iterator[Candidate]:
+    """Snapshots of a copy that is not under way, and those of group snapshots that never were."""
+    copying = {one.facts[fact.NAME] for one in inventory.present(known) if one.copying}
+    half_made = inventory.half_made(known)
+    for one in inventory.all_snapshots(known):
+        if one.is_bridge and one.facts[fact.NAME] not in copying:
+            yield _snapshot(one, "was made for a copy that is not under way")
+        elif one.group_snapshot_id in half_made:
+            yield _snapshot(one, f"of group snapshot {one.group_snapshot_id}, which never was")
+
+
+def _snapshot(one: Snapshot, about: str) -> Candidate:
+    uuid = one.group.volume(one.name).uuid
+    remedy = "restart Carver, which undoes it, and see its log"
+    return Candidate(Kind.HALF_MADE, str(one.id), uuid, f"snapshot, {about}", remedy=remedy)
+
+
+def _uuid(volume: Volume) -> str:
+    return volume.group.volume(volume.name).uuid
+
+
+def _about(volume: Volume) -> str:
+    facts = volume.facts
+    claim = "/".join(filter(None, (facts.get("namespace"), facts.get("pvc"))))
+    state = ", not complete" if volume.copying else ""
+    return f"{volume.size_bytes} bytes{state}{_of_claim(claim)}"
+
+
+def _of_claim(claim: str) -> str:
+    return f", was claimed by {claim}" if claim else ""
+
+
+def proves_absent(known: report.Report, handle: str, groups: tuple[str, ...]) -> bool:
+    """Whether the report proves that there is no volume of that id, nor what is left of one.
+
+    An inline volume's id does not tell its group: then each of Carver's must be there.
+    """
+    parsed = ids.VolumeId.parse(handle)
+    if parsed is not None:
+        group = known.groups.get(parsed.group)
+        return group is not None and parsed.is_of(group.uuid) and parsed.name not in group.volumes
+    name = ids.logical_name(handle)
+    return all(one in known.groups and name not in known.groups[one].volumes for one in groups)

@@ -1,0 +1,183 @@
+"""A list is whole or it is none, whatever the API server does."""
+
+import threading
+from collections.abc import Iterator
+
+import api_server
+import pytest
+from api_server import VOLUMES, ApiServer, Lie, body, changed, cut_off, hang_up, silence, status
+
+from agent import errors
+from agent.cluster.access import Server
+from agent.cluster.lists import Lists
+
+
+@pytest.fixture
+def api() -> Iterator[ApiServer]:
+    with api_server.running() as made:
+        for number in range(7):
+            made.add(VOLUMES, f"pv-{number}")
+        yield made
+
+
+def lists(api: ApiServer, **limits: float) -> Lists:
+    port = int(api.url.rpartition(":")[2])
+    bounds = {"silence_seconds": 5.0, "list_seconds": 20.0} | limits
+    return Lists(
+        Server("tests", "127.0.0.1", port), page_items=3, sleep=lambda _seconds: None, **bounds
+    )
+
+
+def read(api: ApiServer, **limits: float) -> list[str]:
+    found = lists(api, **limits).whole(VOLUMES, "PersistentVolumeList")
+    return [one["metadata"]["name"] for one in found.items]
+
+
+ALL = [f"pv-{number}" for number in range(7)]
+
+
+def test_all_pages_are_read_and_nothing_is_written(api: ApiServer) -> None:
+    assert read(api) == ALL
+    assert [query.get("continue") for _, query in api.asked] == [None, ["107.3"], ["107.6"]]
+    assert {query["limit"][0] for _, query in api.asked} == {"3"}
+    assert api.methods == {"GET"}
+
+
+def test_an_honest_list_may_be_empty(api: ApiServer) -> None:
+    api.objects[VOLUMES].clear()
+    assert read(api) == []
+
+
+def no_more(document: api_server.Object) -> None:
+    del document["metadata"]["continue"]
+
+
+def another_version(document: api_server.Object) -> None:
+    document["metadata"]["resourceVersion"] = "99"
+
+
+def twice(document: api_server.Object) -> None:
+    document["items"].append(document["items"][0])
+
+
+def nothing_more(document: api_server.Object) -> None:
+    document["items"] = []
+
+
+LIES = {
+    "partial": changed(no_more),
+    "two moments": changed(another_version),
+    "an object twice": changed(twice),
+    "empty page that goes on": changed(nothing_more),
+    "no version": changed(lambda one: one["metadata"].pop("resourceVersion")),
+    "version of an empty cache": changed(lambda one: one["metadata"].update(resourceVersion="0")),
+    "no metadata": changed(lambda one: one.pop("metadata")),
+    "no items": changed(lambda one: one.pop("items")),
+    "items are null": changed(lambda one: one.update(items=None)),
+    "items without a name": changed(lambda one: one.update(items=[{"metadata": {"uid": "1"}}])),
+    "another kind": changed(lambda one: one.update(kind="PodList")),
+    "empty answer": body(""),
+    "empty object": body("{}"),
+    "no object": body("[]"),
+    "no JSON": body("<html>"),
+    "half of it": cut_off,
+    "no answer": hang_up,
+    "too many requests": status(429),
+    "server error": status(500),
+    "being started": status(503),
+    "expired": status(410),
+}
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+@pytest.mark.parametrize("page", [0, 1])
+def test_a_lie_is_not_believed_and_asked_again(api: ApiServer, lie: Lie, page: int) -> None:
+    api.lie(VOLUMES, *[honest] * page, lie)
+    assert read(api) == ALL
+    assert len(api.asked) >= 4
+
+
+def honest(handler: api_server.Handler, document: api_server.Object) -> None:
+    changed(lambda _: None)(handler, document)
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+def test_a_server_that_goes_on_lying_gives_no_list(api: ApiServer, lie: Lie) -> None:
+    for _ in range(3):
+        api.lie(VOLUMES, honest, lie)
+    with pytest.raises(errors.ClusterSilent, match="nothing counts as an orphan"):
+        read(api)
+
+
+@pytest.mark.parametrize(("code", "word"), [(401, "allowed"), (403, "allowed"), (404, "404")])
+def test_who_may_not_ask_is_told_at_once(api: ApiServer, code: int, word: str) -> None:
+    api.lie(VOLUMES, status(code))
+    with pytest.raises(errors.ClusterSilent, match=word):
+        read(api)
+    assert len(api.asked) == 1
+
+
+def test_a_redirection_is_not_followed(api: ApiServer) -> None:
+    api.lie(VOLUMES, status(302))
+    with pytest.raises(errors.ClusterSilent, match="302"):
+        read(api)
+
+
+def test_pages_that_expire_are_read_from_the_start(api: ApiServer) -> None:
+    def expire(handler: api_server.Handler, document: api_server.Object) -> None:
+        honest(handler, document)
+        api.expire()
+        api.add(VOLUMES, "pv-7")
+
+    api.lie(VOLUMES, expire)
+    assert read(api) == [*ALL, "pv-7"]
+
+
+def test_pages_without_an_end_end(api: ApiServer) -> None:
+    again = changed(lambda one: one["metadata"].update({"continue": "107.3"}))
+    api.lie(VOLUMES, *[again] * 10)
+    with pytest.raises(errors.ClusterSilent):
+        read(api)
+    assert len(api.asked) < 10
+
+
+def test_a_server_that_is_silent_is_given_up(api: ApiServer) -> None:
+    api.lie(VOLUMES, *[silence(0.5)] * 3)
+    with pytest.raises(errors.ClusterSilent, match="in time"):
+        read(api, silence_seconds=0.05)
+
+
+def test_a_list_that_takes_too_long_is_given_up(api: ApiServer) -> None:
+    with pytest.raises(errors.ClusterSilent, match="in time"):
+        read(api, list_seconds=0)
+
+
+def test_a_server_that_is_started_anew_is_asked_again(api: ApiServer) -> None:
+    def restart(handler: api_server.Handler, document: api_server.Object) -> None:
+        handler.close_connection = True
+        down.set()
+
+    down = threading.Event()
+    api.lie(VOLUMES, honest, restart)
+    attempts: list[float] = []
+
+    def pause(seconds: float) -> None:
+        # The first attempt after the loss meets nobody, the next one the new process.
+        attempts.append(seconds)
+        if len(attempts) == 1:
+            assert down.wait(5)
+            api.stop()
+        else:
+            api.start()
+
+    port = int(api.url.rpartition(":")[2])
+    asking = Lists(Server("tests", "127.0.0.1", port), page_items=3, sleep=pause)
+    found = asking.whole(VOLUMES, "PersistentVolumeList")
+    assert [one["metadata"]["name"] for one in found.items] == ALL
+    assert len(attempts) == 2
+
+
+def test_a_server_that_is_not_there_gives_no_list(api: ApiServer) -> None:
+    api.stop()
+    with pytest.raises(errors.ClusterSilent, match="refused"):
+        read(api)
