@@ -56,6 +56,10 @@ in-vm:
 contract: venv ## the contract tests on real LVM, with the cases that `make test` takes for variations
 	vagrant/lab.py during vagrant/lab.py run 'export CARVER_STATES=40; $(CONTRACT) --every'
 
+.PHONY: vm-every
+vm-every: venv ## the tests of the installed service and of failing disks, with their variations
+	vagrant/lab.py during vagrant/lab.py run '$(IN_GUEST) tests/vm --every'
+
 .PHONY: callers
 callers: venv ## every call that real callers were recorded to make, again, on real LVM
 	vagrant/lab.py during vagrant/lab.py run '$(IN_GUEST) --sessions --basetemp=/tmp/t $(REPLAY) --every'

@@ -33,6 +33,10 @@ VOLUMES = ("plain", "striped", "mirrored", "thin", "raw", "copy", "small")
 _PATIENCE_SECONDS = 60.0
 
 
+# The commands are what they are on any lvm2; `make contract` has them on the real one.
+pytestmark = pytest.mark.variation
+
+
 @pytest.fixture(params=FORMATS, ids=lambda path: path.stem)
 def group(request: pytest.FixtureRequest, host: AnyHost) -> str:
     """The group as that version left it."""

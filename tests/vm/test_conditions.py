@@ -206,6 +206,7 @@ def test_a_raw_volume_whose_disk_is_down(
         write(target)
 
 
+@pytest.mark.variation
 def test_a_disk_that_is_detached_and_attached_again(
     bench: Bench, host: RealHost, disks: tuple[Disk, Disk]
 ) -> None:
@@ -339,6 +340,7 @@ def test_a_group_that_is_gone_and_comes_back(
         trial.make(do.Stage("a", "staging", BLOCK))
 
 
+@pytest.mark.variation
 def test_a_disk_that_hangs_is_told_of_and_nobody_waits_for_it(
     bench: Bench, host: RealHost, disks: tuple[Disk, Disk]
 ) -> None:

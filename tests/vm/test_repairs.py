@@ -137,7 +137,13 @@ def refused(call: Callable[[], object], code: str, *words: str) -> None:
     assert all(one in (caught.value.details() or "") for one in words), caught.value.details()
 
 
-@pytest.mark.parametrize("layout", [RAID1, RAID5], ids=["raid1", "raid5"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(RAID1, id="raid1"),
+        pytest.param(RAID5, id="raid5", marks=pytest.mark.variation),
+    ],
+)
 def test_a_disk_that_is_lost_is_replaced_under_a_raid_in_use(
     bench: Bench, host: RealHost, disks: tuple[Disk, Disk, Disk], layout: str
 ) -> None:
@@ -160,6 +166,7 @@ def test_a_disk_that_is_lost_is_replaced_under_a_raid_in_use(
         raw.undo()
 
 
+@pytest.mark.variation
 def test_a_disk_that_was_detached_is_replaced(
     bench: Bench, host: RealHost, disks: tuple[Disk, Disk, Disk]
 ) -> None:
@@ -179,6 +186,7 @@ def test_a_disk_that_was_detached_is_replaced(
         raw.undo()
 
 
+@pytest.mark.variation
 def test_a_disk_that_still_reads_is_emptied_under_what_uses_it_also_across_a_kill(
     bench: Bench, host: RealHost, disks: tuple[Disk, Disk, Disk]
 ) -> None:
@@ -201,6 +209,7 @@ def test_a_disk_that_still_reads_is_emptied_under_what_uses_it_also_across_a_kil
             raw.undo()
 
 
+@pytest.mark.variation
 def test_what_would_be_lost_with_a_disk_is_named_and_given_up_in_turn(
     bench: Bench, host: RealHost, disks: tuple[Disk, Disk, Disk]
 ) -> None:
@@ -227,6 +236,7 @@ def test_what_would_be_lost_with_a_disk_is_named_and_given_up_in_turn(
         kept.undo()
 
 
+@pytest.mark.variation
 def test_a_pool_on_a_lost_disk_is_given_up_and_what_it_leaves_is_overwritten(
     bench: Bench, host: RealHost, disks: tuple[Disk, Disk, Disk]
 ) -> None:
@@ -275,6 +285,7 @@ def test_a_volume_is_repaired_on_the_group_s_other_disk(
         raw.undo()
 
 
+@pytest.mark.variation
 def test_a_volume_is_repaired_unasked_after_a_while(
     bench: Bench, host: RealHost, disks: tuple[Disk, Disk, Disk]
 ) -> None:
@@ -295,6 +306,7 @@ def test_a_volume_is_repaired_unasked_after_a_while(
         raw.undo()
 
 
+@pytest.mark.variation
 def test_a_pool_s_metadata_are_written_anew_when_that_is_said(
     bench: Bench, host: RealHost, disks: tuple[Disk, Disk, Disk]
 ) -> None:
