@@ -14,7 +14,7 @@ from real.host import Lab, RealHost, lab, real_host
 
 import agent.locks
 import lvm.command
-from agent.engine import behind
+from agent.engine import behind, users
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,9 +53,11 @@ def real(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def refused_at_once(monkeypatch: pytest.MonkeyPatch, real: bool) -> None:
     """A call that meets another does not wait, unless a test is about just that."""
     monkeypatch.setattr(agent.locks, "GRACE_SECONDS", 0.0)
+    if not real:
+        monkeypatch.setattr(users, "OPEN_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)

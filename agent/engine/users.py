@@ -1,14 +1,20 @@
 """Where a volume is used on this node: to be asked before it is taken away, or put elsewhere."""
 
+import time
 from collections.abc import Iterator, Sequence
 
 from agent import errors
 from agent.engine.inventory import Inventory
 from agent.engine.records import Volume
+from lvm import command
 from lvm.devices import Device
 from mount import loop, nodes, table, target
 from mount.syscalls import Kernel
 from mount.table import DeviceNumber, Mount, Table
+
+# A device that is open for no longer is not in use.
+OPEN_SECONDS = 2.0
+_LOOK_SECONDS = 0.02
 
 
 def numbers(kernel: Kernel, device: Device) -> list[DeviceNumber]:
@@ -66,5 +72,10 @@ def require_unused(kernel: Kernel, known: Inventory, volume: Volume) -> None:
     """Raise VolumeInUse where the volume is mounted, published or open."""
     if paths := mounted_at(kernel, known, str(volume.id)):
         raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(sorted(paths))}")
-    if known.is_open(volume):
-        raise errors.VolumeInUse(str(volume.id), "a process has its device open")
+    # udev has a look at a device after each close of it by a writer, such as the last unmount's.
+    remaining = command.remaining_seconds()
+    end = time.monotonic() + (OPEN_SECONDS if remaining is None else min(OPEN_SECONDS, remaining))
+    while known.is_open(volume):
+        if time.monotonic() >= end:
+            raise errors.VolumeInUse(str(volume.id), "a process has its device open")
+        time.sleep(_LOOK_SECONDS)

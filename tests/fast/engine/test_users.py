@@ -1,0 +1,43 @@
+"""Who has a volume open only for a moment keeps it from nothing."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from fakes.devices import FakeDevices
+from fakes.kernel import FakeKernel
+
+from agent import errors
+from agent.engine import users
+
+VOLUME: Any = SimpleNamespace(id="data@00000000/vol-a")
+
+
+class Known:
+    """Of a volume that is not mounted, and whose device is open at so many looks."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def device(self, _volume_id: str) -> None:
+        return None
+
+    def is_open(self, _volume: object) -> bool:
+        self.looks -= 1
+        return self.looks >= 0
+
+
+def require_unused(looks: int) -> None:
+    known: Any = Known(looks)
+    users.require_unused(FakeKernel(FakeDevices()), known, VOLUME)
+
+
+def test_a_device_that_udev_looks_at_is_not_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(users, "OPEN_SECONDS", 60.0)
+    monkeypatch.setattr(users, "_LOOK_SECONDS", 0.0)
+    require_unused(looks=5)
+
+
+def test_a_device_that_stays_open_is_in_use() -> None:
+    with pytest.raises(errors.VolumeInUse, match="a process has its device open"):
+        require_unused(looks=1000)
