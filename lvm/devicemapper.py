@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +202,11 @@ _KINDS: dict[str, type[Status]] = {
     "writecache": WriteCache,
     "mirror": Mirror,
 }
+
+
+def has_overflowed(told: Iterable[Status]) -> bool:
+    """Whether a copy-on-write snapshot is among these that cannot be read any more."""
+    return any(isinstance(one, Snapshot) and one.state for one in told)
 
 
 class DeviceMapper:

@@ -59,7 +59,7 @@ class PhysicalVolume:
 
 @dataclass(frozen=True)
 class LogicalVolume:
-    """A volume of a group. `active` and `open` are this node's; `disks` are the disks' UUIDs."""
+    """A volume of a group. `active` is this node's; `disks` are the disks' UUIDs."""
 
     group: str
     name: str
@@ -67,7 +67,6 @@ class LogicalVolume:
     size_bytes: int
     tags: frozenset[str]
     active: bool
-    open: bool
     # lv_layout's words; of a pool whose data have a cache, the cache's kind as well.
     layout: frozenset[str]
     # The thin pool that it lies in, and what it is a snapshot of.
@@ -179,7 +178,7 @@ _COLUMNS = {
     "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count",
     "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable,pv_in_use,"
     "pv_tags,pe_start",
-    "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_device_open,lv_layout,pool_lv,origin,"
+    "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_layout,pool_lv,origin,"
     "lv_health_status,data_percent,metadata_percent,lv_snapshot_invalid,lv_permissions,"
     "lv_metadata_size,lv_suspended,lv_read_ahead,raid_min_recovery_rate,raid_max_recovery_rate",
     # What lies on each disk, parts of a volume by names of their own.
@@ -325,7 +324,6 @@ def _logical_volume(
         size_bytes=int(row["lv_size"]),
         tags=_words(row["lv_tags"]),
         active=row["lv_active"] == "active",
-        open=row["lv_device_open"] == "open",
         layout=_words(row["lv_layout"]) | _words(cached_pools.get(name, "")),
         pool=_visible(row["pool_lv"]),
         origin=_visible(row["origin"]),

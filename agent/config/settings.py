@@ -186,6 +186,11 @@ class Config:
         return f"topology.{self.driver_name}/node"
 
     @property
+    def lvm_root(self) -> Path:
+        """lvm2's own root directory: the host's is reached through its first process."""
+        return Path("/proc/1/root" if self.lvm == "host" else "/")
+
+    @property
     def groups(self) -> tuple[str, ...]:
         """The groups of all classes, each once, in the classes' order."""
         return tuple(dict.fromkeys(one.group for one in self.classes))

@@ -406,7 +406,7 @@ class Engine:
 
     def _has_overflowed(self, name: str) -> bool:
         told = self._devices.status(self.name, name)
-        return any(isinstance(one, devicemapper.Snapshot) and one.state for one in told)
+        return devicemapper.has_overflowed(told)
 
     def _lvm_at(self, location: Location | None) -> Lvm:
         disks = (_NO_DISK,) if location is None else location.disks

@@ -56,7 +56,7 @@ class Inventory:
         seen = {one: self._engines.of(one) for one in wanted}
         looked = {name: one.look() for name, one in seen.items() if one is not None}
         told = {one.name: one.glance() for one in self._engines if one.name not in looked}
-        return report.Report({name: one for name, one in (told | looked).items() if one})
+        return _of_those_here(told | looked)
 
     def listed(self) -> report.Report:
         """What is in all groups now; of one that does not answer what was seen there last.
@@ -66,13 +66,13 @@ class Inventory:
         """
         admission.enter()
         told = {one.name: one.look_or_last() for one in self._engines}
-        return report.Report({name: one for name, one in told.items() if one})
+        return _of_those_here(told)
 
     def glance(self) -> report.Report:
         """What can be told of all groups without waiting for a disk that does not answer."""
         admission.enter()
         told = {one.name: one.glance() for one in self._engines}
-        return report.Report({name: one for name, one in told.items() if one})
+        return _of_those_here(told)
 
     def awake(self, *groups: str) -> report.Report:
         """The same, before a change; one more command for each device that was left suspended.
@@ -125,7 +125,7 @@ class Inventory:
             raise problems[0].with_traceback(None)
         if every and len(unseen) == len(every):
             raise lvm_errors.CommandTimedOut(("lvm", "fullreport"), _WATCHING_SECONDS)
-        known = report.Report({one.name: one.last for one in every if one.last is not None})
+        known = self._last()
         return known, min((one.time_seconds for one in every if one.time_seconds), default=0.0)
 
     @property
@@ -139,13 +139,17 @@ class Inventory:
         Whoever looks so has `renew` look anew when it is due.
         """
         self.leave_word()
-        known = report.Report({one.name: one.last for one in self._engines if one.last is not None})
+        known = self._last()
         if VolumeId.parse(volume_id) is None:
             return self.named(known, volume_id, ids.INLINE_PREFIX)
         try:
             return self.get(known, volume_id)
         except (errors.NoSuchVolume, errors.OtherGroup):
             return None
+
+    def _last(self) -> report.Report:
+        """What was seen of each group when it was looked at last."""
+        return _of_those_here({one.name: one.last for one in self._engines})
 
     def is_held(self, group: str, name: str) -> bool:
         """Whether a logical volume is suspended on purpose: see `holding`."""
@@ -407,11 +411,15 @@ class Inventory:
     def has_overflowed(self, snapshot: Snapshot) -> bool:
         """Whether an active snapshot was lost until now, as device-mapper says; no command."""
         told = self.status(snapshot.group.name, snapshot.name)
-        return any(isinstance(one, devicemapper.Snapshot) and one.state for one in told)
+        return devicemapper.has_overflowed(told)
 
 
 def _is_recent(engine: Engine) -> bool:
     return 0 <= time.time() - engine.tried_seconds < _RECENT_SECONDS
+
+
+def _of_those_here(groups: Mapping[str, report.Group | None]) -> report.Report:
+    return report.Report({name: one for name, one in groups.items() if one is not None})
 
 
 def _find(known: report.Report, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:

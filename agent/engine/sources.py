@@ -10,7 +10,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from agent import errors
 from agent.config.groups import BackingFile, Foundation
@@ -99,7 +98,7 @@ def lay(lvm: Lvm, laid: Foundations, config: Config) -> None:
         with _noted(failures, one.group):
             devices[one.group] = _devices(kernel, one)
     lvm.devices, lvm.settings = _confined(kernel, config, devices), _settings(config)
-    lvm.root = _root(config)
+    lvm.root = config.lvm_root
     laid.devices, laid.failures = devices, failures
     known = report.read(lvm) if devices else report.Report({})
     for one in config.foundations:
@@ -120,7 +119,7 @@ def lay(lvm: Lvm, laid: Foundations, config: Config) -> None:
 def look(run: Run, kernel: Kernel, config: Config) -> Lvm:
     """lvm2 as `lay` would have it called, without making anything; raises NotReady."""
     devices = {one.group: _found(kernel, one) for one in config.foundations}
-    return Lvm(run, _confined(kernel, config, devices), _settings(config), _root(config))
+    return Lvm(run, _confined(kernel, config, devices), _settings(config), config.lvm_root)
 
 
 @contextmanager
@@ -237,13 +236,8 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _root(config: Config) -> Path:
-    """Where lvm2's own root directory is: the host's is reached through its first process."""
-    return Path("/proc/1/root" if config.lvm == "host" else "/")
-
-
 def _settings(config: Config) -> tuple[str, ...]:
-    root = _root(config)
+    root = config.lvm_root
     if config.lvm == "host":
         # It was built for its /etc/lvm, and knows by itself whether a devices file counts.
         return (*lvm2.without_udev(), *lvm2.without_archives(root))

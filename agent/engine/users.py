@@ -17,9 +17,15 @@ OPEN_SECONDS = 2.0
 _LOOK_SECONDS = 0.02
 
 
-def numbers(kernel: Kernel, device: Device) -> list[DeviceNumber]:
-    """The device's number, and that of the loop device through which it is read only."""
-    loops = loop.over(kernel, device.number)
+def numbers(
+    kernel: Kernel, device: Device, loops: Sequence[str] | None = None
+) -> list[DeviceNumber]:
+    """The device's number, and that of the loop device through which it is read only.
+
+    `loops` are those over it, where the caller has asked for them.
+    """
+    if loops is None:
+        loops = loop.over(kernel, device.number)
     return [device.number, *(kernel.device_number(one) for one in loops)]
 
 

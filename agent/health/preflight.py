@@ -263,7 +263,7 @@ def _groups(node: Node) -> Iterator[Seen]:
 def _outside_devices_file(node: Node, known: Report) -> frozenset[str]:
     """The groups that are not there only because of the node's devices file: a command."""
     missing = frozenset(node.settings.groups) - known.groups.keys()
-    root = node.at("/proc/1/root" if node.settings.lvm == "host" else "/")
+    root = node.at(str(node.settings.lvm_root))
     # `devices` outweighs such a file: it is not heeded then.
     if not missing or node.settings.devices or not lvm2.has_devices_file(root):
         return frozenset()

@@ -88,7 +88,7 @@ class StorageHealth:
         """
         if engine.seen is not None or self._inventory.is_any_active(engine.name):
             return True
-        root = self.node.at("/proc/1/root" if self.node.settings.lvm == "host" else "/")
+        root = self.node.at(str(self.node.settings.lvm_root))
         return (root / _BACKUPS / engine.name).exists()
 
     def _of_kernel(self, group: Group, until_seconds: float) -> Iterator[Condition]:

@@ -292,7 +292,7 @@ class Access:
             mounts.ensure_unmounted(self._kernel, call.path, [])
             return
         loops = loop.over(self._kernel, device.number)
-        numbers = [device.number, *map(self._kernel.device_number, loops)]
+        numbers = users.numbers(self._kernel, device, loops)
         mounts.ensure_unmounted(self._kernel, call.path, numbers)
         self._drop_unused(loops)
 

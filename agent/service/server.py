@@ -170,10 +170,9 @@ class Service:
 def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Callable[[str], Session]:
     """How an engine's session with lvm2 is made: in a directory that the host sees, too."""
     directory = config.endpoint.parent / "lvm"
-    root = Path("/proc/1/root" if config.lvm == "host" else "/")
 
     def begin(group: str) -> Session:
-        return Session(run, converse, directory / group, root=root, observe=host.observe)
+        return Session(run, converse, directory / group, root=config.lvm_root, observe=host.observe)
 
     return begin
 

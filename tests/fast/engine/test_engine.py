@@ -498,7 +498,7 @@ def test_what_changes_behind_carver_s_back_is_seen_by_the_next_look(
 def still(group: report.Group) -> report.Group:
     """A group without what the kernel is asked for."""
     told = {
-        name: replace(one, active=False, open=False, read_only=False, overflowed=False)
+        name: replace(one, active=False, read_only=False, overflowed=False)
         for name, one in group.volumes.items()
     }
     return replace(group, volumes=told)

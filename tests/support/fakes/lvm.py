@@ -474,7 +474,6 @@ class FakeLvm:
                     "lv_size": str(volume.length * group.extent_size_bytes),
                     "lv_tags": ",".join(sorted(volume.tags)),
                     "lv_active": "active" if volume.active else "",
-                    "lv_device_open": "open" if self._is_open(group, volume) else "",
                     "lv_layout": _layout_words(volume),
                     "pool_lv": _pool(volume),
                     "origin": volume.origin or _hidden_origin(volume),
