@@ -11,14 +11,36 @@ from pathlib import Path
 from vagrant.host import LAB, NAME, PROJECT, as_root, remove_tree
 from vagrant.progress import Step
 
+# Debian's releases that the box can be built of, each with its Python; the first is the default.
+RELEASES = {"bookworm": "3.11", "trixie": "3.13"}
+
 KEY = LAB / "key"
-BOX = LAB / "box"
-WHEELS = LAB / "wheels"
 TOOLS = LAB / "tools"
 _RECIPE = PROJECT / "vagrant" / "box"
-_GUEST_PYTHON = "3.11"
 # pip does not derive older platforms from newer ones when they are named explicitly.
 _GUEST_PLATFORMS = ("2_28", "2_17", "2_12", "2_5")
+
+
+class BoxError(Exception):
+    """The box cannot be built as it was asked for."""
+
+
+def release() -> str:
+    """Name the Debian release to build the box of; raises BoxError for one that is not known."""
+    chosen = os.environ.get("CARVER_LAB_RELEASE") or next(iter(RELEASES))
+    if chosen not in RELEASES:
+        raise BoxError(f"CARVER_LAB_RELEASE is {chosen!r}; known are {', '.join(RELEASES)}")
+    return chosen
+
+
+def folder() -> Path:
+    """Return where the built box lies: each release has its own."""
+    return LAB / f"box-{release()}"
+
+
+def wheels() -> Path:
+    """Return where the wheels of the guest's Python lie."""
+    return LAB / f"wheels-{release()}"
 
 
 def stock() -> str | None:
@@ -54,45 +76,48 @@ def digest() -> str:
         content.update(text.encode())
     for path in [KEY.with_suffix(".pub"), *sorted(_RECIPE.rglob("*"))]:
         if path.is_file():
-            content.update(str(path.relative_to(LAB.parent)).encode())
+            content.update(os.path.relpath(path, PROJECT).encode())
             content.update(path.read_bytes())
     content.update(os.environ.get("CARVER_LAB_MIRROR", "").encode())
+    content.update(release().encode())
     return content.hexdigest()[:12]
 
 
 def name() -> str:
     """Name the box that the present tree asks for."""
-    return stock() or f"{NAME}-{digest()}"
+    return stock() or f"{NAME}-{release()}-{digest()}"
 
 
 def is_built() -> bool:
     """Tell whether the cached box is the one that the present tree asks for."""
-    stamp = BOX / "name"
+    stamp = folder() / "name"
     return stamp.exists() and stamp.read_text() == name()
 
 
 def fetch_wheels(step: Step) -> None:
     """Download the wheels of the guest's Python; the guest itself has no uplink."""
-    shutil.rmtree(WHEELS, ignore_errors=True)
-    WHEELS.mkdir(parents=True)
+    into = wheels()
+    shutil.rmtree(into, ignore_errors=True)
+    into.mkdir(parents=True)
     for file_name, text in requirements().items():
-        (WHEELS / file_name).write_text(text)
+        (into / file_name).write_text(text)
     platforms = [f"--platform=manylinux_{version}_x86_64" for version in _GUEST_PLATFORMS]
     step.run(
-        *(pip(step), "download", "--dest", WHEELS, "--only-binary=:all:", "--progress-bar=off"),
-        *("--implementation=cp", f"--python-version={_GUEST_PYTHON}", *platforms),
-        *("--platform=manylinux2014_x86_64", "--requirement", WHEELS / "test.txt"),
+        *(pip(step), "download", "--dest", into, "--only-binary=:all:", "--progress-bar=off"),
+        *("--implementation=cp", f"--python-version={RELEASES[release()]}", *platforms),
+        *("--platform=manylinux2014_x86_64", "--requirement", into / "test.txt"),
     )
 
 
 def build(step: Step) -> None:
     """Build the box and remember what it was made of."""
-    remove_tree(BOX)
+    into = folder()
+    remove_tree(into)
     mirror = os.environ.get("CARVER_LAB_MIRROR", "")
     script = as_root("env", f"CARVER_LAB_MIRROR={mirror}", "bash", _RECIPE / "build.sh")
-    step.run(*script, BOX, WHEELS, KEY.with_suffix(".pub"))
-    step.run(*as_root("chown", "-R", str(os.getuid()), BOX))
-    (BOX / "name").write_text(name())
+    step.run(*script, release(), into, wheels(), KEY.with_suffix(".pub"))
+    step.run(*as_root("chown", "-R", str(os.getuid()), into))
+    (into / "name").write_text(name())
 
 
 def pip(step: Step) -> Path:

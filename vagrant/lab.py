@@ -154,10 +154,10 @@ def _publish_box(booting: Step, machine: dict[str, object]) -> None:
     boxes = host.LAB / "vagrant" / "boxes"
     if not (boxes / name).exists():
         host.remove_tree(boxes)
-        _vagrant(booting, "box", "add", "--force", "--name", name, str(box.BOX / "lab.box"))
+        _vagrant(booting, "box", "add", "--force", "--name", name, str(box.folder() / "lab.box"))
         host.remove_volumes(host.NAME, keep=name)
     for file_name, target in (("vmlinuz", "kernel"), ("initrd.img", "initrd")):
-        source = box.BOX / file_name
+        source = box.folder() / file_name
         booting.run(*host.as_root("install", "-D", "-m", "644", source, str(machine[target])))
 
 
@@ -192,7 +192,7 @@ def _provision(*, only_if_changed: bool) -> None:
         wheel = _wheel(installing, digest)
         sync()
         if box.stock():
-            guest.copy(f"{box.WHEELS}/", "/opt/carver/wheels/", "--mkpath")
+            guest.copy(f"{box.wheels()}/", "/opt/carver/wheels/", "--mkpath")
         guest.copy(str(wheel), f"/opt/carver/wheel/{wheel.name}", "--mkpath")
         script = f"{_INSIDE}/provision.sh {guest.TREE} /opt/carver/wheel/{wheel.name}"
         line = f"rm -f {stamp}; bash {script} && echo -n {digest} > {stamp} && sync"
@@ -328,7 +328,7 @@ def main() -> int:
         if arguments.command == "during":
             return _during(lambda: subprocess.run(words, check=False).returncode)
         return _session(words)
-    except (StepError, guest.GuestError) as error:
+    except (StepError, box.BoxError, guest.GuestError) as error:
         print(f"lab: {error}", file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:

@@ -2,11 +2,12 @@
 # Build the lab's box from Debian packages: no box is downloaded, no boot loader is needed.
 # Runs as root on the host. `lab.py up` calls it; CARVER_LAB_MIRROR names another Debian mirror.
 #
-#   build.sh OUTPUT WHEELS PUBLIC_KEY    leaves OUTPUT/{lab.box,vmlinuz,initrd.img,modules}
+#   build.sh RELEASE OUTPUT WHEELS PUBLIC_KEY    leaves OUTPUT/{lab.box,vmlinuz,initrd.img}
 set -euo pipefail
-output=$1
-wheels=$2
-public_key=$3
+release=$1
+output=$2
+wheels=$3
+public_key=$4
 here=$(dirname "$(readlink -f "$0")")
 root=$output/root
 size_gib=24 # sparse; Carver's default group is a file of 10 GiB
@@ -35,14 +36,14 @@ mmdebstrap --mode=root --variant=minbase --format=directory --include="$packages
     --customize-hook='chroot "$1" systemctl enable --quiet systemd-networkd.service ssh.service' \
     --customize-hook='chroot "$1" systemd-machine-id-setup' \
     --customize-hook='cd "$here/rootfs/etc" && cp hosts hostname resolv.conf fstab "$1/etc/"' \
-    bookworm "$root" ${CARVER_LAB_MIRROR:+"$CARVER_LAB_MIRROR"}
+    "$release" "$root" ${CARVER_LAB_MIRROR:+"$CARVER_LAB_MIRROR"}
 
-release=$(ls "$root/lib/modules")
+kernel=$(ls "$root/lib/modules")
 # shellcheck disable=SC2086 # a list of words
-chroot "$root" modprobe --set-version "$release" --dry-run --all $modules
+chroot "$root" modprobe --set-version "$kernel" --dry-run --all $modules
 
-cp "$root/boot/vmlinuz-$release" "$output/vmlinuz"
-cp "$root/boot/initrd.img-$release" "$output/initrd.img"
+cp "$root/boot/vmlinuz-$kernel" "$output/vmlinuz"
+cp "$root/boot/initrd.img-$kernel" "$output/initrd.img"
 
 mke2fs -q -t ext4 -L carver-lab -d "$root" -E assume_storage_prezeroed=1 \
     "$output/root.raw" "${size_gib}G"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vagrant import guest, host, lab
+from vagrant import box, guest, host, lab
 
 
 @pytest.fixture
@@ -55,3 +55,21 @@ def test_no_machine_is_nothing_to_remove(
     monkeypatch.setattr(host, "domain_uuid", lambda: "")
     lab._remove_what_vagrant_lost()
     assert removed == []
+
+
+def test_the_box_of_each_release_is_kept_beside_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(box, "KEY", tmp_path / "key")
+    (tmp_path / "key.pub").write_text("a key")
+    places = set()
+    for release in box.RELEASES:
+        monkeypatch.setenv("CARVER_LAB_RELEASE", release)
+        places.add((box.folder(), box.wheels(), box.name()))
+    assert len(places) == len({folder for folder, _, _ in places}) == len(box.RELEASES)
+
+
+def test_a_release_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CARVER_LAB_RELEASE", "buster")
+    with pytest.raises(box.BoxError, match=r"CARVER_LAB_RELEASE is 'buster'; known are bookworm"):
+        box.name()
