@@ -207,7 +207,9 @@ class Inventory:
     ) -> Volume | None:
         """The volume that the CO calls `name`, in whichever of Carver's groups it is."""
         own_name = names.logical_volume(prefix, name)
-        return next((one for one in self.present(known) if one.name == own_name), None)
+        found = ((one, one.volumes.get(own_name)) for one in self.own_groups(known))
+        every = (records.volume(group, one) for group, one in found if one is not None)
+        return next(filter(None, every), None)
 
     def get(self, known: report.Report, volume_id: str) -> Volume:
         """The volume of that id, even one that is being wiped.
