@@ -33,6 +33,8 @@ class DiskEvents:
 
     def __init__(self, monitor: Any) -> None:
         self._monitor = monitor
+        # The nodes that were logical volumes when an event told what they are.
+        self._volumes: set[str] = set()
 
     @classmethod
     def open(cls, control: Path = _UDEV_CONTROL) -> Self | None:
@@ -57,6 +59,21 @@ class DiskEvents:
             device = self._monitor.poll(timeout=seconds)
         except OSError:
             return DiskEvent()  # more events than the socket could hold
-        if device is None or device.get("DM_UUID", "").startswith(_OF_A_VOLUME):
+        if device is None or self._is_volume(device):
             return None
         return DiskEvent(device.device_node if device.action == "change" else None)
+
+    def _is_volume(self, device: Any) -> bool:
+        """Whether it is a logical volume, or tells nothing of a disk yet.
+
+        A device of device-mapper can be read from its first "change" on, and until then bears no
+        UUID (10-dm.rules); of the two events with which it goes only the first one does.
+        """
+        if device.get("DM_UUID", "").startswith(_OF_A_VOLUME):
+            self._volumes.add(device.device_node)
+            return True
+        if device.action == "add" and device.sys_name.startswith("dm-"):
+            return True
+        was_volume = device.device_node in self._volumes
+        self._volumes.discard(device.device_node)
+        return was_volume and device.action == "remove"

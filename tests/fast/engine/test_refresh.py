@@ -114,6 +114,7 @@ class Changed(dict[str, str]):
     def __init__(self, action: str, node: str, **properties: str) -> None:
         super().__init__(properties)
         self.action, self.device_node = action, node
+        self.sys_name = Path(node).name
 
 
 class Monitor:
@@ -160,6 +161,25 @@ def test_events_of_disks_count_and_those_of_logical_volumes_do_not(
     assert monitor.started
     found = [events.wait(0.0) for _ in range(5)]
     assert found == [DiskEvent(), None, DiskEvent("/dev/dm-1"), None, DiskEvent()]
+
+
+def test_the_events_of_a_logical_volume_that_comes_and_goes_do_not_count_either(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # As udev told them of lvcreate and lvremove; then the node is another's.
+    told = [
+        Changed("add", "/dev/dm-6"),
+        Changed("change", "/dev/dm-6", DM_UUID="LVM-abc"),
+        Changed("remove", "/dev/dm-6", DM_UUID="LVM-abc"),
+        Changed("remove", "/dev/dm-6"),
+        Changed("add", "/dev/dm-6"),
+        Changed("change", "/dev/dm-6", DM_UUID="mpath-abc"),
+        Changed("remove", "/dev/dm-6"),
+    ]
+    events = listening(Monitor(*told), monkeypatch, tmp_path)
+    assert events is not None
+    found = [events.wait(0.0) for _ in told]
+    assert found == [None] * 5 + [DiskEvent("/dev/dm-6"), DiskEvent()]
 
 
 def test_where_udev_does_not_run_there_are_no_events(tmp_path: Path) -> None:
