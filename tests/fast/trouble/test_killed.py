@@ -416,7 +416,7 @@ def test_every_operation_that_changes_something_is_a_step() -> None:
 def test_a_dead_process_does_nothing_more_from_any_thread() -> None:
     done: list[tuple[str, ...]] = []
 
-    def run(*words: str) -> Result:
+    def run(*words: str, stdin: bytearray | None = None) -> Result:
         done.append(words)
         return Result(0, "", "")
 

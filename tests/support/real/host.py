@@ -116,12 +116,14 @@ class RealHost:
         # A device that is no disk keeps lvm2 from looking at all others while there is none yet.
         return Lvm(self.run, (*disks, *self._own) or ("/dev/null",), _SETTINGS)
 
-    def run(self, *words: str) -> Result:
-        """The seam `lvm.command.Run`."""
+    def run(self, *words: str, stdin: bytearray | None = None) -> Result:
+        """The seam `lvm.command.Runner`."""
         if (answer := self.intercept(words)) is not None:
             return answer
         self.commands.append(words)
-        return self._lab.session(*words) if self.sessions else self._lab.programs(*words)
+        if self.sessions and words[0] == "lvm":
+            return self._lab.session(*words)
+        return self._lab.programs(*words, stdin=stdin)
 
     def new_device(self, size_bytes: int) -> str:
         """A blank loop device."""
