@@ -4,8 +4,8 @@ Publishing, unpublishing, unstaging and statistics start no process: the kernel'
 sysfs say all that they need.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from agent.secret import Keys
 from agent.volumes.copying import Copier
 from agent.volumes.expansion import Expander
 from agent.workers.wiping import Wiper
+from lvm import errors as lvm_errors
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import filesystem, loop, mounts, nodes, options, table, target, usage
@@ -112,15 +113,26 @@ class Access:
                     "the volume was made for raw block access; what it holds is not Carver's",
                 )
             fs_type = fs_type or volume.facts.get(fact.FORMATTED) or DEFAULT_FS_TYPE
+            # A call that was given up may have left mkfs or fsck at work.
+            self._chores.finish(call.volume_id)
             device, tags = self._opening.opened(volume, device, call.keys)
-            self._promise(volume, tags | self._ensure_formatted(call, volume, device, fs_type))
-            target.ensure_directory(self._kernel, call.staging_path)
+            with self._closing_where_it_fails(call.volume_id, device):
+                self._promise(volume, tags | self._ensure_formatted(call, volume, device, fs_type))
+                target.ensure_directory(self._kernel, call.staging_path)
+                self._mount(call, device, fs_type)
         else:
             seen = self._inventory.glimpse(call.volume_id)
             if mounted.fs_type != (fs_type := fs_type or mounted.fs_type):
                 raise errors.Incompatible(
                     f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
                 )
+            self._mount(call, device, fs_type)
+        if _may_be_larger(seen) and not call.capability.read_only:
+            # Each time, also where it is mounted: an earlier call may have ended before this.
+            at = VolumeAt(call.volume_id, call.staging_path)
+            self.fill_device(at, call.keys, if_possible=True)
+
+    def _mount(self, call: StageVolume, device: Device, fs_type: str) -> None:
         flags = (*call.parameters.mount_options, *call.capability.mount_flags)
         mounts.ensure_mounted(
             self._kernel,
@@ -130,10 +142,17 @@ class Access:
             options.parse(flags, fs_type),
             read_only=call.capability.read_only,
         )
-        if _may_be_larger(seen) and not call.capability.read_only:
-            # Each time, also where it is mounted: an earlier call may have ended before this.
-            at = VolumeAt(call.volume_id, call.staging_path)
-            self.fill_device(at, call.keys, if_possible=True)
+
+    @contextmanager
+    def _closing_where_it_fails(self, volume_id: str, device: Device) -> Iterator[None]:
+        """Inside, an encrypted volume does not stay open for nobody; mkfs that goes on keeps it."""
+        try:
+            yield
+        except Exception:
+            if device.below is not None:
+                with suppress(mount_errors.MountError, lvm_errors.LvmError):
+                    self._mappings.close_unused(volume_id)
+            raise
 
     def check_keys(self, volume_id: str, parameters: Parameters, keys: Keys) -> None:
         """Raise what staging would raise for want of a key, before there is a volume."""
@@ -275,8 +294,6 @@ class Access:
     ) -> dict[str, str]:
         """Look, refuse the surprising, make; or look over what is there. The tag that tells it."""
         formatted = volume.facts.get(fact.FORMATTED)
-        # A call that was given up may have left mkfs or fsck at work.
-        self._chores.finish(call.volume_id)
         found = filesystem.probe(self._run, device.path, self._kernel)
         if found is not None and found.fs_type != fs_type:
             raise mount_errors.UnexpectedContents(device.path, str(found), fs_type)

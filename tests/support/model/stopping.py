@@ -35,6 +35,7 @@ CHANGING = frozenset(
         "copy",
         "write",
         "sync_btrfs",
+        "sync",
         "discard",
         "loop_configure",
         "loop_clear",
