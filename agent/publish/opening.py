@@ -84,7 +84,8 @@ class Opening:
             if mapping is not None:
                 self._mappings.ensure_closed(volume)
             tags = self._sealed(volume, device, key)
-            self._unlock(volume, device, keys, key)
+            is_changed = self._unlock(volume, device, keys, key)
+        self._mappings.back_up(device, anew=is_changed)
         mapping = self._inventory.mapping(volume)
         if mapping is None:
             raise lvm_errors.Inactive(volume.group.name, mapping_name(device))
@@ -147,19 +148,24 @@ class Opening:
         if not volume.header_bytes:
             raise errors.HeaderDamaged(str(volume.id), f"its tag `{fact.HEADER}` is lost")
 
-    def _unlock(self, volume: Volume, device: Device, keys: Keys, key: Key) -> None:
-        """Open it by the key, or by the one before, which is no key of it afterwards."""
+    def _unlock(self, volume: Volume, device: Device, keys: Keys, key: Key) -> bool:
+        """Open it by the key, or by the one before, which is no key of it afterwards.
+
+        Whether its keys changed.
+        """
         discard = any(one.discard for one in self._classes(volume.facts.get(fact.CLASS, "")))
         name = mapping_name(device)
         previous = keys.previous
         if not previous or previous.data == key.data:
             self._cryptsetup.open(device.path, key.data, name, discard=discard)
-            return
+            return False
+        before = self._slots(volume, device)
         if not self._cryptsetup.check(device.path, key.data):
-            change(self._cryptsetup, self._slots(volume, device), device.path, previous, key)
+            change(self._cryptsetup, before, device.path, previous, key)
         else:
-            retire(self._cryptsetup, self._slots(volume, device), device.path, previous, key)
+            retire(self._cryptsetup, before, device.path, previous, key)
         self._cryptsetup.open(device.path, key.data, name, discard=discard)
+        return self._slots(volume, device) != before
 
     def _slots(self, volume: Volume, device: Device) -> tuple[int, ...]:
         header = luks.read(self._kernel, device.path)

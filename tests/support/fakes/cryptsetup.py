@@ -11,6 +11,7 @@ import secrets
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fakes.devices import BLOCK_BYTES, FakeDevice, FakeDevices, Media
@@ -70,8 +71,8 @@ class FakeCryptsetup:
 
     def __init__(self, devices: FakeDevices) -> None:
         self._devices = devices
-        # By the name of a file: a header that was backed up.
-        self.files: dict[str, tuple[bytes, Media | None]] = {}
+        # What is in a device, by the UUID of the header that was backed up.
+        self._inner: dict[str, Media | None] = {}
 
     def __call__(self, words: Sequence[str], stdin: bytearray | None) -> Result:
         """Carry out `cryptsetup ACTION …`."""
@@ -191,15 +192,16 @@ class FakeCryptsetup:
 
     def _back_up(self, options: list[str], rest: list[str], key: bytes) -> Result:
         device, file = self._devices.get(rest[0]), _option(options, "--header-backup-file")
-        assert file not in self.files
-        self.files[file] = (device.media.read(0, 2 * luks.METADATA_BYTES), device.media.inner)
+        with Path(file).open("xb") as opened:
+            opened.write(device.media.read(0, 2 * luks.METADATA_BYTES))
+        Path(file).chmod(0o400)
+        self._inner[_uuid(device)] = device.media.inner
         return Result(0, "", "")
 
     def _restore(self, options: list[str], rest: list[str], key: bytes) -> Result:
         device = self._devices.get(rest[0])
-        header, inner = self.files[_option(options, "--header-backup-file")]
-        device.media.write(0, header)
-        device.media.inner = inner
+        device.media.write(0, Path(_option(options, "--header-backup-file")).read_bytes())
+        device.media.inner = self._inner[_uuid(device)]
         device.contents = Signature("crypto_LUKS", "crypto", _uuid(device), "carver")
         return Result(0, "", "")
 
