@@ -2,9 +2,9 @@
 
 Python copies what it is told, and leaves what it frees as it was. So a key is kept in one buffer
 that its owner overwrites, and what it came in, the text and the request's bytes, is overwritten
-where it lies. What the libraries under Python free the C library overwrites: MALLOC_PERTURB_ in
-systemd/carver.service and in the image (mallopt(3), M_PERTURB). docs/encryption.md tells what
-holds.
+where it lies. What the libraries under Python free the C library overwrites: MALLOC_PERTURB_ and
+GLIBC_TUNABLES in systemd/carver.service and in the image (mallopt(3), M_PERTURB).
+docs/encryption.md tells what holds.
 """
 
 import contextlib

@@ -308,6 +308,7 @@ def pack(root: Path, archive: Path, architecture: str) -> Path:
         *("--config.env", f"PATH=/{ENVIRONMENT}/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
         # As in systemd/carver.service.
         *("--config.env", "MALLOC_ARENA_MAX=2", "--config.env", "MALLOC_PERTURB_=165"),
+        *("--config.env", "GLIBC_TUNABLES=glibc.malloc.tcache_count=0"),
         *(
             f"--config.label=org.opencontainers.image.{key}={value}"
             for key, value in labels.items()
