@@ -52,7 +52,10 @@ class Headers:
         """Put a header back, if it is the volume's. Raises BadField, VolumeInUse, NotConfirmed."""
         if is_open:
             raise errors.VolumeInUse(self._name, "it is open; unstage it first")
-        kept = luks.read(Kernel(), file) if Path(file).is_file() else None
+        try:
+            kept = luks.read(Kernel(), file)
+        except OSError:
+            kept = None
         if kept is None:
             raise errors.BadField("FILE", f"{file} is no backup of a LUKS2 header")
         present = luks.read(self._kernel, self._device.path)
