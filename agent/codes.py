@@ -45,6 +45,9 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.StandstillOver, Code.DEADLINE_EXCEEDED),
     (agent.errors.NotStaged, Code.FAILED_PRECONDITION),
     (agent.errors.ContentsLost, Code.FAILED_PRECONDITION),
+    (agent.errors.KeyMissing, Code.INVALID_ARGUMENT),
+    (agent.errors.HeaderDamaged, Code.FAILED_PRECONDITION),
+    (agent.errors.GrowsWithKey, Code.FAILED_PRECONDITION),
     (agent.errors.StillAtWork, Code.ABORTED),
     (agent.errors.OperationPending, Code.ABORTED),
     (agent.errors.Copying, Code.ABORTED),
@@ -114,6 +117,10 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (mount.errors.RenewFailed, Code.INTERNAL),
     (mount.errors.GrowFailed, Code.INTERNAL),
     (mount.errors.LoopFailed, Code.INTERNAL),
+    # CSI spec, "Error Scheme": the secrets of the call are not valid.
+    (mount.errors.WrongKey, Code.UNAUTHENTICATED),
+    (mount.errors.CryptBusy, Code.FAILED_PRECONDITION),
+    (mount.errors.CryptFailed, Code.INTERNAL),
     (mount.errors.MountError, Code.INTERNAL),
     # The generated servicers raise it for every RPC that is not implemented.
     (NotImplementedError, Code.UNIMPLEMENTED),

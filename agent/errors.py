@@ -295,6 +295,39 @@ class ContentsLost(AgentError):
         )
 
 
+class KeyMissing(AgentError):
+    """An encrypted volume, and nobody gave its key; nothing was changed."""
+
+    def __init__(self, volume_id: str) -> None:
+        super().__init__(
+            f"volume {volume_id!r} is encrypted, and there is no key for it: have the StorageClass"
+            " name a secret with `passphrase` (csi.storage.k8s.io/node-stage-secret-name and"
+            " -namespace), or its class a key_file"
+        )
+
+
+class HeaderDamaged(AgentError):
+    """An encrypted volume whose LUKS2 header is not there, or is another. None is made anew."""
+
+    def __init__(self, volume_id: str, problem: str) -> None:
+        super().__init__(
+            f"volume {volume_id!r} is encrypted, and {problem}; without its header its data cannot"
+            " be read. It is left as it is: restore the header (`carver volume header restore`), or"
+            " the volume from a backup, or delete it"
+        )
+
+
+class GrowsWithKey(AgentError):
+    """The logical volume of an encrypted volume in use is larger; what is open of it is not."""
+
+    def __init__(self, volume_id: str) -> None:
+        super().__init__(
+            f"volume {volume_id!r} is encrypted, and grows in use with its key only: have the"
+            " StorageClass name a secret for that, too (csi.storage.k8s.io/node-expand-secret-name"
+            " and -namespace). It grows in any case when it is staged next: restart its pod"
+        )
+
+
 class OperationPending(AgentError):
     """Another call on the same volume, or at the same path, has not ended."""
 

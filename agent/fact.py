@@ -14,6 +14,14 @@ CACHE = "cache"
 # Of a volume of which no sector may show what was there before: FULLY.
 ZERO = "zero"
 FULLY = "fully"
+# Of a volume that lies encrypted in its logical volume: LUKS2; how many bytes of that are the
+# header's; and, once there is a header, its UUID.
+ENCRYPTION = "encryption"
+LUKS2 = "luks2"
+HEADER = "header"
+SEALED = "sealed"
+# The same, of a copied btrfs: it has an id of its own.
+RENEWED = "renewed"
 # Of a volume that was made of something: the id of that.
 FROM = "from"
 # Of a volume that could not grow when it was asked to: the bytes that it grows to.

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import sh
 
@@ -67,6 +67,14 @@ class Run(Protocol):
 
     def __call__(self, *words: str) -> Result:
         """Run the program `words[0]` with the rest as its arguments."""
+        ...
+
+
+class Runner(Run, Protocol):
+    """The same, for programs that read what nobody else shall see at their standard input."""
+
+    def __call__(self, *words: str, stdin: bytearray | None = None) -> Result:
+        """Run a program; it finds `stdin` there, or nothing. lvm2 reads nothing."""
         ...
 
 
@@ -129,7 +137,7 @@ def remaining_seconds() -> float | None:
 
 
 class Programs:
-    """The real `Run`.
+    """The real `Runner`.
 
     With `lvm_on_host` lvm2 is the host's own, reached from a container that shares the host's
     process namespace; all other programs are the container's.
@@ -141,7 +149,7 @@ class Programs:
         self._lvm_prefix: Sequence[str] = HOST_NAMESPACES if lvm_on_host else ()
         self._observe = observe or (lambda _: None)
 
-    def __call__(self, *words: str) -> Result:
+    def __call__(self, *words: str, stdin: bytearray | None = None) -> Result:
         """Run a program and return how it ended.
 
         Raises ProgramMissing, or CommandTimedOut when `time_limit` is over: CommandStuck where the
@@ -152,7 +160,7 @@ class Programs:
         if remaining == 0:
             raise errors.CommandTimedOut(words, 0.0)
         started = time.monotonic()
-        result, in_time = _execute(words, remaining)
+        result, in_time = _execute(words, remaining, stdin)
         self._observe(Finished(words, result.exit_code, time.monotonic() - started))
         if not in_time:
             raise errors.CommandTimedOut(words, remaining or 0.0)
@@ -168,13 +176,18 @@ class Programs:
         return (*self._lvm_prefix, *words) if words[0] == "lvm" else words
 
 
-def _execute(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result, bool]:
+def _execute(
+    words: Sequence[str], timeout_seconds: float | None, stdin: bytearray | None = None
+) -> tuple[Result, bool]:
     """How the program ended, and whether it did so by itself. Raises CommandStuck."""
-    is_lvm = words[0] in ("lvm", HOST_NAMESPACES[0])
-    return (_by_sh if is_lvm else _by_subprocess)(words, timeout_seconds)
+    if words[0] in ("lvm", HOST_NAMESPACES[0]):
+        return _by_sh(words, timeout_seconds)
+    return _by_subprocess(words, timeout_seconds, stdin)
 
 
-def _by_subprocess(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result, bool]:
+def _by_subprocess(
+    words: Sequence[str], timeout_seconds: float | None, stdin: bytearray | None = None
+) -> tuple[Result, bool]:
     """The same for mkfs and the like: sh takes longer than they do to start them.
 
     It forks a process of this one's size, and has threads to read what the program prints; Popen
@@ -184,7 +197,7 @@ def _by_subprocess(words: Sequence[str], timeout_seconds: float | None) -> tuple
         running = subprocess.Popen(
             words,
             env=ENVIRONMENT,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
@@ -192,7 +205,8 @@ def _by_subprocess(words: Sequence[str], timeout_seconds: float | None) -> tuple
         raise errors.ProgramMissing(words[0]) from None
     in_time = True
     try:
-        stdout, stderr = running.communicate(timeout=timeout_seconds)
+        # Written from where it is: nothing copies it.
+        stdout, stderr = running.communicate(cast(bytes, stdin), timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
         in_time = False
         running.terminate()

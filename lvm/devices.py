@@ -6,7 +6,7 @@ sysfs is read as it is: pyudev's Context looks for its library by starting ldcon
 
 import os
 import stat
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -22,15 +22,35 @@ _UUID_PREFIX = "LVM-"
 _UUID_LENGTH = 32
 # What lvm2 appends to a thin pool's name for the pool itself (lib/activate/dev_manager.c).
 _POOL_LAYER = "-tpool"
+# The names of the dm-crypt devices that Carver has cryptsetup make, and what that puts before the
+# UUID of the LUKS2 header in theirs.
+_MAPPING_PREFIX = "carver-luks-"
+_CRYPT_PREFIX = "CRYPT-LUKS2-"
 
 
 @dataclass(frozen=True)
 class Device:
-    """The block device of an active logical volume."""
+    """The block device of an active logical volume, or the dm-crypt device that stands on it.
+
+    The UUIDs are lvm2's, without dashes. `name` is a dm-crypt device's, and `below` what it is of.
+    """
 
     path: str
     number: tuple[int, int]
     group_uuid: str
+    uuid: str = ""
+    name: str = ""
+    below: "Device | None" = None
+
+    @property
+    def logical(self) -> "Device":
+        """The logical volume's own device."""
+        return self.below or self
+
+
+def mapping_name(device: Device) -> str:
+    """The device-mapper name of the dm-crypt device over a logical volume: one for its life."""
+    return f"{_MAPPING_PREFIX}{device.logical.uuid}"
 
 
 class Devices(Protocol):
@@ -38,6 +58,14 @@ class Devices(Protocol):
 
     def find(self, group: str, name: str) -> Device | None:
         """The device, or None where the volume is not active on this node (or not there)."""
+        ...
+
+    def mapping(self, device: Device) -> Device | None:
+        """The dm-crypt device over a volume's, as Carver opens it; None where it is not open."""
+        ...
+
+    def is_mapping_open(self, mapping: Device) -> bool:
+        """Whether something has a dm-crypt device open."""
         ...
 
     def active(self, group: str) -> tuple[str, ...]:
@@ -79,6 +107,31 @@ class KernelDevices:
         """The device, or None where the volume is not active on this node (or not there)."""
         dm_name = names.device(group, name)
         return self._by_node(dm_name) or self._by_search(dm_name)
+
+    def mapping(self, device: Device) -> Device | None:
+        """The dm-crypt device over a volume's, as Carver opens it; None where it is not open.
+
+        It is looked for in what stands on the volume: a name proves nothing, and neither does a
+        node in /dev/mapper.
+        """
+        own, name = f"{device.number[0]}:{device.number[1]}", mapping_name(device)
+        try:
+            holders = os.listdir(f"{_SYS_BY_NUMBER}/{own}/holders")  # noqa: PTH208 - each call asks
+        except OSError:
+            return None
+        for holder in holders:
+            directory = f"{_SYS_BLOCK}/{holder}"
+            is_ours = sysfs.word(f"{directory}/dm/name") == name
+            major, _, minor = sysfs.word(f"{directory}/dev").partition(":")
+            if is_ours and minor and sysfs.word(f"{directory}/dm/uuid").startswith(_CRYPT_PREFIX):
+                number = (int(major), int(minor))
+                path = f"{_MAPPER}/{name}" if _is_at(name, number) else f"/dev/{holder}"
+                return replace(device, path=path, number=number, name=name, below=device)
+        return None
+
+    def is_mapping_open(self, mapping: Device) -> bool:
+        """Whether something has a dm-crypt device open. One ioctl."""
+        return self._mapper.is_open(mapping.name)
 
     def active(self, group: str) -> tuple[str, ...]:
         """The names of a group's active volumes, of lvm2's own parts of volumes too. One ioctl."""
@@ -148,4 +201,15 @@ def _device(directory: str, dm_name: str, path: str, number: tuple[int, int]) ->
     uuid = sysfs.word(f"{directory}/dm/uuid")
     if not uuid.startswith(_UUID_PREFIX):
         return None
-    return Device(path, number, uuid.removeprefix(_UUID_PREFIX)[:_UUID_LENGTH])
+    uuids = uuid.removeprefix(_UUID_PREFIX)
+    return Device(path, number, uuids[:_UUID_LENGTH], uuids[_UUID_LENGTH : 2 * _UUID_LENGTH])
+
+
+def _is_at(dm_name: str, number: tuple[int, int]) -> bool:
+    """Whether the node in /dev/mapper is the device's."""
+    try:
+        found = os.stat(f"{_MAPPER}/{dm_name}")  # noqa: PTH116 - as above
+    except OSError:
+        return False
+    own = (os.major(found.st_rdev), os.minor(found.st_rdev))
+    return stat.S_ISBLK(found.st_mode) and own == number

@@ -288,3 +288,30 @@ def _first_lines(text: str) -> str:
     """The first three lines: mkfs.xfs prints its whole usage after the reason."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return "; ".join(lines[:3]) or "it said nothing"
+
+
+class WrongKey(MountError):
+    """A key that opens none of the slots of a device's LUKS2 header."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        super().__init__(
+            f"the key does not open {device}; give the one that the volume was made with, or that"
+            " `carver volume rekey` gave it"
+        )
+
+
+class CryptBusy(MountError):
+    """A dm-crypt device that something has open."""
+
+    def __init__(self, name: str, said: str) -> None:
+        self.name = name
+        super().__init__(f"dm-crypt device {name} is in use: {said}")
+
+
+class CryptFailed(MountError):
+    """cryptsetup did not do what it was asked for."""
+
+    def __init__(self, action: str, device: str, said: str) -> None:
+        self.device = device
+        super().__init__(f"cryptsetup {action} of {device} failed: {said}")

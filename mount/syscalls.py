@@ -76,6 +76,8 @@ def _ioc(direction: int, kind: int, number: int, size: int) -> int:
 _BLKROGET = _ioc(0, 0x12, 94, 0)
 _BLKGETSIZE64 = _ioc(2, 0x12, 114, 8)
 _BLKZEROOUT = _ioc(0, 0x12, 127, 0)
+_BLKPBSZGET = _ioc(0, 0x12, 123, 0)
+_BLKDISCARD = _ioc(0, 0x12, 119, 0)
 _EXT4_RESIZE_FS = _ioc(1, ord("f"), 16, 8)
 # struct xfs_fsop_geom_v1: eight u32, four u64, a uuid, seven 32-bit fields, padded to 112.
 _XFS_GEOMETRY = struct.Struct("=8I4Q16s7I4x")
@@ -311,6 +313,13 @@ class Kernel:
         """BTRFS_IOC_SYNC: what was written is on disk, and the log is empty."""
         _ioctl(path, _BTRFS_SYNC)
 
+    def sync(self, path: str) -> None:
+        """syncfs(2): what was written to the file system at a path is on its device."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with _closing(descriptor):
+            if _libc.syncfs(descriptor):
+                raise _error(path)
+
     # Block devices
 
     def device_number(self, path: str) -> tuple[int, int]:
@@ -324,6 +333,11 @@ class Kernel:
         """BLKGETSIZE64."""
         size: int = struct.unpack("=Q", _ioctl(device, _BLKGETSIZE64, bytes(8)))[0]
         return size
+
+    def device_sector_bytes(self, device: str) -> int:
+        """BLKPBSZGET: what the disk under a block device writes at once."""
+        (size,) = struct.unpack("=I", _ioctl(device, _BLKPBSZGET, bytes(4)))
+        return int(size)
 
     def device_is_read_only(self, device: str) -> bool:
         """BLKROGET."""
@@ -375,6 +389,19 @@ class Kernel:
                 raise OSError(error.errno, error.strerror, device) from error
             with _closing(descriptor):
                 _zero_out(descriptor, device, offset_bytes, length_bytes)
+
+    def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
+        """BLKDISCARD: the disk may forget the range; what reads there is not told. EBUSY as above.
+
+        EOPNOTSUPP where the disk does not know it.
+        """
+        descriptor = _open_exclusively(device)
+        with _closing(descriptor):
+            span = struct.pack("=2Q", offset_bytes, length_bytes)
+            try:
+                fcntl.ioctl(descriptor, _BLKDISCARD, bytearray(span))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, device) from error
 
     def flush(self, device: str) -> None:
         """fsync(2): what was written or zeroed stays so when the power fails.

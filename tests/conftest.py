@@ -83,7 +83,7 @@ def no_unfaked_commands(
     if real or request.node.get_closest_marker("starts_programs"):
         return
 
-    def refuse(words: tuple[str, ...], _timeout_seconds: float | None) -> None:
+    def refuse(words: tuple[str, ...], *_how: object) -> None:
         raise AssertionError(f"an unfaked command: {' '.join(words)}")
 
     monkeypatch.setattr(lvm.command, "_execute", refuse)

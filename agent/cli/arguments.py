@@ -58,6 +58,9 @@ def add_volume(commands: Commands) -> None:
     )
     create.add_argument("--class", dest="device_class", help="a class; else the default one")
     create.add_argument("--fs-type", help="ext4, xfs or btrfs; else the class's")
+    create.add_argument(
+        "--encryption", choices=("luks2",), help="encrypt it; it needs a key to be published"
+    )
     create.add_argument("--block", action="store_true", help="a raw block volume")
     source = create.add_mutually_exclusive_group()
     for noun in ("snapshot", "volume"):
@@ -85,9 +88,14 @@ def add_volume(commands: Commands) -> None:
         "publish",
         "have a volume appear at a path; the first time, format it",
         lambda verbs, parsed: verbs.publish(
-            parsed.name, parsed.path, read_only=parsed.read_only, shared=parsed.shared
+            parsed.name,
+            parsed.path,
+            read_only=parsed.read_only,
+            shared=parsed.shared,
+            key_file=parsed.key_file,
         ),
     )
+    _add_key_file(publish)
     _add_name(publish)
     publish.add_argument(
         "path", metavar="PATH", help="where; it is made, below one of the service's kubelet_dir"
@@ -110,9 +118,10 @@ def add_volume(commands: Commands) -> None:
         verbs,
         "expand",
         "make a volume larger, also while it is in use",
-        lambda verbs, parsed: verbs.expand(parsed.name, parsed.size),
+        lambda verbs, parsed: verbs.expand(parsed.name, parsed.size, parsed.key_file),
     )
     _add_name(expand)
+    _add_key_file(expand)
     expand.add_argument("size", metavar="SIZE", type=_size, help="the size that it shall have")
 
     modify = _verb(
@@ -144,6 +153,25 @@ def add_volume(commands: Commands) -> None:
         help="of a thin volume: have its pool's metadata written anew, if they are damaged",
     )
 
+    rekey = _verb(
+        verbs,
+        "rekey",
+        "give an encrypted volume another key, or one more for recovery",
+        lambda verbs, parsed: verbs.headers(parsed.name).rekey(
+            parsed.key_file, parsed.new_key_file, recovery=parsed.recovery
+        ),
+    )
+    _add_name(rekey)
+    _add_key_file(rekey)
+    rekey.add_argument(
+        "--new-key-file", metavar="FILE", default="", help="with the new key; else it is asked for"
+    )
+    rekey.add_argument(
+        "--recovery", action="store_true", help="beside the volume's own, in place of one like it"
+    )
+
+    _add_header(verbs)
+
     delete = _verb(
         verbs,
         "delete",
@@ -152,6 +180,40 @@ def add_volume(commands: Commands) -> None:
     )
     _add_name(delete)
     delete.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _add_header(volume: Commands) -> None:
+    """The words of `carver volume header`."""
+    text = "show, keep or put back the header of an encrypted volume"
+    header = volume.add_parser(
+        "header", help=text, description=f"{text[0].upper()}{text[1:]}, without which it is lost."
+    )
+    verbs = header.add_subparsers(required=True, metavar="VERB")
+    show = _verb(
+        verbs,
+        "show",
+        "show what the header says",
+        lambda verbs, parsed: verbs.headers(parsed.name).show(),
+    )
+    _add_name(show)
+    backup = _verb(
+        verbs,
+        "backup",
+        "write the header, key slots and all, to a new file",
+        lambda verbs, parsed: verbs.headers(parsed.name).back_up(parsed.file),
+    )
+    restore = _verb(
+        verbs,
+        "restore",
+        "put the header of a file in place of the volume's, which is not open",
+        lambda verbs, parsed: verbs.headers(parsed.name).restore(
+            parsed.file, is_open=verbs.is_open(parsed.name), confirmed=parsed.yes
+        ),
+    )
+    for verb in (backup, restore):
+        _add_name(verb)
+        verb.add_argument("file", metavar="FILE", help="where the copy is")
+    restore.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def add_snapshot(commands: Commands) -> None:
@@ -234,6 +296,12 @@ def _add_name(
     vars(action)["complete"] = dict.fromkeys(SHELLS, f"_carver_{noun}s")
 
 
+def _add_key_file(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--key-file", metavar="FILE", default="", help="with the key of an encrypted volume"
+    )
+
+
 def _add_forms(listing: argparse.ArgumentParser) -> None:
     form = listing.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="as JSON")
@@ -254,7 +322,11 @@ def _by_hand(
 
 def _parameters(parsed: argparse.Namespace) -> Mapping[str, str]:
     """What a StorageClass would say."""
-    given = {"class": parsed.device_class, "fsType": parsed.fs_type}
+    given = {
+        "class": parsed.device_class,
+        "fsType": parsed.fs_type,
+        "encryption": parsed.encryption,
+    }
     return {key: value for key, value in given.items() if value}
 
 

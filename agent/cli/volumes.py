@@ -12,6 +12,7 @@ import grpc
 
 from agent import errors, ids, sockets
 from agent.cli import terminal
+from agent.cli.encryption import Headers
 from agent.config.settings import Config
 from agent.csi import client
 from agent.csi.client import Client
@@ -19,7 +20,9 @@ from agent.engine import users
 from agent.engine.host import Host
 from agent.ids import VolumeId
 from lvm import names
-from mount import table
+from lvm.devices import Device
+from mount import cryptsetup, table
+from mount.cryptsetup import Cryptsetup
 from proto import csi_pb2 as csi
 
 # Beside the socket, which is inside kubelet's directory as staging paths have to be.
@@ -114,7 +117,9 @@ class Manual:
             made.add_row(key, "\n".join(value) if isinstance(value, list) else str(value))
         terminal.console().print(made)
 
-    def publish(self, name: str, path: str, *, read_only: bool, shared: bool) -> None:
+    def publish(
+        self, name: str, path: str, *, read_only: bool, shared: bool, key_file: str = ""
+    ) -> None:
         """Stage a volume, which formats it the first time, and have it appear at a path."""
         volume, place = self._find(name), Path(path).absolute()
         staging = self._staged(volume)
@@ -124,7 +129,7 @@ class Manual:
             # It was made for raw block access; where something else is wrong, the call will say so.
             capability = client.block(mode)
         staging.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._caller.stage(volume, staging, capability)
+        self._caller.stage(volume, staging, capability, _secrets(key_file))
         self._caller.publish(volume, staging, place, capability, read_only=read_only)
         print(f"{name} is at {place}")
 
@@ -141,7 +146,7 @@ class Manual:
             with suppress(FileNotFoundError):
                 staging.rmdir()
 
-    def expand(self, name: str, size_bytes: int) -> None:
+    def expand(self, name: str, size_bytes: int, key_file: str = "") -> None:
         """Grow a volume, and what lies on it where it is in use."""
         volume = self._find(name)
         places = self._places(volume)
@@ -150,9 +155,29 @@ class Manual:
         elif not places:
             raise errors.NotPublished(name)
         for place in places[:1]:
-            self._caller.node_expand(volume.volume_id, place, size_bytes)
+            self._caller.node_expand(volume.volume_id, place, size_bytes, _secrets(key_file))
         grown = self._caller.volume(volume.volume_id).volume
         print(f"{name}: {terminal.human(grown.capacity_bytes)}")
+
+    def headers(self, name: str) -> Headers:
+        """The header of an encrypted volume; raises NotStaged where the volume is not active."""
+        device = self._device(name)
+        waits = cryptsetup.has_udev()
+        program = Cryptsetup(self._host.run, waits_for_udev=waits)
+        return Headers(name, self._host.kernel, device, program)
+
+    def is_open(self, name: str) -> bool:
+        """Whether an encrypted volume is open."""
+        return self._host.devices.mapping(self._device(name)) is not None
+
+    def _device(self, name: str) -> Device:
+        """The logical volume's own device."""
+        known = VolumeId.parse(self._find(name).volume_id)
+        device = self._host.devices.find(known.group, known.name) if known else None
+        if device is None:
+            why = "its logical volume is not active (`lvchange -ay -K`)"
+            raise errors.NotStaged(name, why)
+        return device
 
     def modify(self, name: str, parameters: Mapping[str, str]) -> None:
         """Change what of a volume may be changed while it is in use."""
@@ -251,7 +276,8 @@ class Manual:
         if device is None:
             return []
         kernel = self._host.kernel
-        return [Path(one.path) for one in users.places(kernel, table.read(kernel), device)]
+        used = self._host.devices.mapping(device) or device
+        return [Path(one.path) for one in users.places(kernel, table.read(kernel), used)]
 
     def _published(self, volume: csi.Volume, staging: Path) -> list[Path]:
         return [one for one in self._places(volume) if one != staging]
@@ -271,6 +297,11 @@ def connected(settings: Config, host: Host) -> Iterator[Manual]:
             yield Manual(caller, settings, host)
         except grpc.RpcError as error:
             raise errors.CallRefused(error.code().name, error.details() or "") from None
+
+
+def _secrets(key_file: str) -> dict[str, str]:
+    """What kubelet would send of a Kubernetes secret."""
+    return {"passphrase": Path(key_file).read_text()} if key_file else {}
 
 
 def _logical(volume: csi.Volume) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from agent import errors
@@ -19,6 +20,10 @@ SNAPSHOT_SIZE = Reserve(percent=20)
 # or all of it.
 ZEROS = ZERO_FIRST, ZERO_FULLY = ("first", "fully")
 REPAIRS = MANUAL, AUTO = ("manual", "auto")
+# How a volume lies in its logical volume, and what is done to a deleted one beside its header:
+# what `wipe` says, nothing, or the disk is told that it may forget it.
+ENCRYPTIONS = (LUKS2,) = ("luks2",)
+ERASURES = ERASE_ZERO, ERASE_CRYPTO, ERASE_DISCARD = ("zero", "crypto", "discard")
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,12 @@ class DeviceClass:
     # Whether a RAID volume that lacks a disk for so long is repaired unasked.
     repair: str = MANUAL
     repair_after_seconds: int = 600
+    # Empty for a volume that is as it is. Of an encrypted one: whether it passes discards on; what
+    # is done when it is deleted; the file that its key is in where no secret has it.
+    encryption: str = ""
+    discard: bool = False
+    erase: str = ERASE_ZERO
+    key_file: Path | None = None
 
 
 CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
@@ -66,6 +77,10 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "zero": values.choice(*ZEROS),
     "repair": values.choice(*REPAIRS),
     "repair_after_seconds": values.parse_count,
+    "encryption": values.choice(*ENCRYPTIONS),
+    "discard": values.parse_flag,
+    "erase": values.choice(*ERASURES),
+    "key_file": values.parse_absolute_path,
 }
 
 
@@ -98,6 +113,9 @@ def _class(source: str, where: str, table: dict[str, Any]) -> DeviceClass:
     if shape.is_thin and "zero" in table:
         why = "is for layouts with extents of their own: a thin pool zeroes what it gives out"
         raise errors.BadConfig(source, f"{where}.zero", why)
+    if not one.encryption and (beside := table.keys() & {"discard", "erase", "key_file"}):
+        key = min(beside)
+        raise errors.BadConfig(source, f"{where}.{key}", 'is for classes with encryption = "luks2"')
     try:
         filesystem.check_options(one.fs_type, one.mkfs_options)
     except mount_errors.BadOption as error:

@@ -112,6 +112,11 @@ SETTINGS: Mapping[str, Setting] = {
     "wipe": Setting(
         values.choice("zero", "none"), lambda: "zero", "what is done to a deleted volume's blocks"
     ),
+    "header_backups": Setting(
+        lambda value: values.parse_absolute_path(value) if value else None,
+        lambda: "",
+        "the directory for copies of the headers of encrypted volumes; empty: none are kept",
+    ),
     "kubeconfig": Setting(
         lambda value: values.parse_absolute_path(value) if value else None,
         lambda: "",
@@ -164,6 +169,7 @@ class Config:
     inline_total_limit: Reserve = NO_RESERVE
     health_address: Address | None = None
     driver_name: str = DRIVER_NAME
+    header_backups: Path | None = None
     kubeconfig: Path | None = None
     orphan_interval_seconds: int = 0
     orphan_grace_seconds: int = 3600

@@ -51,7 +51,7 @@ def snapshot(one: Snapshot, here: Mapping[str, str]) -> csi.Snapshot:
     Volumes of it can be made where its group is, so `here`.
     """
     return csi.Snapshot(
-        size_bytes=one.size_bytes,
+        size_bytes=one.capacity_bytes,
         snapshot_id=str(one.id),
         source_volume_id=str(one.source_id),
         creation_time=time_of(one.time_nanoseconds),

@@ -243,6 +243,7 @@ class Client:
         volume: csi.Volume,
         staging_path: Path | str,
         capability: csi.VolumeCapability | None = None,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
         """Make a volume ready on the node."""
         request = csi.NodeStageVolumeRequest(
@@ -250,6 +251,7 @@ class Client:
             staging_target_path=str(staging_path),
             volume_capability=capability or mounted(),
             volume_context=volume.volume_context,
+            secrets=secrets or {},
         )
         self.node.NodeStageVolume(request, timeout=self._timeout)
 
@@ -288,6 +290,7 @@ class Client:
         capability: csi.VolumeCapability | None = None,
         *,
         read_only: bool = False,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
         """Make a volume that lives as long as its pod, as kubelet asks for one."""
         pod = {"ephemeral": "true", "pod.name": "web-0", "pod.namespace": "shop", "pod.uid": "17"}
@@ -298,6 +301,7 @@ class Client:
             volume_capability=capability or mounted(),
             volume_context={**(attributes or {}), **told},
             readonly=read_only,
+            secrets=secrets or {},
         )
         self.node.NodePublishVolume(request, timeout=self._timeout)
 
@@ -342,12 +346,17 @@ class Client:
         return bool(answer["done"]), str(answer["message"])
 
     def node_expand(
-        self, volume_id: str, volume_path: Path | str, required_bytes: int = 0
+        self,
+        volume_id: str,
+        volume_path: Path | str,
+        required_bytes: int = 0,
+        secrets: Mapping[str, str] | None = None,
     ) -> csi.NodeExpandVolumeResponse:
         """Grow a volume, the Node's part: what lies on it, and itself where it is too small."""
         request = csi.NodeExpandVolumeRequest(
             volume_id=volume_id,
             volume_path=str(volume_path),
             capacity_range=csi.CapacityRange(required_bytes=required_bytes),
+            secrets=secrets or {},
         )
         return self.node.NodeExpandVolume(request, timeout=self._timeout)

@@ -135,7 +135,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         with self._locks.hold(ids.logical_name(call.volume_id)):
             volume = self._expander.expand(call)
         return csi.ControllerExpandVolumeResponse(
-            capacity_bytes=volume.size_bytes,
+            capacity_bytes=volume.capacity_bytes,
             node_expansion_required=volume.facts.get(fact.ACCESS) != BLOCK,
         )
 
@@ -213,7 +213,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def _volume(self, volume: Volume) -> csi.Volume:
         return csi.Volume(
             volume_id=str(volume.id),
-            capacity_bytes=volume.size_bytes,
+            capacity_bytes=volume.capacity_bytes,
             volume_context=context_of(volume.facts),
             accessible_topology=[csi.Topology(segments=self._config.here)],
             content_source=_content_source(volume),

@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 
-from agent import codes
+from agent import codes, secret
 from agent.admission import Admission
 from agent.csi import redaction
 from lvm import command
@@ -70,9 +70,16 @@ class Interceptor(grpc.ServerInterceptor):
         if handler_call_details.method.startswith("/csi.v1.Identity/"):
             # grpc/_server.py, _select_thread_pool_for_behavior.
             call.__dict__["experimental_thread_pool"] = self._identity
-        return grpc.unary_unary_rpc_method_handler(
-            call, handler.request_deserializer, handler.response_serializer
-        )
+        deserialize = handler.request_deserializer
+
+        def read(data: bytes) -> Any:
+            request = deserialize(data) if deserialize is not None else data
+            if request is not data:
+                # They may have been a key's; nobody else has them.
+                secret.wipe(data)
+            return request
+
+        return grpc.unary_unary_rpc_method_handler(call, read, handler.response_serializer)
 
 
 def _remaining_seconds(context: grpc.ServicerContext) -> float | None:

@@ -44,7 +44,8 @@ class Node(csi_pb2_grpc.NodeServicer):
     ) -> csi.NodeStageVolumeResponse:
         """Make the volume ready on this node: active, formatted, mounted."""
         call = node.StageVolume.from_proto(request)
-        with self._locks.hold(ids.logical_name(call.volume_id), call.staging_path):
+        held = self._locks.hold(ids.logical_name(call.volume_id), call.staging_path)
+        with call.keys.used(), held:
             self._access.stage(call)
         return csi.NodeStageVolumeResponse()
 
@@ -63,7 +64,8 @@ class Node(csi_pb2_grpc.NodeServicer):
         """Make the staged volume, or an inline one, appear at a workload's path."""
         if node.PublishInline.is_meant(request):
             inline = node.PublishInline.from_proto(request)
-            with self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path):
+            held = self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path)
+            with inline.keys.used(), held:
                 self._ephemeral.publish(inline)
             return csi.NodePublishVolumeResponse()
         call = node.PublishVolume.from_proto(request)
@@ -108,11 +110,12 @@ class Node(csi_pb2_grpc.NodeServicer):
     ) -> csi.NodeExpandVolumeResponse:
         """Grow the volume where it is smaller than asked, then its file system, always."""
         call, at = volumes.ExpandVolume.from_proto(request), node.VolumeAt.from_volume_path(request)
-        with self._locks.hold(ids.logical_name(call.volume_id)):
+        own = node.keys_of(request.secrets)
+        with own.used(), self._locks.hold(ids.logical_name(call.volume_id)):
             size_bytes = self._access.size_bytes(at)
             if not call.size.allows(size_bytes):
-                size_bytes = self._expander.expand_in_use(call).size_bytes
-            self._access.fill_device(at)
+                size_bytes = self._expander.expand_in_use(call).capacity_bytes
+            self._access.fill_device(at, own)
         return csi.NodeExpandVolumeResponse(capacity_bytes=size_bytes)
 
     def NodeGetCapabilities(  # noqa: N802

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agent.config.settings import Config
-from lvm.command import Converse, Finished, Programs, Run
+from lvm.command import Converse, Finished, Programs, Runner
 from lvm.devices import Devices, KernelDevices
 from lvm.disks import Disks, KernelDisks
 from mount.syscalls import Kernel
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 class Host:
     """A machine to work on. Tests put a fake of it here."""
 
-    run: Run
+    run: Runner
     kernel: Kernel
     devices: Devices
     disks: Disks

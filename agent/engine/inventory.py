@@ -345,14 +345,21 @@ class Inventory:
         return volume
 
     def device(self, volume_id: str) -> devices.Device | None:
-        """The device of an active volume, found without a command; None proves nothing."""
+        """The device of an active volume, found without a command; None proves nothing.
+
+        Of an encrypted one that is open it is the dm-crypt device; while it is not, the logical
+        volume's, which nobody is given.
+        """
         parsed = VolumeId.parse(volume_id)
         if parsed is None:
             name = names.logical_volume(ids.INLINE_PREFIX, volume_id)
             found_in = (self._devices.find(group, name) for group in self._groups)
-            return next(filter(None, found_in), None)
-        found = self._devices.find(parsed.group, parsed.name)
-        return found if found is not None and parsed.is_of(found.group_uuid) else None
+            found = next(filter(None, found_in), None)
+        else:
+            found = self._devices.find(parsed.group, parsed.name)
+            if found is not None and not parsed.is_of(found.group_uuid):
+                return None
+        return found if found is None else self._devices.mapping(found) or found
 
     def activate(self, volume: Volume, *, partial: bool = False) -> devices.Device:
         """The volume's device; a command only where it is not active. Raises Inactive."""
@@ -379,8 +386,19 @@ class Inventory:
         return bool(self._devices.find(group, name) or self._devices.status(group, name))
 
     def is_open(self, volume: Volume) -> bool:
-        """Whether something has an active volume's device open; no command."""
+        """Whether something has an active volume's device open; no command.
+
+        Its own dm-crypt device does not count, only who has that open.
+        """
+        mapping = self.mapping(volume)
+        if mapping is not None:
+            return self._devices.is_mapping_open(mapping)
         return self._devices.is_open(volume.group.name, volume.name)
+
+    def mapping(self, volume: Volume) -> devices.Device | None:
+        """The dm-crypt device over an encrypted volume that is open; no command."""
+        found = self._devices.find(volume.group.name, volume.name)
+        return None if found is None else self._devices.mapping(found)
 
     def active(self, prefix: str) -> Iterator[tuple[str, str]]:
         """Group and name of each active logical volume with a prefix; no command."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from agent.config.settings import Config
 from agent.engine.engines import Engines
 from agent.engine.inventory import Inventory
-from lvm.command import Run
+from lvm.command import Runner
 from mount.syscalls import Kernel
 
 
@@ -14,7 +14,7 @@ class Means:
     """One of each for a process. An engine is held around each change of its group."""
 
     config: Config
-    run: Run
+    run: Runner
     kernel: Kernel
     engines: Engines
     inventory: Inventory

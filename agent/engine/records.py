@@ -77,6 +77,21 @@ class Volume:
         return wanted if wanted > self.size_bytes else 0
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether it lies encrypted in its logical volume; also where a tag of that is lost."""
+        return bool({fact.ENCRYPTION, fact.HEADER, fact.SEALED} & self.facts.keys())
+
+    @property
+    def header_bytes(self) -> int:
+        """How much of its logical volume its header takes, which is none of what a caller has."""
+        return _number(self.facts, fact.HEADER)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """How large it is to who uses it."""
+        return self.size_bytes - self.header_bytes
+
+    @property
     def is_ephemeral(self) -> bool:
         """Whether it is an inline volume, which no CreateVolume made and no DeleteVolume ends."""
         return fact.EPHEMERAL in self.facts
@@ -111,6 +126,11 @@ class Snapshot:
     facts: Mapping[str, str]
     overflowed: bool | None = False
     pool: str = ""
+
+    @property
+    def capacity_bytes(self) -> int:
+        """How large the volume was to who used it."""
+        return self.size_bytes - _number(self.facts, fact.HEADER)
 
     @property
     def is_thin(self) -> bool:

@@ -50,15 +50,19 @@ def targets(kernel: Kernel, mounts: Table, device: Device, inside: Sequence[str]
 
 
 def flush(kernel: Kernel, known: Inventory, volume_id: str) -> None:
-    """Have a mounted btrfs write what it holds in memory.
+    """Have a mounted btrfs, or what is mounted of an encrypted volume, write what is in memory.
 
     Of the other file systems the kernel does that by itself, when it suspends the device for a
-    snapshot. It does not know which btrfs a device is of (s_bdev is not set, fs/btrfs/super.c).
+    snapshot. It does not know which btrfs a device is of (s_bdev is not set, fs/btrfs/super.c), and
+    of an encrypted volume the device that is suspended is not the one that is mounted.
     """
     device = known.device(volume_id)
     if device is None:
         return
     for mounted in table.read(kernel).of_device(device.number):
+        if device.below is not None and mounted.fs_type != "btrfs":
+            kernel.sync(mounted.path)
+            return
         if mounted.fs_type == "btrfs":
             kernel.sync_btrfs(mounted.path)
             return

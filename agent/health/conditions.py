@@ -15,6 +15,7 @@ from agent.engine.records import Volume
 from agent.health import reasons
 from agent.health.looks import Looks
 from agent.health.reasons import Condition, Reason
+from agent.requests.capabilities import BLOCK
 from lvm import caches, pools, report, tags
 from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 from lvm.devices import Device, Devices
@@ -140,6 +141,14 @@ class Diagnosis:
         device = self._inventory.device(volume_id)
         if device is not None:
             found += self._of_device(_group_of(volume_id, volume), name, device, mounts)
+            if volume is not None and self._is_left_open(volume, device, mounts):
+                found.append(
+                    Condition(
+                        Reason.ENCRYPTION_LEFT_OPEN,
+                        f"encrypted volume {volume.name} is open ({device.path}), and nobody has it"
+                        " mounted: it is closed when it is staged, unstaged or deleted",
+                    )
+                )
         for snapshot in records.snapshots_of(volume) if volume is not None else ():
             if not snapshot.problem and self._inventory.has_overflowed(snapshot):
                 found.append(overflowed(snapshot))
@@ -152,14 +161,24 @@ class Diagnosis:
             yield Condition(
                 Reason.DEVICE_SUSPENDED,
                 f"logical volume {group}/{name} is suspended, and whoever reads or writes there"
-                f" waits: run `dmsetup resume {device.path}` if lvm2 is not at work on it; the next"
-                " change of the group by Carver does it, too",
+                f" waits: run `dmsetup resume {device.logical.path}` if lvm2 is not at work on it;"
+                " the next change of the group by Carver does it, too",
             )
         mounted = mounts.of_device(device.number)
         whole = next((one for one in mounted if one.root == "/"), None)
         if whole is not None:
             for problem in health.problems(self._kernel, mounts, whole):
                 yield Condition(_OF_FILE_SYSTEMS[problem.kind], problem.message)
+
+    def _is_left_open(self, volume: Volume, device: Device, mounts: table.Table) -> bool:
+        """Whether an encrypted volume with a file system is open and not in use, be it by mkfs.
+
+        A raw block volume is open while it is staged, used or not.
+        """
+        if device.below is None or volume.facts.get(fact.ACCESS) == BLOCK:
+            return False
+        is_used = mounts.of_device(device.number) or self._devices.is_mapping_open(device)
+        return not is_used
 
     def _is_left_suspended(self, group: str, name: str) -> bool:
         """Whether a volume is suspended, and not for the moment that a change of it takes."""

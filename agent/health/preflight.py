@@ -358,6 +358,38 @@ def _thin_tools(node: Node) -> Iterator[Seen]:
         yield PASS, "the programs that check and mend thin pools are there", ""
 
 
+def _encryption(node: Node) -> Iterator[Seen]:
+    encrypted = [one.name for one in node.settings.classes if one.encryption]
+    if not encrypted:
+        return
+    named = f"class {', '.join(encrypted)}"
+    if not _has(node, "cryptsetup"):
+        yield FAIL, f"cryptsetup is missing, which {named} needs", "install cryptsetup-bin"
+    there = _module_is_there(node, "dm-crypt")
+    if there is False:
+        yield FAIL, f"the kernel has no dm-crypt, which {named} needs", "install its modules"
+    elif _has(node, "cryptsetup"):
+        yield PASS, f"cryptsetup is there, and dm-crypt{' perhaps' * (there is None)}", ""
+    flags = node.at("/proc/cpuinfo").read_text().lower().split()
+    # x86 and 64-bit ARM call it the same.
+    if "aes" in flags:
+        yield PASS, "the processor has instructions for AES", ""
+    else:
+        yield (
+            WARN,
+            "the processor has no instructions for AES: encrypted volumes are some times slower",
+            "nothing need be done; in a virtual machine, show it the host's processor",
+        )
+    for one in node.settings.classes:
+        if one.key_file is not None and not node.at(str(one.key_file)).is_file():
+            yield (
+                WARN,
+                f"class {one.name}: key_file {one.key_file} is not there, so only volumes with a"
+                " secret are opened",
+                "make the file, mode 0400, or correct the class",
+            )
+
+
 def _service(node: Node) -> Iterator[Seen]:
     endpoint = node.settings.endpoint
     if sockets.is_served(endpoint):
@@ -399,6 +431,7 @@ CHECKS: dict[str, Check] = {
     "modules": _modules,
     "file systems": _file_systems,
     "thin tools": _thin_tools,
+    "encryption": _encryption,
     "service": _service,
 }
 CHEAP = ("device-mapper", "kubelet directory")

@@ -38,6 +38,7 @@ class Reason(enum.Enum):
     CACHE_FAILING = "CacheFailing", DEGRADED, ""
     FILE_SYSTEM_ERRORS = "FileSystemErrors", DEGRADED, ""
     EXPANSION_PENDING = "ExpansionPending", DEGRADED, ""
+    ENCRYPTION_LEFT_OPEN = "EncryptionLeftOpen", DEGRADED, ""
     LVM_REPORTS = "LvmReports", DEGRADED, ""
 
     DISK_MISSING = "DiskMissing", INACCESSIBLE, STORAGE_DEGRADED

@@ -75,6 +75,7 @@ class Ephemeral:
         """
         place = self._access.place(call.target_path)
         parameters = self._provision.completed(call.parameters, call.capability)
+        self._access.check_keys(call.volume_id, parameters, call.keys)
         about = {**(parameters.about or {}), fact.EPHEMERAL: _YES}
         if tags.fits(fact.TARGET, place):
             about[fact.TARGET] = place
@@ -105,7 +106,9 @@ class Ephemeral:
 
         try:
             self._access.ensure_mounted(
-                StageVolume(call.volume_id, place, call.capability, parameters), device, find
+                StageVolume(call.volume_id, place, call.capability, parameters, call.keys),
+                device,
+                find,
             )
         except Exception as error:
             if attempt.looked and codes.is_final(error):

@@ -4,21 +4,26 @@ Publishing, unpublishing, unstaging and statistics start no process: the kernel'
 sysfs say all that they need.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent import errors, fact, ids
+from agent import errors, fact, ids, secret
 from agent.engine import users
+from agent.engine.mappings import Mappings
 from agent.engine.means import Means
 from agent.engine.records import Volume
 from agent.publish.formatting import Chores
+from agent.publish.opening import Opening
 from agent.requests.capabilities import BLOCK, MULTI_WRITER
 from agent.requests.node import PublishVolume, StageVolume, VolumeAt
+from agent.requests.parameters import Parameters
+from agent.secret import Keys
 from agent.volumes.copying import Copier
 from agent.volumes.expansion import Expander
 from agent.workers.wiping import Wiper
+from lvm import errors as lvm_errors
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import filesystem, loop, mounts, nodes, options, table, target, usage
@@ -53,6 +58,8 @@ class Access:
         self._wiper = wiper
         self._copier = copier
         self._expander = expander
+        self._mappings = Mappings(means)
+        self._opening = Opening(means, self._mappings)
         self._chores = Chores()
         # The directories in which kubelet may have volumes mounted.
         self._inside = means.config.kubelet_dir
@@ -68,8 +75,22 @@ class Access:
         device = self._device(call.volume_id)
         if not call.capability.is_block:
             self.ensure_mounted(call, device, lambda: self._inventory.require(call.volume_id))
-        elif device is None or self._expander.is_due(call.volume_id):
-            self._activate(self._expander.catch_up(self._inventory.require(call.volume_id)))
+        elif device is None or not self._is_ready(call, device):
+            volume = self._inventory.require(call.volume_id)
+            self._opening.check(volume, call.keys)
+            volume = self._expander.catch_up(volume)
+            _, tags = self._opening.opened(volume, self._activate(volume), call.keys)
+            self._promise(volume, tags)
+
+    def _is_ready(self, call: StageVolume, device: Device) -> bool:
+        """Whether an active raw block volume is as large as is on record, and open or plain."""
+        seen = self._inventory.glimpse(call.volume_id)
+        if seen is None or seen.wanted_bytes:
+            return False
+        if device.below is not None:
+            return self._mappings.is_used(device)
+        self._opening.check(seen, call.keys)
+        return not (seen.is_encrypted or call.parameters.encryption)
 
     def ensure_mounted(
         self, call: StageVolume, device: Device | None, find: Callable[[], Volume]
@@ -82,7 +103,9 @@ class Access:
         mounted = table.read(self._kernel).top(call.staging_path)
         seen: Volume | None
         if device is None or mounted is None or mounted.device != device.number:
-            volume = self._expander.catch_up(find())
+            volume = find()
+            self._opening.check(volume, call.keys)
+            volume = self._expander.catch_up(volume)
             device, seen = self._activate(volume), volume
             if volume.facts[fact.ACCESS] == BLOCK:
                 raise errors.BadField(
@@ -90,14 +113,26 @@ class Access:
                     "the volume was made for raw block access; what it holds is not Carver's",
                 )
             fs_type = fs_type or volume.facts.get(fact.FORMATTED) or DEFAULT_FS_TYPE
-            self._ensure_formatted(call, volume, device, fs_type)
-            target.ensure_directory(self._kernel, call.staging_path)
+            # A call that was given up may have left mkfs or fsck at work.
+            self._chores.finish(call.volume_id)
+            device, tags = self._opening.opened(volume, device, call.keys)
+            with self._closing_where_it_fails(call.volume_id, device):
+                self._promise(volume, tags | self._ensure_formatted(call, volume, device, fs_type))
+                target.ensure_directory(self._kernel, call.staging_path)
+                self._mount(call, device, fs_type)
         else:
             seen = self._inventory.glimpse(call.volume_id)
             if mounted.fs_type != (fs_type := fs_type or mounted.fs_type):
                 raise errors.Incompatible(
                     f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
                 )
+            self._mount(call, device, fs_type)
+        if _may_be_larger(seen) and not call.capability.read_only:
+            # Each time, also where it is mounted: an earlier call may have ended before this.
+            at = VolumeAt(call.volume_id, call.staging_path)
+            self.fill_device(at, call.keys, if_possible=True)
+
+    def _mount(self, call: StageVolume, device: Device, fs_type: str) -> None:
         flags = (*call.parameters.mount_options, *call.capability.mount_flags)
         mounts.ensure_mounted(
             self._kernel,
@@ -107,13 +142,30 @@ class Access:
             options.parse(flags, fs_type),
             read_only=call.capability.read_only,
         )
-        if _may_be_larger(seen) and not call.capability.read_only:
-            # Each time, also where it is mounted: an earlier call may have ended before this.
-            self.fill_device(VolumeAt(call.volume_id, call.staging_path))
+
+    @contextmanager
+    def _closing_where_it_fails(self, volume_id: str, device: Device) -> Iterator[None]:
+        """Inside, an encrypted volume does not stay open for nobody; mkfs that goes on keeps it."""
+        try:
+            yield
+        except Exception:
+            if device.below is not None:
+                with suppress(mount_errors.MountError, lvm_errors.LvmError):
+                    self._mappings.close_unused(volume_id)
+            raise
+
+    def check_keys(self, volume_id: str, parameters: Parameters, keys: Keys) -> None:
+        """Raise what staging would raise for want of a key, before there is a volume."""
+        encrypted = bool(parameters.encryption)
+        self._opening.check_keys(volume_id, parameters.device_class, keys, encrypted=encrypted)
 
     def unstage(self, call: VolumeAt) -> None:
-        """Unmount the staging path; a path where nothing is mounted is no error."""
+        """Unmount the staging path; a path where nothing is mounted is no error.
+
+        An encrypted volume is closed, unless it is published still: one command.
+        """
         self._ensure_unmounted(replace(call, path=self.place(call.path)))
+        self._mappings.close_unused(call.volume_id)
 
     def publish(self, call: PublishVolume) -> None:
         """Bind the staged file system, or the device itself, to the target path."""
@@ -148,7 +200,15 @@ class Access:
             self._kernel, call.staging_path, call.target_path, flags, call.read_only
         )
 
+    def _require_plain(self, volume_id: str) -> None:
+        """Raise NotStaged where a device is that of a volume that is encrypted, and not open."""
+        volume = self._inventory.glimpse(volume_id) or self._inventory.require(volume_id)
+        if volume.is_encrypted:
+            raise errors.NotStaged(volume_id, "it is encrypted, and not open")
+
     def _publish_device(self, call: PublishVolume, device: Device) -> None:
+        if device.below is None:
+            self._require_plain(call.volume_id)
         published = mounts.node(self._kernel, call.target_path)
         if published is None or published not in users.numbers(self._kernel, device):
             self._require_single(call, device, table.read(self._kernel))
@@ -197,10 +257,17 @@ class Access:
         device, _ = self._find(call, table.read(self._kernel))
         return usage.device_size_bytes(self._kernel, device.path)
 
-    def fill_device(self, call: VolumeAt) -> None:
-        """Have what uses the device use all of it: ioctls only, also where it does already."""
+    def fill_device(
+        self, call: VolumeAt, keys: Keys = secret.NONE, *, if_possible: bool = False
+    ) -> None:
+        """Have what uses the device use all of it: ioctls only, also where it does already.
+
+        Of an encrypted volume that grew, a command with its key; raises GrowsWithKey without.
+        """
         known = table.read(self._kernel)
         device, mounted = self._find(call, known)
+        if device.below is not None:
+            self._opening.fill(call.volume_id, device, keys, if_possible=if_possible)
         for read_only in loop.over(self._kernel, device.number):
             loop.grow(self._kernel, read_only)
         if mounted.device == device.number:
@@ -224,11 +291,9 @@ class Access:
 
     def _ensure_formatted(
         self, call: StageVolume, volume: Volume, device: Device, fs_type: str
-    ) -> None:
-        """Look, refuse the surprising, make; or look over what is there."""
+    ) -> dict[str, str]:
+        """Look, refuse the surprising, make; or look over what is there. The tag that tells it."""
         formatted = volume.facts.get(fact.FORMATTED)
-        # A call that was given up may have left mkfs or fsck at work.
-        self._chores.finish(call.volume_id)
         found = filesystem.probe(self._run, device.path, self._kernel)
         if found is not None and found.fs_type != fs_type:
             raise mount_errors.UnexpectedContents(device.path, str(found), fs_type)
@@ -236,7 +301,7 @@ class Access:
             raise errors.ContentsLost(call.volume_id, formatted)
         if found is None:
             call.parameters.check_for(fs_type, "volume_context")
-            filesystem.check_size(fs_type, volume.size_bytes)
+            filesystem.check_size(fs_type, volume.capacity_bytes)
             # Blank by the probe, and never formatted by the tags: only then.
             words = call.parameters.mkfs_options
             make = partial(filesystem.make, self._run, device.path, fs_type, words)
@@ -244,9 +309,12 @@ class Access:
         elif not table.read(self._kernel).of_device(device.number):
             check = partial(filesystem.check, self._run, device.path, fs_type)
             self._chores.do(call.volume_id, volume.group.name, "fsck", check)
-        if not formatted:
+        return {} if formatted else {fact.FORMATTED: fs_type}
+
+    def _promise(self, volume: Volume, tags: dict[str, str]) -> None:
+        if tags:
             # Where it is not written any more, the next staging finds what was made here.
-            self._engines.promise(volume.group.name, volume.name, {fact.FORMATTED: fs_type})
+            self._engines.promise(volume.group.name, volume.name, tags)
 
     def place(self, path: str) -> str:
         """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from agent.config import values
 
 PARAMETER_PREFIX = "carver/"
-PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions")
+PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions", "encryption")
 # What they may override of their class's layout: the field, and how it is read.
 LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
     "stripes": ("stripes", values.parse_count),
@@ -13,6 +13,7 @@ LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
     "mirrors": ("mirrors", values.parse_count),
 }
 CACHE_SIZE = "cacheSize"
+ENCRYPTION = "encryption"
 STORAGE_CLASS_PARAMETERS = (*PARAMETERS, *LAYOUT_PARAMETERS, CACHE_SIZE)
 # What a VolumeAttributesClass may say: the field of a Tuning, and how it is read.
 MUTABLE = "mutable_parameters"
@@ -25,5 +26,7 @@ MUTABLE_PARAMETERS: Mapping[str, tuple[str, Callable[[str], object]]] = {
 SIZE = "size"
 INLINE_PARAMETERS = (*STORAGE_CLASS_PARAMETERS, SIZE)
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
+# What a secret may hold: the volume's key, and the one that it had before.
+PASSPHRASE, PREVIOUS_PASSPHRASE = "passphrase", "previousPassphrase"
 # What a VolumeSnapshotClass may say.
 SNAPSHOT_PARAMETERS = (SIZE,)

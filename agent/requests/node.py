@@ -1,14 +1,16 @@
 """The Node's requests, read from the wire and checked once."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
 
-from agent import errors
+from agent import errors, secret
 from agent.config import values
 from agent.ids import VolumeId
 from agent.requests import checks, keys
 from agent.requests.capabilities import READER_ONLY, Capability
 from agent.requests.parameters import Parameters
+from agent.secret import Keys
 from proto import csi_pb2 as csi
 
 
@@ -20,6 +22,7 @@ class StageVolume:
     staging_path: str
     capability: Capability
     parameters: Parameters
+    keys: Keys = secret.NONE
 
     @classmethod
     def from_proto(cls, wire: csi.NodeStageVolumeRequest) -> Self:
@@ -29,6 +32,7 @@ class StageVolume:
             staging_path=checks.path("staging_target_path", wire.staging_target_path),
             capability=_capability(wire),
             parameters=Parameters.from_context(wire.volume_context),
+            keys=keys_of(wire.secrets),
         )
 
 
@@ -68,6 +72,7 @@ class PublishInline:
     capability: Capability
     parameters: Parameters
     size_bytes: int
+    keys: Keys = secret.NONE
 
     @staticmethod
     def is_meant(wire: csi.NodePublishVolumeRequest) -> bool:
@@ -91,7 +96,8 @@ class PublishInline:
             capability = replace(capability, mode=READER_ONLY)
         parameters, size = Parameters.from_pod(wire.volume_context)
         size_bytes = checks.number(f"volume_context[{keys.SIZE}]", size, _size) if size else 0
-        return cls(wire.volume_id, target_path, capability, parameters, size_bytes)
+        own = keys_of(wire.secrets)
+        return cls(wire.volume_id, target_path, capability, parameters, size_bytes, own)
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,18 @@ class HealthAt:
         told = ((one, getattr(wire, one)) for one in fields)
         paths = tuple(checks.path(field, path) for field, path in told if path)
         return cls(checks.volume_id(wire.volume_id), paths)
+
+
+def keys_of(secrets: Mapping[str, str]) -> Keys:
+    """The keys that a call brings; other secrets are none of Carver's. Raises BadField.
+
+    Each look into the map makes a new text, which is overwritten at once.
+    """
+    found = (
+        secret.of_text(f"secrets[{name}]", secrets[name]) if name in secrets else None
+        for name in (keys.PASSPHRASE, keys.PREVIOUS_PASSPHRASE)
+    )
+    return Keys(*found)
 
 
 def _capability(wire: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest) -> Capability:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from agent import errors
-from agent.config import values
+from agent.config import classes, values
 from agent.requests import checks, keys
 from lvm import tags
 from lvm.layout import Reserve
@@ -48,6 +48,7 @@ class Parameters:
     # Fields of lvm.layout.Layout that are not to be the class's.
     layout: Mapping[str, int] = field(default_factory=dict)
     cache_size: Reserve | None = None
+    encryption: str = ""
 
     @classmethod
     def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
@@ -92,6 +93,9 @@ class Parameters:
             for key, (one, read) in keys.LAYOUT_PARAMETERS.items()
             if key in found
         }
+        encryption = found.get(keys.ENCRYPTION, "")
+        if encryption and encryption not in classes.ENCRYPTIONS:
+            raise errors.NotAllowed(f"{field}[{keys.ENCRYPTION}]", encryption, classes.ENCRYPTIONS)
         cache_size = None
         if keys.CACHE_SIZE in found:
             cache_size = checks.number(
@@ -105,6 +109,7 @@ class Parameters:
             about=about,
             layout=layout,
             cache_size=cache_size,
+            encryption=encryption,
         )
 
     def check_for(self, fs_type: str, field: str) -> None:
@@ -122,6 +127,7 @@ class Parameters:
             "fsType": self.fs_type,
             "mkfsOptions": " ".join(self.mkfs_options),
             "mountOptions": ",".join(self.mount_options),
+            keys.ENCRYPTION: self.encryption,
         }
         return {keys.PARAMETER_PREFIX + key: value for key, value in values.items() if value}
 

@@ -35,7 +35,7 @@ from agent.volumes.copying import Copier
 from agent.workers.autoextend import Grower
 from agent.workers.wiping import Wiper
 from lvm import errors, pools, report
-from lvm.command import Finished, Result, Run
+from lvm.command import Finished, Result, Runner
 
 # A time of creation for each counter would be as many series again, and nobody asks for it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -98,13 +98,13 @@ class Metrics:
         self._calls.labels(method, code).inc()
         self._call_seconds.labels(method).observe(seconds)
 
-    def counted(self, run: Run) -> Run:
+    def counted(self, run: Runner) -> Runner:
         """The same, with each program counted, also one that could not be started."""
 
-        def counting(*words: str) -> Result:
+        def counting(*words: str, stdin: bytearray | None = None) -> Result:
             started = time.monotonic()
             try:
-                result = run(*words)
+                result = run(*words, stdin=stdin)
             except Exception as error:
                 self._count_command(words, type(error).__name__, time.monotonic() - started)
                 raise

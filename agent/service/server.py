@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from agent import admission, errors, sockets
+from agent import admission, errors, secret, sockets
 from agent.admission import Admission
 from agent.config.settings import Config
 from agent.csi.controller import Controller
@@ -179,6 +179,7 @@ def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Calla
 
 def serve(config: Config, host: Host) -> None:
     """Serve until SIGTERM or SIGINT. Raises SocketTaken, NotReady."""
+    secret.forbid_dumps()
     with claimed(config.endpoint), contextlib.ExitStack() as ending:
         metrics = None
         if config.metrics_address is not None:

@@ -51,7 +51,7 @@ def find(within: Inventory, known: report.Report, source: Source) -> Contents:
 
 def size_of(size: SizeRange, contents: Contents) -> SizeRange:
     """The size that is asked for, or the source's; raises BadSize for less than that."""
-    least = contents.size_bytes
+    least = contents.size_bytes - header_bytes(contents)
     for name in ("required_bytes", "limit_bytes"):
         if 0 < getattr(size, name) < least:
             raise errors.BadSize(
@@ -67,6 +67,9 @@ def facts_of(facts: Mapping[str, str], contents: Contents) -> dict[str, str]:
     Raises BadField where they cannot be used in the way that is asked for.
     """
     copied = {**facts, fact.STATE: fact.COPYING, fact.FROM: contents.id}
+    _check_encryption(facts, contents)
+    if fact.SEALED in contents.facts:
+        copied[fact.SEALED] = contents.facts[fact.SEALED]
     fs_type = facts.get("fsType", "")
     if not fs_type:
         return copied  # a raw block device holds whatever it is
@@ -83,11 +86,32 @@ def facts_of(facts: Mapping[str, str], contents: Contents) -> dict[str, str]:
     return copied | ({fact.FORMATTED: formatted} if formatted else {})
 
 
+def header_bytes(contents: Contents) -> int:
+    """How much of these is a header, which what is made of them has, too."""
+    told = contents.facts.get(fact.HEADER, "")
+    return int(told) if told.isdigit() else 0
+
+
+def _check_encryption(facts: Mapping[str, str], contents: Contents) -> None:
+    """Raise BadField where one is encrypted and the other is not: data are copied as they lie."""
+    wanted, has = facts.get(fact.ENCRYPTION, ""), contents.facts.get(fact.ENCRYPTION, "")
+    if wanted != has:
+        what = "is encrypted" if has else "is not encrypted"
+        raise errors.BadField(
+            "volume_content_source",
+            f"{contents.id!r} {what}, and what is made of it must be so, too: ask for"
+            f" carver/encryption={has or 'nothing'}",
+        )
+
+
 def may_hold_btrfs(facts: Mapping[str, str]) -> bool:
     """Whether a volume made of another's contents may hold a btrfs, which needs an id of its own.
 
-    What was formatted a moment before a crash need not say so.
+    What was formatted a moment before a crash need not say so. One that is encrypted gets it when
+    it is opened.
     """
+    if fact.ENCRYPTION in facts:
+        return False
     return "btrfs" in (facts.get(fact.FORMATTED), facts.get("fsType"))
 
 

@@ -21,6 +21,7 @@ from dataclasses import replace
 from agent import errors, fact, ids
 from agent.engine import users
 from agent.engine.allocation import Carving, Carvings
+from agent.engine.mappings import Mappings
 from agent.engine.means import Means
 from agent.engine.records import Volume
 from agent.requests.volumes import ExpandVolume, SizeRange
@@ -38,6 +39,7 @@ class Expander:
         self._engines, self._kernel = means.engines, means.kernel
         self._inventory = means.inventory
         self._zeroer = zeroer
+        self._mappings = Mappings(means)
         self._carvings = Carvings(means.config.classes, means.inventory)
 
     def expand(self, call: ExpandVolume) -> Volume:
@@ -135,6 +137,7 @@ class Expander:
         if self._inventory.device(str(volume.id)) is None or not volume.copy_on_write_snapshots:
             return
         users.require_unused(self._kernel, self._inventory, volume)
+        self._mappings.ensure_closed(volume)
         for one in (str(volume.id), *volume.copy_on_write_snapshots):
             if copies := self._inventory.copies_of(known, one):
                 raise errors.VolumeInUse(one, f"{', '.join(copies)} is copied from it")
@@ -155,9 +158,9 @@ class Expander:
 
 def _wanted_bytes(volume: Volume, size: SizeRange) -> int:
     """The size that is asked for, in whole extents; raises BadSize where it is above the limit."""
-    extent = volume.group.extent_size_bytes
-    wanted = layout.round_up(size.required_bytes, extent, volume.layout)
-    larger = max(wanted, volume.size_bytes)
+    extent, header = volume.group.extent_size_bytes, volume.header_bytes
+    wanted = layout.round_up(size.required_bytes + header, extent, volume.layout)
+    larger = max(wanted, volume.size_bytes) - header
     if size.limit_bytes and larger > size.limit_bytes:
         raise errors.BadSize(
             f"capacity_range.limit_bytes: {size.limit_bytes} is less than the volume's size would"

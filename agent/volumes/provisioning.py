@@ -10,6 +10,7 @@ from agent import errors, fact, ids
 from agent.config.classes import DeviceClass
 from agent.engine import users
 from agent.engine.allocation import Carvings, pool_name
+from agent.engine.mappings import Mappings
 from agent.engine.means import Means
 from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
@@ -26,7 +27,7 @@ from agent.requests.volumes import (
     Topology,
     ValidateVolume,
 )
-from agent.volumes import contents, modifying
+from agent.volumes import contents, modifying, sealing
 from agent.volumes.copying import Copier
 from agent.workers import zeroing
 from agent.workers.pool_removal import Reclaimer
@@ -67,6 +68,7 @@ class Provisioner:
         self._reclaimer = reclaimer
         self._copier = copier
         self._carvings = Carvings(means.config.classes, means.inventory)
+        self._mappings = Mappings(means)
 
     @staticmethod
     def logical_name(name: str, prefix: str = ids.VOLUME_PREFIX) -> str:
@@ -125,16 +127,17 @@ class Provisioner:
             )
         made_bytes = found.made_bytes
         # One that is not complete may have to grow to the size that it was made for.
-        if not call.size.allows(size_bytes := max(found.size_bytes, made_bytes)):
+        header = found.header_bytes
+        if not call.size.allows(size_bytes := max(found.size_bytes, made_bytes) - header):
             raise errors.Incompatible(
                 f"volume {call.name!r} exists with a size of {size_bytes} bytes, not of"
                 f" {call.size.required_bytes} to {call.size.limit_bytes or 'any number of'}"
             )
         # All else is compared as of a call for the size with which it was made.
-        call = replace(call, size=SizeRange(made_bytes))
+        call = replace(call, size=SizeRange(made_bytes - header))
         # What it was made of gave the file system, and may be gone by now.
         held = found.facts.get("fsType") if told else None
-        return _compared(found, _planned(call, one, found.group, held)[1])
+        return _compared(found, _planned(call, one, found.group, header, held)[1])
 
     def _make(
         self,
@@ -152,16 +155,18 @@ class Provisioner:
         _check_stripe_size(one, group)
         if content is not None and self._wiper.is_deleting(content.id):
             raise errors.NoSuchVolume(content.id)
+        carving = self._carvings.of(one)
         if content is None:
-            size_bytes, facts = _planned(call, one, group)
+            header = sealing.header_bytes(one, carving, group)
+            size_bytes, facts = _planned(call, one, group, header)
             if fact.ZERO in facts:
                 # It is filled behind the answer, as a copy is.
                 facts |= {fact.STATE: fact.COPYING}
         else:
             call = replace(call, size=contents.size_of(call.size, content))
-            size_bytes, facts = _planned(call, one, group, content.facts.get(fact.FORMATTED))
+            header, held = contents.header_bytes(content), content.facts.get(fact.FORMATTED)
+            size_bytes, facts = _planned(call, one, group, header, held)
             facts = contents.facts_of(facts, content)
-        carving = self._carvings.of(one)
         if admit is not None:
             admit(known, size_bytes)
         if size_bytes > (maximum := carving.maximum_bytes(group)):
@@ -227,6 +232,9 @@ class Provisioner:
             if is_thin and not volume.wiping and not volume.copy_on_write_snapshots:
                 # It takes nothing along: its pool zeroes what it gives out.
                 users.require_unused(self._kernel, self._inventory, volume)
+                if volume.is_encrypted:
+                    self._mappings.ensure_closed(volume)
+                    self._mappings.erase(volume)
                 volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, volume.name)
             else:
                 is_thin = False
@@ -275,9 +283,12 @@ class Provisioner:
         except errors.NotHere:
             return Capacity(0, 0, 0)
         _check_stripe_size(one, group)
-        maximum = self._carvings.of(one).maximum_bytes(group)
+        carving = self._carvings.of(one)
+        header = sealing.header_bytes(one, carving, group)
+        maximum = max(0, carving.maximum_bytes(group) - header)
         least = SizeRange(1)
-        minimum = planned_bytes(least, call.capabilities, parameters, group, one.layout)
+        minimum = planned_bytes(least, call.capabilities, parameters, group, one.layout, header)
+        minimum -= header
         # What several smaller volumes could have beside the largest is not promised.
         return Capacity(maximum, maximum, minimum)
 
@@ -299,8 +310,8 @@ class Provisioner:
                 return f"the volume is formatted with {formatted}, not {capability.fs_type}"
             fs_type = capability.fs_type or formatted or volume.facts.get("fsType", "")
             minimum = filesystem.FILE_SYSTEMS[fs_type].minimum_bytes if fs_type else 0
-            if volume.size_bytes < minimum:
-                return f"{fs_type} needs {minimum} bytes, the volume has {volume.size_bytes}"
+            if volume.capacity_bytes < minimum:
+                return f"{fs_type} needs {minimum} bytes, the volume has {volume.capacity_bytes}"
         return ""
 
     def _check_made_so(self, volume: Volume, call: ValidateVolume) -> None:
@@ -366,6 +377,8 @@ def _overridden(field: str, one: DeviceClass, parameters: Parameters) -> DeviceC
         if one.cache is None or one.layout.is_thin:
             raise errors.BadField(f"{field}[{keys.CACHE_SIZE}]", f"class {one.name} {why}")
         one = replace(one, cache=replace(one.cache, size=parameters.cache_size))
+    if parameters.encryption:
+        one = replace(one, encryption=parameters.encryption)
     chosen: dict[str, Any] = dict(parameters.layout)
     try:
         return replace(one, layout=replace(one.layout, **chosen))
@@ -404,17 +417,24 @@ def with_defaults(
         mkfs_options=one.mkfs_options if inherits else parameters.mkfs_options,
         mount_options=parameters.mount_options,
         about=parameters.about,
+        encryption=one.encryption,
     )
 
 
 def _planned(
-    call: CreateVolume, one: DeviceClass, group: report.Group, held: str | None = None
+    call: CreateVolume,
+    one: DeviceClass,
+    group: report.Group,
+    header_bytes: int,
+    held: str | None = None,
 ) -> tuple[int, dict[str, str]]:
     """The size and the facts of the volume that is asked for."""
     parameters = with_defaults(call.parameters, call.capabilities, one, held or "")
     _check_options(call, parameters)
-    size_bytes = planned_bytes(call.size, call.capabilities, parameters, group, one.layout)
-    facts = _facts(call, parameters, size_bytes, one.layout)
+    size_bytes = planned_bytes(
+        call.size, call.capabilities, parameters, group, one.layout, header_bytes
+    )
+    facts = _facts(call, parameters, size_bytes, one.layout) | sealing.facts(header_bytes)
     if one.cache is not None and not one.layout.is_thin:
         facts |= {fact.CACHE: one.cache.fact(size_bytes, group.extent_size_bytes)}
     if one.zero == fact.FULLY:
@@ -446,23 +466,25 @@ def planned_bytes(
     parameters: Parameters,
     group: report.Group,
     shape: layout.Layout,
+    header_bytes: int = 0,
 ) -> int:
-    """The size that a volume gets: whole extents, and enough for its file system.
+    """The size that a volume gets: whole extents, and enough for its file system and its header.
 
-    Raises BadSize when that is above the limit.
+    Raises BadSize when that, without the header, is above the limit.
     """
     fs_types = {c.fs_type or parameters.fs_type for c in capabilities if not c.is_block}
     minimum = max((filesystem.FILE_SYSTEMS[one].minimum_bytes for one in fs_types), default=0)
     extent, unit = group.extent_size_bytes, group.extent_size_bytes * shape.stripes
     asked = size.required_bytes
     if not asked:
-        within_limit = size.limit_bytes // unit * unit
-        asked = min(DEFAULT_SIZE_BYTES, within_limit or DEFAULT_SIZE_BYTES)
-    planned = layout.round_up(max(asked, minimum), extent, shape)
-    if size.limit_bytes and planned > size.limit_bytes:
+        within_limit = (size.limit_bytes + header_bytes) // unit * unit - header_bytes
+        asked = min(DEFAULT_SIZE_BYTES, max(0, within_limit) or DEFAULT_SIZE_BYTES)
+    planned = layout.round_up(max(asked, minimum) + header_bytes, extent, shape)
+    if size.limit_bytes and planned - header_bytes > size.limit_bytes:
         raise errors.BadSize(
             f"capacity_range.limit_bytes: {size.limit_bytes} is less than the least volume that"
-            f" can be made, {planned} bytes: {shape.stripes} times extents of {extent} bytes"
+            f" can be made, {planned - header_bytes} bytes: {shape.stripes} times extents of"
+            f" {extent} bytes"
             + (f", {minimum} bytes for {', '.join(sorted(fs_types))}" if minimum else "")
         )
     return planned

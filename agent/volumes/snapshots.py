@@ -22,7 +22,10 @@ from lvm import caches, layout, names, report, snapshots, thin, volumes
 _log = logging.getLogger(__name__)
 
 # What a volume that is made of a snapshot must know of the snapshot's origin.
-_INHERITED = (fact.ACCESS, fact.FORMATTED, "class", "fsType")
+_INHERITED = (
+    *(fact.ACCESS, fact.FORMATTED, "class", "fsType"),
+    *(fact.ENCRYPTION, fact.HEADER, fact.SEALED),
+)
 
 
 class Snapshotter:

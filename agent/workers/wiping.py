@@ -17,15 +17,18 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from agent import errors, fact, ids
+from agent.config import classes
 from agent.engine import users
 from agent.engine.jobs import Job, Jobs
+from agent.engine.mappings import Mappings
 from agent.engine.means import Means
 from agent.engine.records import Volume
 from agent.workers import giving_up
-from lvm import caches, snapshots, tags, volumes
+from lvm import caches, names, snapshots, tags, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import Raid
 
@@ -49,6 +52,8 @@ class Wiper:
     def __init__(self, means: Means) -> None:
         self._engines, self._kernel = means.engines, means.kernel
         self._inventory = means.inventory
+        self._classes = means.config.classes
+        self._mappings = Mappings(means)
         self.zero = means.config.wipe == "zero"
         # Told of a thin volume, or snapshot, that was removed; of a group in which something was
         # given up.
@@ -71,8 +76,9 @@ class Wiper:
             self._start(volume)
             return
         users.require_unused(self._kernel, self._inventory, volume)
+        self._mappings.ensure_closed(volume)
         has_to_wait = volume.missing_disks or volume.copy_on_write_snapshots
-        if (self.zero or volume.layout.is_thin) and has_to_wait:
+        if (self._overwrites(volume) or volume.layout.is_thin) and has_to_wait:
             # It may be long until the disk is back, or given up: the caller need not wait.
             self._put_on_record(_wipe_of(volume))
             self._start(replace(volume, facts={**volume.facts, fact.STATE: fact.WIPING}))
@@ -146,9 +152,10 @@ class Wiper:
         if volume is None:
             return
         doomed = [volume.name]
-        if self.zero and _waits_for_disk(volume):
+        overwrites = self._overwrites(volume)
+        if overwrites and _waits_for_disk(volume):
             raise errors.NotOverwritten(str(volume.id), _about_disks(volume))
-        if self.zero:
+        if overwrites:
             if volume.read_only:
                 with self._engines.hold(volume.group.name):
                     volumes.allow_writing(
@@ -167,7 +174,7 @@ class Wiper:
         with self._engines.hold(volume.group.name):
             volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, *doomed)
             job.removed = True
-        if self.zero and volume.missing_disks:
+        if overwrites and volume.missing_disks:
             disks = ", ".join(volume.missing_disks)
             _log.warning(
                 "volume %s is removed; what of it lies on the missing disks %s was not overwritten",
@@ -199,6 +206,8 @@ class Wiper:
                 )
             lvm = self._engines.lvm(group)
             if is_thin:
+                if volume.is_encrypted:
+                    self._mappings.erase(volume)
                 volumes.remove(lvm, group, volume.name)
             elif logical.is_copy_on_write:
                 snapshots.split(lvm, group, volume.name)
@@ -256,7 +265,13 @@ class Wiper:
     def _wipe(self, job: _Wipe, volume: Volume) -> None:
         device = self._inventory.activate(volume).path
         is_partial = bool(job.volume.missing_disks)
-        size_bytes = self._kernel.device_size_bytes(device)
+        whole_bytes = size_bytes = self._kernel.device_size_bytes(device)
+        erasure = self._erasure(job.volume)
+        if erasure != classes.ERASE_ZERO:
+            size_bytes = min(whole_bytes, volume.header_bytes or _CHUNK_BYTES)
+        elif job.volume.is_encrypted and not is_partial:
+            # Nobody can read it from then on, however long the rest takes.
+            self._mappings.erase(volume)
         for offset in range(0, size_bytes, _CHUNK_BYTES):
             self.jobs.check(job)
             length = min(_CHUNK_BYTES, size_bytes - offset)
@@ -266,6 +281,27 @@ class Wiper:
                 self._zero_out(volume, device, offset, length)
         # Once the extents are free, a power loss may not bring back what they held.
         self._kernel.flush(device)
+        if erasure == classes.ERASE_DISCARD:
+            with suppress(OSError):  # a disk that does not know it
+                self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)
+
+    def _overwrites(self, volume: Volume) -> bool:
+        """Whether something of a volume is overwritten: all of it, or its header at least."""
+        return self.zero or volume.is_encrypted
+
+    def _erasure(self, volume: Volume) -> str:
+        """What is done beside the header to an encrypted volume; all of any other is overwritten.
+
+        So is all of one with a cache, and of what was a snapshot: a copy of a header may be in
+        either.
+        """
+        if not volume.is_encrypted or fact.CACHE in volume.facts or not _is_volume(volume.name):
+            return classes.ERASE_ZERO
+        if not self.zero:
+            return classes.ERASE_CRYPTO
+        called = volume.facts.get(fact.CLASS)
+        found = (one.erase for one in self._classes if one.name == called)
+        return next(found, classes.ERASE_ZERO)
 
     def _zero_what_is_there(self, volume: Volume, device: str, offset: int, length: int) -> None:
         """Overwrite the extents that lie on disks that are there."""
@@ -284,6 +320,10 @@ class Wiper:
             if error.errno == errno.EBUSY:
                 raise errors.VolumeInUse(str(volume.id), "its device is mounted or held") from None
             raise
+
+
+def _is_volume(name: str) -> bool:
+    return any(names.is_of(one, name) for one in (ids.VOLUME_PREFIX, ids.INLINE_PREFIX))
 
 
 def _waits_for_disk(volume: Volume) -> bool:

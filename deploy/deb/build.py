@@ -36,7 +36,7 @@ DEPENDS = (
     *("python3 (>= 3.11)", "python3 (<< 3.12)", "lvm2", "util-linux", "udev", "e2fsprogs"),
     "libc6 (>= 2.28)",
 )
-RECOMMENDS = ("xfsprogs", "btrfs-progs", "thin-provisioning-tools")
+RECOMMENDS = ("cryptsetup-bin", "xfsprogs", "btrfs-progs", "thin-provisioning-tools")
 DEFAULTS = """\
 # Settings of Carver as variables; /etc/carver/config.toml has them as well, and the device classes.
 #CARVER_NODE_ID=node-17

@@ -34,6 +34,7 @@ SBOM = "usr/share/doc/carver/sbom.spdx.json"
 # udev is the node's, or there is none; libudev, which Carver asks about sysfs, comes with lvm2.
 PACKAGES = (
     "btrfs-progs",
+    "cryptsetup-bin",
     "e2fsprogs",
     "lvm2",
     "python3",
@@ -164,7 +165,7 @@ def make_root(root: Path, wheels: Path) -> Path:
         'rm -r "$1/wheels"',
         f'chroot "$1" dpkg --purge {" ".join(REMOVED)}',
         # Mount points of the DaemonSet, so that nothing need be made in a read-only root.
-        'mkdir -p "$1/etc/carver" "$1/run/udev" "$1/run/lvm" "$1/run/lock/lvm"'
+        'mkdir -p "$1/etc/carver" "$1/run/udev" "$1/run/lvm" "$1/run/lock/lvm" "$1/run/cryptsetup"'
         ' "$1/var/lib/carver" "$1/var/lib/kubelet"',
         'rm -rf "$1/var/lib/apt" "$1"/var/cache/* "$1"/var/log/* "$1"/var/lib/dpkg/*-old',
         # What names the machine that built it.
@@ -192,6 +193,7 @@ def check(root: Path) -> None:
         ("mkfs.xfs", "-V"),
         ("mkfs.btrfs", "--version"),
         ("thin_check", "--version"),
+        ("cryptsetup", "--version"),
     )
     for words in programs:
         output("chroot", str(root), *words)
@@ -305,7 +307,8 @@ def pack(root: Path, archive: Path, architecture: str) -> Path:
         *("--config.stopsignal", "SIGTERM"),
         *("--config.env", f"PATH=/{ENVIRONMENT}/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
         # As in systemd/carver.service.
-        *("--config.env", "MALLOC_ARENA_MAX=2"),
+        *("--config.env", "MALLOC_ARENA_MAX=2", "--config.env", "MALLOC_PERTURB_=165"),
+        *("--config.env", "GLIBC_TUNABLES=glibc.malloc.tcache_count=0"),
         *(
             f"--config.label=org.opencontainers.image.{key}={value}"
             for key, value in labels.items()

@@ -71,8 +71,12 @@ _parameters = st.sampled_from(
         (("carver/fsType", "xfs"),),
         (("carver/class", "other"),),
         (("unheard", "of"),),
+        (("carver/encryption", "luks2"),),
+        (("carver/encryption", "luks2"),),
     )
 )
+_ENCRYPTED = (("carver/encryption", "luks2"),)
+_keys = st.sampled_from(("right", "right", "right", "wrong", ""))
 
 
 def _own_staging(volume: str) -> str:
@@ -101,9 +105,11 @@ _copies = st.builds(
     st.sampled_from((0, 0, 16 * MIB, 64 * MIB)),
     _limits,
     _any_use,
+    parameters=st.sampled_from(((), _ENCRYPTED)),
     source=_sources,
 )
 _stages = st.one_of(
+    *(st.builds(do.Stage, st.just(one), st.just(_STAGING[one]), _usual, _keys) for one in _NAMES),
     *(st.builds(do.Stage, st.just(one), st.just(_STAGING[one]), _usual) for one in _NAMES),
     st.builds(do.Stage, _volumes, _paths, _any_use),
 )
@@ -122,7 +128,10 @@ _inlines = st.builds(do.PublishInline, _pods, _targets, st.just(16 * MIB), _any_
 _odd_inlines = st.builds(do.PublishInline, _pods, _paths, _sizes, _any_use, st.booleans())
 _unpublishes = st.builds(do.Unpublish, _volumes, _paths)
 _expands = st.builds(do.Expand, _volumes, _sizes.filter(bool), _limits)
-_node_expands = st.builds(do.NodeExpand, _volumes, _paths, _sizes, _limits)
+_node_expands = st.one_of(
+    st.builds(do.NodeExpand, _volumes, _paths, _sizes, _limits),
+    st.builds(do.NodeExpand, _names, _paths, _sizes, _limits, _keys),
+)
 _looks = st.one_of(
     st.builds(do.Get, _volumes),
     st.builds(do.Validate, _volumes, _any_use),
@@ -268,6 +277,16 @@ class Node(RuleBasedStateMachine):
         self._do(do.Stage(volume, _STAGING[volume], use))
         self._do(do.Publish(volume, _STAGING[volume], path, use, read_only))
 
+    @rule(volume=_names, use=_usual, path=_targets, read_only=st.booleans(), key=_keys)
+    def bring_encrypted_into_use(
+        self, volume: str, use: Use, path: str, read_only: bool, key: str
+    ) -> None:
+        """The same with a StorageClass that encrypts, and has a secret, or lacks it."""
+        self._do(do.Create(volume, 16 * MIB, 0, use, _ENCRYPTED))
+        self._do(do.Stage(volume, _STAGING[volume], use, key))
+        self._do(do.Publish(volume, _STAGING[volume], path, use, read_only))
+        self._do(do.NodeExpand(volume, path, 24 * MIB, 0, key))
+
     @rule(volume=_names)
     def let_go(self, volume: str) -> None:
         """What a CO does when the last pod is gone."""
@@ -325,7 +344,9 @@ class Node(RuleBasedStateMachine):
 
     def _is_unused(self, volume: str) -> bool:
         there = self.model.volumes.get(volume)
-        return there is not None and there.active and not self.model.of(volume)
+        is_there = there is not None and there.active and not self.model.of(volume)
+        # An open one does not go, and one without its header is for other tests.
+        return is_there and not self.model.volumes[volume].header_bytes
 
     @rule(volume=_any_name)
     def deactivate_behind_its_back(self, volume: str) -> None:

@@ -110,8 +110,8 @@ class TimedHost(FakeHost):
         self.kernel = cast(Any, Timed(self.kernel, self.aside))
         self.devices = cast(Any, Timed(self.devices, self.aside))
 
-    def run(self, *words: str) -> Result:
-        return cast(Result, self._run(*words))
+    def run(self, *words: str, stdin: bytearray | None = None) -> Result:
+        return cast(Result, self._run(*words, stdin=stdin))
 
     def count(self) -> Commands:
         """What was run so far: what lvm2 was told, and by no process, a session was told."""

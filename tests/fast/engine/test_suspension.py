@@ -26,6 +26,12 @@ class Devices:
     def find(self, group: str, name: str) -> Device | None:
         raise NotImplementedError
 
+    def mapping(self, device: Device) -> Device | None:
+        raise NotImplementedError
+
+    def is_mapping_open(self, mapping: Device) -> bool:
+        raise NotImplementedError
+
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         raise NotImplementedError
 

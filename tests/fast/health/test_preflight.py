@@ -98,7 +98,8 @@ def test_a_node_that_is_well_passes_everything_but_the_service_that_does_not_run
 ) -> None:
     found = preflight.everything(place.node())
     assert {one.check for one in found if one.verdict != PASS} == {"service"}
-    assert {one.check for one in found} | {"thin tools"} == set(preflight.CHECKS)
+    others = {"thin tools", "encryption"}
+    assert {one.check for one in found} | others == set(preflight.CHECKS)
     assert all(bool(one.remedy) == (one.verdict != PASS) for one in found)
 
 
@@ -235,6 +236,28 @@ def thin_without_its_tools(place: Place) -> None:
     without("/usr/sbin/thin_check")(place)
 
 
+def encrypted(place: Place) -> None:
+    one = replace(place.settings.classes[0], encryption="luks2", key_file=Path("/etc/key"))
+    place.settings = replace(place.settings, classes=(one,))
+    place.program("cryptsetup")
+    place.file("/etc/key")
+    place.file("/sys/module/dm_crypt")
+    place.file("/proc/cpuinfo", "flags\t\t: fpu vme aes\n")
+
+
+def encrypted_without(path: str) -> Callable[[Place], None]:
+    def arrange(place: Place) -> None:
+        encrypted(place)
+        without(path)(place)
+
+    return arrange
+
+
+def without_aes(place: Place) -> None:
+    encrypted(place)
+    place.file("/proc/cpuinfo", "flags\t\t: fpu vme\n")
+
+
 LACKS: list[tuple[Callable[[Place], None], str, str, str]] = [
     (without_privileges, "privileges", FAIL, "CAP_SYS_ADMIN"),
     (without_status, "privileges", WARN, "cannot be looked at"),
@@ -265,6 +288,10 @@ LACKS: list[tuple[Callable[[Place], None], str, str, str]] = [
     (without("/usr/sbin/fsck.ext4"), "file systems", FAIL, "fsck.ext4"),
     (without("/usr/sbin/mkfs.xfs"), "file systems", WARN, "mkfs.xfs"),
     (thin_without_its_tools, "thin tools", FAIL, "thin_check"),
+    (encrypted_without("/usr/sbin/cryptsetup"), "encryption", FAIL, "cryptsetup is missing"),
+    (encrypted_without("/sys/module/dm_crypt"), "encryption", FAIL, "no dm-crypt"),
+    (encrypted_without("/etc/key"), "encryption", WARN, "/etc/key is not there"),
+    (without_aes, "encryption", WARN, "no instructions for AES"),
 ]
 
 
@@ -384,6 +411,11 @@ def test_the_tools_of_thin_pools_are_asked_for_where_a_class_is_thin(place: Plac
     with_class(place, "thin")
     assert place.one("thin tools").verdict == PASS
     assert {one.verdict for one in place.of("modules")} == {PASS}
+
+
+def test_a_node_that_can_encrypt_passes(place: Place) -> None:
+    encrypted(place)
+    assert {one.verdict for one in place.of("encryption")} == {PASS}
 
 
 def test_every_layout_has_a_module_to_look_for() -> None:

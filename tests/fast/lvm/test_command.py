@@ -24,7 +24,8 @@ pytestmark = pytest.mark.starts_programs
 @pytest.fixture(autouse=True, params=["_by_sh", "_by_subprocess"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are started in the way of lvm2, and in that of all others."""
-    monkeypatch.setattr(command, "_by_subprocess", getattr(command, request.param))
+    own = getattr(command, request.param)
+    monkeypatch.setattr(command, "_by_subprocess", lambda words, seconds, _: own(words, seconds))
 
 
 def test_a_program_s_output_and_exit_code_are_its_result() -> None:
@@ -89,7 +90,7 @@ def test_every_program_is_observed() -> None:
 def test_lvm_of_the_host_is_reached_through_its_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
     words: list[tuple[str, ...]] = []
 
-    def execute(given: tuple[str, ...], _timeout: float | None) -> tuple[command.Result, bool]:
+    def execute(given: tuple[str, ...], *_: object) -> tuple[command.Result, bool]:
         words.append(given)
         return command.Result(0, "", ""), True
 

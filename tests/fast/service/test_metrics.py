@@ -126,7 +126,7 @@ def test_a_failure_is_counted_by_its_class_or_exit_code(
     words: Sequence[str], result: Result, outcome: str
 ) -> None:
     metrics = Metrics()
-    assert metrics.counted(lambda *_: result)(*words) == result
+    assert metrics.counted(lambda *_, stdin=None: result)(*words) == result
     subcommand = words[1] if words[0] == "lvm" else ""
     line = f'program="{words[0]}",subcommand="{subcommand}"}} 1.0'
     assert f'outcome="{outcome}",{line}' in metrics.text().decode()
@@ -135,7 +135,7 @@ def test_a_failure_is_counted_by_its_class_or_exit_code(
 def test_a_command_that_never_ended_well_is_counted_and_still_raises() -> None:
     metrics = Metrics()
 
-    def run(*words: str) -> Result:
+    def run(*words: str, stdin: bytearray | None = None) -> Result:
         raise errors.CommandTimedOut(words, 1.0)
 
     with pytest.raises(errors.CommandTimedOut):

@@ -36,10 +36,13 @@ class Media:
     cached_over: dict[int, bytes] = field(default_factory=dict)
     # What a thin volume's chunks are of: the medium of its pool.
     below: "Media | None" = None
+    # What is in it by the key of its LUKS2 header, but for the blocks: those are here, encrypted.
+    inner: "Media | None" = None
 
     def copy(self) -> "Media":
         """The same, and from now on apart."""
-        return replace(self, zeroed=[], blocks=dict(self.blocks), cached_over={})
+        inner = None if self.inner is None else self.inner.copy()
+        return replace(self, zeroed=[], blocks=dict(self.blocks), cached_over={}, inner=inner)
 
     def write(self, offset_bytes: int, data: bytes) -> None:
         """Whole blocks of data."""
@@ -99,6 +102,8 @@ class FakeDevice:
     missing: list[tuple[int, int]] = field(default_factory=list)
     # Suspended by device-mapper: writers wait.
     suspended: bool = False
+    # Of a dm-crypt device: what it is of.
+    of: "FakeDevice | None" = None
     _flow: threading.Condition = field(default_factory=threading.Condition)
 
     def suspend(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from fakes import filesystems, shell
+from fakes.cryptsetup import FakeCryptsetup
 from fakes.devices import BLOCK_BYTES, FakeDevices
 from fakes.disks import FakeDisks
 from fakes.kernel import FakeKernel
@@ -42,6 +43,7 @@ class FakeHost:
         self.lvm2.number = number
         self.lvm2_program: Callable[[Sequence[str]], Result] = self.lvm2
         self.kernel: Kernel = FakeKernel(self.block)
+        self.cryptsetup = FakeCryptsetup(self.block)
         self.devices: Devices = self.lvm2
         self.disks: Disks = FakeDisks(self.lvm2, self.block)
         self.commands: list[tuple[str, ...]] = []
@@ -61,13 +63,17 @@ class FakeHost:
             root=place / "root",
         )
 
-    def run(self, *words: str) -> Result:
-        """The seam `lvm.command.Run`."""
+    def run(self, *words: str, stdin: bytearray | None = None) -> Result:
+        """The seam `lvm.command.Runner`."""
         if (answer := self.intercept(words)) is not None:
             return answer
         self.commands.append(words)
         if words[0] == "lvm":
             return self.session(*words) if self.sessions else self.lvm2_program(words)
+        if words[:2] == ("env", "DM_DISABLE_UDEV=1"):
+            words = words[2:]
+        if words[0] == "cryptsetup":
+            return self.cryptsetup(words, stdin)
         program = filesystems.PROGRAMS.get(words[0])
         assert program is not None, f"an unfaked command: {' '.join(words)}"
         ended = program(words, self.block)

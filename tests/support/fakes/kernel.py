@@ -206,6 +206,9 @@ class FakeKernel(Kernel):
     def sync_btrfs(self, path: str) -> None:
         self._file_system(path, "btrfs")
 
+    def sync(self, path: str) -> None:
+        assert self._nodes[self._mounted_at(path).mount_id]
+
     # Block devices
 
     def device_number(self, path: str) -> tuple[int, int]:
@@ -213,6 +216,9 @@ class FakeKernel(Kernel):
 
     def device_size_bytes(self, device: str) -> int:
         return self._present(device).size_bytes
+
+    def device_sector_bytes(self, device: str) -> int:
+        return _BLOCK_BYTES if self._block_device(device) else 0
 
     def device_is_read_only(self, device: str) -> bool:
         return self._block_device(device).read_only
@@ -253,6 +259,9 @@ class FakeKernel(Kernel):
         if offset_bytes + length_bytes == found.size_bytes:
             found.media.residue = False
 
+    def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
+        self.zero_out(device, offset_bytes, length_bytes)
+
     def flush(self, device: str) -> None:
         self._present(device).media.flush()
 
@@ -290,6 +299,8 @@ class FakeKernel(Kernel):
         if offset_bytes == 0:
             for fact in ("contents", "fs_size_bytes", "damage"):
                 setattr(written.media, fact, getattr(read.media, fact))
+            inner = read.media.inner
+            written.media.inner = None if inner is None else inner.copy()
         if end == written.size_bytes:
             written.media.residue = False
 

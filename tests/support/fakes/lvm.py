@@ -10,14 +10,14 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from fakes.devices import BLOCK_BYTES, FakeDevice, FakeDevices, Media
 
 from lvm import names
 from lvm.command import Result
 from lvm.devicemapper import Cache, Mirror, Raid, Snapshot, Status, ThinPool, WriteCache
-from lvm.devices import Device
+from lvm.devices import Device, mapping_name
 from lvm.layout import LINEAR, Layout
 from lvm.tuning import AUTO, PLAIN, Tuning
 from mount.filesystem import Signature
@@ -243,7 +243,20 @@ class FakeLvm:
             return None
         device = self.devices.get(_node(group, name))
         uuid = self.groups[group].uuid.replace("-", "")
-        return Device(device.path, (device.major, device.minor), uuid)
+        own = volume.uuid.replace("-", "")
+        return Device(device.path, (device.major, device.minor), uuid, own)
+
+    def mapping(self, device: Device) -> Device | None:
+        """The seam `lvm.devices.Devices`."""
+        name = mapping_name(device)
+        for one in list(self.devices):
+            if one.of is not None and one.of.path == device.path and one.path.endswith(f"/{name}"):
+                return replace(device, path=one.path, number=one.number, name=name, below=device)
+        return None
+
+    def is_mapping_open(self, mapping: Device) -> bool:
+        """The seam `lvm.devices.Devices`."""
+        return self.devices.knows(mapping.path) and self.devices.is_open(mapping.path)
 
     def active(self, group: str) -> tuple[str, ...]:
         """The seam `lvm.devices.Devices`."""

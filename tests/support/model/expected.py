@@ -14,6 +14,8 @@ EXTENT_BYTES = 4 * MIB
 DEFAULT_BYTES = 1 << 30
 CLASS = "plain"
 DEFAULT_FS_TYPE = "ext4"
+ENCRYPTION = "carver/encryption"
+HEADER_BYTES = 4 * MIB
 RATE = "carver/maximumRecoveryRate"
 LEAST_BYTES = {"ext4": 8 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
 
@@ -34,6 +36,15 @@ class Volume:
     read_ahead: str = "auto"
     # What it was to grow to and could not, as long as nothing less is asked for.
     wanted_bytes: int = 0
+    # Of an encrypted one: what its header takes; by which key; and how much of it is open.
+    header_bytes: int = 0
+    key: str = ""
+    open_bytes: int = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What its user has."""
+        return self.size_bytes - self.header_bytes
 
 
 @dataclass(frozen=True)
@@ -115,6 +126,11 @@ class Model:
             loops=tuple(sorted((name, 1) for name in over)),
             entries=tuple(sorted(self.entries.items())),
             free_bytes=self.free_bytes,
+            mappings=tuple(
+                sorted(
+                    (name, one.open_bytes) for name, one in self.volumes.items() if one.open_bytes
+                )
+            ),
         )
 
     def apply(self, call: do.Call) -> Outcome:
@@ -133,12 +149,12 @@ class Model:
             case do.Delete():
                 self._delete(call)
             case do.Get():
-                return self._require(call.volume).size_bytes
+                return self._require(call.volume).capacity_bytes
             case do.Validate():
                 return self._validate(call)
             case do.Volumes():
                 return sorted(
-                    (name, one.size_bytes)
+                    (name, one.capacity_bytes)
                     for name, one in self.volumes.items()
                     if not do.is_inline(name)
                 )
@@ -148,7 +164,7 @@ class Model:
                 self.snapshots.pop(call.snapshot, None)
             case do.Snapshots():
                 return sorted(
-                    (name, one.source, one.was.size_bytes)
+                    (name, one.source, one.was.capacity_bytes)
                     for name, one in self.snapshots.items()
                     if call.volume in ("", one.source)
                 )
@@ -160,6 +176,7 @@ class Model:
                 self._stage(call)
             case do.Unstage():
                 self._unmount(call.volume, call.path)
+                self._close(call.volume)
             case do.Publish():
                 self._publish(call)
             case do.PublishInline():
@@ -174,7 +191,9 @@ class Model:
             case do.Stats():
                 place = self._at(call.volume, call.path)
                 volume = self.volumes[call.volume]
-                return volume.fs_bytes if place.kind == "fs" else volume.size_bytes
+                if place.kind == "fs":
+                    return volume.fs_bytes
+                return volume.open_bytes or volume.size_bytes
             case do.Health():
                 if not call.by_node:
                     self._require(call.volume)
@@ -190,7 +209,7 @@ class Model:
         if 0 < call.limit_bytes < call.required_bytes:
             _refuse("INVALID_ARGUMENT")
         parameters = dict(call.parameters)
-        if parameters.keys() - {"carver/fsType", "carver/class"}:
+        if parameters.keys() - {"carver/fsType", "carver/class", ENCRYPTION}:
             _refuse("INVALID_ARGUMENT")
         if parameters.get("carver/class", CLASS) != CLASS:
             _refuse("INVALID_ARGUMENT")
@@ -199,12 +218,13 @@ class Model:
         there = self.volumes.get(call.volume)
         if there is not None and there.source != call.source:
             _refuse("ALREADY_EXISTS")
-        if there is not None and not _is_within(call, there.size_bytes):
+        if there is not None and not _is_within(call, there.capacity_bytes):
             _refuse("ALREADY_EXISTS")
         was = self._source(call) if there is None else None
-        held, least = "", 0
+        held, least, header = "", 0, HEADER_BYTES if ENCRYPTION in parameters else 0
+        encrypted = bool(header)
         if was is not None:
-            held, least = was.formatted, was.size_bytes
+            held, least, header = was.formatted, was.capacity_bytes, was.header_bytes
             if 0 < call.required_bytes < least or 0 < call.limit_bytes < least:
                 _refuse("OUT_OF_RANGE")
         elif there is not None and call.source != do.NO_SOURCE:
@@ -213,12 +233,14 @@ class Model:
         fs_type = "" if call.use.is_block else asked
         wish = call.required_bytes or least
         if not wish:
-            within = call.limit_bytes // EXTENT_BYTES * EXTENT_BYTES
-            wish = min(DEFAULT_BYTES, within or DEFAULT_BYTES)
-        planned = _extents(max(wish, LEAST_BYTES.get(fs_type, 0)))
-        if there is None and call.limit_bytes and planned > call.limit_bytes:
+            within = (call.limit_bytes + header) // EXTENT_BYTES * EXTENT_BYTES - header
+            wish = min(DEFAULT_BYTES, max(0, within) or DEFAULT_BYTES)
+        planned = _extents(max(wish, LEAST_BYTES.get(fs_type, 0)) + header)
+        if there is None and call.limit_bytes and planned - header > call.limit_bytes:
             _refuse("OUT_OF_RANGE")
-        made = Volume(planned, call.use, fs_type, source=call.source)
+        if was is not None and encrypted != bool(header):
+            _refuse("INVALID_ARGUMENT")
+        made = Volume(planned, call.use, fs_type, source=call.source, header_bytes=header)
         if there is None:
             if was is not None:
                 self._fill(made, was)
@@ -233,11 +255,15 @@ class Model:
                 self.volumes[self._volume_of(call.source)].active = True
         if (there.use, there.fs_type) != (made.use, made.fs_type):
             _refuse("ALREADY_EXISTS")
+        if encrypted != bool(there.header_bytes):
+            _refuse("ALREADY_EXISTS")
         self._tune(call.volume, read_ahead)
         context = {"carver/class": CLASS}
         if there.fs_type:
             context["carver/fsType"] = there.fs_type
-        return there.size_bytes, context
+        if there.header_bytes:
+            context[ENCRYPTION] = "luks2"
+        return there.capacity_bytes, context
 
     def _modify(self, call: do.Modify) -> None:
         read_ahead = _read_ahead(call.mutable)
@@ -277,7 +303,7 @@ class Model:
             if was.use.is_block or was.formatted not in ("", made.fs_type):
                 _refuse("INVALID_ARGUMENT")
             made.formatted = was.formatted
-        made.contents, made.fs_bytes = was.contents, was.fs_bytes
+        made.contents, made.fs_bytes, made.key = was.contents, was.fs_bytes, was.key
 
     def _snapshot(self, call: do.Snapshot) -> object:
         if call.volume == do.MALFORMED or do.is_inline(call.volume):
@@ -291,7 +317,7 @@ class Model:
             self.snapshots[call.snapshot] = there
         if there.source != call.volume:
             _refuse("ALREADY_EXISTS")
-        return there.was.size_bytes
+        return there.was.capacity_bytes
 
     def has_snapshots(self, volume: str) -> bool:
         """Whether there are snapshots that need the volume."""
@@ -315,19 +341,20 @@ class Model:
         ):
             return False
         fs_type = call.use.fs_type or volume.formatted or volume.fs_type
-        return volume.size_bytes >= LEAST_BYTES[fs_type]
+        return volume.capacity_bytes >= LEAST_BYTES[fs_type]
 
     def _expand(self, call: do.Expand) -> object:
         if 0 < call.limit_bytes < call.required_bytes:
             _refuse("INVALID_ARGUMENT")
         self._grow(call)
         volume = self.volumes[call.volume]
-        return volume.size_bytes, not volume.use.is_block
+        return volume.capacity_bytes, not volume.use.is_block
 
     def _grow(self, call: do.Expand | do.NodeExpand) -> None:
         volume = self._require(call.volume)
-        wanted = max(_extents(call.required_bytes), volume.size_bytes)
-        if call.limit_bytes and wanted > call.limit_bytes:
+        header = volume.header_bytes
+        wanted = max(_extents(call.required_bytes + header), volume.size_bytes)
+        if call.limit_bytes and wanted - header > call.limit_bytes:
             _refuse("OUT_OF_RANGE")
         if wanted - volume.size_bytes > self.free_bytes:
             # Kubelet takes OUT_OF_RANGE for infeasible, and keeps a pod waiting on the other.
@@ -336,7 +363,7 @@ class Model:
             if self.of(call.volume):
                 volume.wanted_bytes = wanted
                 _refuse("FAILED_PRECONDITION")
-            volume.active = False
+            volume.active, volume.open_bytes = False, 0
         if 0 < call.required_bytes <= wanted < volume.wanted_bytes:
             volume.wanted_bytes = 0
         volume.size_bytes = wanted
@@ -348,14 +375,21 @@ class Model:
         in_use = self.has_snapshots(name) and self.of(name)
         if 0 < more <= self.free_bytes and not in_use:
             volume.size_bytes = volume.wanted_bytes
+            if self.has_snapshots(name):
+                volume.open_bytes = 0
 
     # The Node
 
     def _stage(self, call: do.Stage) -> None:
         volume = self._require(call.volume)
-        volume.active = True
         if call.use.is_block:
+            is_used = bool(volume.open_bytes and self.of(call.volume))
+            if is_used and volume.wanted_bytes <= volume.size_bytes:
+                return
+            self._check_key(volume, call.key)
+            volume.active = True
             self._catch_up(call.volume)
+            self._open(call.volume, call.key)
             return
         read_only = call.use.mode == do.READER_ONLY
         there = self.places.get(call.path)
@@ -363,11 +397,24 @@ class Model:
         if there is not None and (there.volume, there.kind) == (call.volume, "fs"):
             if (volume.contents, there.read_only) != (fs_type, read_only):
                 _refuse("ALREADY_EXISTS")
-            self._fill_device(volume, read_only)
+            self._fill_device(volume, read_only, call.key)
             return
+        self._check_key(volume, call.key)
+        volume.active = True
         self._catch_up(call.volume)
         if volume.use.is_block:
             _refuse("INVALID_ARGUMENT")
+        self._open(call.volume, call.key)
+        try:
+            self._mount(call, volume, fs_type, there, read_only)
+        except _Refused:
+            self._close(call.volume)
+            raise
+        self._fill_device(volume, read_only, call.key)
+
+    def _mount(
+        self, call: do.Stage, volume: Volume, fs_type: str, there: Place | None, read_only: bool
+    ) -> None:
         self._format(volume, fs_type)
         self._make(call.path, "dir")
         if there is not None:
@@ -378,12 +425,44 @@ class Model:
             _refuse("FAILED_PRECONDITION")
         volume.superblock_read_only = read_only
         self.places[call.path] = Place(call.volume, "fs", read_only)
-        self._fill_device(volume, read_only)
 
-    def _fill_device(self, volume: Volume, read_only: bool) -> None:
+    @staticmethod
+    def _check_key(volume: Volume, key: str) -> None:
+        """A key for what is encrypted, and for nothing else."""
+        if bool(key) != bool(volume.header_bytes):
+            _refuse("INVALID_ARGUMENT")
+
+    def _open(self, name: str, key: str) -> None:
+        """An encrypted volume, by its key; in use elsewhere it stays as it is."""
+        volume = self.volumes[name]
+        if not volume.header_bytes or (volume.open_bytes and self.of(name)):
+            return
+        volume.open_bytes = 0
+        if volume.key not in ("", key):
+            _refuse("UNAUTHENTICATED")
+        volume.key, volume.open_bytes = key, volume.capacity_bytes
+
+    def _close(self, name: str) -> None:
+        """What is nowhere in use is not open either."""
+        if name in self.volumes and not self.of(name):
+            self.volumes[name].open_bytes = 0
+
+    @staticmethod
+    def _grow_open(volume: Volume, key: str) -> None:
+        """An open volume grows by its key only."""
+        if 0 < volume.open_bytes < volume.capacity_bytes:
+            if not key:
+                _refuse("FAILED_PRECONDITION")
+            if key != volume.key:
+                _refuse("UNAUTHENTICATED")
+            volume.open_bytes = volume.capacity_bytes
+
+    def _fill_device(self, volume: Volume, read_only: bool, key: str) -> None:
         """At each stage, where the volume may be larger than its source, or than before."""
         if (volume.source != do.NO_SOURCE or volume.wanted_bytes) and not read_only:
-            volume.fs_bytes = volume.size_bytes
+            if key:
+                self._grow_open(volume, key)
+            volume.fs_bytes = volume.open_bytes or volume.size_bytes
 
     def _format(self, volume: Volume, fs_type: str) -> None:
         if volume.contents not in ("", fs_type):
@@ -391,9 +470,9 @@ class Model:
         if not volume.contents:
             if volume.formatted:
                 _refuse("FAILED_PRECONDITION")
-            if volume.size_bytes < LEAST_BYTES[fs_type]:
+            if volume.capacity_bytes < LEAST_BYTES[fs_type]:
                 _refuse("OUT_OF_RANGE")
-            volume.contents, volume.fs_bytes = fs_type, volume.size_bytes
+            volume.contents, volume.fs_bytes = fs_type, volume.open_bytes or volume.size_bytes
         volume.formatted = volume.formatted or fs_type
 
     def _publish(self, call: do.Publish) -> None:
@@ -402,6 +481,8 @@ class Model:
             _refuse("FAILED_PRECONDITION")
         read_only = call.read_only or call.use.mode == do.READER_ONLY
         kind = "block" if call.use.is_block else "fs"
+        if kind == "block" and volume.header_bytes and not volume.open_bytes:
+            _refuse("FAILED_PRECONDITION")
         if kind == "fs":
             staged = self.places.get(call.staging)
             if staged is None or (staged.volume, staged.kind) != (call.volume, "fs"):
@@ -456,16 +537,19 @@ class Model:
             _refuse("INVALID_ARGUMENT")
         place = self._at(call.volume, call.path)
         volume = self.volumes[call.volume]
-        enough = call.required_bytes <= volume.size_bytes
-        if not enough or (call.limit_bytes and volume.size_bytes > call.limit_bytes):
+        told = volume.open_bytes or volume.size_bytes
+        enough = call.required_bytes <= told
+        if not enough or (call.limit_bytes and told > call.limit_bytes):
             self._grow(call)
+            told = volume.capacity_bytes
+        self._grow_open(volume, call.key)
         if place.kind == "fs":
             mine = [one for one in self.of(call.volume).values() if one.kind == "fs"]
-            full = volume.contents == "xfs" and volume.fs_bytes == volume.size_bytes
+            full = volume.contents == "xfs" and volume.fs_bytes == volume.capacity_bytes
             if all(one.read_only for one in mine) and not full:
                 _refuse("INTERNAL")  # the kernel grows no file system through a read-only mount
-            volume.fs_bytes = volume.size_bytes
-        return volume.size_bytes
+            volume.fs_bytes = volume.capacity_bytes
+        return told
 
     # Behind the back
 
@@ -482,7 +566,7 @@ class Model:
         """No mount and no device outlives the kernel; directories and files do."""
         self.places.clear()
         for one in self.volumes.values():
-            one.active = False
+            one.active, one.open_bytes = False, 0
 
     def _require(self, name: str) -> Volume:
         if name == do.ELSEWHERE:

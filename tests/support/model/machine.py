@@ -215,7 +215,10 @@ class Machine:
                 return grown.capacity_bytes, grown.node_expansion_required
             case do.Stage():
                 self.client.stage(
-                    self._volume(call.volume), self.place(call.path), _capability(call.use)
+                    self._volume(call.volume),
+                    self.place(call.path),
+                    _capability(call.use),
+                    _secrets(call.key),
                 )
             case do.Unstage():
                 self.client.unstage(self.id_of(call.volume), self.place(call.path))
@@ -253,6 +256,7 @@ class Machine:
                         volume_id=self.id_of(call.volume),
                         volume_path=self.place(call.path),
                         capacity_range=size,
+                        secrets=_secrets(call.key),
                     )
                 ).capacity_bytes
         return None
@@ -302,8 +306,11 @@ class Machine:
             if logical.is_copy_on_write:
                 continue  # it goes with its origin
             if (device := self.host.devices.find(self.group, name)) is not None:
-                for one in loop.over(kernel, device.number):
+                mapping = self.host.devices.mapping(device)
+                for one in loop.over(kernel, (mapping or device).number):
                     loop.detach(kernel, one)
+                if mapping is not None:
+                    self.host.run("cryptsetup", "close", "--", mapping.name)
                 self.host.deactivate(self.group, name)
         self.start(Switch())
 
@@ -312,12 +319,15 @@ class Machine:
     def state(self) -> State:
         """What is seen of Carver on the machine, by its own means and not by asking Carver."""
         kernel, group = self.host.kernel, self._settled()
-        names, places, loops = {}, [], []
+        names, places, loops, mappings = {}, [], [], []
         # A pool is nobody's volume; what is free in it is what it has not promised.
         volumes = [one for one in group.volumes.values() if "pool" not in one.layout]
         for logical in volumes:
             name = tags.decode(logical.tags).get("name", f"?{logical.name}")
             device = self.host.devices.find(self.group, logical.name)
+            if device is not None and (mapping := self.host.devices.mapping(device)) is not None:
+                device = mapping
+                mappings.append((name, kernel.device_size_bytes(mapping.path)))
             if device is not None:
                 over = loop.over(kernel, device.number)
                 names[device.number] = name
@@ -334,6 +344,7 @@ class Machine:
             loops=tuple(sorted(loops)),
             entries=tuple(sorted((one.name, _kind(one)) for one in self.host.directory.iterdir())),
             free_bytes=self._free_extents(group) * group.extent_size_bytes,
+            mappings=tuple(sorted(mappings)),
         )
 
     def _free_extents(self, group: report.Group) -> int:
@@ -382,6 +393,10 @@ def _die(service: Service) -> None:
         one.jobs._stopping.set()
         for timer in one.jobs._timers:
             timer.cancel()
+
+
+def _secrets(key: str) -> dict[str, str]:
+    return {"passphrase": key} if key else {}
 
 
 def _logical(volume: str) -> str:

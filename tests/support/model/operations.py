@@ -126,11 +126,12 @@ class Expand:
 
 @dataclass(frozen=True)
 class Stage:
-    """NodeStageVolume; paths are names within the host's directory."""
+    """NodeStageVolume; paths are names within the host's directory. `key` is a secret's."""
 
     volume: str
     path: str
     use: Use
+    key: str = ""
 
 
 @dataclass(frozen=True)
@@ -195,6 +196,7 @@ class NodeExpand:
     path: str
     required_bytes: int = 0
     limit_bytes: int = 0
+    key: str = ""
 
 
 Call = (
@@ -234,7 +236,8 @@ class State:
 
     `volumes` are (name, bytes, formatted with, state, active, bytes that are read ahead or auto);
     `places` (path, volume, fs or block, read-only), as often as mounted; `loops` (volume, loop
-    devices over it); `entries` (path, dir or file).
+    devices over it); `entries` (path, dir or file); `mappings` (volume, bytes) what is open of
+    encrypted ones.
     """
 
     volumes: tuple[tuple[str, int, str, str, bool, str], ...]
@@ -242,3 +245,4 @@ class State:
     loops: tuple[tuple[str, int], ...]
     entries: tuple[tuple[str, str], ...]
     free_bytes: int
+    mappings: tuple[tuple[str, int], ...] = ()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from lvm.command import Result, Run
+from lvm.command import Result, Runner
 from lvm.devices import Devices
 from lvm.errors import CommandTimedOut
 from mount.syscalls import Kernel
@@ -35,6 +35,8 @@ CHANGING = frozenset(
         "copy",
         "write",
         "sync_btrfs",
+        "sync",
+        "discard",
         "loop_configure",
         "loop_clear",
         "loop_set_capacity",
@@ -71,12 +73,13 @@ class Switch:
         self._before = before
         self._lock = threading.RLock()
 
-    def run(self, run: Run) -> Run:
-        """The seam `lvm.command.Run`, through the switch."""
+    def run(self, run: Runner) -> Runner:
+        """The seam `lvm.command.Runner`, through the switch."""
 
-        def through(*words: str) -> Result:
-            name = " ".join(words[:2]) if words[0] == "lvm" else words[0]
-            return self._step(name, lambda: run(*words))
+        def through(*words: str, stdin: bytearray | None = None) -> Result:
+            said = words[2:] if words[0] == "env" else words
+            name = " ".join(said[:2]) if said[0] in ("lvm", "cryptsetup") else said[0]
+            return self._step(name, lambda: run(*words, stdin=stdin))
 
         return through
 
@@ -126,17 +129,17 @@ class Cut(Switch):
         self.is_over = False
         self._cut_at, self._cut_before = stop_at, before
 
-    def run(self, run: Run) -> Run:
-        """The seam `lvm.command.Run`: work behind the answers has no deadline."""
+    def run(self, run: Runner) -> Runner:
+        """The seam `lvm.command.Runner`: work behind the answers has no deadline."""
         whole = super().run(run)
 
-        def through(*words: str) -> Result:
+        def through(*words: str, stdin: bytearray | None = None) -> Result:
             if not threading.current_thread().name.startswith("rpc"):
-                return whole(*words)
+                return whole(*words, stdin=stdin)
             is_last = self.programs == self._cut_at
             self.programs += 1
             if (is_last and not self._cut_before) or not (is_last or self.is_over):
-                result = whole(*words)
+                result = whole(*words, stdin=stdin)
                 if not is_last:
                     return result
             self.is_over = True

@@ -116,12 +116,14 @@ class RealHost:
         # A device that is no disk keeps lvm2 from looking at all others while there is none yet.
         return Lvm(self.run, (*disks, *self._own) or ("/dev/null",), _SETTINGS)
 
-    def run(self, *words: str) -> Result:
-        """The seam `lvm.command.Run`."""
+    def run(self, *words: str, stdin: bytearray | None = None) -> Result:
+        """The seam `lvm.command.Runner`."""
         if (answer := self.intercept(words)) is not None:
             return answer
         self.commands.append(words)
-        return self._lab.session(*words) if self.sessions else self._lab.programs(*words)
+        if self.sessions and words[0] == "lvm":
+            return self._lab.session(*words)
+        return self._lab.programs(*words, stdin=stdin)
 
     def new_device(self, size_bytes: int) -> str:
         """A blank loop device."""
@@ -232,11 +234,25 @@ class RealHost:
         self._unmount_all()
         for group, disks in self._groups:
             for node in Path("/dev/mapper").glob(f"{names.escaped(group)}-*"):
-                for device in loop.over(self.kernel, self.kernel.device_number(str(node))):
-                    loop.detach(self.kernel, device)
+                number = self.kernel.device_number(str(node))
+                self._detach(number)
+                self._close(number)
             Lvm(self._lab.programs, tuple(disks))("lvremove", "--yes", "--", group)
         for device in self._own:
             loop.detach(self.kernel, device)
+
+    def _detach(self, number: tuple[int, int]) -> None:
+        for device in loop.over(self.kernel, number):
+            loop.detach(self.kernel, device)
+
+    def _close(self, number: tuple[int, int]) -> None:
+        """What of an encrypted volume a test left open."""
+        for holder in Path(f"/sys/dev/block/{number[0]}:{number[1]}/holders").iterdir():
+            name = (holder / "dm/name").read_text().strip()
+            if name.startswith("carver-luks-"):
+                self._detach(self.kernel.device_number(f"/dev/{holder.name}"))
+                ended = self._lab.programs("cryptsetup", "close", "--", name)
+                assert ended.exit_code == 0, ended.stderr
 
     def _unmount_all(self) -> None:
         own = f"{self.directory.parent}/"

@@ -1,0 +1,106 @@
+"""Keys and headers of encrypted volumes, by hand: shown, kept, put back, changed.
+
+On the volume's own device and not through the service: a key is given to no socket.
+"""
+
+import getpass
+import sys
+from pathlib import Path
+
+from agent import errors
+from agent.cli import terminal
+from agent.publish import opening
+from agent.secret import Key, Keys, of_text
+from lvm.devices import Device
+from mount import cryptsetup, luks
+from mount.cryptsetup import Cryptsetup
+from mount.luks import Header
+from mount.syscalls import Kernel
+
+_STANDARD_INPUT = "-"
+
+
+class Headers:
+    """The verbs on one volume, which is active; `device` is its logical volume's."""
+
+    def __init__(self, name: str, kernel: Kernel, device: Device, program: Cryptsetup) -> None:
+        self._name = name
+        self._kernel = kernel
+        self._device = device
+        self._program = program
+
+    def show(self) -> None:
+        """Tell what the header says."""
+        header = self._header()
+        made = terminal.table("", "")
+        made.add_row("uuid", header.uuid)
+        made.add_row("slots", ", ".join(map(str, header.slots)) or "none: nobody can open it")
+        made.add_row("data", f"from byte {header.offset_bytes}")
+        made.add_row("cipher", f"{header.cipher}, sectors of {header.sector_bytes} bytes")
+        made.add_row("key derivation", ", ".join(header.key_derivation))
+        terminal.console().print(made)
+
+    def back_up(self, file: str) -> None:
+        """Write the header, key slots and all, to a file that is not there."""
+        self._header()
+        if Path(file).exists():
+            raise errors.BadField("FILE", f"{file} is there already")
+        self._program.back_up(self._device.path, file)
+        print(f"the header of {self._name} is in {file}; keep it as you keep keys")
+
+    def restore(self, file: str, *, is_open: bool, confirmed: bool) -> None:
+        """Put a header back, if it is the volume's. Raises BadField, VolumeInUse, NotConfirmed."""
+        if is_open:
+            raise errors.VolumeInUse(self._name, "it is open; unstage it first")
+        try:
+            kept = luks.read(Kernel(), file)
+        except OSError:
+            kept = None
+        if kept is None:
+            raise errors.BadField("FILE", f"{file} is no backup of a LUKS2 header")
+        present = luks.read(self._kernel, self._device.path)
+        own = opening.own_uuid(self._device) if present is None else present.uuid
+        if present is not None and kept.uuid != own:
+            raise errors.BadField("FILE", f"it is of the header {kept.uuid}, not of {own}")
+        doubt = "" if kept.uuid == own else " It is not the one that this volume was made with."
+        asked = f"Overwrite the header of {self._name} with that of {file}?{doubt}"
+        if not confirmed and not terminal.confirmed(asked):
+            raise errors.NotConfirmed(self._name, "changed")
+        self._program.restore(self._device.path, file)
+        print(f"{self._name} has the header of {file}")
+
+    def rekey(self, key_file: str, new_key_file: str, *, recovery: bool) -> None:
+        """Give the volume another key in place of its own, or one more for recovery."""
+        slots = self._header().slots
+        old = _key("key", key_file)
+        new = _key("new key", new_key_file)
+        with Keys(new, old).used():
+            if not self._program.check(self._device.path, old.data):
+                raise errors.BadField("key", f"it does not open {self._name}")
+            if recovery:
+                self._put_recovery(slots, old, new)
+            else:
+                device = self._device.path
+                opening.change(self._program, slots, device, old, new)
+        print(f"{self._name} has {'a recovery' if recovery else 'a new'} key")
+
+    def _put_recovery(self, slots: tuple[int, ...], key: Key, new: Key) -> None:
+        slot, device = cryptsetup.RECOVERY, self._device.path
+        if slot in slots:
+            self._program.kill(device, key.data, slot)
+        self._program.add(device, key.data, new.data, slot)
+
+    def _header(self) -> Header:
+        header = luks.read(self._kernel, self._device.path)
+        if header is None:
+            raise errors.HeaderDamaged(self._name, "its header is not there, or not whole")
+        return header
+
+
+def _key(what: str, file: str) -> Key:
+    """A key of a file, of standard input, or as it is typed."""
+    if file == _STANDARD_INPUT:
+        return Key(bytearray(sys.stdin.buffer.read()))
+    if file:
+        return opening.read_key(file)
+    return of_text(what, getpass.getpass(f"{what[0].upper()}{what[1:]}: "))

@@ -1,0 +1,93 @@
+"""The dm-crypt devices of encrypted volumes: closed when nobody uses them; headers, erased."""
+
+import logging
+from pathlib import Path
+
+from agent import errors
+from agent.engine import users
+from agent.engine.means import Means
+from agent.engine.records import Volume
+from lvm import pools
+from lvm.devices import Device
+from mount import cryptsetup, luks, table
+from mount.cryptsetup import Cryptsetup
+from mount.errors import CryptFailed
+
+_log = logging.getLogger(__name__)
+
+# A thin pool that is fuller than this has perhaps no chunk for what is overwritten.
+_FULL_PERCENT = 99.0
+
+
+class Mappings:
+    """Closes and erases; the key is asked for elsewhere (agent/publish/opening.py)."""
+
+    def __init__(self, means: Means) -> None:
+        self._kernel, self._inventory = means.kernel, means.inventory
+        self._backups = means.config.header_backups
+        waits = means.config.lvm != "host" and cryptsetup.has_udev()
+        self.cryptsetup = Cryptsetup(means.run, waits_for_udev=waits)
+
+    def is_used(self, mapping: Device) -> bool:
+        """Whether a dm-crypt device is mounted or published somewhere; no command."""
+        known = table.read(self._kernel)
+        parts = known.of_device(mapping.number)
+        return bool(parts or users.places(self._kernel, known, mapping))
+
+    def close_unused(self, volume_id: str) -> None:
+        """Close the volume where it is open and nowhere used; a command, none where it is closed.
+
+        Raises CryptBusy for one that a process has open.
+        """
+        device = self._inventory.device(volume_id)
+        if device is not None and device.below is not None and not self.is_used(device):
+            self.cryptsetup.close(device.name)
+
+    def ensure_closed(self, volume: Volume) -> None:
+        """Close a volume that was just found unused; raises VolumeInUse where it is not."""
+        mapping = self._inventory.mapping(volume)
+        if mapping is None:
+            return
+        if self.is_used(mapping):
+            raise errors.VolumeInUse(str(volume.id), f"{mapping.path} is mounted or published")
+        self.cryptsetup.close(mapping.name)
+
+    def back_up(self, device: Device, *, anew: bool = False) -> None:
+        """Keep a copy of a volume's header, where that is configured; a command at the first time.
+
+        Of one whose keys changed it is made `anew`: the old one opens by the old key. One that
+        cannot be kept is told in the log, and keeps no pod waiting.
+        """
+        file = self._backup_of(device)
+        if file is None or (file.exists() and not anew):
+            return
+        unfinished = file.with_suffix(".new")
+        try:
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            unfinished.unlink(missing_ok=True)
+            self.cryptsetup.back_up(device.logical.path, str(unfinished))
+            unfinished.replace(file)
+        except (OSError, CryptFailed) as error:
+            _log.error("no copy of the header of %s is kept: %s", device.logical.path, error)
+
+    def _backup_of(self, device: Device) -> Path | None:
+        return self._backups and self._backups / f"{device.logical.uuid}.luks"
+
+    def erase(self, volume: Volume) -> None:
+        """Overwrite an encrypted volume's header and key slots: nobody can read it from then on.
+
+        The copy that Carver kept goes first. A command where it is not active. Of a thin volume it
+        takes no chunk that its pool has not: where that is full, what is left of the header goes
+        with the chunk that it is in.
+        """
+        active = self._inventory.activate(volume)
+        if (copy := self._backup_of(active)) is not None:
+            copy.unlink(missing_ok=True)
+        pool = pools.status_of(self._inventory.status(volume.group.name, volume.name))
+        if pool is not None and (pool.mode != "rw" or pool.data_percent >= _FULL_PERCENT):
+            _log.warning("the header of %s is not overwritten: its pool is full", volume.id)
+            return
+        device = active.path
+        length = volume.header_bytes or 2 * luks.METADATA_BYTES
+        self._kernel.zero_out(device, 0, min(length, self._kernel.device_size_bytes(device)))
+        self._kernel.flush(device)

@@ -1,0 +1,274 @@
+"""Encrypted volumes, opened: by whose key, with which header, and what is refused.
+
+| header | tag `sealed` | what happens |
+|---|---|---|
+| none, the device blank | no | one is made; promise of the tag; open |
+| none, the device not blank | no | refused, untouched |
+| whole, without a key slot, the volume's own | no | cryptsetup was killed: it is made anew |
+| whole, the volume's own | no | a crash came between header and tag: open, promise of the tag |
+| whole, as the tag says | yes | open |
+| none, or another than the tag says | yes | refused: damaged, and never made anew |
+
+A volume's own header has a UUID that is made of the logical volume's. What was copied has the
+header of what it was copied from.
+"""
+
+import os
+import stat
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from agent import errors, fact
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.engine.mappings import Mappings
+from agent.engine.means import Means
+from agent.engine.records import Volume
+from agent.requests import keys as words
+from agent.secret import MOST_BYTES, Key, Keys
+from lvm import errors as lvm_errors
+from lvm.devices import Device, mapping_name
+from mount import btrfs, cryptsetup, filesystem, luks
+from mount import errors as mount_errors
+from mount.luks import Header
+
+# Any other UUID would do as well.
+_NAMESPACE = uuid.UUID("5b9f7f0a-6b0e-4d5c-9d27-0f0f8c1f6c3e")
+_LARGE_SECTOR_BYTES = 4096
+
+
+class Opening:
+    """Opens volumes. Each call's keys are its caller's to overwrite."""
+
+    def __init__(self, means: Means, mappings: Mappings) -> None:
+        self._config: Config = means.config
+        self._run, self._kernel = means.run, means.kernel
+        self._engines, self._inventory = means.engines, means.inventory
+        self._mappings = mappings
+        self._cryptsetup = mappings.cryptsetup
+
+    def check_keys(self, volume_id: str, device_class: str, keys: Keys, *, encrypted: bool) -> None:
+        """Raise KeyMissing, and BadField where a key is given for what is not encrypted.
+
+        Whoever gives a key believes that it counts.
+        """
+        if not encrypted and keys.present:
+            raise errors.BadField(
+                f"secrets[{words.PASSPHRASE}]",
+                f"is given, but volume {volume_id!r} is not encrypted; make it of a StorageClass"
+                " with carver/encryption, or give no secret",
+            )
+        if encrypted and not keys.present and self._key_file(device_class) is None:
+            raise errors.KeyMissing(volume_id)
+
+    def check(self, volume: Volume, keys: Keys) -> None:
+        """The same of a volume that is there."""
+        called = volume.facts.get(fact.CLASS, "")
+        self.check_keys(str(volume.id), called, keys, encrypted=volume.is_encrypted)
+
+    def opened(self, volume: Volume, device: Device, keys: Keys) -> tuple[Device, dict[str, str]]:
+        """The device by which an active volume is used, and the tags that it is to bear.
+
+        Of one that is not encrypted that is its own. Two commands at most, but for a change of
+        keys. One that is open and not used is closed first: nobody knows who opened it. Raises
+        KeyMissing, WrongKey, HeaderDamaged, UnexpectedContents.
+        """
+        self.check(volume, keys)
+        if not volume.is_encrypted:
+            return device, {}
+        mapping = self._inventory.mapping(volume)
+        if mapping is not None and self._mappings.is_used(mapping):
+            return mapping, {}
+        with self._key_of(volume, keys) as key:
+            if mapping is not None:
+                self._mappings.ensure_closed(volume)
+            tags = self._sealed(volume, device, key)
+            is_changed = self._unlock(volume, device, keys, key)
+        self._mappings.back_up(device, anew=is_changed)
+        mapping = self._inventory.mapping(volume)
+        if mapping is None:
+            raise lvm_errors.Inactive(volume.group.name, mapping_name(device))
+        if self._is_to_be_renewed(volume, mapping):
+            btrfs.renew(self._kernel, mapping.path)
+            tags[fact.RENEWED] = "yes"
+        return mapping, tags
+
+    def fill(self, volume_id: str, mapping: Device, keys: Keys, *, if_possible: bool) -> None:
+        """Have an open volume be as large as its logical volume, less the header.
+
+        A command where it is not. Raises GrowsWithKey where nobody has the key, or nothing
+        `if_possible`.
+        """
+        logical = mapping.logical
+        header = luks.read(self._kernel, logical.path)
+        if header is None:
+            raise errors.HeaderDamaged(volume_id, "its header is not whole")
+        size_bytes = self._kernel.device_size_bytes(logical.path) - header.offset_bytes
+        if self._kernel.device_size_bytes(mapping.path) >= size_bytes:
+            return
+        volume = self._inventory.glimpse(volume_id)
+        called = "" if volume is None else volume.facts.get(fact.CLASS, "")
+        if not keys.present and self._key_file(called) is None:
+            if if_possible:
+                return
+            raise errors.GrowsWithKey(volume_id)
+        with self._key(volume_id, called, keys) as key:
+            self._cryptsetup.grow(logical.path, key.data, mapping.name)
+
+    def _sealed(self, volume: Volume, device: Device, key: Key) -> dict[str, str]:
+        """Have a header on a volume that may have one; the tags that tell of it."""
+        header = luks.read(self._kernel, device.path)
+        told, own = volume.facts.get(fact.SEALED), own_uuid(device)
+        may_be_new = not told and fact.FORMATTED not in volume.facts
+        if header is None or (may_be_new and not header.slots and header.uuid == own):
+            if not may_be_new:
+                raise errors.HeaderDamaged(str(volume.id), "its header is not there, or not whole")
+            if header is None:
+                self._require_blank(volume, device)
+            # Blank by the probe, or its own without a key slot, and never sealed by the tags: only
+            # then.
+            self._cryptsetup.make(
+                device.path,
+                key.data,
+                uuid=own,
+                offset_bytes=volume.header_bytes,
+                sector_bytes=self._sector_bytes(device),
+            )
+            return {fact.SEALED: own}
+        _check(volume, header, told or ("" if fact.FROM in volume.facts else own))
+        return {} if told else {fact.SEALED: header.uuid}
+
+    def _require_blank(self, volume: Volume, device: Device) -> None:
+        if luks.bears_any(self._kernel, device.path):
+            raise errors.HeaderDamaged(str(volume.id), "there is a header that is not whole")
+        found = filesystem.probe(self._run, device.path, self._kernel)
+        if found is not None:
+            raise mount_errors.UnexpectedContents(device.path, str(found), "nothing")
+        if not volume.header_bytes:
+            raise errors.HeaderDamaged(str(volume.id), f"its tag `{fact.HEADER}` is lost")
+
+    def _unlock(self, volume: Volume, device: Device, keys: Keys, key: Key) -> bool:
+        """Open it by the key, or by the one before, which is no key of it afterwards.
+
+        Whether its keys changed.
+        """
+        discard = any(one.discard for one in self._classes(volume.facts.get(fact.CLASS, "")))
+        name = mapping_name(device)
+        previous = keys.previous
+        if not previous or previous.data == key.data:
+            self._cryptsetup.open(device.path, key.data, name, discard=discard)
+            return False
+        before = self._slots(volume, device)
+        if not self._cryptsetup.check(device.path, key.data):
+            change(self._cryptsetup, before, device.path, previous, key)
+        else:
+            retire(self._cryptsetup, before, device.path, previous, key)
+        self._cryptsetup.open(device.path, key.data, name, discard=discard)
+        return self._slots(volume, device) != before
+
+    def _slots(self, volume: Volume, device: Device) -> tuple[int, ...]:
+        header = luks.read(self._kernel, device.path)
+        if header is None:
+            raise errors.HeaderDamaged(str(volume.id), "its header is not whole")
+        return header.slots
+
+    def _is_to_be_renewed(self, volume: Volume, mapping: Device) -> bool:
+        """Whether it is a copy of a btrfs, which has the id of what it was copied from."""
+        is_new_copy = fact.FROM in volume.facts and fact.RENEWED not in volume.facts
+        return is_new_copy and btrfs.is_on(self._kernel, mapping.path)
+
+    def _sector_bytes(self, device: Device) -> int:
+        physical = self._kernel.device_sector_bytes(device.path)
+        return _LARGE_SECTOR_BYTES if physical >= _LARGE_SECTOR_BYTES else 512
+
+    @contextmanager
+    def _key_of(self, volume: Volume, keys: Keys) -> Iterator[Key]:
+        with self._key(str(volume.id), volume.facts.get(fact.CLASS, ""), keys) as key:
+            yield key
+
+    @contextmanager
+    def _key(self, volume_id: str, device_class: str, keys: Keys) -> Iterator[Key]:
+        """The caller's key, or that of the class's file, which is overwritten at the end."""
+        if keys.present:
+            yield keys.present
+            return
+        file = self._key_file(device_class)
+        if file is None:
+            raise errors.KeyMissing(volume_id)
+        key = read_key(file)
+        with Keys(key).used():
+            yield key
+
+    def _key_file(self, device_class: str) -> str | None:
+        files = (one.key_file for one in self._classes(device_class))
+        return next((str(one) for one in files if one is not None), None)
+
+    def _classes(self, name: str) -> list[DeviceClass]:
+        return [one for one in self._config.classes if one.name == name]
+
+
+def own_uuid(device: Device) -> str:
+    """The UUID that the header of a volume has that was not copied from another."""
+    return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))
+
+
+def read_key(path: str) -> Key:
+    """The key in an operator's file: all of its bytes. Raises NotReady for one others can read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise errors.NotReady(f"key_file {path} cannot be read: {error.strerror}") from None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise errors.NotReady(
+                f"key_file {path} must be a file that only its owner, the user of Carver, can read"
+                " (chmod 0400)"
+            )
+        buffer = bytearray(MOST_BYTES + 1)
+        length = os.readv(descriptor, [buffer])
+    finally:
+        os.close(descriptor)
+    if not 0 < length <= MOST_BYTES:
+        buffer[:] = bytes(len(buffer))
+        raise errors.NotReady(f"key_file {path} must have 1 to {MOST_BYTES} bytes")
+    del buffer[length:]
+    return Key(buffer)
+
+
+def change(
+    program: cryptsetup.Cryptsetup, slots: tuple[int, ...], device: str, old: Key, new: Key
+) -> None:
+    """Give a volume another key in place of one that it has. Raises WrongKey.
+
+    Killed in between, it has both, and `retire` does the rest.
+    """
+    usual = [one for one in cryptsetup.SLOTS if one != cryptsetup.RECOVERY]
+    free = next((one for one in usual if one not in slots), None)
+    if free is None:
+        raise mount_errors.CryptFailed("luksAddKey", device, "both slots are taken")
+    program.add(device, old.data, new.data, free)
+    retire(program, (*slots, free), device, old, new)
+
+
+def retire(
+    program: cryptsetup.Cryptsetup, slots: tuple[int, ...], device: str, old: Key, new: Key
+) -> None:
+    """Have a key be none any more of a volume that has another; the recovery slot stays."""
+    for slot in slots:
+        if slot != cryptsetup.RECOVERY and program.check(device, old.data, slot):
+            program.kill(device, new.data, slot)
+
+
+def _check(volume: Volume, header: Header, expected: str) -> None:
+    """Raise HeaderDamaged where a header is not the volume's."""
+    if expected and header.uuid != expected:
+        raise errors.HeaderDamaged(
+            str(volume.id), f"there is another header, {header.uuid}, not {expected}"
+        )
+    if volume.header_bytes and header.offset_bytes != volume.header_bytes:
+        raise errors.HeaderDamaged(
+            str(volume.id),
+            f"its data begin at {header.offset_bytes}, not at {volume.header_bytes}",
+        )

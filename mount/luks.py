@@ -1,0 +1,101 @@
+"""LUKS2 headers, read as they stand on a device, without a process.
+
+The on-disk format is cryptsetup's ("LUKS2 On-Disk Format Specification", version 1.1.x, section
+2): a binary header of 4096 bytes, behind it a text in JSON, and all of that twice. Nothing here
+writes one; mount/cryptsetup.py has cryptsetup do that.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mount.syscalls import Kernel
+
+# What cryptsetup gives a header where it is not told otherwise, and Carver never does: 16 KiB each.
+METADATA_BYTES = 16 << 10
+_BINARY = struct.Struct(">6s H Q Q 48s 32s 64s 40s 48s Q 184s 64s")
+_BINARY_BYTES = 4096
+_CHECKSUM_AT, _CHECKSUM_BYTES = 448, 64
+_MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
+_VERSION = 2
+# The kind of area by which a re-encryption that is not done protects what it is at.
+_REENCRYPTION = "reencrypt"
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a whole header says. Sizes are in bytes; `slots` are those that a key opens."""
+
+    uuid: str
+    slots: tuple[int, ...]
+    offset_bytes: int
+    cipher: str
+    sector_bytes: int
+    key_derivation: tuple[str, ...] = ()
+    # How much of the device has the new key already, where it is being re-encrypted.
+    is_reencrypting: bool = False
+
+
+def read(kernel: Kernel, device: str) -> Header | None:
+    """The header on a device, by either of its copies; None where neither is whole.
+
+    Raises OSError where the device cannot be read.
+    """
+    found = (_copy(kernel, device, number) for number in range(len(_MAGICS)))
+    every = [one for one in found if one is not None]
+    return max(every, key=lambda one: one[0])[1] if every else None
+
+
+def bears_any(kernel: Kernel, device: str) -> bool:
+    """Whether a copy of a header is there, be it whole or not."""
+    starts = (kernel.read(device, at * METADATA_BYTES, 6) for at in range(len(_MAGICS)))
+    return any(start in _MAGICS for start in starts)
+
+
+def _copy(kernel: Kernel, device: str, number: int) -> tuple[int, Header] | None:
+    data = kernel.read(device, number * METADATA_BYTES, METADATA_BYTES)
+    magic, version, size, sequence, _, kind, _, uuid, *_ = _BINARY.unpack_from(data)
+    if (magic, version, size) != (_MAGICS[number], _VERSION, METADATA_BYTES):
+        return None
+    try:
+        if digest(data, _text(kind)) != data[_CHECKSUM_AT:][:_CHECKSUM_BYTES]:
+            return None
+        told = json.loads(_text(data[_BINARY_BYTES:]))
+        return sequence, _header(_text(uuid), told)
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def digest(data: bytes, kind: str) -> bytes:
+    """The checksum of a copy: of all of it, with zeroes where the checksum stands."""
+    blank = bytearray(data)
+    blank[_CHECKSUM_AT : _CHECKSUM_AT + _CHECKSUM_BYTES] = bytes(_CHECKSUM_BYTES)
+    return hashlib.new(kind, blank).digest().ljust(_CHECKSUM_BYTES, b"\0")
+
+
+def _header(uuid: str, told: Mapping[str, Any]) -> Header:
+    segments = dict(_numbered(told["segments"]))
+    data = [one for one in segments.values() if one["type"] == "crypt" and "flags" not in one]
+    first = min(data, key=lambda one: int(one["offset"]))
+    areas = dict(_numbered(told["keyslots"]))
+    slots = {number: one for number, one in areas.items() if one["type"] == "luks2"}
+    return Header(
+        uuid,
+        tuple(sorted(slots)),
+        int(first["offset"]),
+        str(first["encryption"]),
+        int(first["sector_size"]),
+        tuple(sorted({str(one["kdf"]["type"]) for one in slots.values()})),
+        any(one["type"] == _REENCRYPTION for one in areas.values()),
+    )
+
+
+def _numbered(told: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    return ((int(number), one) for number, one in told.items())
+
+
+def _text(field: bytes) -> str:
+    return field.partition(b"\0")[0].decode()

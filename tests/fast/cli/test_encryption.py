@@ -1,0 +1,138 @@
+"""Headers and keys of encrypted volumes by hand: each verb as a person types it."""
+
+from pathlib import Path
+
+import configured
+import pytest
+from fakes.host import FakeHost
+
+from agent.cli import main as cli
+from agent.config import settings as configuration
+from agent.config.settings import Config
+from agent.csi.client import Client
+from agent.engine.host import Host
+from agent.service.server import Service
+from lvm.devices import Device
+from mount import luks
+
+MIB = 1 << 20
+
+
+class Shell:
+    """A person at a prompt, with keys in files."""
+
+    def __init__(self, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self._directory = directory
+        self._capsys = capsys
+
+    def __call__(self, line: str, exit_code: int = 0) -> str:
+        """Type a line behind `carver volume`; what was printed, or complained."""
+        ended = cli.main(["volume", *line.split()])
+        seen = self._capsys.readouterr()
+        assert ended == exit_code, seen.err
+        return seen.out if exit_code == 0 else seen.err
+
+    def key(self, name: str, text: str) -> Path:
+        """A file with a key."""
+        file = self._directory / name
+        file.write_text(text)
+        file.chmod(0o400)
+        return file
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return configured.carver(tmp_path)
+
+
+@pytest.fixture
+def shell(
+    fake: FakeHost,
+    config: Config,
+    service: Service,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Shell:
+    machine = Host(fake.run, fake.kernel, fake.devices, fake.disks)
+    monkeypatch.setattr("agent.engine.host.this_host", lambda _settings: machine)
+    monkeypatch.setattr(configuration, "load", lambda _arguments, _environment: config)
+    return Shell(tmp_path, capsys)
+
+
+@pytest.fixture
+def db(shell: Shell, tmp_path: Path) -> Path:
+    """An encrypted volume that was in use; its key's file."""
+    key = shell.key("key", "sesame")
+    shell("create db --size 64MiB --encryption luks2")
+    shell(f"publish db {tmp_path}/db --key-file {key}")
+    shell(f"expand db 96MiB --key-file {key}")
+    shell("unpublish db")
+    return key
+
+
+def device(fake: FakeHost) -> Device:
+    found = fake.devices.find("data", "vol-db")
+    assert found is not None
+    return found
+
+
+def test_a_header_is_shown_kept_and_put_back(
+    shell: Shell, fake: FakeHost, db: Path, tmp_path: Path
+) -> None:
+    assert "aes-xts-plain64, sectors of 4096 bytes" in shell("header show db")
+    file = tmp_path / "header"
+    assert "keep it as you keep keys" in shell(f"header backup db {file}")
+    assert "is there already" in shell(f"header backup db {file}", 1)
+    fake.kernel.zero_out(device(fake).path, 0, 4 * MIB)
+    assert "not whole" in shell("header show db", 1)
+    assert "header restore" in shell(f"publish db {tmp_path}/db --key-file {db}", 1)
+    assert "has the header" in shell(f"header restore db {file} --yes")
+    shell(f"publish db {tmp_path}/db --key-file {db}")
+    assert "unstage it first" in shell(f"header restore db {file} --yes", 1)
+
+
+def test_only_a_header_of_the_volume_is_put_back(shell: Shell, db: Path, tmp_path: Path) -> None:
+    shell("create other --size 64MiB --encryption luks2")
+    shell(f"publish other {tmp_path}/other --key-file {db}")
+    file = tmp_path / "header"
+    shell(f"header backup other {file}")
+    assert "it is of the header" in shell(f"header restore db {file} --yes", 1)
+    assert "is no backup" in shell(f"header restore db {db} --yes", 1)
+    assert "is no backup" in shell("header restore db /nowhere --yes", 1)
+
+
+def test_a_volume_gets_another_key_and_one_for_recovery(
+    shell: Shell, fake: FakeHost, db: Path, tmp_path: Path
+) -> None:
+    new, spare, again = (shell.key(one, f"{one} one") for one in ("new", "spare", "again"))
+    assert shell(f"rekey db --key-file {db} --new-key-file {new}") == "db has a new key\n"
+    assert "does not open db" in shell(f"rekey db --key-file {db} --new-key-file {new}", 1)
+    shell(f"rekey db --key-file {new} --new-key-file {spare} --recovery")
+    told = shell(f"rekey db --key-file {new} --new-key-file {again} --recovery")
+    assert told == "db has a recovery key\n"
+    header = luks.read(fake.kernel, device(fake).path)
+    assert header is not None
+    assert header.slots == (1, 2)
+    assert "UNAUTHENTICATED" in shell(f"publish db {tmp_path}/db --key-file {spare}", 1)
+    for key in (new, again):
+        shell(f"publish db {tmp_path}/db --key-file {key}")
+        shell("unpublish db")
+
+
+def test_keys_are_asked_for_where_no_file_has_them(
+    shell: Shell, db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = iter(("sesame", "".join(["open", " it"])))
+    monkeypatch.setattr("getpass.getpass", lambda _prompt: next(typed))
+    shell("rekey db")
+    shell(f"publish db {tmp_path}/db --key-file {shell.key('new', 'open it')}")
+
+
+def test_a_volume_that_is_not_active_or_not_encrypted_has_no_header(
+    shell: Shell, fake: FakeHost, client: Client
+) -> None:
+    shell("create db --size 64MiB")
+    assert "not there, or not whole" in shell("header show db", 1)
+    fake.deactivate("data", "vol-db")
+    assert "is not active" in shell("header show db", 1)

@@ -1,0 +1,251 @@
+"""cryptsetup for the fake runner: headers on the devices in memory, and dm-crypt devices over them.
+
+A header is written as a real one is, so that what reads headers reads these. The master key is in
+it in the open, and each slot has a digest of its key; what is written through a dm-crypt device
+lies in the device below as something else.
+"""
+
+import hashlib
+import json
+import secrets
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fakes.devices import BLOCK_BYTES, FakeDevice, FakeDevices, Media
+
+from lvm.command import Result
+from mount import luks
+from mount.filesystem import Signature
+
+_SECTOR_BYTES = 512
+_MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
+_NO_PERMISSION = Result(2, "", "No key available with this passphrase.\n")
+_NO_DEVICE = Result(4, "", "Device does not exist or access denied.\n")
+
+
+@dataclass
+class Sealed(Media):
+    """What is in a device by its master key. Its blocks are the device's, and no one's else."""
+
+    outer: Media = field(default_factory=Media)
+    first_block: int = 0
+    master: bytes = b""
+
+    def copy(self) -> Media:
+        # Of what holds it; only what is told of the file system comes along.
+        return Media(self.contents, self.fs_size_bytes, self.damage, self.errors)
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        start = offset_bytes // BLOCK_BYTES + self.first_block
+        for at in range(0, len(data), BLOCK_BYTES):
+            number = start + at // BLOCK_BYTES
+            self.outer.blocks[number] = self._turned(number, data[at : at + BLOCK_BYTES])
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        first = offset_bytes // BLOCK_BYTES + self.first_block
+        numbers = range(first, first + length_bytes // BLOCK_BYTES)
+        blocks = self.outer.blocks
+        return b"".join(
+            self._turned(one, blocks[one]) if one in blocks else bytes(BLOCK_BYTES)
+            for one in numbers
+        )
+
+    def erase(self, offset_bytes: int, length_bytes: int) -> None:
+        self.outer.erase(offset_bytes + self.first_block * BLOCK_BYTES, length_bytes)
+
+    def flush(self) -> None:
+        self.outer.flush()
+
+    def _turned(self, number: int, block: bytes) -> bytes:
+        pad = hashlib.sha256(self.master + number.to_bytes(8, "big")).digest()
+        pad *= BLOCK_BYTES // len(pad)
+        mixed = int.from_bytes(block, "big") ^ int.from_bytes(pad, "big")
+        return mixed.to_bytes(BLOCK_BYTES, "big")
+
+
+class FakeCryptsetup:
+    """The program: its actions, by their names."""
+
+    def __init__(self, devices: FakeDevices) -> None:
+        self._devices = devices
+        # What is in a device, by the UUID of the header that was backed up.
+        self._inner: dict[str, Media | None] = {}
+
+    def __call__(self, words: Sequence[str], stdin: bytearray | None) -> Result:
+        """Carry out `cryptsetup ACTION …`."""
+        action, given = words[1], list(words[2:])
+        key = bytes(stdin or b"")
+        assert not any(key.decode() in one for one in words if key), "a key among the words"
+        at = given.index("--")
+        options, rest = given[:at], given[at + 1 :]
+        return {
+            "luksFormat": self._format,
+            "open": self._open,
+            "close": self._close,
+            "resize": self._resize,
+            "luksAddKey": self._add,
+            "luksKillSlot": self._kill,
+            "luksHeaderBackup": self._back_up,
+            "luksHeaderRestore": self._restore,
+        }[action](options, rest, key)
+
+    def _format(self, options: list[str], rest: list[str], key: bytes) -> Result:
+        (path,) = rest
+        device = self._devices.get(path)
+        if self._devices.is_open(path):
+            return Result(5, "", f"Cannot use {path}: it is in use.\n")
+        offset = int(_option(options, "--offset")) * _SECTOR_BYTES
+        sector = int(_option(options, "--sector-size"))
+        assert device.size_bytes > offset, "Device is too small."
+        assert _option(options, "--type") == "luks2"
+        assert _option(options, "--pbkdf") == "argon2id"
+        told = {
+            "keyslots": {_option(options, "--key-slot"): _slot(key)},
+            "segments": {
+                "0": {
+                    "type": "crypt",
+                    "offset": str(offset),
+                    "size": "dynamic",
+                    "encryption": _option(options, "--cipher"),
+                    "sector_size": sector,
+                }
+            },
+            "master": secrets.token_hex(32),
+        }
+        device.media.inner = None
+        _put(device, _option(options, "--uuid"), told)
+        return Result(0, "", "")
+
+    def _open(self, options: list[str], rest: list[str], key: bytes) -> Result:
+        path, *name = rest
+        device = self._devices.get(path)
+        told = _told(device)
+        if told is None:
+            return Result(1, "", f"Device {path} is not a valid LUKS device.\n")
+        slot = _option(options, "--key-slot") if "--key-slot" in options else None
+        if not _opens(told, key, slot):
+            return _NO_PERMISSION
+        if "--test-passphrase" in options:
+            return Result(0, "", "")
+        if self._devices.knows(f"/dev/mapper/{name[0]}"):
+            return Result(5, "", f"Device {name[0]} already exists.\n")
+        if device.mounted or device.held:
+            return Result(5, "", f"Cannot use device {path} which is in use.\n")
+        offset = int(told["segments"]["0"]["offset"])
+        was = device.media.inner or Media()
+        facts = (was.contents, was.fs_size_bytes, was.damage, was.errors)
+        inner = Sealed(*facts, outer=device.media, first_block=offset // BLOCK_BYTES)
+        inner.master = bytes.fromhex(told["master"])
+        device.media.inner = inner
+        size = device.size_bytes - offset
+        made = self._devices.add(f"/dev/mapper/{name[0]}", size, inner)
+        made.of, made.read_only = device, device.read_only
+        device.held += 1
+        return Result(0, "", "")
+
+    def _close(self, options: list[str], rest: list[str], key: bytes) -> Result:
+        path = f"/dev/mapper/{rest[0]}"
+        if not self._devices.knows(path):
+            return _NO_DEVICE
+        made = self._devices.get(path)
+        if self._devices.is_open(path):
+            return Result(5, "", f"Device {rest[0]} is still in use.\n")
+        self._devices.remove(path)
+        assert made.of is not None
+        made.of.held -= 1
+        return Result(0, "", "")
+
+    def _resize(self, options: list[str], rest: list[str], key: bytes) -> Result:
+        made = self._devices.get(f"/dev/mapper/{rest[0]}")
+        assert made.of is not None
+        told = _told(made.of)
+        if told is None or not _opens(told, key, None):
+            return _NO_PERMISSION
+        made.size_bytes = made.of.size_bytes - int(told["segments"]["0"]["offset"])
+        return Result(0, "", "")
+
+    def _add(self, options: list[str], rest: list[str], key: bytes) -> Result:
+        device = self._devices.get(rest[0])
+        length = int(_option(options, "--keyfile-size"))
+        assert len(key) == length + int(_option(options, "--new-keyfile-size"))
+        told, slot = _told(device), _option(options, "--new-key-slot")
+        if told is None or not _opens(told, key[:length], None):
+            return _NO_PERMISSION
+        assert slot not in told["keyslots"]
+        told["keyslots"][slot] = _slot(key[length:])
+        _put(device, _uuid(device), told)
+        return Result(0, "", "")
+
+    def _kill(self, options: list[str], rest: list[str], key: bytes) -> Result:
+        device = self._devices.get(rest[0])
+        told = _told(device)
+        assert told is not None
+        others = {one: how for one, how in told["keyslots"].items() if one != rest[1]}
+        if not _opens({"keyslots": others}, key, None):
+            return _NO_PERMISSION
+        told["keyslots"] = others
+        _put(device, _uuid(device), told)
+        return Result(0, "", "")
+
+    def _back_up(self, options: list[str], rest: list[str], key: bytes) -> Result:
+        device, file = self._devices.get(rest[0]), _option(options, "--header-backup-file")
+        with Path(file).open("xb") as opened:
+            opened.write(device.media.read(0, 2 * luks.METADATA_BYTES))
+        Path(file).chmod(0o400)
+        self._inner[_uuid(device)] = device.media.inner
+        return Result(0, "", "")
+
+    def _restore(self, options: list[str], rest: list[str], key: bytes) -> Result:
+        device = self._devices.get(rest[0])
+        device.media.write(0, Path(_option(options, "--header-backup-file")).read_bytes())
+        device.media.inner = self._inner[_uuid(device)]
+        device.contents = Signature("crypto_LUKS", "crypto", _uuid(device), "carver")
+        return Result(0, "", "")
+
+
+def _slot(key: bytes) -> dict[str, Any]:
+    kdf = {"type": "argon2id"}
+    return {"type": "luks2", "key": hashlib.sha256(key).hexdigest(), "kdf": kdf}
+
+
+def _opens(told: dict[str, Any], key: bytes, slot: str | None) -> bool:
+    slots = told["keyslots"]
+    every = [slots[slot]] if slot in slots else list(slots.values()) if slot is None else []
+    return any(one["key"] == hashlib.sha256(key).hexdigest() for one in every)
+
+
+def _put(device: FakeDevice, uuid: str, told: dict[str, Any]) -> None:
+    """Both copies of a header, as they stand on a disk."""
+    text = json.dumps(told).encode()
+    assert len(text) < luks.METADATA_BYTES - BLOCK_BYTES
+    for number, magic in enumerate(_MAGICS):
+        start = number * luks.METADATA_BYTES
+        binary = struct.pack(
+            *(">6s H Q Q 48s 32s 64s 40s 48s Q", magic, 2, luks.METADATA_BYTES, 1, b"carver"),
+            *(b"sha256", bytes(64), uuid.encode(), b"", start),
+        )
+        whole = binary.ljust(BLOCK_BYTES, b"\0") + text
+        whole = whole.ljust(luks.METADATA_BYTES, b"\0")
+        checksum = luks.digest(whole, "sha256")
+        device.media.write(start, whole[:448] + checksum + whole[512:])
+    device.contents = Signature("crypto_LUKS", "crypto", uuid, "carver")
+
+
+def _told(device: FakeDevice) -> dict[str, Any] | None:
+    for number, magic in enumerate(_MAGICS):
+        data = device.media.read(number * luks.METADATA_BYTES, luks.METADATA_BYTES)
+        if data.startswith(magic) and luks.digest(data, "sha256") == data[448:512]:
+            told: dict[str, Any] = json.loads(data[BLOCK_BYTES:].rstrip(b"\0"))
+            return told
+    return None
+
+
+def _uuid(device: FakeDevice) -> str:
+    return device.media.read(0, BLOCK_BYTES)[168:208].rstrip(b"\0").decode()
+
+
+def _option(options: list[str], name: str) -> str:
+    return options[options.index(name) + 1]

@@ -1,0 +1,86 @@
+"""Keys of encrypted volumes in the installed service: nowhere but where they belong."""
+
+import secrets
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+from traces import Sampler, places
+
+from agent.config.settings import DEFAULT_SOCKET
+from agent.csi.client import Client, block, mounted
+
+MIB = 1 << 20
+ENCRYPTED = {"carver/encryption": "luks2"}
+
+
+@pytest.fixture
+def key() -> str:
+    """A key that is nowhere else."""
+    return f"key-{secrets.token_hex(16)}"
+
+
+def life(caller: Client, directory: Path, key: str) -> None:
+    """A volume's whole life by a key: made, staged, grown, closed, opened with a wrong one."""
+    staging = directory / "staging"
+    volume = caller.create("test-encrypted", 48 * MIB, mounted("ext4"), parameters=ENCRYPTED)
+    secret = {"passphrase": key}
+    caller.stage(volume, staging, mounted("ext4"), secret)
+    caller.node_expand(volume.volume_id, staging, 96 * MIB, secret)
+    caller.unstage(volume.volume_id, staging)
+    with pytest.raises(grpc.RpcError) as refused:
+        caller.stage(volume, staging, mounted("ext4"), {"passphrase": f"{key}-wrong"})
+    assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    assert key not in (refused.value.details() or "")
+    caller.delete(volume.volume_id)
+
+
+def test_no_process_is_ever_started_with_a_key_and_none_is_logged(
+    client: Client, directory: Path, key: str
+) -> None:
+    began = time.strftime("%Y-%m-%d %H:%M:%S")
+    sampler = Sampler(key.encode())
+    with sampler.running():
+        life(client, directory, key)
+    assert sampler.found == set()
+    assert "cryptsetup" in sampler.programs
+    words = ("journalctl", "--unit=carver", f"--since={began}", "--output=cat")
+    log = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    assert "NodeStageVolume" in log
+    assert key not in log
+
+
+def test_no_key_is_in_memory_after_the_volume_is_closed(
+    client: Client, directory: Path, key: str, main_pid: Callable[[], int]
+) -> None:
+    with Client(DEFAULT_SOCKET) as caller:
+        life(caller, directory, key)
+    # The connection that the key came by is closed; what the caller has of it is not the service's.
+    client.capacity()
+    assert places(main_pid(), key.encode()) == []
+
+
+def test_what_is_written_inside_is_nowhere_on_the_disks(
+    client: Client, directory: Path, key: str
+) -> None:
+    mark = secrets.token_bytes(32)
+    staging, target = directory / "staging", directory / "target"
+    volume = client.create("test-raw", 48 * MIB, block(), parameters=ENCRYPTED)
+    client.stage(volume, staging, block(), {"passphrase": key})
+    client.publish(volume, staging, target, block())
+    with target.open("r+b", buffering=0) as opened:
+        for at in range(0, 32 * MIB, MIB):
+            opened.seek(at)
+            opened.write(mark * 128)
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    report = subprocess.run(
+        ("pvs", "--noheadings", "--options", "pv_name"), check=True, capture_output=True, text=True
+    )
+    for disk in report.stdout.split():
+        with Path(disk).open("rb") as opened:
+            while piece := opened.read(16 * MIB):
+                assert mark not in piece, disk
