@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
 from real import mounts
 
@@ -122,6 +122,14 @@ class RealHost:
             return answer
         self.commands.append(words)
         return self._lab.session(*words) if self.sessions else self._lab.programs(*words)
+
+    @contextmanager
+    def stream(self, *words: str) -> Iterator[BinaryIO]:
+        """The seam `lvm.command.Stream`."""
+        assert self.intercept(words) is None, "what is streamed has no other answer"
+        self.commands.append(words)
+        with self._lab.programs.stream(*words) as printed:
+            yield printed
 
     def new_device(self, size_bytes: int) -> str:
         """A blank loop device."""
