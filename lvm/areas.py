@@ -53,7 +53,7 @@ class ExceptionTable:
         self._device = device
         with _opened(device, _BLOCK_BYTES) as read:
             magic, valid, version, sectors = _HEADER.unpack_from(read(0))
-        if (magic, valid, version) != (_MAGIC, 1, _VERSION) or sectors * _SECTOR_BYTES % 4096:
+        if (magic, valid, version) != (_MAGIC, 1, _VERSION) or not sectors or sectors % 8:
             told = (
                 f"magic {magic:#x}, valid {valid}, version {version}, chunks of {sectors} sectors"
             )

@@ -40,26 +40,39 @@ def _chunks(
     part_chunks: int,
 ) -> Iterator[Extent]:
     size = table.chunk_bytes
-    first, last = start_bytes // size, -(-end_bytes // size)
+    last = -(-end_bytes // size)
     # The parts that are left, as far as is known: the first reading of the table tells them all.
-    part, left = first // part_chunks, set[int]()
+    part, left = start_bytes // size // part_chunks, set[int]()
     while part * part_chunks < last:
         base = part * part_chunks
-        bits = bytearray(min(part_chunks, -(-(last - base) // 8) * 8) // 8)
-        for told in table.chunks():
-            check()
-            for chunk in told:
-                at = chunk - base
-                if 0 <= at < len(bits) * 8:
-                    bits[at >> 3] |= 1 << (at & 7)
-                elif at >= part_chunks:
-                    left.add(chunk // part_chunks)
-        for number, count in _runs(bits):
+        chunks = min(part_chunks, last - base)
+        for number, count in _runs(_marked(table, base, chunks, part_chunks, left, check)):
             yield Extent((base + number) * size, count * size)
         left.discard(part)
         if not left:
             return
         part = min(left)
+
+
+def _marked(
+    table: Exceptions,
+    base: int,
+    chunks: int,
+    part_chunks: int,
+    left: set[int],
+    check: Callable[[], None],
+) -> bytearray:
+    """A bit for each chunk of a part; the parts behind it that have some are put on the list."""
+    bits = bytearray(-(-chunks // 8))
+    for told in table.chunks():
+        check()
+        for chunk in told:
+            at = chunk - base
+            if 0 <= at < chunks:
+                bits[at >> 3] |= 1 << (at & 7)
+            elif at >= part_chunks:
+                left.add(chunk // part_chunks)
+    return bits
 
 
 def _runs(bits: bytearray) -> Iterator[tuple[int, int]]:
