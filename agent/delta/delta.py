@@ -47,6 +47,7 @@ class Delta:
     def __init__(self, means: Means) -> None:
         self._engines, self._inventory = means.engines, means.inventory
         self._kernel, self._devices, self._stream = means.kernel, means.devices, means.stream
+        self._directory = means.config.endpoint.parent
         self.reservations = Reservations(means)
         self._stopping = threading.Event()
 
@@ -64,7 +65,7 @@ class Delta:
             sieve: _Sieve = partial(_unlike_zeroes, reader, check)
             candidates: _Candidates = _everything
             if pool := _pool(of):
-                spool = ending.enter_context(Spool())
+                spool = ending.enter_context(Spool(self._directory))
                 words = thinmaps.mapped_words
                 self._spool(spool, pool, thinmaps.mapped, words, check, of)
                 # Whether a block that is given out has zeroes is not looked at.
@@ -86,7 +87,7 @@ class Delta:
             (base, old), (target, new) = self._opened(ending, base_id, target_id)
             candidates: _Candidates = _everything
             if _pool(base) and _pool(base) == _pool(target):
-                spool = ending.enter_context(Spool())
+                spool = ending.enter_context(Spool(self._directory))
                 words = thinmaps.differing_words
                 self._spool(spool, _pool(base), thinmaps.differing, words, check, base, target)
                 candidates = partial(clipped, spool)

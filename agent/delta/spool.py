@@ -1,7 +1,9 @@
 """Ranges that wait to be asked for: in memory while they are few, else in a file without a name."""
 
+import os
 import struct
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from types import TracebackType
 from typing import Self
@@ -11,14 +13,20 @@ from agent.delta.extents import Extent
 _RECORD = struct.Struct("=2Q")
 _PIECE_BYTES = 4096 * _RECORD.size
 _IN_MEMORY_BYTES = 4 << 20
+# On a disk, where /tmp is often none (file-hierarchy(7)).
+_ON_DISK = Path("/var/tmp")  # noqa: S108 - the file has no name there
 
 
 class Spool:
-    """Sorted ranges, kept until the end of the `with`; 16 bytes each."""
+    """Sorted ranges, kept until the end of the `with`; 16 bytes each.
 
-    def __init__(self) -> None:
+    `otherwise` is where the file is that has them if /var/tmp cannot be written to, as in a pod.
+    """
+
+    def __init__(self, otherwise: Path) -> None:
+        directory = _ON_DISK if os.access(_ON_DISK, os.W_OK) else otherwise
         # Closed by the `with` that it is made for.
-        self._file = SpooledTemporaryFile(_IN_MEMORY_BYTES)  # noqa: SIM115
+        self._file = SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(directory))  # noqa: SIM115
 
     def __enter__(self) -> Self:
         return self

@@ -68,7 +68,9 @@ class Disk:
         made = client.create("pvc-1", SIZE, block(), parameters={"class": layout})
         self.id = made.volume_id
         self.group, self.name = ids.group_of(self.id), ids.logical_name(self.id)
-        self.held = bytearray(self.read(self.id, made.capacity_bytes))
+        self.layout = layout
+        self.held = bytearray()
+        self.clear(made.capacity_bytes)
         # What each snapshot held when it was taken.
         self.snapshots: dict[str, bytes] = {}
 
@@ -95,7 +97,14 @@ class Disk:
     def grow(self) -> None:
         # As much more as its layout needs.
         size = self.client.expand(self.id, len(self.held) + 4 * MIB).capacity_bytes
-        self.held += self.read(self.id, size)[len(self.held) :]
+        self.clear(size)
+
+    def clear(self, size_bytes: int) -> None:
+        """What it has new holds zeroes: of a thick one it is what was there before."""
+        new = bytes(size_bytes - len(self.held))
+        if self.layout != "thin":
+            self.host.write_bytes(self.device(self.id), len(self.held), new)
+        self.held += new
 
     def deactivate(self) -> None:
         """As a reboot does: what is needed is activated again."""
@@ -266,8 +275,8 @@ def test_what_is_read_cannot_be_deleted_meanwhile(disk: Disk, client: Client) ->
 def test_a_restored_volume_is_another_and_is_not_compared(disk: Disk, client: Client) -> None:
     taken = disk.snapshot()
     source = of_snapshot(taken)
-    layout = {"class": "thin"} if "pool-thin" in names_in(disk) else {}
-    restored = client.create("pvc-2", SIZE, block(), source=source, parameters=layout)
+    parameters = {"class": disk.layout}
+    restored = client.create("pvc-2", SIZE, block(), source=source, parameters=parameters)
     other = client.snapshot("other", restored.volume_id)
     for one in (restored.volume_id, other.snapshot_id):
         with (
@@ -275,10 +284,6 @@ def test_a_restored_volume_is_another_and_is_not_compared(disk: Disk, client: Cl
             disk.service.delta.changed(taken, one),
         ):
             pass
-
-
-def names_in(disk: Disk) -> set[str]:
-    return set(report.read(disk.host.lvm).group(disk.group).volumes)
 
 
 # The pool's metadata snapshot.

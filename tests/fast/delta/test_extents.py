@@ -1,7 +1,11 @@
 """Ranges: merged, clipped, kept for a while."""
 
 import tracemalloc
+from pathlib import Path
 
+import pytest
+
+from agent.delta import spool as spools
 from agent.delta.extents import Extent, clipped, merged
 from agent.delta.spool import Spool
 
@@ -18,9 +22,9 @@ def test_what_lies_outside_is_cut_off() -> None:
     assert list(clipped(those, 10, 20)) == []
 
 
-def test_what_is_kept_can_be_asked_for_again_and_takes_bounded_memory() -> None:
+def test_what_is_kept_can_be_asked_for_again_and_takes_bounded_memory(tmp_path: Path) -> None:
     count = 300_000
-    with Spool() as spool:
+    with Spool(tmp_path) as spool:
         tracemalloc.start()
         try:
             spool.fill(Extent(2 * number, 1) for number in range(count))
@@ -31,3 +35,13 @@ def test_what_is_kept_can_be_asked_for_again_and_takes_bounded_memory() -> None:
         assert peak < 8 << 20, f"{peak >> 20} MiB"
         both = zip(spool, spool, strict=True)
         assert [next(both) for _ in range(3)] == [(Extent(2 * n, 1),) * 2 for n in range(3)]
+
+
+def test_what_does_not_fit_into_memory_is_in_a_file_that_nobody_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spools, "_ON_DISK", tmp_path / "none")
+    with Spool(tmp_path) as spool:
+        spool.fill(Extent(2 * number, 1) for number in range(300_000))
+        assert list(tmp_path.iterdir()) == []
+        assert sum(one.length_bytes for one in spool) == 300_000

@@ -2,7 +2,8 @@
 
 import io
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 import chosen
 import pytest
@@ -74,20 +75,21 @@ def test_what_is_not_understood_is_no_answer(printed: bytes) -> None:
 
 @pytest.mark.parametrize("read", [thinmaps.mapped, thinmaps.differing])
 def test_a_volume_that_the_metadata_do_not_have_is_no_empty_one(
-    read: "type[thinmaps.mapped]",  # type: ignore[valid-type]
+    read: Callable[[BinaryIO], Iterator[Run]],
 ) -> None:
     """thin_dump ends with 0 all the same."""
     with pytest.raises(errors.BadReport, match="do not have"):
-        list(read(io.BytesIO(EMPTY)))  # type: ignore[misc]
+        list(read(io.BytesIO(EMPTY)))
 
 
-class Printing(io.RawIOBase):
+class Printing(io.BytesIO):
     """A program that prints lines for as long as there are any."""
 
     def __init__(self, lines: Iterator[bytes]) -> None:
+        super().__init__()
         self._lines = lines
 
-    def read(self, size: int = -1) -> bytes:
+    def read(self, size: int | None = -1) -> bytes:
         return next(self._lines, b"")
 
 
@@ -108,7 +110,9 @@ def test_as_many_mappings_as_there_are_take_no_more_memory_than_a_few() -> None:
     printed = Printing(of_a_full_pool(pieces, each))
     tracemalloc.start()
     try:
-        count = sum(1 for _ in thinmaps.mapped(printed))  # type: ignore[arg-type]
+        count = 0
+        for _ in thinmaps.mapped(printed):
+            count += 1
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
