@@ -53,6 +53,10 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.Copying, Code.ABORTED),
     (agent.errors.Overwriting, Code.ABORTED),
     (agent.errors.SourceLost, Code.FAILED_PRECONDITION),
+    (agent.errors.NotComparable, Code.INVALID_ARGUMENT),
+    (agent.errors.NotBeyond, Code.OUT_OF_RANGE),
+    (agent.errors.MetadataReserved, Code.FAILED_PRECONDITION),
+    (agent.errors.NotWanted, Code.CANCELLED),
     (agent.errors.BadToken, Code.ABORTED),
     # What every caller repeats, without taking the volume for failed.
     (agent.errors.Starting, Code.UNAVAILABLE),

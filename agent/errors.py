@@ -371,6 +371,41 @@ class SourceLost(AgentError):
         super().__init__(f"nothing can be made of {source_id!r}: {problem}")
 
 
+class NotComparable(AgentError):
+    """Two snapshots of which the one does not follow from the other."""
+
+    def __init__(self, base_id: str, target_id: str, why: str) -> None:
+        super().__init__(f"what changed from {base_id!r} to {target_id!r} cannot be told: {why}")
+
+
+class NotBeyond(AgentError):
+    """Ranges shall be told from a place on where there is nothing."""
+
+    def __init__(self, offset_bytes: int, size_bytes: int | None = None) -> None:
+        allowed = (
+            "negative" if size_bytes is None else f"more than the {size_bytes} bytes there are"
+        )
+        super().__init__(f"starting_offset: {offset_bytes} is {allowed}")
+
+
+class MetadataReserved(AgentError):
+    """Someone else keeps a pool's metadata as they were once, and there can be only one such."""
+
+    def __init__(self, group: str, pool: str) -> None:
+        super().__init__(
+            f"thin pool {group}/{pool} has a metadata snapshot that is not Carver's; whoever reads"
+            " by it ends soon, or left it: see `dmsetup status`, and if nobody does,"
+            " `dmsetup message … 0 release_metadata_snap`"
+        )
+
+
+class NotWanted(AgentError):
+    """Whoever asked has gone."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"nobody waits for {what} any more")
+
+
 class BadToken(AgentError):
     """A starting_token that this plugin did not give out."""
 

@@ -49,3 +49,5 @@ WIPING = "wiping"
 # Of a pool, beside its state; it has no name of a caller's.
 CLASS = "class"
 CHUNK = "chunk"
+# Of a pool: its metadata snapshot, if it has one, is Carver's.
+METADATA_SNAPSHOT = "metadataSnapshot"

@@ -16,9 +16,10 @@ import time
 import tty
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol, cast
+from tempfile import TemporaryFile
+from typing import BinaryIO, Protocol, cast
 
 import sh
 
@@ -75,6 +76,18 @@ class Runner(Run, Protocol):
 
     def __call__(self, *words: str, stdin: bytearray | None = None) -> Result:
         """Run a program; it finds `stdin` there, or nothing. lvm2 reads nothing."""
+        ...
+
+
+class Stream(Protocol):
+    """Run a program and read what it prints as it comes; the seam for what prints gigabytes.
+
+    Once all is read, the end of the `with` raises CommandFailed where the program failed. Before
+    that it ends the program. Raises ProgramMissing, CommandTimedOut.
+    """
+
+    def __call__(self, *words: str) -> AbstractContextManager[BinaryIO]:
+        """Start the program `words[0]` with the rest as its arguments."""
         ...
 
 
@@ -172,6 +185,34 @@ class Programs:
         """Start a program to be spoken to: the real `Converse`."""
         return _Terminal(self._reached(words), prompt.encode(), environment, report)
 
+    @contextmanager
+    def stream(self, *words: str) -> Iterator[BinaryIO]:
+        """Read what a program prints, as it comes: the real `Stream`."""
+        remaining, started = remaining_seconds(), time.monotonic()
+        if remaining == 0:
+            raise errors.CommandTimedOut(words, 0.0)
+        problem: errors.BadReport | None = None
+        with TemporaryFile() as stderr, _piped(words, stderr) as running, _ended_in(running):
+            output = cast("BinaryIO", running.stdout)
+            try:
+                yield output
+            except errors.BadReport as error:
+                # What is cut off is told by how the program ended.
+                problem = error
+            is_read = not output.read(1)
+            if not is_read:
+                running.terminate()
+            code = running.wait()
+            self._observe(Finished(words, code, time.monotonic() - started))
+            stderr.seek(0)
+            told = _text(stderr.read())
+        if remaining_seconds() == 0:
+            raise errors.CommandTimedOut(words, remaining or 0.0)
+        if is_read and code:
+            raise errors.classify(words, code, told)
+        if problem is not None:
+            raise problem
+
     def _reached(self, words: tuple[str, ...]) -> tuple[str, ...]:
         return (*self._lvm_prefix, *words) if words[0] == "lvm" else words
 
@@ -219,6 +260,37 @@ def _by_subprocess(
                 words, timeout_seconds or 0.0, lambda: running.returncode is not None
             ) from None
     return Result(running.returncode, _text(stdout), _text(stderr)), in_time
+
+
+def _piped(words: Sequence[str], stderr: BinaryIO) -> "subprocess.Popen[bytes]":
+    """A program whose output is a pipe."""
+    try:
+        return subprocess.Popen(
+            words,
+            env=ENVIRONMENT,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
+    except FileNotFoundError:
+        raise errors.ProgramMissing(words[0]) from None
+
+
+@contextmanager
+def _ended_in(running: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Have a program end where nobody reads on, or the time is over."""
+    remaining = remaining_seconds()
+    timer = threading.Timer(remaining or 0.0, running.terminate)
+    timer.daemon = True
+    if remaining is not None:
+        timer.start()
+    try:
+        yield
+    except BaseException:
+        running.terminate()
+        raise
+    finally:
+        timer.cancel()
 
 
 def _by_sh(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result, bool]:

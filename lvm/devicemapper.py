@@ -20,9 +20,11 @@ _CONTROL = Path("/dev/mapper/control")
 # struct dm_ioctl: version, data_size, data_start, target_count, open_count, flags, event_nr,
 # padding, dev, name, uuid, and seven bytes that fill it up.
 _HEADER = struct.Struct("=3I I I I i I I I Q 128s 129s 7x")
-_DATA_START_AT, _TARGET_COUNT_AT, _OPEN_COUNT_AT, _FLAGS_AT = 16, 20, 24, 28
+_DATA_SIZE_AT, _DATA_START_AT, _TARGET_COUNT_AT, _OPEN_COUNT_AT, _FLAGS_AT = 12, 16, 20, 24, 28
 # struct dm_name_list: dev, next; the name follows.
 _NAME = struct.Struct("=Q I")
+# struct dm_target_msg: the sector that it is for; the message follows.
+_MESSAGE = struct.Struct("=Q")
 # struct dm_target_spec: sector_start, length, status, next, target_type; the line follows.
 _TARGET = struct.Struct("=Q Q i I 16s")
 _VERSION = (4, 0, 0)
@@ -36,7 +38,10 @@ _DEVICE_SUSPEND = _REQUEST | 6
 _DEVICE_STATUS = _REQUEST | 7
 _TABLE_DEPS = _REQUEST | 11
 _TABLE_STATUS = _REQUEST | 12
+_TARGET_MESSAGE = _REQUEST | 14
 _SUSPENDED = 1 << 1
+# What a device was made of, in place of how it is: DM_STATUS_TABLE_FLAG.
+_TABLE = 1 << 4
 _BUFFER_FULL = 1 << 8
 _NO_FLUSH = 1 << 11
 
@@ -48,7 +53,7 @@ class ThinPool:
     """A thin pool (thin-provisioning.rst); metadata blocks have 4096 bytes.
 
     `mode` is rw, ro, out_of_data_space or, where no I/O goes through any more, fail. Then the
-    numbers of blocks are 0.
+    numbers of blocks are 0. `has_metadata_snapshot`: someone reserved one, to read the metadata by.
     """
 
     size_bytes: int
@@ -58,6 +63,7 @@ class ThinPool:
     data_blocks: int = 0
     used_metadata_blocks: int = 0
     metadata_blocks: int = 0
+    has_metadata_snapshot: bool = False
 
     @property
     def data_percent(self) -> float:
@@ -77,7 +83,7 @@ class ThinPool:
             return cls(size_bytes, FAILED)
         (used_metadata, metadata), (used_data, data) = map(_fraction, words[1:3])
         numbers = (used_data, data, used_metadata, metadata)
-        return cls(size_bytes, words[4], "needs_check" in words[5:], *numbers)
+        return cls(size_bytes, words[4], "needs_check" in words[5:], *numbers, words[3] != "-")
 
 
 @dataclass(frozen=True)
@@ -260,6 +266,25 @@ class DeviceMapper:
         """Whether something has a device open, or is made of it; not where there is none."""
         return self._look(name, _OPEN_COUNT_AT) > 0
 
+    def thin_id(self, name: str) -> int | None:
+        """The number that a thin volume has in its pool; None for what is none, or not there."""
+        try:
+            with self._opened() as control:
+                lines = list(_targets(self._ask(control, _TABLE_STATUS, name, 0, _TABLE)))
+        except OSError:
+            return None
+        # thin-provisioning.rst: the pool's device, and then the number.
+        [found] = [line.split()[1] for kind, _, line in lines if kind == "thin"] or [""]
+        return int(found) if found else None
+
+    def tell(self, name: str, message: str) -> None:
+        """Send a device's target a message (thin-provisioning.rst). Raises OSError."""
+        told = _MESSAGE.pack(0) + message.encode() + b"\0"
+        buffer = _request(_HEADER.size, 0, name, 0) + told
+        struct.pack_into("=I", buffer, _DATA_SIZE_AT, len(buffer))
+        with self._opened() as control:
+            self._ioctl(control, _TARGET_MESSAGE, buffer)
+
     def _look(self, name: str, at: int) -> int:
         """A number of what device-mapper says of a device; 0 where there is none."""
         buffer = _request(_HEADER.size, 0, name, 0)
@@ -298,11 +323,11 @@ class DeviceMapper:
         for one in _dependencies(below):
             yield from self._walk(control, device=one)
 
-    def _ask(self, control: int, request: int, name: str, device: int) -> bytearray:
+    def _ask(self, control: int, request: int, name: str, device: int, flags: int = 0) -> bytearray:
         """The driver's answer, in a buffer that is large enough for it."""
         size_bytes = _FIRST_BUFFER_BYTES
         while True:
-            buffer = _request(size_bytes, _NO_FLUSH, name, device)
+            buffer = _request(size_bytes, _NO_FLUSH | flags, name, device)
             self._ioctl(control, request, buffer)
             if not _number(buffer, _FLAGS_AT) & _BUFFER_FULL:
                 return buffer

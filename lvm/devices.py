@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from lvm import areas, names, sysfs
+from lvm import areas, errors, names, sysfs
+from lvm.areas import Exceptions as Exceptions
 from lvm.devicemapper import DeviceMapper
 from lvm.devicemapper import Status as Status
 
@@ -26,6 +27,9 @@ _POOL_LAYER = "-tpool"
 # UUID of the LUKS2 header in theirs.
 _MAPPING_PREFIX = "carver-luks-"
 _CRYPT_PREFIX = "CRYPT-LUKS2-"
+# The same for a copy-on-write snapshot's store; and what a pool's metadata are called.
+_STORE_LAYER = "-cow"
+_METADATA_PART = "_tmeta"
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,26 @@ class Devices(Protocol):
 
     def is_open(self, group: str, name: str) -> bool:
         """Whether something has an active volume open."""
+        ...
+
+    def thin_id(self, group: str, name: str) -> int | None:
+        """The number that an active thin volume has in its pool; None where it is none."""
+        ...
+
+    def pool_metadata(self, group: str, pool: str) -> str:
+        """The device of an active pool's metadata; raises Inactive."""
+        ...
+
+    def reserve_metadata(self, group: str, pool: str) -> None:
+        """Have a pool keep its metadata as they are now, to be read; OSError where it does so."""
+        ...
+
+    def release_metadata(self, group: str, pool: str) -> None:
+        """Have a pool keep such metadata no more; OSError where it keeps none."""
+        ...
+
+    def exceptions(self, group: str, name: str) -> Exceptions:
+        """What an active copy-on-write snapshot has a copy of; raises Inactive."""
         ...
 
 
@@ -166,6 +190,34 @@ class KernelDevices:
     def is_open(self, group: str, name: str) -> bool:
         """Whether something has an active volume open. One ioctl."""
         return self._mapper.is_open(names.device(group, name))
+
+    def thin_id(self, group: str, name: str) -> int | None:
+        """The number that an active thin volume has in its pool; None: it is none. One ioctl."""
+        return self._mapper.thin_id(names.device(group, name))
+
+    def pool_metadata(self, group: str, pool: str) -> str:
+        """The device of an active pool's metadata; raises Inactive."""
+        return self._part(group, pool, _METADATA_PART)
+
+    def reserve_metadata(self, group: str, pool: str) -> None:
+        """Have a pool keep its metadata as they are now, to be read; OSError where it does so."""
+        self._mapper.tell(names.device(group, pool) + _POOL_LAYER, "reserve_metadata_snap")
+
+    def release_metadata(self, group: str, pool: str) -> None:
+        """Have a pool keep such metadata no more; OSError where it keeps none."""
+        self._mapper.tell(names.device(group, pool) + _POOL_LAYER, "release_metadata_snap")
+
+    def exceptions(self, group: str, name: str) -> Exceptions:
+        """What an active copy-on-write snapshot has a copy of; raises Inactive."""
+        return areas.ExceptionTable(self._part(group, name, _STORE_LAYER))
+
+    def _part(self, group: str, name: str, part: str) -> str:
+        """The device of what lvm2 made for an active volume beside the volume's own."""
+        dm_name = names.device(group, name) + part
+        found = self._by_node(dm_name) or self._by_search(dm_name)
+        if found is None:
+            raise errors.Inactive(group, name + part)
+        return found.path
 
     def _by_node(self, dm_name: str) -> Device | None:
         """Through the node that udev, or lvm2 where there is no udev, made in /dev/mapper."""

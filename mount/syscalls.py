@@ -19,12 +19,13 @@ import stat
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from mount import libblkid
+from mount import libblkid, reading
+from mount.reading import Reader
 
 _SWAPS = Path("/proc/swaps")
 _FILE_SYSTEMS = Path("/proc/filesystems")
@@ -419,6 +420,10 @@ class Kernel:
         descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
         with _closing(descriptor):
             return _read(descriptor, device, offset_bytes, length_bytes)
+
+    def reader(self, device: str) -> AbstractContextManager[Reader]:
+        """A block device to be read in many pieces, past the page cache, and open meanwhile."""
+        return reading.opened(device)
 
     def write(self, device: str, offset_bytes: int, data: bytes) -> None:
         """pwrite(2) on a block device, and fsync(2). EBUSY while it is mounted or held."""

@@ -69,6 +69,7 @@ class Client:
         self.identity = csi_pb2_grpc.IdentityStub(self._channel)
         self.controller = csi_pb2_grpc.ControllerStub(self._channel)
         self.group_controller = csi_pb2_grpc.GroupControllerStub(self._channel)
+        self.snapshot_metadata = csi_pb2_grpc.SnapshotMetadataStub(self._channel)
         self.node = csi_pb2_grpc.NodeStub(self._channel)
         self._operator = {
             name: self._channel.unary_unary(

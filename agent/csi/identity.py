@@ -37,6 +37,7 @@ class Identity(csi_pb2_grpc.IdentityServicer):
             _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,
             _Service.GROUP_CONTROLLER_SERVICE,
             _Service.SNAPSHOT_ACCESSIBILITY_CONSTRAINTS,
+            _Service.SNAPSHOT_METADATA_SERVICE,
         )
         capabilities = [
             csi.PluginCapability(service=_Service(type=service)) for service in services

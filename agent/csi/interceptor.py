@@ -2,14 +2,15 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
 from typing import Any
 
 import grpc
 from google.protobuf.message import Message
 
-from agent import codes, secret
+from agent import codes, errors, secret
 from agent.admission import Admission
 from agent.csi import redaction
 from lvm import command
@@ -19,7 +20,12 @@ _log = logging.getLogger("carver.calls")
 # A call that leaves less than this to lvm2 would only be cut off.
 _RESERVE_SECONDS = 0.2
 _IDENTITY_THREADS = 2
+# Each reads a disk as fast as it can.
+STREAMS = 8
 _NO_DEADLINE_SECONDS = 7 * 24 * 3600
+
+
+_Behaviour = Callable[[Message, grpc.ServicerContext], Any]
 
 
 class Interceptor(grpc.ServerInterceptor):
@@ -37,49 +43,117 @@ class Interceptor(grpc.ServerInterceptor):
         self._admission = admission or Admission()
         # Who asks whether the service lives is answered though each other thread waits for a disk.
         self._identity = ThreadPoolExecutor(_IDENTITY_THREADS, thread_name_prefix="identity")
+        # A stream lasts as long as its caller likes: those that are too many wait for each other.
+        self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="stream")
 
     def intercept_service(
         self,
         continuation: "Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None]",
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[Any, Any] | None":
-        """Wrap a unary call's handler; anything else goes through as it is."""
+        """Wrap the handler of a call that is answered once, or by a stream of answers."""
         handler = continuation(handler_call_details)
-        if handler is None or not handler.unary_unary:
-            return handler
+        if handler is None:
+            return None
         method = handler_call_details.method.rpartition("/")[2]
-        behaviour = handler.unary_unary
+        wire = (_wiping(handler.request_deserializer), handler.response_serializer)
+        if handler.unary_stream:
+            stream = self._stream(method, handler.unary_stream)
+            return grpc.unary_stream_rpc_method_handler(stream, *wire)
+        if handler.unary_unary is None:
+            return handler
+        call = self._call(method, handler.unary_unary)
+        if handler_call_details.method.startswith("/csi.v1.Identity/"):
+            # grpc/_server.py, _select_thread_pool_for_behavior.
+            call.__dict__["experimental_thread_pool"] = self._identity
+        return grpc.unary_unary_rpc_method_handler(call, *wire)
 
+    def _call(self, method: str, behaviour: _Behaviour) -> _Behaviour:
         def call(request: Message, context: grpc.ServicerContext) -> Any:
             started = time.monotonic()
-            code, message, response = grpc.StatusCode.OK, "", None
+            problem, response = None, None
             try:
                 with command.time_limit(_remaining_seconds(context)), self._admission.call():
                     response = behaviour(request, context)
             except Exception as error:
-                code, message = codes.code_of(error), str(error) or type(error).__name__
-                if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
-                    _log.debug("%s raised", method, exc_info=error)
-            seconds = time.monotonic() - started
-            _write(method, request, code, message, seconds)
-            self._observe(method, code.name, seconds)
-            if code is not grpc.StatusCode.OK:
-                context.abort(code, message)
+                problem = error
+            self._end(method, request, context, started, problem)
             return response
 
-        if handler_call_details.method.startswith("/csi.v1.Identity/"):
-            # grpc/_server.py, _select_thread_pool_for_behavior.
-            call.__dict__["experimental_thread_pool"] = self._identity
-        deserialize = handler.request_deserializer
+        return call
 
-        def read(data: bytes) -> Any:
-            request = deserialize(data) if deserialize is not None else data
-            if request is not data:
-                # They may have been a key's; nobody else has them.
-                secret.wipe(data)
-            return request
+    def _stream(self, method: str, behaviour: _Behaviour) -> _Behaviour:
+        def stream(request: Message, context: grpc.ServicerContext) -> Iterator[Any]:
+            started = time.monotonic()
+            problem: Exception | None = None
+            try:
+                with closing(self._answers(behaviour, request, context)) as answers:
+                    yield from answers
+            except GeneratorExit:
+                # A caller that has gone is met at the next answer: gRPC drops this generator.
+                self._tell(method, request, started, errors.NotWanted("the rest"))
+                raise
+            except Exception as error:
+                problem = error
+            self._end(method, request, context, started, problem)
 
-        return grpc.unary_unary_rpc_method_handler(call, read, handler.response_serializer)
+        stream.__dict__["experimental_thread_pool"] = self._streams
+        return stream
+
+    def _answers(
+        self, behaviour: _Behaviour, request: Message, context: grpc.ServicerContext
+    ) -> Generator[Any, None, None]:
+        """One answer after the other, each as a call: between two the caller has its own time."""
+        with ExitStack() as ending:
+            answers: Iterator[Any] | None = None
+            while True:
+                with command.time_limit(_remaining_seconds(context)), self._admission.call():
+                    if answers is None:
+                        answers = ending.enter_context(closing(behaviour(request, context)))
+                    answer = next(answers, None)
+                if answer is None:
+                    return
+                yield answer
+
+    def _end(
+        self,
+        method: str,
+        request: Message,
+        context: grpc.ServicerContext,
+        started: float,
+        problem: Exception | None,
+    ) -> None:
+        """Tell how a call came out: the log, whoever counts, and the caller of an error."""
+        code, message = self._tell(method, request, started, problem)
+        if code is not grpc.StatusCode.OK:
+            context.abort(code, message)
+
+    def _tell(
+        self, method: str, request: Message, started: float, problem: Exception | None
+    ) -> tuple[grpc.StatusCode, str]:
+        code, message = grpc.StatusCode.OK, ""
+        if problem is not None:
+            code, message = codes.code_of(problem), str(problem) or type(problem).__name__
+        if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
+            _log.debug("%s raised", method, exc_info=problem)
+        seconds = time.monotonic() - started
+        _write(method, request, code, message, seconds)
+        self._observe(method, code.name, seconds)
+        return code, message
+
+
+def _wiping(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """The same, after which the bytes that came are gone: they may have been a key's."""
+    if deserialize is None:
+        return None
+
+    def read(data: bytes) -> Any:
+        request = deserialize(data)
+        # Nobody else has them.
+        secret.wipe(data)
+        return request
+
+    return read
 
 
 def _remaining_seconds(context: grpc.ServicerContext) -> float | None:
@@ -110,7 +184,7 @@ def _write(
 
 
 # What a call is about, in the order in which a request is asked for it.
-_SUBJECTS = ("volume_id", "snapshot_id", "group_snapshot_id", "name")
+_SUBJECTS = ("volume_id", "snapshot_id", "target_snapshot_id", "group_snapshot_id", "name")
 
 _ROUTINE = frozenset(
     {

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agent.config.settings import Config
-from lvm.command import Converse, Finished, Programs, Runner
+from lvm.command import Converse, Finished, Programs, Runner, Stream
 from lvm.devices import Devices, KernelDevices
 from lvm.disks import Disks, KernelDisks
 from mount.syscalls import Kernel
@@ -27,13 +27,15 @@ class Host:
     observe: Callable[[Finished], None] = field(
         default=lambda finished: log_command(finished, session=True)
     )
+    # Runs a program whose output is read as it comes.
+    stream: Stream = field(default_factory=lambda: Programs().stream)
 
 
 def this_host(config: Config) -> Host:
     """The machine that Carver runs on."""
     run = Programs(lvm_on_host=config.lvm == "host", observe=log_command)
     converse = run.converse if config.lvm_session else None
-    return Host(run, Kernel(), KernelDevices(), KernelDisks(), converse)
+    return Host(run, Kernel(), KernelDevices(), KernelDisks(), converse, stream=run.stream)
 
 
 def log_command(finished: Finished, **more: object) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from agent.config.settings import Config
 from agent.engine.engines import Engines
 from agent.engine.inventory import Inventory
-from lvm.command import Runner
+from lvm.command import Runner, Stream
+from lvm.devices import Devices
 from mount.syscalls import Kernel
 
 
@@ -18,3 +19,5 @@ class Means:
     kernel: Kernel
     engines: Engines
     inventory: Inventory
+    devices: Devices
+    stream: Stream

@@ -92,6 +92,39 @@ class KnownGroupSnapshot:
 
 
 @dataclass(frozen=True)
+class GetMetadata:
+    """GetMetadataAllocated, GetMetadataDelta: of what, from where on, how many ranges at once.
+
+    `base_id` is empty where nothing is compared. An offset is compared with the snapshot's size
+    where there is one of that id.
+    """
+
+    base_id: str
+    snapshot_id: str
+    starting_offset: int
+    maximum_results: int
+
+    @classmethod
+    def from_proto(
+        cls, wire: csi.GetMetadataAllocatedRequest | csi.GetMetadataDeltaRequest
+    ) -> Self:
+        """Read and check the request."""
+        if isinstance(wire, csi.GetMetadataDeltaRequest):
+            base, of = "base_snapshot_id", "target_snapshot_id"
+        else:
+            base, of = "", "snapshot_id"
+        for field in filter(None, (base, of)):
+            if not getattr(wire, field):
+                raise errors.Missing(field)
+        if wire.starting_offset < 0:
+            raise errors.NotBeyond(wire.starting_offset)
+        if wire.max_results < 0:
+            raise errors.BadField("max_results", "must not be negative")
+        base_id = getattr(wire, base) if base else ""
+        return cls(base_id, getattr(wire, of), wire.starting_offset, wire.max_results)
+
+
+@dataclass(frozen=True)
 class ListSnapshots:
     """ListSnapshots: which part, and of which source or with which id, where one is named."""
 

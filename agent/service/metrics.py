@@ -6,9 +6,11 @@ Calls and commands are counted as they end. Everything else is looked up when it
 import platform
 import time
 from collections import Counter as Counts
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import BinaryIO
 
 from prometheus_client import (
     CollectorRegistry,
@@ -35,7 +37,7 @@ from agent.volumes.copying import Copier
 from agent.workers.autoextend import Grower
 from agent.workers.wiping import Wiper
 from lvm import errors, pools, report
-from lvm.command import Finished, Result, Runner
+from lvm.command import Finished, Result, Runner, Stream
 
 # A time of creation for each counter would be as many series again, and nobody asks for it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -110,6 +112,23 @@ class Metrics:
                 raise
             self._count_command(words, _outcome(words, result), time.monotonic() - started)
             return result
+
+        return counting
+
+    def counted_stream(self, stream: Stream) -> Stream:
+        """The same, with each program counted whose output is read as it comes."""
+
+        @contextmanager
+        def counting(*words: str) -> Iterator[BinaryIO]:
+            started, outcome = time.monotonic(), "OK"
+            try:
+                with stream(*words) as output:
+                    yield output
+            except Exception as error:
+                outcome = type(error).__name__
+                raise
+            finally:
+                self._count_command(words, outcome, time.monotonic() - started)
 
         return counting
 

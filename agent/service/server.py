@@ -26,6 +26,8 @@ from agent.csi.identity import Identity
 from agent.csi.interceptor import Interceptor
 from agent.csi.node import Node
 from agent.csi.operator import Operator
+from agent.csi.snapshot_metadata import SnapshotMetadata
+from agent.delta.delta import Delta
 from agent.engine import sources, suspension
 from agent.engine.engines import Engines
 from agent.engine.host import Host
@@ -93,7 +95,7 @@ class Service:
         self.node = preflight.Node(config, host.kernel, host.run, lambda: known.recent()[0])
         self.admission = Admission()
         self.readiness = Readiness(known, self.node, self.admission)
-        means = Means(config, host.run, host.kernel, engines, known)
+        means = Means(config, host.run, host.kernel, engines, known, host.devices, host.stream)
         locks = self.locks = VolumeLocks()
         self.wiper = Wiper(means)
         self.reclaimer = Reclaimer(means)
@@ -118,6 +120,7 @@ class Service:
         repairer = Repairer(means)
         self.auto_repair = AutoRepair(means, repairer)
         self.replacement = Replacement(means, repairer)
+        self.delta = Delta(means)
         operator = Operator(repairer, self.replacement, locks)
         self.ephemeral = Ephemeral(means, provision, access, locks)
         self.orphans = _orphans(config, host, known)
@@ -134,6 +137,9 @@ class Service:
         )
         csi_pb2_grpc.add_GroupControllerServicer_to_server(
             GroupController(config, self.group_snapshotter, locks), self._server
+        )
+        csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(
+            SnapshotMetadata(self.delta), self._server
         )
         csi_pb2_grpc.add_NodeServicer_to_server(
             Node(config, expander, access, self.ephemeral, health, self.storage, locks),
@@ -156,6 +162,8 @@ class Service:
         self.ephemeral.stop()
         if self.orphans is not None:
             self.orphans.stop()
+        # Before the wait: a stream may last for hours.
+        self.delta.stop()
         self._server.stop(_DRAIN_SECONDS).wait()
         self.grower.stop()
         self.auto_repair.stop()
@@ -261,7 +269,8 @@ def _counted(host: Host, metrics: "Metrics") -> Host:
         host.observe(finished)
         metrics.count_command(finished)
 
-    return replace(host, run=metrics.counted(host.run), observe=observe)
+    stream = metrics.counted_stream(host.stream)
+    return replace(host, run=metrics.counted(host.run), observe=observe, stream=stream)
 
 
 def _measured(config: Config, service: Service, registration: Registration) -> "Parts":
@@ -339,6 +348,7 @@ def resume(service: Service, *groups: str) -> None:
         "groups with a disk that is being emptied": service.replacement.resume,
         "half-made group snapshots": service.group_snapshotter.resume,
         "copies": service.copier.resume,
+        "metadata snapshots": service.delta.reservations.resume,
     }
     for what, step in steps.items():
         try:

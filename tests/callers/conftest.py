@@ -50,7 +50,9 @@ def refused_at_once() -> None:
 @pytest.fixture
 def plugin(host: AnyHost, config: Config, answers: list[Answer]) -> Iterator[Plugin]:
     """Carver, serving on a socket of the test's own."""
-    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running = Service(
+        config, Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream), host.lvm
+    )
     running.start(config.endpoint)
     with Client(config.endpoint) as client:
         yield Plugin(client, answers.append)

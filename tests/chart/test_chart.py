@@ -180,6 +180,43 @@ def test_group_snapshots_are_for_one_node_whose_sidecar_takes_all(template: Temp
         template({"sidecars": {"snapshotter": {"groups": True}}})
 
 
+def test_changed_blocks_are_told_by_one_node_under_the_name_of_its_certificate(
+    template: Template,
+) -> None:
+    assert "cbt.storage.k8s.io" not in template().read_text()
+    needed = {"enabled": True, "tlsSecret": "changed-blocks", "caCert": "cGVt"}
+    made = template({"sidecars": {"snapshotMetadata": needed}})
+    flags = manifest.flags(manifest.container(made, "snapshot-metadata"))
+    [mount] = [
+        one
+        for one in manifest.container(made, "snapshot-metadata")["volumeMounts"]
+        if one["name"] == "snapshot-metadata"
+    ]
+    assert flags["tls-cert"].startswith(f"{mount['mountPath']}/")
+    told = manifest.the(made, "SnapshotMetadataService")
+    assert told["apiVersion"] == "cbt.storage.k8s.io/v1beta1"
+    [driver] = manifest.names(made, "CSIDriver")
+    assert told["metadata"]["name"] == driver
+    assert told["spec"] == {
+        "address": "carver-snapshot-metadata.storage:6443",
+        "audience": driver,
+        "caCert": "cGVt",
+    }
+    service = manifest.the(made, "Service")
+    assert service["metadata"]["name"] == "carver-snapshot-metadata"
+    [pod] = [one["spec"]["template"] for one in manifest.of_kind(made, "DaemonSet")]
+    assert service["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    [port] = service["spec"]["ports"]
+    [of_pod] = manifest.container(made, "snapshot-metadata")["ports"]
+    assert (port["port"], port["targetPort"]) == (6443, of_pod["name"])
+    assert of_pod["containerPort"] == int(flags["port"])
+    roles = {one["metadata"]["name"]: one for one in manifest.of_kind(made, "ClusterRole")}
+    verbs = {
+        verb for rule in roles[f"{driver}-snapshot-metadata"]["rules"] for verb in rule["verbs"]
+    }
+    assert verbs == {"get", "create"}
+
+
 # Several
 
 
@@ -264,6 +301,16 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
             "a is there twice",
         ),
         ({"podMonitor": {"enabled": True}, "metrics": {"enabled": False}}, "need metrics"),
+        ({"sidecars": {"snapshotMetadata": {"enabled": True}}}, "tlsSecret and caCert"),
+        (
+            {
+                "sidecars": {
+                    "snapshotMetadata": {"enabled": True, "tlsSecret": "a", "caCert": "YQ=="}
+                },
+                "pools": [{"name": "a", "node": {"nodeSelector": {"a": "b"}}}],
+            },
+            "clusters of one node",
+        ),
         ({"podMonitor": {"enabled": True}, "serviceMonitor": {"enabled": True}}, "enable one"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",

@@ -29,7 +29,9 @@ def config(group: str, tmp_path: Path) -> Config:
 @pytest.fixture
 def service(host: AnyHost, config: Config) -> Iterator[Service]:
     """Carver, serving on a socket of the test's own."""
-    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
+    running = Service(
+        config, Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream), host.lvm
+    )
     # A delete has ended when it answers, however slow the disk: what is left is the test's to see.
     running.wiper.grace_seconds = running.copier.grace_seconds = 600
     running.start(config.endpoint)

@@ -183,6 +183,9 @@ class Channel:
 
         return call
 
+    # Of a stream each answer is made as it is asked for: what is called is the same.
+    unary_stream = unary_unary
+
     def close(self) -> None:
         """Nothing was opened."""
 

@@ -70,11 +70,14 @@ def configurations(path: Path, tmp_path: Path) -> Iterator[tuple[Object, setting
         yield pod, settings.load(arguments, environment)
 
 
+_STRANGERS = ("snapshot.storage.k8s.io", "monitoring.coreos.com", "cbt.storage.k8s.io")
+
+
 def check_schemas(path: Path) -> None:
     """Every object that Kubernetes itself knows is as its schema says."""
     for one in objects(path):
         group = one["apiVersion"].partition("/")[0]
-        if not group.endswith(("snapshot.storage.k8s.io", "monitoring.coreos.com")):
+        if not group.endswith(_STRANGERS):
             kubernetes_validate.validate(one, KUBERNETES_VERSION, strict=True)
 
 
@@ -125,6 +128,13 @@ FLAGS: Mapping[str, Mapping[str, str]] = {
         truth="extra-create-metadata node-deployment",
         number="groupsnapshot-name-uuid-length snapshot-name-uuid-length worker-threads",
         duration="resync-period",
+    ),
+    # kubernetes-csi/external-snapshot-metadata, v1.1.0, which has few of the others' in common
+    "snapshot-metadata": _flags(
+        text="audience csi-address http-endpoint kubeconfig metrics-path tls-cert tls-key",
+        truth="disable-metrics version",
+        number="kube-api-burst kube-api-qps max-streaming-duration-min port v",
+        duration="timeout",
     ),
 }
 # pkg/features/features.go of each.

@@ -13,7 +13,9 @@ def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
 
     `wiper` and `copier` are how long a call waits for them, where that is not as usual.
     """
-    running = Service(config, Host(fake.run, fake.kernel, fake.devices, fake.disks), fake.lvm)
+    running = Service(
+        config, Host(fake.run, fake.kernel, fake.devices, fake.disks, stream=fake.stream), fake.lvm
+    )
     for part, seconds in grace_seconds.items():
         getattr(running, part).grace_seconds = seconds
     server.resume(running)

@@ -11,7 +11,7 @@ from agent import errors
 from agent.engine import suspension
 from agent.engine.suspension import Standstill
 from lvm.devicemapper import Status
-from lvm.devices import Device
+from lvm.devices import Device, Exceptions
 
 
 @dataclass
@@ -58,6 +58,21 @@ class Devices:
 
     def is_open(self, group: str, name: str) -> bool:
         return False
+
+    def thin_id(self, group: str, name: str) -> int | None:
+        raise NotImplementedError
+
+    def pool_metadata(self, group: str, pool: str) -> str:
+        raise NotImplementedError
+
+    def reserve_metadata(self, group: str, pool: str) -> None:
+        raise NotImplementedError
+
+    def release_metadata(self, group: str, pool: str) -> None:
+        raise NotImplementedError
+
+    def exceptions(self, group: str, name: str) -> Exceptions:
+        raise NotImplementedError
 
 
 def test_what_is_held_is_let_go_at_the_end() -> None:

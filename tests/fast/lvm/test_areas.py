@@ -8,7 +8,7 @@ from fakes.devices import FakeDevices
 from fakes.known import inventory
 from fakes.lvm import FakeLvm
 
-from lvm import areas, report, snapshots, volumes
+from lvm import areas, errors, report, snapshots, volumes
 from lvm.devices import KernelDevices
 from lvm.lvm2 import Lvm
 
@@ -41,6 +41,50 @@ def test_a_header_is_read_where_the_area_begins(
     assert KernelDevices().overflowed(str(disk), EXTENT) is True
     assert KernelDevices().overflowed(str(disk), 0) is False
     assert KernelDevices().overflowed("[unknown]", EXTENT) is None
+
+
+def store(chunk_bytes: int, *copied: int) -> bytes:
+    """A store as drivers/md/dm-snap-persistent.c lays it out, without what was copied."""
+    each = chunk_bytes // 16
+    image = bytearray(chunk_bytes)
+    struct.pack_into("<4I", image, 0, SNAPSHOT, 1, 1, chunk_bytes // 512)
+    # One table more than is full: the kernel has zeroes in the next one first.
+    for first in range(0, len(copied) + 1, each):
+        own = copied[first : first + each]
+        begins = 2 + first + first // each
+        told = b"".join(struct.pack("<2Q", old, begins + n) for n, old in enumerate(own))
+        image += told.ljust(chunk_bytes, b"\0") + bytes(each * chunk_bytes)
+    return bytes(image)
+
+
+@pytest.mark.parametrize("chunk_bytes", [4096, 8192])
+@pytest.mark.parametrize("tables", [0, 1, 2.5])
+def test_a_store_tells_which_chunks_it_has_copies_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, tables: float
+) -> None:
+    monkeypatch.setattr("os.O_DIRECT", 0)
+    count = int(tables * chunk_bytes // 16)
+    copied = [(number * 7919) % 100_003 for number in range(count)]
+    disk = tmp_path / "store"
+    disk.write_bytes(store(chunk_bytes, *copied))
+    table = areas.ExceptionTable(str(disk))
+    assert table.chunk_bytes == chunk_bytes
+    for _ in range(2):
+        assert [one for part in table.chunks() for one in part] == copied
+
+
+@pytest.mark.parametrize(
+    "header",
+    [(SNAPSHOT, 0, 1, 8), (SNAPSHOT, 1, 2, 8), (SNAPSHOT, 1, 1, 0), (0, 0, 0, 0), (1, 1, 1, 8)],
+)
+def test_what_is_no_store_that_can_be_read_has_no_copies_to_tell_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, header: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr("os.O_DIRECT", 0)
+    disk = tmp_path / "store"
+    disk.write_bytes(struct.pack("<4I", *header).ljust(8192, b"\0"))
+    with pytest.raises(errors.BadReport):
+        areas.ExceptionTable(str(disk))
 
 
 def test_a_snapshot_whose_disk_is_missing_is_not_ready_and_not_lost() -> None:

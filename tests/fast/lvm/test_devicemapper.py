@@ -26,7 +26,8 @@ LINES = [
     ),
     (
         ("thin-pool", "7 64/64 8/32 7 ro discard_passdown queue_if_no_space needs_check 4"),
-        ThinPool(SIZE, "ro", True, 8, 32, 64, 64),
+        # Someone reads its metadata.
+        ThinPool(SIZE, "ro", True, 8, 32, 64, 64, has_metadata_snapshot=True),
     ),
     (("thin-pool", "Fail"), ThinPool(SIZE, "fail")),
     (("thin-pool", "Error"), ThinPool(SIZE, "fail")),
@@ -68,6 +69,8 @@ class Mapped:
     below: Sequence[int] = ()
     targets: Sequence[tuple[str, str]] = ()
     suspended: bool = False
+    table: Sequence[tuple[str, str]] = ()
+    heard: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -85,6 +88,8 @@ class Driver:
         if request & 0xFF == 6:
             assert flags in (0, 1 << 1), "what is written is flushed, and a file system frozen"
             assert len(buffer) <= 1024, "fcntl.ioctl would keep the GIL"
+        elif request & 0xFF == 14:
+            assert len(buffer) <= 1024, "fcntl.ioctl would keep the GIL"
         elif request & 0xFF != 7:
             assert flags & 1 << 11, "a look must not have the target flush"
         name = buffer[48:176].partition(b"\0")[0].decode()
@@ -94,8 +99,24 @@ class Driver:
             if (name and known == name) or (not name and one.number == number):
                 if request & 0xFF in (6, 7):
                     return self._flow(request & 0xFF, one, flags, buffer)
+                if request & 0xFF == 14:
+                    return self._hear(one, buffer)
+                if flags & 1 << 4:
+                    return self._answer(12, Mapped(one.number, targets=one.table), buffer)
                 return self._answer(request & 0xFF, one, buffer)
         raise OSError(errno.ENXIO, os.strerror(errno.ENXIO))
+
+    def _hear(self, one: Mapped, buffer: bytearray) -> int:
+        """Struct dm_target_msg: a sector, and a text with its end."""
+        (start,) = struct.unpack_from("=I", buffer, 16)
+        assert start == 312
+        assert struct.unpack_from("=Q", buffer, start) == (0,)
+        text, end, rest = bytes(buffer[start + 8 :]).partition(b"\0")
+        assert (end, rest) == (b"\0", b"")
+        if text.decode() in one.heard:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        one.heard.append(text.decode())
+        return 0
 
     def _answer(self, command: int, one: Mapped, buffer: bytearray) -> int:
         self.asked.append(len(buffer))
@@ -245,3 +266,21 @@ def test_a_device_s_name_tells_its_volume(device: str, name: str) -> None:
 )
 def test_shares_are_told_in_percent(percent: float, expected: float) -> None:
     assert percent == expected
+
+
+def test_a_thin_volume_s_table_has_its_number(driver: Driver, mapper: DeviceMapper) -> None:
+    driver.devices["data-web"] = Mapped(1, table=[("thin", "253:4 17")])
+    driver.devices["data-db"] = Mapped(2, table=[("linear", "8:16 2048")])
+    assert mapper.thin_id("data-web") == 17
+    assert mapper.thin_id("data-db") is None
+    assert mapper.thin_id("data-none") is None
+
+
+def test_a_pool_is_told_to_keep_its_metadata(driver: Driver, mapper: DeviceMapper) -> None:
+    pool = driver.devices["data-pool-tpool"] = Mapped(1)
+    mapper.tell("data-pool-tpool", "reserve_metadata_snap")
+    assert pool.heard == ["reserve_metadata_snap"]
+    with pytest.raises(OSError, match="busy"):
+        mapper.tell("data-pool-tpool", "reserve_metadata_snap")
+    with pytest.raises(OSError, match="No such device"):
+        mapper.tell("data-other-tpool", "reserve_metadata_snap")

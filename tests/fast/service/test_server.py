@@ -39,7 +39,6 @@ from lvm.command import Finished, Result
 from mount import loop
 from mount.filesystem import Signature
 from proto import csi_pb2 as csi
-from proto import csi_pb2_grpc
 
 MIB = 1 << 20
 
@@ -526,9 +525,13 @@ def test_commands_are_logged_for_those_who_debug(caplog: pytest.LogCaptureFixtur
 
 def test_a_service_that_is_not_there_is_unimplemented(config: Config, running: Running) -> None:
     with grpc.insecure_channel(f"unix://{config.endpoint}") as channel:
-        metadata = csi_pb2_grpc.SnapshotMetadataStub(channel)
+        stranger = channel.unary_stream(
+            "/csi.v2.SnapshotMetadata/GetMetadataAllocated",
+            csi.GetMetadataAllocatedRequest.SerializeToString,
+            csi.GetMetadataAllocatedResponse.FromString,
+        )
         with expect.code("UNIMPLEMENTED"):
-            list(metadata.GetMetadataAllocated(csi.GetMetadataAllocatedRequest()))
+            list(stranger(csi.GetMetadataAllocatedRequest()))
 
 
 def test_the_command_line_tells_what_is_wrong(

@@ -48,7 +48,8 @@ class Media:
         """Whole blocks of data."""
         assert not (offset_bytes | len(data)) % BLOCK_BYTES
         for start in range(0, len(data), BLOCK_BYTES):
-            block = data[start : start + BLOCK_BYTES]
+            # An object of its own each time, which tells what was written since.
+            block = bytes(bytearray(data[start : start + BLOCK_BYTES]))
             self.blocks[(offset_bytes + start) // BLOCK_BYTES] = block
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:

@@ -1,5 +1,6 @@
 """A whole machine in memory: lvm2, programs, devices, kernel, all on one state."""
 
+import io
 import itertools
 import shutil
 import tempfile
@@ -8,16 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
-from fakes import filesystems, shell
+from fakes import filesystems, shell, thin_tools
 from fakes.cryptsetup import FakeCryptsetup
 from fakes.devices import BLOCK_BYTES, FakeDevices
 from fakes.disks import FakeDisks
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeLvm, FakePool
 
-from lvm import groups
+from lvm import errors, groups
 from lvm.command import Result
 from lvm.devices import Devices
 from lvm.disks import Disks
@@ -78,6 +79,16 @@ class FakeHost:
         assert program is not None, f"an unfaked command: {' '.join(words)}"
         ended = program(words, self.block)
         return Result(ended.exit_code, ended.stdout, ended.stderr)
+
+    @contextmanager
+    def stream(self, *words: str) -> Iterator[BinaryIO]:
+        """The seam `lvm.command.Stream`."""
+        if (answer := self.intercept(words)) is None:
+            self.commands.append(words)
+            answer = thin_tools.run(words, self.lvm2)
+        yield io.BytesIO(answer.stdout.encode())
+        if answer.exit_code:
+            raise errors.classify(words, answer.exit_code, answer.stderr)
 
     def new_device(self, size_bytes: int) -> str:
         """A blank block device."""

@@ -8,8 +8,8 @@ import errno
 import os
 import stat
 import uuid
-from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -25,6 +25,7 @@ from fakes.devices import (
 )
 
 from mount.options import CONTEXT, FILE_SYSTEM_DATA, SUPERBLOCK
+from mount.reading import PIECE_BYTES, Reader
 from mount.syscalls import Kernel, LoopStatus, XfsGeometry
 from mount.table import Mount
 
@@ -40,6 +41,24 @@ class _Attached:
     status: LoopStatus
     file: str
     backing: FakeDevice | None
+
+
+class _FakeReader(Reader):
+    """Reads a device as it is, and no further than it goes."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device.path
+        self._found = device
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        assert not offset_bytes % BLOCK_BYTES
+        assert 0 < length_bytes <= PIECE_BYTES
+        found = self._found
+        is_short = offset_bytes + length_bytes > found.size_bytes
+        if is_short or found.media.unreadable or found.is_missing(offset_bytes, length_bytes):
+            _fail(errno.EIO, found.path)
+        whole = -(-length_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        return found.media.read(offset_bytes, whole)[:length_bytes]
 
 
 class FakeKernel(Kernel):
@@ -271,6 +290,15 @@ class FakeKernel(Kernel):
         data = found.media.read(first * BLOCK_BYTES, (last - first) * BLOCK_BYTES)
         start = offset_bytes - first * BLOCK_BYTES
         return data[start : start + length_bytes]
+
+    @contextmanager
+    def reader(self, device: str) -> Iterator[Reader]:
+        found = self._present(device)
+        found.held += 1
+        try:
+            yield _FakeReader(found)
+        finally:
+            found.held -= 1
 
     def write(self, device: str, offset_bytes: int, data: bytes) -> None:
         found = self._block_device(device)

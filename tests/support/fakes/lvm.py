@@ -9,15 +9,17 @@ import itertools
 import json
 import os
 import zlib
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 
 from fakes.devices import BLOCK_BYTES, FakeDevice, FakeDevices, Media
 
+from lvm import errors as lvm_errors
 from lvm import names
 from lvm.command import Result
 from lvm.devicemapper import Cache, Mirror, Raid, Snapshot, Status, ThinPool, WriteCache
-from lvm.devices import Device, mapping_name
+from lvm.devices import Device, Exceptions, mapping_name
 from lvm.layout import LINEAR, Layout
 from lvm.tuning import AUTO, PLAIN, Tuning
 from mount.filesystem import Signature
@@ -43,7 +45,7 @@ class FakeDisk:
 _OF_THE_KERNEL = {
     *("active", "media", "data_percent", "overflowed", "dirty_blocks", "cleaning"),
     *("failed", "used_data_blocks", "used_metadata_blocks", "mode", "needs_check"),
-    *("rebuilding", "damaged"),
+    *("rebuilding", "damaged", "held"),
 }
 
 
@@ -126,6 +128,8 @@ class FakePool(FakeVolume):
     needs_check: bool = False
     # So that thin_check(8) refuses it.
     damaged: bool = False
+    # What its metadata snapshot tells, if it has one: the blocks of each volume by its number.
+    held: dict[int, dict[int, bytes]] | None = None
 
     def taken(self, disk: str) -> int:
         return super().taken(disk) + self.metadata.get(disk, 0)
@@ -142,6 +146,7 @@ class FakePool(FakeVolume):
             size // self.chunk_size_bytes,
             self.used_metadata_blocks,
             metadata_blocks,
+            self.held is not None,
         )
 
 
@@ -151,6 +156,7 @@ class FakeThin(FakeVolume):
 
     virtual_extents: int = 0
     pool: str = ""
+    number: int = 0
 
     @property
     def length(self) -> int:
@@ -205,6 +211,24 @@ class FakeGroup:
         return [one for one in found if isinstance(one, FakeThin) and one.pool == pool]
 
 
+@dataclass
+class FakeExceptions:
+    """What of an origin was written since a snapshot of it was taken."""
+
+    origin: Media
+    kept: Media
+    chunk_bytes: int = BLOCK_BYTES
+
+    def chunks(self) -> Iterator["array[int]"]:
+        """In no order that helps, a few at a time."""
+        those = self.origin.blocks.keys() | self.kept.blocks.keys()
+        every = [
+            one for one in those if self.origin.blocks.get(one) is not self.kept.blocks.get(one)
+        ]
+        for at in range(0, len(every), 256):
+            yield array("Q", every[at : at + 256])
+
+
 class Failure(Exception):
     """An lvm2 command that ends with exit code 5 and a message."""
 
@@ -224,6 +248,7 @@ class FakeLvm:
         self.devices_file: set[str] | None = None
         self._settings: dict[str, str] = {}
         self._serial = itertools.count(1)
+        self._numbers = itertools.count(1)
 
     def add_group(
         self, name: str, disk_extents: Sequence[int] = (256,), extent_size_bytes: int = 4 << 20
@@ -341,6 +366,47 @@ class FakeLvm:
     def is_open(self, group: str, name: str) -> bool:
         """The seam `lvm.devices.Devices`."""
         return self.find(group, name) is not None and self.devices.is_open(_node(group, name))
+
+    def thin_id(self, group: str, name: str) -> int | None:
+        """The seam `lvm.devices.Devices`."""
+        volume = self.groups[group].volumes.get(name)
+        return volume.number if isinstance(volume, FakeThin) and volume.active else None
+
+    def pool_metadata(self, group: str, pool: str) -> str:
+        """The seam `lvm.devices.Devices`."""
+        self._active_pool(group, pool)
+        return f"/dev/mapper/{group}-{pool}_tmeta"
+
+    def reserve_metadata(self, group: str, pool: str) -> None:
+        """The seam `lvm.devices.Devices`."""
+        found = self._active_pool(group, pool)
+        if found.held is not None:
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), pool)
+        found.held = {
+            one.number: dict(one.media.blocks) for one in self.groups[group].thin(found.name)
+        }
+
+    def release_metadata(self, group: str, pool: str) -> None:
+        """The seam `lvm.devices.Devices`."""
+        found = self._active_pool(group, pool)
+        if found.held is None:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), pool)
+        found.held = None
+
+    def _active_pool(self, group: str, pool: str) -> FakePool:
+        found = self.groups[group].volumes.get(pool)
+        if not isinstance(found, FakePool) or not found.active:
+            raise lvm_errors.Inactive(group, pool)
+        return found
+
+    def exceptions(self, group: str, name: str) -> Exceptions:
+        """The seam `lvm.devices.Devices`."""
+        volume = self.groups[group].volumes[name]
+        if not volume.active or not volume.is_copy_on_write:
+            raise lvm_errors.Inactive(group, name)
+        if volume.overflowed:
+            raise lvm_errors.BadReport("it is no store of a snapshot that can be read")
+        return FakeExceptions(self.groups[group].volumes[volume.origin].media, volume.media)
 
     def _active(self, group: str, name: str) -> FakeDevice:
         if self.find(group, name) is None:
@@ -779,6 +845,7 @@ class FakeLvm:
             tuning=tuning,
             virtual_extents=origin.virtual_extents,
             pool=origin.pool,
+            number=next(self._numbers),
         )
         group.volumes[name] = made
         if activate:
@@ -842,6 +909,7 @@ class FakeLvm:
             tuning=tuning,
             virtual_extents=-(-size // group.extent_size_bytes),
             pool=pool,
+            number=next(self._numbers),
         )
         if name.startswith("wipe-"):
             volume.media.below = group.volumes[pool].media

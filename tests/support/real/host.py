@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
 from real import mounts
 
@@ -124,6 +124,14 @@ class RealHost:
         if self.sessions and words[0] == "lvm":
             return self._lab.session(*words)
         return self._lab.programs(*words, stdin=stdin)
+
+    @contextmanager
+    def stream(self, *words: str) -> Iterator[BinaryIO]:
+        """The seam `lvm.command.Stream`."""
+        assert self.intercept(words) is None, "what is streamed has no other answer"
+        self.commands.append(words)
+        with self._lab.programs.stream(*words) as printed:
+            yield printed
 
     def new_device(self, size_bytes: int) -> str:
         """A blank loop device."""

@@ -226,6 +226,14 @@ volumeMounts:
 {{- if and .Values.podMonitor.enabled .Values.serviceMonitor.enabled }}
 {{- fail "podMonitor and serviceMonitor would both ask: enable one" }}
 {{- end }}
+{{- with .Values.sidecars.snapshotMetadata }}
+{{- if and .enabled (not (and .tlsSecret .caCert)) }}
+{{- fail "sidecars.snapshotMetadata needs tlsSecret and caCert" }}
+{{- end }}
+{{- if and .enabled $.Values.pools }}
+{{- fail "sidecars.snapshotMetadata is for clusters of one node, and pools are for several" }}
+{{- end }}
+{{- end }}
 {{- if and .Values.sidecars.snapshotter.groups (not (include "carver.snapshots" .)) }}
 {{- fail "sidecars.snapshotter.groups needs sidecars.snapshotter.enabled" }}
 {{- end }}

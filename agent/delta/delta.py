@@ -1,0 +1,265 @@
+"""Deltas: what of a snapshot or a volume is allocated, and what changed since a snapshot of it.
+
+LVM's own metadata tell where to look: a thin pool's which blocks a volume has, and has alone; a
+copy-on-write snapshot's table which chunks of its origin were overwritten since. What may have
+changed is compared, as the same bytes may have been written again.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import BinaryIO
+
+from agent import errors, ids
+from agent.delta import comparing, overwritten
+from agent.delta.extents import Extent, Reading, clipped, merged
+from agent.delta.reservations import Reservations
+from agent.delta.spool import Spool
+from agent.engine.jobs import Stopping
+from agent.engine.means import Means
+from agent.engine.records import Snapshot, Volume
+from agent.ids import VolumeId
+from lvm import errors as lvm_errors
+from lvm import names, report, thinmaps
+from lvm.thinmaps import Run
+from mount.reading import Reader
+
+_Read = Snapshot | Volume
+# Where to look, between two places; and what of that is told.
+_Candidates = Callable[[int, int], Iterable[Extent]]
+_Sieve = Callable[[Iterable[Extent]], Iterator[Extent]]
+
+
+def _always() -> bool:
+    return True
+
+
+class Delta:
+    """Answers for snapshots, and for volumes as they are now, by their ids.
+
+    A volume is read as it is while it is read: of one that is written to meanwhile the answer may
+    lack what was written since it began. Take a snapshot for more. `is_wanted` is asked now and
+    then; where it says no, NotWanted is raised.
+    """
+
+    def __init__(self, means: Means) -> None:
+        self._engines, self._inventory = means.engines, means.inventory
+        self._kernel, self._devices, self._stream = means.kernel, means.devices, means.stream
+        self._directory = means.config.endpoint.parent
+        self.reservations = Reservations(means)
+        self._stopping = threading.Event()
+
+    @contextmanager
+    def allocated(
+        self, identity: str, is_wanted: Callable[[], bool] = _always
+    ) -> Iterator[Reading]:
+        """What is not zero, or may not be; whatever it does not name reads as zeroes.
+
+        Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost, MetadataReserved.
+        """
+        check = self._check(identity, is_wanted)
+        with ExitStack() as ending:
+            [(of, reader)] = self._opened(ending, identity)
+            sieve: _Sieve = partial(_unlike_zeroes, reader, check)
+            candidates: _Candidates = _everything
+            if pool := _pool(of):
+                spool = ending.enter_context(Spool(self._directory))
+                words = thinmaps.mapped_words
+                self._spool(spool, pool, thinmaps.mapped, words, check, of)
+                # Whether a block that is given out has zeroes is not looked at.
+                sieve, candidates = iter, partial(clipped, spool)
+            yield _Reading(of, reader.device, candidates, sieve, self._require_readable(of))
+
+    @contextmanager
+    def changed(
+        self, base_id: str, target_id: str, is_wanted: Callable[[], bool] = _always
+    ) -> Iterator[Reading]:
+        """Where two snapshots of a volume, or one and the volume as it is, differ: block by block.
+
+        Each block that it names differs, each that it does not name is equal. A base that is
+        smaller is taken to read as zeroes behind its end. Raises the same, and NotComparable for
+        those that are not of one volume, for a base that is larger, or was taken later.
+        """
+        check = self._check(target_id, is_wanted)
+        with ExitStack() as ending:
+            (base, old), (target, new) = self._opened(ending, base_id, target_id)
+            candidates: _Candidates = _everything
+            if _pool(base) and _pool(base) == _pool(target):
+                spool = ending.enter_context(Spool(self._directory))
+                words = thinmaps.differing_words
+                self._spool(spool, _pool(base), thinmaps.differing, words, check, base, target)
+                candidates = partial(clipped, spool)
+            elif not _pool(base):
+                candidates = self._overwritten(base, check)
+            sieve = partial(_unlike, old, base.size_bytes, new, check)
+            readable = self._require_readable(base, target)
+            yield _Reading(target, new.device, candidates, sieve, readable)
+
+    def stop(self) -> None:
+        """End what is read at the next piece, or block of a table."""
+        self._stopping.set()
+
+    def _opened(self, ending: ExitStack, *identities: str) -> list[tuple[_Read, Reader]]:
+        """What has these ids, and their devices, open; a command for each that is not active."""
+        for one in identities:
+            if VolumeId.parse(one) is None:
+                raise errors.NoSuchSnapshot(one)
+        groups = sorted({ids.group_of(one) for one in identities})
+        with self._engines.hold(*groups):
+            known = self._inventory.awake(*groups)
+            found = [self._found(known, one) for one in identities]
+            if len(found) > 1:
+                _require_comparable(*found)
+            readers = [self._kernel.reader(self._activate(one)) for one in found]
+            # What is open cannot be removed from here on.
+            return [
+                (one, ending.enter_context(reader))
+                for one, reader in zip(found, readers, strict=True)
+            ]
+
+    def _found(self, known: report.Report, identity: str) -> _Read:
+        if names.is_of(ids.VOLUME_PREFIX, ids.logical_name(identity)):
+            return self._inventory.usable(known, identity)
+        found = self._inventory.snapshot(known, identity)
+        if found.problem:
+            raise errors.SourceLost(identity, found.problem)
+        return found
+
+    def _check(self, identity: str, is_wanted: Callable[[], bool]) -> Callable[[], None]:
+        """To be asked at each piece; raises NotWanted, Stopping."""
+
+        def check() -> None:
+            if self._stopping.is_set():
+                raise Stopping(identity)
+            if not is_wanted():
+                raise errors.NotWanted(identity)
+
+        return check
+
+    def _activate(self, one: _Read) -> str:
+        if isinstance(one, Snapshot):
+            return self._inventory.activate_snapshot(one).path
+        return self._inventory.activate(one).path
+
+    def _spool(
+        self,
+        spool: Spool,
+        pool: str,
+        read: Callable[[BinaryIO], Iterator[Run]],
+        words: Callable[..., tuple[str, ...]],
+        check: Callable[[], None],
+        *those: _Read,
+    ) -> None:
+        """Have a program tell of thin volumes: to its end, as their pool waits for that."""
+        group = those[-1].group.name
+        numbers = [self._number(group, one.name) for one in those]
+        with (
+            self.reservations.held(group, pool) as metadata,
+            self._stream(*words(metadata, *numbers)) as printed,
+        ):
+            spool.fill(merged(_checked(read(printed), check)))
+
+    def _number(self, group: str, name: str) -> int:
+        number = self._devices.thin_id(group, name)
+        if number is None:
+            raise lvm_errors.Inactive(group, name)
+        return number
+
+    def _overwritten(self, base: _Read, check: Callable[[], None]) -> _Candidates:
+        """What the base's origin overwrote, and what is behind the base's end."""
+        table = self._devices.exceptions(base.group.name, base.name)
+
+        def candidates(start: int, end: int) -> Iterator[Extent]:
+            own = min(end, base.size_bytes)
+            if start < own:
+                yield from overwritten.ranges(table, start, own, check)
+            yield from _everything(max(start, base.size_bytes), end)
+
+        return candidates
+
+    def _require_readable(self, *those: _Read) -> Callable[[], None]:
+        def require() -> None:
+            for one in those:
+                # What was read just before that may have been overwritten already.
+                if isinstance(one, Snapshot) and self._inventory.has_overflowed(one):
+                    raise errors.SourceLost(str(one.id), "its area is full, what it held is lost")
+
+        return require
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The real `Reading`: where to look, and what of that is told."""
+
+    of: _Read
+    device: str
+    candidates: _Candidates
+    sieve: _Sieve
+    require_readable: Callable[[], None]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.of.size_bytes
+
+    def extents(self, starting_offset: int = 0) -> Iterator[Extent]:
+        if not 0 <= starting_offset <= self.size_bytes:
+            raise errors.NotBeyond(starting_offset, self.size_bytes)
+        return self._extents(starting_offset)
+
+    def _extents(self, start: int) -> Iterator[Extent]:
+        try:
+            found = self.sieve(self.candidates(start, self.size_bytes))
+            # A block is compared whole, wherever in it one begins.
+            yield from clipped(found, start, self.size_bytes)
+        except OSError:
+            self.require_readable()
+            raise
+        self.require_readable()
+
+
+def _require_comparable(base: _Read, target: _Read) -> None:
+    of = target.source_id if isinstance(target, Snapshot) else target.id
+    why = ""
+    if not isinstance(base, Snapshot):
+        raise errors.NoSuchSnapshot(str(base.id))
+    if base.source_id != of:
+        why = f"the one is of {base.source_id}, the other of {of}"
+    elif isinstance(target, Snapshot) and base.time_nanoseconds > target.time_nanoseconds:
+        why = "it was taken later"
+    elif base.size_bytes > target.size_bytes:
+        why = f"it has {base.size_bytes} bytes, the other {target.size_bytes}"
+    if why:
+        raise errors.NotComparable(str(base.id), str(target.id), why)
+
+
+def _pool(one: _Read) -> str:
+    return one.group.volume(one.name).pool
+
+
+def _checked(runs: Iterable[Run], check: Callable[[], None]) -> Iterator[Extent]:
+    for one in runs:
+        check()
+        yield Extent(one.offset_bytes, one.length_bytes)
+
+
+def _everything(start: int, end: int) -> Iterator[Extent]:
+    if start < end:
+        yield Extent(start, end - start)
+
+
+def _unlike(
+    base: Reader | None,
+    base_bytes: int,
+    target: Reader,
+    check: Callable[[], None],
+    extents: Iterable[Extent],
+) -> Iterator[Extent]:
+    return comparing.differing(base, base_bytes, target, extents, check)
+
+
+def _unlike_zeroes(
+    target: Reader, check: Callable[[], None], extents: Iterable[Extent]
+) -> Iterator[Extent]:
+    return comparing.differing(None, 0, target, extents, check)

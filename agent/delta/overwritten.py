@@ -1,0 +1,85 @@
+"""Which ranges of its origin a copy-on-write snapshot has copies of, in order.
+
+Its table has them in the order in which they were overwritten. Of 16 TiB in chunks of 4 KiB a list
+would take gigabytes, so the table is read once for each part of the origin that has any, and a part
+is a bit for each chunk.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+
+from agent.delta.extents import Extent, clipped, merged
+from lvm.devices import Exceptions
+
+# 32 MiB of bits: at 4 KiB a chunk, 1 TiB of the origin.
+_PART_CHUNKS = 1 << 28
+_SOME = re.compile(rb"[^\0]+")
+_ALL = 0xFF
+
+
+def ranges(
+    table: Exceptions,
+    start_bytes: int,
+    end_bytes: int,
+    check: Callable[[], None],
+    part_chunks: int = _PART_CHUNKS,
+) -> Iterator[Extent]:
+    """The ranges between two places, sorted and merged; `check` may end it, by an error.
+
+    A part of the origin is `part_chunks` at most, a multiple of 8.
+    """
+    found = _chunks(table, start_bytes, end_bytes, check, part_chunks)
+    return clipped(merged(found), start_bytes, end_bytes)
+
+
+def _chunks(
+    table: Exceptions,
+    start_bytes: int,
+    end_bytes: int,
+    check: Callable[[], None],
+    part_chunks: int,
+) -> Iterator[Extent]:
+    size = table.chunk_bytes
+    last = -(-end_bytes // size)
+    # The parts that are left, as far as is known: the first reading of the table tells them all.
+    part, left = start_bytes // size // part_chunks, set[int]()
+    while part * part_chunks < last:
+        base = part * part_chunks
+        chunks = min(part_chunks, last - base)
+        for number, count in _runs(_marked(table, base, chunks, part_chunks, left, check)):
+            yield Extent((base + number) * size, count * size)
+        left.discard(part)
+        if not left:
+            return
+        part = min(left)
+
+
+def _marked(
+    table: Exceptions,
+    base: int,
+    chunks: int,
+    part_chunks: int,
+    left: set[int],
+    check: Callable[[], None],
+) -> bytearray:
+    """A bit for each chunk of a part; the parts behind it that have some are put on the list."""
+    bits = bytearray(-(-chunks // 8))
+    for told in table.chunks():
+        check()
+        for chunk in told:
+            at = chunk - base
+            if 0 <= at < chunks:
+                bits[at >> 3] |= 1 << (at & 7)
+            elif at >= part_chunks:
+                left.add(chunk // part_chunks)
+    return bits
+
+
+def _runs(bits: bytearray) -> Iterator[tuple[int, int]]:
+    """The bits that are set: numbers, and how many follow each other within a byte."""
+    for some in _SOME.finditer(bits):
+        for at, byte in enumerate(some.group(), some.start()):
+            if byte == _ALL:
+                yield 8 * at, 8
+            else:
+                yield from ((8 * at + bit, 1) for bit in range(8) if byte >> bit & 1)

@@ -1,0 +1,47 @@
+"""Ranges: merged, clipped, kept for a while."""
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from agent.delta import spool as spools
+from agent.delta.extents import Extent, clipped, merged
+from agent.delta.spool import Spool
+
+
+def test_ranges_that_touch_or_overlap_are_one() -> None:
+    those = [Extent(0, 10), Extent(10, 5), Extent(12, 1), Extent(20, 5), Extent(22, 10)]
+    assert list(merged(those)) == [Extent(0, 15), Extent(20, 12)]
+    assert list(merged([])) == []
+
+
+def test_what_lies_outside_is_cut_off() -> None:
+    those = [Extent(0, 10), Extent(20, 10), Extent(40, 10)]
+    assert list(clipped(those, 5, 25)) == [Extent(5, 5), Extent(20, 5)]
+    assert list(clipped(those, 10, 20)) == []
+
+
+def test_what_is_kept_can_be_asked_for_again_and_takes_bounded_memory(tmp_path: Path) -> None:
+    count = 300_000
+    with Spool(tmp_path) as spool:
+        tracemalloc.start()
+        try:
+            spool.fill(Extent(2 * number, 1) for number in range(count))
+            assert sum(1 for _ in spool) == count
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 8 << 20, f"{peak >> 20} MiB"
+        both = zip(spool, spool, strict=True)
+        assert [next(both) for _ in range(3)] == [(Extent(2 * n, 1),) * 2 for n in range(3)]
+
+
+def test_what_does_not_fit_into_memory_is_in_a_file_that_nobody_sees(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spools, "_ON_DISK", tmp_path / "none")
+    with Spool(tmp_path) as spool:
+        spool.fill(Extent(2 * number, 1) for number in range(300_000))
+        assert list(tmp_path.iterdir()) == []
+        assert sum(one.length_bytes for one in spool) == 300_000

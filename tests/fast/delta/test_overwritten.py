@@ -1,0 +1,96 @@
+"""What a snapshot has copies of, in order and in bounded memory, however its table has it."""
+
+import random
+import tracemalloc
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from agent.delta import overwritten
+from agent.delta.extents import Extent
+
+CHUNK = 4096
+TIB = 1 << 40
+
+
+@dataclass
+class Table:
+    """Chunks of an origin in the order in which they were overwritten; counts who reads it."""
+
+    numbers: Sequence[int]
+    chunk_bytes: int = CHUNK
+    readings: list[int] = field(default_factory=list)
+
+    def chunks(self) -> Iterator["array[int]"]:
+        self.readings.append(len(self.numbers))
+        for at in range(0, len(self.numbers), 256):
+            yield array("Q", self.numbers[at : at + 256])
+
+
+def ranges(table: Table, start: int, end: int, part_chunks: int = 64) -> list[Extent]:
+    return list(overwritten.ranges(table, start, end, lambda: None, part_chunks))
+
+
+@pytest.mark.parametrize("part_chunks", [8, 16, 64, 1 << 20])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_tables_are_told_in_order(seed: int, part_chunks: int) -> None:
+    chance = random.Random(seed)
+    numbers = chance.sample(range(500), chance.randint(0, 300))
+    start = chance.randrange(0, 400 * CHUNK, 512)
+    end = chance.randrange(start, 500 * CHUNK, 512)
+    found: set[int] = set()
+    last = -1
+    for one in ranges(Table(numbers), start, end, part_chunks):
+        assert last < one.offset_bytes < one.end_bytes
+        found |= set(range(one.offset_bytes, one.end_bytes, 512))
+        last = one.end_bytes
+    wanted = {
+        at
+        for number in numbers
+        for at in range(number * CHUNK, (number + 1) * CHUNK, 512)
+        if start <= at < end
+    }
+    assert found == wanted
+
+
+def test_parts_in_which_nothing_was_overwritten_cost_nothing() -> None:
+    table = Table([3, 100_000, 5_000_000])
+    assert ranges(table, 0, 16 * TIB) == [
+        Extent(3 * CHUNK, CHUNK),
+        Extent(100_000 * CHUNK, CHUNK),
+        Extent(5_000_000 * CHUNK, CHUNK),
+    ]
+    assert len(table.readings) == 3
+
+
+def test_one_part_is_enough_for_a_terabyte() -> None:
+    table = Table([TIB // CHUNK - 1, 0])
+    assert len(list(overwritten.ranges(table, 0, TIB, lambda: None))) == 2
+    assert len(table.readings) == 1
+
+
+def test_sixteen_terabytes_take_as_much_memory_as_one_part() -> None:
+    numbers = range(0, 16 * TIB // CHUNK, 1 << 17)
+    table = Table(numbers)
+    tracemalloc.start()
+    try:
+        count = sum(1 for _ in overwritten.ranges(table, 0, 16 * TIB, lambda: None))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert count == len(numbers) == 32_768
+    assert peak < 48 << 20, f"{peak >> 20} MiB"
+    assert len(table.readings) == 16
+
+
+def test_whoever_does_not_want_it_any_more_ends_it() -> None:
+    class Gone(Exception):
+        pass
+
+    def check() -> None:
+        raise Gone
+
+    with pytest.raises(Gone):
+        list(overwritten.ranges(Table([1]), 0, TIB, check))

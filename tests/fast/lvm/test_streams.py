@@ -1,0 +1,77 @@
+"""A program whose output is read as it comes: to its end, or not."""
+
+import time
+
+import pytest
+
+from lvm import command, errors
+from lvm.command import Finished, Programs
+
+pytestmark = pytest.mark.starts_programs
+
+FOR_EVER = "while :; do echo more; done"
+
+
+def test_what_a_program_prints_is_read_while_it_runs() -> None:
+    seen: list[Finished] = []
+    with Programs(observe=seen.append).stream("sh", "-c", "echo first; cat") as printed:
+        assert printed.readline() == b"first\n"
+        # It was given nothing to read.
+        assert printed.read() == b""
+    [one] = seen
+    assert (one.words[0], one.exit_code) == ("sh", 0)
+
+
+def test_a_program_that_failed_is_told_when_all_was_read() -> None:
+    with (
+        pytest.raises(errors.CommandFailed, match=r"exit code 3: it broke"),
+        Programs().stream("sh", "-c", "echo some; echo it broke >&2; exit 3") as printed,
+    ):
+        assert printed.read() == b"some\n"
+
+
+def read_as_a_report(script: str) -> None:
+    with Programs().stream("sh", "-c", script) as printed:
+        raise errors.BadReport(printed.read().decode())
+
+
+def test_what_is_cut_off_is_told_by_how_the_program_ended() -> None:
+    with pytest.raises(errors.CommandFailed, match="exit code 3"):
+        read_as_a_report("echo some; exit 3")
+    with pytest.raises(errors.BadReport, match="garbage"):
+        read_as_a_report("echo garbage")
+
+
+def test_a_program_that_nobody_reads_on_is_ended() -> None:
+    seen: list[Finished] = []
+    with Programs(observe=seen.append).stream("sh", "-c", FOR_EVER) as printed:
+        assert printed.readline() == b"more\n"
+    assert seen[0].exit_code == -15
+
+    class Gone(Exception):
+        pass
+
+    begun = time.monotonic()
+    with pytest.raises(Gone), Programs().stream("sh", "-c", FOR_EVER):
+        raise Gone
+    assert time.monotonic() - begun < 60
+
+
+def test_a_program_is_ended_when_its_caller_s_time_is_over() -> None:
+    with (
+        command.time_limit(0.2),
+        pytest.raises(errors.CommandTimedOut),
+        Programs().stream("sh", "-c", "exec sleep 600") as printed,
+    ):
+        assert printed.read() == b""
+    with (
+        command.time_limit(0),
+        pytest.raises(errors.CommandTimedOut),
+        Programs().stream("true"),
+    ):
+        pass
+
+
+def test_a_program_that_is_not_installed_is_named() -> None:
+    with pytest.raises(errors.ProgramMissing, match="no-such"), Programs().stream("no-such"):
+        pass
