@@ -123,6 +123,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (mount.errors.LoopFailed, Code.INTERNAL),
     # CSI spec, "Error Scheme": the secrets of the call are not valid.
     (mount.errors.WrongKey, Code.UNAUTHENTICATED),
+    (mount.errors.CryptPending, Code.ABORTED),
     (mount.errors.CryptBusy, Code.FAILED_PRECONDITION),
     (mount.errors.CryptFailed, Code.INTERNAL),
     (mount.errors.MountError, Code.INTERNAL),

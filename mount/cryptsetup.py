@@ -21,6 +21,8 @@ _PBKDF = (
     *("--pbkdf-parallel", str(PBKDF_THREADS), "--pbkdf-force-iterations", str(PBKDF_PASSES)),
 )
 _AT_ONCE = threading.BoundedSemaphore(2)
+# A disk that hangs under two of them is not to hang all others.
+_PATIENCE_SECONDS = 30.0
 _SECTOR_BYTES = 512
 _LABEL = "carver"
 # By the Kubernetes secret, and another that only people have.
@@ -125,8 +127,12 @@ class Cryptsetup:
 
     def _with_key(self, action: str, device: str, key: bytearray, *words: str) -> None:
         common = ("--batch-mode", "--disable-external-tokens", "--key-file", "-")
-        with _AT_ONCE:
+        if not _AT_ONCE.acquire(timeout=_PATIENCE_SECONDS):
+            raise errors.CryptPending(device)
+        try:
             result = self._run(*self._prefix, "cryptsetup", action, *common, *words, stdin=key)
+        finally:
+            _AT_ONCE.release()
         if result.exit_code == _NO_PERMISSION:
             raise errors.WrongKey(device)
         if result.exit_code != 0:

@@ -315,3 +315,11 @@ class CryptFailed(MountError):
     def __init__(self, action: str, device: str, said: str) -> None:
         self.device = device
         super().__init__(f"cryptsetup {action} of {device} failed: {said}")
+
+
+class CryptPending(MountError):
+    """Other volumes are being opened, and take the memory that there is for it."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        super().__init__(f"{device} is opened when others are: each takes memory; call again")

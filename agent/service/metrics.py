@@ -138,7 +138,9 @@ class Metrics:
         self._count_command(finished.words, _outcome(finished.words, result), finished.seconds)
 
     def _count_command(self, words: tuple[str, ...], outcome: str, seconds: float) -> None:
-        subcommand = words[1] if words[0] == "lvm" else ""
+        if words[0] == "env":
+            words = words[2:]  # it only sets a variable for the program behind it
+        subcommand = words[1] if words[0] in ("lvm", "cryptsetup") else ""
         self._commands.labels(words[0], subcommand, outcome).inc()
         self._command_seconds.labels(words[0], subcommand).observe(seconds)
 
@@ -245,6 +247,7 @@ class _Gauges(Collector):
         )
         missing = _of_group("missing_disks", "The group's disks that are not there.")
         volumes = _of_group("volumes", "Carver's volumes, with those that are being wiped.")
+        encrypted = _of_group("encrypted_volumes", "Those of them that are encrypted.")
         health = GaugeMetricFamily(
             "carver_volume_health",
             "1 for each thing that is wrong with a volume.",
@@ -259,10 +262,12 @@ class _Gauges(Collector):
             percent = snapshot.group.volume(snapshot.name).data_percent
             if percent is not None and not snapshot.is_thin:
                 fullness.add_metric([str(snapshot.id)], percent / 100)
+        sealed = Counts[str]()
         held, mounts = Counts[str](), self._parts.diagnosis.mounts()
         until = time.monotonic() + conditions.PATIENCE_SECONDS
         for volume in self._parts.inventory.present(known):
             held[volume.group.name] += 1
+            sealed[volume.group.name] += volume.is_encrypted
             for told in self._parts.diagnosis.of(volume, mounts, until_seconds=until):
                 labels = [str(volume.id), told.reason.of_volume, told.reason.word]
                 health.add_metric(labels, 1)
@@ -275,8 +280,9 @@ class _Gauges(Collector):
             free.add_metric([name], group.free_extents * group.extent_size_bytes)
             missing.add_metric([name], group.missing_disks)
             volumes.add_metric([name], held[name])
+            encrypted.add_metric([name], sealed[name])
         classes = self._of_classes(known)
-        seen = (present, size, free, missing, volumes, health, fullness, classes)
+        seen = (present, size, free, missing, volumes, encrypted, health, fullness, classes)
         return *seen, *self._of_pools(known)
 
     def _of_pools(self, known: report.Report) -> Iterable[Metric]:

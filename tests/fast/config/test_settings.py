@@ -110,6 +110,21 @@ def test_only_what_has_copies_is_repaired_unasked(tmp_path: Path) -> None:
             load(tmp_path, text + wrong)
 
 
+def test_what_is_said_of_encryption_is_for_classes_that_encrypt(tmp_path: Path) -> None:
+    plain = '[[classes]]\nname = "a"\ngroup = "g"\n'
+    text = plain + 'encryption = "luks2"\n'
+    [one] = load(tmp_path, text + 'erase = "crypto"\ndiscard = true\nkey_file = "/k"').classes
+    said = (one.encryption, one.erase, one.discard, one.key_file)
+    assert said == ("luks2", "crypto", True, Path("/k"))
+    [one] = load(tmp_path, text).classes
+    assert (one.erase, one.discard, one.key_file) == ("zero", False, None)
+    for wrong in ('erase = "crypto"', "discard = true", 'key_file = "/k"', 'encryption = "rot13"'):
+        with pytest.raises(errors.BadConfig, match=wrong.split()[0]):
+            load(tmp_path, plain + wrong)
+    with pytest.raises(errors.BadConfig, match="absolute path"):
+        load(tmp_path, text + 'key_file = "k"')
+
+
 def test_a_driver_s_name_is_part_of_its_topology_key(tmp_path: Path) -> None:
     assert load(tmp_path).topology_key == settings.TOPOLOGY_KEY
     assert load(tmp_path, 'driver_name = "two.carver"').topology_key == "topology.two.carver/node"

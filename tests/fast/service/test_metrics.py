@@ -158,6 +158,7 @@ def test_a_group_is_measured_as_capacity_is(measured: Measured) -> None:
     assert found["carver_group_free_bytes", "data"] == free == 150 * 4 * MIB
     assert found["carver_group_missing_disks", "data"] == 0
     assert found["carver_group_volumes", "data"] == 1
+    assert found["carver_group_encrypted_volumes", "data"] == 0
     assert ("carver_group_size_bytes", "gone") not in found
     assert found["carver_class_available_bytes", "plain", "data"] == free
     kept = measured.client.capacity({"class": "kept"}).available_capacity

@@ -1,0 +1,101 @@
+"""What cryptsetup is told: keys at standard input only, and how its endings are understood."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from lvm.command import Result
+from mount import cryptsetup, errors
+from mount.cryptsetup import Cryptsetup
+
+KEY = bytearray(b"correct horse battery staple")
+
+
+class Program:
+    """Ends as it is told to, and remembers what it was given."""
+
+    def __init__(self, exit_code: int = 0, stderr: str = "") -> None:
+        self.words: tuple[str, ...] = ()
+        self.stdin = b""
+        self._result = Result(exit_code, "", stderr)
+
+    def __call__(self, *words: str, stdin: bytearray | None = None) -> Result:
+        self.words, self.stdin = words, bytes(stdin or b"")
+        return self._result
+
+
+ACTIONS: dict[str, Callable[[Cryptsetup], object]] = {
+    "luksFormat": lambda one: one.make(
+        "/dev/x", KEY, uuid="u", offset_bytes=4 << 20, sector_bytes=4096
+    ),
+    "open": lambda one: one.open("/dev/x", KEY, "name", discard=True, read_only=True),
+    "resize": lambda one: one.grow("/dev/x", KEY, "name"),
+    "luksAddKey": lambda one: one.add("/dev/x", KEY, bytearray(b"another"), 1),
+    "luksKillSlot": lambda one: one.kill("/dev/x", KEY, 1),
+}
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_key_is_read_at_standard_input_and_is_no_word(action: str) -> None:
+    program = Program()
+    ACTIONS[action](Cryptsetup(program, waits_for_udev=True))
+    assert program.words[:2] == ("cryptsetup", action)
+    assert program.stdin.startswith(KEY)
+    assert {"--batch-mode", "--key-file", "--disable-external-tokens"} <= set(program.words)
+    assert not any(KEY.decode() in word for word in program.words)
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_a_key_that_does_not_fit_is_told_from_a_failure(action: str) -> None:
+    with pytest.raises(errors.WrongKey, match="/dev/x"):
+        ACTIONS[action](Cryptsetup(Program(2), waits_for_udev=True))
+    with pytest.raises(errors.CryptFailed, match="no luck"):
+        ACTIONS[action](Cryptsetup(Program(1, "no luck"), waits_for_udev=True))
+    with pytest.raises(errors.CryptFailed, match="64 MiB"):
+        ACTIONS[action](Cryptsetup(Program(3), waits_for_udev=True))
+
+
+def test_what_a_header_is_made_with() -> None:
+    program = Program()
+    ACTIONS["luksFormat"](Cryptsetup(program, waits_for_udev=True))
+    said = " ".join(program.words)
+    assert "--type luks2 --cipher aes-xts-plain64 --key-size 512 --hash sha256" in said
+    assert "--pbkdf argon2id --pbkdf-memory 65536 --pbkdf-parallel 4" in said
+    assert "--sector-size 4096 --offset 8192 --uuid u" in said
+
+
+def test_where_udev_does_not_answer_it_is_not_waited_for() -> None:
+    program = Program()
+    Cryptsetup(program, waits_for_udev=False).close("name")
+    assert program.words == ("env", "DM_DISABLE_UDEV=1", "cryptsetup", "close", "--", "name")
+
+
+def test_one_that_is_in_use_is_not_closed() -> None:
+    with pytest.raises(errors.CryptBusy, match="name is in use"):
+        Cryptsetup(Program(5), waits_for_udev=True).close("name")
+    with pytest.raises(errors.CryptFailed):
+        Cryptsetup(Program(4), waits_for_udev=True).close("name")
+
+
+def test_no_more_than_two_take_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cryptsetup, "_PATIENCE_SECONDS", 0.01)
+    inside, ended = threading.Semaphore(0), threading.Event()
+
+    def wait(*_words: str, stdin: bytearray | None = None) -> Result:
+        inside.release()
+        assert ended.wait(20)
+        return Result(0, "", "")
+
+    slow = Cryptsetup(wait, waits_for_udev=True)
+    threads = [threading.Thread(target=slow.kill, args=("/dev/x", KEY, 1)) for _ in range(2)]
+    for one in threads:
+        one.start()
+    assert inside.acquire(timeout=20)
+    assert inside.acquire(timeout=20)
+    with pytest.raises(errors.CryptPending, match="call again"):
+        slow.kill("/dev/x", KEY, 1)
+    ended.set()
+    for one in threads:
+        one.join()
+    slow.kill("/dev/x", KEY, 1)
