@@ -72,6 +72,23 @@ class Bare:
             run("lvremove", "--yes", "--", self._device)
 
 
+def fill(device: str, size_bytes: int) -> None:
+    """Write data on a device that are nowhere else."""
+    run(
+        "dd",
+        "if=/dev/urandom",
+        f"of={device}",
+        "bs=1M",
+        f"count={size_bytes >> 20}",
+        "oflag=direct",
+    )
+
+
+def read(device: str, size_bytes: int) -> None:
+    """Read a device past the page cache."""
+    run("dd", f"if={device}", "of=/dev/null", "bs=1M", f"count={size_bytes >> 20}", "iflag=direct")
+
+
 def report(group: str) -> None:
     """Ask lvm2 how much room a group has."""
     run("vgs", "--noheadings", "--options", "vg_free", "--", group)

@@ -47,6 +47,8 @@ _ROUNDS, _ROUNDS_AMONG_MANY, _LIVES_AT_ONCE = 7, 3, 25
 # clients, whose last calls wait for each other.
 _LIVES, _AMONG = 0.3, {100: 0.15, 400: 0.3}
 _AT_ONCE_SHARE = 0.15
+_DELTAS_SHARE = 0.05
+_DELTA_BYTES, _CHANGED_BYTES = 256 << 20, 64 << 20
 _EXTENT_BYTES = 4 << 20
 
 # A name and what it does; a step of a life has a call and the bare commands beside it.
@@ -135,6 +137,18 @@ def rest(life: Life, by_hand: Bare) -> list[Step]:
     ]
 
 
+def allocated(client: Client, snapshot_id: str) -> None:
+    """Read the whole stream."""
+    request = csi.GetMetadataAllocatedRequest(snapshot_id=snapshot_id)
+    assert sum(1 for _ in client.snapshot_metadata.GetMetadataAllocated(request))
+
+
+def changed(client: Client, base_id: str, target_id: str) -> None:
+    """Read the whole stream."""
+    request = csi.GetMetadataDeltaRequest(base_snapshot_id=base_id, target_snapshot_id=target_id)
+    assert sum(1 for _ in client.snapshot_metadata.GetMetadataDelta(request))
+
+
 class Pass:
     """One configuration, measured."""
 
@@ -155,6 +169,8 @@ class Pass:
             yield from rows.of_pairs(empty)
             yield from rows.of_life(empty)
             yield from trivial
+            if self._limit.left_seconds():
+                yield from rows.of_pairs(self._deltas())
             for volumes, share in _AMONG.items():
                 if self._limit.left_seconds():
                     full = self._among(own, volumes, self._limit.share(share))
@@ -206,6 +222,35 @@ class Pass:
             *rows.of_value(rows.TRIVIAL, _ms(samples, rows.TRIVIAL)),
             *rows.of_value(rows.RESIDENT, [idle]),
         ]
+
+    def _deltas(self) -> Samples:
+        """Changed blocks of a thick volume, beside reading what has to be read for them."""
+        self._say("changed blocks")
+        samples = Samples()
+        with self._served() as carver:
+            client = carver.client
+            volume = client.create("bench-delta", _DELTA_BYTES, block())
+            path = f"/dev/mapper/{group.NAME}-vol--bench--delta"
+            bare.fill(path, _DELTA_BYTES)
+            half = {"size": str(_DELTA_BYTES // 2)}
+            taken = [client.snapshot("bench-old", volume.volume_id, half).snapshot_id]
+            bare.fill(path, _CHANGED_BYTES)
+            taken.append(client.snapshot("bench-new", volume.volume_id, half).snapshot_id)
+            old, new = (f"/dev/mapper/{group.NAME}-snap--bench--{one}" for one in ("old", "new"))
+            asked: list[Question] = [
+                (rows.ALLOCATED, lambda: allocated(client, taken[1])),
+                (rows.READ, lambda: bare.read(new, _DELTA_BYTES)),
+                (rows.CHANGED, lambda: changed(client, *taken)),
+                (rows.READ_BOTH, lambda: [bare.read(one, _CHANGED_BYTES) for one in (old, new)]),
+            ]
+            for _ in self._limit.share(_DELTAS_SHARE).rounds(_ROUNDS):
+                for name, question in asked:
+                    carver.settle()
+                    samples.time(name, question, time.monotonic)
+            for one in taken:
+                client.delete_snapshot(one)
+            client.delete(volume.volume_id)
+        return samples
 
     def _among(self, own: Group, volumes: int, limit: Time) -> Samples:
         """The calls that may grow, in a group with so many volumes."""

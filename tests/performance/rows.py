@@ -13,12 +13,14 @@ RATIO = "ratio"
 
 LVCREATE, VGS, LVEXTEND = "lvcreate", "vgs", "lvextend + resize2fs"
 MKFS, BIND, DF = "mkfs.ext4 + mount", "mount --bind", "df"
+READ, READ_BOTH = "dd of it, past the cache", "dd of what changed, of both"
 UNBIND, UMOUNT, LVREMOVE = "umount of the bind", "umount", "blkdiscard -z + lvremove"
 
 CREATE, REPEATED, EXPAND = "CreateVolume", "CreateVolume, repeated", "both expansions"
 STAGE, PUBLISH, STATS = "NodeStageVolume, first", "NodePublishVolume", "NodeGetVolumeStats"
 UNPUBLISH, UNSTAGE = "NodeUnpublishVolume", "NodeUnstageVolume"
 DELETE = "DeleteVolume, 64 MiB wiped"
+ALLOCATED, CHANGED = "GetMetadataAllocated of 256 MiB", "GetMetadataDelta, 64 MiB changed"
 CAPACITY, GET_VOLUME = "GetCapacity", "ControllerGetVolume"
 LIST = "ListVolumes of 100"
 PROBE, TRIVIAL = "Probe", "GetPluginInfo"
@@ -38,6 +40,8 @@ BESIDE = {
     UNPUBLISH: UNBIND,
     UNSTAGE: UMOUNT,
     DELETE: LVREMOVE,
+    ALLOCATED: READ,
+    CHANGED: READ_BOTH,
 }
 
 EXISTING = (100, 400)
@@ -89,6 +93,8 @@ PROMISES = (
     Promise(UNPUBLISH, UNBIND, target=1.2, before=_once(2.3, 3.7)),
     Promise(UNSTAGE, UMOUNT, target=1.2, before=_once(1.3, 2.2)),
     Promise(DELETE, LVREMOVE, target=1.0, before=_once(2.1, 3.1)),
+    Promise(ALLOCATED, READ),
+    Promise(CHANGED, READ_BOTH),
     Promise(LIFE, "the same by hand", target=0.9, before=_once(2.95)),
     *(
         Promise(grown(call, volumes), "lvcreate's own", target=1.2)

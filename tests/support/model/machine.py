@@ -68,7 +68,11 @@ class Machine:
         endpoint = self.sockets / f"{next(self._serial)}.sock"
         lvm = replace(self.host.lvm, run=run)
         host = Host(
-            run, switch.kernel(self.host.kernel), switch.devices(self.host.devices), self.host.disks
+            run,
+            switch.kernel(self.host.kernel),
+            switch.devices(self.host.devices),
+            self.host.disks,
+            stream=switch.stream(self.host.stream),
         )
         self.service = Service(config(self.group, endpoint, **self.settings), host, lvm)
         self.service.wiper.grace_seconds = self.grace_seconds
@@ -86,6 +90,7 @@ class Machine:
             self.service.giving_up.resume()
             self.service.group_snapshotter.resume()
             self.service.copier.resume()
+            self.service.delta.reservations.resume()
         self.service.start(endpoint)
         self.client = Client(endpoint)
         switch.counting = True

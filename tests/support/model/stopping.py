@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from lvm.command import Result, Runner
+from lvm.command import Result, Runner, Stream
 from lvm.devices import Devices
 from lvm.errors import CommandTimedOut
 from mount.syscalls import Kernel
@@ -43,7 +43,7 @@ CHANGING = frozenset(
     }
 )
 # The same of the devices of volumes.
-CHANGING_DEVICES = frozenset({"suspend", "resume"})
+CHANGING_DEVICES = frozenset({"suspend", "resume", "reserve_metadata", "release_metadata"})
 
 
 class Killed(BaseException):
@@ -82,6 +82,10 @@ class Switch:
             return self._step(name, lambda: run(*words, stdin=stdin))
 
         return through
+
+    def stream(self, stream: Stream) -> Stream:
+        """The seam `lvm.command.Stream`, through the switch: what is read of it is no step."""
+        return lambda *words: self._step(words[0], lambda: stream(*words))
 
     def kernel(self, kernel: Kernel) -> Kernel:
         """The seam `Kernel`, through the switch."""

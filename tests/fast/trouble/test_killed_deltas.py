@@ -1,0 +1,95 @@
+"""A thin snapshot's blocks, asked for and killed before and after every step: nothing is kept."""
+
+from pathlib import Path
+
+import grpc
+import pytest
+from fakes.host import FakeHost
+from fakes.lvm import FakePool
+from model import operations as do
+from model.machine import Machine
+from model.operations import MIB, Use
+from model.stopping import Switch
+
+from agent.config.classes import DeviceClass
+from lvm import tags
+from lvm.layout import Layout
+from lvm.pools import Policy
+from proto import csi_pb2 as csi
+
+BLOCK = Use("block", do.MULTI_WRITER)
+
+
+class Trial:
+    """A machine with two snapshots of a thin volume, whose blocks are about to be asked for."""
+
+    def __init__(self, directory: Path, compared: bool) -> None:
+        (directory / "mounts").mkdir(parents=True)
+        self.host = FakeHost(directory / "mounts")
+        group = self.host.new_group(100)
+        thin = DeviceClass("plain", group, default=True, layout=Layout("thin"), pool=Policy())
+        self.machine = Machine(self.host, group, directory, settings={"classes": (thin,)})
+        assert self.machine.call(do.Create("a", 32 * MIB, 0, BLOCK)).code == "OK"
+        volume_id = self.machine.id_of("a")
+        device = self.host.devices.find(group, "vol-a")
+        assert device is not None
+        self.taken = []
+        for number in range(2):
+            self.taken.append(self.machine.client.snapshot(f"s-{number}", volume_id).snapshot_id)
+            self.host.write_bytes(device.path, number * MIB, b"a" * 4096)
+        self.compared = compared
+        found = self.host.lvm2.groups[group].volumes["pool-plain"]
+        assert isinstance(found, FakePool)
+        self.pool = found
+
+    def ask(self) -> list[tuple[int, int]]:
+        service = self.machine.client.snapshot_metadata
+        base, target = self.taken
+        answers = (
+            service.GetMetadataDelta(
+                csi.GetMetadataDeltaRequest(base_snapshot_id=base, target_snapshot_id=target)
+            )
+            if self.compared
+            else service.GetMetadataAllocated(csi.GetMetadataAllocatedRequest(snapshot_id=target))
+        )
+        return [(b.byte_offset, b.size_bytes) for one in answers for b in one.block_metadata]
+
+    def begin(self, switch: Switch) -> None:
+        self.machine.stop()
+        self.machine.start(switch)
+
+    @property
+    def is_clean(self) -> bool:
+        marked = "metadataSnapshot" in tags.decode(frozenset(self.pool.tags))
+        return self.pool.held is None and not marked
+
+
+def steps(directory: Path, compared: bool) -> int:
+    trial = Trial(directory, compared)
+    switch = Switch()
+    trial.begin(switch)
+    trial.ask()
+    trial.machine.stop()
+    return len(switch.taken)
+
+
+@pytest.mark.parametrize("compared", [False, True], ids=["allocated", "changed"])
+def test_a_question_that_was_killed_at_any_step_leaves_nothing_and_is_answered_when_repeated(
+    tmp_path: Path, compared: bool
+) -> None:
+    count = steps(tmp_path / "count", compared)
+    assert count >= 6
+    for stop_at in range(count):
+        for before in (True, False):
+            trial = Trial(tmp_path / f"{stop_at}{before}", compared)
+            switch = Switch(stop_at, before=before)
+            trial.begin(switch)
+            with pytest.raises(grpc.RpcError):
+                trial.ask()
+            assert switch.dead.wait(10), switch.taken
+            trial.machine.client.__exit__(None, None, None)
+            trial.machine.start(Switch())
+            assert trial.is_clean, (switch.taken, before)
+            assert trial.ask() == [(0, 4096 if compared else 64 << 10)]
+            assert trial.is_clean
+            trial.machine.stop()
