@@ -75,6 +75,7 @@ def _ioc(direction: int, kind: int, number: int, size: int) -> int:
 
 _BLKROGET = _ioc(0, 0x12, 94, 0)
 _BLKGETSIZE64 = _ioc(2, 0x12, 114, 8)
+_BLKSSZGET = _ioc(0, 0x12, 104, 0)
 _BLKZEROOUT = _ioc(0, 0x12, 127, 0)
 _EXT4_RESIZE_FS = _ioc(1, ord("f"), 16, 8)
 # struct xfs_fsop_geom_v1: eight u32, four u64, a uuid, seven 32-bit fields, padded to 112.
@@ -323,6 +324,11 @@ class Kernel:
     def device_size_bytes(self, device: str) -> int:
         """BLKGETSIZE64."""
         size: int = struct.unpack("=Q", _ioctl(device, _BLKGETSIZE64, bytes(8)))[0]
+        return size
+
+    def device_block_bytes(self, device: str) -> int:
+        """BLKSSZGET: the smallest piece that it reads and writes, 512 bytes or 4 KiB."""
+        size: int = struct.unpack("=i", _ioctl(device, _BLKSSZGET, bytes(4)))[0]
         return size
 
     def device_is_read_only(self, device: str) -> bool:

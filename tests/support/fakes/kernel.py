@@ -214,6 +214,9 @@ class FakeKernel(Kernel):
     def device_size_bytes(self, device: str) -> int:
         return self._present(device).size_bytes
 
+    def device_block_bytes(self, device: str) -> int:
+        return self._present(device).block_bytes
+
     def device_is_read_only(self, device: str) -> bool:
         return self._block_device(device).read_only
 
