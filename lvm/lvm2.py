@@ -89,6 +89,10 @@ def _said(root: Path, setting: re.Pattern[str]) -> str | None:
     return None
 
 
+# What lvm.conf(5) may say so that lvm2 tells of success and did something else: nothing at all, a
+# volume that is not active, one that is read-only. Of the last two nothing is wiped or zeroed.
+_NEEDED = ("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]")
+
 # What nsenter(1), as a shell, ends with where there is no such program.
 _NOT_FOUND = 127
 
@@ -115,7 +119,7 @@ class Lvm:
         """
         confined = ["--devices", ",".join(self.devices)] if self.devices else []
         # Each key once: which of two counts is nowhere promised.
-        chosen = dict(one.split("=", 1) for one in (*self.settings, *settings))
+        chosen = dict(one.split("=", 1) for one in (*_NEEDED, *self.settings, *settings))
         told = " ".join(f"{key}={value}" for key, value in chosen.items())
         configured = ["--config", told] if told else []
         result = self.run("lvm", subcommand, *confined, *configured, *words)
