@@ -88,6 +88,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (lvm.errors.NameTaken, Code.ABORTED),
     (lvm.errors.InUse, Code.FAILED_PRECONDITION),
     (lvm.errors.DisksMissing, Code.FAILED_PRECONDITION),
+    (lvm.errors.KeptInactive, Code.FAILED_PRECONDITION),
     (lvm.errors.NoDeviceMapper, Code.FAILED_PRECONDITION),
     (lvm.errors.CommandFailed, Code.INTERNAL),
     (lvm.errors.GroupMissing, Code.FAILED_PRECONDITION),

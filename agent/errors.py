@@ -440,7 +440,7 @@ class NotReady(AgentError):
 
 
 class GroupRefused(NotReady):
-    """A group that Carver should make, and could not; or that is there, and is another."""
+    """A group that Carver could not make; or that is there, and is another or not this node's."""
 
     def __init__(self, group: str, why: str) -> None:
         super().__init__(f"volume group {group} is not used: {why}")

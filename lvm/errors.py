@@ -89,6 +89,17 @@ class DisksMissing(CommandFailed):
     """A disk of the group is missing, and lvm2 does nothing of the kind meanwhile."""
 
 
+class KeptInactive(CommandFailed):
+    """The node's lvm.conf keeps the volume from being active, so that nothing can be done to it."""
+
+    def __init__(self, words: Sequence[str], exit_code: int, stderr: str) -> None:
+        super().__init__(words, exit_code, stderr)
+        self.args = (
+            f"lvm.conf's activation/volume_list lacks the group ({self}): put it there, or have no"
+            " such list; see lvm.conf(5)",
+        )
+
+
 class NoDeviceMapper(CommandFailed):
     """The kernel's device-mapper does not answer."""
 
@@ -117,7 +128,8 @@ class Inactive(LvmError):
 
     def __init__(self, group: str, name: str) -> None:
         super().__init__(
-            f"logical volume {group}/{name} was activated but has no device; see `dmesg`"
+            f"logical volume {group}/{name} was activated but has no device; see `dmesg`, and"
+            " activation/volume_list in lvm.conf(5)"
         )
 
 
@@ -142,6 +154,7 @@ _MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
     (re.compile(r"already exists", re.I), NameTaken),
     (re.compile(r"filesystem in use|used by another device| in use[.:]", re.I), InUse),
     (re.compile(r"while PVs are missing", re.I), DisksMissing),
+    (re.compile(r"volume_list activation filter"), KeptInactive),
     (re.compile(r"device-mapper driver|/dev/mapper/control", re.I), NoDeviceMapper),
 )
 

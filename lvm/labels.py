@@ -92,6 +92,11 @@ class Group:
         """Whether it was made ready for another machine: vgexport(8)."""
         return "EXPORTED" in self.status
 
+    @property
+    def is_clustered(self) -> bool:
+        """Whether an lvm2 before 2.03 shared it with other nodes (clvmd)."""
+        return "CLUSTERED" in self.status
+
 
 @dataclass(frozen=True)
 class PhysicalLabel:

@@ -11,8 +11,11 @@ from lvm.command import Run
 
 _UDEV_CONTROL = Path("/run/udev/control")
 _LVM = "etc/lvm"
-DEVICES_FILE = "etc/lvm/devices/system.devices"
+# lvmdevices(8): where the file is, and what it is called where lvm.conf(5) says nothing.
+_DEVICES = f"{_LVM}/devices"
+DEVICES_FILE = f"{_DEVICES}/system.devices"
 _USE_DEVICES_FILE = re.compile(r"^[^#\n]*\buse_devicesfile\s*=\s*(\d)", re.M)
+_DEVICES_FILE_NAME = re.compile(r"^[^#\n]*\bdevicesfile\s*=\s*\"([^\"/]+)\"", re.M)
 # The UUID of a physical volume as the file has it: without dashes.
 _LISTED = re.compile(r"^[^#\n]*\bPVID=(\w{32})", re.M)
 
@@ -44,9 +47,11 @@ def without_archives(root: Path) -> tuple[str, ...]:
     return ("backup/archive=0", "backup/backup=0") if is_read_only else ()
 
 
-def has_devices_file(root: Path) -> bool:
-    """Whether the node lists the devices that lvm2 may use (lvmdevices(8))."""
-    return (root / DEVICES_FILE).exists()
+def devices_file(root: Path) -> Path | None:
+    """Where the node lists what lvm2 may use (lvmdevices(8)); None where it does not."""
+    name = _said(root, _DEVICES_FILE_NAME)
+    path = root / (DEVICES_FILE if name is None else f"{_DEVICES}/{name}")
+    return path if path.exists() else None
 
 
 def with_devices_file(root: Path) -> tuple[str, ...]:
@@ -56,7 +61,7 @@ def with_devices_file(root: Path) -> tuple[str, ...]:
     in the RHEL family, and does not in Debian, of which the image is. Where there is one, and it is
     not switched off, it counts.
     """
-    if not has_devices_file(root) or _said_of_devices_file(root) is not None:
+    if devices_file(root) is None or _said(root, _USE_DEVICES_FILE) is not None:
         return ()
     return ("devices/use_devicesfile=1",)
 
@@ -66,22 +71,27 @@ def listed_disks(root: Path) -> frozenset[str] | None:
 
     None where there is no such file, or it is switched off: then no disk is left out.
     """
-    if not has_devices_file(root) or _said_of_devices_file(root) == "0":
+    file = devices_file(root)
+    if file is None or _said(root, _USE_DEVICES_FILE) == "0":
         return None
-    return frozenset(_LISTED.findall((root / DEVICES_FILE).read_text()))
+    return frozenset(_LISTED.findall(file.read_text()))
 
 
-def _said_of_devices_file(root: Path) -> str | None:
-    """Whether it counts, as lvm.conf(5) has it; None where that says nothing."""
+def _said(root: Path, setting: re.Pattern[str]) -> str | None:
+    """What lvm.conf(5) says, over which lvmlocal.conf is; None where neither says anything."""
     for name in ("lvmlocal.conf", "lvm.conf"):
         try:
-            said = _USE_DEVICES_FILE.search((root / _LVM / name).read_text())
+            said = setting.search((root / _LVM / name).read_text())
         except OSError:
             continue
         if said is not None:
             return said[1]
     return None
 
+
+# What lvm.conf(5) may say so that lvm2 tells of success and did something else: nothing at all, a
+# volume that is not active, one that is read-only. Of the last two nothing is wiped or zeroed.
+_NEEDED = ("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]")
 
 # What nsenter(1), as a shell, ends with where there is no such program.
 _NOT_FOUND = 127
@@ -109,7 +119,7 @@ class Lvm:
         """
         confined = ["--devices", ",".join(self.devices)] if self.devices else []
         # Each key once: which of two counts is nowhere promised.
-        chosen = dict(one.split("=", 1) for one in (*self.settings, *settings))
+        chosen = dict(one.split("=", 1) for one in (*_NEEDED, *self.settings, *settings))
         told = " ".join(f"{key}={value}" for key, value in chosen.items())
         configured = ["--config", told] if told else []
         result = self.run("lvm", subcommand, *confined, *configured, *words)

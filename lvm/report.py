@@ -114,6 +114,14 @@ class Group:
     spare_disks: frozenset[str] = frozenset()
     # The names of the volumes by which lvm2 moves what lies on a disk (pvmove(8)).
     moves: frozenset[str] = frozenset()
+    # Whether it was made ready for another node (vgexport(8)), and what shares it (lvmlockd(8)).
+    exported: bool = False
+    lock_type: str = ""
+
+    @property
+    def is_one_node_s(self) -> bool:
+        """Whether it is not exported, and no lock manager shares it with others."""
+        return not self.exported and self.lock_type in ("", "none")
 
     @property
     def extents(self) -> int:
@@ -175,7 +183,7 @@ class Report:
 
 
 _COLUMNS = {
-    "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count",
+    "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count,vg_exported,vg_lock_type",
     "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable,pv_in_use,"
     "pv_tags,pe_start",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_layout,pool_lv,origin,"
@@ -249,6 +257,8 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
         extent_size_bytes=int(row["vg_extent_size"]),
         tags=_words(row["vg_tags"]),
         missing_disks=int(row["vg_missing_pv_count"]),
+        exported=bool(row["vg_exported"]),
+        lock_type=row["vg_lock_type"],
         disks=tuple(_physical_volume(disk) for disk in part["pv"]),
         volumes={volume.name: volume for volume in volumes},
         spare_extents=sum(int(r["pvseg_size"]) for r in part["pvseg"] if r["lv_name"] == _SPARE),

@@ -76,6 +76,7 @@ def _ioc(direction: int, kind: int, number: int, size: int) -> int:
 
 _BLKROGET = _ioc(0, 0x12, 94, 0)
 _BLKGETSIZE64 = _ioc(2, 0x12, 114, 8)
+_BLKSSZGET = _ioc(0, 0x12, 104, 0)
 _BLKZEROOUT = _ioc(0, 0x12, 127, 0)
 _BLKPBSZGET = _ioc(0, 0x12, 123, 0)
 _BLKDISCARD = _ioc(0, 0x12, 119, 0)
@@ -339,6 +340,11 @@ class Kernel:
         """BLKPBSZGET: what the disk under a block device writes at once."""
         (size,) = struct.unpack("=I", _ioctl(device, _BLKPBSZGET, bytes(4)))
         return int(size)
+
+    def device_block_bytes(self, device: str) -> int:
+        """BLKSSZGET: the smallest piece that it reads and writes, 512 bytes or 4 KiB."""
+        size: int = struct.unpack("=i", _ioctl(device, _BLKSSZGET, bytes(4)))[0]
+        return size
 
     def device_is_read_only(self, device: str) -> bool:
         """BLKROGET."""

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cache
 from importlib.metadata import version
 
 from agent import errors, log
@@ -157,15 +158,20 @@ def _status(parsed: argparse.Namespace) -> int:
 def _doctor(parsed: argparse.Namespace) -> int:
     from agent.cli import status, terminal
     from agent.engine.host import this_host
-    from agent.health import preflight
+    from agent.health import preflight, verdicts
 
     config = settings.load(parsed, os.environ)
     host = this_host(config)
+    known = cache(lambda: status.known_to(config, host))
     node = preflight.Node(
-        config, host.kernel, host.run, lambda: status.known_to(config, host).recent()[0]
+        config,
+        host.kernel,
+        host.run,
+        lambda: known().recent()[0],
+        refused=lambda: known().refused,
     )
     found = preflight.everything(node)
-    well = all(one.verdict != preflight.FAIL for one in found)
+    well = all(one.verdict != verdicts.FAIL for one in found)
     if parsed.json:
         checks = [asdict(one) for one in found]
         print(json.dumps({"well": well, "checks": checks}, indent=2, ensure_ascii=False))

@@ -4,12 +4,12 @@ Read from LVM and the kernel with the service's own modules, so it is true wheth
 service runs. One lvm2 command; nothing is changed.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from agent import fact, ids, sockets
+from agent import errors, fact, ids, sockets
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.engine import records, sources, users
@@ -53,6 +53,8 @@ class Group:
     free_bytes: int = 0
     disks: int = 0
     missing_disks: int = 0
+    # Why it is not used though it is here.
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def read(settings: Config, host: Host) -> Overview:
         endpoint=str(settings.endpoint),
         serving=sockets.is_served(settings.endpoint),
         classes=tuple(_class(one, now, carvings) for one in settings.classes),
-        groups=tuple(_group(name, now) for name in settings.groups),
+        groups=tuple(_group(name, now, known.refused) for name in settings.groups),
         pools=tuple(_pools(known.own_groups(now))),
         volumes=tuple(
             _volume(host.kernel, mounts, one, known.device(str(one.id)), diagnosis.of(one, mounts))
@@ -175,10 +177,10 @@ def _class(one: DeviceClass, now: report.Report, carvings: Carvings) -> Class:
     return Class(one.name, one.group, one.layout.kind, one.fs_type, one.default, largest)
 
 
-def _group(name: str, now: report.Report) -> Group:
+def _group(name: str, now: report.Report, refused: Mapping[str, errors.GroupRefused]) -> Group:
     group = now.groups.get(name)
     if group is None:
-        return Group(name, present=False)
+        return Group(name, present=False, problem=str(refused.get(name, "")))
     return Group(
         name,
         present=True,

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent.cli.status import Overview
-from agent.health import preflight
+from agent.health import preflight, verdicts
 
 # A pipe has no width; on a terminal a line longer than that is hard to follow.
 _PIPE_COLUMNS, _MOST_COLUMNS = 100, 140
@@ -83,7 +83,8 @@ def _groups(seen: Overview) -> Table:
     made = table("GROUP", "SIZE", "FREE", "ALLOCATED", "DISKS", right=("SIZE", "FREE"))
     for one in seen.groups:
         if not one.present:
-            made.add_row(one.name, "", "", Text("is not on this node", style="bold red"), "")
+            told = "is not used: see below" if one.problem else "is not on this node"
+            made.add_row(one.name, "", "", Text(told, style="bold red"), "")
             continue
         disks = Text(str(one.disks))
         if one.missing_disks:
@@ -146,6 +147,7 @@ def _details(seen: Overview) -> Iterable[RenderableType]:
         for one in seen.volumes
         for at in one.places
     ]
+    lines += [Text(one.problem, style="bold red") for one in seen.groups if one.problem]
     troubles = [(one.name, one.health) for one in seen.volumes]
     troubles += [(one.name, one.health) for one in seen.snapshots]
     lines += [
@@ -158,7 +160,7 @@ def _details(seen: Overview) -> Iterable[RenderableType]:
         yield from lines
 
 
-_VERDICTS = {preflight.PASS: "green", preflight.WARN: "yellow", preflight.FAIL: "bold red"}
+_VERDICTS = {verdicts.PASS: "green", verdicts.WARN: "yellow", verdicts.FAIL: "bold red"}
 
 
 def doctor(found: Sequence[preflight.Finding]) -> RenderableType:

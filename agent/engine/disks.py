@@ -21,6 +21,8 @@ class Location:
     disks: tuple[str, ...]
     # The UUIDs of those that are not.
     missing: frozenset[str] = frozenset()
+    # Of the node whose group it is; empty where it is anybody's.
+    system_id: str = ""
 
 
 def names_of(found: Mapping[str, Found]) -> set[str]:
@@ -64,7 +66,8 @@ def locate(found: Mapping[str, Found], name: str) -> Location | None:
     missing = frozenset(newest.disk_uuids) - paths.keys()
     if missing and silent:
         raise errors.GroupSilent(name, silent)
-    return Location(newest.uuid, tuple(sorted(at[0] for at in paths.values())), missing)
+    present = tuple(sorted(at[0] for at in paths.values()))
+    return Location(newest.uuid, present, missing, newest.system_id)
 
 
 def _told(found: Mapping[str, Found]) -> Iterable[tuple[str, Group]]:
@@ -84,12 +87,19 @@ def _paths_by_uuid(found: Mapping[str, Found], uuids: Iterable[str]) -> Mapping[
 
 
 def _require_usable(group: Group) -> None:
-    """Raise GroupRefused for what lvm2 keeps from this node (vgexport(8), lvmsystemid(7))."""
+    """Raise GroupRefused for what is not one node's alone (vgexport(8), lvmlockd(8)).
+
+    Also where an lvm2 that speaks to a lock manager would use it: another node may change it
+    between two looks, with no trace on the disks that Carver would wait for.
+    """
+    name = group.name
     if group.is_exported:
-        raise errors.GroupRefused(group.name, "it is exported; `vgimport` makes it this node's")
-    if group.lock_type not in ("", "none"):
+        raise errors.GroupRefused(name, f"it is exported; `vgimport {name}` makes it this node's")
+    manager = "clvmd" if group.is_clustered else group.lock_type
+    if manager not in ("", "none"):
         raise errors.GroupRefused(
-            group.name,
-            f"it is shared with other nodes by a lock manager ({group.lock_type}), which Carver"
-            " does not speak to; `vgchange --lock-type none` makes it this node's alone",
+            name,
+            f"it is shared with other nodes by a lock manager ({manager}), which Carver does not"
+            f" speak to; `vgchange --lock-type none {name}` makes it one node's alone, and"
+            " docs/lvm2.md says how where the manager is gone",
         )

@@ -313,7 +313,8 @@ class Engine:
                 return self._as_it_is(known)
             # lvm2 sees these disks only: after a commit that was about disks it shows others.
             group = None if mark is None else self._shown(known.location)
-            if group is not None and _is_whole_on(group, known.location):
+            # What was exported meanwhile it shows too; the disks tell whose it is then.
+            if group is not None and group.is_one_node_s and _is_whole_on(group, known.location):
                 return self._remembered(group, known.location, mark)
         location = self._locate()
         if location is None:
@@ -323,11 +324,7 @@ class Engine:
             return self._as_it_is(known)
         group = self._shown(location)
         if group is None:
-            raise errors.GroupRefused(
-                self.name,
-                f"{', '.join(location.disks)} bear it, and lvm2 does not show it: see `pvs -a`,"
-                " `vgs --foreign --shared` and lvm.conf(5)",
-            )
+            raise errors.GroupRefused(self.name, _why_hidden(location))
         return self._remembered(group, location, mark)
 
     def _tell(self, before: State) -> None:
@@ -451,6 +448,21 @@ def _with_tags(
 def _is_whole_on(group: report.Group, location: Location) -> bool:
     """Whether lvm2 shows the group on all these disks, and none of it anywhere else."""
     return not group.missing_disks and len(group.disks) == len(location.disks)
+
+
+def _why_hidden(location: Location) -> str:
+    """Why lvm2 may not show a group that is on disks here: only lvm2 knows whose it takes it for.
+
+    This node's own system id has five sources (lvmsystemid(7)), some elsewhere in a container.
+    """
+    if not location.system_id:
+        bearers = ", ".join(location.disks)
+        return f"{bearers} bear it, and lvm2 does not show it: see `pvs -a` and lvm.conf(5)"
+    return (
+        f"it is the node's with the system id {location.system_id}, and lvm2 keeps it from this one"
+        " (`lvm systemid`); `vgexport` it there and `vgimport` it here, or see `A group of another"
+        " node` in docs/lvm2.md"
+    )
 
 
 def _suspended(group: report.Group) -> bool:

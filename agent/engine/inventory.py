@@ -129,6 +129,12 @@ class Inventory:
         return known, min((one.time_seconds for one in every if one.time_seconds), default=0.0)
 
     @property
+    def refused(self) -> Mapping[str, errors.GroupRefused]:
+        """Why groups that are here are not used, by their names, as it was seen last."""
+        told = {one.name: one.problem for one in self._engines}
+        return {name: one for name, one in told.items() if isinstance(one, errors.GroupRefused)}
+
+    @property
     def problem(self) -> Exception | None:
         """Why lvm2 gave no report of a group when it was asked last; no command."""
         return next((one.problem for one in self._engines if one.problem is not None), None)

@@ -147,6 +147,7 @@ def _make(
         vacancy.require_unused(kernel, device)
     if len(_numbers(kernel, devices)) < len(devices):
         raise errors.NotReady(f"two of {', '.join(devices)} are the same device; list it once")
+    _require_equal_blocks(kernel, devices)
     # Labelled by lvm2 and in no group: what vgcreate leaves when it is killed half-way.
     orphans = _numbers(kernel, known.orphans)
     for device in devices:
@@ -157,6 +158,21 @@ def _make(
     # lvm2 knows devices by the names of their nodes, not by every link that leads to them.
     groups.create(lvm, name, [kernel.real_path(one) for one in devices], _MADE)
     _log.info("made volume group %s on %s", name, ", ".join(devices))
+
+
+def _require_equal_blocks(kernel: Kernel, devices: Sequence[str]) -> None:
+    """Raise NotReady for disks of 512 bytes beside such of 4 KiB, which lvm2 refuses too.
+
+    A file system's blocks may be no smaller than its disk's: what was made on the one could not be
+    mounted once it lies on the other (lvm.conf(5), devices/allow_mixed_block_sizes).
+    """
+    sizes = {device: kernel.device_block_bytes(device) for device in devices}
+    if len(set(sizes.values())) > 1:
+        told = ", ".join(f"{device}: {size}" for device, size in sizes.items())
+        raise errors.NotReady(
+            f"the devices' logical blocks differ ({told} bytes): a group is of disks with blocks of"
+            " one size; list the others for a group of their own"
+        )
 
 
 def _fill(kernel: Kernel, device: str) -> None:

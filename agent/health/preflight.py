@@ -6,23 +6,20 @@ that cost nothing. A check looks and changes nothing; only `lvm2` starts a proce
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from agent import errors, sockets
 from agent.config.settings import Config
-from agent.engine import sources
+from agent.health import group_checks
+from agent.health.verdicts import FAIL, PASS, WARN, Seen
 from lvm import errors as lvm_errors
-from lvm import lvm2, report
+from lvm import lvm2
 from lvm.command import ENVIRONMENT, HOST_NAMESPACES, Run
 from lvm.report import Report
 from mount import filesystem, table
 from mount.syscalls import Kernel
-
-PASS = "pass"  # noqa: S105 - no password
-WARN = "warn"
-FAIL = "fail"
 
 # lvm2 2.03.12 brought --devices, by which Carver confines it (WHATS_NEW of lvm2).
 LEAST_LVM2 = (2, 3, 12)
@@ -60,13 +57,14 @@ class Node:
     run: Run
     report: Callable[[], Report]
     root: Path = Path("/")
+    # Of groups that the last report lacks though they are here.
+    refused: Callable[[], Mapping[str, errors.GroupRefused]] = dict
 
     def at(self, path: str) -> Path:
         """A path of the machine's."""
         return self.root / path.lstrip("/")
 
 
-Seen = tuple[str, str, str]
 Check = Callable[[Node], Iterator[Seen]]
 
 
@@ -211,67 +209,9 @@ def _groups(node: Node) -> Iterator[Seen]:
     except (lvm_errors.LvmError, errors.NotReady) as error:
         yield FAIL, str(error), "mend that first; the groups cannot be looked at without it"
         return
-    listed = {one.group: one.devices for one in node.settings.foundations if one.devices}
-    foundations = sources.Foundations(node.kernel, listed)
-    unlisted = _outside_devices_file(node, known)
-    for name in node.settings.groups:
-        group = known.groups.get(name)
-        if name in unlisted:
-            yield (
-                WARN,
-                f"volume group {name} is on disks that the node's devices file does not list"
-                f" (/{lvm2.DEVICES_FILE}), so lvm2 does not use it, and its classes have no room",
-                f"`vgimportdevices {name}` on the node, if it shall be used; see lvmdevices(8)",
-            )
-            continue
-        if group is None and name in listed:
-            yield (
-                WARN,
-                f"volume group {name} is not there, which Carver makes of {', '.join(listed[name])}"
-                " when it starts",
-                "start it; if it did, its log says why the group could not be made",
-            )
-            continue
-        if group is None:
-            yield (
-                WARN,
-                f"volume group {name} is not on this node, so its classes have no room here",
-                "attach its disks (`pvs --all`), make it (`vgcreate`), or correct the class",
-            )
-            continue
-        try:
-            foundations.group(known, name)
-        except errors.GroupRefused as error:
-            yield FAIL, str(error), "`vgrename` that group, or correct the list"
-            continue
-        for device in foundations.absent(group):
-            yield (
-                WARN,
-                f"{device} is listed for volume group {name}, and is none of its disks",
-                f"if nothing on it is needed, `vgextend {name} {device}`; else correct the list",
-            )
-        if group.missing_disks:
-            yield (
-                WARN,
-                f"volume group {name} misses {group.missing_disks} of its disks",
-                "attach them again, or see `A disk is replaced` in docs/operations.md",
-            )
-        else:
-            yield PASS, f"volume group {name} is whole, with {len(group.disks)} disks", ""
-
-
-def _outside_devices_file(node: Node, known: Report) -> frozenset[str]:
-    """The groups that are not there only because of the node's devices file: a command."""
-    missing = frozenset(node.settings.groups) - known.groups.keys()
     root = node.at(str(node.settings.lvm_root))
-    # `devices` outweighs such a file: it is not heeded then.
-    if not missing or node.settings.devices or not lvm2.has_devices_file(root):
-        return frozenset()
-    settings = (*lvm2.without_udev(), "devices/use_devicesfile=0")
-    try:
-        return missing & report.read(lvm2.Lvm(node.run, settings=settings)).groups.keys()
-    except lvm_errors.LvmError:
-        return frozenset()
+    seen = group_checks.Node(node.settings, node.kernel, node.run, known, node.refused(), root)
+    yield from group_checks.every(seen)
 
 
 def _kernel(node: Node) -> Iterator[Seen]:

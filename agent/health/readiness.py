@@ -3,7 +3,7 @@
 from agent import errors
 from agent.admission import Admission
 from agent.engine.inventory import Inventory
-from agent.health import preflight
+from agent.health import preflight, verdicts
 from lvm import errors as lvm_errors
 
 
@@ -22,7 +22,7 @@ class Readiness:
     def probe(self) -> bool:
         """Whether the start is over; raises NotReady where nothing can be served. No command."""
         for found in preflight.cheap(self._node):
-            if found.verdict == preflight.FAIL:
+            if found.verdict == verdicts.FAIL:
                 raise errors.NotReady(f"{found.message}; {found.remedy}")
         for problem in (self._admission.problem, self._inventory.problem):
             if isinstance(problem, lvm_errors.ProgramMissing):

@@ -35,7 +35,7 @@ from agent.engine.inventory import Inventory
 from agent.engine.means import Means
 from agent.engine.refresh import Watch
 from agent.engine.sources import Foundations
-from agent.health import preflight
+from agent.health import preflight, verdicts
 from agent.health.conditions import Diagnosis
 from agent.health.readiness import Readiness
 from agent.health.storage_health import StorageHealth
@@ -92,7 +92,13 @@ class Service:
         sessions = _sessions(config, host, lvm.run, host.converse) if host.converse else None
         engines = self.engines = Engines(lvm, host.disks, host.devices, config.groups, sessions)
         known = self.inventory = Inventory(engines, host.devices, foundations)
-        self.node = preflight.Node(config, host.kernel, host.run, lambda: known.recent()[0])
+        self.node = preflight.Node(
+            config,
+            host.kernel,
+            host.run,
+            lambda: known.recent()[0],
+            refused=lambda: known.refused,
+        )
         self.admission = Admission()
         self.readiness = Readiness(known, self.node, self.admission)
         means = Means(config, host.run, host.kernel, engines, known, host.devices, host.stream)
@@ -325,7 +331,7 @@ def _after(service: Service, watch: Watch) -> None:
 def _check(node: preflight.Node) -> None:
     """Log what the preflight finds; Probe refuses where it must."""
     for one in preflight.everything(node):
-        if one.verdict != preflight.PASS:
+        if one.verdict != verdicts.PASS:
             _log.warning(
                 "preflight %s, %s: %s; %s", one.verdict, one.check, one.message, one.remedy
             )

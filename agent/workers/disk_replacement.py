@@ -10,6 +10,7 @@ is made once more than needed finds all done. What runs behind it the kernel doe
 """
 
 import time
+from contextlib import suppress
 
 from agent import errors, fact
 from agent.engine.allocation import is_own_pool
@@ -151,12 +152,28 @@ class Replacement:
         elif label.is_used or label.group is not None:
             name = label.group.name if label.group is not None else "another group"
             raise mount_errors.NotVacant(new, f"is a disk of {name}", "name another")
+        self._require_equal_blocks(group, new)
         extent = group.extent_size_bytes
         room = max(0, self._kernel.device_size_bytes(new) - _BEFORE_BYTES) // extent
         if room < leaving.allocated_extents:
             raise errors.DiskTooSmall(new, room * extent, leaving.allocated_extents * extent)
         repairs.extend(self._engines.lvm_with(group.name, path), group.name, path)
         self._engines.outdate()
+
+    def _require_equal_blocks(self, group: report.Group, new: str) -> None:
+        """Raise NotVacant for a disk of 4 KiB where the group's are of 512 bytes, or the reverse.
+
+        lvm2 refuses it too, with the disk labelled already.
+        """
+        own = set()
+        for one in group.disks:
+            with suppress(OSError):  # it is missing, or has gone by now
+                own.add(self._kernel.device_block_bytes(one.name))
+        size = self._kernel.device_block_bytes(new)
+        if own and size not in own:
+            told = " and ".join(str(one) for one in sorted(own))
+            found = f"has logical blocks of {size} bytes, and {group.name}'s disks such of {told}"
+            raise mount_errors.NotVacant(new, found, "name a disk with blocks like theirs")
 
     def _move(
         self,

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import configured
@@ -16,7 +17,8 @@ from agent.config.settings import Config
 from agent.engine.engines import Engines
 from agent.engine.host import Host
 from agent.health import preflight
-from agent.health.preflight import FAIL, PASS, WARN, Finding, Node
+from agent.health.preflight import Finding, Node
+from agent.health.verdicts import FAIL, PASS, WARN
 from lvm import groups, layout, lvm2, report
 from lvm.caches import Cache
 from lvm.command import Result
@@ -346,6 +348,32 @@ def test_a_devices_file_of_the_node_s_counts_unless_its_lvm_conf_says_otherwise(
     assert lvm2.with_devices_file(tmp_path) == wanted
 
 
+def test_a_disk_that_the_devices_file_lacks_is_told_of_a_group_that_misses_it(place: Place) -> None:
+    group = place.host.new_group(10, 10)
+    place.settings = configured.carver(place.root, group)
+    place.file("/etc/lvm/devices/system.devices")
+    place.host.lvm2.devices_file = {place.host.lvm2.groups[group].disks[0].name}
+    place.host.lvm = replace(place.host.lvm, settings=lvm2.with_devices_file(place.root))
+    found = place.one("groups")
+    assert found.verdict == WARN
+    assert "misses 1 of its disks, some of which the node's devices file" in found.message
+    assert f"vgimportdevices {group}" in found.remedy
+    # One that is away is not the file's fault.
+    place.host.lose_disk(group, 1)
+    assert "attach them again" in place.one("groups").remedy
+
+
+def test_a_devices_file_is_found_by_the_name_that_it_has_there(tmp_path: Path) -> None:
+    own = tmp_path / "etc/lvm"
+    (own / "devices").mkdir(parents=True)
+    (own / "devices/own.devices").write_text(f"PVID={'x' * 32}\n")
+    assert lvm2.listed_disks(tmp_path) is None
+    (own / "lvm.conf").write_text('devices {\n\t# devicesfile = "none.devices"\n}\n')
+    assert lvm2.listed_disks(tmp_path) is None
+    (own / "lvmlocal.conf").write_text('devices/devicesfile = "own.devices"\n')
+    assert lvm2.listed_disks(tmp_path) == frozenset({"x" * 32})
+
+
 UUID = "abcdef-0000-0000-0000-0000-0000-000000"
 
 
@@ -435,7 +463,8 @@ def file(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A configuration for the node, which `carver doctor` takes for this one."""
     machine = Host(place.host.run, place.host.kernel, place.host.devices, place.host.disks)
     monkeypatch.setattr("agent.engine.host.this_host", lambda _settings: machine)
-    monkeypatch.setattr(preflight, "Node", lambda *given: replace(Node(*given), root=place.root))
+    node = partial(Node, root=place.root)
+    monkeypatch.setattr(preflight, "Node", node)
     path = tmp_path / "config.toml"
     path.write_text(
         'kubelet_dir = ["/kubelet"]\nregistration = "none"\n'

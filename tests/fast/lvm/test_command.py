@@ -108,12 +108,13 @@ def test_lvm_is_confined_to_its_devices_and_told_where_udev_is_missing() -> None
         words.append(given)
         return command.Result(0, "out", "")
 
+    needed = "global/test=0 global/activation=1 activation/read_only_volume_list=[]"
     lvm = Lvm(run, ("/dev/a", "/dev/b"), ("activation/udev_sync=0", "activation/udev_rules=0"))
     assert lvm("lvs", "x") == "out"
     assert words == [
         (
             *("lvm", "lvs", "--devices", "/dev/a,/dev/b"),
-            *("--config", "activation/udev_sync=0 activation/udev_rules=0", "x"),
+            *("--config", f"{needed} activation/udev_sync=0 activation/udev_rules=0", "x"),
         )
     ]
 

@@ -31,7 +31,7 @@ from agent.config.settings import DRIVER_NAME, EMBEDDED_CLASS, Config
 from agent.csi import redaction
 from agent.csi.client import Client, block
 from agent.engine.host import Host, log_command
-from agent.health import preflight
+from agent.health import preflight, verdicts
 from agent.health.readiness import Readiness
 from agent.service import server
 from lvm import errors as lvm_errors
@@ -142,7 +142,7 @@ def test_the_service_is_ready_before_all_that_it_only_warns_of_is_looked_at(
 
     def check(node: preflight.Node) -> Iterator[tuple[str, str, str]]:
         assert answering.wait(60)
-        yield preflight.WARN, "it is old", "install a newer one"
+        yield verdicts.WARN, "it is old", "install a newer one"
 
     monkeypatch.setattr(preflight, "CHECKS", {"lvm2": check})
     monkeypatch.setattr(server._log, "warning", lambda text, *words: told.put(text % words))

@@ -92,6 +92,8 @@ class FakeDevice:
     major: int
     minor: int
     read_only: bool = False
+    # The smallest piece that it reads and writes.
+    block_bytes: int = 512
     unreadable: bool = False
     held: int = 0
     mounted: int = 0

@@ -42,6 +42,10 @@ class FakeDisks:
                 found[device.path] = PhysicalLabel(
                     device.contents.uuid, device.size_bytes, is_used, None
                 )
+            elif device.partitions:
+                found[device.path] = Excluded(Why.PARTITIONED)
+            elif device.holders:
+                found[device.path] = Excluded(Why.TAKEN, device.holders[0])
         found |= {disk.name: _label(group, disk) for group, disk in self._there()}
         found |= {path: Unanswered() for path in self.hanging}
         return {path: one for path, one in found.items() if not only or path in only}
@@ -65,6 +69,17 @@ class FakeDisks:
 def _label(group: FakeGroup, disk: FakeDisk) -> PhysicalLabel:
     size_bytes = _METADATA_BYTES + disk.extents * group.extent_size_bytes
     uuids = tuple(one.uuid for one in group.disks)
-    status = frozenset({"RESIZEABLE", "READ", "WRITE"})
-    told = Group(group.name, group.uuid, group.seqno, uuids, status)
+    status = {"RESIZEABLE", "READ"} | ({"EXPORTED"} if group.exported else set())
+    if not group.system_id:
+        # Else it is a flag that an lvm2 which knows of no system ids does not know either.
+        status.add("WRITE")
+    told = Group(
+        group.name,
+        group.uuid,
+        group.seqno,
+        uuids,
+        frozenset(status),
+        group.system_id,
+        group.lock_type,
+    )
     return PhysicalLabel(disk.uuid, size_bytes, True, told)

@@ -7,6 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import BinaryIO, ClassVar
@@ -18,7 +19,7 @@ from fakes.disks import FakeDisks
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeLvm, FakePool
 
-from lvm import errors, groups
+from lvm import errors, groups, lvm2
 from lvm.command import Result
 from lvm.devices import Devices
 from lvm.disks import Disks
@@ -98,6 +99,19 @@ class FakeHost:
         return self.block.add(f"/dev/fake{number}", size_bytes, major=_DISK_MAJOR).path
 
     @contextmanager
+    def disk(self, kind: str, size_bytes: int) -> Iterator[str]:
+        """A blank disk of another kind than usual; what it is made of is not free any more."""
+        disk = self.block.get(self.new_device(size_bytes))
+        if kind == "4 KiB":
+            disk.block_bytes = 4096
+        if kind == "partition":
+            whole, disk = disk, self.block.add(f"{disk.path}p1", size_bytes, major=_DISK_MAJOR)
+            whole.partitions.append(Path(disk.path).name)
+        for _ in range({"LUKS": 1, "MD": 2}.get(kind, 0)):
+            self.block.get(self.new_device(size_bytes)).holders.append(Path(disk.path).name)
+        yield disk.path
+
+    @contextmanager
     def own_group(self, name: str, disks: Sequence[str], *options: str) -> Iterator[int]:
         """A group on such disks as a test has; yields how many extents it has."""
         assert not options
@@ -145,6 +159,32 @@ class FakeHost:
         found = self.lvm2.groups[group].volumes[pool]
         assert isinstance(found, FakePool)
         found.used_metadata_blocks += blocks
+
+    def share(self, group: str) -> None:
+        """Have a group be several nodes'."""
+        self.lvm2.groups[group].lock_type = "dlm"
+
+    @contextmanager
+    def configured(self, **settings: str) -> Iterator[Lvm]:
+        """lvm2 on a node whose lvmlocal.conf has these settings; a list is given as its one item.
+
+        A name has two underscores in the place of the slash.
+        """
+        self.lvm2.conf = {name.replace("__", "/"): told for name, told in settings.items()}
+        yield self.lvm
+        self.lvm2.conf = {}
+
+    @contextmanager
+    def listing(self, root: Path, *disks: str) -> Iterator[Lvm]:
+        """lvm2 on a node whose devices file lists these disks and no others."""
+        file = root / lvm2.DEVICES_FILE
+        file.parent.mkdir(parents=True, exist_ok=True)
+        uuids = {one.name: one.uuid for group in self.lvm2.groups.values() for one in group.disks}
+        listed = [f"PVID={uuids[one].replace('-', '')}" for one in disks if one in uuids]
+        file.write_text("\n".join(f"IDTYPE=devname IDNAME=x DEVNAME=x {one}" for one in listed))
+        self.lvm2.devices_file = set(disks)
+        yield replace(self.lvm, settings=("devices/use_devicesfile=1",), root=root)
+        self.lvm2.devices_file = None
 
     def label(self, device: str) -> None:
         """Make a device lvm2's, in no group: what vgcreate leaves when it is killed half-way."""

@@ -239,6 +239,9 @@ class FakeKernel(Kernel):
     def device_sector_bytes(self, device: str) -> int:
         return _BLOCK_BYTES if self._block_device(device) else 0
 
+    def device_block_bytes(self, device: str) -> int:
+        return self._present(device).block_bytes
+
     def device_is_read_only(self, device: str) -> bool:
         return self._block_device(device).read_only
 

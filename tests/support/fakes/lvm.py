@@ -188,11 +188,16 @@ class FakeGroup:
     move_looks: int = 0
     # Of its metadata: counted up by each command that changes them.
     seqno: int = 1
+    # Whose it is, if not anyone's: a node's, several nodes', nobody's for now.
+    system_id: str = ""
+    lock_type: str = ""
+    exported: bool = False
 
     @property
     def checksum(self) -> int:
         """Of all that lvm2 would have in the metadata, also where a test changed it by hand."""
         told = [sorted(self.tags), self.disks, self.spare]
+        told += [self.system_id, self.lock_type, self.exported]
         told += [volume.record for _, volume in sorted(self.volumes.items())]
         return zlib.crc32(repr(told).encode())
 
@@ -247,6 +252,8 @@ class FakeLvm:
         # The disks that the node's devices file lists; None where there is no such file.
         self.devices_file: set[str] | None = None
         self._settings: dict[str, str] = {}
+        # What the node's lvm.conf has; of lists, a group's name or nothing.
+        self.conf: dict[str, str] = {}
         self._serial = itertools.count(1)
         self._numbers = itertools.count(1)
 
@@ -416,7 +423,7 @@ class FakeLvm:
     def __call__(self, words: Sequence[str]) -> Result:
         """Carry out `lvm SUBCOMMAND …`."""
         arguments = _Arguments(words[2:])
-        self._settings = _settings(arguments.take("--config"))
+        self._settings = {**self.conf, **_settings(arguments.take("--config"))}
         self._confined = set(filter(None, arguments.take("--devices").split(","))) or None
         try:
             command = {
@@ -433,9 +440,14 @@ class FakeLvm:
                 "lvconvert": self._lvconvert,
                 "pvmove": self._pvmove,
                 "vgchange": self._vgchange,
+                "vgexport": self._vgexport,
+                "vgimport": self._vgimport,
+                "vgremove": self._vgremove,
             }[words[1]]
         except KeyError:
             raise AssertionError(f"the fake does not know: {' '.join(words)}") from None
+        if self._settings.get("global/test") == "1" and not _LOOKS.intersection(words):
+            return Result(0, "", "  TEST MODE: Metadata will NOT be updated\n")
         try:
             self._refuse_partial(words)
             output = command(arguments)
@@ -522,6 +534,7 @@ class FakeLvm:
         return json.dumps({"report": [_formatted(one, self._settings) for one in chosen]})
 
     def _report(self, group: FakeGroup) -> dict[str, list[dict[str, str]]]:
+        missing = {one.name for one in group.disks if one.missing or not self._reaches(one)}
         return {
             "vg": [
                 {
@@ -529,16 +542,18 @@ class FakeLvm:
                     "vg_uuid": group.uuid,
                     "vg_extent_size": str(group.extent_size_bytes),
                     "vg_tags": ",".join(sorted(group.tags)),
-                    "vg_missing_pv_count": str(sum(disk.missing for disk in group.disks)),
+                    "vg_missing_pv_count": str(len(missing)),
+                    "vg_exported": "exported" if group.exported else "",
+                    "vg_lock_type": group.lock_type,
                 }
             ],
             "pv": [
                 {
-                    "pv_name": "[unknown]" if disk.missing else disk.name,
+                    "pv_name": "[unknown]" if disk.name in missing else disk.name,
                     "pv_uuid": disk.uuid,
                     "pv_pe_count": str(disk.extents),
                     "pv_pe_alloc_count": str(disk.extents - group.free(disk)),
-                    "pv_missing": "missing" if disk.missing else "",
+                    "pv_missing": "missing" if disk.name in missing else "",
                     "pv_allocatable": "allocatable" if disk.allocatable else "",
                     "pv_in_use": "used",
                     "pv_tags": ",".join(sorted(disk.tags)),
@@ -583,10 +598,39 @@ class FakeLvm:
         }
 
     def _sees(self, group: FakeGroup) -> bool:
-        """lvmdevices(8): --devices outweighs a devices file, which Debian's lvm2 heeds if told."""
+        """Whether reports show it: they leave out other nodes' (vgs(8), --foreign and --shared)."""
+        is_there = any(self._reaches(disk) for disk in group.disks)
+        return is_there and not self._is_foreign(group) and not group.lock_type
+
+    def _reaches(self, disk: FakeDisk) -> bool:
+        """Whether a disk is one that lvm2 may look at; it takes others for missing.
+
+        lvmdevices(8): --devices outweighs a devices file, which Debian's lvm2 heeds if told.
+        """
         heeded = self._settings.get("devices/use_devicesfile") == "1"
         seen = self._confined or (self.devices_file if heeded else None)
-        return seen is None or any(disk.name in seen for disk in group.disks)
+        return seen is None or disk.name in seen
+
+    @property
+    def system_id(self) -> str:
+        """What this node has in lvmlocal.conf."""
+        source = self._settings.get("global/system_id_source")
+        return self._settings.get("local/system_id", "") if source == "lvmlocal" else ""
+
+    def _is_foreign(self, group: FakeGroup) -> bool:
+        return group.system_id not in ("", self.system_id)
+
+    def _require_own(self, group: FakeGroup) -> None:
+        """What lvm2 changes nothing of (lib/metadata/metadata.c: access_vg_…, vg_read())."""
+        if group.exported:
+            raise Failure(f"Volume group {group.name} is exported")
+        if group.lock_type:
+            told = f"{group.name} with lock type {group.lock_type}"
+            raise Failure(f"Cannot access VG {told} that requires lvmlockd.")
+        if self._is_foreign(group):
+            own = f"local system ID {self.system_id}" if self.system_id else "unknown local system"
+            told = f"{group.name} with system ID {group.system_id} with {own}"
+            raise Failure(f"Cannot access VG {told}.")
 
     def _orphans(self) -> list[dict[str, str]]:
         """Disks that lvm2 has labelled, and no group has: they are reported without a group."""
@@ -642,9 +686,52 @@ class FakeLvm:
 
     def _vgchange(self, arguments: "_Arguments") -> str:
         removed, added = arguments.take_all("--deltag"), arguments.take_all("--addtag")
+        is_sure = arguments.flag("--yes")
+        if arguments.given("--lock-type"):
+            return self._unshare(arguments)
+        is_given, system_id = arguments.given("--systemid"), arguments.take("--systemid")
         (name,) = arguments.rest()
         group = self._group(name)
         group.tags = (group.tags - set(removed)) | set(added)
+        if is_given:
+            assert is_sure, "lvm2 would ask"
+            group.system_id = system_id
+        return ""
+
+    def _unshare(self, arguments: "_Arguments") -> str:
+        """lvmlockd(8): by force, without one; lvm2 2.03.31 must be told to use one all the same."""
+        assert arguments.take("--lock-type") == "none"
+        is_forced = arguments.take("--lockopt") == "force"
+        (name,) = arguments.rest()
+        if is_forced and self._settings.get("global/use_lvmlockd") == "1":
+            self.groups[name].lock_type = ""
+        # It fails with success: "Using lock type requires lvmlockd."
+        return ""
+
+    def _vgexport(self, arguments: "_Arguments") -> str:
+        (name,) = arguments.rest()
+        group = self._group(name)
+        if any(one.active for one in group.volumes.values()):
+            raise Failure(f'Volume group "{name}" has active logical volumes')
+        group.exported, group.system_id = True, ""
+        return ""
+
+    def _vgimport(self, arguments: "_Arguments") -> str:
+        (name,) = arguments.rest()
+        group = self.groups[name]
+        if not group.exported:
+            raise Failure(f'Volume group "{name}" is not exported')
+        group.exported, group.system_id = False, self.system_id
+        return ""
+
+    def _vgremove(self, arguments: "_Arguments") -> str:
+        assert arguments.flag("--yes")
+        (name,) = arguments.rest()
+        group = self._group(name)
+        assert not group.volumes, "it would remove them too"
+        del self.groups[name]
+        for disk in group.disks:
+            self._unlabel(disk)
         return ""
 
     def _vgextend(self, arguments: "_Arguments") -> str:
@@ -713,7 +800,15 @@ class FakeLvm:
             group.volumes[name] = volume
             if activate == "y":
                 self._activate(group, volume)
+                self._require_active(group, volume)
         return f'  Logical volume "{name}" created.\n'
+
+    def _require_active(self, group: FakeGroup, volume: FakeVolume) -> None:
+        """A volume that cannot be wiped is removed again, unless nothing is active anyway."""
+        if not volume.active and self._settings.get("global/activation") != "0":
+            del group.volumes[volume.name]
+            why = "is not active locally (volume_list activation filter?)."
+            raise Failure(f"Volume {group.name}/{volume.name} {why}")
 
     def _lvcreate_cached(self, arguments: "_Arguments") -> str:
         """The volume, its cachevol, then both in one; undone where the cachevol does not fit."""
@@ -1112,10 +1207,14 @@ class FakeLvm:
         if isinstance(volume, FakePool) and volume.damaged and not volume.active:
             path = f"{group.name}/{volume.name}"
             raise Failure(f"Check of pool {path} failed (status:64). Manual repair required!")
-        if not volume.active:
+        if self._settings.get("activation/volume_list", group.name) != group.name:
+            return  # and it succeeds
+        if not volume.active and self._settings.get("global/activation") != "0":
             node, size = _node(group.name, volume.name), self._size(group, volume)
             device = self.devices.add(node, size, volume.media)
-            device.read_only, device.missing = volume.read_only, _gone(group, volume)
+            listed = self._settings.get("activation/read_only_volume_list") == group.name
+            device.read_only = volume.read_only or listed
+            device.missing = _gone(group, volume)
             volume.active = True
             if isinstance(volume, FakeThin):
                 self._activate(group, group.volumes[volume.pool])
@@ -1196,6 +1295,7 @@ class FakeLvm:
     def _group(self, name: str) -> FakeGroup:
         if name not in self.groups:
             raise Failure(f'Volume group "{name}" not found')
+        self._require_own(self.groups[name])
         return self.groups[name]
 
     def _volume(self, arguments: "_Arguments") -> tuple[FakeGroup, FakeVolume]:
@@ -1232,7 +1332,10 @@ def _settings(told: str) -> dict[str, str]:
 
 
 # lib/report/values.h: what stands for yes, where a column knows yes and no only.
-_BINARY = {"pv_missing", "pv_allocatable", "pv_in_use", "lv_suspended", "lv_snapshot_invalid"}
+_BINARY = {
+    *("vg_exported", "pv_missing", "pv_allocatable", "pv_in_use"),
+    *("lv_suspended", "lv_snapshot_invalid"),
+}
 _LISTS = {"vg_tags", "pv_tags", "lv_tags", "lv_layout"}
 
 
@@ -1294,6 +1397,10 @@ class _Arguments:
     def put(self, *words: str) -> None:
         """Words more."""
         self._words[:0] = words
+
+    def given(self, option: str) -> bool:
+        """Whether an option is there, also one that says nothing; it stays."""
+        return option in self._words
 
     def flag(self, option: str) -> bool:
         if option not in self._words:

@@ -2,14 +2,16 @@
 
 import itertools
 import os
+import re
+import shutil
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
-from real import mounts
+from real import kinds, mounts
 
 from lvm import groups, lvm2, names
 from lvm.command import Programs, Result
@@ -138,6 +140,12 @@ class RealHost:
         self._own.append(self._lab.new_device(size_bytes))
         return self._own[-1]
 
+    @contextmanager
+    def disk(self, kind: str, size_bytes: int) -> Iterator[str]:
+        """A blank disk of another kind than usual: see `kinds`; a group of it is `own_group`'s."""
+        with kinds.KINDS[kind](self._lab.directory, size_bytes) as path:
+            yield path
+
     def new_group(self, *disk_extents: int) -> str:
         """An empty group with so many extents of 4 MiB on each of its disks."""
         self._groups.append(self._lab.group(disk_extents))
@@ -209,6 +217,66 @@ class RealHost:
     def label(self, device: str) -> None:
         """Make a device lvm2's, in no group: what vgcreate leaves when it is killed half-way."""
         Lvm(self._lab.programs, (device,))("pvcreate", "--", device)
+
+    def share(self, group: str) -> None:
+        """Have a group be several nodes', without the lock manager that lvm2 asks for then."""
+        file = self.directory / "metadata"
+        self.lvm("vgcfgbackup", "--file", str(file), "--", group)
+        kept = re.sub(
+            r"^(\tseqno = .*)$",
+            r'\1\n\tlock_type = "dlm"\n\tlock_args = "1.0.0:carver"',
+            file.read_text(),
+            count=1,
+            flags=re.MULTILINE,
+        )
+        file.write_text(kept)
+        self.lvm("vgcfgrestore", "--force", "--yes", "--file", str(file), "--", group)
+
+    @contextmanager
+    def configured(self, **settings: str) -> Iterator[Lvm]:
+        """lvm2 on a node whose lvmlocal.conf has these settings; a list is given as its one item.
+
+        A name has two underscores in the place of the slash. It is a system directory of the test's
+        own: the machine's is not touched.
+        """
+        own = self.directory / "lvm"
+        own.mkdir()
+        (own / "lvm.conf").symlink_to("/etc/lvm/lvm.conf")
+        lines = [
+            "=".join((name.replace("__", "/"), told if told.isdigit() else f'["{told}"]'))
+            for name, told in settings.items()
+        ]
+        (own / "lvmlocal.conf").write_text("\n".join([*lines, ""]))
+        place = f"LVM_SYSTEM_DIR={own}"
+
+        def run(*words: str) -> Result:
+            return self.run(*(("env", place, *words) if words[0] == "lvm" else words))
+
+        yield replace(self.lvm, run=run)
+
+    @contextmanager
+    def listing(self, root: Path, *disks: str) -> Iterator[Lvm]:
+        """lvm2 on a node whose devices file lists these disks and no others, as lvmdevices(8) does.
+
+        The file lies beside the machine's own, which has another name; `root` has a copy.
+        """
+        name = f"carver-test-{os.getpid()}.devices"
+        file, copy = Path("/etc/lvm/devices", name), root / "etc/lvm/devices" / name
+        settings = ("devices/use_devicesfile=1", f'devices/devicesfile="{name}"')
+        node = Lvm(self.run, (), (*_SETTINGS, *settings), root)
+        is_new = not file.parent.exists()
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            for disk in disks:
+                node("lvmdevices", "--yes", "--adddev", disk)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_text(file.read_text())
+            (root / "etc/lvm/lvm.conf").write_text("\n".join(settings))
+            yield node
+        finally:
+            file.unlink(missing_ok=True)
+            if is_new:
+                shutil.rmtree(file.parent)
 
     def partition(self, device: str) -> None:
         """Put a partition table on a device; the kernel has not read it."""
