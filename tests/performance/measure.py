@@ -239,9 +239,9 @@ class Pass:
             old, new = (f"/dev/mapper/{group.NAME}-snap--bench--{one}" for one in ("old", "new"))
             asked: list[Question] = [
                 (rows.ALLOCATED, lambda: allocated(client, taken[1])),
-                (rows.READ, lambda: bare.read(new, _DELTA_BYTES)),
+                (rows.READ, lambda: bare.read(_DELTA_BYTES, new)),
                 (rows.CHANGED, lambda: changed(client, *taken)),
-                (rows.READ_BOTH, lambda: [bare.read(one, _CHANGED_BYTES) for one in (old, new)]),
+                (rows.READ_BOTH, lambda: bare.read(_CHANGED_BYTES, old, new)),
             ]
             for _ in self._limit.share(_DELTAS_SHARE).rounds(_ROUNDS):
                 for name, question in asked:
