@@ -84,9 +84,11 @@ def fill(device: str, size_bytes: int) -> None:
     )
 
 
-def read(device: str, size_bytes: int) -> None:
-    """Read a device past the page cache."""
-    run("dd", f"if={device}", "of=/dev/null", "bs=1M", f"count={size_bytes >> 20}", "iflag=direct")
+def read(size_bytes: int, *devices: str) -> None:
+    """Read the start of devices, one after the other, past the page cache."""
+    for one in devices:
+        count = f"count={size_bytes >> 20}"
+        run("dd", f"if={one}", "of=/dev/null", "bs=1M", count, "iflag=direct")
 
 
 def report(group: str) -> None:

@@ -237,16 +237,11 @@ class Pass:
             bare.fill(path, _CHANGED_BYTES)
             taken.append(client.snapshot("bench-new", volume.volume_id, half).snapshot_id)
             old, new = (f"/dev/mapper/{group.NAME}-snap--bench--{one}" for one in ("old", "new"))
-
-            def read_both() -> None:
-                for one in (old, new):
-                    bare.read(one, _CHANGED_BYTES)
-
             asked: list[Question] = [
                 (rows.ALLOCATED, lambda: allocated(client, taken[1])),
-                (rows.READ, lambda: bare.read(new, _DELTA_BYTES)),
+                (rows.READ, lambda: bare.read(_DELTA_BYTES, new)),
                 (rows.CHANGED, lambda: changed(client, *taken)),
-                (rows.READ_BOTH, read_both),
+                (rows.READ_BOTH, lambda: bare.read(_CHANGED_BYTES, old, new)),
             ]
             for _ in self._limit.share(_DELTAS_SHARE).rounds(_ROUNDS):
                 for name, question in asked:
