@@ -80,7 +80,7 @@ def config(group: str, tmp_path: Path) -> Config:
     return configured.carver(tmp_path, group, classes=classes)
 
 
-OF_EACH_KIND = pytest.mark.parametrize("kind", chosen.kinds(BELOW, usual=["4 KiB"]), indirect=True)
+OF_EACH_KIND = pytest.mark.parametrize("kind", chosen.kinds(BELOW, usual=[]), indirect=True)
 
 
 @OF_EACH_KIND
@@ -123,7 +123,6 @@ def test_volumes_on_it_live_as_on_any_other_disk(
     assert (known.volumes, known.free_extents) == ({}, free)
 
 
-@pytest.mark.variation
 @OF_EACH_KIND
 def test_thin_volumes_on_it_share_a_pool_with_their_snapshots(
     client: Client, service: Service, host: AnyHost, group: str, staging: Path
@@ -138,7 +137,6 @@ def test_thin_volumes_on_it_share_a_pool_with_their_snapshots(
     assert not report.read(host.lvm).group(group).volumes
 
 
-@pytest.mark.variation
 @OF_EACH_KIND
 def test_it_is_found_and_what_it_is_made_of_is_no_disk_itself(host: AnyHost, kind: str) -> None:
     with host.disk(kind, DISK) as disk:
