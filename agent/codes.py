@@ -49,6 +49,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.OperationPending, Code.ABORTED),
     (agent.errors.Copying, Code.ABORTED),
     (agent.errors.Overwriting, Code.ABORTED),
+    (agent.errors.StreamEnded, Code.INVALID_ARGUMENT),
+    (agent.errors.BadStream, Code.INVALID_ARGUMENT),
     (agent.errors.SourceLost, Code.FAILED_PRECONDITION),
     (agent.errors.NotComparable, Code.INVALID_ARGUMENT),
     (agent.errors.NotBeyond, Code.OUT_OF_RANGE),

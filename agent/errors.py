@@ -373,6 +373,23 @@ class NotWanted(AgentError):
         super().__init__(f"nobody waits for {what} any more")
 
 
+class BadStream(AgentError):
+    """A stream that is none, is of another version, or was altered; what was good of it is kept."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the stream cannot be used: {why}")
+
+
+class StreamEnded(BadStream):
+    """A stream that ends before its end mark."""
+
+    def __init__(self, read_bytes: int) -> None:
+        super().__init__(
+            f"it ends after {read_bytes} bytes, before its end mark; send it again, from the offset"
+            " that `carver volume receive NAME --status` tells"
+        )
+
+
 class BadToken(AgentError):
     """A starting_token that this plugin did not give out."""
 

@@ -101,6 +101,7 @@ def test_policy_names_neither_grpc_nor_the_wire(stranger: str, rooms: set[str]) 
         ("rich", {"agent/cli/terminal.py"}),
         ("yaml", {"agent/cluster/access.py"}),
         ("shtab", {"agent/cli/main.py"}),
+        ("zstandard", {"agent/streams/form.py"}),
         ("subprocess", {"proto/generate.py", "lvm/command.py"}),
         ("asyncio", set()),
     ],
