@@ -400,6 +400,7 @@ def test_every_operation_that_changes_something_is_a_step() -> None:
     looking = {
         *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
         *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap", "read"),
+        "reader",
         *("device_partitions", "device_holders", "signatures"),
         *(
             "has_new_mount_calls",

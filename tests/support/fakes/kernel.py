@@ -9,7 +9,7 @@ import os
 import stat
 import uuid
 from collections.abc import Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
@@ -283,8 +283,11 @@ class FakeKernel(Kernel):
         start = offset_bytes - first * BLOCK_BYTES
         return data[start : start + length_bytes]
 
+    def reader(self, device: str) -> AbstractContextManager[Reader]:
+        return self._reading(device)
+
     @contextmanager
-    def reader(self, device: str) -> Iterator[Reader]:
+    def _reading(self, device: str) -> Iterator[Reader]:
         found = self._present(device)
         found.held += 1
         try:
