@@ -52,6 +52,12 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.OperationPending, Code.ABORTED),
     (agent.errors.Copying, Code.ABORTED),
     (agent.errors.Overwriting, Code.ABORTED),
+    (agent.errors.Receiving, Code.FAILED_PRECONDITION),
+    (agent.errors.NotReceived, Code.FAILED_PRECONDITION),
+    (agent.errors.Moved, Code.FAILED_PRECONDITION),
+    (agent.errors.NotMoved, Code.FAILED_PRECONDITION),
+    (agent.errors.StreamEnded, Code.INVALID_ARGUMENT),
+    (agent.errors.BadStream, Code.INVALID_ARGUMENT),
     (agent.errors.SourceLost, Code.FAILED_PRECONDITION),
     (agent.errors.NotComparable, Code.INVALID_ARGUMENT),
     (agent.errors.NotBeyond, Code.OUT_OF_RANGE),
@@ -67,7 +73,9 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.NotReady, Code.FAILED_PRECONDITION),
     (agent.errors.SocketTaken, Code.FAILED_PRECONDITION),
     (agent.errors.SocketGone, Code.FAILED_PRECONDITION),
-    # These four are met at the caller's side of the socket, by `carver volume`.
+    # These are met at the caller's side of the socket, by `carver volume`.
+    (agent.errors.TransferFailed, Code.INTERNAL),
+    (agent.errors.NodeRefused, Code.FAILED_PRECONDITION),
     (agent.errors.NotServed, Code.FAILED_PRECONDITION),
     (agent.errors.CallRefused, Code.FAILED_PRECONDITION),
     (agent.errors.NotPublished, Code.FAILED_PRECONDITION),

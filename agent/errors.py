@@ -371,6 +371,72 @@ class SourceLost(AgentError):
         super().__init__(f"nothing can be made of {source_id!r}: {problem}")
 
 
+class Receiving(AgentError):
+    """A volume that comes as a stream, and is none before it is finished."""
+
+    def __init__(self, volume_id: str) -> None:
+        super().__init__(
+            f"volume {volume_id!r} is being received, and is no volume before it is finished:"
+            " `carver volume receive NAME --status` tells how far it is, --finish makes it one,"
+            " --abort removes it"
+        )
+
+
+class NotReceived(AgentError):
+    """A stream cannot be received so, or what was received cannot be finished; nothing changed."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name!r} is not received so: {why}")
+
+
+class Moved(AgentError):
+    """A volume that is another node's now, or about to be."""
+
+    def __init__(self, volume_id: str, node: str, why: str = "was moved") -> None:
+        super().__init__(
+            f"volume {volume_id!r} {why} to {node}: `carver volume move NAME --status` tells how"
+            " far that is, --finish deletes what is left of it here, --undo takes it back"
+        )
+
+
+class NotMoved(AgentError):
+    """A volume cannot be moved so, or the move be ended so; nothing was changed."""
+
+    def __init__(self, volume: str, why: str) -> None:
+        super().__init__(f"{volume!r} is not moved so: {why}")
+
+
+class BadStream(AgentError):
+    """A stream that is none, is of another version, or was altered; what was good of it is kept."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"the stream cannot be used: {why}")
+
+
+class TransferFailed(AgentError):
+    """A device could not be read or written, or what a stream goes to or comes from ended."""
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+
+
+class NodeRefused(AgentError):
+    """The other node could not be reached, or said no."""
+
+    def __init__(self, node: str, words: str, why: str) -> None:
+        super().__init__(f"{node}: `{words}`: {why}")
+
+
+class StreamEnded(BadStream):
+    """A stream that ends before its end mark."""
+
+    def __init__(self, read_bytes: int) -> None:
+        super().__init__(
+            f"it ends after {read_bytes} bytes, before its end mark; send it again, from the offset"
+            " that `carver volume receive NAME --status` tells"
+        )
+
+
 class NotComparable(AgentError):
     """Two snapshots of which the one does not follow from the other."""
 

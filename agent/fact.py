@@ -36,6 +36,21 @@ ASKED = "asked"
 # The same: the groups that its snapshots are in; and, once all of them are taken, that they were.
 MEMBER_GROUPS = "memberGroups"
 COMMITTED = "committed"
+# Of a volume that came as a stream: the volume that it is of. While it comes, moreover: the chain
+# that it holds, with its bytes; the chain that it is being brought to, and up to which byte it is;
+# the digest of the word without which it is not finished; that it is being finished.
+RECEIVED = "received"
+CHAIN = "chain"
+CONTENT = "content"
+INTO = "into"
+OFFSET = "offset"
+RELEASE = "release"
+FINISHING = "finishing"
+# Afterwards: the word itself.
+RELEASED = "released"
+# Of a volume that is being moved, or was: the node that it goes to, and the word that releases it.
+MOVE_TO = "moveTo"
+MOVE_WORD = "moveWord"
 # Put there by an operator: what of a deleted volume lies on missing disks is not waited for.
 GIVEN_UP = "givenUp"
 # Of a group: its free extents hold what is to be overwritten before anyone gets them.
@@ -45,6 +60,8 @@ SWEEP = "sweep"
 READY = "ready"
 COPYING = "copying"
 WIPING = "wiping"
+RECEIVING = "receiving"
+MOVED = "moved"
 
 # Of a pool, beside its state; it has no name of a caller's.
 CLASS = "class"

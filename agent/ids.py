@@ -78,6 +78,11 @@ def logical_name(volume_id: str) -> str:
     return names.logical_volume(INLINE_PREFIX, volume_id) if parsed is None else parsed.name
 
 
+def readable_name(volume_id: str) -> str:
+    """What a person calls the volume: its name, or the logical volume where it has a digest."""
+    return names.readable(VOLUME_PREFIX, logical_name(volume_id))
+
+
 def is_inline(volume_id: str) -> bool:
     """Whether the id can be an inline volume's only: such ids are the CO's, not Carver's."""
     return names.is_of(INLINE_PREFIX, logical_name(volume_id))

@@ -12,19 +12,18 @@ ioctl encoding (x86, arm, riscv, s390). System calls from 424 on have one number
 import ctypes
 import errno
 import fcntl
-import itertools
 import os
 import re
 import stat
 import struct
-import time
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from mount import libblkid, reading
+from mount import blocks, libblkid, reading
+from mount.blocks import Opened
 from mount.reading import Reader
 
 _SWAPS = Path("/proc/swaps")
@@ -77,7 +76,6 @@ def _ioc(direction: int, kind: int, number: int, size: int) -> int:
 _BLKROGET = _ioc(0, 0x12, 94, 0)
 _BLKGETSIZE64 = _ioc(2, 0x12, 114, 8)
 _BLKSSZGET = _ioc(0, 0x12, 104, 0)
-_BLKZEROOUT = _ioc(0, 0x12, 127, 0)
 _BLKPBSZGET = _ioc(0, 0x12, 123, 0)
 _BLKDISCARD = _ioc(0, 0x12, 119, 0)
 _EXT4_RESIZE_FS = _ioc(1, ord("f"), 16, 8)
@@ -111,10 +109,6 @@ class XfsGeometry:
 
 # What is looked over for zeroes at once: the least chunk of a thin pool, lvmthin(7).
 _PIECE_BYTES = 64 << 10
-
-# How often a device that is busy is tried again, and how long after.
-_BUSY_TRIES = 50
-_BUSY_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -243,7 +237,7 @@ class Kernel:
                 raise OSError(error.errno, error.strerror, device, None, path) from error
             self._mount_by_old_call(device, path, fs_type, attributes, parameters)
             return
-        with _closing(context):
+        with blocks.closing(context):
             try:
                 _fsconfig(context, _SET_STRING, "source", device)
                 for parameter in parameters:
@@ -254,7 +248,7 @@ class Kernel:
             except OSError as error:
                 why = _messages(context) or error.strerror
                 raise OSError(error.errno, why, device, None, path) from error
-        with _closing(tree):
+        with blocks.closing(tree):
             self._move(tree, device, path)
 
     def bind(self, source: str, path: str, attributes: Set[str]) -> None:
@@ -273,7 +267,7 @@ class Kernel:
                 self._new_calls()
                 flags = _OPEN_TREE_CLONE | _AT_EMPTY_PATH | os.O_CLOEXEC
                 tree = _syscall(_OPEN_TREE, origin, b"", flags)
-                with _closing(tree):
+                with blocks.closing(tree):
                     if attributes or private:
                         _set_attributes(tree, attributes, private=private)
                     self._move(tree, source, path)
@@ -318,7 +312,7 @@ class Kernel:
     def sync(self, path: str) -> None:
         """syncfs(2): what was written to the file system at a path is on its device."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        with _closing(descriptor):
+        with blocks.closing(descriptor):
             if _libc.syncfs(descriptor):
                 raise _error(path)
 
@@ -391,19 +385,19 @@ class Kernel:
         """
         with self._unwatched(device) as (node, directory):
             try:
-                descriptor = _open_exclusively(node, directory)
+                descriptor = blocks.open_exclusively(node, directory)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, device) from error
-            with _closing(descriptor):
-                _zero_out(descriptor, device, offset_bytes, length_bytes)
+            with blocks.closing(descriptor):
+                blocks.zero_out(descriptor, device, offset_bytes, length_bytes)
 
     def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         """BLKDISCARD: the disk may forget the range; what reads there is not told. EBUSY as above.
 
         EOPNOTSUPP where the disk does not know it.
         """
-        descriptor = _open_exclusively(device)
-        with _closing(descriptor):
+        descriptor = blocks.open_exclusively(device)
+        with blocks.closing(descriptor):
             span = struct.pack("=2Q", offset_bytes, length_bytes)
             try:
                 fcntl.ioctl(descriptor, _BLKDISCARD, bytearray(span))
@@ -418,14 +412,14 @@ class Kernel:
         """
         # Not to write by: its close would have udev look at the device once more.
         descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
-        with _closing(descriptor):
+        with blocks.closing(descriptor):
             os.fsync(descriptor)
 
     def read(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
         """pread(2) of a part of a block device."""
         descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
-        with _closing(descriptor):
-            return _read(descriptor, device, offset_bytes, length_bytes)
+        with blocks.closing(descriptor):
+            return blocks.read(descriptor, device, offset_bytes, length_bytes)
 
     def reader(self, device: str) -> AbstractContextManager[Reader]:
         """A block device to be read in many pieces, past the page cache, and open meanwhile."""
@@ -433,9 +427,9 @@ class Kernel:
 
     def write(self, device: str, offset_bytes: int, data: bytes) -> None:
         """pwrite(2) on a block device, and fsync(2). EBUSY while it is mounted or held."""
-        descriptor = _open_exclusively(device)
-        with _closing(descriptor):
-            _write(descriptor, device, offset_bytes, data)
+        descriptor = blocks.open_exclusively(device)
+        with blocks.closing(descriptor):
+            blocks.write(descriptor, device, offset_bytes, data)
             os.fsync(descriptor)
 
     def copy(
@@ -447,27 +441,40 @@ class Kernel:
         left alone where it is `blank`. EBUSY while the target is mounted or held.
         """
         reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-        with _closing(reading):
-            writing = _open_exclusively(target)
-            with _closing(writing):
+        with blocks.closing(reading):
+            writing = blocks.open_exclusively(target)
+            with blocks.closing(writing):
                 at, end = offset_bytes, offset_bytes + length_bytes
                 zeroes = 0  # so many bytes before `at`
                 while at < end:
-                    data = _read(reading, source, at, min(_PIECE_BYTES, end - at))
+                    data = blocks.read(reading, source, at, min(_PIECE_BYTES, end - at))
                     if data == bytes(len(data)):
                         zeroes += len(data)
                     else:
                         if not blank:
-                            _zero_out(writing, target, at - zeroes, zeroes)
-                        _write(writing, target, at, data)
+                            blocks.zero_out(writing, target, at - zeroes, zeroes)
+                        blocks.write(writing, target, at, data)
                         zeroes = 0
                     at += len(data)
                 if not blank:
-                    _zero_out(writing, target, end - zeroes, zeroes)
+                    blocks.zero_out(writing, target, end - zeroes, zeroes)
                 os.fsync(writing)
                 # Neither is read again soon; the workloads' pages are worth more.
                 for descriptor in (reading, writing):
                     os.posix_fadvise(descriptor, offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
+
+    @contextmanager
+    def opened(self, device: str, *, to_write: bool = False) -> Iterator[Opened]:
+        """A device that is open inside. To write, nobody else may have it mounted or held: EBUSY.
+
+        What is written by it is not flushed at the end.
+        """
+        if to_write:
+            descriptor = blocks.open_exclusively(device, mode=os.O_RDWR)
+        else:
+            descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+        with blocks.closing(descriptor):
+            yield Opened(device, descriptor)
 
     # Loop devices
 
@@ -481,7 +488,7 @@ class Kernel:
     def loop_free(self) -> str:
         """LOOP_CTL_GET_FREE: the path of a loop device that nobody has attached just now."""
         control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
-        with _closing(control):
+        with blocks.closing(control):
             return f"/dev/loop{fcntl.ioctl(control, _LOOP_CTL_GET_FREE)}"
 
     def loop_configure(
@@ -493,7 +500,7 @@ class Kernel:
         called = os.fsencode(name)[:63]
         info = _LOOP_INFO.pack(0, 0, 0, 0, 0, 0, 0, 0, flags, called, b"", b"", 0, 0)
         backing = os.open(file, mode | os.O_CLOEXEC)
-        with _closing(backing):
+        with blocks.closing(backing):
             _ioctl(device, _LOOP_CONFIGURE, _LOOP_CONFIG.pack(backing, 0, info), mode)
 
     def loop_status(self, device: str) -> LoopStatus:
@@ -532,10 +539,10 @@ class Kernel:
             try:
                 self._new_calls()
                 context = _syscall(_FSOPEN, b"tmpfs", _FSOPEN_CLOEXEC)
-                kept.enter_context(_closing(context))
+                kept.enter_context(blocks.closing(context))
                 _fsconfig(context, _CMD_CREATE)
                 tree = _syscall(_FSMOUNT, context, _FSMOUNT_CLOEXEC, 0)
-                kept.enter_context(_closing(tree))
+                kept.enter_context(blocks.closing(tree))
                 number = Path(device).stat().st_rdev
                 os.mknod("node", stat.S_IFBLK | 0o600, number, dir_fd=tree)
             except OSError as error:
@@ -554,7 +561,7 @@ class Kernel:
             place = self._opened(path)
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
-        with _closing(place):
+        with blocks.closing(place):
             yield place
 
     @contextmanager
@@ -639,34 +646,10 @@ def _syscall(number: int, *arguments: int | bytes | None) -> int:
     return result
 
 
-@contextmanager
-def _closing(descriptor: int) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _open_exclusively(device: str, directory: int | None = None) -> int:
-    """A descriptor to write to a device by, which nobody has mounted or held; else EBUSY (open(2)).
-
-    A child between its fork and its exec has what this process had open, and for that moment holds
-    the device like anyone else. On a busy node that is long, so EBUSY counts when it stays.
-    """
-    tries = itertools.count(1)
-    while True:
-        try:
-            return os.open(device, os.O_WRONLY | os.O_EXCL | os.O_CLOEXEC, dir_fd=directory)
-        except OSError as error:
-            if error.errno != errno.EBUSY or next(tries) == _BUSY_TRIES:
-                raise
-        time.sleep(_BUSY_SECONDS)
-
-
 def _ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDONLY) -> bytes:
     """One ioctl(2) on a freshly opened file; the kernel's copy of the argument comes back."""
     descriptor = os.open(path, mode | os.O_CLOEXEC)
-    with _closing(descriptor):
+    with blocks.closing(descriptor):
         # fcntl.ioctl copies at most 1024 bytes of an immutable argument, so: a mutable one.
         buffer = bytearray(argument)
         try:
@@ -674,28 +657,6 @@ def _ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDON
         except OSError as error:
             raise OSError(error.errno, error.strerror, path) from error
         return bytes(buffer)
-
-
-def _read(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> bytes:
-    data = os.pread(descriptor, length_bytes, offset_bytes)
-    if len(data) != length_bytes:
-        raise OSError(errno.EIO, f"{len(data)} of {length_bytes} bytes at {offset_bytes}", device)
-    return data
-
-
-def _write(descriptor: int, device: str, offset_bytes: int, data: bytes) -> None:
-    written = os.pwrite(descriptor, data, offset_bytes)
-    if written != len(data):
-        raise OSError(errno.EIO, f"{written} of {len(data)} bytes at {offset_bytes}", device)
-
-
-def _zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> None:
-    if length_bytes:
-        span = struct.pack("=2Q", offset_bytes, length_bytes)
-        try:
-            fcntl.ioctl(descriptor, _BLKZEROOUT, bytearray(span))
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, device) from error
 
 
 def _quoted(parameter: str) -> str:
@@ -778,7 +739,7 @@ def _walked(path: str) -> int:
     """What openat2(2) does, by steps."""
     here = os.open("/", os.O_PATH | os.O_CLOEXEC)
     for name in filter(None, path.split("/")):
-        with _closing(here):
+        with blocks.closing(here):
             there = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=here)
         here = there
         if stat.S_ISLNK(os.fstat(here).st_mode):

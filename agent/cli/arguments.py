@@ -1,29 +1,11 @@
 """The words of `carver volume` and `carver snapshot`, and which verb each is."""
 
 import argparse
-import os
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Mapping
 
-from agent.config import settings, values
-
-if TYPE_CHECKING:
-    from agent.cli.volumes import Manual
-
-# argparse has no public name for what add_subparsers returns.
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-# The shells that are completed, and how each finds the names of what there is.
-SHELLS = {
-    "bash": """
-_carver_volumes() { compgen -W "$(carver volume list --names 2>/dev/null)" -- "$1"; }
-_carver_snapshots() { compgen -W "$(carver snapshot list --names 2>/dev/null)" -- "$1"; }
-""",
-    "zsh": """
-_carver_volumes() { compadd -- ${(f)"$(carver volume list --names 2>/dev/null)"} }
-_carver_snapshots() { compadd -- ${(f)"$(carver snapshot list --names 2>/dev/null)"} }
-""",
-}
+from agent.cli import transfers
+from agent.cli.words import Commands, add_name, verb
+from agent.config import values
 
 
 def add_volume(commands: Commands) -> None:
@@ -36,7 +18,7 @@ def add_volume(commands: Commands) -> None:
     )
     verbs = volume.add_subparsers(required=True, metavar="VERB")
 
-    create = _verb(
+    create = verb(
         verbs,
         "create",
         "make a volume",
@@ -64,9 +46,9 @@ def add_volume(commands: Commands) -> None:
     create.add_argument("--block", action="store_true", help="a raw block volume")
     source = create.add_mutually_exclusive_group()
     for noun in ("snapshot", "volume"):
-        _add_name(source, noun, f"--from-{noun}", "that it shall be a copy of")
+        add_name(source, noun, f"--from-{noun}", "that it shall be a copy of")
 
-    listing = _verb(
+    listing = verb(
         verbs,
         "list",
         "show all volumes",
@@ -74,16 +56,16 @@ def add_volume(commands: Commands) -> None:
     )
     _add_forms(listing)
 
-    show = _verb(
+    show = verb(
         verbs,
         "show",
         "show one volume, and where it is",
         lambda verbs, parsed: verbs.show(parsed.name, as_json=parsed.json),
     )
-    _add_name(show)
+    add_name(show)
     show.add_argument("--json", action="store_true", help="as JSON")
 
-    publish = _verb(
+    publish = verb(
         verbs,
         "publish",
         "have a volume appear at a path; the first time, format it",
@@ -96,7 +78,7 @@ def add_volume(commands: Commands) -> None:
         ),
     )
     _add_key_file(publish)
-    _add_name(publish)
+    add_name(publish)
     publish.add_argument(
         "path", metavar="PATH", help="where; it is made, below one of the service's kubelet_dir"
     )
@@ -105,32 +87,32 @@ def add_volume(commands: Commands) -> None:
         "--shared", action="store_true", help="also where it is published elsewhere already"
     )
 
-    unpublish = _verb(
+    unpublish = verb(
         verbs,
         "unpublish",
         "take a volume from a path, which is removed",
         lambda verbs, parsed: verbs.unpublish(parsed.name, parsed.path),
     )
-    _add_name(unpublish)
+    add_name(unpublish)
     unpublish.add_argument("path", metavar="PATH", nargs="?", help="else from everywhere")
 
-    expand = _verb(
+    expand = verb(
         verbs,
         "expand",
         "make a volume larger, also while it is in use",
         lambda verbs, parsed: verbs.expand(parsed.name, parsed.size, parsed.key_file),
     )
-    _add_name(expand)
+    add_name(expand)
     _add_key_file(expand)
     expand.add_argument("size", metavar="SIZE", type=_size, help="the size that it shall have")
 
-    modify = _verb(
+    modify = verb(
         verbs,
         "modify",
         "change how a volume is read ahead, or how fast its RAID is rebuilt",
         lambda verbs, parsed: verbs.modify(parsed.name, dict(parsed.parameters)),
     )
-    _add_name(modify)
+    add_name(modify)
     modify.add_argument(
         "parameters",
         metavar="KEY=VALUE",
@@ -140,20 +122,20 @@ def add_volume(commands: Commands) -> None:
         " (a size each second and disk, 0 for none)",
     )
 
-    repair = _verb(
+    repair = verb(
         verbs,
         "repair",
         "make a volume whole again that lost a disk, or whose pool is damaged; wait until it is",
         lambda verbs, parsed: verbs.repair(parsed.name, pool_metadata=parsed.pool_metadata),
     )
-    _add_name(repair)
+    add_name(repair)
     repair.add_argument(
         "--pool-metadata",
         action="store_true",
         help="of a thin volume: have its pool's metadata written anew, if they are damaged",
     )
 
-    rekey = _verb(
+    rekey = verb(
         verbs,
         "rekey",
         "give an encrypted volume another key, or one more for recovery",
@@ -161,7 +143,7 @@ def add_volume(commands: Commands) -> None:
             parsed.key_file, parsed.new_key_file, recovery=parsed.recovery
         ),
     )
-    _add_name(rekey)
+    add_name(rekey)
     _add_key_file(rekey)
     rekey.add_argument(
         "--new-key-file", metavar="FILE", default="", help="with the new key; else it is asked for"
@@ -172,13 +154,16 @@ def add_volume(commands: Commands) -> None:
 
     _add_header(verbs)
 
-    delete = _verb(
+    transfers.add_receive(verbs)
+    transfers.add_move(verbs)
+
+    delete = verb(
         verbs,
         "delete",
         "overwrite and remove a volume",
         lambda verbs, parsed: verbs.delete(parsed.name, confirmed=parsed.yes),
     )
-    _add_name(delete)
+    add_name(delete)
     delete.add_argument("--yes", action="store_true", help="do not ask")
 
 
@@ -189,20 +174,20 @@ def _add_header(volume: Commands) -> None:
         "header", help=text, description=f"{text[0].upper()}{text[1:]}, without which it is lost."
     )
     verbs = header.add_subparsers(required=True, metavar="VERB")
-    show = _verb(
+    show = verb(
         verbs,
         "show",
         "show what the header says",
         lambda verbs, parsed: verbs.headers(parsed.name).show(),
     )
-    _add_name(show)
-    backup = _verb(
+    add_name(show)
+    backup = verb(
         verbs,
         "backup",
         "write the header, key slots and all, to a new file",
         lambda verbs, parsed: verbs.headers(parsed.name).back_up(parsed.file),
     )
-    restore = _verb(
+    restore = verb(
         verbs,
         "restore",
         "put the header of a file in place of the volume's, which is not open",
@@ -210,9 +195,9 @@ def _add_header(volume: Commands) -> None:
             parsed.file, is_open=verbs.is_open(parsed.name), confirmed=parsed.yes
         ),
     )
-    for verb in (backup, restore):
-        _add_name(verb)
-        verb.add_argument("file", metavar="FILE", help="where the copy is")
+    for one in (backup, restore):
+        add_name(one)
+        one.add_argument("file", metavar="FILE", help="where the copy is")
     restore.add_argument("--yes", action="store_true", help="do not ask")
 
 
@@ -226,13 +211,13 @@ def add_snapshot(commands: Commands) -> None:
     )
     verbs = snapshot.add_subparsers(required=True, metavar="VERB")
 
-    create = _verb(
+    create = verb(
         verbs,
         "create",
         "keep a volume as it is now",
         lambda verbs, parsed: verbs.take(parsed.volume, parsed.name, parsed.size),
     )
-    _add_name(create, dest="volume")
+    add_name(create, dest="volume")
     create.add_argument("name", metavar="NAME", help="the snapshot's name on this node")
     create.add_argument(
         "--size",
@@ -240,7 +225,7 @@ def add_snapshot(commands: Commands) -> None:
         help="the room for what the volume overwrites, such as 5GiB or 30%%; else the class's",
     )
 
-    listing = _verb(
+    listing = verb(
         verbs,
         "list",
         "show all snapshots",
@@ -248,13 +233,15 @@ def add_snapshot(commands: Commands) -> None:
     )
     _add_forms(listing)
 
-    delete = _verb(
+    transfers.add_send(verbs)
+
+    delete = verb(
         verbs,
         "delete",
         "delete a snapshot",
         lambda verbs, parsed: verbs.drop(parsed.name, confirmed=parsed.yes),
     )
-    _add_name(delete, "snapshot")
+    add_name(delete, "snapshot")
     delete.add_argument("--yes", action="store_true", help="do not ask")
 
 
@@ -267,7 +254,7 @@ def add_group(commands: Commands) -> None:
         " service.",
     )
     verbs = group.add_subparsers(required=True, metavar="VERB")
-    replace = _verb(
+    replace = verb(
         verbs,
         "replace-disk",
         "put a disk in the place of another, and wait until all that was on it is on the new one",
@@ -276,24 +263,6 @@ def add_group(commands: Commands) -> None:
     replace.add_argument("old", metavar="OLD", help="its path; of a missing disk its UUID")
     replace.add_argument("new", metavar="NEW", help="a vacant block device")
     replace.add_argument("--yes", action="store_true", help="do not ask")
-
-
-def _verb(
-    verbs: Commands, name: str, text: str, act: Callable[["Manual", argparse.Namespace], None]
-) -> argparse.ArgumentParser:
-    made = verbs.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    settings.add_arguments(made, ("endpoint",))
-    made.set_defaults(run=lambda parsed: _by_hand(parsed, act))
-    return made
-
-
-def _add_name(
-    verb: argparse._ActionsContainer, noun: str = "volume", dest: str = "name", text: str = ""
-) -> None:
-    metavar = noun.upper() if dest.startswith("-") else dest.upper()
-    action = verb.add_argument(dest, metavar=metavar, help=f"a {noun}'s name or id {text}".strip())
-    # Read by shtab: the functions that complete it.
-    vars(action)["complete"] = dict.fromkeys(SHELLS, f"_carver_{noun}s")
 
 
 def _add_key_file(verb: argparse.ArgumentParser) -> None:
@@ -306,18 +275,6 @@ def _add_forms(listing: argparse.ArgumentParser) -> None:
     form = listing.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="as JSON")
     form.add_argument("--names", action="store_true", help="their names alone, one a line")
-
-
-def _by_hand(
-    parsed: argparse.Namespace, act: Callable[["Manual", argparse.Namespace], None]
-) -> int:
-    from agent.cli import volumes
-    from agent.engine.host import this_host
-
-    config = settings.load(parsed, os.environ)
-    with volumes.connected(config, this_host(config)) as verbs:
-        act(verbs, parsed)
-    return 0
 
 
 def _parameters(parsed: argparse.Namespace) -> Mapping[str, str]:

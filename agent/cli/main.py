@@ -11,7 +11,8 @@ from importlib.metadata import version
 
 from agent import errors, log
 from agent.cli import arguments
-from agent.cli.arguments import Commands
+from agent.cli import words as vocabulary
+from agent.cli.words import Commands
 from agent.config import settings
 from lvm import errors as lvm_errors
 from mount import errors as mount_errors
@@ -126,7 +127,7 @@ def _add_completion(commands: Commands) -> None:
         " `carver completion bash > /etc/bash_completion.d/carver`, or"
         " `carver completion zsh > /usr/local/share/zsh/site-functions/_carver`.",
     )
-    completion.add_argument("shell", choices=tuple(arguments.SHELLS))
+    completion.add_argument("shell", choices=tuple(vocabulary.SHELLS))
     completion.set_defaults(run=_completion)
 
 
@@ -197,7 +198,7 @@ def _orphans(parsed: argparse.Namespace) -> int:
 def _completion(parsed: argparse.Namespace) -> int:
     import shtab
 
-    print(shtab.complete(parser(), shell=parsed.shell, preamble=arguments.SHELLS[parsed.shell]))
+    print(shtab.complete(parser(), shell=parsed.shell, preamble=vocabulary.SHELLS[parsed.shell]))
     return 0
 
 

@@ -2,12 +2,21 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.prompt import Confirm
 from rich.table import Table
 from rich.text import Text
@@ -188,3 +197,19 @@ def confirmed(question: str) -> bool:
     """Whether the user says yes; who cannot be asked says no."""
     asked = console()
     return asked.is_terminal and Confirm.ask(question, console=asked, default=False)
+
+
+@contextmanager
+def progress(what: str, start_bytes: int, size_bytes: int) -> Iterator[Callable[[int], None]]:
+    """A bar on the standard error, with rate and time left; gives what is told how far it is."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(what, total=size_bytes - start_bytes)
+        yield lambda offset_bytes: bars.update(task, completed=offset_bytes - start_bytes)

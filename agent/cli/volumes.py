@@ -42,9 +42,9 @@ class Manual:
     """The verbs, on one service; each prints what it did. Raises CallRefused, and what it says."""
 
     def __init__(self, caller: Client, settings: Config, host: Host) -> None:
-        self._caller = caller
+        self.caller = caller
         self._staging = settings.endpoint.parent / _STAGING
-        self._host = host
+        self.host = host
 
     def create(
         self,
@@ -65,12 +65,12 @@ class Manual:
         capability = client.block() if raw else client.mounted()
         source = None
         if snapshot:
-            source = client.of_snapshot(self._find_snapshot(snapshot).snapshot_id)
+            source = client.of_snapshot(self.find_snapshot(snapshot).snapshot_id)
         elif volume:
-            source = client.of_volume(self._find(volume).volume_id)
+            source = client.of_volume(self.find(volume).volume_id)
         while True:
             try:
-                made = self._caller.create(
+                made = self.caller.create(
                     name, size_bytes, capability, parameters=parameters, source=source
                 )
                 break
@@ -83,11 +83,11 @@ class Manual:
 
     def show_all(self, *, as_json: bool, names_only: bool) -> None:
         """Show all volumes."""
-        found = self._caller.volumes()
+        found = self.caller.volumes()
         if names_only:
             print(*map(_name, found), sep="\n")
             return
-        ill = {one.volume_id: one for one in self._caller.unhealthy()}
+        ill = {one.volume_id: one for one in self.caller.unhealthy()}
         health = [ill.get(one.volume_id, csi.VolumeHealth()) for one in found]
         if as_json:
             print(_json([_told(*one) for one in zip(found, health, strict=True)]))
@@ -106,8 +106,8 @@ class Manual:
 
     def show(self, name: str, *, as_json: bool) -> None:
         """Show one volume, and where it is."""
-        answer = self._caller.volume(self._find(name).volume_id)
-        told = _told(answer.volume, self._caller.volume_health(answer.volume.volume_id))
+        answer = self.caller.volume(self.find(name).volume_id)
+        told = _told(answer.volume, self.caller.volume_health(answer.volume.volume_id))
         told["places"] = [str(one) for one in self._places(answer.volume)]
         if as_json:
             print(_json(told))
@@ -121,59 +121,59 @@ class Manual:
         self, name: str, path: str, *, read_only: bool, shared: bool, key_file: str = ""
     ) -> None:
         """Stage a volume, which formats it the first time, and have it appear at a path."""
-        volume, place = self._find(name), Path(path).absolute()
+        volume, place = self.find(name), Path(path).absolute()
         staging = self._staged(volume)
         mode = client.Mode.SINGLE_NODE_MULTI_WRITER if shared else client.Mode.SINGLE_NODE_WRITER
         capability = client.mounted(mode=mode)
-        if not self._caller.confirms(volume.volume_id, capability):
+        if not self.caller.confirms(volume.volume_id, capability):
             # It was made for raw block access; where something else is wrong, the call will say so.
             capability = client.block(mode)
         staging.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._caller.stage(volume, staging, capability, _secrets(key_file))
-        self._caller.publish(volume, staging, place, capability, read_only=read_only)
+        self.caller.stage(volume, staging, capability, _secrets(key_file))
+        self.caller.publish(volume, staging, place, capability, read_only=read_only)
         print(f"{name} is at {place}")
 
     def unpublish(self, name: str, path: str | None) -> None:
         """Take a volume from a path, or from all; unstage it when it is at none."""
-        volume = self._find(name)
+        volume = self.find(name)
         staging = self._staged(volume)
         given = [Path(path).absolute()] if path else self._published(volume, staging)
         for place in given:
-            self._caller.unpublish(volume.volume_id, place)
+            self.caller.unpublish(volume.volume_id, place)
             print(f"{name} is no longer at {place}")
         if not self._published(volume, staging):
-            self._caller.unstage(volume.volume_id, staging)
+            self.caller.unstage(volume.volume_id, staging)
             with suppress(FileNotFoundError):
                 staging.rmdir()
 
     def expand(self, name: str, size_bytes: int, key_file: str = "") -> None:
         """Grow a volume, and what lies on it where it is in use."""
-        volume = self._find(name)
+        volume = self.find(name)
         places = self._places(volume)
-        if self._caller.can_expand():
-            self._caller.expand(volume.volume_id, size_bytes)
+        if self.caller.can_expand():
+            self.caller.expand(volume.volume_id, size_bytes)
         elif not places:
             raise errors.NotPublished(name)
         for place in places[:1]:
-            self._caller.node_expand(volume.volume_id, place, size_bytes, _secrets(key_file))
-        grown = self._caller.volume(volume.volume_id).volume
+            self.caller.node_expand(volume.volume_id, place, size_bytes, _secrets(key_file))
+        grown = self.caller.volume(volume.volume_id).volume
         print(f"{name}: {terminal.human(grown.capacity_bytes)}")
 
     def headers(self, name: str) -> Headers:
         """The header of an encrypted volume; raises NotStaged where the volume is not active."""
         device = self._device(name)
         waits = cryptsetup.has_udev()
-        program = Cryptsetup(self._host.run, waits_for_udev=waits)
-        return Headers(name, self._host.kernel, device, program)
+        program = Cryptsetup(self.host.run, waits_for_udev=waits)
+        return Headers(name, self.host.kernel, device, program)
 
     def is_open(self, name: str) -> bool:
         """Whether an encrypted volume is open."""
-        return self._host.devices.mapping(self._device(name)) is not None
+        return self.host.devices.mapping(self._device(name)) is not None
 
     def _device(self, name: str) -> Device:
         """The logical volume's own device."""
-        known = VolumeId.parse(self._find(name).volume_id)
-        device = self._host.devices.find(known.group, known.name) if known else None
+        known = VolumeId.parse(self.find(name).volume_id)
+        device = self.host.devices.find(known.group, known.name) if known else None
         if device is None:
             why = "its logical volume is not active (`lvchange -ay -K`)"
             raise errors.NotStaged(name, why)
@@ -181,20 +181,20 @@ class Manual:
 
     def modify(self, name: str, parameters: Mapping[str, str]) -> None:
         """Change what of a volume may be changed while it is in use."""
-        self._caller.modify(self._find(name).volume_id, parameters)
+        self.caller.modify(self.find(name).volume_id, parameters)
         print(f"{name}: {', '.join(f'{key}={value}' for key, value in parameters.items())}")
 
     def repair(self, name: str, *, pool_metadata: bool) -> None:
         """Make a volume whole again, and wait until it is."""
-        volume_id = self._find(name).volume_id
-        self._until_done(lambda: self._caller.repair(volume_id, pool_metadata=pool_metadata))
+        volume_id = self.find(name).volume_id
+        self._until_done(lambda: self.caller.repair(volume_id, pool_metadata=pool_metadata))
 
     def replace_disk(self, old: str, new: str, *, confirmed: bool) -> None:
         """Put a disk in the place of another, and wait until all volumes are in sync."""
         asked = f"Make {new} a disk of the group, and take {old} out of it?"
         if not confirmed and not terminal.confirmed(asked):
             raise errors.NotConfirmed(new, "taken")
-        self._until_done(lambda: self._caller.replace_disk(old, new))
+        self._until_done(lambda: self.caller.replace_disk(old, new))
 
     @staticmethod
     def _until_done(step: Callable[[], tuple[bool, str]]) -> None:
@@ -216,23 +216,23 @@ class Manual:
 
     def delete(self, name: str, *, confirmed: bool) -> None:
         """Overwrite and remove a volume, if that is what the user wants."""
-        volume = self._find(name)
+        volume = self.find(name)
         size = terminal.human(volume.capacity_bytes)
         if not confirmed and not terminal.confirmed(f"Delete {name}, {size}, and all its data?"):
             raise errors.NotConfirmed(name)
-        self._caller.delete(volume.volume_id)
+        self.caller.delete(volume.volume_id)
         print(f"{name} is deleted")
 
     def take(self, volume_name: str, name: str, size: str) -> None:
         """Take a snapshot; `size` is of the area for what the volume overwrites, or empty."""
-        volume = self._find(volume_name)
+        volume = self.find(volume_name)
         parameters = {"size": size} if size else {}
-        made = self._caller.snapshot(name, volume.volume_id, parameters)
+        made = self.caller.snapshot(name, volume.volume_id, parameters)
         print(f"{name}: {volume_name} as it is now, {made.snapshot_id}")
 
     def show_snapshots(self, *, as_json: bool, names_only: bool) -> None:
         """Show all snapshots."""
-        found = [_told_snapshot(one) for one in self._caller.snapshots()]
+        found = [_told_snapshot(one) for one in self.caller.snapshots()]
         if names_only:
             print(*(one["name"] for one in found), sep="\n")
         elif as_json:
@@ -247,24 +247,24 @@ class Manual:
 
     def drop(self, name: str, *, confirmed: bool) -> None:
         """Delete a snapshot, if that is what the user wants."""
-        snapshot = self._find_snapshot(name)
+        snapshot = self.find_snapshot(name)
         if not confirmed and not terminal.confirmed(f"Delete snapshot {name}?"):
             raise errors.NotConfirmed(name)
-        self._caller.delete_snapshot(snapshot.snapshot_id)
+        self.caller.delete_snapshot(snapshot.snapshot_id)
         print(f"{name} is deleted")
 
-    def _find(self, name: str) -> csi.Volume:
+    def find(self, name: str) -> csi.Volume:
         """The volume of that name, logical volume or id; raises NoSuchVolume."""
         logical = names.logical_volume(ids.VOLUME_PREFIX, name)
-        for one in self._caller.volumes():
+        for one in self.caller.volumes():
             if name == one.volume_id or _logical(one) in (logical, name):
                 return one
         raise errors.NoSuchVolume(name)
 
-    def _find_snapshot(self, name: str) -> csi.Snapshot:
+    def find_snapshot(self, name: str) -> csi.Snapshot:
         """The snapshot of that name, logical volume or id; raises NoSuchSnapshot."""
         wanted = names.logical_volume(ids.SNAPSHOT_PREFIX, name)
-        for one in self._caller.snapshots():
+        for one in self.caller.snapshots():
             if name == one.snapshot_id or ids.logical_name(one.snapshot_id) in (wanted, name):
                 return one
         raise errors.NoSuchSnapshot(name)
@@ -272,11 +272,11 @@ class Manual:
     def _places(self, volume: csi.Volume) -> list[Path]:
         """Where the volume is, staging path and all."""
         known = VolumeId.parse(volume.volume_id)
-        device = self._host.devices.find(known.group, known.name) if known else None
+        device = self.host.devices.find(known.group, known.name) if known else None
         if device is None:
             return []
-        kernel = self._host.kernel
-        used = self._host.devices.mapping(device) or device
+        kernel = self.host.kernel
+        used = self.host.devices.mapping(device) or device
         return [Path(one.path) for one in users.places(kernel, table.read(kernel), used)]
 
     def _published(self, volume: csi.Volume, staging: Path) -> list[Path]:
@@ -311,7 +311,7 @@ def _logical(volume: csi.Volume) -> str:
 
 def _name(volume: csi.Volume) -> str:
     """What a person may call the volume by: its name, or the logical volume where it has a hash."""
-    return names.readable(ids.VOLUME_PREFIX, _logical(volume))
+    return ids.readable_name(volume.volume_id)
 
 
 def _told(volume: csi.Volume, health: csi.VolumeHealth) -> dict[str, Any]:

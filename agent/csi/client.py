@@ -1,6 +1,6 @@
 """Call a CSI plugin over its socket, as kubelet and the provisioner do."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -14,6 +14,15 @@ from proto import csi_pb2_grpc
 # What CSI has no call for: agent/csi/operator.py.
 OPERATOR = "carver.v1.Operator"
 REPAIR_VOLUME, REPLACE_DISK = "RepairVolume", "ReplaceDisk"
+
+# The same, for volumes that come and go as streams: agent/csi/transfer.py.
+TRANSFER = "carver.v1.Transfer"
+TRANSFER_CALLS = (
+    "OpenSnapshot",
+    *("ReceiveStatus", "BeginReceive", "RecordReceive", "EndReceive", "FinishReceive"),
+    *("OpenReceived", "AbortReceive", "WithdrawReceive"),
+    *("MoveStatus", "BeginMove", "HoldMove", "ReleaseMove", "CommitMove", "UndoMove", "FinishMove"),
+)
 
 Mode = csi.VolumeCapability.AccessMode.Mode
 
@@ -69,13 +78,19 @@ class Client:
         self.identity = csi_pb2_grpc.IdentityStub(self._channel)
         self.controller = csi_pb2_grpc.ControllerStub(self._channel)
         self.group_controller = csi_pb2_grpc.GroupControllerStub(self._channel)
-        self.snapshot_metadata = csi_pb2_grpc.SnapshotMetadataStub(self._channel)
         self.node = csi_pb2_grpc.NodeStub(self._channel)
+        self.snapshot_metadata = csi_pb2_grpc.SnapshotMetadataStub(self._channel)
         self._operator = {
             name: self._channel.unary_unary(
                 f"/{OPERATOR}/{name}", Struct.SerializeToString, Struct.FromString
             )
             for name in (REPAIR_VOLUME, REPLACE_DISK)
+        }
+        self._transfer = {
+            name: self._channel.unary_unary(
+                f"/{TRANSFER}/{name}", Struct.SerializeToString, Struct.FromString
+            )
+            for name in TRANSFER_CALLS
         }
 
     def __enter__(self) -> Self:
@@ -345,6 +360,36 @@ class Client:
         request.update(words)
         answer = self._operator[method](request, timeout=self._timeout)
         return bool(answer["done"]), str(answer["message"])
+
+    def transfer(self, method: str, **words: str) -> dict[str, str]:
+        """A call of agent/csi/transfer.py; what it answers."""
+        request = Struct()
+        request.update(words)
+        answer = self._transfer[method](request, timeout=self._timeout)
+        return {key: str(value) for key, value in answer.items()}
+
+    def blocks(
+        self, snapshot_id: str, base_snapshot_id: str = "", offset_bytes: int = 0
+    ) -> Iterator[tuple[int, int]]:
+        """What a snapshot holds, or how it differs from an older one: offsets and lengths."""
+        answers: Iterable[csi.GetMetadataAllocatedResponse | csi.GetMetadataDeltaResponse]
+        if base_snapshot_id:
+            answers = self.snapshot_metadata.GetMetadataDelta(
+                csi.GetMetadataDeltaRequest(
+                    base_snapshot_id=base_snapshot_id,
+                    target_snapshot_id=snapshot_id,
+                    starting_offset=offset_bytes,
+                )
+            )
+        else:
+            answers = self.snapshot_metadata.GetMetadataAllocated(
+                csi.GetMetadataAllocatedRequest(
+                    snapshot_id=snapshot_id, starting_offset=offset_bytes
+                )
+            )
+        for answer in answers:
+            for one in answer.block_metadata:
+                yield one.byte_offset, one.size_bytes
 
     def node_expand(
         self,

@@ -341,13 +341,14 @@ class Inventory:
     def usable(self, known: report.Report, volume_id: str) -> Volume:
         """The volume of that id, as CreateVolume made it; one that was deleted is not there.
 
-        Raises NoSuchVolume, OtherGroup, and Copying for one that is not complete.
+        Raises NoSuchVolume, OtherGroup, Copying for one that is not complete, Receiving, Moved.
         """
         volume = self.get(known, volume_id)
         if volume.wiping or volume.is_ephemeral:
             raise errors.NoSuchVolume(volume_id)
         if volume.copying:
             raise errors.Copying(volume_id, "it is not complete")
+        require_own(volume)
         return volume
 
     def device(self, volume_id: str) -> devices.Device | None:
@@ -438,6 +439,14 @@ class Inventory:
         """Whether an active snapshot was lost until now, as device-mapper says; no command."""
         told = self.status(snapshot.group.name, snapshot.name)
         return devicemapper.has_overflowed(told)
+
+
+def require_own(volume: Volume) -> None:
+    """Raise Receiving or Moved for what is no volume of this node yet, or any more."""
+    if volume.receiving:
+        raise errors.Receiving(str(volume.id))
+    if volume.moved:
+        raise errors.Moved(str(volume.id), volume.facts.get(fact.MOVE_TO, "another node"))
 
 
 def _is_recent(engine: Engine) -> bool:

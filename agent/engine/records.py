@@ -99,12 +99,33 @@ class Volume:
     @property
     def is_listed(self) -> bool:
         """Whether it is a volume for the callers of the Controller."""
-        return not (self.wiping or self.copying or self.is_ephemeral)
+        is_here = not (self.wiping or self.copying or self.receiving or self.moved)
+        return is_here and not self.is_ephemeral
 
     @property
     def copying(self) -> bool:
         """Whether it has not yet what it shall be made of; then it is no volume yet."""
         return self.facts.get(fact.STATE) == fact.COPYING
+
+    @property
+    def receiving(self) -> bool:
+        """Whether it comes as a stream, and is not finished; then it is no volume yet."""
+        return self.facts.get(fact.STATE) == fact.RECEIVING
+
+    @property
+    def moved(self) -> bool:
+        """Whether it is another node's now, and kept here until that is final."""
+        return self.facts.get(fact.STATE) == fact.MOVED
+
+    @property
+    def content_bytes(self) -> int:
+        """Of one that comes as a stream: the bytes of what it holds whole; 0 before."""
+        return _number(self.facts, fact.CONTENT)
+
+    @property
+    def offset_bytes(self) -> int:
+        """Of one that comes as a stream: up to which byte it is there."""
+        return _number(self.facts, fact.OFFSET)
 
     @property
     def wiping(self) -> bool:

@@ -86,7 +86,8 @@ class Candidate:
 def of_volumes(inventory: Inventory, known: report.Report, needs: "Needs") -> Iterator[Candidate]:
     """Carver's volumes, by their tags, that nothing in the cluster needs."""
     for one in inventory.present(known):
-        if one.wiping:
+        # What comes from another node, or went there, is an operator's.
+        if one.wiping or one.receiving or one.moved:
             continue
         if one.is_ephemeral:
             if _lacks_its_pod(one, needs):

@@ -14,6 +14,7 @@ from agent.engine import users
 from agent.engine.mappings import Mappings
 from agent.engine.means import Means
 from agent.engine.records import Volume
+from agent.engine.withheld import Withheld
 from agent.publish.formatting import Chores
 from agent.publish.opening import Opening
 from agent.requests.capabilities import BLOCK, MULTI_WRITER
@@ -51,6 +52,7 @@ class Access:
         wiper: Wiper,
         copier: Copier,
         expander: Expander,
+        withheld: Withheld,
     ) -> None:
         self._run = means.run
         self._engines, self._kernel = means.engines, means.kernel
@@ -60,6 +62,7 @@ class Access:
         self._expander = expander
         self._mappings = Mappings(means)
         self._opening = Opening(means, self._mappings)
+        self._withheld = withheld
         self._chores = Chores()
         # The directories in which kubelet may have volumes mounted.
         self._inside = means.config.kubelet_dir
@@ -246,7 +249,11 @@ class Access:
         return Statistics(usage.device_size_bytes(self._kernel, device.path), None)
 
     def check(self, volume_id: str) -> None:
-        """Raise NoSuchVolume, Copying for what is no volume now, also before a report says so."""
+        """Raise NoSuchVolume, Copying, Receiving, Moved for what is no volume now.
+
+        Also before a report says so.
+        """
+        self._withheld.require_free(volume_id)
         if self._wiper.is_deleting(volume_id):
             raise errors.NoSuchVolume(volume_id)
         if self._copier.is_copying(volume_id):
@@ -374,5 +381,5 @@ class Access:
 
 def _may_be_larger(volume: Volume | None) -> bool:
     """Whether a volume may be larger than its file system; so may one of which nothing is known."""
-    # Than what was copied to it, or than it was when it was staged before.
-    return volume is None or bool({fact.FROM, fact.WANTED} & volume.facts.keys())
+    # Than what was copied or sent to it, or than it was when it was staged before.
+    return volume is None or bool({fact.FROM, fact.WANTED, fact.RECEIVED} & volume.facts.keys())

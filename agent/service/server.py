@@ -27,6 +27,7 @@ from agent.csi.interceptor import Interceptor
 from agent.csi.node import Node
 from agent.csi.operator import Operator
 from agent.csi.snapshot_metadata import SnapshotMetadata
+from agent.csi.transfer import Transfer
 from agent.delta.delta import Delta
 from agent.engine import sources, suspension
 from agent.engine.engines import Engines
@@ -35,6 +36,7 @@ from agent.engine.inventory import Inventory
 from agent.engine.means import Means
 from agent.engine.refresh import Watch
 from agent.engine.sources import Foundations
+from agent.engine.withheld import Withheld
 from agent.health import preflight, verdicts
 from agent.health.conditions import Diagnosis
 from agent.health.readiness import Readiness
@@ -47,6 +49,9 @@ from agent.service import monitor
 from agent.service.beginning import Beginning
 from agent.service.registration import Registration
 from agent.service.resumption import Resumption
+from agent.transfer.moving import Mover
+from agent.transfer.receiving import Receiver
+from agent.transfer.sending import Sender
 from agent.volumes.copying import Copier
 from agent.volumes.expansion import Expander
 from agent.volumes.group_snapshots import GroupSnapshotter
@@ -114,11 +119,18 @@ class Service:
             means, host.devices, snapshotter, self.wiper, locks
         )
         self.copier = Copier(means, snapshotter)
-        provision = Provisioner(means, self.wiper, self.reclaimer, self.copier)
+        withheld = self.withheld = Withheld()
+        provision = Provisioner(means, self.wiper, self.reclaimer, self.copier, withheld)
         diagnosis = self.diagnosis = Diagnosis(host.kernel, host.devices, known)
         self.zeroer = Zeroer(means)
         expander = Expander(means, self.zeroer)
-        access = Access(means, self.wiper, self.copier, expander)
+        access = Access(means, self.wiper, self.copier, expander, withheld)
+        transfer = Transfer(
+            Sender(means),
+            Receiver(means, provision, self.reclaimer, withheld),
+            Mover(means, provision, withheld),
+            locks,
+        )
         health = VolumesHealth(
             host.kernel, engines, known, diagnosis, access.check, config.kubelet_dir
         )
@@ -134,7 +146,7 @@ class Service:
             ThreadPoolExecutor(admission.THREADS, thread_name_prefix="rpc"),
             interceptors=[Interceptor(observe, self.admission)],
         )
-        self._server.add_generic_rpc_handlers((operator.handler(),))
+        self._server.add_generic_rpc_handlers((operator.handler(), transfer.handler()))
         csi_pb2_grpc.add_IdentityServicer_to_server(
             Identity(self.readiness, config.driver_name), self._server
         )
@@ -347,6 +359,7 @@ def resume(service: Service, *groups: str) -> None:
         service.inventory.read(*groups)
     except errors.GroupRefused:
         return  # told by the engine, and by each call
+    service.withheld.resume(service.inventory, *groups)
     steps = {
         "wipes": service.wiper.resume,
         "empty pools": service.reclaimer.resume,

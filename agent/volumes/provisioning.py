@@ -10,9 +10,11 @@ from agent import errors, fact, ids
 from agent.config.classes import DeviceClass
 from agent.engine import users
 from agent.engine.allocation import Carvings, pool_name
+from agent.engine.inventory import require_own
 from agent.engine.mappings import Mappings
 from agent.engine.means import Means
 from agent.engine.records import Snapshot, Volume
+from agent.engine.withheld import Withheld
 from agent.ids import VolumeId
 from agent.requests import keys, pages
 from agent.requests.capabilities import BLOCK, MOUNT, Capability
@@ -60,13 +62,21 @@ Admit = Callable[[report.Report, int], None]
 class Provisioner:
     """Carries out the Controller's calls on this node's groups."""
 
-    def __init__(self, means: Means, wiper: Wiper, reclaimer: Reclaimer, copier: Copier) -> None:
+    def __init__(
+        self,
+        means: Means,
+        wiper: Wiper,
+        reclaimer: Reclaimer,
+        copier: Copier,
+        withheld: Withheld,
+    ) -> None:
         self._config = means.config
         self._engines, self._kernel = means.engines, means.kernel
         self._inventory = means.inventory
         self._wiper = wiper
         self._reclaimer = reclaimer
         self._copier = copier
+        self._withheld = withheld
         self._carvings = Carvings(means.config.classes, means.inventory)
         self._mappings = Mappings(means)
 
@@ -120,6 +130,7 @@ class Provisioner:
         """The volume that is there, if it is what is asked for now."""
         if found.wiping:
             raise errors.OperationPending(f"{found.id} (being wiped)")
+        require_own(found)
         told = call.source.id if call.source is not None else ""
         if (was := found.facts.get(fact.FROM, "")) != told:
             raise errors.Incompatible(
@@ -195,15 +206,16 @@ class Provisioner:
         one = self._device_class("volume_context", parameters)
         return with_defaults(parameters, [capability], one)
 
-    def delete(self, volume_id: str) -> None:
+    def delete(self, volume_id: str, *, received: bool = False, moved: bool = False) -> None:
         """Wipe and remove a volume; no volume of that id is no error.
 
+        One that is being `received`, or was `moved`, goes only where the caller says that it is.
         A wipe that takes long goes on behind the answer: see agent/workers/wiping.py, and for thin
         volumes agent/workers/pool_removal.py.
         """
         try:
             with self._copier.halted(volume_id):
-                self._delete(volume_id)
+                self._delete(volume_id, received=received, moved=moved)
         except errors.NoSuchVolume:
             return
 
@@ -213,12 +225,15 @@ class Provisioner:
             return False
         return bool(users.mounted_at(self._kernel, self._inventory, volume_id))
 
-    def _delete(self, volume_id: str) -> None:
+    def _delete(self, volume_id: str, *, received: bool, moved: bool) -> None:
         # So that of two that go at once, one sees that it is the last of its pool.
         group = ids.group_of(volume_id)
         with self._engines.hold(group):
             known = self._inventory.awake(group)
             volume = self._inventory.get(known, volume_id)
+            if not (received or moved):
+                self._withheld.require_free(volume_id)
+                require_own(volume)
             if copies := self._inventory.copies_of(known, volume_id):
                 raise errors.VolumeInUse(volume_id, f"{', '.join(copies)} is copied from it")
             if held := volume.kept_snapshots:

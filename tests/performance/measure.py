@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import agent  # noqa: F401  isort: skip
 
 import grpc
-from performance import bare, document, group, rows, service, tables
+from performance import bare, document, group, rows, service, streamed, tables
 from performance.bare import Bare
 from performance.group import Group
 from performance.rounds import Time
@@ -215,6 +215,8 @@ class Pass:
                     self._ask(carver, samples, self._questions(carver, life))
                     steps = [*begun(life, by_hand)[1:], *rest(life, by_hand)]
                     self._side_by_side(carver, samples, steps, number)
+            self._say("what changed, as a stream")
+            streamed.measure(carver.client, self._place / "csi.sock", _ROUNDS_AMONG_MANY, samples)
         probe = counts.commands[rows.PROBE]
         return samples, [
             *rows.of_value(rows.PROBE, _ms(samples, rows.PROBE), probe),

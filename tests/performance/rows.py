@@ -24,6 +24,7 @@ ALLOCATED, CHANGED = "GetMetadataAllocated of 256 MiB", "GetMetadataDelta, 64 Mi
 CAPACITY, GET_VOLUME = "GetCapacity", "ControllerGetVolume"
 LIST = "ListVolumes of 100"
 PROBE, TRIVIAL = "Probe", "GetPluginInfo"
+SENT, DD = "96 MiB of changes, sent and received", "dd of the same blocks"
 LIFE = "a volume's whole life"
 # Of its life, without what not every volume meets.
 LIVED = (CREATE, STAGE, PUBLISH, STATS, UNPUBLISH, UNSTAGE, DELETE)
@@ -40,6 +41,7 @@ BESIDE = {
     UNPUBLISH: UNBIND,
     UNSTAGE: UMOUNT,
     DELETE: LVREMOVE,
+    SENT: DD,
     ALLOCATED: READ,
     CHANGED: READ_BOTH,
 }
@@ -93,6 +95,8 @@ PROMISES = (
     Promise(UNPUBLISH, UNBIND, target=1.2, before=_once(2.3, 3.7)),
     Promise(UNSTAGE, UMOUNT, target=1.2, before=_once(1.3, 2.2)),
     Promise(DELETE, LVREMOVE, target=1.0, before=_once(2.1, 3.1)),
+    # No less than 0.8 times dd's rate.
+    Promise(SENT, DD, target=1.25),
     Promise(ALLOCATED, READ),
     Promise(CHANGED, READ_BOTH),
     Promise(LIFE, "the same by hand", target=0.9, before=_once(2.95)),

@@ -127,7 +127,7 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
         self.left, self._open = times, os.open
         monkeypatch.setattr("mount.syscalls.os.open", self)
-        monkeypatch.setattr("mount.syscalls._BUSY_SECONDS", 0)
+        monkeypatch.setattr("mount.blocks._BUSY_SECONDS", 0)
 
     def __call__(
         self, path: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None

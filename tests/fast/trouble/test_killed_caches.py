@@ -60,7 +60,7 @@ class Trial:
     def run(self, switch: Switch) -> list[str]:
         """Make the call in a process of its own; the steps that it took."""
         self.machine.stop()
-        self.machine.grace_seconds = 0.2 if switch._stop_at >= 0 else 30
+        self.machine.grace_seconds = 0.2 if switch.stop_at >= 0 else 30
         self.machine.start(switch)
         self.machine.call(self.call)
         return switch.taken

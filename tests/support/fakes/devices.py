@@ -60,7 +60,9 @@ class Media:
     def part(self, offset_bytes: int, length_bytes: int) -> dict[int, bytes]:
         """The blocks that were written in a range, by their numbers."""
         first, last = offset_bytes // BLOCK_BYTES, (offset_bytes + length_bytes) // BLOCK_BYTES
-        return {number: data for number, data in self.blocks.items() if first <= number < last}
+        # As a list: several threads write at once.
+        every = list(self.blocks.items())
+        return {number: data for number, data in every if first <= number < last}
 
     def erase(self, offset_bytes: int, length_bytes: int) -> None:
         """Zeroes in place of data, in the disk's cache."""
@@ -96,6 +98,8 @@ class FakeDevice:
     block_bytes: int = 512
     unreadable: bool = False
     held: int = 0
+    # How many have it open to read, which keeps nobody from having it alone.
+    readers: int = 0
     mounted: int = 0
     swap: bool = False
     partitions: list[str] = field(default_factory=list)
@@ -199,7 +203,9 @@ class FakeDevices:
 
     def is_open(self, path: str) -> bool:
         device = self.get(path)
-        return bool(device.mounted or device.held or device.swap or device.holders)
+        return bool(
+            device.mounted or device.held or device.readers or device.swap or device.holders
+        )
 
     def remove(self, path: str) -> None:
         """The device goes with its links; EBUSY while it is mounted or held."""

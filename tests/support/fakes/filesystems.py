@@ -4,11 +4,12 @@ Each takes all words of a command, the program first. Words that the real progra
 Carver fail the test: what is not faked was not meant.
 """
 
+import json
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from fakes.devices import BTRFS_SUPERBLOCK_AT, FakeDevice, FakeDevices
+from fakes.devices import BLOCK_BYTES, BTRFS_SUPERBLOCK_AT, FakeDevice, FakeDevices, Media
 
 from mount import btrfs
 from mount.filesystem import FILE_SYSTEMS, Signature
@@ -44,6 +45,28 @@ def tags(device: FakeDevice) -> dict[str, str]:
         return {"PTUUID": found.uuid, "PTTYPE": found.fs_type}
     label = {"LABEL": found.label} if found.label else {}
     return {"UUID": found.uuid, "TYPE": found.fs_type, "USAGE": found.usage, **label}
+
+
+_SUPERBLOCK = b"a file system, as a fake has it: "
+
+
+def superblock(media: Media) -> bytes:
+    """The first block of a device with a file system, for who copies it by reading."""
+    assert media.contents is not None
+    told = [asdict(media.contents), media.fs_size_bytes, media.damage]
+    return (_SUPERBLOCK + json.dumps(told).encode()).ljust(BLOCK_BYTES, b"\0")
+
+
+def restore(media: Media, block: bytes) -> bytes:
+    """What such a block says, put on another medium; the block as that has it."""
+    if not block.startswith(_SUPERBLOCK):
+        media.contents = None
+        return block
+    told, media.fs_size_bytes, media.damage = json.loads(
+        block.removeprefix(_SUPERBLOCK).rstrip(b"\0")
+    )
+    media.contents = Signature(**told)
+    return block
 
 
 def mkfs(words: Sequence[str], devices: FakeDevices) -> Result:
@@ -97,6 +120,7 @@ def _write(device: FakeDevice, fs_type: str, options: Sequence[str]) -> None:
     if fs_type == "btrfs":
         device.media.write(BTRFS_SUPERBLOCK_AT, _superblock(identity))
     device.media.fs_size_bytes = device.size_bytes
+    device.media.write(0, superblock(device.media))
 
 
 def _superblock(identity: uuid.UUID) -> bytes:

@@ -24,6 +24,7 @@ from fakes.devices import (
     Media,
 )
 
+from mount.blocks import Opened
 from mount.options import CONTEXT, FILE_SYSTEM_DATA, SUPERBLOCK
 from mount.reading import PIECE_BYTES, Reader
 from mount.syscalls import Kernel, LoopStatus, XfsGeometry
@@ -338,6 +339,21 @@ class FakeKernel(Kernel):
         if end == written.size_bytes:
             written.media.residue = False
 
+    @contextmanager
+    def opened(self, device: str, *, to_write: bool = False) -> Iterator[Opened]:
+        found = self._present(device)
+        if to_write and (found.mounted or found.held):
+            _fail(errno.EBUSY, device)
+        if to_write and found.read_only:
+            _fail(errno.EACCES, device)
+        found.held += to_write
+        found.readers += not to_write
+        try:
+            yield _Opened(found)
+        finally:
+            found.held -= to_write
+            found.readers -= not to_write
+
     # Loop devices
 
     def loop_devices(self) -> list[str]:
@@ -514,6 +530,49 @@ class FakeKernel(Kernel):
         if device not in self._loops:
             _fail(errno.ENXIO, device)
         return self._loops[device]
+
+
+class _Opened(Opened):
+    """A device in memory that is open. Its first block tells what file system it has, if any."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__(device.path, -1)
+        self._node = device
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        media = self._node.media
+        if media.unreadable or offset_bytes + length_bytes > self._node.size_bytes:
+            _fail(errno.EIO, self._node.path)
+        first, end = offset_bytes // BLOCK_BYTES, -(-(offset_bytes + length_bytes) // BLOCK_BYTES)
+        data = media.read(first * BLOCK_BYTES, (end - first) * BLOCK_BYTES)
+        if not first and media.contents is not None:
+            data = filesystems.superblock(media) + data[BLOCK_BYTES:]
+        start = offset_bytes - first * BLOCK_BYTES
+        return data[start : start + length_bytes]
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        assert self._node.held
+        if offset_bytes + len(data) > self._node.size_bytes:
+            _fail(errno.ENOSPC, self._node.path)
+        if not offset_bytes:
+            data = filesystems.restore(self._node.media, data[:BLOCK_BYTES]) + data[BLOCK_BYTES:]
+        self._node.media.write(offset_bytes, data)
+
+    def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
+        assert self._node.held
+        if offset_bytes + length_bytes > self._node.size_bytes:
+            _fail(errno.EINVAL, self._node.path)
+        self._node.media.erase(offset_bytes, length_bytes)
+        if not offset_bytes:
+            self._node.contents = None
+        if offset_bytes + length_bytes == self._node.size_bytes:
+            self._node.media.residue = False
+
+    def flush(self) -> None:
+        self._node.media.flush()
+
+    def forget(self, offset_bytes: int, length_bytes: int) -> None:
+        pass
 
 
 def render(mount: Mount) -> str:

@@ -80,7 +80,7 @@ class Machine:
         # What is put off is to be seen, and a refusal is not to take its time.
         self.service.locks.grace_seconds = 0
         service = self.service
-        switch.on_death = lambda: _die(service)
+        switch.on_death = lambda: die(service)
         with (
             suspension.left(host.devices, [self.group]) as held,
             self.service.inventory.holding(held),
@@ -391,7 +391,7 @@ def _described(
         yield name, one.size_bytes, formatted, state, one.active, ahead
 
 
-def _die(service: Service) -> None:
+def die(service: Service) -> None:
     """What the end of the process itself would do: the socket answers no more, no timer is left."""
     service._server.stop(0)
     for one in (service.copier, service.wiper, service.zeroer, service.giving_up):

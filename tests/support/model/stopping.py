@@ -69,7 +69,7 @@ class Switch:
         self.waits = waits
         # What a process does before it serves is not counted.
         self.counting = False
-        self._stop_at = stop_at
+        self.stop_at = stop_at
         self._before = before
         self._lock = threading.RLock()
 
@@ -105,7 +105,7 @@ class Switch:
                 raise Killed
             if not changes or not self.counting:
                 return take()
-            is_last = len(self.taken) == self._stop_at
+            is_last = len(self.taken) == self.stop_at
             self.taken.append(name)
             if is_last and self._before:
                 self._die()

@@ -1,0 +1,320 @@
+"""A volume moved to another node: rounds of snapshots sent while it is used, and a last one.
+
+Each call looks at what is on record on both sides and does what is left, so the same words go on
+after a crash of either. docs/decisions/29-streams.md has the table of states.
+"""
+
+import argparse
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from time import sleep
+from typing import Any
+
+import grpc
+
+from agent import errors, ids
+from agent.cli import claims, streams, terminal
+from agent.cli.remote import Remote
+from agent.cli.volumes import Manual
+from agent.csi.client import Client
+
+# How often it is looked whether a volume is in use still, and after how many looks what was
+# written meanwhile is sent: the last round is to be short.
+_LOOK_SECONDS = 2.0
+_LOOKS = 150
+# The service lets go of what nobody asked for during 30 s (agent.transfer.moving).
+_KEEP_SECONDS = 8.0
+MOVED = "moved"
+_PREFIX = "move-"
+_PREFIX_CHARACTERS = 12
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a volume goes: its name and class there, and how its streams do."""
+
+    name: str
+    device_class: str = ""
+    compress: bool = False
+    as_json: bool = False
+
+
+class Move:
+    """One volume's move, from here to there. `tell` is told what is done. Raises NodeRefused."""
+
+    def __init__(
+        self,
+        at: Manual,
+        remote: Remote,
+        volume_id: str,
+        options: Options,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._at, self._caller = at, at.caller
+        self._remote = remote
+        self._volume_id = volume_id
+        self._options = options
+        self._tell = tell
+
+    def run(self) -> dict[str, Any]:
+        """Have it be the other node's; what it is there. The volume here stays under quarantine.
+
+        Waits for it to be out of use. Raises NotMoved, NodeRefused.
+        """
+        begun = self._call("BeginMove", node=self._remote.node)
+        while begun["state"] != MOVED:
+            begun = self._round(begun) or begun
+        return self._complete(begun)
+
+    def status(self) -> dict[str, Any]:
+        """How far it is, here and there."""
+        here = self._caller.transfer("MoveStatus", name=self._volume_id)
+        return {"here": {**here, "word": ""}, "there": self._there()}
+
+    def finish(self) -> None:
+        """Delete what is left here, where the other node has the volume; raises NotMoved."""
+        here = self._caller.transfer("MoveStatus", name=self._volume_id)
+        if here["state"] == MOVED:
+            there = self._there()
+            if there["state"] != streams.READY or there["release"] != here["release"]:
+                raise errors.NotMoved(
+                    self._volume_id,
+                    f"{self._remote.node} does not have it as a volume of its own yet: go on with"
+                    " the move, or --undo it",
+                )
+        self._drop(keep=())
+        self._call("FinishMove")
+
+    def undo(self, *, confirmed: Callable[[], bool]) -> None:
+        """Have it be this node's again, and nothing of it there.
+
+        `confirmed` is asked where the other node has it in its own right: what was written there
+        is lost. Raises NotMoved, NotConfirmed.
+        """
+        here = self._caller.transfer("MoveStatus", name=self._volume_id)
+        if not here["node"]:
+            raise errors.NotMoved(self._volume_id, "no move of it was begun")
+        there = self._there()
+        # Another's of that name is not touched: then ours is not there.
+        if there["state"] != streams.ABSENT and there["release"] == here["release"]:
+            if there["state"] == streams.READY:
+                if not confirmed():
+                    raise errors.NotConfirmed(self._options.name, "taken back")
+                self._ask("--withdraw", "--release", here["word"])
+            self._ask("--abort")
+        # First, as they go by the name that the move has.
+        self._drop(keep=())
+        self._call("UndoMove")
+        self._tell(f"{self._options.name} is this node's, and {self._remote.node} has none of it")
+
+    def take_back(self) -> None:
+        """Have it be this node's again without a word with the other, which is gone for good."""
+        # First, as they go by the name that the move has.
+        self._drop(keep=())
+        self._call("UndoMove")
+
+    def node_there(self) -> dict[str, Any]:
+        """What the other node is to its cluster."""
+        return self._remote.ask("status", "--json")
+
+    def _round(self, begun: dict[str, str]) -> dict[str, str] | None:
+        """One step towards the end; what the service says where that was the last."""
+        there, own = self._there(), self._own()
+        release = begun["release"]
+        if there["state"] != streams.ABSENT and there["release"] != release:
+            raise errors.NotMoved(
+                self._volume_id,
+                f"{self._remote.node} has another volume {self._options.name!r}; name it otherwise:"
+                " --as NAME",
+            )
+        if there["into"] in own:
+            # A round was cut off: its snapshot is still there, and what is there of it, too.
+            base = own.get(there["chain"], "")
+            self._send(own[there["into"]], base, release, there["offset_bytes"])
+            return None
+        if there["into"] or (there["chain"] and there["chain"] not in own):
+            self._tell("what was sent cannot be gone on from; all is sent anew")
+            self._ask("--abort")
+            return None
+        base = own.get(there["chain"], "")
+        self._drop(keep=(base,))
+        if not base:
+            self._tell("sending all of it")
+            self._send(self._take(), "", release, 0)
+            return None
+        if self._waits(base, release):
+            return None
+        return self._last(base, release)
+
+    def _waits(self, base: str, release: str) -> bool:
+        """Wait while the volume is used; True where it was, and a round was sent since."""
+        for look in range(_LOOKS):
+            here = self._caller.transfer("MoveStatus", name=self._volume_id)
+            if here["in_use"] != "True":
+                return False
+            if not look:
+                self._tell("it is in use: stop what uses it; meanwhile what changes is sent")
+            sleep(_LOOK_SECONDS)
+        self._send(self._take(), base, release, 0)
+        return True
+
+    def _last(self, base: str, release: str) -> dict[str, str] | None:
+        """What changed since the last round, while nobody can use it; and it is the other's."""
+        self._tell("it is not in use: sending what changed since, while nobody can use it")
+        with _kept(self._caller, self._volume_id) as word:
+            snapshot_id = self._take()
+            self._send(snapshot_id, base, release, 0)
+            with streams.outgoing(self._at, snapshot_id) as source:
+                here = source.checksum(as_json=self._options.as_json)
+            there = self._ask("--checksum")
+            if there["sha256"] != here:
+                self._ask("--abort")
+                raise errors.NotMoved(
+                    self._volume_id,
+                    f"{self._remote.node} holds something else than was sent, and it was removed"
+                    " there; look for a disk or memory with errors, then call again",
+                )
+            self._tell(f"both hold the same: {here}")
+            return self._call("CommitMove", snapshot_id=snapshot_id, word=word)
+
+    def _complete(self, begun: dict[str, str]) -> dict[str, Any]:
+        """It is the other node's: have it be a volume there."""
+        there = self._there()
+        if there["state"] == streams.ABSENT or there["release"] != begun["release"]:
+            raise errors.NotMoved(
+                self._volume_id,
+                f"it is {self._remote.node}'s, which does not have it any more; --undo takes it"
+                " back",
+            )
+        if there["state"] != streams.READY:
+            there = self._ask("--finish", "--release", begun["word"])
+        self._drop(keep=())
+        self._tell(
+            f"{self._options.name} is {self._remote.node}'s; what is left here is under quarantine"
+            " until --finish or --undo"
+        )
+        return there
+
+    def _send(self, snapshot_id: str, base: str, release: str, offset_bytes: int) -> None:
+        options = self._options
+        words = ["volume", "receive", options.name]
+        if options.device_class:
+            words += ["--class", options.device_class]
+
+        def write(put: Callable[[bytes], object]) -> None:
+            with streams.outgoing(self._at, snapshot_id, base) as source:
+                source.send(
+                    put,
+                    offset_bytes=offset_bytes,
+                    release=release,
+                    compress=options.compress,
+                    as_json=options.as_json,
+                )
+
+        self._remote.feed(*words, write=write)
+
+    def _take(self) -> str:
+        """A snapshot as it is now."""
+        begun = self._caller.transfer("MoveStatus", name=self._volume_id)
+        number = 1 + max((int(one.rpartition("-")[2]) for one in self._numbers()), default=0)
+        name = f"{_PREFIX}{begun['release'][:_PREFIX_CHARACTERS]}-{number}"
+        return self._caller.snapshot(name, self._volume_id).snapshot_id
+
+    def _numbers(self) -> list[str]:
+        begun = self._caller.transfer("MoveStatus", name=self._volume_id)
+        wanted = f"{_PREFIX}{begun['release'][:_PREFIX_CHARACTERS]}-"
+        found = (one.snapshot_id for one in self._caller.snapshots(volume_id=self._volume_id))
+        return [one for one in found if wanted in one]
+
+    def _own(self) -> dict[str, str]:
+        """The snapshots of this move, by their chains."""
+        found = {}
+        for one in self._numbers():
+            with streams.outgoing(self._at, one) as source:
+                found[source.header.chain] = one
+        return found
+
+    def _drop(self, keep: tuple[str, ...]) -> None:
+        """Delete the snapshots of this move but for some."""
+        for one in self._numbers():
+            if one not in keep:
+                self._caller.delete_snapshot(one)
+
+    def _there(self) -> dict[str, Any]:
+        return self._ask("--status")
+
+    def _ask(self, *words: str) -> dict[str, Any]:
+        return self._remote.ask("volume", "receive", self._options.name, *words, "--json")
+
+    def _call(self, method: str, **words: str) -> dict[str, str]:
+        return self._caller.transfer(method, volume_id=self._volume_id, **words)
+
+
+def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str], Remote]) -> None:
+    """What `carver volume move` is told to do."""
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    found = at.caller.transfer("MoveStatus", name=parsed.name)
+    node = parsed.to or found["node"]
+    if not node:
+        raise errors.Missing("--to")
+    name = parsed.name_there or ids.readable_name(found["volume_id"])
+    options = Options(name, parsed.device_class, parsed.compress, parsed.json)
+    move = Move(at, remote_of(node), found["volume_id"], options, tell)
+    if found["node"] not in ("", node):
+        raise errors.NotMoved(parsed.name, f"it moves to {found['node']}")
+
+    def confirmed(question: str) -> bool:
+        return bool(parsed.yes) or terminal.confirmed(question)
+
+    if parsed.status:
+        streams.show(move.status(), as_json=parsed.json)
+    elif parsed.finish:
+        if not confirmed(f"Delete what is left of {parsed.name} here?"):
+            raise errors.NotConfirmed(parsed.name)
+        move.finish()
+    elif parsed.undo:
+        lost = f"What was written to {name} on {node} since it moved is lost. Take it back?"
+        move.undo(confirmed=lambda: confirmed(lost))
+    elif parsed.there_is_none:
+        if not confirmed(f"Is {node} gone for good, and {name} with it?"):
+            raise errors.NotConfirmed(parsed.name, "taken back")
+        move.take_back()
+    else:
+        there = move.run()
+        streams.show(there, as_json=parsed.json)
+        if found["pv"]:
+            where = move.node_there()
+            tell(claims.steps(found, there["volume_id"], where["driver"], where["node"]))
+
+
+@contextmanager
+def _kept(caller: Client, volume_id: str) -> Iterator[str]:
+    """Inside, nobody can use the volume; gives the word that proves it.
+
+    Where this process ends, so does that.
+    """
+    word = caller.transfer("HoldMove", volume_id=volume_id)["word"]
+    ended = threading.Event()
+
+    def keep() -> None:
+        while not ended.wait(_KEEP_SECONDS):
+            try:
+                caller.transfer("HoldMove", volume_id=volume_id, word=word)
+            except grpc.RpcError:
+                # The service says so where it counts: when the volume shall be the other's.
+                return
+
+    keeper = threading.Thread(target=keep, name="keep", daemon=True)
+    keeper.start()
+    try:
+        yield word
+    finally:
+        ended.set()
+        keeper.join()
+        caller.transfer("ReleaseMove", volume_id=volume_id, word=word)

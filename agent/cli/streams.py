@@ -1,0 +1,283 @@
+"""Snapshots sent and volumes received: the service sees to LVM, the bytes go through here."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, BinaryIO
+
+from agent import errors, ids
+from agent.cli import progress
+from agent.cli.volumes import Manual
+from agent.delta.extents import Extent
+from agent.ids import VolumeId
+from agent.streams import applying, checksum, form, reading, sending
+from agent.streams.applying import Target
+from agent.streams.form import Header
+from agent.streams.reading import Reader
+from lvm import errors as lvm_errors
+from mount.blocks import Opened
+
+RECEIVING, ABSENT, READY = "receiving", "absent", "ready"
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A snapshot that is open, and so stays, and what a stream of it begins with."""
+
+    at: Manual
+    header: Header
+    device: Opened
+
+    def send(
+        self,
+        write: Callable[[bytes], object],
+        *,
+        offset_bytes: int = 0,
+        release: str = "",
+        compress: bool = False,
+        as_json: bool = False,
+    ) -> dict[str, Any]:
+        """Send it from an offset on; what was sent. Raises SourceLost, TransferFailed."""
+        header = replace(self.header, offset_bytes=offset_bytes, release=release)
+        if offset_bytes % form.SECTOR_BYTES or not 0 <= offset_bytes <= header.size_bytes:
+            why = f"is no place in it: a multiple of {form.SECTOR_BYTES} up to {header.size_bytes}"
+            raise errors.BadField("offset", why)
+        found = self.at.caller.blocks(header.snapshot_id, header.base_snapshot_id, offset_bytes)
+        extents = (Extent(*one) for one in found)
+        what = f"sending {_short(header.snapshot_id)}"
+        with progress.shown(what, offset_bytes, header.size_bytes, as_json=as_json) as tell:
+            totals = sending.send(
+                write,
+                header,
+                self.device,
+                extents,
+                compress=compress,
+                prove=self._prove,
+                tell=tell,
+            )
+            tell(header.size_bytes)
+        return {
+            "sent": header.snapshot_id,
+            "chain": header.chain,
+            "base_chain": header.base_chain,
+            "data_bytes": totals.data_bytes,
+            "zero_bytes": totals.zero_bytes,
+        }
+
+    def checksum(self, *, as_json: bool = False) -> str:
+        """The checksum of all that it holds."""
+        with _told(f"reading {_short(self.header.snapshot_id)}"):
+            found = _checksum(self.device, self.header.size_bytes, "checking", as_json=as_json)
+            self._prove()
+            return found
+
+    def _prove(self) -> None:
+        """Raise SourceLost where what was read may not be what the snapshot held."""
+        snapshot_id = self.header.snapshot_id
+        found = self.at.caller.snapshots(snapshot_id=snapshot_id)
+        if not found or not found[0].ready_to_use:
+            raise errors.SourceLost(snapshot_id, "it was lost while it was read")
+
+
+@contextmanager
+def outgoing(at: Manual, snapshot_id: str, base_id: str = "") -> Iterator[Outgoing]:
+    """Have a snapshot open; raises what the service says."""
+    answer = at.caller.transfer("OpenSnapshot", snapshot_id=snapshot_id, base_snapshot_id=base_id)
+    with at.host.kernel.opened(_device(at, snapshot_id)) as device:
+        yield Outgoing(at, form.header_of(answer["header"]), device)
+
+
+def received(at: Manual, parsed: argparse.Namespace, source: BinaryIO) -> dict[str, Any]:
+    """What `carver volume receive` is told to do; how far the volume is then."""
+    name = parsed.name
+    if parsed.status:
+        return status(at, name)
+    if parsed.checksum:
+        return received_checksum(at, name, as_json=parsed.json)
+    if parsed.finish:
+        return finish(at, name, parsed.release)
+    if parsed.withdraw:
+        return withdraw(at, name, parsed.release)
+    if parsed.abort:
+        return abort(at, name)
+    return receive(at, name, source, device_class=parsed.device_class, as_json=parsed.json)
+
+
+def show(told: dict[str, Any], *, as_json: bool) -> None:
+    """Print what came of it."""
+    if as_json:
+        print(json.dumps(told, indent=2))
+    else:
+        print("\n".join(f"{key}: {value}" for key, value in told.items() if value != ""))
+
+
+def send(
+    at: Manual,
+    name: str,
+    out: BinaryIO,
+    *,
+    since: str = "",
+    offset_bytes: int = 0,
+    compress: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Write a stream of a snapshot, or of what changed since an older one of its volume."""
+    if out.isatty():
+        raise errors.TransferFailed(
+            "a stream is not for a terminal", "have it go to a file or a program: > or |"
+        )
+    base = at.find_snapshot(since).snapshot_id if since else ""
+    with (
+        outgoing(at, at.find_snapshot(name).snapshot_id, base) as source,
+        _told(f"sending {name}"),
+    ):
+        source.send(out.write, offset_bytes=offset_bytes, compress=compress, as_json=as_json)
+        out.flush()
+
+
+def checksum_of(at: Manual, name: str, *, as_json: bool = False) -> dict[str, Any]:
+    """The checksum of all that a snapshot holds."""
+    with outgoing(at, at.find_snapshot(name).snapshot_id) as source:
+        return {"chain": source.header.chain, "sha256": source.checksum(as_json=as_json)}
+
+
+def receive(
+    at: Manual, name: str, source: BinaryIO, *, device_class: str = "", as_json: bool = False
+) -> dict[str, Any]:
+    """Apply the streams that come one after another; how far the volume is then."""
+    if source.isatty():
+        raise errors.TransferFailed("a stream does not come from a terminal", "use < or |")
+    for reader in reading.streams(source.read):
+        _receive_one(at, name, device_class, reader, as_json=as_json)
+    return status(at, name)
+
+
+def _receive_one(
+    at: Manual, name: str, device_class: str, reader: Reader, *, as_json: bool
+) -> None:
+    header = reader.header
+    told = form.text_of(header).decode()
+    begun = at.caller.transfer(
+        "BeginReceive", **{"name": name, "class": device_class, "header": told}
+    )
+    volume_id = begun["volume_id"]
+    if begun["chain"] == header.chain:
+        # It is there. Whoever sends it shall come to an end all the same.
+        for _ in reader.frames():
+            pass
+        return
+    path = _device(at, volume_id)
+    kernel = at.host.kernel
+    with _told(f"receiving {name}"), kernel.opened(path, to_write=True) as device:
+        # Nobody else writes there from now on: whoever did before may have ended just now.
+        now = at.caller.transfer("ReceiveStatus", name=name)
+        if now["volume_id"] != volume_id or now["into"] != header.chain:
+            raise errors.NotReceived(name, "another stream was received meanwhile")
+        target = Target(device, kernel.device_size_bytes(path), begun["blank"] == "True")
+
+        def record(offset_bytes: int) -> None:
+            at.caller.transfer(
+                "RecordReceive",
+                volume_id=volume_id,
+                into=header.chain,
+                offset_bytes=str(offset_bytes),
+            )
+
+        start = header.offset_bytes
+        what = f"receiving {name}"
+        with progress.shown(what, start, header.size_bytes, as_json=as_json) as tell:
+            applying.apply(
+                reader, target, record=record, tell=tell, record_seconds=applying.RECORD_SECONDS
+            )
+            tell(header.size_bytes)
+    at.caller.transfer("EndReceive", volume_id=volume_id, header=told)
+
+
+def status(at: Manual, name: str) -> dict[str, Any]:
+    """How far a volume is that is received, and where a stream to it goes on."""
+    told = at.caller.transfer("ReceiveStatus", name=name)
+    numbers = {key: int(told[key]) for key in ("offset_bytes", "content_bytes")}
+    flags = {key: told[key] == "True" for key in ("finishing", "blank")}
+    return {**told, **numbers, **flags, "name": name}
+
+
+def received_checksum(at: Manual, name: str, *, as_json: bool = False) -> dict[str, Any]:
+    """The checksum of all that a volume holds that was received."""
+    found = _require_received(at, name)
+    if not found["chain"] or found["into"]:
+        raise errors.NotReceived(name, "its stream is not whole")
+    at.caller.transfer("OpenReceived", volume_id=found["volume_id"])
+    path = _device(at, found["volume_id"])
+    with _told(f"reading {name}"), at.host.kernel.opened(path) as device:
+        told = _checksum(device, found["content_bytes"], "checking", as_json=as_json)
+    return {"chain": found["chain"], "sha256": told}
+
+
+def finish(at: Manual, name: str, release: str = "") -> dict[str, Any]:
+    """Make what was received a volume, its file system looked over."""
+    volume_id = _require_received(at, name)["volume_id"]
+    at.caller.transfer("FinishReceive", volume_id=volume_id, release=release)
+    return status(at, name)
+
+
+def withdraw(at: Manual, name: str, release: str) -> dict[str, Any]:
+    """Take back that it was finished."""
+    volume_id = _require_received(at, name)["volume_id"]
+    at.caller.transfer("WithdrawReceive", volume_id=volume_id, release=release)
+    return status(at, name)
+
+
+def abort(at: Manual, name: str) -> dict[str, Any]:
+    """Overwrite and remove what was received; where there is none that is so already."""
+    found = status(at, name)
+    if found["state"] != ABSENT:
+        at.caller.transfer("AbortReceive", volume_id=found["volume_id"])
+    return status(at, name)
+
+
+def _require_received(at: Manual, name: str) -> dict[str, Any]:
+    found = status(at, name)
+    if found["state"] == ABSENT:
+        raise errors.NoSuchVolume(name)
+    return found
+
+
+def _checksum(device: Opened, size_bytes: int, what: str, *, as_json: bool) -> str:
+    with progress.shown(what, 0, size_bytes, as_json=as_json) as tell:
+        return checksum.of(device, size_bytes, tell)
+
+
+def _device(at: Manual, identity: str) -> str:
+    """The device of what the service has just activated; raises Inactive."""
+    group, name = _place(identity)
+    found = at.host.devices.find(group, name)
+    if found is None:
+        raise lvm_errors.Inactive(group, name)
+    return found.path
+
+
+def _place(identity: str) -> tuple[str, str]:
+    parsed = VolumeId.parse(identity)
+    if parsed is None:
+        raise errors.NoSuchVolume(identity)
+    return parsed.group, parsed.name
+
+
+def _short(identity: str) -> str:
+    return ids.logical_name(identity)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Have what the kernel says told in a sentence."""
+    try:
+        yield
+    except BrokenPipeError:
+        # At its end Python writes out what it has, and would fail once more.
+        sys.stdout = None
+        raise errors.TransferFailed(what, "whoever it goes to has ended") from None
+    except OSError as error:
+        raise errors.TransferFailed(what, str(error)) from error

@@ -1,0 +1,120 @@
+"""The words of `carver snapshot send`, `carver volume receive` and `carver volume move`."""
+
+import argparse
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from agent.cli.words import Commands, add_name, verb
+
+if TYPE_CHECKING:
+    from agent.cli.volumes import Manual
+
+
+def add_receive(verbs: Commands) -> None:
+    """The words of `carver volume receive`."""
+    receive = verb(
+        verbs,
+        "receive",
+        "take a volume, or what changed of it, from a stream; when it is whole, --finish it",
+        _receive,
+    )
+    receive.add_argument("name", metavar="NAME", help="its name on this node")
+    receive.add_argument("--class", dest="device_class", default="", help="else the default one")
+    deed = receive.add_mutually_exclusive_group()
+    for word, text in (
+        ("status", "tell how far it is, and where a stream to it goes on"),
+        ("checksum", "tell the checksum of all that it holds"),
+        ("finish", "have it be a volume of this node: no stream is taken any more"),
+        ("withdraw", "of a move that is undone: have it be none any more"),
+        ("abort", "overwrite and remove what was received"),
+    ):
+        deed.add_argument(f"--{word}", action="store_true", help=text)
+    receive.add_argument("--release", default="", help="the word by which its source lets it go")
+    receive.add_argument("--json", action="store_true", help="as JSON, progress too")
+
+
+def _receive(verbs: "Manual", parsed: argparse.Namespace) -> None:
+    from agent.cli import streams
+
+    streams.show(streams.received(verbs, parsed, sys.stdin.buffer), as_json=parsed.json)
+
+
+def add_send(verbs: Commands) -> None:
+    """The words of `carver snapshot send`."""
+    send = verb(verbs, "send", "write a snapshot as a stream to the standard output", _send)
+    add_name(send, "snapshot")
+    add_name(send, "snapshot", "--since", "of the volume, older: only what changed since")
+    send.add_argument(
+        "--offset",
+        type=int,
+        default=0,
+        metavar="BYTES",
+        help="where to go on, as `carver volume receive NAME --status` tells there",
+    )
+    send.add_argument("--compress", action="store_true", help="by zstandard")
+    send.add_argument(
+        "--checksum", action="store_true", help="send nothing; tell the checksum of all it holds"
+    )
+    send.add_argument("--json", action="store_true", help="progress as JSON, a line each second")
+
+
+def _send(verbs: "Manual", parsed: argparse.Namespace) -> None:
+    from agent.cli import streams
+
+    if parsed.checksum:
+        told = streams.checksum_of(verbs, parsed.name, as_json=parsed.json)
+        streams.show(told, as_json=parsed.json)
+        return
+    streams.send(
+        verbs,
+        parsed.name,
+        sys.stdout.buffer,
+        since=parsed.since or "",
+        offset_bytes=parsed.offset,
+        compress=parsed.compress,
+        as_json=parsed.json,
+    )
+
+
+def add_move(verbs: Commands) -> None:
+    """The words of `carver volume move`."""
+    move = verb(
+        verbs,
+        "move",
+        "send a volume to another node, while it is in use, and hand it over when it is not",
+        _move,
+    )
+    add_name(move)
+    move.add_argument("--to", metavar="NODE", help="the other node, as ssh knows it")
+    move.add_argument(
+        "--as", dest="name_there", metavar="NAME", help="its name there; else its own"
+    )
+    move.add_argument("--class", dest="device_class", default="", help="there; else the default")
+    move.add_argument(
+        "--ssh", default="ssh", help="how the node is reached, such as 'ssh -p 22 -l root'"
+    )
+    move.add_argument(
+        "--remote-carver", default="carver", help="what is run there, such as 'sudo carver'"
+    )
+    move.add_argument("--compress", action="store_true", help="by zstandard")
+    deed = move.add_mutually_exclusive_group()
+    for word, text in (
+        ("status", "tell how far it is, here and there"),
+        ("finish", "delete what is left of it here, once the other node has it"),
+        ("undo", "have it be this node's again, and remove it there"),
+        ("there-is-none", "with a node that is gone for good: have it be this node's again"),
+    ):
+        deed.add_argument(f"--{word}", action="store_true", help=text)
+    move.add_argument("--json", action="store_true", help="as JSON, progress too")
+    move.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _move(verbs: "Manual", parsed: argparse.Namespace) -> None:
+    from agent.cli import moving
+    from agent.cli.remote import Ssh
+
+    def remote(node: str) -> Ssh:
+        return Ssh(node, shlex.split(parsed.ssh), shlex.split(parsed.remote_carver))
+
+    moving.carry_out(verbs, parsed, remote)

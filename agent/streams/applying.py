@@ -1,0 +1,111 @@
+"""Applies a stream to a device, and says how far it is on the disk."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from agent import errors
+from agent.streams import pipeline
+from agent.streams.form import Frame, Header
+from agent.streams.reading import Reader
+from mount.blocks import Opened
+
+# How often is written down how far it is: so much is sent again at most after a crash.
+RECORD_SECONDS = 20.0
+# A range of zeroes is written in parts, none of which takes long.
+_ZERO_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a stream is applied to.
+
+    `size_bytes` is the device's. One that is `blank` reads as zeroes wherever it was never written.
+    """
+
+    device: Opened
+    size_bytes: int
+    blank: bool
+
+
+def apply(
+    reader: Reader,
+    target: Target,
+    *,
+    record: Callable[[int], None],
+    tell: Callable[[int], None] = lambda _offset_bytes: None,
+    record_seconds: float = RECORD_SECONDS,
+) -> None:
+    """Apply all of a stream; when this returns, it is on the disk.
+
+    `record` is told up to which byte of the volume it is on the disk, from time to time; `tell` up
+    to which it was written. Nothing is written that was not proved. Raises BadStream, OSError.
+    """
+    device, header = target.device, reader.header
+
+    def write(frame: Frame) -> Frame:
+        if frame.is_zeroes:
+            device.zero_out(frame.offset_bytes, frame.length_bytes)
+        else:
+            device.write(frame.offset_bytes, frame.data())
+        return frame
+
+    state = _Progress(device, header.offset_bytes, header.size_bytes, record)
+    due = time.monotonic() + record_seconds
+    try:
+        for frame in pipeline.ordered(write, _parts(reader.frames(), target, header)):
+            state.end_bytes = frame.end_bytes
+            tell(min(frame.end_bytes, header.size_bytes))
+            if time.monotonic() >= due:
+                state.write_down()
+                due = time.monotonic() + record_seconds
+    except errors.BadStream:
+        # What came before that is good, and need not be sent again.
+        state.write_down()
+        raise
+    device.flush()
+
+
+@dataclass
+class _Progress:
+    device: Opened
+    end_bytes: int
+    size_bytes: int
+    record: Callable[[int], None]
+    recorded: int = -1
+
+    def __post_init__(self) -> None:
+        self.recorded = self.end_bytes
+
+    def write_down(self) -> None:
+        """Have what was written on the disk, and then say so."""
+        if self.end_bytes <= self.recorded:
+            return
+        self.device.flush()
+        self.device.forget(self.recorded, self.end_bytes - self.recorded)
+        self.recorded = self.end_bytes
+        self.record(min(self.end_bytes, self.size_bytes))
+
+
+def _parts(frames: Iterable[Frame], target: Target, header: Header) -> Iterator[Frame]:
+    """The frames, and zeroes where nothing is said of a part that may hold what was there before.
+
+    In a whole volume that is anywhere; else only what it grew by since its base.
+    """
+    at = max(header.offset_bytes, header.base_size_bytes)
+    for frame in frames:
+        yield from _zeroes(at, frame.offset_bytes, target)
+        if not frame.is_zeroes:
+            yield frame
+        elif not (target.blank and header.is_whole):
+            yield from _zeroes(frame.offset_bytes, frame.end_bytes, target, needed=True)
+        at = max(at, frame.end_bytes)
+    # To the end of the device, which may be larger than what was sent.
+    yield from _zeroes(at, target.size_bytes, target)
+
+
+def _zeroes(start: int, end: int, target: Target, *, needed: bool = False) -> Iterator[Frame]:
+    if target.blank and not needed:
+        return
+    for at in range(start, end, _ZERO_BYTES):
+        yield Frame(at, min(_ZERO_BYTES, end - at))

@@ -1,0 +1,207 @@
+"""Volumes that move to another node: what the node does that they leave.
+
+Nothing here talks to the other node; `carver volume move` does. What is on record here, in tags,
+decides whose the volume is:
+
+    ready ──begin──▶ ready, moveTo, moveWord ──commit──▶ moved ──finish──▶ deleted
+                       └──────────undo──────────┴──undo──▶ ready
+
+The other node's volume can be finished only with the word that is told here, and it is told only
+when the volume is `moved`: so at no moment can both be used.
+"""
+
+import hashlib
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+
+from agent import errors, fact, ids
+from agent.engine import users
+from agent.engine.means import Means
+from agent.engine.records import Volume
+from agent.engine.withheld import Withheld
+from agent.volumes.provisioning import Provisioner
+from lvm import errors as lvm_errors
+from lvm import volumes
+
+_WORD_BYTES = 16
+# How long a volume is kept from being used when whoever sends it falls silent.
+HELD_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How far a move is. `node` is empty where there is none.
+
+    `release` is the digest of the word that finishes the volume there, `word` itself is told once
+    the volume is that node's.
+    """
+
+    volume_id: str
+    state: str
+    node: str = ""
+    release: str = ""
+    word: str = ""
+    in_use: bool = False
+    # Of the claim that it was made for, as the cluster told then.
+    pv: str = ""
+    pvc: str = ""
+    namespace: str = ""
+
+
+class Mover:
+    """Lets volumes go."""
+
+    def __init__(self, means: Means, provisioner: Provisioner, withheld: Withheld) -> None:
+        self._engines, self._kernel = means.engines, means.kernel
+        self._inventory = means.inventory
+        self._provisioner = provisioner
+        self._withheld = withheld
+
+    def status(self, volume_id: str) -> Departure:
+        """How far it is; raises NoSuchVolume."""
+        group = ids.group_of(volume_id)
+        return self._departure(self._inventory.get(self._inventory.read(group), volume_id))
+
+    def named(self, name: str) -> Departure:
+        """The same of a volume by its name, its logical volume's or its id."""
+        known = self._inventory.read()
+        for one in self._inventory.present(known):
+            if name in (one.name, str(one.id), one.facts[fact.NAME]) and not one.is_ephemeral:
+                return self._departure(one)
+        raise errors.NoSuchVolume(name)
+
+    def begin(self, volume_id: str, node: str) -> Departure:
+        """Put on record that it moves to a node; it may be used as before. The second is the same.
+
+        Raises NotMoved where it moves to another.
+        """
+        with self._engines.hold(ids.group_of(volume_id)):
+            volume = self._volume(volume_id)
+            was = volume.facts.get(fact.MOVE_TO, "")
+            if was and was != node:
+                raise errors.NotMoved(
+                    volume_id, f"it moves to {was}; end that by --finish or --undo first"
+                )
+            if not was:
+                self._inventory.usable(self._inventory.awake(volume.group.name), volume_id)
+                word = secrets.token_hex(_WORD_BYTES)
+                self._mark(volume, {fact.MOVE_TO: node, fact.MOVE_WORD: word})
+                volume = self._volume(volume_id)
+        return self._departure(volume)
+
+    def hold(self, volume_id: str, word: str = "") -> str:
+        """Nobody can begin to use it for HELD_SECONDS; the word by which that is asked for anew.
+
+        The caller keeps all other calls on it away. Raises VolumeInUse where it is used, Moved
+        where another holds it, or the word's time is over.
+        """
+        volume = self._moving(volume_id)
+        held = self._withheld.hold(volume_id, volume.facts[fact.MOVE_TO], HELD_SECONDS, word)
+        try:
+            users.require_unused(self._kernel, self._inventory, volume)
+        except BaseException:
+            self._withheld.release(volume_id, held)
+            raise
+        return held
+
+    def release(self, volume_id: str, word: str) -> None:
+        """It may be used again."""
+        self._withheld.release(volume_id, word)
+
+    def commit(self, volume_id: str, snapshot_id: str, word: str) -> Departure:
+        """It is the other node's from now on, which has all that its last snapshot holds.
+
+        The caller holds it by a word since before that was taken. Two commands. Raises NotMoved,
+        VolumeInUse.
+        """
+        with self._engines.hold(ids.group_of(volume_id)):
+            volume = self._moving(volume_id)
+            if volume.moved:
+                return self._departure(volume)
+            since = self._withheld.held_since(volume_id, word)
+            known = self._inventory.awake(volume.group.name)
+            snapshot = self._inventory.snapshot(known, snapshot_id)
+            if since is None or snapshot.time_nanoseconds < since:
+                why = f"it may have been used since {snapshot_id} was taken; send another"
+                raise errors.NotMoved(volume_id, why)
+            if snapshot.source_id != volume.id or snapshot.size_bytes != volume.size_bytes:
+                raise errors.NotMoved(volume_id, f"{snapshot_id} is not all of it")
+            users.require_unused(self._kernel, self._inventory, volume)
+            self._withheld.moved(volume_id, volume.facts[fact.MOVE_TO])
+            try:
+                self._mark(volume, {fact.STATE: fact.MOVED})
+            except BaseException:
+                # Perhaps it was done all the same: a look tells.
+                self._recall(volume_id)
+                raise
+            # Where it has no device, whoever wants to use it asks what it is.
+            with suppress(lvm_errors.LvmError):
+                volumes.deactivate(
+                    self._engines.lvm(volume.group.name), volume.group.name, volume.name
+                )
+            return self._departure(self._volume(volume_id))
+
+    def undo(self, volume_id: str) -> None:
+        """It stays, or is, this node's; the caller saw to it that the other has none of it."""
+        with self._engines.hold(ids.group_of(volume_id)):
+            volume = self._volume(volume_id)
+            if fact.MOVE_TO in volume.facts:
+                new = {fact.STATE: fact.READY} if volume.moved else {}
+                self._mark(volume, new, without=(fact.MOVE_TO, fact.MOVE_WORD))
+            self._withheld.allow(volume_id)
+
+    def finish(self, volume_id: str) -> None:
+        """Delete what is left here of a volume that is the other node's; the second does nothing.
+
+        Raises NotMoved where it is still this node's.
+        """
+        try:
+            volume = self._volume(volume_id)
+        except errors.NoSuchVolume:
+            return
+        if not (volume.moved or volume.wiping):
+            raise errors.NotMoved(volume_id, "it is still this node's")
+        self._provisioner.delete(volume_id, moved=True)
+        self._withheld.allow(volume_id)
+
+    def _recall(self, volume_id: str) -> None:
+        try:
+            is_moved = self._volume(volume_id).moved
+        except Exception:
+            # Nobody knows: it stays withheld until the next start has a look.
+            return
+        if not is_moved:
+            self._withheld.allow(volume_id)
+
+    def _volume(self, volume_id: str) -> Volume:
+        known = self._inventory.awake(ids.group_of(volume_id))
+        volume = self._inventory.get(known, volume_id)
+        if volume.is_ephemeral:
+            raise errors.NoSuchVolume(volume_id)
+        return volume
+
+    def _moving(self, volume_id: str) -> Volume:
+        volume = self._volume(volume_id)
+        if fact.MOVE_TO not in volume.facts:
+            raise errors.NotMoved(volume_id, "no move of it was begun")
+        return volume
+
+    def _departure(self, volume: Volume) -> Departure:
+        facts = volume.facts
+        word = facts.get(fact.MOVE_WORD, "") if fact.MOVE_TO in facts else ""
+        places = users.mounted_at(self._kernel, self._inventory, str(volume.id))
+        return Departure(
+            volume_id=str(volume.id),
+            state=facts.get(fact.STATE, fact.READY),
+            node=facts.get(fact.MOVE_TO, ""),
+            release=hashlib.sha256(word.encode()).hexdigest() if word else "",
+            word=word if volume.moved else "",
+            in_use=bool(places) or self._inventory.is_open(volume),
+            **{key: facts.get(key, "") for key in ("pv", "pvc", "namespace")},
+        )
+
+    def _mark(self, volume: Volume, new: dict[str, str], without: tuple[str, ...] = ()) -> None:
+        old = {key: volume.facts[key] for key in (*new, *without) if key in volume.facts}
+        lvm, group = self._engines.lvm(volume.group.name), volume.group.name
+        volumes.mark(lvm, group, volume.name, old=old, new=new)

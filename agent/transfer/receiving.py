@@ -1,0 +1,387 @@
+"""Volumes that come as streams: made, brought from chain to chain, finished, or removed.
+
+What is half there is no volume. It is tagged `receiving` from the lvcreate that makes it until it
+is finished: not listed, not staged, not grown; only streams are written to it, and that is why what
+it holds is exactly what its tags say. Each stream brings it from one chain, the name of exactly
+what a snapshot held, to the next:
+
+    nothing ──whole──▶ into=A, offset=… ──all of it──▶ chain=A ──increment──▶ chain=A, into=B … ▶ B
+
+A stream that was cut off is taken up at the offset that is on record, which is on the disk; the
+records are tags. Finishing has the file system looked over, which may write to it: so it no longer
+holds what its chain says, and the record that no stream is taken any more comes first.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+from agent import errors, fact, ids
+from agent.config.classes import DeviceClass
+from agent.engine import users
+from agent.engine.allocation import Carvings, pool_name
+from agent.engine.means import Means
+from agent.engine.records import Volume
+from agent.engine.withheld import Withheld
+from agent.ids import VolumeId
+from agent.publish.formatting import Chores
+from agent.requests import keys
+from agent.requests.capabilities import BLOCK, MOUNT
+from agent.requests.parameters import Parameters
+from agent.streams.form import Header
+from agent.volumes import contents
+from agent.volumes.provisioning import Provisioner
+from agent.workers.pool_removal import Reclaimer
+from lvm import layout, names, report, tags, volumes
+from lvm.volumes import New
+from mount import btrfs, filesystem
+
+# What a stream may say of a volume: whatever else it says is its node's affair.
+_TAKEN = (fact.ACCESS, fact.CAPABILITIES, fact.FORMATTED, *keys.PARAMETERS)
+_ABOUT = ("pvc", "namespace", "pv")
+# What is gone when it is finished.
+_COMING = (fact.CHAIN, fact.CONTENT, fact.INTO, fact.OFFSET, fact.RELEASE, fact.FINISHING)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """How far a volume is. `offset_bytes` is where a stream to `into` goes on, all before is there.
+
+    `chain` is what it holds whole, of `content_bytes`; empty where nothing, or being finished.
+    """
+
+    volume_id: str
+    state: str
+    chain: str = ""
+    content_bytes: int = 0
+    into: str = ""
+    offset_bytes: int = 0
+    received: str = ""
+    finishing: bool = False
+    # Whether it reads as zeroes wherever nothing was written to it.
+    blank: bool = False
+    # The digest of the word of the move that it comes by, or came.
+    release: str = ""
+
+
+class Receiver:
+    """Takes volumes from elsewhere into this node's groups."""
+
+    def __init__(
+        self, means: Means, provisioner: Provisioner, reclaimer: Reclaimer, withheld: Withheld
+    ) -> None:
+        self._config, self._run = means.config, means.run
+        self._engines, self._kernel = means.engines, means.kernel
+        self._inventory = means.inventory
+        self._provisioner = provisioner
+        self._reclaimer = reclaimer
+        self._withheld = withheld
+        self._carvings = Carvings(means.config.classes, means.inventory)
+        self._chores = Chores()
+
+    def status(self, name: str) -> Arrival | None:
+        """How far the volume of that name is; None where the report proves there is none."""
+        found = self._inventory.named(self._inventory.read(), name)
+        return None if found is None else arrival(found)
+
+    def begin(self, name: str, device_class: str, header: Header) -> Arrival:
+        """Have a volume there that the stream can be applied to, and say from where on.
+
+        Made by the first stream, two commands; grown where the stream is of a larger volume.
+        Nothing is to be applied where `chain` is the stream's already. Raises NotReceived,
+        VolumeInUse, NoRoom.
+        """
+        one = self._config.device_class(device_class)
+        if one is None:
+            known_classes = [each.name for each in self._config.classes]
+            raise errors.NotAllowed("class", device_class, known_classes)
+        with self._engines.hold(one.group):
+            known = self._inventory.awake(one.group)
+            found = self._inventory.named(known, name)
+            if found is None:
+                return self._make(known, one, name, header)
+            if found.group.name == one.group:
+                return self._go_on(found, name, header)
+        # It was received into another class's group.
+        with self._engines.hold(found.group.name):
+            known = self._inventory.awake(found.group.name)
+            return self._go_on(self._inventory.get(known, str(found.id)), name, header)
+
+    def record(self, volume_id: str, into: str, offset_bytes: int) -> None:
+        """All before an offset is on the disk: put it on record. One command."""
+        with self._engines.hold(ids.group_of(volume_id)):
+            volume = self._coming(volume_id)
+            self._require_into(volume, into)
+            if offset_bytes > volume.offset_bytes:
+                self._mark(volume, {fact.OFFSET: str(offset_bytes)})
+
+    def end(self, volume_id: str, header: Header) -> None:
+        """The stream is on the disk, whole: from now on the volume holds what it says."""
+        with self._engines.hold(ids.group_of(volume_id)):
+            volume = self._coming(volume_id)
+            if volume.facts.get(fact.CHAIN) == header.chain:
+                return
+            self._require_into(volume, header.chain)
+            new = {fact.CHAIN: header.chain, fact.CONTENT: str(header.size_bytes)}
+            self._mark(volume, new, without=(fact.INTO, fact.OFFSET))
+
+    def open(self, volume_id: str) -> None:
+        """Have the device there of what was received, to be read."""
+        with self._engines.hold(ids.group_of(volume_id)):
+            self._inventory.activate(self._coming(volume_id))
+
+    def finish(self, volume_id: str, release: str) -> None:
+        """Make it a volume of this node, its file system looked over. The second call does nothing.
+
+        Raises NotReceived where its streams are not whole, or its source did not release it;
+        Damaged, ContentsLost.
+        """
+        with self._engines.hold(ids.group_of(volume_id)):
+            known = self._inventory.awake(ids.group_of(volume_id))
+            volume = self._inventory.get(known, volume_id)
+            if not volume.receiving and fact.RECEIVED in volume.facts and volume.is_listed:
+                return
+            volume = self._coming(volume_id)
+            self._require_whole(volume, release)
+            users.require_unused(self._kernel, self._inventory, volume)
+            device = self._inventory.activate(volume).path
+            if fact.FINISHING not in volume.facts:
+                new = {fact.FINISHING: volume.facts[fact.CHAIN]}
+                volume = self._mark(volume, new, without=(fact.CHAIN,))
+        self._look_over(volume, device)
+        with self._engines.hold(ids.group_of(volume_id)):
+            volume = self._coming(volume_id)
+            self._mark(volume, {fact.STATE: fact.READY}, without=_COMING)
+        self._withheld.allow(volume_id)
+
+    def abort(self, volume_id: str) -> None:
+        """Overwrite and remove what was received; no such volume is no error.
+
+        Raises NotReceived for one that was finished, VolumeInUse while a stream is applied.
+        """
+        with self._engines.hold(ids.group_of(volume_id)):
+            try:
+                volume = self._inventory.get(
+                    self._inventory.awake(ids.group_of(volume_id)), volume_id
+                )
+            except errors.NoSuchVolume:
+                return
+        if not (volume.receiving or volume.wiping):
+            raise errors.NotReceived(volume_id, "it is finished, and so only to be deleted")
+        self._provisioner.delete(volume_id, received=True)
+        self._withheld.allow(volume_id)
+
+    def withdraw(self, volume_id: str, release: str) -> None:
+        """Take back that it was finished: it is no volume any more, and goes with `abort`.
+
+        Raises NotReceived where it is another's, VolumeInUse where it is used.
+        """
+        with self._engines.hold(ids.group_of(volume_id)):
+            known = self._inventory.awake(ids.group_of(volume_id))
+            volume = self._inventory.get(known, volume_id)
+            if volume.receiving:
+                return
+            was = volume.facts.get(fact.RELEASED, "")
+            if fact.RECEIVED not in volume.facts or not hmac.compare_digest(was, release):
+                raise errors.NotReceived(volume_id, "it did not come by this move")
+            if held := volume.kept_snapshots:
+                raise errors.HasSnapshots(volume_id, held, "delete them first")
+            users.require_unused(self._kernel, self._inventory, volume)
+            new = {fact.STATE: fact.RECEIVING, fact.FINISHING: "withdrawn"}
+            self._withheld.receiving(volume_id)
+            self._mark(volume, new)
+
+    def _make(self, known: report.Report, one: DeviceClass, name: str, header: Header) -> Arrival:
+        if not header.is_whole:
+            raise errors.NotReceived(name, "there is none, and the stream needs a base")
+        if header.offset_bytes:
+            why = f"there is none, and the stream begins at byte {header.offset_bytes}"
+            raise errors.NotReceived(name, why)
+        group = self._inventory.group(known, one.group)
+        size_bytes = layout.round_up(header.size_bytes, group.extent_size_bytes, one.layout)
+        facts = _facts(name, one, header, size_bytes, group)
+        carving = self._carvings.of(one)
+        if size_bytes > (maximum := carving.maximum_bytes(group)):
+            raise errors.NoRoom(group.name, size_bytes, maximum, carving.purpose(group))
+        logical = names.logical_volume(ids.VOLUME_PREFIX, name)
+        volume_id = str(VolumeId.of(group, logical))
+        self._withheld.receiving(volume_id)
+        with ExitStack() as undo:
+            undo.callback(self._withheld.allow, volume_id)
+            if one.layout.is_thin:
+                self._reclaimer.keep(group, pool_name(one.name))
+                undo.callback(self._reclaimer.give_back, group.name, pool_name(one.name))
+            new = New(logical, size_bytes, facts)
+            carving.create(self._engines.lvm(group.name), group, new)
+            undo.pop_all()
+        made = Volume(VolumeId.of(group, logical), group, logical, size_bytes, facts)
+        return arrival(made)
+
+    def _go_on(self, volume: Volume, name: str, header: Header) -> Arrival:
+        if volume.wiping:
+            raise errors.OperationPending(f"{volume.id} (being wiped)")
+        if not volume.receiving:
+            raise errors.Incompatible(f"volume {name!r} exists, and does not come as a stream")
+        if volume.facts.get(fact.CHAIN) == header.chain:
+            return arrival(volume)
+        self._require_fit(volume, name, header)
+        users.require_unused(self._kernel, self._inventory, volume)
+        group = volume.group
+        extent = group.extent_size_bytes
+        size_bytes = layout.round_up(header.size_bytes, extent, volume.layout)
+        if (more := size_bytes - volume.size_bytes) > 0:
+            carving = self._carvings.of_volume(volume)
+            if more > (room := carving.maximum_growth_bytes(volume)):
+                raise errors.NoRoom(group.name, more, room, f"more {carving.purpose(group)}")
+            carving.extend(self._engines.lvm(group.name), volume, size_bytes)
+            volume = replace(volume, size_bytes=size_bytes)
+        self._inventory.activate(volume)
+        if volume.facts.get(fact.INTO) != header.chain:
+            volume = self._mark(volume, {fact.INTO: header.chain, fact.OFFSET: "0"})
+        return arrival(volume)
+
+    def _require_fit(self, volume: Volume, name: str, header: Header) -> None:
+        """Raise NotReceived where the stream does not go on from what is there."""
+        facts = volume.facts
+        holds, into = facts.get(fact.CHAIN, ""), facts.get(fact.INTO, "")
+        if fact.FINISHING in facts:
+            raise errors.NotReceived(name, "it is being finished, and takes no stream any more")
+        if facts.get(fact.RELEASE, "") != header.release:
+            raise errors.NotReceived(name, "it comes by another move, or by none")
+        if header.base_chain != holds:
+            raise errors.NotReceived(
+                name,
+                f"the stream goes on from {header.base_chain or 'nothing'}"
+                f" ({header.base_snapshot_id or 'it is a whole one'}), it holds"
+                f" {holds or 'nothing whole'}",
+            )
+        if into and into != header.chain:
+            raise errors.NotReceived(
+                name, f"a stream to {into} was begun; send that again, or remove what is there"
+            )
+        if header.offset_bytes > (volume.offset_bytes if into else 0):
+            raise errors.NotReceived(
+                name,
+                f"the stream begins at byte {header.offset_bytes}, it is there to byte"
+                f" {volume.offset_bytes}",
+            )
+
+    def _require_whole(self, volume: Volume, release: str) -> None:
+        facts, name = volume.facts, volume.facts[fact.NAME]
+        if facts.get(fact.FINISHING) == "withdrawn":
+            raise errors.NotReceived(name, "it was withdrawn, and is only to be removed")
+        if fact.INTO in facts or not (fact.CHAIN in facts or fact.FINISHING in facts):
+            raise errors.NotReceived(name, "its stream is not whole")
+        wanted = facts.get(fact.RELEASE, "")
+        if wanted and not hmac.compare_digest(_digest(release), wanted):
+            raise errors.NotReceived(
+                name, "its source has not released it; `carver volume move` there does both"
+            )
+        if release and wanted and facts.get(fact.RELEASED) != release:
+            self._mark(volume, {fact.RELEASED: release})
+
+    def _look_over(self, volume: Volume, device: str) -> None:
+        """Have the file system whole, and with an id of its own where it needs one."""
+        facts, identity = volume.facts, str(volume.id)
+        if facts[fact.ACCESS] == BLOCK:
+            return
+        self._chores.finish(identity)
+        formatted = facts.get(fact.FORMATTED, "")
+        if contents.may_hold_btrfs(facts) and btrfs.is_on(self._kernel, device):
+            btrfs.renew(self._kernel, device)
+        found = filesystem.probe(self._run, device, self._kernel)
+        if found is None:
+            if formatted:
+                raise errors.ContentsLost(identity, formatted)
+            return
+        if found.fs_type in filesystem.FILE_SYSTEMS:
+            check = partial(filesystem.check, self._run, device, found.fs_type)
+            self._chores.do(identity, volume.group.name, "fsck", check)
+
+    def _coming(self, volume_id: str) -> Volume:
+        """The volume, which still comes; the group is held. Raises NotReceived."""
+        known = self._inventory.awake(ids.group_of(volume_id))
+        volume = self._inventory.get(known, volume_id)
+        if not volume.receiving:
+            raise errors.NotReceived(volume_id, "no stream of it is being received")
+        return volume
+
+    @staticmethod
+    def _require_into(volume: Volume, into: str) -> None:
+        if volume.facts.get(fact.INTO) != into:
+            raise errors.NotReceived(str(volume.id), "another stream is being received")
+
+    def _mark(
+        self, volume: Volume, new: Mapping[str, str], without: tuple[str, ...] = ()
+    ) -> Volume:
+        """Change facts, all or none; the volume as it is then. One command."""
+        new = {key: value for key, value in new.items() if volume.facts.get(key) != value}
+        gone = {key for key in (*new, *without) if key in volume.facts}
+        old = {key: volume.facts[key] for key in gone}
+        lvm, group = self._engines.lvm(volume.group.name), volume.group.name
+        volumes.mark(lvm, group, volume.name, old=old, new=new)
+        kept = {key: value for key, value in volume.facts.items() if key not in gone}
+        return replace(volume, facts={**kept, **new})
+
+
+def arrival(volume: Volume) -> Arrival:
+    """How far a volume is, by its tags."""
+    facts = volume.facts
+    return Arrival(
+        volume_id=str(volume.id),
+        state=facts.get(fact.STATE, fact.READY),
+        chain=facts.get(fact.CHAIN, ""),
+        content_bytes=volume.content_bytes,
+        into=facts.get(fact.INTO, ""),
+        offset_bytes=volume.offset_bytes,
+        received=facts.get(fact.RECEIVED, ""),
+        finishing=fact.FINISHING in facts,
+        blank=volume.layout.is_thin,
+        release=facts.get(fact.RELEASE, "") or _digest(facts.get(fact.RELEASED, "")),
+    )
+
+
+def _digest(word: str) -> str:
+    return hashlib.sha256(word.encode()).hexdigest() if word else ""
+
+
+def _facts(
+    name: str, one: DeviceClass, header: Header, size_bytes: int, group: report.Group
+) -> dict[str, str]:
+    """The facts of a volume that begins to come; what is wrong with the header's is told."""
+    told = {key: value for key, value in header.facts.items() if key in (*_TAKEN, *_ABOUT)}
+    access = told.get(fact.ACCESS, BLOCK)
+    if access not in (BLOCK, MOUNT):
+        raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
+    given = {keys.PARAMETER_PREFIX + key: told[key] for key in keys.PARAMETERS if key in told}
+    given[keys.PARAMETER_PREFIX + "class"] = one.name
+    parameters = Parameters.from_proto(given, "stream.facts")
+    if parameters.fs_type:
+        parameters.check_for(parameters.fs_type, "stream.facts")
+    formatted = told.get(fact.FORMATTED, "")
+    if formatted and formatted not in filesystem.FILE_SYSTEMS:
+        raise errors.NotAllowed("stream.facts[formatted]", formatted, filesystem.FILE_SYSTEMS)
+    facts = {
+        **told,
+        "class": one.name,
+        fact.NAME: name,
+        fact.STATE: fact.RECEIVING,
+        fact.SIZE: str(size_bytes),
+        fact.LAYOUT: str(one.layout),
+        fact.ACCESS: access,
+        fact.RECEIVED: header.volume_id,
+        fact.INTO: header.chain,
+        fact.OFFSET: "0",
+        **({fact.RELEASE: header.release} if header.release else {}),
+    }
+    if one.cache is not None and not one.layout.is_thin:
+        facts[fact.CACHE] = one.cache.fact(size_bytes, group.extent_size_bytes)
+    if one.zero == fact.FULLY:
+        facts[fact.ZERO] = fact.FULLY
+    for key, value in facts.items():
+        if not tags.fits(key, value):
+            raise errors.BadField(f"stream.facts[{key}]", "is too long to be kept in an LVM tag")
+    return facts

@@ -1,0 +1,305 @@
+"""Volumes moved from one service to another, and what a lost line or a dead process leaves."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import expect
+import nodes
+import pytest
+from nodes import MIB, SIZE, Node, Stand, volume_of, write
+from real.any import AnyHost
+
+from agent import errors
+from agent.cli import moving, streams
+from agent.cli.moving import Move, Options
+from agent.config.settings import Config
+from agent.csi.client import block, mounted
+from proto import csi_pb2 as csi
+
+
+@pytest.fixture
+def here(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
+    with nodes.made(host, config, tmp_path, "here") as node:
+        yield node
+
+
+@pytest.fixture
+def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
+    with nodes.made(host, config, tmp_path, "there") as node:
+        yield node
+
+
+def move(here: Node, stand: Stand, volume: csi.Volume) -> Move:
+    return Move(here.at, stand, volume.volume_id, Options("db"), lambda _text: None)
+
+
+def usable(node: Node) -> list[csi.Volume]:
+    """The volumes that whoever asks is given, and can use."""
+    found = list(node.client.volumes())
+    for one in found:
+        place = node.directory / "trial"
+        node.client.stage(one, place, block())
+        node.client.unstage(one.volume_id, place)
+    return found
+
+
+@pytest.fixture
+def volume(here: Node) -> csi.Volume:
+    """One with content, and in nobody's use."""
+    made = volume_of(here)
+    write(here, "vol-db", random.Random(1))
+    here.client.unstage(made.volume_id, here.directory / "staging")
+    return made
+
+
+def test_a_volume_moves_and_what_is_left_of_it_goes(
+    here: Node, there: Node, volume: csi.Volume
+) -> None:
+    content = here.content("vol-db")
+    going = move(here, Stand(there), volume)
+    told = going.run()
+    assert told["state"] == streams.READY
+    assert usable(here) == []
+    [moved] = usable(there)
+    assert moved.volume_id == told["volume_id"] != volume.volume_id
+    assert there.content("vol-db") == content
+    with expect.code("FAILED_PRECONDITION", "moved to there"):
+        here.client.stage(volume, here.directory / "staging", block())
+    with expect.code("FAILED_PRECONDITION", "moved to there"):
+        here.client.delete(volume.volume_id)
+    here.restart()
+    with expect.code("FAILED_PRECONDITION", "moved to there"):
+        here.client.publish(volume, here.directory / "staging", here.directory / "raw", block())
+    # The same words again: it is so already.
+    going = move(here, Stand(there), volume)
+    assert going.run()["state"] == streams.READY
+    going.finish()
+    assert here.names() == set()
+    assert there.names() == {"vol-db"}
+
+
+@pytest.mark.parametrize("layout", ["linear", "thin"])
+def test_rounds_are_sent_while_it_is_used_and_the_last_one_when_it_is_not(
+    here: Node, there: Node, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    volume = volume_of(here, layout)
+    target, staging = here.directory / "raw", here.directory / "staging"
+    here.client.publish(volume, staging, target, block())
+    chance = random.Random(2)
+    write(here, "vol-db", chance)
+    looks: list[float] = []
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) < 7:
+            write(here, "vol-db", chance, 3)
+        elif len(looks) == 7:
+            here.client.unpublish(volume.volume_id, target)
+            here.client.unstage(volume.volume_id, staging)
+
+    monkeypatch.setattr(moving, "sleep", look)
+    monkeypatch.setattr(moving, "_LOOKS", 3)
+    stand, sent = Stand(there), []
+    stand.before = lambda words: sent.append(words[-1])
+    move(here, stand, volume).run()
+    # All, two rounds while it was used, the last.
+    assert sent.count("db") == 4
+    [moved] = usable(there)
+    there.client.stage(moved, there.directory / "staging", block())
+    assert there.content("vol-db") == here_content(here)
+
+
+def here_content(here: Node) -> bytes:
+    """What the volume under quarantine holds."""
+    here.host.lvm(
+        "lvchange", "--activate", "y", "--ignoreactivationskip", "--", f"{here.group}/vol-db"
+    )
+    content = here.content("vol-db")
+    here.host.deactivate(here.group, "vol-db")
+    return content
+
+
+def test_nobody_begins_to_use_it_while_the_last_round_is_sent(
+    here: Node, there: Node, volume: csi.Volume
+) -> None:
+    stand, refused = Stand(there), []
+
+    def before(words: tuple[str, ...]) -> None:
+        if words[-2:] == ("--checksum", "--json"):
+            with expect.code("FAILED_PRECONDITION", "last time"):
+                here.client.stage(volume, here.directory / "staging", block())
+            with expect.code("FAILED_PRECONDITION", "last time"):
+                here.client.delete(volume.volume_id)
+            refused.append(words)
+
+    stand.before = before  # type: ignore[assignment]
+    move(here, stand, volume).run()
+    assert refused
+
+
+def test_what_is_not_finished_is_taken_back(here: Node, there: Node, volume: csi.Volume) -> None:
+    content = here.content("vol-db")
+    going = move(here, Stand(there), volume)
+    going.run()
+    with pytest.raises(errors.NotConfirmed):
+        going.undo(confirmed=lambda: False)
+    assert len(usable(there)) == 1
+    going.undo(confirmed=lambda: True)
+    assert there.names() == set()
+    [back] = usable(here)
+    assert back == volume
+    assert here.content("vol-db") == content
+    with pytest.raises(errors.NotMoved, match="no move"):
+        going.undo(confirmed=lambda: True)
+
+
+def test_it_is_not_taken_back_while_it_is_used_there(
+    here: Node, there: Node, volume: csi.Volume
+) -> None:
+    going = move(here, Stand(there), volume)
+    told = going.run()
+    [moved] = there.client.volumes()
+    assert moved.volume_id == told["volume_id"]
+    staging, target = there.directory / "staging", there.directory / "raw"
+    there.client.stage(moved, staging, block())
+    there.client.publish(moved, staging, target, block())
+    with pytest.raises(errors.NodeRefused, match="in use"):
+        going.undo(confirmed=lambda: True)
+    there.client.unpublish(moved.volume_id, target)
+    going.undo(confirmed=lambda: True)
+    assert len(usable(here)) == 1
+
+
+def test_another_volume_of_that_name_is_left_alone(
+    here: Node, there: Node, volume: csi.Volume
+) -> None:
+    other = there.client.create("db", SIZE, block())
+    with pytest.raises(errors.NotMoved, match="--as"):
+        move(here, Stand(there), volume).run()
+    move(here, Stand(there), volume).undo(confirmed=lambda: True)
+    assert [one.volume_id for one in usable(there)] == [other.volume_id]
+    assert usable(here) == [volume]
+
+
+def test_it_moves_to_one_node_at_a_time(here: Node, there: Node, volume: csi.Volume) -> None:
+    stand = Stand(there)
+    stand.most_bytes = 100
+    with pytest.raises(errors.NodeRefused, match="ends"):
+        move(here, stand, volume).run()
+    with expect.code("FAILED_PRECONDITION", "moves to there"):
+        here.client.transfer("BeginMove", volume_id=volume.volume_id, node="elsewhere")
+    with pytest.raises(errors.NodeRefused), expect_kept(here):
+        move(here, stand, volume).run()
+
+
+class expect_kept:  # noqa: N801 - reads as a phrase
+    """Inside, the source stays usable."""
+
+    def __init__(self, here: Node) -> None:
+        self._here = here
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None:
+        assert len(usable(self._here)) == 1
+
+
+def test_what_differs_is_not_handed_over(
+    here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand, wrong = Stand(there), ["once"]
+
+    def before(words: tuple[str, ...]) -> None:
+        if "--checksum" in words and wrong:
+            wrong.clear()
+            path = there.device("vol-db")
+            there.host.write_bytes(path, 4096, b"x" * 4096)
+
+    stand.before = before  # type: ignore[assignment]
+    with pytest.raises(errors.NotMoved, match="something else"):
+        move(here, stand, volume).run()
+    assert there.names() == set()
+    assert usable(here) == [volume]
+    move(here, stand, volume).run()
+    assert len(usable(there)) == 1
+
+
+def test_a_word_that_is_not_its_source_s_finishes_nothing(
+    here: Node, there: Node, volume: csi.Volume
+) -> None:
+    stand = Stand(there)
+
+    def before(words: tuple[str, ...]) -> None:
+        if "--checksum" in words:
+            raise ConnectionError("the line is cut")
+
+    stand.before = before  # type: ignore[assignment]
+    with pytest.raises(ConnectionError):
+        move(here, stand, volume).run()
+    for word in ("", "guessed"):
+        with expect.code("FAILED_PRECONDITION", "has not released"):
+            streams.finish(there.at, "db", word)
+    assert usable(there) == []
+    assert usable(here) == [volume]
+
+
+class Cut(Exception):
+    """The line, or the process, ends."""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", range(12))
+def test_wherever_the_line_is_cut_one_is_usable_in_the_end(
+    here: Node, there: Node, volume: csi.Volume, step: int, when: str
+) -> None:
+    content = here.content("vol-db")
+    stand, steps = Stand(there), [step]
+
+    def cut(_words: object) -> None:
+        steps[0] -= 1
+        if steps[0] < 0:
+            steps[0] = 1000
+            raise Cut
+
+    setattr(stand, when, cut)
+    try:
+        move(here, stand, volume).run()
+    except Cut:
+        pass
+    else:
+        assert step >= 7
+    steps[0] = 1000
+    assert len(usable(here)) + len(usable(there)) <= 1
+    if step % 2:
+        there.restart()
+    else:
+        here.restart()
+    # Either way out leaves exactly one, whole.
+    if when == "before":
+        move(here, stand, volume).run()
+        assert (len(usable(here)), len(usable(there))) == (0, 1)
+        assert there.content("vol-db") == content
+        move(here, stand, volume).finish()
+        assert here.names() == set()
+    else:
+        move(here, stand, volume).undo(confirmed=lambda: True)
+        assert (len(usable(here)), len(usable(there))) == (1, 0)
+        assert here.content("vol-db") == content
+        assert there.names() == set()
+        assert here.names() == {"vol-db"}
+
+
+def test_a_mounted_volume_s_file_system_is_there_whole(here: Node, there: Node) -> None:
+    volume = here.client.create("db", 64 * MIB, mounted("ext4"))
+    staging = here.directory / "staging"
+    here.client.stage(volume, staging, mounted("ext4"))
+    here.client.unstage(volume.volume_id, staging)
+    move(here, Stand(there), volume).run()
+    [moved] = there.client.volumes()
+    there.client.stage(moved, there.directory / "staging", mounted("ext4"))
+    there.client.unstage(moved.volume_id, there.directory / "staging")
+    # And back again, which is a move as any other.
+    with pytest.raises(errors.NotMoved, match="--as"):
+        Move(there.at, Stand(here), moved.volume_id, Options("db"), print).run()
+    move(here, Stand(there), volume).finish()

@@ -1,0 +1,275 @@
+"""Snapshots sent and volumes received between two services with groups of their own."""
+
+import io
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import chosen
+import expect
+import nodes
+import pytest
+from nodes import LAYOUTS, MIB, SIZE, Node, volume_of, write
+from real.any import AnyHost
+
+from agent import errors
+from agent.cli import streams
+from agent.config.settings import Config
+from agent.csi.client import block, mounted
+
+
+@pytest.fixture
+def here(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
+    with nodes.made(host, config, tmp_path, "here") as node:
+        yield node
+
+
+@pytest.fixture
+def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
+    with nodes.made(host, config, tmp_path, "there") as node:
+        yield node
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    chosen.kinds(
+        [f"{one}, {other}" for one in LAYOUTS for other in LAYOUTS],
+        usual=["linear, linear", "thin, linear", "linear, thin", "thin, thin"],
+    ),
+)
+def test_a_chain_of_one_full_and_five_incrementals_is_equal_to_the_byte(
+    here: Node, there: Node, kinds: str
+) -> None:
+    one, other = kinds.split(", ")
+    chance = random.Random(17)
+    volume = volume_of(here, one)
+    chain = b""
+    for number in range(6):
+        write(here, "vol-db", chance)
+        if number == 3:
+            here.client.expand(volume.volume_id, SIZE + 8 * MIB)
+        here.client.snapshot(str(number), volume.volume_id)
+        since = str(number - 1) if number else ""
+        chain += nodes.stream(here, str(number), since=since, compress=number % 2 == 0)
+    told = nodes.receive(there, "copy", chain, other)
+    assert told["state"] == streams.RECEIVING
+    size = SIZE + 8 * MIB
+    assert there.content("vol-copy", size) == here.content("vol-db", size)
+    sums = streams.received_checksum(there.at, "copy")
+    assert sums == streams.checksum_of(here.at, "5")
+    assert streams.finish(there.at, "copy")["state"] == streams.READY
+    [volume] = there.client.volumes()
+    assert volume.volume_context["carver/class"] == other
+
+
+def test_a_file_system_is_looked_over_and_used_where_it_came_to(here: Node, there: Node) -> None:
+    volume = here.client.create("db", 64 * MIB, mounted("ext4"))
+    here.client.stage(volume, here.directory / "staging", mounted("ext4"))
+    here.client.snapshot("1", volume.volume_id)
+    nodes.receive(there, "copy", nodes.stream(here, "1"))
+    # It is no volume before it is finished.
+    assert list(there.client.volumes()) == []
+    there.host.commands.clear()
+    streams.finish(there.at, "copy")
+    assert "fsck.ext4" in {words[0] for words in there.host.commands}
+    [copy] = there.client.volumes()
+    assert copy.volume_id != volume.volume_id
+    assert copy.volume_context == volume.volume_context
+    here.client.unstage(volume.volume_id, here.directory / "staging")
+    place = there.directory / "staging"
+    there.client.stage(copy, place, mounted("ext4"))
+    assert there.client.stats(copy.volume_id, place).usage[0].total > 50 * MIB
+    there.client.unstage(copy.volume_id, place)
+    # The second time nothing is done.
+    streams.finish(there.at, "copy")
+    there.client.delete(copy.volume_id)
+    assert there.names() == set()
+
+
+def test_what_is_received_is_no_volume_for_anyone(here: Node, there: Node) -> None:
+    volume = volume_of(here)
+    here.client.snapshot("1", volume.volume_id)
+    nodes.receive(there, "copy", nodes.stream(here, "1"))
+    identity = streams.status(there.at, "copy")["volume_id"]
+    pretended = type(volume)(volume_id=identity)
+    place = there.directory / "staging"
+    for again in range(2):
+        with expect.code("FAILED_PRECONDITION", "received"):
+            there.client.stage(pretended, place, block())
+        with expect.code("FAILED_PRECONDITION", "received"):
+            there.client.publish(pretended, place, there.directory / "raw", block())
+        with expect.code("FAILED_PRECONDITION", "received"):
+            there.client.delete(identity)
+        with expect.code("FAILED_PRECONDITION", "received"):
+            there.client.expand(identity, 2 * SIZE)
+        with expect.code("FAILED_PRECONDITION", "received"):
+            there.client.snapshot("s", identity)
+        with expect.code("FAILED_PRECONDITION", "received"):
+            there.client.create("copy", SIZE, block())
+        if not again:
+            there.restart()
+    streams.abort(there.at, "copy")
+    streams.abort(there.at, "copy")
+    assert there.names() == set()
+
+
+def test_a_stream_that_was_cut_off_is_taken_up_where_it_was(
+    here: Node, there: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.streams.applying.RECORD_SECONDS", 0.0)
+    volume = volume_of(here)
+    write(here, "vol-db", random.Random(3), 40)
+    here.client.snapshot("1", volume.volume_id)
+    whole = nodes.stream(here, "1")
+    with pytest.raises(errors.StreamEnded, match="--status"):
+        nodes.receive(there, "copy", whole[: len(whole) // 2])
+    told = streams.status(there.at, "copy")
+    assert 0 < told["offset_bytes"] < SIZE
+    assert not told["chain"]
+    with expect.code("FAILED_PRECONDITION", "not whole"):
+        streams.finish(there.at, "copy")
+    there.restart()
+    # What begins behind that would leave a gap.
+    late = nodes.stream(here, "1", offset_bytes=told["offset_bytes"] + 4096)
+    with expect.code("FAILED_PRECONDITION", "begins at byte"):
+        nodes.receive(there, "copy", late)
+    rest = nodes.stream(here, "1", offset_bytes=told["offset_bytes"])
+    assert len(rest) < len(whole)
+    nodes.receive(there, "copy", rest)
+    assert there.content("vol-copy") == here.content("snap-1")
+    # Sent once more, it is there already.
+    assert nodes.receive(there, "copy", whole)["chain"] == told["into"]
+
+
+def test_an_altered_stream_changes_nothing_behind_what_was_altered(here: Node, there: Node) -> None:
+    volume = volume_of(here)
+    write(here, "vol-db", random.Random(4))
+    here.client.snapshot("1", volume.volume_id)
+    altered = bytearray(nodes.stream(here, "1"))
+    altered[-5000] ^= 1
+    with pytest.raises(errors.BadStream, match="altered"):
+        nodes.receive(there, "copy", bytes(altered))
+    with expect.code("FAILED_PRECONDITION", "not whole"):
+        streams.finish(there.at, "copy")
+    streams.abort(there.at, "copy")
+
+
+def test_a_stream_goes_on_from_exactly_its_base_or_is_refused(here: Node, there: Node) -> None:
+    chance = random.Random(5)
+    volume = volume_of(here)
+    for number in range(3):
+        write(here, "vol-db", chance)
+        here.client.snapshot(str(number), volume.volume_id)
+    first, second = nodes.stream(here, "0"), nodes.stream(here, "1", since="0")
+    third = nodes.stream(here, "2", since="1")
+    with expect.code("FAILED_PRECONDITION", "needs a base"):
+        nodes.receive(there, "copy", second)
+    assert there.names() == set()
+    nodes.receive(there, "copy", first)
+    before = there.content("vol-copy")
+    with expect.code("FAILED_PRECONDITION", "goes on from"):
+        nodes.receive(there, "copy", third)
+    assert there.content("vol-copy") == before
+    nodes.receive(there, "copy", second + third)
+    # The past does not come back.
+    with expect.code("FAILED_PRECONDITION", "goes on from"):
+        nodes.receive(there, "copy", first)
+    assert there.content("vol-copy") == here.content("snap-2")
+    streams.finish(there.at, "copy")
+    with expect.code("ALREADY_EXISTS", "does not come as a stream"):
+        nodes.receive(there, "copy", second)
+
+
+def test_only_what_is_older_and_of_the_same_volume_is_a_base(here: Node) -> None:
+    one, other = volume_of(here), here.client.create("web", SIZE, block())
+    for name, of in (("a", one), ("b", one), ("c", other)):
+        here.client.snapshot(name, of.volume_id)
+    with expect.code("INVALID_ARGUMENT", "no older"):
+        nodes.stream(here, "a", since="b")
+    with expect.code("INVALID_ARGUMENT", "another volume"):
+        nodes.stream(here, "c", since="a")
+    with pytest.raises(errors.NoSuchSnapshot):
+        nodes.stream(here, "a", since="d")
+    with pytest.raises(errors.BadField, match="offset"):
+        nodes.stream(here, "a", offset_bytes=100)
+
+
+def test_a_group_that_is_too_small_is_refused_and_nothing_is_left(here: Node, there: Node) -> None:
+    taken = there.client.capacity().available_capacity - SIZE // 2
+    there.client.create("other", taken, block())
+    volume = volume_of(here)
+    here.client.snapshot("1", volume.volume_id)
+    with expect.code("RESOURCE_EXHAUSTED", "room"):
+        nodes.receive(there, "copy", nodes.stream(here, "1"))
+    assert there.names() == {"vol-other"}
+
+
+def test_a_volume_that_is_being_written_takes_no_other_stream(here: Node, there: Node) -> None:
+    volume = volume_of(here)
+    here.client.snapshot("1", volume.volume_id)
+    whole = nodes.stream(here, "1")
+    nodes.receive(there, "copy", whole)
+    write(here, "vol-db", random.Random(6))
+    here.client.snapshot("2", volume.volume_id)
+    later = nodes.stream(here, "2", since="1")
+    with there.host.kernel.opened(there.device("vol-copy"), to_write=True):
+        with expect.code("FAILED_PRECONDITION", "in use"):
+            nodes.receive(there, "copy", later)
+        with expect.code("FAILED_PRECONDITION", "in use"):
+            streams.finish(there.at, "copy")
+        with expect.code("FAILED_PRECONDITION", "in use"):
+            streams.abort(there.at, "copy")
+    nodes.receive(there, "copy", later)
+    streams.abort(there.at, "copy")
+
+
+def test_a_snapshot_that_is_sent_is_not_deleted_meanwhile(here: Node) -> None:
+    volume = volume_of(here)
+    snapshot = here.client.snapshot("1", volume.volume_id)
+    with (
+        streams.outgoing(here.at, snapshot.snapshot_id),
+        expect.code("FAILED_PRECONDITION"),
+    ):
+        here.client.delete_snapshot(snapshot.snapshot_id)
+    here.client.delete_snapshot(snapshot.snapshot_id)
+
+
+def test_a_stream_is_not_for_a_terminal(here: Node) -> None:
+    volume = volume_of(here)
+    here.client.snapshot("1", volume.volume_id)
+
+    class Terminal(io.BytesIO):
+        def isatty(self) -> bool:
+            return True
+
+    with pytest.raises(errors.TransferFailed, match="terminal"):
+        streams.send(here.at, "1", Terminal())
+    with pytest.raises(errors.TransferFailed, match="terminal"):
+        streams.receive(here.at, "copy", Terminal())
+    assert here.names() == {"vol-db", "snap-1"}
+
+
+@pytest.mark.parametrize(
+    ("facts", "field"),
+    [
+        ({"access": "tape"}, "access"),
+        ({"fsType": "ntfs"}, "fsType"),
+        ({"formatted": "ntfs"}, "formatted"),
+        ({"mountOptions": "suid_dumpable"}, "mountOptions"),
+        ({"fsType": "ext4", "mkfsOptions": "-E root_owner=1"}, "mkfsOptions"),
+        ({"capabilities": "x" * 2000}, "capabilities"),
+    ],
+)
+def test_what_a_stream_says_of_its_volume_is_checked(
+    here: Node, there: Node, facts: dict[str, str], field: str
+) -> None:
+    volume = volume_of(here)
+    snapshot = here.client.snapshot("1", volume.volume_id)
+    out = io.BytesIO()
+    with streams.outgoing(here.at, snapshot.snapshot_id) as source:
+        header = replace(source.header, facts={**source.header.facts, **facts})
+        replace(source, header=header).send(out.write)
+    with expect.code("INVALID_ARGUMENT", field):
+        nodes.receive(there, "copy", out.getvalue())
+    assert there.names() == set()

@@ -1,0 +1,332 @@
+"""Streams in memory: what is sent arrives, and nothing else is ever taken for a stream."""
+
+import hashlib
+import io
+import json
+import struct
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent import errors
+from agent.delta.extents import Extent
+from agent.streams import applying, checksum, form, sending
+from agent.streams.applying import Target
+from agent.streams.form import Header, Packed
+from agent.streams.reading import Reader, streams
+from agent.streams.writing import Writer
+from mount.blocks import Opened
+
+MIB = 1 << 20
+SIZE = 16 * MIB
+CHAIN, OTHER = "a1" * 32, "b2" * 32
+WHOLE = Header("volume", "snapshot", SIZE, 17, CHAIN, facts={"fsType": "ext4"})
+LATER = replace(WHOLE, base_snapshot_id="earlier", base_chain=OTHER, base_size_bytes=SIZE)
+
+
+def ignored(_offset_bytes: int) -> None:
+    """Where nobody wants to know how far it is."""
+
+
+class Memory(Opened):
+    """A device of so many bytes, as it is after `flush` too."""
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__("memory", -1)
+        self.content = bytearray(content)
+        self.flushed = bytes(content)
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        return bytes(self.content[offset_bytes : offset_bytes + length_bytes])
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        self.content[offset_bytes : offset_bytes + len(data)] = data
+
+    def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
+        self.write(offset_bytes, bytes(length_bytes))
+
+    def flush(self) -> None:
+        self.flushed = bytes(self.content)
+
+    def forget(self, offset_bytes: int, length_bytes: int) -> None:
+        pass
+
+
+def sent(header: Header, content: bytes, *extents: Extent, compress: bool = False) -> bytes:
+    out = io.BytesIO()
+    device = Memory(content.ljust(header.size_bytes, b"\0"))
+    sending.send(out.write, header, device, extents, compress=compress)
+    return out.getvalue()
+
+
+def applied(
+    stream: bytes, before: bytes, *, blank: bool = False, record: Callable[[int], None] = ignored
+) -> bytes:
+    device = Memory(before)
+    reader = Reader(io.BytesIO(stream).read)
+    applying.apply(reader, Target(device, len(before), blank), record=record, record_seconds=0)
+    assert device.flushed == bytes(device.content)
+    return device.flushed
+
+
+def noise(length: int, start: int = 1) -> bytes:
+    """What does not become smaller, and has no zeroes in a row."""
+    return bytes((start + at * 197 + (at >> 8) * 89) % 251 + 1 for at in range(length))
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_volume_arrives_as_it_was_on_a_device_that_was_anyone_s(compress: bool) -> None:
+    content = noise(MIB + 4096) + bytes(5 * MIB) + noise(8192)
+    extents = [Extent(0, 4 * MIB), Extent(6 * MIB, 2 * MIB)]
+    stream = sent(WHOLE, content, *extents, compress=compress)
+    before = b"old" * (18 * MIB // 3)
+    assert applied(stream, before) == content.ljust(len(before), b"\0")
+    assert len(stream) < 4 * MIB
+
+
+def test_zeroes_take_no_room_and_a_blank_device_is_not_written_for_them() -> None:
+    stream = sent(WHOLE, b"", Extent(0, SIZE))
+    assert len(stream) < 2048
+    before = bytes(SIZE)
+    device = Memory(before)
+    device.zero_out = None  # type: ignore[assignment, method-assign]
+    reader = Reader(io.BytesIO(stream).read)
+    applying.apply(reader, Target(device, SIZE, blank=True), record=ignored)
+    assert reader.totals.zero_bytes == SIZE
+
+
+def test_what_compresses_is_smaller_and_what_does_not_is_not_larger() -> None:
+    data = b"the same words again and again. " * (SIZE // 32)
+    assert len(sent(WHOLE, data, Extent(0, SIZE), compress=True)) < SIZE // 50
+    packed = form.pack(noise(4096), compress=True)
+    assert len(packed.payload) <= 4096
+
+
+def test_an_increment_changes_what_it_names_and_nothing_else() -> None:
+    before = noise(SIZE)
+    content = bytearray(before)
+    content[2 * MIB : 2 * MIB + 8192] = bytes(4096) + b"x" * 4096
+    stream = sent(LATER, bytes(content), Extent(2 * MIB, 8192))
+    assert applied(stream, before) == bytes(content)
+
+
+def test_what_a_volume_grew_by_reads_as_it_did_where_it_came_from() -> None:
+    header = replace(LATER, base_size_bytes=8 * MIB)
+    content = noise(8 * MIB) + bytes(4 * MIB) + b"y" * 4096
+    stream = sent(header, content, Extent(12 * MIB, 4096))
+    # What was there before, of someone else.
+    before = noise(8 * MIB) + b"z" * (8 * MIB)
+    assert applied(stream, before) == content.ljust(SIZE, b"\0")
+
+
+def test_a_stream_goes_on_where_another_was_cut_off() -> None:
+    content = noise(4 * MIB) + bytes(2 * MIB) + noise(2 * MIB, 7)
+    whole = sent(WHOLE, content, Extent(0, SIZE))
+    told: list[int] = []
+    device = Memory(b"o" * SIZE)
+    reader = Reader(io.BytesIO(whole[: len(whole) - 3 * MIB // 2]).read)
+    with pytest.raises(errors.StreamEnded):
+        applying.apply(reader, Target(device, SIZE, False), record=told.append, record_seconds=0)
+    assert told
+    offset = told[-1]
+    rest = sent(replace(WHOLE, offset_bytes=offset), content, Extent(0, SIZE))
+    assert len(rest) < len(whole) / 2
+    assert applied(rest, device.flushed) == content.ljust(SIZE, b"\0")
+
+
+def test_what_is_recorded_is_on_the_disk() -> None:
+    content = noise(SIZE)
+    device = Memory(bytes(SIZE))
+    flushed: list[bool] = []
+
+    def record(offset_bytes: int) -> None:
+        flushed.append(device.flushed[:offset_bytes] == content[:offset_bytes])
+
+    reader = Reader(io.BytesIO(sent(WHOLE, content, Extent(0, SIZE))).read)
+    applying.apply(reader, Target(device, SIZE, True), record=record, record_seconds=0)
+    assert flushed
+    assert all(flushed)
+
+
+def test_streams_that_stand_one_after_another_are_read_one_by_one() -> None:
+    both = sent(WHOLE, noise(4096), Extent(0, 4096)) + sent(LATER, noise(4096), Extent(0, 4096))
+    seen = []
+    for reader in streams(io.BytesIO(both).read):
+        seen.append(reader.header)
+        assert len(list(reader.frames())) == 1
+    assert seen == [WHOLE, LATER]
+
+
+def test_nothing_is_sent_to_the_end_that_is_not_proved() -> None:
+    out = io.BytesIO()
+
+    def overflowed() -> None:
+        raise errors.SourceLost("snapshot", "it was lost")
+
+    with pytest.raises(errors.SourceLost):
+        sending.send(out.write, WHOLE, Memory(bytes(SIZE)), [Extent(0, SIZE)], prove=overflowed)
+    with pytest.raises(errors.StreamEnded):
+        applied(out.getvalue(), bytes(SIZE))
+
+
+# What is none
+
+STREAM = sent(
+    replace(WHOLE, size_bytes=MIB),
+    noise(8192) + bytes(4096) + noise(4096),
+    Extent(0, 8192),
+    Extent(8192, 4096),
+    Extent(12288, 4096),
+)
+
+
+def frames_of(stream: bytes) -> list[bytes]:
+    """The header, and each frame with what is in it."""
+    at = form.PREFIX_BYTES + form.header_bytes(stream[: form.PREFIX_BYTES])
+    parts = [stream[:at]]
+    while at < len(stream):
+        [stored] = struct.unpack("!I", stream[at + 4 : at + 8])
+        end = at + form.HEADING_BYTES + stored
+        parts.append(stream[at:end])
+        at = end
+    return parts
+
+
+@given(st.integers(0, len(STREAM) - 1), st.integers(1, 255))
+def test_a_byte_that_was_altered_is_seen(at: int, change: int) -> None:
+    altered = bytearray(STREAM)
+    altered[at] ^= change
+    with pytest.raises(errors.BadStream):
+        applied(bytes(altered), bytes(MIB))
+
+
+@given(st.integers(0, len(STREAM) - 1))
+def test_a_stream_that_was_cut_off_is_seen(length: int) -> None:
+    with pytest.raises(errors.StreamEnded):
+        applied(STREAM[:length], bytes(MIB))
+
+
+@given(st.permutations(range(1, 5)), st.sets(st.integers(1, 4)))
+def test_frames_in_another_order_left_out_or_doubled_are_seen(
+    order: list[int], without: set[int]
+) -> None:
+    parts = frames_of(STREAM)
+    assert len(parts) == 5
+    chosen = [one for one in order if one not in without]
+    if chosen != [1, 2, 3, 4]:
+        with pytest.raises(errors.BadStream):
+            applied(parts[0] + b"".join(parts[one] for one in chosen), bytes(MIB))
+
+
+@given(st.binary(max_size=4096))
+def test_noise_is_no_stream(data: bytes) -> None:
+    asked: list[int] = []
+    source = io.BytesIO(data)
+
+    def read(length: int) -> bytes:
+        asked.append(length)
+        return source.read(length)
+
+    with pytest.raises(errors.BadStream):
+        list(Reader(read).frames())
+    assert max(asked, default=0) <= form.MOST_BYTES
+
+
+@given(st.binary(max_size=300), st.integers(0, 70000))
+def test_a_header_that_says_nonsense_is_refused(told: bytes, length: int) -> None:
+    prefix = struct.pack("!8sHHI", form.MAGIC, form.VERSION, 0, length)
+    with pytest.raises(errors.BadStream):
+        Reader(io.BytesIO(prefix + told).read)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"size_bytes": -512}, "size"),
+        ({"size_bytes": 1000}, "size"),
+        ({"size_bytes": "16"}, "size_bytes"),
+        ({"size_bytes": True}, "size_bytes"),
+        ({"size_bytes": 1 << 70}, "size"),
+        ({"offset_bytes": 2 * SIZE}, "sizes"),
+        ({"chain": "a1"}, "chain"),
+        ({"base_chain": OTHER}, "base"),
+        ({"base_snapshot_id": "x"}, "base"),
+        ({"base_size_bytes": 512}, "base"),
+        ({"release": "word"}, "chain"),
+        ({"facts": {"a": 1}}, "facts"),
+        ({"facts": []}, "facts"),
+        ({"later": "words"}, "later"),
+        ({"volume_id": None}, "volume_id"),
+    ],
+)
+def test_a_header_is_checked_field_by_field(changes: dict[str, object], said: str) -> None:
+    told = json.dumps({**asdict(WHOLE), **changes}).encode()
+    prefix = struct.pack("!8sHHI", form.MAGIC, form.VERSION, 0, len(told))
+    proof = hashlib.sha256(prefix + told).digest()
+    with pytest.raises(errors.BadStream, match=said):
+        Reader(io.BytesIO(prefix + told + proof).read)
+
+
+def test_another_version_is_refused_by_its_number() -> None:
+    later = bytearray(STREAM)
+    later[len(form.MAGIC) : len(form.MAGIC) + 2] = struct.pack("!H", 2)
+    with pytest.raises(errors.BadStream, match="version 2"):
+        Reader(io.BytesIO(later).read)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [((8192, 4096), (0, 4096)), ((0, 8192), (4096, 4096)), ((MIB - 4096, 8192), (0, 0))],
+)
+def test_parts_that_overlap_or_go_back_or_beyond_the_end_are_refused(
+    first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    out = io.BytesIO()
+    writer = Writer(out.write, replace(WHOLE, size_bytes=MIB))
+    for offset, length in filter(any, (first, second)):
+        writer.data(offset, length, form.pack(bytes(length), compress=False))
+    writer.end()
+    with pytest.raises(errors.BadStream):
+        applied(out.getvalue(), bytes(2 * MIB))
+
+
+def bomb(told: int) -> bytes:
+    """Data that say they are of one length, and are of another."""
+    payload = zstandard.ZstdCompressor().compress(bytes(told))
+    out = io.BytesIO()
+    writer = Writer(out.write, WHOLE)
+    writer.data(0, 4096, Packed(form.ZSTD, payload, hashlib.sha256(payload).digest()))
+    writer.end()
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("told", [4095, 4097, 1 << 26])
+def test_data_that_unpack_to_another_length_are_refused(told: int) -> None:
+    with pytest.raises(errors.BadStream, match="not of 4096"):
+        applied(bomb(told), bytes(SIZE))
+
+
+@pytest.mark.parametrize("payload", [b"no zstd", b"\x28\xb5\x2f\xfd\x00"])
+def test_data_that_are_not_compressed_are_refused(payload: bytes) -> None:
+    out = io.BytesIO()
+    packed = Packed(form.ZSTD, payload, hashlib.sha256(payload).digest())
+    Writer(out.write, WHOLE).data(0, 4096, packed)
+    with pytest.raises(errors.BadStream):
+        applied(out.getvalue(), bytes(SIZE))
+
+
+@given(st.lists(st.tuples(st.integers(0, 250), st.integers(1, 40)), max_size=12))
+def test_any_content_has_the_same_checksum_wherever_it_lies(parts: list[tuple[int, int]]) -> None:
+    content = bytearray(4 * MIB)
+    for at, length in parts:
+        content[at * 16384 : at * 16384 + length * 512] = bytes([at + 1]) * (length * 512)
+    header = replace(WHOLE, size_bytes=4 * MIB)
+    there = applied(sent(header, bytes(content), Extent(0, 4 * MIB)), b"q" * (5 * MIB))
+    here = checksum.of(Memory(bytes(content)), 4 * MIB)
+    assert checksum.of(Memory(there), 4 * MIB) == here
+    content[-1] ^= 1
+    assert checksum.of(Memory(bytes(content)), 4 * MIB) != here

@@ -1,0 +1,282 @@
+"""Killed before and after every step while volumes come as streams and move: nothing is lost."""
+
+import io
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import configured
+import grpc
+import nodes
+import pytest
+from fakes.host import FakeHost
+from model.stopping import Killed, Switch
+from nodes import Node, Stand, volume_of, write
+
+from agent import errors
+from agent.cli import streams
+from agent.cli.moving import Move, Options
+from agent.csi.client import Client, block
+from agent.streams import reading
+from mount.blocks import Opened
+
+# What a command ends with when the service that it asks dies.
+DIED = (grpc.RpcError, errors.AgentError)
+
+
+class Trial:
+    """Two nodes, and a volume with two snapshots on the first."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        directory.mkdir(parents=True)
+        host = FakeHost(directory)
+        config = configured.carver(directory)
+        self.here = stack.enter_context(nodes.made(host, config, directory, "here"))
+        self.there = stack.enter_context(nodes.made(host, config, directory, "there"))
+        self.volume = volume_of(self.here)
+        chance = random.Random(1)
+        write(self.here, "vol-db", chance, 2, (1,))
+        self.here.client.unstage(self.volume.volume_id, self.here.directory / "staging")
+        self.chance = chance
+
+    def streams(self) -> list[bytes]:
+        """A whole one, and what came after."""
+        self.here.client.snapshot("1", self.volume.volume_id)
+        write(self.here, "vol-db", self.chance, 1, (1,))
+        self.here.client.snapshot("2", self.volume.volume_id)
+        return [nodes.stream(self.here, "1"), nodes.stream(self.here, "2", since="1")]
+
+    def move(self) -> Move:
+        stand = Stand(self.there)
+        return Move(self.here.at, stand, self.volume.volume_id, Options("db"), lambda _text: None)
+
+
+@pytest.fixture(autouse=True)
+def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each frame is put on record."""
+    monkeypatch.setattr("agent.streams.applying.RECORD_SECONDS", 0.0)
+    # The order of steps is to be the same each time.
+    monkeypatch.setattr("agent.streams.pipeline.WORKERS", 1)
+
+
+@contextmanager
+def trial(directory: Path) -> Iterator[Trial]:
+    with ExitStack() as stack:
+        made = Trial(directory, stack)
+        yield made
+
+
+def is_over(switch: Switch) -> bool:
+    """Whether it was killed; from now on it is not."""
+    with switch._lock:
+        switch.counting = False
+        return switch.dead.is_set()
+
+
+def usable(node: Node) -> int:
+    """How many volumes whoever asks is given, and can use."""
+    found = list(node.client.volumes())
+    for one in found:
+        place = node.directory / "trial"
+        node.client.stage(one, place, block())
+        node.client.unstage(one.volume_id, place)
+    return len(found)
+
+
+def receive_all(node: Node, given: list[bytes]) -> None:
+    """As a person does who sees how far it is."""
+    last = next(reading.streams(io.BytesIO(given[-1]).read)).header
+    for one in given:
+        if streams.status(node.at, "copy")["chain"] != last.chain:
+            nodes.receive(node, "copy", one)
+
+
+DEEDS: dict[str, tuple[list[str], Callable[[Trial, list[bytes]], Any]]] = {
+    "receive": ([], lambda made, given: receive_all(made.there, given)),
+    "finish": (["receive"], lambda made, _given: streams.finish(made.there.at, "copy")),
+    "abort": (["receive"], lambda made, _given: streams.abort(made.there.at, "copy")),
+}
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_receiver_that_was_killed_at_any_step_goes_on_or_leaves_nothing(
+    deed: str, tmp_path: Path
+) -> None:
+    before, act = DEEDS[deed]
+    for step in itertools.count():
+        ended = False
+        for is_before in (True, False):
+            with trial(tmp_path / f"{step}{is_before}") as made:
+                given = made.streams()
+                for one in before:
+                    DEEDS[one][1](made, given)
+                switch = Switch(step, before=is_before)
+                made.there.restart(switch)
+                with suppress(*DIED):
+                    act(made, given)
+                    ended = not is_over(switch)
+                if is_over(switch):
+                    made.there.kill()
+                assert usable(made.there) <= (deed == "finish")
+                if is_before or deed == "abort":
+                    act(made, given)
+                elif streams.status(made.there.at, "copy")["state"] != streams.READY:
+                    streams.abort(made.there.at, "copy")
+                if deed == "abort" or (deed == "receive" and not is_before):
+                    assert made.there.names() == set()
+                elif is_before:
+                    assert made.there.content("vol-copy") == made.here.content("snap-2")
+        if ended:
+            assert step > 2
+            return
+
+
+@pytest.mark.parametrize("who", ["here", "there"])
+def test_a_move_whose_service_was_killed_at_any_step_leaves_one_usable(
+    who: str, tmp_path: Path
+) -> None:
+    for step in itertools.count():
+        ended = False
+        for is_before in (True, False):
+            with trial(tmp_path / f"{step}{is_before}") as made:
+                content = made.here.content("vol-db")
+                node = getattr(made, who)
+                switch = Switch(step, before=is_before)
+                node.restart(switch)
+                with suppress(*DIED):
+                    made.move().run()
+                    ended = not is_over(switch)
+                if is_over(switch):
+                    node.kill()
+                assert usable(made.here) + usable(made.there) <= 1, (step, is_before)
+                # On, or back: each of both after every other step.
+                if (step + is_before) % 2:
+                    made.move().run()
+                    assert (usable(made.here), usable(made.there)) == (0, 1)
+                    assert made.there.content("vol-db") == content
+                    made.move().finish()
+                    assert made.here.names() == set()
+                else:
+                    with suppress(errors.NotMoved):
+                        made.move().undo(confirmed=lambda: True)
+                    assert (usable(made.here), usable(made.there)) == (1, 0)
+                    assert made.here.content("vol-db") == content
+                    assert made.there.names() == set()
+                    assert made.here.names() == {"vol-db"}
+        if ended:
+            assert step > 4
+            return
+
+
+@pytest.mark.parametrize("deed", ["undo", "finish"])
+@pytest.mark.parametrize("who", ["here", "there"])
+def test_the_end_of_a_move_that_was_killed_at_any_step_comes_by_the_same_words(
+    who: str, deed: str, tmp_path: Path
+) -> None:
+    def act(made: Trial) -> None:
+        if deed == "finish":
+            made.move().finish()
+        else:
+            made.move().undo(confirmed=lambda: True)
+
+    for step in itertools.count():
+        ended = False
+        for is_before in (True, False):
+            with trial(tmp_path / f"{step}{is_before}") as made:
+                content = made.here.content("vol-db")
+                made.move().run()
+                node = getattr(made, who)
+                switch = Switch(step, before=is_before)
+                node.restart(switch)
+                with suppress(*DIED):
+                    act(made)
+                    ended = not is_over(switch)
+                if is_over(switch):
+                    node.kill()
+                assert usable(made.here) + usable(made.there) <= 1, (step, is_before)
+                with suppress(errors.NotMoved, grpc.RpcError):
+                    act(made)
+                kept = made.there if deed == "finish" else made.here
+                gone = made.here if deed == "finish" else made.there
+                assert (usable(kept), usable(gone)) == (1, 0), (step, is_before)
+                assert kept.content("vol-db") == content
+                assert (kept.names(), gone.names()) == ({"vol-db"}, set())
+        if ended:
+            return
+
+
+TRANSFER = Client.transfer
+
+
+class Dying(Opened):
+    """A device that is open in a process that dies at one of its steps."""
+
+    def __init__(self, device: Opened, steps: Iterator[int]) -> None:
+        super().__init__("dying", -1)
+        self._real = device
+        self._steps = steps
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        return self._real.read(offset_bytes, length_bytes)
+
+    def write(self, offset_bytes: int, data: bytes) -> None:
+        self._step(lambda: self._real.write(offset_bytes, data))
+
+    def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
+        self._step(lambda: self._real.zero_out(offset_bytes, length_bytes))
+
+    def flush(self) -> None:
+        self._step(self._real.flush)
+
+    def forget(self, offset_bytes: int, length_bytes: int) -> None:
+        pass
+
+    def _step(self, take: Callable[[], None]) -> None:
+        if next(self._steps) < 0:
+            raise Killed
+        take()
+
+
+def test_a_command_that_was_killed_at_any_step_is_taken_up_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in itertools.count():
+        with trial(tmp_path / str(step)) as made:
+            given = made.streams()
+            left = iter(range(step, -1000, -1))
+
+            def call(self: Client, method: str, *, left: Any = left, **words: str) -> Any:
+                if next(left) < 0:
+                    raise Killed
+                return TRANSFER(self, method, **words)
+
+            kernel = made.there.at.host.kernel
+            opened = kernel.opened
+
+            @contextmanager
+            def dying(
+                device: str, *, to_write: bool = False, left: Any = left, opened: Any = opened
+            ) -> Iterator[Opened]:
+                with opened(device, to_write=to_write) as found:
+                    yield Dying(found, left)
+
+            ended = False
+            with monkeypatch.context() as patched, suppress(Killed):
+                patched.setattr(Client, "transfer", call)
+                patched.setattr(kernel, "opened", dying)
+                receive_all(made.there, given)
+                ended = True
+            told = streams.status(made.there.at, "copy")
+            first = next(reading.streams(io.BytesIO(given[0]).read)).header
+            if told["into"] == first.chain:
+                # From there on only.
+                rest = nodes.stream(made.here, "1", offset_bytes=told["offset_bytes"])
+                nodes.receive(made.there, "copy", rest)
+            receive_all(made.there, given)
+            assert made.there.content("vol-copy") == made.here.content("snap-2")
+        if ended:
+            assert step > 10
+            return

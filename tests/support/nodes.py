@@ -1,0 +1,215 @@
+"""Several services on one machine, with groups of their own, as nodes are to each other."""
+
+import io
+import itertools
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import grpc
+from model.machine import die
+from model.stopping import Switch
+from real.any import AnyHost
+
+from agent import errors
+from agent.cli import main, streams
+from agent.cli.volumes import Manual
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from agent.engine.host import Host
+from agent.service import server
+from agent.service.server import Service
+from lvm.layout import Layout
+from lvm.pools import Policy
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+SIZE = 24 * MIB
+LAYOUTS = {
+    "linear": Layout(),
+    "striped": Layout("striped", stripes=2),
+    "raid1": Layout("raid1", mirrors=1),
+    "thin": Layout("thin"),
+}
+PLAIN, THIN = "linear", "thin"
+
+
+@dataclass
+class Node:
+    """A service with a group of its own, and a person at its prompt."""
+
+    host: AnyHost
+    config: Config
+    group: str
+    directory: Path
+    serial: Iterator[int] = field(default_factory=itertools.count)
+    service: Service = field(init=False)
+    client: Client = field(init=False)
+    at: Manual = field(init=False)
+
+    def device(self, name: str) -> str:
+        found = self.host.devices.find(self.group, name)
+        assert found is not None, name
+        return found.path
+
+    def content(self, name: str, size: int = SIZE) -> bytes:
+        with self.host.kernel.opened(self.device(name)) as opened:
+            return b"".join(opened.read(at, MIB) for at in range(0, size, MIB))
+
+    def start(self, switch: Switch | None = None) -> None:
+        """A process, on a socket of its own; its way to the machine leads through a switch."""
+        endpoint = self.directory / f"{next(self.serial)}.sock"
+        own = Config(**{**vars(self.config), "endpoint": endpoint})
+        self.service = started(self.host, own, switch)
+        self.client = Client(endpoint)
+        self.at = Manual(self.client, own, machine(self.host))
+
+    def stop(self) -> None:
+        """The process ends in good order."""
+        self.client.__exit__(None, None, None)
+        self.service.stop()
+
+    def restart(self, switch: Switch | None = None) -> None:
+        """It ends, and another goes on."""
+        self.stop()
+        self.start(switch)
+
+    def kill(self) -> None:
+        """It is dead already, or dies now; another goes on."""
+        self.client.__exit__(None, None, None)
+        die(self.service)
+        self.start()
+
+    def names(self) -> set[str]:
+        """Logical volumes, by lvm2; but for pools."""
+        told = self.service.inventory.read(self.group).group(self.group)
+        return {one.name for one in told.volumes.values() if "pool" not in one.layout}
+
+
+def machine(host: AnyHost) -> Host:
+    """The machine that all of them have."""
+    return Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream)
+
+
+def started(host: AnyHost, config: Config, switch: Switch | None = None) -> Service:
+    """Carver, which went on with what was left; from then on its steps are counted."""
+    switch = switch or Switch()
+    run = switch.run(host.run)
+    seen = replace(
+        machine(host),
+        run=run,
+        kernel=switch.kernel(host.kernel),
+        devices=switch.devices(host.devices),
+    )
+    running = Service(config, seen, replace(host.lvm, run=run))
+    # A delete has ended when it answers; one whose wipe died with the process has not.
+    seconds = 600 if switch.stop_at < 0 else 2
+    running.wiper.grace_seconds = running.copier.grace_seconds = seconds
+    running.locks.grace_seconds = 0
+    switch.on_death = lambda: die(running)
+    server.resume(running)
+    running.start(config.endpoint)
+    switch.counting = True
+    return running
+
+
+@contextmanager
+def made(host: AnyHost, config: Config, directory: Path, name: str) -> Iterator[Node]:
+    """A node of that name, which ends in the end."""
+    group = host.new_group(60, 60)
+    own_directory = directory / name
+    own_directory.mkdir()
+    classes = tuple(
+        DeviceClass(
+            name=each,
+            group=group,
+            layout=shape,
+            default=each == PLAIN,
+            pool=Policy() if shape.is_thin else None,
+        )
+        for each, shape in LAYOUTS.items()
+    )
+    changes = {"classes": classes, "kubelet_dir": (str(directory),), "node_id": name}
+    node = Node(host, Config(**{**vars(config), **changes}), group, own_directory)
+    node.start()
+    try:
+        yield node
+    finally:
+        node.stop()
+
+
+def volume_of(node: Node, layout: str = PLAIN, name: str = "db", size: int = SIZE) -> csi.Volume:
+    volume = node.client.create(name, size, block(), parameters={"class": layout})
+    node.client.stage(volume, node.directory / "staging", block())
+    return volume
+
+
+def write(
+    node: Node,
+    name: str,
+    chance: random.Random,
+    pieces: int = 20,
+    lengths: Sequence[int] = (1, 1, 2, 16, 300),
+) -> None:
+    """Some blocks, of noise or of zeroes, anywhere."""
+    path = node.device(name)
+    size = node.host.kernel.device_size_bytes(path)
+    for _ in range(pieces):
+        length = 4096 * chance.choice(lengths)
+        data = bytes(length) if chance.random() < 0.2 else chance.randbytes(length)
+        offset = chance.randrange(0, (size - length) // 4096) * 4096
+        node.host.write_bytes(path, offset, data)
+
+
+def stream(node: Node, name: str, **options: object) -> bytes:
+    out = io.BytesIO()
+    streams.send(node.at, name, out, **options)  # type: ignore[arg-type]
+    return out.getvalue()
+
+
+def receive(node: Node, name: str, data: bytes, device_class: str = "") -> dict[str, object]:
+    return streams.receive(node.at, name, io.BytesIO(data), device_class=device_class)
+
+
+class Stand:
+    """In the place of ssh: the words are understood as a shell there would, on its socket."""
+
+    def __init__(self, there: Node) -> None:
+        self.node = there.config.node_id
+        self._there = there
+        # Asked before each command with its words, and after it: may raise as a lost line does.
+        self.before: Callable[[Sequence[str]], None] = lambda _words: None
+        self.after: Callable[[Sequence[str]], None] = lambda _words: None
+        # What of a stream gets there.
+        self.most_bytes = 1 << 40
+
+    def ask(self, *words: str) -> dict[str, Any]:
+        if words == ("status", "--json"):
+            return {"node": self.node, "driver": self._there.config.driver_name}
+        return self._carry_out(words, io.BytesIO())
+
+    def feed(self, *words: str, write: Callable[[Callable[[bytes], object]], object]) -> None:
+        out = io.BytesIO()
+        problem = None
+        try:
+            write(out.write)
+        except Exception as error:
+            problem = error
+        self._carry_out(words, io.BytesIO(out.getvalue()[: self.most_bytes]))
+        if problem is not None:
+            raise problem
+
+    def _carry_out(self, words: Sequence[str], source: BinaryIO) -> dict[str, Any]:
+        parsed = main.parser().parse_args(words)
+        self.before(words)
+        try:
+            told = streams.received(self._there.at, parsed, source)
+        except (errors.AgentError, grpc.RpcError) as error:
+            why = error.details() if isinstance(error, grpc.RpcError) else str(error)
+            raise errors.NodeRefused(self.node, " ".join(words), str(why)) from None
+        self.after(words)
+        return told
