@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import queue
+import resource
 import signal
 import socket
 import stat
@@ -555,6 +556,8 @@ def test_the_service_is_put_together_and_served(
 ) -> None:
     served: list[Config] = []
     monkeypatch.setattr(server, "serve", lambda settings, host: served.append(settings))
+    # This process lives on.
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     file = tmp_path / "config.toml"
     file.write_text('node_id = "here"')
     assert cli.main(["serve", "--config", str(file), "--log-format", "json"]) == 0
