@@ -28,6 +28,9 @@ MIB = 1 << 20
 NOBODY = 65534
 PORT = 9898
 LOW_PORT = 998
+# What a case that needs a group of disks has the service read, and the group.
+CONFIGURATION = Path("/run/test-privileges.toml")
+GROUP = "carver_privileges"
 # A disk that came is noticed by the clock after a minute, with udev's events at once.
 NOTICED_SECONDS = 25
 # By then udev has had its looks at a new volume, whatever else it has to do.
@@ -40,13 +43,15 @@ Deed = Callable[[Client, Path], None]
 class Case:
     """A privilege of the unit, what in a drop-in takes it away, and what then fails.
 
-    `setting` is what the unit needs besides for the deed to be tried at all.
+    `setting` is what the unit needs besides for the deed to be tried at all, `configuration` what
+    the file CONFIGURATION must hold then.
     """
 
     privilege: str
     without: str
     deed: Deed
     setting: str = ""
+    configuration: str = ""
 
 
 @contextmanager
@@ -138,20 +143,28 @@ def serve_metrics_on_a_low_port(client: Client, directory: Path) -> None:
 
 def refuse_a_group_that_came_twice(client: Client, directory: Path) -> None:
     """Choose between no two disks that bear the same group, once the second is there."""
-    assert not _is_refused(client)
-    words = ["pvs", "--noheadings", "--options", "pv_name", "--select", "vg_name=carver"]
-    disk = subprocess.run(words, check=True, capture_output=True, text=True).stdout.strip()
-    twin = directory / "twin"
-    with open(disk, "rb") as original:  # noqa: PTH123 - a device
-        twin.write_bytes(original.read(MIB))
-        os.truncate(twin, original.seek(0, os.SEEK_END))
     kernel = Kernel()
-    device = loop.attach(kernel, str(twin))
+    files = directory / "disk", directory / "twin"
+    devices = []
     try:
+        for file in files:
+            file.touch()
+            os.truncate(file, 64 * MIB)
+        devices.append(loop.attach(kernel, str(files[0])))
+        words = ["vgcreate", "--devices", devices[0], "--yes", GROUP, devices[0]]
+        subprocess.run(words, check=True, capture_output=True)
+        _within(NOTICED_SECONDS, lambda: not _is_refused(client), "the group was not found")
+        # Its metadata.
+        with files[1].open("r+b") as twin:
+            twin.write(kernel.read(devices[0], 0, 2 * MIB))
+        devices.append(loop.attach(kernel, str(files[1])))
         _within(NOTICED_SECONDS, lambda: _is_refused(client), "the twin was not noticed")
     finally:
-        loop.detach(kernel, device)
-    _within(NOTICED_SECONDS, lambda: not _is_refused(client), "it was not noticed that it is gone")
+        for device in reversed(devices):
+            if device == devices[0]:
+                words = ["vgremove", "--devices", device, "--yes", GROUP]
+                subprocess.run(words, check=False, capture_output=True)
+            loop.detach(kernel, device)
 
 
 def _is_refused(client: Client) -> bool:
@@ -230,7 +243,14 @@ CASES = (
         "CAP_NET_BIND_SERVICE", serve_metrics_on_a_low_port, _metrics_at(f"127.0.0.1:{LOW_PORT}")
     ),
     _family("AF_UNIX", serve),
-    _family("AF_NETLINK", refuse_a_group_that_came_twice),
+    # Of a group on a file of its own Carver looks at no other disk.
+    Case(
+        "AF_NETLINK",
+        "RestrictAddressFamilies=~AF_NETLINK",
+        refuse_a_group_that_came_twice,
+        f"ExecStart=\nExecStart=/opt/carver/venv/bin/carver serve --config {CONFIGURATION}",
+        f'[[classes]]\nname = "default"\ngroup = "{GROUP}"\ndefault = true\n',
+    ),
     _family("AF_INET", serve_metrics_over_ipv4),
     _family("AF_INET6", serve_metrics_over_ipv6, _metrics_at(f"[::1]:{PORT}")),
     _calls("@system-service", serve),

@@ -44,6 +44,7 @@ def restart(client: Client, directory: Path, answering: Callable[[], None]) -> I
 
     yield start
     start("")
+    deeds.CONFIGURATION.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,8 @@ def restart(client: Client, directory: Path, answering: Callable[[], None]) -> I
 def test_without_a_privilege_something_that_users_need_fails(
     client: Client, directory: Path, restart: Restart, case: Case
 ) -> None:
+    if case.configuration:
+        deeds.CONFIGURATION.write_text(case.configuration)
     if case.setting:
         restart(case.setting)
     case.deed(client, directory)
