@@ -18,7 +18,7 @@ from agent.csi.client import Client
 
 DROP_IN = Path("/run/systemd/system/carver.service.d/test-privileges.conf")
 # The rest is like these, and each case starts the service twice.
-USUAL = {"CAP_SYS_RESOURCE", "AF_NETLINK"}
+USUAL = {"CAP_SYS_RESOURCE", "CAP_SYS_PTRACE"}
 
 Restart = Callable[[str], None]
 # Of the deed, or of the service's own start.
