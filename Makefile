@@ -60,6 +60,10 @@ contract: venv ## the contract tests on real LVM, with the cases that `make test
 vm-every: venv ## the tests of the installed service and of failing disks, with their variations
 	vagrant/lab.py during vagrant/lab.py run '$(IN_GUEST) tests/vm --every'
 
+.PHONY: privileges
+privileges: venv ## each privilege of the unit, taken away in turn: what users need must fail
+	vagrant/lab.py during vagrant/lab.py run '$(IN_GUEST) tests/vm/test_privileges.py --every'
+
 .PHONY: callers
 callers: venv ## every call that real callers were recorded to make, again, on real LVM
 	vagrant/lab.py during vagrant/lab.py run '$(IN_GUEST) --sessions --basetemp=/tmp/t $(REPLAY) --every'

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -137,6 +138,8 @@ def _serve(parsed: argparse.Namespace) -> int:
 
     config = settings.load(parsed, os.environ)
     log.configure(config.log_format, config.log_level)
+    # Secrets of a request may be in memory, of this process and of those that it starts.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     server.serve(config, this_host(config))
     return 0
 

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import queue
+import resource
 import signal
 import socket
 import stat
@@ -558,11 +559,30 @@ def test_the_service_is_put_together_and_served(
 ) -> None:
     served: list[Config] = []
     monkeypatch.setattr(server, "serve", lambda settings, host: served.append(settings))
+    # This process lives on.
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     file = tmp_path / "config.toml"
     file.write_text('node_id = "here"')
     assert cli.main(["serve", "--config", str(file), "--log-format", "json"]) == 0
     assert served[0].node_id == "here"
     logging.basicConfig(force=True)
+
+
+def test_neither_the_service_nor_what_it_starts_leaves_a_core(tmp_path: Path) -> None:
+    script = """
+import resource, subprocess, sys
+resource.setrlimit(resource.RLIMIT_CORE, (1, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+from agent.cli import main
+from agent.service import server
+words = [sys.executable, "-c", "import resource; print(resource.getrlimit(resource.RLIMIT_CORE))"]
+server.serve = lambda *_: subprocess.run(words, check=True)
+main.main(["serve", "--config", sys.argv[1]])
+"""
+    file = tmp_path / "config.toml"
+    file.write_text('node_id = "here"')
+    words = [sys.executable, "-c", script, str(file)]
+    ended = subprocess.run(words, capture_output=True, text=True, check=True)
+    assert ended.stdout.strip() == "(0, 0)"
 
 
 def test_a_group_whose_making_was_killed_half_way_is_made_at_the_next_start(

@@ -1,0 +1,67 @@
+"""The unit is granted what docs/security.md lists, each with a case that fails without it."""
+
+import re
+from pathlib import Path
+
+from vm import deeds
+
+from agent.health import preflight
+
+ROOT = Path(__file__).parents[3]
+UNIT = ROOT / "systemd" / "carver.service"
+# Lists of what is allowed; what they do not name is refused.
+ALLOWING = {"CapabilityBoundingSet", "RestrictAddressFamilies", "SystemCallFilter"}
+# What a service has of the machine unless its unit says otherwise: systemd.exec(5),
+# systemd.resource-control(5).
+UNLESS_TAKEN = {"User", "PrivateMounts", "DevicePolicy", "PrivateNetwork"}
+
+
+def rows(heading: str) -> dict[str, str]:
+    """A table of docs/security.md: what stands in its first column, and in its last."""
+    text = (ROOT / "docs" / "security.md").read_text()
+    [part] = re.findall(rf"^#+ {re.escape(heading)}\n(.*?)(?=^#|\Z)", text, re.M | re.S)
+    found = re.findall(r"^\| `([^`]+)` \|.+\| `([^`]+)` \|$", part, re.M)
+    assert len(found) == len(dict(found)) == len(re.findall(r"^\| `", part, re.M))
+    return dict(found)
+
+
+def granted_to_the_unit() -> list[str]:
+    """Each single thing that the unit allows, raises, or leaves as it is."""
+    text = UNIT.read_text()
+    settings = re.findall(r"^(\w+)=(.*)$", text, re.M)
+    found = [word for key, value in settings if key in ALLOWING for word in value.split()]
+    # A limit of nothing is no privilege.
+    found += [f"{key}=" for key, value in settings if key.startswith("Limit") and value != "0"]
+    found += [f"{key}=" for key in UNLESS_TAKEN - {key for key, _ in settings}]
+    return found
+
+
+def test_each_privilege_of_the_unit_has_a_case_that_fails_without_it() -> None:
+    granted = granted_to_the_unit()
+    assert sorted(granted) == sorted(one.privilege for one in deeds.CASES)
+
+
+def test_each_privilege_of_the_unit_is_documented_with_its_case() -> None:
+    assert rows("What the unit is granted") == {
+        one.privilege: one.deed.__name__ for one in deeds.CASES
+    }
+
+
+def test_what_is_granted_is_seen_by_these_tests() -> None:
+    assert {"CAP_SYS_ADMIN", "AF_UNIX", "@mount", "User="} <= set(granted_to_the_unit())
+
+
+def test_the_targets_that_lvm2_would_load_are_loaded_before_the_service_starts() -> None:
+    text = UNIT.read_text()
+    wanted, after = (
+        {
+            module
+            for line in re.findall(rf"^{key}=(.*)$", text, re.M)
+            for module in re.findall(r"modprobe@(\w+)\.service", line)
+        }
+        for key in ("Wants", "After")
+    )
+    assert wanted == after
+    named = {one.replace("-", "_") for one in preflight._MODULES.values() if one}
+    # pvmove's, and those of caches.
+    assert wanted == named | {"dm_snapshot", "dm_mirror", "dm_cache", "dm_writecache"}

@@ -1,0 +1,171 @@
+"""What a caller sends as a secret is in no argument and no variable of any process, at any moment.
+
+Every process of the node is looked at again and again while calls are made, and every program that
+the service starts is seen in a trace.
+"""
+
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import Descriptor
+from vm.tracing import traced
+
+from agent.config.settings import DEFAULT_SOCKET
+from agent.csi.client import Client, Mode, mounted
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+WRITER = mounted("ext4", mode=Mode.SINGLE_NODE_WRITER)
+
+
+def secret_fields(message: Descriptor) -> list[str]:
+    """The fields of a request that the wire marks as secret."""
+    return [one.name for one in message.fields if one.GetOptions().Extensions[csi.csi_secret]]
+
+
+class Telling(grpc.UnaryUnaryClientInterceptor):
+    """Has each call carry a secret that may carry one, and keeps which did."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret
+        self.told: set[str] = set()
+
+    def intercept_unary_unary(self, continuation: Any, details: Any, request: Any) -> Any:
+        """Fill in the secret."""
+        for name in secret_fields(request.DESCRIPTOR):
+            getattr(request, name)["token"] = self._secret
+            self.told.add(details.method.rpartition("/")[2])
+        return continuation(details, request)
+
+
+class Looking:
+    """A look at what every process was started with, again and again."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self.looks = 0
+        self.found: set[str] = set()
+
+    def __enter__(self) -> "Looking":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.is_set():
+            for process in Path("/proc").glob("[0-9]*"):
+                # It may have ended meanwhile.
+                with suppress(OSError):
+                    for name in ("cmdline", "environ"):
+                        if self._secret in (process / name).read_bytes():
+                            self.found.add(f"{process / name}")
+            self.looks += 1
+
+
+@pytest.fixture
+def secret() -> str:
+    return f"not-to-be-seen-{uuid.uuid4()}"
+
+
+@pytest.fixture
+def telling(monkeypatch: pytest.MonkeyPatch, secret: str) -> Telling:
+    """Clients that are made from now on tell the secret wherever they may."""
+    made = Telling(secret)
+    real = grpc.insecure_channel
+    monkeypatch.setattr(
+        grpc,
+        "insecure_channel",
+        lambda *words, **more: grpc.intercept_channel(real(*words, **more), made),
+    )
+    return made
+
+
+def test_a_secret_in_an_argument_or_a_variable_would_be_seen(secret: str) -> None:
+    idle = [sys.executable, "-c", "import time; time.sleep(60)"]
+    for words, variables in (([*idle, secret], None), (idle, {"TOKEN": secret})):
+        with subprocess.Popen(words, env=variables) as process:
+            with Looking(secret) as looking:
+                while not looking.looks:
+                    pass
+            process.kill()
+        assert looking.found
+
+
+def every_call(caller: Client, directory: Path) -> None:
+    """Each call that may carry a secret, each with commands that carry it out."""
+    staging, target = directory / "staging", directory / "target"
+    volume = caller.create("test-secret", 64 * MIB, WRITER)
+    assert caller.confirms(volume.volume_id, WRITER)
+    caller.stage(volume, staging, WRITER)
+    caller.publish(volume, staging, target, WRITER)
+    caller.expand(volume.volume_id, 96 * MIB)
+    caller.node_expand(volume.volume_id, target, 96 * MIB)
+    caller.modify(volume.volume_id, {"carver/readAhead": "1MiB"})
+    caller.volume_health(volume.volume_id)
+    caller.unhealthy()
+    caller.storage_health()
+    snapshot = caller.snapshot("test-secret-single", volume.volume_id)
+    caller.snapshots()
+    caller.controller.GetSnapshot(csi.GetSnapshotRequest(snapshot_id=snapshot.snapshot_id))
+    caller.delete_snapshot(snapshot.snapshot_id)
+    group = caller.group_snapshot("test-secret-group", [volume.volume_id])
+    members = [one.snapshot_id for one in group.snapshots]
+    caller.find_group_snapshot(group.group_snapshot_id, members)
+    caller.delete_group_snapshot(group.group_snapshot_id, members)
+    caller.unpublish(volume.volume_id, target)
+    caller.unstage(volume.volume_id, staging)
+    caller.delete(volume.volume_id)
+    with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+        caller.controller.ControllerPublishVolume(csi.ControllerPublishVolumeRequest())
+    with pytest.raises(grpc.RpcError, match="UNIMPLEMENTED"):
+        caller.controller.ControllerUnpublishVolume(csi.ControllerUnpublishVolumeRequest())
+
+
+def known() -> set[str]:
+    """The calls that may carry a secret; streams are not offered."""
+    return {
+        method.name
+        for service in csi.DESCRIPTOR.services_by_name.values()
+        for method in service.methods
+        if secret_fields(method.input_type) and not method.server_streaming
+    }
+
+
+def test_no_process_has_a_secret_in_an_argument_or_a_variable(
+    telling: Telling,
+    secret: str,
+    client: Client,
+    directory: Path,
+    tmp_path: Path,
+    main_pid: Callable[[], int],
+) -> None:
+    whole = ("--abbrev=none", "--string-limit=65536")
+    words = ["journalctl", "--show-cursor", "--lines=0"]
+    cursor = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+    with (
+        Looking(secret) as looking,
+        traced(main_pid(), tmp_path / "trace", *whole) as started,
+        Client(DEFAULT_SOCKET) as caller,
+    ):
+        every_call(caller, directory)
+    assert telling.told == known()
+
+    assert any("mkfs" in line for line in started), "the trace sees nothing at all"
+    assert [line for line in started if secret in line] == []
+    assert looking.looks > 1
+    assert looking.found == set()
+    words = ["journalctl", f"--after-cursor={cursor.rpartition('cursor: ')[2].strip()}", "--all"]
+    assert secret not in subprocess.run(words, check=True, capture_output=True, text=True).stdout
