@@ -120,7 +120,8 @@ def started(host: AnyHost, config: Config, switch: Switch | None = None) -> Serv
 @contextmanager
 def made(host: AnyHost, config: Config, directory: Path, name: str) -> Iterator[Node]:
     """A node of that name, which ends in the end."""
-    group = host.new_group(60, 60)
+    # Each of another size: the lab gives the same group again for the same disks.
+    group = host.new_group(60, 60 + len(name))
     own_directory = directory / name
     own_directory.mkdir()
     classes = tuple(
@@ -152,7 +153,7 @@ def write(
     node: Node,
     name: str,
     chance: random.Random,
-    pieces: int = 20,
+    pieces: int = 8,
     lengths: Sequence[int] = (1, 1, 2, 16, 300),
 ) -> None:
     """Some blocks, of noise or of zeroes, anywhere."""
