@@ -60,8 +60,8 @@ class Media:
     def part(self, offset_bytes: int, length_bytes: int) -> dict[int, bytes]:
         """The blocks that were written in a range, by their numbers."""
         first, last = offset_bytes // BLOCK_BYTES, (offset_bytes + length_bytes) // BLOCK_BYTES
-        # As a list: several threads write at once.
-        every = list(self.blocks.items())
+        # A copy: several threads write at once, and a list of items is not made in one step (gc).
+        every = self.blocks.copy().items()
         return {number: data for number, data in every if first <= number < last}
 
     def erase(self, offset_bytes: int, length_bytes: int) -> None:
