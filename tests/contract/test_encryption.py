@@ -97,7 +97,7 @@ def holds(host: AnyHost, device: str, text: bytes) -> bool:
 @pytest.mark.parametrize(
     "fs_type", chosen.kinds(["ext4", "xfs", "btrfs", "block"], usual=["ext4", "block"])
 )
-@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["linear", "raid1", "thin"]))
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["linear", "thin"]))
 def test_an_encrypted_volume_of_each_layout_lives_grows_and_is_copied(
     client: Client, host: AnyHost, group: str, name: str, fs_type: str
 ) -> None:

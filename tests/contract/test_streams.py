@@ -35,7 +35,7 @@ def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
     "kinds",
     chosen.kinds(
         [f"{one}, {other}" for one in LAYOUTS for other in LAYOUTS],
-        usual=["linear, linear", "thin, linear", "linear, thin", "thin, thin"],
+        usual=["linear, linear", "thin, linear"],
     ),
 )
 def test_a_chain_of_one_full_and_five_incrementals_is_equal_to_the_byte(

@@ -2,9 +2,12 @@
 
 import os
 from collections.abc import Iterable
+from typing import TypeVar
 
 import pytest
 from _pytest.mark.structures import ParameterSet
+
+_T = TypeVar("_T", str, int)
 
 
 def numbers(variable: str, **defaults: int) -> dict[str, int]:
@@ -16,7 +19,7 @@ def numbers(variable: str, **defaults: int) -> dict[str, int]:
     return found
 
 
-def kinds(every: Iterable[str], *, usual: Iterable[str]) -> list[ParameterSet]:
+def kinds(every: Iterable[_T], *, usual: Iterable[_T]) -> list[ParameterSet]:
     """A test's cases, of which the real tier usually takes some only: see `--every`."""
     known = list(every)
     assert set(usual) <= set(known)
