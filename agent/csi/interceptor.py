@@ -77,7 +77,11 @@ class Interceptor(grpc.ServerInterceptor):
                     response = behaviour(request, context)
             except Exception as error:
                 problem = error
-            self._end(method, request, context, started, problem)
+            try:
+                self._end(method, request, context, started, problem)
+            finally:
+                # An error refers to this frame, and with it to a request that may have a key.
+                del problem
             return response
 
         return call
@@ -95,7 +99,10 @@ class Interceptor(grpc.ServerInterceptor):
                 raise
             except Exception as error:
                 problem = error
-            self._end(method, request, context, started, problem)
+            try:
+                self._end(method, request, context, started, problem)
+            finally:
+                del problem
 
         stream.__dict__["experimental_thread_pool"] = self._streams
         return stream
