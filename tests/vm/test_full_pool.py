@@ -148,11 +148,15 @@ def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
 
     big = client.create("big", 2 * LARGEST, block(), parameters=THIN)
     kept = client.create("kept", 4 * EXTENT, block(), parameters=THIN)
+    spare = client.create("spare", 4 * EXTENT, block(), parameters=THIN)
     thick = client.create("thick", 0, block(), limit_bytes=EXTENT)
     largest = LARGEST - EXTENT
     staging, target = host.directory / "staging", host.directory / "target"
     client.stage(big, staging, block())
     client.publish(big, staging, target, block())
+    with writer(host, group, "vol-spare") as written:
+        for _ in range(4):
+            written.write()
     with (
         writer(host, group, "vol-big") as filling,
         writer(host, group, "vol-kept") as small,
@@ -188,6 +192,12 @@ def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
         assert filling.is_whole()
         assert small.is_whole()
         assert other.is_whole()
+
+        # What is deleted gives its room back.
+        client.delete(spare.volume_id)
+        assert told() == {"PoolNearlyFull"}
+        filling.write()
+        assert filling.is_whole()
 
     client.unpublish(big.volume_id, target)
     client.unstage(big.volume_id, staging)
