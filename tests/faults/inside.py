@@ -10,7 +10,7 @@ import time
 import traceback
 import zlib
 
-from faults import killed, load, outside, replaced
+from faults import killed, late, load, outside, replaced
 from faults.bench import PLACE, Bench, Fault
 from faults.row import Row
 from real.host import Lab, lab
@@ -20,6 +20,7 @@ FAULTS: tuple[Fault, ...] = (
     load.killed_at_random,
     outside.group_full,
     outside.group_missing,
+    late.group_late,
     outside.metadata_full,
     outside.disk_errors,
     outside.leg_failed,
