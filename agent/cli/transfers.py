@@ -21,17 +21,23 @@ def add_receive(verbs: Commands) -> None:
     )
     receive.add_argument("name", metavar="NAME", help="its name on this node")
     receive.add_argument("--class", dest="device_class", default="", help="else the default one")
-    deed = receive.add_mutually_exclusive_group()
-    for word, text in (
+    _add_deeds(
+        receive,
         ("status", "tell how far it is, and where a stream to it goes on"),
         ("checksum", "tell the checksum of all that it holds"),
         ("finish", "have it be a volume of this node: no stream is taken any more"),
         ("withdraw", "of a move that is undone: have it be none any more"),
         ("abort", "overwrite and remove what was received"),
-    ):
-        deed.add_argument(f"--{word}", action="store_true", help=text)
+    )
     receive.add_argument("--release", default="", help="the word by which its source lets it go")
     receive.add_argument("--json", action="store_true", help="as JSON, progress too")
+
+
+def _add_deeds(verb: argparse.ArgumentParser, *deeds: tuple[str, str]) -> None:
+    """What else a verb does, one at a time: the option, and its help."""
+    choice = verb.add_mutually_exclusive_group()
+    for word, text in deeds:
+        choice.add_argument(f"--{word}", action="store_true", help=text)
 
 
 def _receive(verbs: "Manual", parsed: argparse.Namespace) -> None:
@@ -98,14 +104,13 @@ def add_move(verbs: Commands) -> None:
         "--remote-carver", default="carver", help="what is run there, such as 'sudo carver'"
     )
     move.add_argument("--compress", action="store_true", help="by zstandard")
-    deed = move.add_mutually_exclusive_group()
-    for word, text in (
+    _add_deeds(
+        move,
         ("status", "tell how far it is, here and there"),
         ("finish", "delete what is left of it here, once the other node has it"),
         ("undo", "have it be this node's again, and remove it there"),
         ("there-is-none", "with a node that is gone for good: have it be this node's again"),
-    ):
-        deed.add_argument(f"--{word}", action="store_true", help=text)
+    )
     move.add_argument("--json", action="store_true", help="as JSON, progress too")
     move.add_argument("--yes", action="store_true", help="do not ask")
 

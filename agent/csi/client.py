@@ -24,6 +24,9 @@ TRANSFER_CALLS = (
     *("MoveStatus", "BeginMove", "HoldMove", "ReleaseMove", "CommitMove", "UndoMove", "FinishMove"),
 )
 
+# What Carver serves beside CSI's own services: the calls of each.
+OWN_CALLS = {OPERATOR: (REPAIR_VOLUME, REPLACE_DISK), TRANSFER: TRANSFER_CALLS}
+
 Mode = csi.VolumeCapability.AccessMode.Mode
 
 # A socket of this machine's costs nothing to try: the pauses between attempts need not grow to
@@ -80,17 +83,12 @@ class Client:
         self.group_controller = csi_pb2_grpc.GroupControllerStub(self._channel)
         self.node = csi_pb2_grpc.NodeStub(self._channel)
         self.snapshot_metadata = csi_pb2_grpc.SnapshotMetadataStub(self._channel)
-        self._operator = {
+        self._own = {
             name: self._channel.unary_unary(
-                f"/{OPERATOR}/{name}", Struct.SerializeToString, Struct.FromString
+                f"/{service}/{name}", Struct.SerializeToString, Struct.FromString
             )
-            for name in (REPAIR_VOLUME, REPLACE_DISK)
-        }
-        self._transfer = {
-            name: self._channel.unary_unary(
-                f"/{TRANSFER}/{name}", Struct.SerializeToString, Struct.FromString
-            )
-            for name in TRANSFER_CALLS
+            for service, calls in OWN_CALLS.items()
+            for name in calls
         }
 
     def __enter__(self) -> Self:
@@ -358,14 +356,14 @@ class Client:
     def _operate(self, method: str, words: Mapping[str, str | bool]) -> tuple[bool, str]:
         request = Struct()
         request.update(words)
-        answer = self._operator[method](request, timeout=self._timeout)
+        answer = self._own[method](request, timeout=self._timeout)
         return bool(answer["done"]), str(answer["message"])
 
     def transfer(self, method: str, **words: str) -> dict[str, str]:
         """A call of agent/csi/transfer.py; what it answers."""
         request = Struct()
         request.update(words)
-        answer = self._transfer[method](request, timeout=self._timeout)
+        answer = self._own[method](request, timeout=self._timeout)
         return {key: str(value) for key, value in answer.items()}
 
     def blocks(
