@@ -1,10 +1,11 @@
 """Snapshots sent and volumes received: the service sees to LVM, the bytes go through here."""
 
 import argparse
+import fcntl
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
@@ -129,6 +130,7 @@ def send(
         raise errors.TransferFailed(
             "a stream is not for a terminal", "have it go to a file or a program: > or |"
         )
+    widen(out)
     base = at.find_snapshot(since).snapshot_id if since else ""
     with (
         outgoing(at, at.find_snapshot(name).snapshot_id, base) as source,
@@ -136,6 +138,12 @@ def send(
     ):
         source.send(out.write, offset_bytes=offset_bytes, compress=compress, as_json=as_json)
         out.flush()
+
+
+def widen(pipe: BinaryIO | int) -> None:
+    """Have a pipe hold a whole piece of a volume and not 64 KiB; all else stays as it was."""
+    with suppress(OSError):
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, sending.PIECE_BYTES)
 
 
 def checksum_of(at: Manual, name: str, *, as_json: bool = False) -> dict[str, Any]:
@@ -150,6 +158,7 @@ def receive(
     """Apply the streams that come one after another; how far the volume is then."""
     if source.isatty():
         raise errors.TransferFailed("a stream does not come from a terminal", "use < or |")
+    widen(source)
     for reader in reading.streams(source.read):
         _receive_one(at, name, device_class, reader, as_json=as_json)
     return status(at, name)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from agent.delta.extents import BLOCK_BYTES, Extent, merged
+from agent.delta.extents import BLOCK_BYTES, LONG_BYTES, Extent, merged
 from mount.reading import PIECE_BYTES, Reader
 
 _ZEROES = bytes(PIECE_BYTES)
@@ -17,13 +17,14 @@ def differing(
 ) -> Iterator[Extent]:
     """What of sorted ranges differs, in whole blocks.
 
+    Nobody waits for the end of a long range: from LONG_BYTES on it is told as far as it is known.
     A base reads as zeroes behind so many bytes, and where there is none. `check` is called before
     each piece of at most PIECE_BYTES is read, and may end it by an error. Raises OSError.
     """
-    return merged(_blocks(base, base_bytes, target, extents, check))
+    return merged(_differing(base, base_bytes, target, extents, check), LONG_BYTES)
 
 
-def _blocks(
+def _differing(
     base: Reader | None,
     base_bytes: int,
     target: Reader,
@@ -38,12 +39,22 @@ def _blocks(
         known = max(0, min(length, base_bytes - at))
         if base is not None and known:
             there = base.read(at, known) + bytes(length - known)
-        if here == there:
-            continue
-        for start in range(0, length, BLOCK_BYTES):
-            end = min(start + BLOCK_BYTES, length)
-            if here[start:end] != there[start:end]:
-                yield Extent(at + start, end - start)
+        if here != there:
+            yield from (Extent(at + start, end - start) for start, end in _unequal(here, there))
+
+
+def _unequal(here: bytes, there: bytes) -> Iterator[tuple[int, int]]:
+    """Where blocks that differ begin, and where the last of those that follow each other ends."""
+    begun = -1
+    for start in range(0, len(here), BLOCK_BYTES):
+        end = start + BLOCK_BYTES
+        if here[start:end] != there[start:end]:
+            begun = start if begun < 0 else begun
+        elif begun >= 0:
+            yield begun, start
+            begun = -1
+    if begun >= 0:
+        yield begun, len(here)
 
 
 def _pieces(extents: Iterable[Extent]) -> Iterator[Extent]:

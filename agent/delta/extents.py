@@ -1,5 +1,6 @@
 """Ranges of bytes, in order: what is allocated in a snapshot, or changed since another."""
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -8,6 +9,8 @@ from agent.engine.records import Snapshot, Volume
 
 # What is compared at once, and so the unit of what changed: a page, and a sector of most disks.
 BLOCK_BYTES = 4096
+# Of what has to be looked for, so much is told at once.
+LONG_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -44,17 +47,25 @@ class Reading(Protocol):
     def extents(self, starting_offset: int = 0) -> Iterator[Extent]:
         """The ranges that end behind an offset: sorted, merged, the first one cut to begin there.
 
+        Where each had to be looked for, they are merged up to LONG_BYTES.
+
         Whole blocks of BLOCK_BYTES, but for the last one of a volume that is no multiple of it. May
         be asked again, for another offset too. Raises SourceLost, DeltaFailed, OSError.
         """
         ...
 
 
-def merged(extents: Iterable[Extent]) -> Iterator[Extent]:
-    """The same bytes in as few ranges as can be; `extents` are sorted by where they begin."""
+def merged(extents: Iterable[Extent], long_bytes: float = math.inf) -> Iterator[Extent]:
+    """The same bytes in as few ranges as can be; `extents` are sorted by where they begin.
+
+    One that has become so long does not grow any more.
+    """
     last: Extent | None = None
     for one in extents:
-        if last is not None and one.offset_bytes <= last.end_bytes:
+        if last is not None and (
+            one.offset_bytes < last.end_bytes
+            or (one.offset_bytes == last.end_bytes and last.length_bytes < long_bytes)
+        ):
             end = max(last.end_bytes, one.end_bytes)
             last = Extent(last.offset_bytes, end - last.offset_bytes)
             continue

@@ -169,8 +169,9 @@ class Pass:
             yield from rows.of_pairs(empty)
             yield from rows.of_life(empty)
             yield from trivial
-            if self._limit.left_seconds():
-                yield from rows.of_pairs(self._deltas())
+            for more in (self._streamed, self._deltas):
+                if self._limit.left_seconds():
+                    yield from rows.of_pairs(more(self._limit.share(_DELTAS_SHARE)))
             for volumes, share in _AMONG.items():
                 if self._limit.left_seconds():
                     full = self._among(own, volumes, self._limit.share(share))
@@ -215,8 +216,6 @@ class Pass:
                     self._ask(carver, samples, self._questions(carver, life))
                     steps = [*begun(life, by_hand)[1:], *rest(life, by_hand)]
                     self._side_by_side(carver, samples, steps, number)
-            self._say("what changed, as a stream")
-            streamed.measure(carver.client, self._place / "csi.sock", _ROUNDS_AMONG_MANY, samples)
         probe = counts.commands[rows.PROBE]
         return samples, [
             *rows.of_value(rows.PROBE, _ms(samples, rows.PROBE), probe),
@@ -225,7 +224,16 @@ class Pass:
             *rows.of_value(rows.RESIDENT, [idle]),
         ]
 
-    def _deltas(self) -> Samples:
+    def _streamed(self, limit: Time) -> Samples:
+        """What changed, sent and received, beside dd."""
+        self._say("what changed, as a stream")
+        samples = Samples()
+        with self._served() as carver:
+            socket = self._place / "csi.sock"
+            streamed.measure(carver.client, socket, limit.rounds(_ROUNDS_AMONG_MANY), samples)
+        return samples
+
+    def _deltas(self, limit: Time) -> Samples:
         """Changed blocks of a thick volume, beside reading what has to be read for them."""
         self._say("changed blocks")
         samples = Samples()
@@ -245,7 +253,7 @@ class Pass:
                 (rows.CHANGED, lambda: changed(client, *taken)),
                 (rows.READ_BOTH, lambda: bare.read(_CHANGED_BYTES, old, new)),
             ]
-            for _ in self._limit.share(_DELTAS_SHARE).rounds(_ROUNDS):
+            for _ in limit.rounds(_ROUNDS):
                 for name, question in asked:
                     carver.settle()
                     samples.time(name, question, time.monotonic)

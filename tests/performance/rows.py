@@ -24,7 +24,7 @@ ALLOCATED, CHANGED = "GetMetadataAllocated of 256 MiB", "GetMetadataDelta, 64 Mi
 CAPACITY, GET_VOLUME = "GetCapacity", "ControllerGetVolume"
 LIST = "ListVolumes of 100"
 PROBE, TRIVIAL = "Probe", "GetPluginInfo"
-SENT, DD = "96 MiB of changes, sent and received", "dd of the same blocks"
+SENT, DD = "256 MiB of changes, sent and received", "dd of the same blocks"
 LIFE = "a volume's whole life"
 # Of its life, without what not every volume meets.
 LIVED = (CREATE, STAGE, PUBLISH, STATS, UNPUBLISH, UNSTAGE, DELETE)

@@ -22,7 +22,7 @@ _STOP_SECONDS = 60
 _CALL_SECONDS = 300
 _QUIET_SECONDS = 5.0
 # The kernel counts the processor's time in hundredths.
-_LOOK_SECONDS = 0.03
+_LOOK_SECONDS, _QUIET_LOOKS = 0.03, 4
 _MIB = 1 << 20
 
 
@@ -50,13 +50,16 @@ class Served:
         return sum(one.memory_info().rss for one in self._family()) / _MIB
 
     def settle(self) -> None:
-        """Wait until it does nothing: what goes on behind an answer is not the next one's time."""
-        deadline, before = time.monotonic() + _QUIET_SECONDS, self._worked()
-        while time.monotonic() < deadline:
+        """Wait until it does nothing: what goes on behind an answer is not the next one's time.
+
+        Nor is that a bare command changed the group, of which udev tells it.
+        """
+        subprocess.run(["udevadm", "settle"], check=True)
+        deadline, before, quiet = time.monotonic() + _QUIET_SECONDS, self._worked(), 0
+        while time.monotonic() < deadline and quiet < _QUIET_LOOKS:
             time.sleep(_LOOK_SECONDS)
-            if (now := self._worked()) == before:
-                return
-            before = now
+            now = self._worked()
+            quiet, before = (quiet + 1 if now == before else 0), now
 
     def _family(self) -> list[psutil.Process]:
         return [self.process, *self.process.children(recursive=True)]

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,22 +24,25 @@ from lvm.disks import KernelDisks
 from mount.syscalls import Kernel
 
 _MIB = 1 << 20
-# What changed, in one piece, and what is around it.
-_CHANGED_MIB, _SIZE_MIB, _AT_MIB = 96, 160, 32
+# What changed, in one piece, and what is around it: large enough that a second of calls around
+# it does not count for much.
+_CHANGED_MIB, _SIZE_MIB, _AT_MIB = 256, 320, 32
 _CACHES = Path("/proc/sys/vm/drop_caches")
 
 
-def measure(client: Client, socket: Path, rounds: int, samples: Samples) -> None:
+def measure(client: Client, socket: Path, rounds: Iterable[int], samples: Samples) -> None:
     """An increment sent and received in one pipe, and the same blocks by dd with its flush."""
     programs = Programs()
     host = Host(programs, Kernel(), KernelDevices(), KernelDisks(), stream=programs.stream)
     at = Manual(client, cast(Any, SimpleNamespace(endpoint=socket)), host)
     with _made(client, at) as (source, target):
-        base = client.snapshot("first", source).snapshot_id
+        # Room for all that changes behind it: the usual area is a fifth.
+        area = {"size": str(_SIZE_MIB * _MIB)}
+        base = client.snapshot("first", source, area).snapshot_id
         _piped(at, base, "", "streamed")
         _write(_path(host, source))
-        changed = client.snapshot("second", source).snapshot_id
-        for _ in range(rounds):
+        changed = client.snapshot("second", source, area).snapshot_id
+        for _ in rounds:
             _forget()
             _timed(samples, rows.SENT, lambda: _piped(at, changed, base, "streamed"))
             streams.abort(at, "streamed")
@@ -65,6 +68,7 @@ def _made(client: Client, at: Manual) -> Iterator[tuple[str, str]]:
 
 def _piped(at: Manual, snapshot_id: str, base: str, name: str) -> None:
     reading, writing = os.pipe()
+    streams.widen(writing)
     with (
         os.fdopen(reading, "rb") as source,
         ThreadPoolExecutor(1) as pool,

@@ -45,3 +45,9 @@ def test_what_does_not_fit_into_memory_is_in_a_file_that_nobody_sees(
         spool.fill(Extent(2 * number, 1) for number in range(300_000))
         assert list(tmp_path.iterdir()) == []
         assert sum(one.length_bytes for one in spool) == 300_000
+
+
+def test_a_range_that_is_long_does_not_grow_but_never_overlaps_the_next() -> None:
+    blocks = [Extent(at * 10, 10) for at in range(5)]
+    assert list(merged(blocks, 20)) == [Extent(0, 20), Extent(20, 20), Extent(40, 10)]
+    assert list(merged([Extent(0, 30), Extent(10, 40)], 20)) == [Extent(0, 50)]

@@ -102,6 +102,7 @@ def test_policy_names_neither_grpc_nor_the_wire(stranger: str, rooms: set[str]) 
         ("yaml", {"agent/cluster/access.py"}),
         ("shtab", {"agent/cli/main.py"}),
         ("subprocess", {"proto/generate.py", "lvm/command.py", "agent/cli/remote.py"}),
+        ("xxhash", {"agent/streams/form.py"}),
         ("zstandard", {"agent/streams/form.py"}),
         ("asyncio", set()),
     ],

@@ -299,7 +299,7 @@ def bomb(told: int) -> bytes:
     payload = zstandard.ZstdCompressor().compress(bytes(told))
     out = io.BytesIO()
     writer = Writer(out.write, WHOLE)
-    writer.data(0, 4096, Packed(form.ZSTD, payload, hashlib.sha256(payload).digest()))
+    writer.data(0, 4096, Packed(form.ZSTD, payload, form.digest_of(payload)))
     writer.end()
     return out.getvalue()
 
@@ -313,7 +313,7 @@ def test_data_that_unpack_to_another_length_are_refused(told: int) -> None:
 @pytest.mark.parametrize("payload", [b"no zstd", b"\x28\xb5\x2f\xfd\x00"])
 def test_data_that_are_not_compressed_are_refused(payload: bytes) -> None:
     out = io.BytesIO()
-    packed = Packed(form.ZSTD, payload, hashlib.sha256(payload).digest())
+    packed = Packed(form.ZSTD, payload, form.digest_of(payload))
     Writer(out.write, WHOLE).data(0, 4096, packed)
     with pytest.raises(errors.BadStream):
         applied(out.getvalue(), bytes(SIZE))
