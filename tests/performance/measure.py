@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import agent  # noqa: F401  isort: skip
 
 import grpc
-from performance import bare, document, group, rows, service, streamed, tables
+from performance import bare, document, floor, group, rows, service, streamed, tables
 from performance.bare import Bare
 from performance.group import Group
 from performance.rounds import Time
@@ -50,6 +50,7 @@ _AT_ONCE_SHARE = 0.15
 _DELTAS_SHARE = 0.05
 _DELTA_BYTES, _CHANGED_BYTES = 256 << 20, 64 << 20
 _EXTENT_BYTES = 4 << 20
+_FLOOR_CALLS = 50
 
 # A name and what it does; a step of a life has a call and the bare commands beside it.
 Question = tuple[str, Callable[[], object]]
@@ -216,11 +217,14 @@ class Pass:
                     self._ask(carver, samples, self._questions(carver, life))
                     steps = [*begun(life, by_hand)[1:], *rest(life, by_hand)]
                     self._side_by_side(carver, samples, steps, number)
+            self._say("a call without Carver")
+            floor.measure(self._place, _FLOOR_CALLS, samples)
         probe = counts.commands[rows.PROBE]
         return samples, [
             *rows.of_value(rows.PROBE, _ms(samples, rows.PROBE), probe),
             *rows.of_value(rows.PROBE_COMMANDS, [float(probe.processes + probe.session)]),
             *rows.of_value(rows.TRIVIAL, _ms(samples, rows.TRIVIAL)),
+            *rows.of_value(rows.FLOOR, _ms(samples, rows.FLOOR)),
             *rows.of_value(rows.RESIDENT, [idle]),
         ]
 

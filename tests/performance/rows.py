@@ -24,6 +24,7 @@ ALLOCATED, CHANGED = "GetMetadataAllocated of 256 MiB", "GetMetadataDelta, 64 Mi
 CAPACITY, GET_VOLUME = "GetCapacity", "ControllerGetVolume"
 LIST = "ListVolumes of 100"
 PROBE, TRIVIAL = "Probe", "GetPluginInfo"
+FLOOR = "an empty call by grpcio alone, without Carver"
 SENT, DD = "256 MiB of changes, sent and received", "dd of the same blocks"
 LIFE = "a volume's whole life"
 # Of its life, without what not every volume meets.
@@ -108,6 +109,7 @@ PROMISES = (
     Promise(PROBE, unit="ms", before=_once(450)),
     Promise(PROBE_COMMANDS, unit="commands", target=0, before=_once(1)),
     Promise(TRIVIAL, unit="ms", before=_once(18, 29)),
+    Promise(FLOOR, unit="ms"),
     Promise(MEDIAN_AT_ONCE, unit="s", target=4, before=_once(9, 14)),
     Promise(WORST_AT_ONCE, unit="s"),
     Promise(START, unit="s"),
