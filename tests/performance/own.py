@@ -109,6 +109,7 @@ class TimedHost(FakeHost):
         self.lvm2_program = self.aside.wrapped(program)
         self.kernel = cast(Any, Timed(self.kernel, self.aside))
         self.devices = cast(Any, Timed(self.devices, self.aside))
+        self.disks = cast(Any, Timed(self.disks, self.aside))
 
     def run(self, *words: str, stdin: bytearray | None = None) -> Result:
         return cast(Result, self._run(*words, stdin=stdin))
