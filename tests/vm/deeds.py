@@ -33,7 +33,7 @@ CONFIGURATION = Path("/run/test-privileges.toml")
 GROUP = "carver_privileges"
 # A disk that came is noticed by the clock after a minute, with udev's events at once.
 NOTICED_SECONDS = 25
-# By then udev has had its looks at a new volume, whatever else it has to do.
+# By then udev has been told of all that was done to a new volume.
 SETTLED_SECONDS = 2
 
 Deed = Callable[[Client, Path], None]
@@ -113,6 +113,7 @@ def delete_unseen_by_udev(client: Client, directory: Path) -> None:
     """Overwrite a volume without udev having a look, which lvremove would meet and wait for."""
     volume = client.create("test-privilege", 64 * MIB, block())
     time.sleep(SETTLED_SECONDS)
+    subprocess.run(["udevadm", "settle"], check=True)
     monitor = pyudev.Monitor.from_netlink(pyudev.Context())
     monitor.filter_by("block")
     monitor.start()
