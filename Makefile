@@ -61,8 +61,14 @@ vm-every: venv ## the tests of the installed service and of failing disks, with 
 	vagrant/lab.py during vagrant/lab.py run '$(IN_GUEST) tests/vm --every'
 
 .PHONY: privileges
-privileges: venv ## each privilege of the unit, taken away in turn: what users need must fail
-	vagrant/lab.py during vagrant/lab.py run '$(IN_GUEST) tests/vm/test_privileges.py --every'
+privileges: venv image ## each privilege of unit and pod, taken away in turn: what users need must fail
+	vagrant/lab.py during $(MAKE) --no-print-directory in-vm-privileges
+
+# What `privileges` does while the machine is up.
+.PHONY: in-vm-privileges
+in-vm-privileges:
+	vagrant/lab.py run '$(IN_GUEST) tests/vm/test_privileges.py --every'
+	$(BIN)/python -m pytest -q tests/container/test_privileges.py
 
 .PHONY: callers
 callers: venv ## every call that real callers were recorded to make, again, on real LVM
@@ -118,7 +124,7 @@ conformance: venv image ## the chart by every value; csi-sanity and the image, i
 .PHONY: in-vm-conformance
 in-vm-conformance:
 	$(BIN)/python tests/conformance/run.py
-	$(BIN)/python -m pytest -q tests/container
+	$(BIN)/python -m pytest -q tests/container/test_life_cycle.py
 
 .PHONY: faults
 faults: venv ## what can go wrong: kills, power losses, disks, lvm2; one table, in the lab VM

@@ -165,7 +165,7 @@ def make_root(root: Path, wheels: Path) -> Path:
         'rm -r "$1/wheels"',
         f'chroot "$1" dpkg --purge {" ".join(REMOVED)}',
         # Mount points of the DaemonSet, so that nothing need be made in a read-only root.
-        'mkdir -p "$1/etc/carver" "$1/run/udev" "$1/run/lvm" "$1/run/lock/lvm" "$1/run/cryptsetup"'
+        'mkdir -p "$1/etc/carver" "$1/run/udev" "$1/run/lock/lvm" "$1/run/cryptsetup"'
         ' "$1/var/lib/carver" "$1/var/lib/kubelet"',
         'rm -rf "$1/var/lib/apt" "$1"/var/cache/* "$1"/var/log/* "$1"/var/lib/dpkg/*-old',
         # What names the machine that built it.

@@ -53,7 +53,7 @@ fi
 trap 'echo "up.sh: it ended half-way; run it again, or down.sh" >&2' ERR
 
 # The group; a second run finds what the first one made.
-mkdir -p "$state" /run/lock/lvm /run/lvm
+mkdir -p "$state" /run/lock/lvm
 [ -e "$file" ] || truncate --size "$size" "$file"
 loop=$(losetup --associated "$file" --noheadings --output NAME | head -n 1)
 [ -n "$loop" ] || loop=$(losetup --find --show "$file")

@@ -4,8 +4,9 @@ What kubelet reads from the DaemonSet is read here: image, arguments, environmen
 namespaces of the host, the mounts with their propagation, the configuration.
 """
 
+import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ FOLDER = "/run/carver-pod"
 PID_FILE = f"{FOLDER}/pid"
 LOG = f"{FOLDER}/log"
 KUBELET = "/var/lib/kubelet/"
+# Who is neither root nor anybody that root's groups are of.
+NOBODY = 65534
 
 Object = Mapping[str, Any]
 
@@ -34,6 +37,52 @@ class Pod:
         """Carver's own container: the sidecars need a cluster."""
         [found] = [one for one in self.spec["containers"] if one["name"] == "carver"]
         return dict(found)
+
+    def granted(self) -> list[str]:
+        """Each single thing that the pod has of the node; in words that `without` understands."""
+        context = self.container["securityContext"]
+        found = [key for key in ("hostPID", "hostIPC", "hostNetwork") if self.spec.get(key)]
+        found += ["privileged"] * bool(context.get("privileged"))
+        # An image without a user of its own is root's.
+        found += ["runAsUser"] * ("runAsUser" not in context)
+        hosts = {one["name"] for one in self.spec["volumes"] if "hostPath" in one}
+        for mount in self.container["volumeMounts"]:
+            found += [mount["mountPath"]] * (mount["name"] in hosts)
+            if "mountPropagation" in mount:
+                found.append(f"{mount['mountPath']}: {mount['mountPropagation']}")
+        return found
+
+    def without(self, privilege: str) -> "Pod":
+        """The same pod but for one thing that is granted; a folder of the node's is empty then.
+
+        /dev is not, but the container's own, with the devices that the node had at its start.
+        """
+        spec = copy.deepcopy(dict(self.spec))
+        [one] = [each for each in spec["containers"] if each["name"] == "carver"]
+        place, _, propagation = privilege.partition(": ")
+        mounts = {mount["mountPath"]: mount for mount in one["volumeMounts"]}
+        if propagation:
+            del mounts[place]["mountPropagation"]
+        elif place == "/dev":
+            one["volumeMounts"].remove(mounts[place])
+        elif place in mounts:
+            name = mounts[place]["name"]
+            others = [each for each in spec["volumes"] if each["name"] != name]
+            spec["volumes"] = [*others, {"name": name, "emptyDir": {}}]
+            # Kubernetes has no propagation out of a folder that is the pod's own.
+            mounts[place].pop("mountPropagation", None)
+        elif privilege == "privileged":
+            one["securityContext"]["privileged"] = False
+        elif privilege == "runAsUser":
+            one["securityContext"]["runAsUser"] = NOBODY
+        else:
+            del spec[privilege]
+        return replace(self, spec=spec)
+
+    def configured(self, classes: str) -> "Pod":
+        """The same pod with these classes, and groups, in the place of its own."""
+        settings = self.files["config.toml"].partition("[[")[0]
+        return replace(self, files={"config.toml": settings + classes})
 
     def folders(self) -> list[str]:
         """What kubelet makes on the node where it is not there: its own, and what it is told to."""
@@ -56,8 +105,15 @@ class Pod:
             *(word for mount in self._mounts() for word in ("--mount", mount)),
             *(one["image"], NAME),
             # ctr puts these in place of the image's entry point, kubelet behind it.
-            *("carver", *one["args"]),
+            *(*self._as_user(), "carver", *one["args"]),
         ]
+
+    def _as_user(self) -> Iterator[str]:
+        """What runs a command as the pod's user: ctr of Debian 12 has no option for that."""
+        context = self.container["securityContext"]
+        if "runAsUser" in context:
+            number = str(context["runAsUser"])
+            yield from ("setpriv", "--reuid", number, "--regid", number, "--clear-groups", "--")
 
     def _privileges(self) -> Iterator[str]:
         context = self.container["securityContext"]

@@ -4,7 +4,7 @@ import expect
 import pytest
 from real.any import AnyHost
 
-from agent.csi.client import Client, block
+from agent.csi.client import Client, block, mounted
 from agent.service.server import Service
 from proto import csi_pb2 as csi
 
@@ -82,3 +82,18 @@ def test_a_snapshot_that_overflowed_is_told_of_its_volume_until_it_is_deleted(
     client.delete_snapshot(snapshot.snapshot_id)
     service.inventory.read()
     assert told(client, volume) == []
+
+
+def test_an_encrypted_volume_that_is_open_for_nobody_is_told_of_until_it_is_closed(
+    client: Client, host: AnyHost
+) -> None:
+    encrypted, staging = {"carver/encryption": "luks2"}, host.directory / "staging"
+    volume = client.create("pvc-1", 48 * MIB, mounted("ext4"), parameters=encrypted)
+    client.stage(volume, staging, mounted("ext4"), {"passphrase": "sesame"})
+    assert told(client, volume) == []
+    # As a kill between opening and mounting leaves it.
+    host.kernel.unmount(str(staging))
+    assert told(client, volume) == [(csi.DEGRADED, "EncryptionLeftOpen")]
+    client.unstage(volume.volume_id, staging)
+    assert told(client, volume) == []
+    client.delete(volume.volume_id)

@@ -420,10 +420,13 @@ def test_a_volume_in_use_with_snapshots_grows_when_its_pod_is_restarted(
     # Nothing was written since.
     assert lvm2_commands(host) == []
     before = client.stats(volume.volume_id, staging)
-    [pending] = client.node_health(volume.volume_id).health_statuses
-    assert pending.reason == "ExpansionPending"
-    assert str(32 * MIB) in pending.message
-    assert "restart its pod" in pending.message
+    [listed] = client.unhealthy()
+    asked = client.node_health(volume.volume_id), client.volume_health(volume.volume_id)
+    for health in (listed, *asked):
+        [pending] = health.health_statuses
+        assert pending.reason == "ExpansionPending"
+        assert str(32 * MIB) in pending.message
+        assert "restart its pod" in pending.message
 
     host.commands.clear()
     stage_again(client, volume, staging)
@@ -433,7 +436,8 @@ def test_a_volume_in_use_with_snapshots_grows_when_its_pod_is_restarted(
     # Kubelet asks again, and the claim has what it asked for.
     assert client.node_expand(volume.volume_id, staging, 31 * MIB).capacity_bytes == 32 * MIB
     client.volume(volume.volume_id)
-    assert not client.node_health(volume.volume_id).health_statuses
+    asked = client.node_health(volume.volume_id), client.volume_health(volume.volume_id)
+    assert not any(health.health_statuses for health in (*asked, *client.unhealthy()))
     assert client.snapshots() == [snapshot]
     client.unstage(volume.volume_id, staging)
 

@@ -1,5 +1,6 @@
-"""The service as installed: under systemd, on its own group, behind its own socket."""
+"""The service as installed, behind its own socket; or one of a test's own, on disks that fail."""
 
+import random
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -7,6 +8,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from faults.bench import Bench
+from real.disks import Disk
+from real.host import RealHost, lab
+from vm.told import EXTENT_BYTES
 
 from agent.config.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import Client
@@ -79,3 +84,26 @@ def answering() -> Callable[[], None]:
             grpc.channel_ready_future(channel).result(timeout=100)
 
     return wait
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    with lab(tmp_path_factory.mktemp("bench")) as shared:
+        yield Bench(shared, random.Random(1), cut=True)
+
+
+@pytest.fixture
+def host(bench: Bench) -> Iterator[RealHost]:
+    with bench.host() as made:
+        yield made
+
+
+@pytest.fixture
+def disks(bench: Bench) -> Iterator[tuple[Disk, Disk, Disk]]:
+    """Three disks; volumes lie on the first, as long as there is room."""
+    with (
+        Disk.on(bench.shared.new_device(41 * EXTENT_BYTES)) as first,
+        Disk.on(bench.shared.new_device(41 * EXTENT_BYTES)) as second,
+        Disk.on(bench.shared.new_device(41 * EXTENT_BYTES)) as third,
+    ):
+        yield first, second, third

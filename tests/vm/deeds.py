@@ -33,10 +33,12 @@ CONFIGURATION = Path("/run/test-privileges.toml")
 GROUP = "carver_privileges"
 # A disk that came is noticed by the clock after a minute, with udev's events at once.
 NOTICED_SECONDS = 25
-# By then udev has had its looks at a new volume, whatever else it has to do.
+# By then udev has been told of all that was done to a new volume.
 SETTLED_SECONDS = 2
 
 Deed = Callable[[Client, Path], None]
+# Of a deed, or of the service's own start.
+FAILURES = (AssertionError, grpc.RpcError, OSError, subprocess.CalledProcessError)
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def delete_unseen_by_udev(client: Client, directory: Path) -> None:
     """Overwrite a volume without udev having a look, which lvremove would meet and wait for."""
     volume = client.create("test-privilege", 64 * MIB, block())
     time.sleep(SETTLED_SECONDS)
+    subprocess.run(["udevadm", "settle"], check=True)
     monitor = pyudev.Monitor.from_netlink(pyudev.Context())
     monitor.filter_by("block")
     monitor.start()
@@ -153,12 +156,12 @@ def refuse_a_group_that_came_twice(client: Client, directory: Path) -> None:
         devices.append(loop.attach(kernel, str(files[0])))
         words = ["vgcreate", "--devices", devices[0], "--yes", GROUP, devices[0]]
         subprocess.run(words, check=True, capture_output=True)
-        _within(NOTICED_SECONDS, lambda: not _is_refused(client), "the group was not found")
+        within(NOTICED_SECONDS, lambda: not _is_refused(client), "the group was not found")
         # Its metadata.
         with files[1].open("r+b") as twin:
             twin.write(kernel.read(devices[0], 0, 2 * MIB))
         devices.append(loop.attach(kernel, str(files[1])))
-        _within(NOTICED_SECONDS, lambda: _is_refused(client), "the twin was not noticed")
+        within(NOTICED_SECONDS, lambda: _is_refused(client), "the twin was not noticed")
     finally:
         for device in reversed(devices):
             if device == devices[0]:
@@ -172,7 +175,8 @@ def _is_refused(client: Client) -> bool:
     return not client.capacity().available_capacity
 
 
-def _within(seconds: float, is_so: Callable[[], bool], otherwise: str) -> None:
+def within(seconds: float, is_so: Callable[[], bool], otherwise: str) -> None:
+    """Wait until it is so; fail where it is not in time, for a reason."""
     deadline = time.monotonic() + seconds
     while not is_so():
         assert time.monotonic() < deadline, otherwise

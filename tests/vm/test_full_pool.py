@@ -7,6 +7,7 @@ import errno
 import hashlib
 import mmap
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -198,6 +199,13 @@ def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
         assert told() == {"PoolNearlyFull"}
         filling.write()
         assert filling.is_whole()
+
+    # So does what its user discards.
+    device = host.devices.find(group, "vol-big")
+    assert device is not None
+    words = ["blkdiscard", "--force", "--length", str(largest // 2), device.path]
+    subprocess.run(words, check=True)
+    assert told() == set()
 
     client.unpublish(big.volume_id, target)
     client.unstage(big.volume_id, staging)

@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 from vm import deeds
 from vm.deeds import Case
@@ -21,8 +20,6 @@ DROP_IN = Path("/run/systemd/system/carver.service.d/test-privileges.conf")
 USUAL = {"CAP_SYS_RESOURCE", "CAP_SYS_PTRACE"}
 
 Restart = Callable[[str], None]
-# Of the deed, or of the service's own start.
-FAILURES = (AssertionError, grpc.RpcError, OSError, subprocess.CalledProcessError)
 
 
 @pytest.fixture
@@ -71,6 +68,6 @@ def test_without_a_privilege_something_that_users_need_fails(
         restart(f"{case.setting}\n{case.without}")
         case.deed(client, directory)
 
-    with pytest.raises(FAILURES) as failed:
+    with pytest.raises(deeds.FAILURES) as failed:
         without()
     print(f"\n{case.privilege}: {failed.value!r}")

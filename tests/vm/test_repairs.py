@@ -4,7 +4,6 @@ Carver is a process of its own here, as in test_conditions.
 """
 
 import os
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -17,7 +16,7 @@ from faults.bench import Bench
 from faults.process import Trial
 from model.operations import MIB
 from real.disks import Disk
-from real.host import RealHost, lab
+from real.host import RealHost
 
 from agent.csi.client import Client, block
 from lvm import report
@@ -32,29 +31,6 @@ RAID1 = 'layout = "raid1"\n'
 RAID5 = 'layout = "raid5"\nstripes = 2\n'
 THIN = 'layout = "thin"\n'
 PATIENCE_SECONDS = 300
-
-
-@pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with lab(tmp_path_factory.mktemp("repairs")) as shared:
-        yield Bench(shared, random.Random(1), cut=True)
-
-
-@pytest.fixture
-def host(bench: Bench) -> Iterator[RealHost]:
-    with bench.host() as made:
-        yield made
-
-
-@pytest.fixture
-def disks(bench: Bench) -> Iterator[tuple[Disk, Disk, Disk]]:
-    """Three disks of the group."""
-    with (
-        Disk.on(bench.shared.new_device(DISK_BYTES)) as first,
-        Disk.on(bench.shared.new_device(DISK_BYTES)) as second,
-        Disk.on(bench.shared.new_device(DISK_BYTES)) as third,
-    ):
-        yield first, second, third
 
 
 @contextmanager

@@ -294,22 +294,6 @@ def test_a_snapshot_that_ran_full_is_told_of_its_volume(
     assert not client.volume_health(staged.volume_id).health_statuses
 
 
-def test_an_encrypted_volume_that_is_open_for_nobody_is_told(
-    client: Client, fake: FakeHost, tmp_path: Path
-) -> None:
-    key = {"passphrase": "sesame"}
-    encrypted = {"carver/encryption": "luks2"}
-    volume = client.create("pvc-1", 48 * MIB, mounted("ext4"), parameters=encrypted)
-    client.stage(volume, tmp_path / "staging", mounted("ext4"), key)
-    assert client.unhealthy() == []
-    # As a kill between opening and mounting leaves it.
-    fake.kernel.unmount(str(tmp_path / "staging"))
-    status = csi.VolumeHealthErrorType.DEGRADED
-    assert "is open" in seen(client, volume.volume_id, "EncryptionLeftOpen", status)
-    client.unstage(volume.volume_id, tmp_path / "staging")
-    assert client.unhealthy() == []
-
-
 def test_a_raw_block_volume_that_is_staged_is_well(
     client: Client, fake: FakeHost, tmp_path: Path
 ) -> None:

@@ -51,6 +51,21 @@ def test_every_reason_is_used(reason: Reason) -> None:
     assert any(f"Reason.{reason.name}" in one.read_text() for one in modules)
 
 
+# What cannot be had there.
+NOT_PROVOKED = {
+    # By definition nobody knows what lvm2 would have to say.
+    Reason.LVM_REPORTS,
+}
+
+
+@pytest.mark.parametrize("reason", Reason, ids=str)
+def test_every_reason_is_provoked_on_real_lvm(reason: Reason) -> None:
+    tests = [*(ROOT / "tests/contract").glob("test_*.py"), *(ROOT / "tests/vm").glob("test_*.py")]
+    # One of two that may come is written as "A|B".
+    named = re.compile(rf'["|]{reason.word}["|]')
+    assert any(named.search(one.read_text()) for one in tests) is (reason not in NOT_PROVOKED)
+
+
 def test_what_has_one_reason_is_one_condition_of_the_oldest_age() -> None:
     first = Condition(Reason.DISK_MISSING, "a is missing", 20.0)
     other = Condition(Reason.RAID_RESYNCING, "it is resyncing")

@@ -225,7 +225,6 @@ def test_the_node_s_mounts_do_not_come_to_the_machine() -> None:
     assert {one["hostPath"]: one["propagation"] for one in node["extraMounts"]} == {
         "/dev": "None",
         "/run/lock/lvm": "None",
-        "/run/lvm": "None",
     }
 
 

@@ -1,10 +1,11 @@
 """What is read from a manifest to run its pod without Kubernetes."""
 
+import collections
 import itertools
 from pathlib import Path
 
 import pytest
-from container import pod
+from container import deeds, pod
 
 KUBERNETES = Path(__file__).parents[3] / "deploy" / "kubernetes"
 
@@ -36,3 +37,42 @@ def test_the_command_has_the_mounts_and_the_privileges_of_the_manifest(
     assert {"/var/lib/carver", "/var/lib/kubelet/pods"} <= set(this.folders())
     assert "/dev" not in this.folders()
     assert "group" in this.files["config.toml"]
+
+
+@pytest.mark.parametrize("manifest", ["container-lvm2", "host-lvm2"])
+def test_a_pod_without_a_privilege_is_the_same_but_for_that(manifest: str) -> None:
+    this = pod.of(KUBERNETES / f"{manifest}.yaml")
+    whole = collections.Counter(this.words("node-1"))
+    granted = this.granted()
+    assert len(granted) == len(set(granted)) > 8
+    for privilege in granted:
+        less = this.without(privilege)
+        # A folder that nothing of the node's is in has nothing to pass on, either.
+        own = {one for one in granted if one.startswith(f"{privilege}: ")}
+        assert set(granted) - set(less.granted()) == {privilege} | own
+        words = collections.Counter(less.words("node-1"))
+        assert (whole - words).total() <= 2
+        assert words != whole
+        assert this.granted() == granted
+
+
+def test_a_pod_without_a_folder_of_the_node_has_an_empty_one() -> None:
+    less = pod.of(KUBERNETES / "container-lvm2.yaml").without("/etc/lvm")
+    mounts = [one for one in options(less.words("node-1"), "--mount") if "/etc/lvm" in one]
+    assert mounts == ["type=tmpfs,src=tmpfs,dst=/etc/lvm,options=nosuid:nodev"]
+
+
+def test_a_pod_without_root_is_started_as_nobody() -> None:
+    words = pod.of(KUBERNETES / "host-lvm2.yaml").without("runAsUser").words("node-1")
+    start = words.index(pod.NAME) + 1
+    assert words[start : start + 3] == ["setpriv", "--reuid", str(pod.NOBODY)]
+    assert words[-2:] == ["carver", "serve"]
+
+
+def test_a_pod_with_classes_of_a_case_keeps_the_settings_of_its_own() -> None:
+    this = pod.of(KUBERNETES / "host-lvm2.yaml")
+    [classes] = {one.classes for one in deeds.CASES if one.classes}
+    text = this.configured(classes).files["config.toml"]
+    assert text.endswith(classes)
+    assert text.removesuffix(classes) in this.files["config.toml"]
+    assert 'lvm = "host"' in text

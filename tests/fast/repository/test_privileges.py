@@ -1,8 +1,10 @@
-"""The unit is granted what docs/security.md lists, each with a case that fails without it."""
+"""Unit and pod are granted what docs/security.md lists, each with a case that fails without it."""
 
 import re
 from pathlib import Path
 
+from container import deeds as deeds_of_pod
+from container import pod
 from vm import deeds
 
 from agent.health import preflight
@@ -45,6 +47,31 @@ def test_each_privilege_of_the_unit_is_documented_with_its_case() -> None:
     assert rows("What the unit is granted") == {
         one.privilege: one.deed.__name__ for one in deeds.CASES
     }
+
+
+def pods() -> dict[str, pod.Pod]:
+    """Those of all manifests, by the manifest's name."""
+    found = (ROOT / "deploy" / "kubernetes").glob("*.yaml")
+    return {path.stem: pod.of(path) for path in found}
+
+
+def test_each_privilege_of_the_pod_has_a_case_that_fails_without_it() -> None:
+    granted = {one for this in pods().values() for one in this.granted()}
+    assert sorted(granted) == sorted(one.privilege for one in deeds_of_pod.CASES)
+
+
+def test_each_privilege_of_the_pod_is_documented_with_its_case() -> None:
+    assert rows("What the pod is granted") == {
+        one.privilege: one.deed.__name__ for one in deeds_of_pod.CASES
+    }
+
+
+def test_a_pod_is_granted_nothing_that_these_tests_do_not_see() -> None:
+    for this in pods().values():
+        # What it may not, it says; whatever else a container may be given stands here.
+        assert set(this.container["securityContext"]) == {"privileged", "readOnlyRootFilesystem"}
+        assert "securityContext" not in this.spec
+        assert {"privileged", "/dev"} <= set(this.granted())
 
 
 def test_what_is_granted_is_seen_by_these_tests() -> None:

@@ -177,7 +177,7 @@ def wire() -> Table:
     """The table, with what it has no place for, and options in no order, which means nothing."""
     whole = table()
     for name, numbers in RESERVED_IN_ENUMS.items():
-        whole["enums"][name] = {"values": whole["enums"][name], "reserved": numbers}
+        whole["enums"][name] = {"values": whole["enums"][name], "reserved": [*numbers]}
     sort_options(whole)
     return whole
 
