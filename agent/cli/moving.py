@@ -19,6 +19,7 @@ from agent import errors, ids
 from agent.cli import claims, streams, terminal
 from agent.cli.remote import Remote
 from agent.cli.volumes import Manual
+from agent.cluster.manifests import Place
 from agent.csi.client import Client
 
 # How often it is looked whether a volume is in use still, and after how many looks what was
@@ -288,9 +289,13 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
     else:
         there = move.run()
         streams.show(there, as_json=parsed.json)
-        if found["pv"]:
+        if parsed.kubeconfig or found["pv"]:
             where = move.node_there()
-            tell(claims.steps(found, there["volume_id"], where["driver"], where["node"]))
+            place = Place(there["volume_id"], where["node"], where["driver"])
+            if parsed.kubeconfig:
+                claims.repoint(parsed.kubeconfig, found["volume_id"], place, yes=parsed.yes)
+            else:
+                tell(claims.steps(found, place))
 
 
 @contextmanager
