@@ -7,7 +7,6 @@ import pytest
 
 from agent.delta import spool as spools
 from agent.delta.extents import Extent, clipped, merged
-from agent.delta.spool import Spool
 
 
 def test_ranges_that_touch_or_overlap_are_one() -> None:
@@ -24,7 +23,7 @@ def test_what_lies_outside_is_cut_off() -> None:
 
 def test_what_is_kept_can_be_asked_for_again_and_takes_bounded_memory(tmp_path: Path) -> None:
     count = 300_000
-    with Spool(tmp_path) as spool:
+    with spools.opened(tmp_path) as spool:
         tracemalloc.start()
         try:
             spool.fill(Extent(2 * number, 1) for number in range(count))
@@ -41,7 +40,7 @@ def test_what_does_not_fit_into_memory_is_in_a_file_that_nobody_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spools, "_ON_DISK", tmp_path / "none")
-    with Spool(tmp_path) as spool:
+    with spools.opened(tmp_path) as spool:
         spool.fill(Extent(2 * number, 1) for number in range(300_000))
         assert list(tmp_path.iterdir()) == []
         assert sum(one.length_bytes for one in spool) == 300_000
