@@ -8,6 +8,7 @@ from typing import TypeVar
 import grpc
 
 from agent import errors, ids
+from agent.delta.comparing import TOLD_BYTES
 from agent.delta.delta import Delta
 from agent.delta.extents import Extent, Reading
 from agent.requests.snapshots import GetMetadata
@@ -77,7 +78,12 @@ def _answers(
 
 
 def _piece(extents: Iterator[Extent], call: GetMetadata) -> list[csi.BlockMetadata]:
-    return [
-        csi.BlockMetadata(byte_offset=one.offset_bytes, size_bytes=one.length_bytes)
-        for one in islice(extents, min(call.maximum_results or _RESULTS, _RESULTS))
-    ]
+    """So many ranges as one answer may have; fewer, where they tell of much to be fetched."""
+    piece, told_bytes = [], 0
+    for one in islice(extents, min(call.maximum_results or _RESULTS, _RESULTS)):
+        told = csi.BlockMetadata(byte_offset=one.offset_bytes, size_bytes=one.length_bytes)
+        piece.append(told)
+        told_bytes += one.length_bytes
+        if told_bytes >= TOLD_BYTES:
+            break
+    return piece

@@ -6,6 +6,8 @@ from agent.delta.extents import BLOCK_BYTES, Extent, merged
 from mount.reading import PIECE_BYTES, Reader
 
 _ZEROES = bytes(PIECE_BYTES)
+# What differs is told when it comes to this: whoever fetches it need not wait for the rest.
+TOLD_BYTES = 16 << 20
 
 
 def differing(
@@ -15,12 +17,12 @@ def differing(
     extents: Iterable[Extent],
     check: Callable[[], None],
 ) -> Iterator[Extent]:
-    """What of sorted ranges differs, in whole blocks.
+    """What of sorted ranges differs, in whole blocks; no range has more than TOLD_BYTES.
 
     A base reads as zeroes behind so many bytes, and where there is none. `check` is called before
     each piece of at most PIECE_BYTES is read, and may end it by an error. Raises OSError.
     """
-    return merged(_blocks(base, base_bytes, target, extents, check))
+    return merged(_blocks(base, base_bytes, target, extents, check), TOLD_BYTES)
 
 
 def _blocks(

@@ -42,7 +42,9 @@ class Reading(Protocol):
         ...
 
     def extents(self, starting_offset: int = 0) -> Iterator[Extent]:
-        """The ranges that end behind an offset: sorted, merged, the first one cut to begin there.
+        """The ranges that end behind an offset: sorted, the first one cut to begin there.
+
+        Merged, but for what is found by comparing: that is told before all of it was compared.
 
         Whole blocks of BLOCK_BYTES, but for the last one of a volume that is no multiple of it. May
         be asked again, for another offset too. Raises SourceLost, DeltaFailed, OSError.
@@ -50,17 +52,24 @@ class Reading(Protocol):
         ...
 
 
-def merged(extents: Iterable[Extent]) -> Iterator[Extent]:
-    """The same bytes in as few ranges as can be; `extents` are sorted by where they begin."""
+def merged(extents: Iterable[Extent], most_bytes: int | None = None) -> Iterator[Extent]:
+    """The same bytes in as few ranges as can be; `extents` are sorted by where they begin.
+
+    A range that comes to `most_bytes` is not waited for any longer: the next one begins there.
+    """
     last: Extent | None = None
     for one in extents:
         if last is not None and one.offset_bytes <= last.end_bytes:
             end = max(last.end_bytes, one.end_bytes)
             last = Extent(last.offset_bytes, end - last.offset_bytes)
-            continue
-        if last is not None:
-            yield last
-        last = one
+        else:
+            if last is not None:
+                yield last
+            last = one
+        while most_bytes is not None and last is not None and last.length_bytes >= most_bytes:
+            yield Extent(last.offset_bytes, most_bytes)
+            rest = last.length_bytes - most_bytes
+            last = Extent(last.offset_bytes + most_bytes, rest) if rest else None
     if last is not None:
         yield last
 

@@ -15,6 +15,18 @@ def test_ranges_that_touch_or_overlap_are_one() -> None:
     assert list(merged([])) == []
 
 
+def test_a_range_that_is_long_enough_is_not_waited_for() -> None:
+    those = [Extent(0, 10), Extent(10, 5), Extent(20, 30)]
+    assert list(merged(those, 12)) == [
+        Extent(0, 12),
+        Extent(12, 3),
+        Extent(20, 12),
+        Extent(32, 12),
+        Extent(44, 6),
+    ]
+    assert list(merged([Extent(0, 8), Extent(8, 8)], 8)) == [Extent(0, 8), Extent(8, 8)]
+
+
 def test_what_lies_outside_is_cut_off() -> None:
     those = [Extent(0, 10), Extent(20, 10), Extent(40, 10)]
     assert list(clipped(those, 5, 25)) == [Extent(5, 5), Extent(20, 5)]
