@@ -36,6 +36,7 @@ from performance.rows import Row, Samples
 from performance.service import Served
 from rich.console import Console
 
+from agent import errors
 from agent.csi.client import Client, block
 from proto import csi_pb2 as csi
 
@@ -43,11 +44,11 @@ _WHERE = Path("/var/tmp")
 _CLIENTS = 8
 _AT_ONCE = 200
 _ROUNDS, _ROUNDS_AMONG_MANY, _LIVES_AT_ONCE = 7, 3, 25
-# Of a pass's time: one life that is counted, lives, among 100, among 400; the rest is for eight
+# Of a pass's time: lives, beside one that is counted; among 100, among 400; the rest is for eight
 # clients, whose last calls wait for each other.
-_LIVES, _AMONG = 0.3, {100: 0.15, 400: 0.3}
+_LIVES, _AMONG = 0.3, {100: 0.15, 400: 0.25}
 _AT_ONCE_SHARE = 0.15
-_DELTAS_SHARE = 0.05
+_DELTAS_SHARE, _STREAMS_SHARE = 0.05, 0.1
 _DELTA_BYTES, _CHANGED_BYTES = 256 << 20, 64 << 20
 _EXTENT_BYTES = 4 << 20
 
@@ -171,6 +172,8 @@ class Pass:
             yield from trivial
             if self._limit.left_seconds():
                 yield from rows.of_pairs(self._deltas())
+            if self._limit.left_seconds():
+                yield from rows.of_pairs(self._streams())
             for volumes, share in _AMONG.items():
                 if self._limit.left_seconds():
                     full = self._among(own, volumes, self._limit.share(share))
@@ -215,8 +218,6 @@ class Pass:
                     self._ask(carver, samples, self._questions(carver, life))
                     steps = [*begun(life, by_hand)[1:], *rest(life, by_hand)]
                     self._side_by_side(carver, samples, steps, number)
-            self._say("what changed, as a stream")
-            streamed.measure(carver.client, self._place / "csi.sock", _ROUNDS_AMONG_MANY, samples)
         probe = counts.commands[rows.PROBE]
         return samples, [
             *rows.of_value(rows.PROBE, _ms(samples, rows.PROBE), probe),
@@ -252,6 +253,15 @@ class Pass:
             for one in taken:
                 client.delete_snapshot(one)
             client.delete(volume.volume_id)
+        return samples
+
+    def _streams(self) -> Samples:
+        """Changed blocks of a thick volume brought to another, beside dd of them."""
+        self._say("what changed, as a stream")
+        samples, limit = Samples(), self._limit.share(_STREAMS_SHARE)
+        with self._served() as carver:
+            at = streamed.person(carver.client, self._place / "csi.sock")
+            streamed.measure(at, limit.rounds(_ROUNDS_AMONG_MANY), samples, carver.settle)
         return samples
 
     def _among(self, own: Group, volumes: int, limit: Time) -> Samples:
@@ -400,6 +410,8 @@ def main() -> int:
         console.print(f"{error.code().name}: {error.details()}", style="bold red", markup=False)
     except subprocess.CalledProcessError as error:
         console.print(f"{error}: {error.stderr}", style="bold red", markup=False)
+    except errors.AgentError as error:
+        console.print(str(error), style="bold red", markup=False)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     order = [promise.name for promise in rows.PROMISES]
