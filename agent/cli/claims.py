@@ -70,7 +70,7 @@ def steps(claim: Mapping[str, str], place: Place) -> str:
     )
 
 
-def repoint(kubeconfig: str, was: str, place: Place, *, yes: bool) -> None:
+def repoint(kubeconfig: str, was: str, place: Place, *, yes: bool, undo: bool = False) -> None:
     """Carry them out in the cluster of that file; raises what a Repointing does, and BadConfig.
 
     `was` is the volume's id where it came from. Asks before each step, where `yes` is not given.
@@ -83,7 +83,8 @@ def repoint(kubeconfig: str, was: str, place: Place, *, yes: bool) -> None:
         print(text, file=sys.stderr, flush=True)
 
     server = access.of_file(Path(kubeconfig))
-    Repointing(Lists(server), Objects(server), was, place).run(confirmed, tell)
+    made = Repointing(Lists(server), Objects(server), was, place)
+    (made.undo if undo else made.run)(confirmed, tell)
 
 
 def repoint_received(at: Manual, kubeconfig: str, told: Mapping[str, str], *, yes: bool) -> None:

@@ -7,7 +7,7 @@ after a crash of either. docs/decisions/29-streams.md has the table of states.
 import argparse
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import sleep
@@ -117,9 +117,10 @@ class Move:
         self._drop(keep=())
         self._call("UndoMove")
 
-    def node_there(self) -> dict[str, Any]:
-        """What the other node is to its cluster."""
-        return self._remote.ask("status", "--json")
+    def place_there(self, there: Mapping[str, Any]) -> Place:
+        """Where it is to the other node's cluster; `there` is what that says of it."""
+        node = self._remote.ask("status", "--json")
+        return Place(there["volume_id"], node["node"], node["driver"])
 
     def _round(self, begun: dict[str, str]) -> dict[str, str] | None:
         """One step towards the end; what the service says where that was the last."""
@@ -280,6 +281,10 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
             raise errors.NotConfirmed(parsed.name)
         move.finish()
     elif parsed.undo:
+        # First: what the other node has shall be no claim's when it goes.
+        if parsed.kubeconfig and (there := move.status()["there"])["volume_id"]:
+            place = move.place_there(there)
+            claims.repoint(parsed.kubeconfig, found["volume_id"], place, yes=parsed.yes, undo=True)
         lost = f"What was written to {name} on {node} since it moved is lost. Take it back?"
         move.undo(confirmed=lambda: confirmed(lost))
     elif parsed.there_is_none:
@@ -290,8 +295,7 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
         there = move.run()
         streams.show(there, as_json=parsed.json)
         if parsed.kubeconfig or found["pv"]:
-            where = move.node_there()
-            place = Place(there["volume_id"], where["node"], where["driver"])
+            place = move.place_there(there)
             if parsed.kubeconfig:
                 claims.repoint(parsed.kubeconfig, found["volume_id"], place, yes=parsed.yes)
             else:

@@ -85,7 +85,23 @@ class Repointing:
 
     def run(self, confirmed: Callable[[str], bool], tell: Callable[[str], None]) -> None:
         """Take each step that is left; raises NotConfirmed where one is not wanted."""
-        while (step := self._next(state := self._look())) is not None:
+        state = self._take(self._next, confirmed, tell)
+        where = f"{manifests.name(state.new or {})}, the volume on {self._place.node}"
+        tell(f"the claim {state} is bound to {where}")
+
+    def undo(self, confirmed: Callable[[str], bool], tell: Callable[[str], None]) -> None:
+        """Have all be as before, as long as the claim is the old PersistentVolume's; the same."""
+        state = self._take(self._back, confirmed, tell)
+        tell(f"the claim {state} is as it was, of {manifests.name(state.old or {})}")
+
+    def _take(
+        self,
+        next_of: Callable[[_State], _Step | None],
+        confirmed: Callable[[str], bool],
+        tell: Callable[[str], None],
+    ) -> _State:
+        """Take the steps that are left; how it is then."""
+        while (step := next_of(state := self._look())) is not None:
             if step.what:
                 if not confirmed(f"In Kubernetes: {step.what}?"):
                     raise errors.NotConfirmed(str(state), "re-pointed any further")
@@ -93,13 +109,12 @@ class Repointing:
                 now = self._look()
                 if now.essence != state.essence:
                     raise state.refused("its objects changed meanwhile: look, and call again")
-                step = self._next(now)
+                step = next_of(now)
                 if step is None:
                     continue
                 tell(f"in Kubernetes: {step.what}")
             step.act()
-        where = f"{manifests.name(state.new or {})}, the volume on {self._place.node}"
-        tell(f"the claim {state} is bound to {where}")
+        return state
 
     def _look(self) -> _State:
         found: dict[str, Object] = {}
@@ -126,6 +141,8 @@ class Repointing:
         old, new, claim = state.old, state.new, state.claim
         if new is not None:
             self._check_new(state, new)
+            if manifests.is_going(new):
+                raise state.refused(f"{manifests.name(new)} is being deleted")
         if old is not None and claim is not None and state.claimed == manifests.name(old):
             return self._before(state, old, claim)
         if new is None:
@@ -136,6 +153,26 @@ class Repointing:
         if state.claimed not in ("", manifests.name(new)):
             raise state.refused(f"it has another volume, {state.claimed}")
         return self._after(state, new, claim)
+
+    def _back(self, state: _State) -> _Step | None:
+        """The first step back that is not taken."""
+        old, new, claim = state.old, state.new, state.claim
+        if old is None or claim is None or state.claimed != manifests.name(old):
+            why = "it is the moved volume's already, or between both: go on with the move, and then"
+            raise state.refused(f"{why} move the volume back from {self._place.node}")
+        if new is not None:
+            self._check_new(state, new)
+            if manifests.policy(new) != RETAIN:
+                raise state.refused(f"{manifests.name(new)} is not Retain: have it be so")
+            if manifests.is_going(new):
+                return _Step("", partial(self._await_end, state, new))
+            what = f"delete {VOLUME} {manifests.name(new)}, which no claim has yet"
+            path, uid = manifests.volume_path(new), new["metadata"]["uid"]
+            return _Step(what, partial(self._objects.delete, path, uid))
+        if was := manifests.annotations(old).get(self._place.policy_key):
+            what = f"have {manifests.name(old)} be {was} again, as it was"
+            return _Step(what, partial(self._restore, old))
+        return None
 
     # The claim is the old PersistentVolume's
 
@@ -211,8 +248,6 @@ class Repointing:
         about = manifests.at(new, "spec", "claimRef") or {}
         if (about.get("namespace"), about.get("name")) != (state.namespace, state.name):
             raise state.refused(f"{name} is for another claim")
-        if manifests.is_going(new):
-            raise state.refused(f"{name} is being deleted")
         if manifests.at(new, "spec", "nodeAffinity") != self._place.affinity:
             raise state.refused(f"{name} is not for {self._place.node}")
 

@@ -14,6 +14,7 @@ from binding import Cluster
 from nodes import Node, Stand
 from real.any import AnyHost
 
+from agent import errors
 from agent.cli import claims, main, moving, streams, terminal
 from agent.config.settings import Config
 from agent.csi.client import mounted
@@ -161,6 +162,26 @@ def test_a_node_is_drained_with_its_data(
             type_in(here, line, tmp_path, Stand(there))
         assert here.names() == set()
         there.client.unstage(moved.volume_id, there.directory / "staging")
+
+
+def test_a_drain_is_undone_while_the_claim_is_as_it_was(
+    here: Node, there: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = claimed(here)
+    answers = iter([True, True, False])
+    monkeypatch.setattr(terminal, "confirmed", lambda _question: next(answers))
+    with binding.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
+        kubeconfig(tmp_path / "kubeconfig", cluster.url)
+        with pytest.raises(errors.NotConfirmed):
+            type_in(here, runbook("drain")[0], tmp_path, Stand(there))
+        assert len(cluster.volumes) == 2
+        undo = "carver volume move pvc-1 --undo --kubeconfig /etc/carver/admin.conf --yes"
+        type_in(here, undo, tmp_path, Stand(there))
+        require_bound(cluster, volume, "here")
+    assert there.names() == set()
+    assert list(here.client.volumes()) == [volume]
+    here.client.stage(volume, here.directory / "staging", mounted("ext4"))
+    here.client.unstage(volume.volume_id, here.directory / "staging")
 
 
 def test_what_re_points_a_claim_is_told_where_it_is_not_done(

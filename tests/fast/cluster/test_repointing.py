@@ -124,6 +124,41 @@ def test_each_step_waits_for_a_yes_and_goes_on_later(
     require_moved(cluster)
 
 
+@pytest.mark.parametrize("at", range(3))
+def test_what_no_claim_has_yet_is_taken_back(cluster: Cluster, tmp_path: Path, at: int) -> None:
+    before = json.loads(json.dumps(cluster.volume("pvc-1")["spec"]))
+    numbers = itertools.count()
+    with pytest.raises(errors.NotConfirmed):
+        run(cluster, tmp_path, lambda _text: next(numbers) < at)
+    # Also where whoever does it fails at each step.
+    for left in (0, 1, 2, 3):
+        answers = iter([True] * left)
+
+        def yes(_text: str, answers: Iterator[bool] = answers) -> bool:
+            return next(answers, False)
+
+        with suppress(errors.NotConfirmed):
+            repointing(cluster, tmp_path).undo(yes, lambda _text: None)
+        require_safe(cluster)
+    assert list(cluster.volumes) == ["pvc-1"]
+    assert cluster.volume("pvc-1")["spec"] == before
+    assert len(cluster.volume("pvc-1")["metadata"]["annotations"]) == 1
+    assert cluster.claim["spec"]["volumeName"] == "pvc-1"
+
+
+@pytest.mark.parametrize("at", range(3, 7))
+def test_what_a_claim_has_is_not_taken_from_it(cluster: Cluster, tmp_path: Path, at: int) -> None:
+    numbers = itertools.count()
+    with suppress(errors.NotConfirmed):
+        run(cluster, tmp_path, lambda _text: next(numbers) < at)
+    writes = list(cluster.writes)
+    with pytest.raises(errors.NotRepointed, match="back from b"):
+        repointing(cluster, tmp_path).undo(lambda _text: True, lambda _text: None)
+    assert cluster.writes == writes
+    run(cluster, tmp_path)
+    require_moved(cluster)
+
+
 def nothing_done(_act: object) -> tuple[int, Object]:
     return 500, {"kind": "Status", "message": "etcd has no leader"}
 
