@@ -1,12 +1,14 @@
 """What re-points a Kubernetes claim to a volume that moved: carried out, or told step by step."""
 
+import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from agent.cli import terminal
+from agent.cli import streams, terminal
 from agent.cli.volumes import Manual
 from agent.cluster import access, manifests
+from agent.cluster.access import Server
 from agent.cluster.lists import Lists
 from agent.cluster.manifests import Place
 from agent.cluster.objects import Objects
@@ -70,8 +72,13 @@ def steps(claim: Mapping[str, str], place: Place) -> str:
     )
 
 
-def repoint(kubeconfig: str, was: str, place: Place, *, yes: bool, undo: bool = False) -> None:
-    """Carry them out in the cluster of that file; raises what a Repointing does, and BadConfig.
+def cluster_of(kubeconfig: str | None) -> Server | None:
+    """Where they are carried out, if anywhere; raises BadConfig, before anything is done."""
+    return access.of_file(Path(kubeconfig)) if kubeconfig else None
+
+
+def repoint(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = False) -> None:
+    """Carry them out; raises what a Repointing does.
 
     `was` is the volume's id where it came from. Asks before each step, where `yes` is not given.
     """
@@ -82,12 +89,17 @@ def repoint(kubeconfig: str, was: str, place: Place, *, yes: bool, undo: bool = 
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    server = access.of_file(Path(kubeconfig))
-    made = Repointing(Lists(server), Objects(server), was, place)
+    made = Repointing(Lists(cluster), Objects(cluster), was, place)
     (made.undo if undo else made.run)(confirmed, tell)
 
 
-def repoint_received(at: Manual, kubeconfig: str, told: Mapping[str, str], *, yes: bool) -> None:
-    """The same for a volume that was received and finished, in place of the one that it is of."""
+def finish(at: Manual, parsed: argparse.Namespace) -> None:
+    """What `carver volume receive --finish --kubeconfig` is told to do.
+
+    The volume that was received is the claim's, in place of the one that it is of.
+    """
+    cluster = access.of_file(Path(parsed.kubeconfig))
+    told = streams.finish(at, parsed.name, parsed.release)
+    streams.show(told, as_json=parsed.json)
     place = Place(told["volume_id"], at.settings.node_id, at.settings.driver_name)
-    repoint(kubeconfig, told["received"], place, yes=yes)
+    repoint(cluster, told["received"], place, yes=parsed.yes)

@@ -261,6 +261,7 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    cluster = claims.cluster_of(parsed.kubeconfig)
     found = at.caller.transfer("MoveStatus", name=parsed.name)
     node = parsed.to or found["node"]
     if not node:
@@ -282,9 +283,9 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
         move.finish()
     elif parsed.undo:
         # First: what the other node has shall be no claim's when it goes.
-        if parsed.kubeconfig and (there := move.status()["there"])["volume_id"]:
+        if cluster and (there := move.status()["there"])["release"] == found["release"]:
             place = move.place_there(there)
-            claims.repoint(parsed.kubeconfig, found["volume_id"], place, yes=parsed.yes, undo=True)
+            claims.repoint(cluster, found["volume_id"], place, yes=parsed.yes, undo=True)
         lost = f"What was written to {name} on {node} since it moved is lost. Take it back?"
         move.undo(confirmed=lambda: confirmed(lost))
     elif parsed.there_is_none:
@@ -294,10 +295,10 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
     else:
         there = move.run()
         streams.show(there, as_json=parsed.json)
-        if parsed.kubeconfig or found["pv"]:
+        if cluster or found["pv"]:
             place = move.place_there(there)
-            if parsed.kubeconfig:
-                claims.repoint(parsed.kubeconfig, found["volume_id"], place, yes=parsed.yes)
+            if cluster:
+                claims.repoint(cluster, found["volume_id"], place, yes=parsed.yes)
             else:
                 tell(claims.steps(found, place))
 

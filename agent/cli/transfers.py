@@ -53,14 +53,16 @@ def _add_kubeconfig(verb: argparse.ArgumentParser, text: str) -> None:
 def _receive(verbs: "Manual", parsed: argparse.Namespace) -> None:
     from agent.cli import streams
 
-    if parsed.kubeconfig and not parsed.finish:
+    if not parsed.kubeconfig:
+        told = streams.received(verbs, parsed, sys.stdin.buffer)
+        streams.show(told, as_json=parsed.json)
+        return
+    if not parsed.finish:
         raise errors.BadField("--kubeconfig", "goes with --finish")
-    told = streams.received(verbs, parsed, sys.stdin.buffer)
-    streams.show(told, as_json=parsed.json)
-    if parsed.kubeconfig:
-        from agent.cli import claims
+    # Only here: a move has words without it carried out over and over.
+    from agent.cli import claims
 
-        claims.repoint_received(verbs, parsed.kubeconfig, told, yes=parsed.yes)
+    claims.finish(verbs, parsed)
 
 
 def add_send(verbs: Commands) -> None:

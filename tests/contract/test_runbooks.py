@@ -67,9 +67,10 @@ def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) ->
                 )
         case "volume", "receive":
             with Path(source or "/dev/null").open("rb") as file:
-                told = streams.received(node.at, parsed, file)
-            if parsed.kubeconfig:
-                claims.repoint_received(node.at, parsed.kubeconfig, told, yes=parsed.yes)
+                if parsed.kubeconfig:
+                    claims.finish(node.at, parsed)
+                else:
+                    streams.received(node.at, parsed, file)
         case "volume", "move":
             assert stand is not None
             moving.carry_out(node.at, parsed, lambda _node: stand)
