@@ -80,6 +80,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.CallRefused, Code.FAILED_PRECONDITION),
     (agent.errors.NotPublished, Code.FAILED_PRECONDITION),
     (agent.errors.ClusterSilent, Code.UNAVAILABLE),
+    (agent.errors.ClusterRefused, Code.UNAVAILABLE),
+    (agent.errors.NotRepointed, Code.FAILED_PRECONDITION),
     (agent.errors.NoOrphan, Code.FAILED_PRECONDITION),
     (agent.errors.NotConfirmed, Code.FAILED_PRECONDITION),
     (agent.errors.AgentError, Code.INTERNAL),

@@ -559,8 +559,22 @@ class ClusterSilent(AgentError):
     def __init__(self, what: str, problem: str) -> None:
         super().__init__(
             f"what the cluster needs is not known: {what}: {problem}. So nothing"
-            " counts as an orphan"
+            " counts as an orphan, and nothing is changed"
         )
+
+
+class ClusterRefused(AgentError):
+    """The API server did not answer about one object, or did not do what was asked."""
+
+    def __init__(self, method: str, path: str, problem: str) -> None:
+        super().__init__(f"the API server: {method} {path}: {problem}")
+
+
+class NotRepointed(AgentError):
+    """A claim is not, or not yet, the moved volume's; what was done so far is kept."""
+
+    def __init__(self, claim: str, why: str) -> None:
+        super().__init__(f"the claim {claim} is not re-pointed: {why}")
 
 
 class NoOrphan(AgentError):

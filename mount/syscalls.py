@@ -330,13 +330,13 @@ class Kernel:
         size: int = struct.unpack("=Q", _ioctl(device, _BLKGETSIZE64, bytes(8)))[0]
         return size
 
-    def device_sector_bytes(self, device: str) -> int:
-        """BLKPBSZGET: what the disk under a block device writes at once."""
+    def physical_block_bytes(self, device: str) -> int:
+        """BLKPBSZGET: what the disk writes at once; a multiple of the logical block."""
         (size,) = struct.unpack("=I", _ioctl(device, _BLKPBSZGET, bytes(4)))
         return int(size)
 
-    def device_block_bytes(self, device: str) -> int:
-        """BLKSSZGET: the smallest piece that it reads and writes, 512 bytes or 4 KiB."""
+    def logical_block_bytes(self, device: str) -> int:
+        """BLKSSZGET: the smallest piece that can be asked of it, 512 bytes or 4 KiB."""
         size: int = struct.unpack("=i", _ioctl(device, _BLKSSZGET, bytes(4)))[0]
         return size
 

@@ -1,50 +1,105 @@
-"""What re-points a Kubernetes claim to a volume that moved: steps for a person, in a safe order."""
+"""What re-points a Kubernetes claim to a volume that moved: carried out, or told step by step."""
 
+import argparse
+import sys
 from collections.abc import Mapping
+from pathlib import Path
+
+from agent.cli import streams, terminal
+from agent.cli.volumes import Manual
+from agent.cluster import access, manifests
+from agent.cluster.access import Server
+from agent.cluster.lists import Lists
+from agent.cluster.manifests import Place
+from agent.cluster.objects import Objects
+from agent.cluster.repointing import Repointing
 
 _STEPS = """\
-In Kubernetes, while nothing runs that uses the claim (the cluster's objects name the node and the
-volume, and neither can be changed in place):
+In Kubernetes, while nothing runs that uses the claim. The same words with --kubeconfig FILE carry
+these steps out; by hand, in this order:
  1. keep the data whatever happens:
-    kubectl patch pv {pv} --patch '{{"spec":{{"persistentVolumeReclaimPolicy":"Retain"}}}}'
+    PV=$(kubectl get pvc {pvc} --namespace {namespace} --output jsonpath='{{.spec.volumeName}}')
+    kubectl patch pv "$PV" --patch '{{"spec":{{"persistentVolumeReclaimPolicy":"Retain"}}}}'
  2. keep both objects:
-    kubectl get pv {pv} --output json > pv.json
+    kubectl get pv "$PV" --output json > pv.json
     kubectl get pvc {pvc} --namespace {namespace} --output json > pvc.json
- 3. take them away; Retain leaves the volumes as they are:
-    kubectl delete pvc {pvc} --namespace {namespace}
-    kubectl delete pv {pv}
- 4. make them anew, for the volume where it is now:
+ 3. make another PersistentVolume, for the volume where it is now, reserved for the claim:
     jq '{pv_filter}' pv.json | kubectl create --filename -
+ 4. make the claim anew, for that one; Retain leaves the volumes as they are:
+    kubectl delete pvc {pvc} --namespace {namespace}
     jq '{pvc_filter}' pvc.json | kubectl create --filename -
  5. see that it is Bound, run what uses it, and see that its data are there:
     kubectl get pvc {pvc} --namespace {namespace}
- 6. have deletion of the claim delete the volume again, if it did before:
-    kubectl patch pv {pv} --patch '{{"spec":{{"persistentVolumeReclaimPolicy":"Delete"}}}}'
+ 6. delete the old object, and have deletion of the claim delete the volume again, if it did before:
+    kubectl delete pv "$PV"
+    kubectl patch pv {new} --patch '{{"spec":{{"persistentVolumeReclaimPolicy":"Delete"}}}}'
  7. here: carver volume move {name} --finish
 """
 # What the cluster keeps of an object's life, and is not to be told anew.
-_LIFE = "del(.status, .metadata.uid, .metadata.resourceVersion, .metadata.creationTimestamp"
+_LIFE = (
+    "del(.status, .metadata.uid, .metadata.resourceVersion, .metadata.creationTimestamp,"
+    " .metadata.finalizers, .metadata.deletionTimestamp"
+)
 _PV_FILTER = (
-    _LIFE + ", .metadata.finalizers, .metadata.deletionTimestamp, .spec.claimRef.uid,"
-    " .spec.claimRef.resourceVersion)"
+    _LIFE + ", .spec.claimRef.uid, .spec.claimRef.resourceVersion,"
+    ' .metadata.annotations["pv.kubernetes.io/bound-by-controller"])'
+    ' | .metadata.name = "{new}"'
+    ' | .spec.persistentVolumeReclaimPolicy = "Retain"'
     ' | .spec.csi.volumeHandle = "{handle}"'
     " | .spec.nodeAffinity.required.nodeSelectorTerms ="
-    ' [{{"matchExpressions": [{{"key": "topology.{driver}/node", "operator": "In",'
+    ' [{{"matchExpressions": [{{"key": "{key}", "operator": "In",'
     ' "values": ["{node}"]}}]}}]'
 )
 _PVC_FILTER = (
-    _LIFE + ", .metadata.finalizers, .metadata.deletionTimestamp,"
-    ' .metadata.annotations["pv.kubernetes.io/bind-completed"],'
+    _LIFE + ', .metadata.annotations["pv.kubernetes.io/bind-completed"],'
     ' .metadata.annotations["pv.kubernetes.io/bound-by-controller"],'
     ' .metadata.annotations["volume.kubernetes.io/selected-node"])'
+    ' | .spec.volumeName = "{new}"'
 )
 
 
-def steps(claim: Mapping[str, str], handle: str, driver: str, node: str) -> str:
-    """The steps for the claim that a volume was made for, whose id is `handle` on `node` now."""
+def steps(claim: Mapping[str, str], place: Place) -> str:
+    """The steps for the claim that a volume was made for, which is there now."""
+    new = manifests.moved_name(claim["pv"], place.handle)
     return _STEPS.format(
-        **{key: claim[key] for key in ("pv", "pvc", "namespace")},
+        **{key: claim[key] for key in ("pvc", "namespace")},
         name=claim["volume_id"],
-        pv_filter=_PV_FILTER.format(handle=handle, driver=driver, node=node),
-        pvc_filter=_PVC_FILTER,
+        new=new,
+        pv_filter=_PV_FILTER.format(
+            new=new, handle=place.handle, key=place.topology_key, node=place.node
+        ),
+        pvc_filter=_PVC_FILTER.format(new=new),
     )
+
+
+def cluster_of(kubeconfig: str | None) -> Server | None:
+    """Where they are carried out, if anywhere; raises BadConfig, before anything is done."""
+    return access.of_file(Path(kubeconfig)) if kubeconfig else None
+
+
+def repoint(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = False) -> None:
+    """Carry them out; raises what a Repointing does.
+
+    `was` is the volume's id where it came from. Asks before each step, where `yes` is not given.
+    """
+
+    def confirmed(question: str) -> bool:
+        return yes or terminal.confirmed(question)
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    made = Repointing(Lists(cluster), Objects(cluster), was, place)
+    (made.undo if undo else made.run)(confirmed, tell)
+
+
+def finish(at: Manual, parsed: argparse.Namespace) -> None:
+    """What `carver volume receive --finish --kubeconfig` is told to do.
+
+    The volume that was received is the claim's, in place of the one that it is of.
+    """
+    cluster = access.of_file(Path(parsed.kubeconfig))
+    told = streams.finish(at, parsed.name, parsed.release)
+    streams.show(told, as_json=parsed.json)
+    place = Place(told["volume_id"], at.settings.node_id, at.settings.driver_name)
+    repoint(cluster, told["received"], place, yes=parsed.yes)

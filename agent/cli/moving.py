@@ -7,7 +7,7 @@ after a crash of either. docs/decisions/29-streams.md has the table of states.
 import argparse
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import sleep
@@ -19,6 +19,7 @@ from agent import errors, ids
 from agent.cli import claims, streams, terminal
 from agent.cli.remote import Remote
 from agent.cli.volumes import Manual
+from agent.cluster.manifests import Place
 from agent.csi.client import Client
 
 # How often it is looked whether a volume is in use still, and after how many looks what was
@@ -116,9 +117,10 @@ class Move:
         self._drop(keep=())
         self._call("UndoMove")
 
-    def node_there(self) -> dict[str, Any]:
-        """What the other node is to its cluster."""
-        return self._remote.ask("status", "--json")
+    def place_there(self, there: Mapping[str, Any]) -> Place:
+        """Where it is to the other node's cluster; `there` is what that says of it."""
+        node = self._remote.ask("status", "--json")
+        return Place(there["volume_id"], node["node"], node["driver"])
 
     def _round(self, begun: dict[str, str]) -> dict[str, str] | None:
         """One step towards the end; what the service says where that was the last."""
@@ -259,6 +261,7 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    cluster = claims.cluster_of(parsed.kubeconfig)
     found = at.caller.transfer("MoveStatus", name=parsed.name)
     node = parsed.to or found["node"]
     if not node:
@@ -279,6 +282,10 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
             raise errors.NotConfirmed(parsed.name)
         move.finish()
     elif parsed.undo:
+        # First: what the other node has shall be no claim's when it goes.
+        if cluster and (there := move.status()["there"])["release"] == found["release"]:
+            place = move.place_there(there)
+            claims.repoint(cluster, found["volume_id"], place, yes=parsed.yes, undo=True)
         lost = f"What was written to {name} on {node} since it moved is lost. Take it back?"
         move.undo(confirmed=lambda: confirmed(lost))
     elif parsed.there_is_none:
@@ -288,9 +295,12 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
     else:
         there = move.run()
         streams.show(there, as_json=parsed.json)
-        if found["pv"]:
-            where = move.node_there()
-            tell(claims.steps(found, there["volume_id"], where["driver"], where["node"]))
+        if cluster or found["pv"]:
+            place = move.place_there(there)
+            if cluster:
+                claims.repoint(cluster, found["volume_id"], place, yes=parsed.yes)
+            else:
+                tell(claims.steps(found, place))
 
 
 @contextmanager

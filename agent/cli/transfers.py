@@ -5,6 +5,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
+from agent import errors
 from agent.cli.words import Commands, add_name, verb
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ def add_receive(verbs: Commands) -> None:
         ("abort", "overwrite and remove what was received"),
     )
     receive.add_argument("--release", default="", help="the word by which its source lets it go")
+    _add_kubeconfig(
+        receive, "with --finish: re-point the claim of the volume that it is of, step by step"
+    )
     receive.add_argument("--json", action="store_true", help="as JSON, progress too")
 
 
@@ -40,10 +44,25 @@ def _add_deeds(verb: argparse.ArgumentParser, *deeds: tuple[str, str]) -> None:
         choice.add_argument(f"--{word}", action="store_true", help=text)
 
 
+def _add_kubeconfig(verb: argparse.ArgumentParser, text: str) -> None:
+    # A setting's name: as one it is checked, and told where it is wrong.
+    verb.add_argument("--kubeconfig", metavar="FILE", help=text)
+    verb.add_argument("--yes", action="store_true", help="do not ask")
+
+
 def _receive(verbs: "Manual", parsed: argparse.Namespace) -> None:
     from agent.cli import streams
 
-    streams.show(streams.received(verbs, parsed, sys.stdin.buffer), as_json=parsed.json)
+    if not parsed.kubeconfig:
+        told = streams.received(verbs, parsed, sys.stdin.buffer)
+        streams.show(told, as_json=parsed.json)
+        return
+    if not parsed.finish:
+        raise errors.BadField("--kubeconfig", "goes with --finish")
+    # Only here: a move has words without it carried out over and over.
+    from agent.cli import claims
+
+    claims.finish(verbs, parsed)
 
 
 def add_send(verbs: Commands) -> None:
@@ -104,6 +123,7 @@ def add_move(verbs: Commands) -> None:
         "--remote-carver", default="carver", help="what is run there, such as 'sudo carver'"
     )
     move.add_argument("--compress", action="store_true", help="by zstandard")
+    _add_kubeconfig(move, "re-point its claim in that cluster, step by step; else it is told how")
     _add_deeds(
         move,
         ("status", "tell how far it is, here and there"),
@@ -112,7 +132,6 @@ def add_move(verbs: Commands) -> None:
         ("there-is-none", "with a node that is gone for good: have it be this node's again"),
     )
     move.add_argument("--json", action="store_true", help="as JSON, progress too")
-    move.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def _move(verbs: "Manual", parsed: argparse.Namespace) -> None:

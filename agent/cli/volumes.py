@@ -43,6 +43,7 @@ class Manual:
 
     def __init__(self, caller: Client, settings: Config, host: Host) -> None:
         self.caller = caller
+        self.settings = settings
         self._staging = settings.endpoint.parent / _STAGING
         self.host = host
 

@@ -1,1 +1,1 @@
-"""What Kubernetes tells: how its API server is reached, and what it has, read and never written."""
+"""What Kubernetes tells, and how it is asked; written is only what re-points a claim."""

@@ -16,6 +16,7 @@ from urllib.parse import urlencode
 
 from agent import errors
 from agent.cluster.access import Server
+from agent.cluster.connection import Connection, Unproved
 
 _log = logging.getLogger(__name__)
 
@@ -26,8 +27,6 @@ _LIST_SECONDS = 120.0
 # A server that was started anew, or whose answers were cut off, is asked again from the start.
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 2.0
-_LARGEST_PAGE_BYTES = 64 << 20
-_CHUNK_BYTES = 1 << 16
 _TOO_MANY_REQUESTS, _GONE = 429, 410
 
 
@@ -37,10 +36,6 @@ class Listing:
 
     items: Sequence[Mapping[str, Any]]
     version: str
-
-
-class _Unproved(Exception):
-    """An answer that is no proof; the next attempt may bring a better one."""
 
 
 class Lists:
@@ -70,7 +65,7 @@ class Lists:
                 self._sleep(_PAUSE_SECONDS * attempt)
             try:
                 return self._read(path, kind, query, until)
-            except _Unproved as error:
+            except Unproved as error:
                 problem = str(error)
             except ssl.SSLCertVerificationError as error:
                 raise errors.ClusterSilent(self._where(path), error.verify_message) from None
@@ -86,43 +81,37 @@ class Lists:
         """One attempt: page after page of one connection's, until one says that it is the last."""
         items: dict[str, Mapping[str, Any]] = {}
         version, token = "", ""
-        with _Connection(self._server, self._silence_seconds) as connection:
+        with Connection(self._server, self._silence_seconds) as connection:
             while True:
                 asked = {**query, "limit": str(self._page_items)}
                 if token:
                     asked["continue"] = token
-                status, body = self._get(connection, f"{path}?{urlencode(asked)}", until)
+                status, body = connection.get(f"{path}?{urlencode(asked)}", until)
                 if status != http.client.OK:
                     self._refuse(path, status)
                 page = _Page.of(body, kind)
                 if version not in ("", page.version):
-                    raise _Unproved(f"its pages are of two moments, {version} and {page.version}")
+                    raise Unproved(f"its pages are of two moments, {version} and {page.version}")
                 version = page.version
                 for one in page.items:
                     uid = one["metadata"]["uid"]
                     if uid in items:
-                        raise _Unproved(f"it has an object twice, {one['metadata']['name']}")
+                        raise Unproved(f"it has an object twice, {one['metadata']['name']}")
                     items[uid] = one
                 if not page.token:
                     if page.remaining:
-                        raise _Unproved(f"it ended with {page.remaining} objects to come")
+                        raise Unproved(f"it ended with {page.remaining} objects to come")
                     return Listing(tuple(items.values()), version)
                 if not page.items or page.token == token:
-                    raise _Unproved("it goes on without an end")
+                    raise Unproved("it goes on without an end")
                 token = page.token
-
-    def _get(self, connection: "_Connection", path: str, until: float) -> tuple[int, bytes]:
-        headers = {"Accept": "application/json", "User-Agent": "carver"}
-        if self._server.token is not None:
-            headers["Authorization"] = f"Bearer {self._server.token()}"
-        return connection.get(self._server.path + path, headers, until)
 
     def _refuse(self, path: str, status: int) -> None:
         """Raise what a status says that is not OK."""
         if status == _GONE:
-            raise _Unproved("its pages expired while they were read (410)")
+            raise Unproved("its pages expired while they were read (410)")
         if status == _TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR:
-            raise _Unproved(f"it answers {status}")
+            raise Unproved(f"it answers {status}")
         told = f"it answers {status}"
         if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
             told += "; whoever asks must be allowed to list these (docs/operations.md)"
@@ -146,19 +135,19 @@ class _Page:
         try:
             whole = json.loads(body)
         except ValueError:
-            raise _Unproved("its answer is not whole JSON") from None
+            raise Unproved("its answer is not whole JSON") from None
         if not isinstance(whole, dict) or whole.get("kind") != kind:
-            raise _Unproved(f"its answer is no {kind}")
+            raise Unproved(f"its answer is no {kind}")
         about, items = whole.get("metadata"), whole.get("items")
         if not isinstance(about, dict) or not isinstance(items, list):
-            raise _Unproved(f"its {kind} has no metadata, or no items")
+            raise Unproved(f"its {kind} has no metadata, or no items")
         version, token = about.get("resourceVersion"), about.get("continue") or ""
         # 0 is what a cache has that was never filled.
         if not isinstance(version, str) or version in ("", "0") or not isinstance(token, str):
-            raise _Unproved(f"its {kind} does not say of which moment it is")
+            raise Unproved(f"its {kind} does not say of which moment it is")
         remaining = about.get("remainingItemCount") or 0
         if not isinstance(remaining, int) or not all(map(_is_object, items)):
-            raise _Unproved(f"its {kind} has what is no object")
+            raise Unproved(f"its {kind} has what is no object")
         return cls(items, version, token, remaining)
 
 
@@ -167,47 +156,3 @@ def _is_object(one: object) -> bool:
     if not isinstance(about, dict):
         return False
     return all(isinstance(about.get(key), str) and about[key] for key in ("name", "uid"))
-
-
-class _Connection:
-    """One connection, closed in the end; answers are read within bounds of time and size."""
-
-    def __init__(self, server: Server, silence_seconds: float) -> None:
-        where, port = server.host, server.port
-        self._http = (
-            http.client.HTTPConnection(where, port, timeout=silence_seconds)
-            if server.tls is None
-            else http.client.HTTPSConnection(
-                where, port, timeout=silence_seconds, context=server.tls
-            )
-        )
-
-    def __enter__(self) -> "_Connection":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.close()
-
-    def get(self, path: str, headers: Mapping[str, str], until: float) -> tuple[int, bytes]:
-        """Status and body; raises TimeoutError, _Unproved, what http.client raises."""
-        if time.monotonic() >= until:
-            raise TimeoutError
-        self._http.request("GET", path, headers=dict(headers))
-        response = self._http.getresponse()
-        parts, size, promised = [], 0, response.length
-        # In pieces: a server that sends a byte now and then is never silent.
-        while promised is None or size < promised:
-            if not (part := response.read1(_CHUNK_BYTES)):
-                break
-            parts.append(part)
-            size += len(part)
-            if size > _LARGEST_PAGE_BYTES:
-                raise _Unproved(f"a page of it has more than {_LARGEST_PAGE_BYTES} bytes")
-            if time.monotonic() >= until:
-                raise TimeoutError
-        # http.client says so by itself only of what is read in one piece.
-        if promised is not None and size < promised:
-            raise _Unproved(f"its answer was cut off, {promised - size} bytes before its end")
-        # Before 3.11.8 read1 leaves it open, and the connection is of no use (gh-113199).
-        response.close()
-        return response.status, b"".join(parts)

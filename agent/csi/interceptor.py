@@ -71,17 +71,15 @@ class Interceptor(grpc.ServerInterceptor):
     def _call(self, method: str, behaviour: _Behaviour) -> _Behaviour:
         def call(request: Message, context: grpc.ServicerContext) -> Any:
             started = time.monotonic()
-            problem, response = None, None
+            response = None
             try:
                 with command.time_limit(_remaining_seconds(context)), self._admission.call():
                     response = behaviour(request, context)
             except Exception as error:
-                problem = error
-            try:
-                self._end(method, request, context, started, problem)
-            finally:
-                # An error refers to this frame, and with it to a request that may have a key.
-                del problem
+                told = self._tell(method, request, started, error)
+            else:
+                told = self._tell(method, request, started)
+            _end(context, *told)
             return response
 
         return call
@@ -89,7 +87,6 @@ class Interceptor(grpc.ServerInterceptor):
     def _stream(self, method: str, behaviour: _Behaviour) -> _Behaviour:
         def stream(request: Message, context: grpc.ServicerContext) -> Iterator[Any]:
             started = time.monotonic()
-            problem: Exception | None = None
             try:
                 with closing(self._answers(behaviour, request, context)) as answers:
                     yield from answers
@@ -98,11 +95,10 @@ class Interceptor(grpc.ServerInterceptor):
                 self._tell(method, request, started, errors.NotWanted("the rest"))
                 raise
             except Exception as error:
-                problem = error
-            try:
-                self._end(method, request, context, started, problem)
-            finally:
-                del problem
+                told = self._tell(method, request, started, error)
+            else:
+                told = self._tell(method, request, started)
+            _end(context, *told)
 
         stream.__dict__["experimental_thread_pool"] = self._streams
         return stream
@@ -122,22 +118,10 @@ class Interceptor(grpc.ServerInterceptor):
                     return
                 yield answer
 
-    def _end(
-        self,
-        method: str,
-        request: Message,
-        context: grpc.ServicerContext,
-        started: float,
-        problem: Exception | None,
-    ) -> None:
-        """Tell how a call came out: the log, whoever counts, and the caller of an error."""
-        code, message = self._tell(method, request, started, problem)
-        if code is not grpc.StatusCode.OK:
-            context.abort(code, message)
-
     def _tell(
-        self, method: str, request: Message, started: float, problem: Exception | None
+        self, method: str, request: Message, started: float, problem: Exception | None = None
     ) -> tuple[grpc.StatusCode, str]:
+        """Tell the log, and whoever counts, how a call came out; what its caller is told."""
         code, message = grpc.StatusCode.OK, ""
         if problem is not None:
             code, message = codes.code_of(problem), str(problem) or type(problem).__name__
@@ -169,6 +153,16 @@ def _remaining_seconds(context: grpc.ServicerContext) -> float | None:
     if remaining is None or remaining > _NO_DEADLINE_SECONDS:
         return None
     return max(0.0, remaining - _RESERVE_SECONDS)
+
+
+def _end(context: grpc.ServicerContext, code: grpc.StatusCode, message: str) -> None:
+    """Tell the caller of an error.
+
+    Called where none is at hand any more: an error refers to the frames that it passed, and with
+    them to a request that may have a key.
+    """
+    if code is not grpc.StatusCode.OK:
+        context.abort(code, message)
 
 
 def _write(

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import TypeVar
 
 import grpc
 
 from agent import errors, ids
+from agent.delta.comparing import TOLD_BYTES
 from agent.delta.delta import Delta
-from agent.delta.extents import LONG_BYTES, Extent, Reading
+from agent.delta.extents import Extent, Reading
 from agent.requests.snapshots import GetMetadata
 from lvm import names
 from proto import csi_pb2 as csi
@@ -60,7 +62,7 @@ def _require_snapshots(*identities: str) -> None:
 def _answers(
     reading: AbstractContextManager[Reading], call: GetMetadata, answer: Callable[..., T]
 ) -> Generator[T, None, None]:
-    """The ranges, so many or so long at a time; one answer without any where there is none."""
+    """The ranges, so many at a time; one answer without any where there is none."""
     with reading as opened:
         extents = opened.extents(call.starting_offset)
         piece = _piece(extents, call)
@@ -76,11 +78,12 @@ def _answers(
 
 
 def _piece(extents: Iterator[Extent], call: GetMetadata) -> list[csi.BlockMetadata]:
-    most, length, piece = min(call.maximum_results or _RESULTS, _RESULTS), 0, []
-    for one in extents:
-        piece.append(csi.BlockMetadata(byte_offset=one.offset_bytes, size_bytes=one.length_bytes))
-        length += one.length_bytes
-        # Whoever reads these meanwhile need not wait until there are many.
-        if len(piece) == most or length >= LONG_BYTES:
+    """So many ranges as one answer may have; fewer, where they tell of much to be fetched."""
+    piece, told_bytes = [], 0
+    for one in islice(extents, min(call.maximum_results or _RESULTS, _RESULTS)):
+        told = csi.BlockMetadata(byte_offset=one.offset_bytes, size_bytes=one.length_bytes)
+        piece.append(told)
+        told_bytes += one.length_bytes
+        if told_bytes >= TOLD_BYTES:
             break
     return piece

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 
-from agent.delta.extents import BLOCK_BYTES, LONG_BYTES, Extent, merged
+from agent.delta.extents import BLOCK_BYTES, Extent, merged
 from mount.reading import PIECE_BYTES, Reader
 
 _ZEROES = bytes(PIECE_BYTES)
+# What differs is told when it comes to this: whoever fetches it need not wait for the rest.
+TOLD_BYTES = 16 << 20
 
 
 def differing(
@@ -15,13 +17,12 @@ def differing(
     extents: Iterable[Extent],
     check: Callable[[], None],
 ) -> Iterator[Extent]:
-    """What of sorted ranges differs, in whole blocks.
+    """What of sorted ranges differs, in whole blocks; no range has more than TOLD_BYTES.
 
-    Nobody waits for the end of a long range: from LONG_BYTES on it is told as far as it is known.
     A base reads as zeroes behind so many bytes, and where there is none. `check` is called before
     each piece of at most PIECE_BYTES is read, and may end it by an error. Raises OSError.
     """
-    return merged(_differing(base, base_bytes, target, extents, check), LONG_BYTES)
+    return merged(_differing(base, base_bytes, target, extents, check), TOLD_BYTES)
 
 
 def _differing(

@@ -13,7 +13,7 @@ from functools import partial
 from typing import BinaryIO
 
 from agent import errors, ids
-from agent.delta import comparing, overwritten
+from agent.delta import comparing, overwritten, spool
 from agent.delta.extents import Extent, Reading, clipped, merged
 from agent.delta.reservations import Reservations
 from agent.delta.spool import Spool
@@ -65,11 +65,11 @@ class Delta:
             sieve: _Sieve = partial(_unlike_zeroes, reader, check)
             candidates: _Candidates = _everything
             if pool := _pool(of):
-                spool = ending.enter_context(Spool(self._directory))
+                ranges = ending.enter_context(spool.opened(self._directory))
                 words = thinmaps.mapped_words
-                self._spool(spool, pool, thinmaps.mapped, words, check, of)
+                self._spool(ranges, pool, thinmaps.mapped, words, check, of)
                 # Whether a block that is given out has zeroes is not looked at.
-                sieve, candidates = iter, partial(clipped, spool)
+                sieve, candidates = iter, partial(clipped, ranges)
             yield _Reading(of, reader.device, candidates, sieve, self._require_readable(of))
 
     @contextmanager
@@ -87,10 +87,10 @@ class Delta:
             (base, old), (target, new) = self._opened(ending, base_id, target_id)
             candidates: _Candidates = _everything
             if _pool(base) and _pool(base) == _pool(target):
-                spool = ending.enter_context(Spool(self._directory))
+                ranges = ending.enter_context(spool.opened(self._directory))
                 words = thinmaps.differing_words
-                self._spool(spool, _pool(base), thinmaps.differing, words, check, base, target)
-                candidates = partial(clipped, spool)
+                self._spool(ranges, _pool(base), thinmaps.differing, words, check, base, target)
+                candidates = partial(clipped, ranges)
             elif not _pool(base):
                 candidates = self._overwritten(base, check)
             sieve = partial(_unlike, old, base.size_bytes, new, check)
@@ -145,7 +145,7 @@ class Delta:
 
     def _spool(
         self,
-        spool: Spool,
+        ranges: Spool,
         pool: str,
         read: Callable[[BinaryIO], Iterator[Run]],
         words: Callable[..., tuple[str, ...]],
@@ -159,7 +159,7 @@ class Delta:
             self.reservations.held(group, pool) as metadata,
             self._stream(*words(metadata, *numbers)) as printed,
         ):
-            spool.fill(merged(_checked(read(printed), check)))
+            ranges.fill(merged(_checked(read(printed), check)))
 
     def _number(self, group: str, name: str) -> int:
         number = self._devices.thin_id(group, name)

@@ -1,6 +1,5 @@
 """Ranges of bytes, in order: what is allocated in a snapshot, or changed since another."""
 
-import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,8 +8,6 @@ from agent.engine.records import Snapshot, Volume
 
 # What is compared at once, and so the unit of what changed: a page, and a sector of most disks.
 BLOCK_BYTES = 4096
-# Of what has to be looked for, so much is told at once.
-LONG_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -45,9 +42,9 @@ class Reading(Protocol):
         ...
 
     def extents(self, starting_offset: int = 0) -> Iterator[Extent]:
-        """The ranges that end behind an offset: sorted, merged, the first one cut to begin there.
+        """The ranges that end behind an offset: sorted, the first one cut to begin there.
 
-        Where each had to be looked for, they are merged up to LONG_BYTES.
+        Merged, but for what is found by comparing: that is told before all of it was compared.
 
         Whole blocks of BLOCK_BYTES, but for the last one of a volume that is no multiple of it. May
         be asked again, for another offset too. Raises SourceLost, DeltaFailed, OSError.
@@ -55,23 +52,24 @@ class Reading(Protocol):
         ...
 
 
-def merged(extents: Iterable[Extent], long_bytes: float = math.inf) -> Iterator[Extent]:
+def merged(extents: Iterable[Extent], most_bytes: int | None = None) -> Iterator[Extent]:
     """The same bytes in as few ranges as can be; `extents` are sorted by where they begin.
 
-    One that has become so long does not grow any more.
+    A range that comes to `most_bytes` is not waited for any longer: the next one begins there.
     """
     last: Extent | None = None
     for one in extents:
-        if last is not None and (
-            one.offset_bytes < last.end_bytes
-            or (one.offset_bytes == last.end_bytes and last.length_bytes < long_bytes)
-        ):
+        if last is not None and one.offset_bytes <= last.end_bytes:
             end = max(last.end_bytes, one.end_bytes)
             last = Extent(last.offset_bytes, end - last.offset_bytes)
-            continue
-        if last is not None:
-            yield last
-        last = one
+        else:
+            if last is not None:
+                yield last
+            last = one
+        while most_bytes is not None and last is not None and last.length_bytes >= most_bytes:
+            yield Extent(last.offset_bytes, most_bytes)
+            rest = last.length_bytes - most_bytes
+            last = Extent(last.offset_bytes + most_bytes, rest) if rest else None
     if last is not None:
         yield last
 

@@ -3,10 +3,9 @@
 import os
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from types import TracebackType
-from typing import Self
 
 from agent.delta.extents import Extent
 
@@ -18,26 +17,10 @@ _ON_DISK = Path("/var/tmp")  # noqa: S108 - the file has no name there
 
 
 class Spool:
-    """Sorted ranges, kept until the end of the `with`; 16 bytes each.
+    """Sorted ranges in a file that is its caller's; 16 bytes each."""
 
-    `otherwise` is where the file is that has them if /var/tmp cannot be written to, as in a pod.
-    """
-
-    def __init__(self, otherwise: Path) -> None:
-        directory = _ON_DISK if os.access(_ON_DISK, os.W_OK) else otherwise
-        # Closed by the `with` that it is made for.
-        self._file = SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(directory))  # noqa: SIM115
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._file.close()
+    def __init__(self, file: "SpooledTemporaryFile[bytes]") -> None:
+        self._file = file
 
     def fill(self, extents: Iterable[Extent]) -> None:
         """Put ranges behind those that are there."""
@@ -58,3 +41,14 @@ class Spool:
                 return
             at += len(piece)
             yield from (Extent(*one) for one in _RECORD.iter_unpack(piece))
+
+
+@contextmanager
+def opened(otherwise: Path) -> Iterator[Spool]:
+    """One that is gone with the `with`.
+
+    `otherwise` is where the file is that has them if /var/tmp cannot be written to, as in a pod.
+    """
+    directory = _ON_DISK if os.access(_ON_DISK, os.W_OK) else otherwise
+    with SpooledTemporaryFile(_IN_MEMORY_BYTES, dir=str(directory)) as file:
+        yield Spool(file)

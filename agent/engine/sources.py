@@ -166,7 +166,7 @@ def _require_equal_blocks(kernel: Kernel, devices: Sequence[str]) -> None:
     A file system's blocks may be no smaller than its disk's: what was made on the one could not be
     mounted once it lies on the other (lvm.conf(5), devices/allow_mixed_block_sizes).
     """
-    sizes = {device: kernel.device_block_bytes(device) for device in devices}
+    sizes = {device: kernel.logical_block_bytes(device) for device in devices}
     if len(set(sizes.values())) > 1:
         told = ", ".join(f"{device}: {size}" for device, size in sizes.items())
         raise errors.NotReady(

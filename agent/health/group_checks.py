@@ -109,7 +109,7 @@ def _blocks(kernel: Kernel, group: Group) -> Mapping[int, list[str]]:
     found: dict[int, list[str]] = {}
     for disk in group.disks:
         with suppress(OSError):
-            found.setdefault(kernel.device_block_bytes(disk.name), []).append(disk.name)
+            found.setdefault(kernel.logical_block_bytes(disk.name), []).append(disk.name)
     return found
 
 

@@ -179,8 +179,8 @@ class Opening:
         return is_new_copy and btrfs.is_on(self._kernel, mapping.path)
 
     def _sector_bytes(self, device: Device) -> int:
-        physical = self._kernel.device_sector_bytes(device.path)
-        return _LARGE_SECTOR_BYTES if physical >= _LARGE_SECTOR_BYTES else 512
+        block_bytes = self._kernel.physical_block_bytes(device.path)
+        return _LARGE_SECTOR_BYTES if block_bytes >= _LARGE_SECTOR_BYTES else 512
 
     @contextmanager
     def _key_of(self, volume: Volume, keys: Keys) -> Iterator[Key]:

@@ -168,8 +168,8 @@ class Replacement:
         own = set()
         for one in group.disks:
             with suppress(OSError):  # it is missing, or has gone by now
-                own.add(self._kernel.device_block_bytes(one.name))
-        size = self._kernel.device_block_bytes(new)
+                own.add(self._kernel.logical_block_bytes(one.name))
+        size = self._kernel.logical_block_bytes(new)
         if own and size not in own:
             told = " and ".join(str(one) for one in sorted(own))
             found = f"has logical blocks of {size} bytes, and {group.name}'s disks such of {told}"

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import chosen
+import configured
 import expect
 import pytest
 from fakes.host import FakeHost
@@ -14,7 +15,6 @@ from agent.config.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from lvm import report
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -39,16 +39,7 @@ def group(host: AnyHost) -> str:
 
 @pytest.fixture
 def config(config: Config, group: str) -> Config:
-    classes = [
-        DeviceClass(
-            name=name,
-            group=group,
-            layout=shape,
-            default=name == "linear",
-            pool=Policy() if shape.is_thin else None,
-        )
-        for name, shape in LAYOUTS.items()
-    ]
+    classes = configured.classes(group, LAYOUTS)
     spare = DeviceClass(name="spare", group=group, reserve=Reserve(percent=50))
     return Config(**{**vars(config), "classes": (*classes, spare)})
 

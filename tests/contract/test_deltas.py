@@ -123,11 +123,11 @@ def disk(client: Client, service: Service, host: AnyHost, layout: str) -> Disk:
 
 
 def blocks_of(extents: Iterable[Extent], size_bytes: int) -> set[int]:
-    """The numbers of the blocks that ranges name, which are in order, apart, and whole blocks."""
+    """The numbers of the blocks that ranges name, which are in order, and whole blocks."""
     found: set[int] = set()
     end = -1
     for one in extents:
-        assert end < one.offset_bytes < one.end_bytes <= size_bytes, one
+        assert end <= one.offset_bytes < one.end_bytes <= size_bytes, one
         assert not (one.offset_bytes | one.length_bytes) % BLOCK_BYTES, one
         found |= set(range(one.offset_bytes // BLOCK_BYTES, one.end_bytes // BLOCK_BYTES))
         end = one.end_bytes

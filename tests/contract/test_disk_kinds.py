@@ -10,7 +10,6 @@ import pytest
 from real.any import AnyHost
 
 from agent import errors
-from agent.config.classes import DeviceClass
 from agent.config.groups import Foundation
 from agent.config.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot
@@ -24,7 +23,6 @@ from lvm.blockdevices import Excluded, Why
 from lvm.labels import PhysicalLabel
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
-from lvm.pools import Policy
 
 MIB = 1 << 20
 DISK = 201 * MIB
@@ -67,16 +65,7 @@ def group(host: AnyHost, disk: str, usual: str, tmp_path: Path) -> Iterator[str]
 
 @pytest.fixture
 def config(group: str, tmp_path: Path) -> Config:
-    classes = tuple(
-        DeviceClass(
-            name=name,
-            group=group,
-            layout=shape,
-            default=name == "linear",
-            pool=Policy() if shape.is_thin else None,
-        )
-        for name, shape in LAYOUTS.items()
-    )
+    classes = configured.classes(group, LAYOUTS)
     return configured.carver(tmp_path, group, classes=classes)
 
 

@@ -7,15 +7,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import chosen
+import configured
 import pytest
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from lvm import report
 from lvm.layout import Layout
-from lvm.pools import Policy
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -44,20 +43,10 @@ def group(host: AnyHost) -> str:
 
 @pytest.fixture
 def config(config: Config, group: str) -> Config:
-    classes = tuple(
-        DeviceClass(
-            name=name,
-            group=group,
-            layout=shape,
-            default=name == "linear",
-            pool=Policy() if shape.is_thin else None,
-            zero="first" if shape.is_thin else "fully",
-        )
-        for name, shape in LAYOUTS.items()
-    )
-    usual = tuple(replace(one, name=f"usual-{one.name}", default=False) for one in classes)
-    usual = tuple(replace(one, zero="first") for one in usual)
-    return Config(**{**vars(config), "classes": (*classes, *usual)})
+    usual = configured.classes(group, LAYOUTS)
+    classes = [replace(one, zero="first" if one.layout.is_thin else "fully") for one in usual]
+    others = [replace(one, name=f"usual-{one.name}", default=False) for one in usual]
+    return Config(**{**vars(config), "classes": (*classes, *others)})
 
 
 @pytest.fixture

@@ -4,16 +4,15 @@ from collections.abc import Iterator
 from time import sleep
 
 import chosen
+import configured
 import expect
 import pytest
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, block
 from lvm import report
 from lvm.layout import Layout
-from lvm.pools import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -42,16 +41,7 @@ def group(host: AnyHost, disks: list[str]) -> Iterator[str]:
 
 @pytest.fixture
 def config(config: Config, group: str) -> Config:
-    classes = tuple(
-        DeviceClass(
-            name=name,
-            group=group,
-            layout=shape,
-            default=name == "linear",
-            pool=Policy() if shape.is_thin else None,
-        )
-        for name, shape in LAYOUTS.items()
-    )
+    classes = configured.classes(group, LAYOUTS)
     return Config(**{**vars(config), "classes": classes})
 
 

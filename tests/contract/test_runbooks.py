@@ -6,14 +6,19 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import binding
 import nodes
 import pytest
+from api_server import kubeconfig
+from binding import Cluster
 from nodes import Node, Stand
 from real.any import AnyHost
 
-from agent.cli import main, moving, streams
+from agent import errors
+from agent.cli import claims, main, moving, streams, terminal
 from agent.config.settings import Config
 from agent.csi.client import mounted
+from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 DOCUMENT = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -43,7 +48,8 @@ def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
 
 def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) -> None:
     """As a shell does on that node."""
-    words = shlex.split(line.replace("/backup", str(backups)))
+    line = line.replace("/backup", str(backups))
+    words = shlex.split(line.replace("/etc/carver/admin.conf", f"{backups}/kubeconfig"))
     assert words.pop(0) == "carver"
     out = words[words.index(">") + 1] if ">" in words else ""
     source = words[words.index("<") + 1] if "<" in words else ""
@@ -61,7 +67,10 @@ def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) ->
                 )
         case "volume", "receive":
             with Path(source or "/dev/null").open("rb") as file:
-                streams.received(node.at, parsed, file)
+                if parsed.kubeconfig:
+                    claims.finish(node.at, parsed)
+                else:
+                    streams.received(node.at, parsed, file)
         case "volume", "move":
             assert stand is not None
             moving.carry_out(node.at, parsed, lambda _node: stand)
@@ -97,28 +106,142 @@ def test_backups_of_each_night_are_restored_on_a_bare_node(
     there.client.unstage(restored.volume_id, there.directory / "staging")
 
 
+ABOUT = {
+    "csi.storage.k8s.io/pv/name": "pvc-1",
+    "csi.storage.k8s.io/pvc/name": "data",
+    "csi.storage.k8s.io/pvc/namespace": "shop",
+}
+
+
+def claimed(node: Node) -> csi.Volume:
+    """A volume that was made for a claim, and holds a file system; nobody uses it."""
+    volume = node.client.create("pvc-1", 24 * MIB, mounted("ext4"), parameters=ABOUT)
+    node.client.stage(volume, node.directory / "staging", mounted("ext4"))
+    node.client.unstage(volume.volume_id, node.directory / "staging")
+    return volume
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What somebody was asked who says yes to all of it."""
+    found: list[str] = []
+
+    def yes(question: str) -> bool:
+        found.append(question)
+        return True
+
+    monkeypatch.setattr(terminal, "confirmed", yes)
+    return found
+
+
+def require_bound(cluster: Cluster, volume: csi.Volume, node: str) -> None:
+    """The claim has the volume on that node, and nothing else of it is left."""
+    cluster.settle()
+    [found] = cluster.volumes.values()
+    assert found["spec"]["csi"]["volumeHandle"] == volume.volume_id
+    assert found["spec"]["persistentVolumeReclaimPolicy"] == "Delete"
+    [term] = found["spec"]["nodeAffinity"]["required"]["nodeSelectorTerms"]
+    assert term["matchExpressions"][0]["values"] == [node]
+    assert cluster.claim["spec"]["volumeName"] == found["metadata"]["name"]
+    assert cluster.claim["status"]["phase"] == "Bound"
+    assert (cluster.deleted, cluster.dangers, cluster.blank) == ([], [], [])
+
+
 def test_a_node_is_drained_with_its_data(
-    here: Node, there: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    here: Node, there: Node, tmp_path: Path, asked: list[str]
 ) -> None:
-    about = {
-        "csi.storage.k8s.io/pv/name": "pvc-1",
-        "csi.storage.k8s.io/pvc/name": "data",
-        "csi.storage.k8s.io/pvc/namespace": "shop",
-    }
-    volume = here.client.create("pvc-1", 24 * MIB, mounted("ext4"), parameters=about)
+    volume = claimed(here)
+    with binding.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
+        kubeconfig(tmp_path / "kubeconfig", cluster.url)
+        for line in runbook("drain"):
+            type_in(here, line, tmp_path, Stand(there))
+        [moved] = there.client.volumes()
+        require_bound(cluster, moved, "node-b")
+        assert len(asked) == 6
+        there.client.stage(moved, there.directory / "staging", mounted("ext4"))
+        for line in runbook("drained"):
+            type_in(here, line, tmp_path, Stand(there))
+        assert here.names() == set()
+        there.client.unstage(moved.volume_id, there.directory / "staging")
+
+
+def test_a_drain_is_undone_while_the_claim_is_as_it_was(
+    here: Node, there: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = claimed(here)
+    answers = iter([True, True, False])
+    monkeypatch.setattr(terminal, "confirmed", lambda _question: next(answers))
+    with binding.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
+        kubeconfig(tmp_path / "kubeconfig", cluster.url)
+        with pytest.raises(errors.NotConfirmed):
+            type_in(here, runbook("drain")[0], tmp_path, Stand(there))
+        assert len(cluster.volumes) == 2
+        undo = "carver volume move pvc-1 --undo --kubeconfig /etc/carver/admin.conf --yes"
+        type_in(here, undo, tmp_path, Stand(there))
+        require_bound(cluster, volume, "here")
+    assert there.names() == set()
+    assert list(here.client.volumes()) == [volume]
     here.client.stage(volume, here.directory / "staging", mounted("ext4"))
     here.client.unstage(volume.volume_id, here.directory / "staging")
-    for line in runbook("drain"):
-        type_in(here, line, tmp_path, Stand(there))
+
+
+def test_what_re_points_a_claim_is_told_where_it_is_not_done(
+    here: Node, there: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claimed(here)
+    type_in(here, "carver volume move pvc-1 --to node-b", tmp_path, Stand(there))
     told = capsys.readouterr().err
     [moved] = there.client.volumes()
-    # What re-points the claim names it all.
+    # It names all of it.
     assert moved.volume_id in told
     assert '"values": ["node-b"]' in told
-    order = [told.index(one) for one in ("Retain", "delete pvc data", "create --filename")]
+    steps = (
+        "Retain",
+        "pv.json |",
+        "delete pvc data",
+        "pvc.json |",
+        'delete pv "$PV"',
+        "here: carver",
+    )
+    order = [told.index(one) for one in steps]
     assert order == sorted(order)
-    there.client.stage(moved, there.directory / "staging", mounted("ext4"))
-    for line in runbook("drained"):
-        type_in(here, line, tmp_path, Stand(there))
-    assert here.names() == set()
-    there.client.unstage(moved.volume_id, there.directory / "staging")
+
+
+def test_a_node_that_still_runs_is_replaced(
+    here: Node, there: Node, tmp_path: Path, asked: list[str]
+) -> None:
+    volume = claimed(here)
+    here.client.create("scratch", 24 * MIB, mounted("ext4"))
+    with binding.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
+        kubeconfig(tmp_path / "kubeconfig", cluster.url)
+        for line in runbook("replace"):
+            type_in(here, line, tmp_path, Stand(there))
+        assert here.names() == set()
+        assert there.names() == {"vol-pvc-1", "vol-scratch"}
+        [moved] = (one for one in there.client.volumes() if "pvc-1" in one.volume_id)
+        require_bound(cluster, moved, "node-b")
+    assert asked
+
+
+def test_a_node_that_is_lost_is_replaced_from_backups(
+    here: Node, there: Node, tmp_path: Path, asked: list[str]
+) -> None:
+    volume = claimed(here)
+    backups = tmp_path / "backup"
+    backups.mkdir()
+    content = here.content("vol-pvc-1", 24 * MIB)
+    here.at.take("pvc-1", "sunday", "")
+    stream = backups / "pvc-1-sunday.stream"
+    stream.write_bytes(nodes.stream(here, "sunday"))
+    with binding.running(Cluster(volume.volume_id, nodes=("here", "node-b"))) as cluster:
+        kubeconfig(backups / "kubeconfig", cluster.url)
+        first, *others = runbook("replace-lost")
+        type_in(there, first, backups)
+        assert there.content("vol-pvc-1", 24 * MIB) == content
+        for line in others:
+            type_in(there, line, backups)
+        [restored] = there.client.volumes()
+        require_bound(cluster, restored, "node-b")
+        there.client.stage(restored, there.directory / "staging", mounted("ext4"))
+        there.client.unstage(restored.volume_id, there.directory / "staging")
+    assert len(asked) == 6

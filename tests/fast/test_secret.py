@@ -1,7 +1,10 @@
 """Keys in memory: few copies, overwritten; and never shown."""
 
 import ctypes
+import gc
 import sys
+import weakref
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,6 +108,56 @@ def test_the_bytes_of_a_request_are_overwritten_when_they_were_read() -> None:
     request = wrapped.request_deserializer(data)
     assert dict(request.secrets) == {"passphrase": "hunter2"}
     assert data == bytes(len(data))
+
+
+class Context:
+    """A call's, of which only the end is of interest."""
+
+    def time_remaining(self) -> None: ...
+
+    def abort(self, code: grpc.StatusCode, message: str) -> None:
+        raise RuntimeError(code, message)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_error_of_a_call_keeps_nothing_of_its_request(is_stream: bool) -> None:
+    class Held:
+        """What the call has at hand when it fails."""
+
+    left: list[weakref.ref[Held]] = []
+
+    def behave(_request: Message, _context: object) -> Iterator[Message]:
+        held = Held()
+        left.append(weakref.ref(held))
+        raise errors.NoSuchVolume("data@x/vol-db")
+        yield held
+
+    def behave_once(request: Message, context: object) -> Message:
+        return next(behave(request, context))
+
+    wire = csi.NodeStageVolumeRequest
+    handler = (
+        grpc.unary_stream_rpc_method_handler(behave, wire.FromString, wire.SerializeToString)
+        if is_stream
+        else grpc.unary_unary_rpc_method_handler(
+            behave_once, wire.FromString, wire.SerializeToString
+        )
+    )
+    wrapped: Any = Interceptor().intercept_service(lambda _: handler, DETAILS)
+
+    def call() -> None:
+        if is_stream:
+            list(wrapped.unary_stream(wire(), Context()))
+        else:
+            wrapped.unary_unary(wire(), Context())
+
+    gc.disable()
+    try:
+        with pytest.raises(RuntimeError, match="NOT_FOUND"):
+            call()
+        assert [one() for one in left] == [None]
+    finally:
+        gc.enable()
 
 
 def test_the_header_of_a_text_is_where_it_is_believed_to_be() -> None:

@@ -36,18 +36,19 @@ from performance.rows import Row, Samples
 from performance.service import Served
 from rich.console import Console
 
+from agent import errors
 from agent.csi.client import Client, block
 from proto import csi_pb2 as csi
 
 _WHERE = Path("/var/tmp")
 _CLIENTS = 8
 _AT_ONCE = 200
-_ROUNDS, _ROUNDS_AMONG_MANY, _LIVES_AT_ONCE = 7, 3, 25
-# Of a pass's time: one life that is counted, lives, among 100, among 400; the rest is for eight
+_ROUNDS, _ROUNDS_AMONG_MANY, _LIVES_AT_ONCE = 15, 7, 25
+# Of a pass's time: lives, beside one that is counted; among 100, among 400; the rest is for eight
 # clients, whose last calls wait for each other.
-_LIVES, _AMONG = 0.3, {100: 0.15, 400: 0.3}
+_LIVES, _AMONG = 0.3, {100: 0.15, 400: 0.25}
 _AT_ONCE_SHARE = 0.15
-_DELTAS_SHARE = 0.05
+_DELTAS_SHARE, _STREAMS_SHARE = 0.05, 0.1
 _DELTA_BYTES, _CHANGED_BYTES = 256 << 20, 64 << 20
 _EXTENT_BYTES = 4 << 20
 _FLOOR_CALLS = 50
@@ -170,9 +171,9 @@ class Pass:
             yield from rows.of_pairs(empty)
             yield from rows.of_life(empty)
             yield from trivial
-            for more in (self._streamed, self._deltas):
+            for more, share in ((self._deltas, _DELTAS_SHARE), (self._streams, _STREAMS_SHARE)):
                 if self._limit.left_seconds():
-                    yield from rows.of_pairs(more(self._limit.share(_DELTAS_SHARE)))
+                    yield from rows.of_pairs(more(self._limit.share(share)))
             for volumes, share in _AMONG.items():
                 if self._limit.left_seconds():
                     full = self._among(own, volumes, self._limit.share(share))
@@ -228,15 +229,6 @@ class Pass:
             *rows.of_value(rows.RESIDENT, [idle]),
         ]
 
-    def _streamed(self, limit: Time) -> Samples:
-        """What changed, sent and received, beside dd."""
-        self._say("what changed, as a stream")
-        samples = Samples()
-        with self._served() as carver:
-            socket = self._place / "csi.sock"
-            streamed.measure(carver.client, socket, limit.rounds(_ROUNDS_AMONG_MANY), samples)
-        return samples
-
     def _deltas(self, limit: Time) -> Samples:
         """Changed blocks of a thick volume, beside reading what has to be read for them."""
         self._say("changed blocks")
@@ -264,6 +256,15 @@ class Pass:
             for one in taken:
                 client.delete_snapshot(one)
             client.delete(volume.volume_id)
+        return samples
+
+    def _streams(self, limit: Time) -> Samples:
+        """Changed blocks of a thick volume brought to another, beside dd of them."""
+        self._say("what changed, as a stream")
+        samples = Samples()
+        with self._served() as carver:
+            at = streamed.person(carver.client, self._place / "csi.sock")
+            streamed.measure(at, limit.rounds(_ROUNDS_AMONG_MANY), samples, carver.settle)
         return samples
 
     def _among(self, own: Group, volumes: int, limit: Time) -> Samples:
@@ -412,6 +413,8 @@ def main() -> int:
         console.print(f"{error.code().name}: {error.details()}", style="bold red", markup=False)
     except subprocess.CalledProcessError as error:
         console.print(f"{error}: {error.stderr}", style="bold red", markup=False)
+    except errors.AgentError as error:
+        console.print(str(error), style="bold red", markup=False)
     finally:
         shutil.rmtree(place, ignore_errors=True)
     order = [promise.name for promise in rows.PROMISES]

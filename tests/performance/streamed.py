@@ -3,9 +3,10 @@
 import os
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,82 +28,116 @@ _MIB = 1 << 20
 # What changed, in one piece, and what is around it: large enough that a second of calls around
 # it does not count for much.
 _CHANGED_MIB, _SIZE_MIB, _AT_MIB = 256, 320, 32
+# A snapshot's room: all that changes after it was taken, and the table of that.
+_ROOM = {"size": str(_SIZE_MIB * _MIB)}
+_SENT, _COPIED, _STREAMED = "bench-sent", "bench-copied", "bench-streamed"
 _CACHES = Path("/proc/sys/vm/drop_caches")
 
 
-def measure(client: Client, socket: Path, rounds: Iterable[int], samples: Samples) -> None:
-    """An increment sent and received in one pipe, and the same blocks by dd with its flush."""
+def person(client: Client, socket: Path) -> Manual:
+    """Whoever types the commands, on this machine."""
     programs = Programs()
     host = Host(programs, Kernel(), KernelDevices(), KernelDisks(), stream=programs.stream)
-    at = Manual(client, cast(Any, SimpleNamespace(endpoint=socket)), host)
-    with _made(client, at) as (source, target):
-        # Room for all that changes behind it: the usual area is a fifth.
-        area = {"size": str(_SIZE_MIB * _MIB)}
-        base = client.snapshot("first", source, area).snapshot_id
-        _piped(at, base, "", "streamed")
-        _write(_path(host, source))
-        changed = client.snapshot("second", source, area).snapshot_id
-        for _ in rounds:
-            _forget()
-            _timed(samples, rows.SENT, lambda: _piped(at, changed, base, "streamed"))
-            streams.abort(at, "streamed")
-            _piped(at, base, "", "streamed")
-            _forget()
-            _timed(samples, rows.DD, lambda: _dd(_path(host, changed), _path(host, target)))
+    return Manual(client, cast(Any, SimpleNamespace(endpoint=socket)), host)
+
+
+def measure(
+    at: Manual, rounds: Iterable[int], samples: Samples, settle: Callable[[], None]
+) -> None:
+    """An increment sent and received in one pipe, and the same blocks by dd with its flush.
+
+    `settle` is called before each is timed.
+    """
+    with _made(at) as source:
+        base = at.caller.snapshot("bench-first", source, _ROOM).snapshot_id
+        _fill(_path(at, source))
+        changed = at.caller.snapshot("bench-second", source, _ROOM).snapshot_id
+        for number in rounds:
+            # What the increment applies to, as it was.
+            streams.abort(at, _STREAMED)
+            _piped(at, base, "")
+            pair = [
+                (rows.SENT, lambda: _piped(at, changed, base)),
+                (rows.DD, lambda: _dd(_path(at, changed), _path(at, _sibling(source)))),
+            ]
+            for name, step in reversed(pair) if number % 2 else pair:
+                _forget()
+                settle()
+                samples.time(name, step, time.monotonic)
 
 
 @contextmanager
-def _made(client: Client, at: Manual) -> Iterator[tuple[str, str]]:
-    """A volume to send of, and one for dd; afterwards nothing of it is there."""
-    names = ("sent", "copied")
-    made = [client.create(one, _SIZE_MIB * _MIB, block()).volume_id for one in names]
+def _made(at: Manual) -> Iterator[str]:
+    """A volume to send of, and one for dd beside it; afterwards nothing of it is there."""
+    made: list[str] = []
     try:
-        yield made[0], made[1]
+        for name in (_SENT, _COPIED):
+            made.append(at.caller.create(name, _SIZE_MIB * _MIB, block()).volume_id)
+        yield made[0]
     finally:
-        streams.abort(at, "streamed")
-        for one in client.snapshots(volume_id=made[0]):
-            client.delete_snapshot(one.snapshot_id)
+        streams.abort(at, _STREAMED)
+        for one in at.caller.snapshots(volume_id=made[0]) if made else ():
+            at.caller.delete_snapshot(one.snapshot_id)
         for identity in made:
-            client.delete(identity)
+            at.caller.delete(identity)
 
 
-def _piped(at: Manual, snapshot_id: str, base: str, name: str) -> None:
+def _sibling(source: str) -> str:
+    return source.replace(_SENT, _COPIED)
+
+
+@dataclass
+class _Receiving:
+    """The other end of a pipe, which is closed when it wants no more."""
+
+    at: Manual
+    descriptor: int
+
+    def __call__(self) -> None:
+        with os.fdopen(self.descriptor, "rb") as source:
+            streams.receive(self.at, _STREAMED, source)
+
+
+def _piped(at: Manual, snapshot_id: str, base: str) -> None:
     reading, writing = os.pipe()
     streams.widen(writing)
-    with (
-        os.fdopen(reading, "rb") as source,
-        ThreadPoolExecutor(1) as pool,
-        streams.outgoing(at, snapshot_id, base) as going,
-    ):
-        received = pool.submit(streams.receive, at, name, source)
-        with os.fdopen(writing, "wb") as out:
-            going.send(out.write)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(_Receiving(at, reading))
+        try:
+            with os.fdopen(writing, "wb") as out, streams.outgoing(at, snapshot_id, base) as going:
+                going.send(out.write)
+        except BrokenPipeError:
+            pass  # the receiver says why
         received.result()
 
 
 def _dd(source: str, target: str) -> None:
-    words = [f"if={source}", f"of={target}", "bs=1M", f"skip={_AT_MIB}", f"seek={_AT_MIB}"]
-    words += [f"count={_CHANGED_MIB}", "conv=fsync,notrunc", "status=none"]
-    subprocess.run(["dd", *words], check=True)
+    _run(
+        *("dd", f"if={source}", f"of={target}", "bs=1M", f"skip={_AT_MIB}", f"seek={_AT_MIB}"),
+        *(f"count={_CHANGED_MIB}", "conv=fsync,notrunc"),
+    )
 
 
-def _write(path: str) -> None:
-    words = ["if=/dev/urandom", f"of={path}", "bs=1M", f"seek={_AT_MIB}", f"count={_CHANGED_MIB}"]
-    subprocess.run(["dd", *words, "conv=fsync,notrunc", "status=none"], check=True)
+def _fill(path: str) -> None:
+    _run(
+        *("dd", "if=/dev/urandom", f"of={path}", "bs=1M", f"seek={_AT_MIB}"),
+        *(f"count={_CHANGED_MIB}", "conv=fsync,notrunc"),
+    )
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
 
 
 def _forget() -> None:
+    """Have neither find in memory what it reads."""
     os.sync()
     _CACHES.write_text("3")
 
 
-def _path(host: Host, identity: str) -> str:
+def _path(at: Manual, identity: str) -> str:
     parsed = VolumeId.parse(identity)
-    found = host.devices.find(parsed.group, parsed.name) if parsed else None
+    found = at.host.devices.find(parsed.group, parsed.name) if parsed else None
     if found is None:
         raise RuntimeError(f"{identity} is not active")
     return found.path
-
-
-def _timed(samples: Samples, name: str, step: Any) -> None:
-    samples.time(name, step, time.monotonic)

@@ -90,11 +90,19 @@ class ApiServer:
             self._running.server_close()
             self._running = None
 
+    def collection(self, path: str) -> tuple[str, list[Object]] | None:
+        """The kind of the list at a path, and what is in it."""
+        return (KINDS[path], self.objects[path]) if path in KINDS else None
+
+    def write(self, method: str, path: str, body: Object) -> tuple[int, Object]:
+        """What an honest server does that is asked for something else than what it has."""
+        return 405, {"kind": "Status"}
+
     def answer(self, path: str, query: Mapping[str, list[str]]) -> tuple[int, Object]:
         """What an honest server says."""
-        if path not in KINDS:
+        if (found := self.collection(path)) is None:
             return 404, {"kind": "Status"}
-        items = self.objects[path]
+        kind, items = found
         for selector in query.get("fieldSelector", []):
             _, _, node = selector.partition("spec.nodeName=")
             items = [one for one in items if one.get("spec", {}).get("nodeName") == node]
@@ -108,7 +116,7 @@ class ApiServer:
         about: Object = {"resourceVersion": version}
         if rest := len(items) - start - len(page):
             about |= {"continue": f"{version}.{start + len(page)}", "remainingItemCount": rest}
-        return 200, {"kind": KINDS[path], "metadata": about, "items": page}
+        return 200, {"kind": kind, "metadata": about, "items": page}
 
 
 class _Quiet(ThreadingHTTPServer):
@@ -127,16 +135,30 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer, or lie."""
-        self.api.methods.add(self.command)
         url = urlsplit(self.path)
         query = parse_qs(url.query)
         self.api.asked.append((url.path, query))
-        if self.api.token and self.headers["Authorization"] != f"Bearer {self.api.token}":
+        if self._is_known():
+            self._tell(url.path, *self.api.answer(url.path, query))
+
+    def do_POST(self) -> None:
+        """Do it, or refuse, or lie."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self._is_known():
+            self._tell(self.path, *self.api.write(self.command, self.path, body))
+
+    do_PATCH = do_DELETE = do_POST  # noqa: N815 - the names are http.server's
+
+    def _is_known(self) -> bool:
+        self.api.methods.add(self.command)
+        known = not self.api.token or self.headers["Authorization"] == f"Bearer {self.api.token}"
+        if not known:
             self.send(401, b"{}")
-            return
-        status, document = self.api.answer(url.path, query)
+        return known
+
+    def _tell(self, asked: str, status: int, document: Object) -> None:
         for index, (path, lie) in enumerate(self.api.lies):
-            if path == url.path:
+            if path == asked:
                 del self.api.lies[index]
                 lie(self, document)
                 return

@@ -1,10 +1,13 @@
 """The configuration that tests serve: one place to tell of a new setting."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
+from lvm.layout import Layout
+from lvm.pools import Policy
 
 
 def carver(directory: Path, group: str = "data", **changes: Any) -> Config:
@@ -24,3 +27,19 @@ def carver(directory: Path, group: str = "data", **changes: Any) -> Config:
         "classes": (DeviceClass(name="plain", group=group, default=True),),
     }
     return Config(**values | changes)
+
+
+def classes(
+    group: str, layouts: Mapping[str, Layout], default: str = "linear"
+) -> tuple[DeviceClass, ...]:
+    """A class of each layout on a group, by the layouts' names; thin ones with a pool."""
+    return tuple(
+        DeviceClass(
+            name=name,
+            group=group,
+            layout=shape,
+            default=name == default,
+            pool=Policy() if shape.is_thin else None,
+        )
+        for name, shape in layouts.items()
+    )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import configured
 import grpc
 from model.machine import die
 from model.stopping import Switch
@@ -17,14 +18,12 @@ from real.any import AnyHost
 from agent import errors
 from agent.cli import main, streams
 from agent.cli.volumes import Manual
-from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, block
 from agent.engine.host import Host
 from agent.service import server
 from agent.service.server import Service
 from lvm.layout import Layout
-from lvm.pools import Policy
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -124,16 +123,7 @@ def made(host: AnyHost, config: Config, directory: Path, name: str) -> Iterator[
     group = host.new_group(60, 60 + len(name))
     own_directory = directory / name
     own_directory.mkdir()
-    classes = tuple(
-        DeviceClass(
-            name=each,
-            group=group,
-            layout=shape,
-            default=each == PLAIN,
-            pool=Policy() if shape.is_thin else None,
-        )
-        for each, shape in LAYOUTS.items()
-    )
+    classes = configured.classes(group, LAYOUTS)
     changes = {"classes": classes, "kubelet_dir": (str(directory),), "node_id": name}
     node = Node(host, Config(**{**vars(config), **changes}), group, own_directory)
     node.start()

@@ -319,3 +319,13 @@ def test_a_disk_is_not_replaced_unconfirmed(
     new = host.new_device(600 * MIB)
     shell(f"replace-disk /dev/fake-data-0 {new}", exit_code=1, noun="group")
     assert "is not taken" in shell.complaint
+
+
+def test_a_kubeconfig_goes_with_what_it_is_for(shell: Shell) -> None:
+    shell("create db --size 64MiB")
+    shell("receive copy --kubeconfig /etc/carver/admin.conf", exit_code=1)
+    assert "--finish" in shell.complaint
+    # Before anything is sent or finished.
+    for words in ("move db --to node-b", "receive copy --finish"):
+        shell(f"{words} --kubeconfig /nowhere/admin.conf", exit_code=1)
+        assert "/nowhere/admin.conf: kubeconfig: cannot be read" in shell.complaint

@@ -7,13 +7,24 @@ import pytest
 
 from agent.delta import spool as spools
 from agent.delta.extents import Extent, clipped, merged
-from agent.delta.spool import Spool
 
 
 def test_ranges_that_touch_or_overlap_are_one() -> None:
     those = [Extent(0, 10), Extent(10, 5), Extent(12, 1), Extent(20, 5), Extent(22, 10)]
     assert list(merged(those)) == [Extent(0, 15), Extent(20, 12)]
     assert list(merged([])) == []
+
+
+def test_a_range_that_is_long_enough_is_not_waited_for() -> None:
+    those = [Extent(0, 10), Extent(10, 5), Extent(20, 30)]
+    assert list(merged(those, 12)) == [
+        Extent(0, 12),
+        Extent(12, 3),
+        Extent(20, 12),
+        Extent(32, 12),
+        Extent(44, 6),
+    ]
+    assert list(merged([Extent(0, 8), Extent(8, 8)], 8)) == [Extent(0, 8), Extent(8, 8)]
 
 
 def test_what_lies_outside_is_cut_off() -> None:
@@ -24,7 +35,7 @@ def test_what_lies_outside_is_cut_off() -> None:
 
 def test_what_is_kept_can_be_asked_for_again_and_takes_bounded_memory(tmp_path: Path) -> None:
     count = 300_000
-    with Spool(tmp_path) as spool:
+    with spools.opened(tmp_path) as spool:
         tracemalloc.start()
         try:
             spool.fill(Extent(2 * number, 1) for number in range(count))
@@ -41,13 +52,7 @@ def test_what_does_not_fit_into_memory_is_in_a_file_that_nobody_sees(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spools, "_ON_DISK", tmp_path / "none")
-    with Spool(tmp_path) as spool:
+    with spools.opened(tmp_path) as spool:
         spool.fill(Extent(2 * number, 1) for number in range(300_000))
         assert list(tmp_path.iterdir()) == []
         assert sum(one.length_bytes for one in spool) == 300_000
-
-
-def test_a_range_that_is_long_does_not_grow_but_never_overlaps_the_next() -> None:
-    blocks = [Extent(at * 10, 10) for at in range(5)]
-    assert list(merged(blocks, 20)) == [Extent(0, 20), Extent(20, 20), Extent(40, 10)]
-    assert list(merged([Extent(0, 30), Extent(10, 40)], 20)) == [Extent(0, 50)]

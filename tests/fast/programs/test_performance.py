@@ -1,12 +1,19 @@
 """`make bench`, but for its times: arithmetic, rounds, document, tables, picture, own code."""
 
+import contextlib
 import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
+import configured
 import jsonschema
+import nodes
 import pytest
-from performance import document, group, own, plot, rows, run, service, tables
+from fakes.host import FakeHost
+from nodes import Node
+from performance import document, group, own, plot, rows, run, service, streamed, tables
 from performance.document import Document, Run
 from performance.rounds import Time
 from performance.rows import Commands, Row, Samples
@@ -335,3 +342,53 @@ def test_what_the_fakes_take_is_put_aside_once() -> None:
     assert once > 0
     inner()
     assert aside.seconds > once
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    host = FakeHost(tmp_path)
+    with nodes.made(host, configured.carver(tmp_path), tmp_path, "here") as made:
+        yield made
+
+
+@pytest.mark.parametrize("fails", ["", "dd", "the stream"])
+def test_a_stream_is_timed_beside_dd_and_nothing_of_it_stays(
+    node: Node, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    size, changed, at = 32, 24, 4
+    monkeypatch.setattr(streamed, "_SIZE_MIB", size)
+    monkeypatch.setattr(streamed, "_ROOM", {"size": f"{size}MiB"})
+    order: list[str] = []
+
+    def fill(path: str) -> None:
+        node.host.write_bytes(path, at << 20, random.Random(1).randbytes(changed << 20))
+
+    def dd(source: str, target: str) -> None:
+        order.append("dd")
+        if fails == "dd":
+            raise RuntimeError("it fails")
+        with node.host.kernel.opened(source) as opened:
+            data = opened.read(at << 20, 1 << 20)
+        node.host.write_bytes(target, at << 20, data)
+        assert node.content("vol-bench-copied", size << 20)[at << 20 :][: 1 << 20] == data
+        if order == ["settled", "settled", "dd"]:
+            # The stream was first: all of it is there.
+            sent = node.content("snap-bench-second", size << 20)
+            assert node.content("vol-bench-streamed", size << 20) == sent
+
+    monkeypatch.setattr(streamed, "_fill", fill)
+    monkeypatch.setattr(streamed, "_dd", dd)
+    monkeypatch.setattr(streamed, "_forget", lambda: None)
+    if fails == "the stream":
+        monkeypatch.setattr("agent.cli.streams.receive", refuse)
+    samples = Samples()
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        streamed.measure(node.at, range(2), samples, lambda: order.append("settled"))
+    if not fails:
+        assert [len(samples.seconds[one]) for one in (rows.SENT, rows.DD)] == [2, 2]
+        assert order == ["settled", "settled", "dd", "settled", "dd", "settled"]
+    assert node.names() == set()
+
+
+def refuse(*_words: object) -> None:
+    raise RuntimeError("it wants no more")

@@ -440,8 +440,8 @@ def test_every_operation_that_changes_something_is_a_step() -> None:
     looking = {
         *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
         *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap", "read"),
-        *("device_partitions", "device_holders", "signatures", "device_sector_bytes"),
-        *("device_block_bytes", "reader"),
+        *("device_partitions", "device_holders", "signatures", "physical_block_bytes"),
+        *("logical_block_bytes", "reader"),
         # Opened by a command, whose steps test_killed_streams.py has.
         "opened",
         *(

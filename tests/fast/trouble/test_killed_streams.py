@@ -5,6 +5,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,14 @@ DIED = (grpc.RpcError, errors.AgentError)
 class Trial:
     """Two nodes, and a volume with two snapshots on the first."""
 
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, stack: ExitStack, layout: str) -> None:
         directory.mkdir(parents=True)
         host = FakeHost(directory)
         config = configured.carver(directory)
         self.here = stack.enter_context(nodes.made(host, config, directory, "here"))
         self.there = stack.enter_context(nodes.made(host, config, directory, "there"))
-        self.volume = volume_of(self.here)
+        self.layout = layout
+        self.volume = volume_of(self.here, layout)
         chance = random.Random(1)
         write(self.here, "vol-db", chance, 2, (1,))
         self.here.client.unstage(self.volume.volume_id, self.here.directory / "staging")
@@ -50,8 +52,9 @@ class Trial:
         return [nodes.stream(self.here, "1"), nodes.stream(self.here, "2", since="1")]
 
     def move(self) -> Move:
+        options = Options("db", self.layout)
         stand = Stand(self.there)
-        return Move(self.here.at, stand, self.volume.volume_id, Options("db"), lambda _text: None)
+        return Move(self.here.at, stand, self.volume.volume_id, options, lambda _text: None)
 
 
 @pytest.fixture(autouse=True)
@@ -63,9 +66,9 @@ def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def trial(directory: Path) -> Iterator[Trial]:
+def trial(directory: Path, layout: str = nodes.PLAIN) -> Iterator[Trial]:
     with ExitStack() as stack:
-        made = Trial(directory, stack)
+        made = Trial(directory, stack, layout)
         yield made
 
 
@@ -86,30 +89,31 @@ def usable(node: Node) -> int:
     return len(found)
 
 
-def receive_all(node: Node, given: list[bytes]) -> None:
+def receive_all(node: Node, given: list[bytes], layout: str = nodes.PLAIN) -> None:
     """As a person does who sees how far it is."""
     last = next(reading.streams(io.BytesIO(given[-1]).read)).header
     for one in given:
         if streams.status(node.at, "copy")["chain"] != last.chain:
-            nodes.receive(node, "copy", one)
+            nodes.receive(node, "copy", one, layout)
 
 
 DEEDS: dict[str, tuple[list[str], Callable[[Trial, list[bytes]], Any]]] = {
-    "receive": ([], lambda made, given: receive_all(made.there, given)),
+    "receive": ([], lambda made, given: receive_all(made.there, given, made.layout)),
     "finish": (["receive"], lambda made, _given: streams.finish(made.there.at, "copy")),
     "abort": (["receive"], lambda made, _given: streams.abort(made.there.at, "copy")),
 }
 
 
+@pytest.mark.parametrize("layout", [nodes.PLAIN, nodes.THIN])
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_receiver_that_was_killed_at_any_step_goes_on_or_leaves_nothing(
-    deed: str, tmp_path: Path
+    deed: str, layout: str, tmp_path: Path
 ) -> None:
     before, act = DEEDS[deed]
     for step in itertools.count():
         ended = False
         for is_before in (True, False):
-            with trial(tmp_path / f"{step}{is_before}") as made:
+            with trial(tmp_path / f"{step}{is_before}", layout) as made:
                 given = made.streams()
                 for one in before:
                     DEEDS[one][1](made, given)
@@ -134,14 +138,15 @@ def test_a_receiver_that_was_killed_at_any_step_goes_on_or_leaves_nothing(
             return
 
 
+@pytest.mark.parametrize("layout", [nodes.PLAIN, nodes.THIN])
 @pytest.mark.parametrize("who", ["here", "there"])
 def test_a_move_whose_service_was_killed_at_any_step_leaves_one_usable(
-    who: str, tmp_path: Path
+    who: str, layout: str, tmp_path: Path
 ) -> None:
     for step in itertools.count():
         ended = False
         for is_before in (True, False):
-            with trial(tmp_path / f"{step}{is_before}") as made:
+            with trial(tmp_path / f"{step}{is_before}", layout) as made:
                 content = made.here.content("vol-db")
                 node = getattr(made, who)
                 switch = Switch(step, before=is_before)
@@ -208,7 +213,71 @@ def test_the_end_of_a_move_that_was_killed_at_any_step_comes_by_the_same_words(
             return
 
 
-TRANSFER = Client.transfer
+CALLS = {one: getattr(Client, one) for one in ("transfer", "snapshot", "delete_snapshot")}
+TRANSFER = CALLS["transfer"]
+
+
+@pytest.mark.parametrize("undone", [False, True])
+@pytest.mark.parametrize("is_before", [True, False])
+def test_a_move_whose_own_command_was_killed_at_any_step_is_taken_up_or_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_before: bool, undone: bool
+) -> None:
+    for step in itertools.count():
+        with trial(tmp_path / str(step)) as made:
+            content = made.here.content("vol-db")
+            left = iter(range(step, -1000, -1))
+
+            def die(act: Callable[[], Any], left: Iterator[int] = left) -> Any:
+                """Take a step, or die before or after it; who is dead takes no more."""
+                now = next(left)
+                if now < 0 or (is_before and now == 0):
+                    raise Killed
+                answer = act()
+                if now == 0:
+                    raise Killed
+                return answer
+
+            def calling(name: str, own: Client, die: Any = die) -> Callable[..., Any]:
+                def call(self: Client, *words: Any, **more: Any) -> Any:
+                    act = partial(CALLS[name], self, *words, **more)
+                    return die(act) if self is own else act()
+
+                return call
+
+            moving = made.move()
+            remote = moving._remote
+            ask, feed = remote.ask, remote.feed
+            monkeypatch.setattr(remote, "ask", lambda *words, d=die, a=ask: d(partial(a, *words)))
+            monkeypatch.setattr(
+                remote,
+                "feed",
+                lambda *words, write, d=die, f=feed: d(partial(f, *words, write=write)),
+            )
+            ended = False
+            with monkeypatch.context() as patched, suppress(Killed):
+                for name in CALLS:
+                    patched.setattr(Client, name, calling(name, made.here.client))
+                moving.run()
+                ended = True
+            # If it held the volume, its time is over: nobody asks for more of it.
+            made.here.service.withheld._held.clear()
+            assert usable(made.here) + usable(made.there) <= 1, step
+            if undone:
+                with suppress(errors.NotMoved):
+                    made.move().undo(confirmed=lambda: True)
+            else:
+                made.move().run()
+            kept, gone = (made.here, made.there) if undone else (made.there, made.here)
+            assert (usable(kept), usable(gone)) == (1, 0), step
+            assert kept.content("vol-db") == content
+            if undone:
+                assert (made.here.names(), made.there.names()) == ({"vol-db"}, set())
+            else:
+                made.move().finish()
+                assert made.here.names() == set()
+        if ended:
+            assert step > 15
+            return
 
 
 class Dying(Opened):

@@ -332,7 +332,10 @@ def test_a_bridge_without_a_copy_goes_at_the_next_start(
     bridge.name = "copy-pvc-9"
     assert client.snapshots() == []
     service.inventory.read()
+    # A start waits no longer than this for what goes on behind it.
+    service.copier.grace_seconds = 0
     service.copier.resume()
+    idle(service)
     assert names(fake) == {"vol-pvc-1"}
 
 

@@ -237,10 +237,10 @@ class FakeKernel(Kernel):
     def device_size_bytes(self, device: str) -> int:
         return self._present(device).size_bytes
 
-    def device_sector_bytes(self, device: str) -> int:
+    def physical_block_bytes(self, device: str) -> int:
         return _BLOCK_BYTES if self._block_device(device) else 0
 
-    def device_block_bytes(self, device: str) -> int:
+    def logical_block_bytes(self, device: str) -> int:
         return self._present(device).block_bytes
 
     def device_is_read_only(self, device: str) -> bool:

@@ -1,0 +1,48 @@
+"""What differs is told block by block, and before all of it was compared."""
+
+from typing import cast
+
+from agent.csi import snapshot_metadata
+from agent.delta import comparing
+from agent.delta.comparing import TOLD_BYTES
+from agent.delta.extents import Extent
+from agent.requests.snapshots import GetMetadata
+from mount.reading import Reader
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+
+
+class Filled:
+    """A disk of one byte, which counts what is read of it."""
+
+    def __init__(self, byte: bytes) -> None:
+        self._byte = byte
+        self.read_bytes = 0
+
+    def read(self, _offset_bytes: int, length_bytes: int) -> bytes:
+        self.read_bytes += length_bytes
+        return self._byte * length_bytes
+
+
+def test_what_differs_is_told_while_the_rest_is_still_to_be_compared() -> None:
+    size = 100 * MIB
+    old, new = Filled(b"a"), Filled(b"b")
+    found = comparing.differing(
+        cast(Reader, old), size, cast(Reader, new), [Extent(0, size)], lambda: None
+    )
+    assert next(found) == Extent(0, TOLD_BYTES)
+    assert new.read_bytes == TOLD_BYTES
+    rest = list(found)
+    assert [one.offset_bytes for one in rest] == list(range(TOLD_BYTES, size, TOLD_BYTES))
+    assert sum(one.length_bytes for one in rest) == size - TOLD_BYTES
+
+
+def test_an_answer_does_not_wait_for_more_once_it_tells_of_much() -> None:
+    many = iter([Extent(number * MIB, MIB // 2) for number in range(100)])
+    request = csi.GetMetadataAllocatedRequest(snapshot_id="data@x/snap-1")
+    call = GetMetadata.from_proto(request)
+    first = snapshot_metadata._piece(many, call)
+    assert sum(one.size_bytes for one in first) == TOLD_BYTES
+    few = csi.GetMetadataAllocatedRequest(snapshot_id="data@x/snap-1", max_results=3)
+    assert len(snapshot_metadata._piece(many, GetMetadata.from_proto(few))) == 3
