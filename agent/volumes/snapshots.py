@@ -156,10 +156,7 @@ class Snapshotter:
             try:
                 snapshot = self._inventory.snapshot(known, snapshot_id)
             except errors.NoSuchSnapshot:
-                # An earlier call may have parted it from its origin, and had no time for more.
-                for remains in self._inventory.doomed(known):
-                    if str(remains.id) == snapshot_id:
-                        self._wiper.delete(remains)
+                self.go_on(known, snapshot_id)
                 return
             if snapshot.group_snapshot_id:
                 raise errors.PartOfGroup(snapshot_id, snapshot.group_snapshot_id)
@@ -167,6 +164,15 @@ class Snapshotter:
                 raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
             self.part(snapshot)
         self.finish(snapshot)
+
+    def go_on(self, known: report.Report, snapshot_id: str) -> None:
+        """Wipe what is left of a snapshot that is no more; behind the answer.
+
+        Who parted it from its origin may have had no time for more, or not known that he had.
+        """
+        for remains in self._inventory.doomed(known):
+            if str(remains.id) == snapshot_id:
+                self._wiper.delete(remains)
 
     def discard(self, snapshot: Snapshot) -> None:
         """Wipe and remove a snapshot that is there; the wipe may go on behind the answer."""
