@@ -6,6 +6,7 @@ from concurrent.futures import wait
 from pathlib import Path
 
 import configured
+import laying
 import pytest
 from fakes.host import FakeHost
 from model import operations as do
@@ -18,10 +19,8 @@ from model.stopping import CHANGING, Cut, Killed, Switch
 from agent.config.classes import DeviceClass
 from agent.config.groups import BackingFile, Foundation
 from agent.config.settings import Config
-from agent.engine import sources
 from agent.engine.sources import Foundations
 from lvm.command import Result
-from lvm.lvm2 import Lvm
 from mount.syscalls import Kernel
 
 # Looking costs one command, and changes nothing that could be left half done.
@@ -236,8 +235,7 @@ def test_a_start_that_was_killed_while_it_made_groups_is_made_good_by_the_next(
 
     def start(host: FakeHost, config: Config, switch: Switch) -> Foundations:
         switch.counting = True
-        laid = Foundations(switch.kernel(host.kernel))
-        sources.lay(Lvm(switch.run(host.run)), laid, config)
+        _, laid = laying.lay(host, config, switch.run(host.run), switch.kernel(host.kernel))
         return laid
 
     whole = Switch()
