@@ -199,6 +199,8 @@ class Snapshotter:
             snapshots.split(
                 self._engines.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
             )
+        elif snapshot.is_thin:
+            self._reclaimer.remove(snapshot)
         else:
             volumes.remove(
                 self._engines.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
