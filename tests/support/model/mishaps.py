@@ -4,6 +4,7 @@ Each mishap carries out one exchange: it says the line, or does not, and has the
 would see. A stopped shell's time is over at once: nobody has to wait for that.
 """
 
+import itertools
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -149,11 +150,13 @@ class Shells:
 
     @property
     def was_looked_first(self) -> bool:
-        """Whether nothing was changed after a change of which nobody knew, before it was looked."""
+        """Whether nothing more was done to what a change was about of which nobody knew, unseen."""
         assert self.happened_at is not None
         at, *later = self.log[self.happened_at :]
-        telling = (one for one in later if _is_look(one) or _changes(one))
-        return _is_look(at) or _is_look(next(telling, "fullreport"))
+        blindly = itertools.takewhile(lambda one: not _is_look(one), later)
+        return _is_look(at) or not any(
+            _changes(one) and _about(one) == _about(at) for one in blindly
+        )
 
     @property
     def changes(self) -> list[str]:
@@ -176,6 +179,11 @@ class _Told:
 
 def _is_look(line: str) -> bool:
     return shell.only_looks(("lvm", line.partition(" ")[0]))
+
+
+def _about(line: str) -> str:
+    """The volume or group that a command is about, which it names last."""
+    return line.rpartition(" ")[2]
 
 
 def _changes(line: str) -> bool:
