@@ -21,7 +21,7 @@ from agent.config.classes import DeviceClass
 from agent.config.groups import BackingFile, Foundation
 from agent.config.settings import Config
 from agent.config.values import Address
-from agent.csi.client import Client, block, mounted
+from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.engine import engine
 from agent.health import preflight
 from agent.service import monitor, resumption
@@ -125,9 +125,21 @@ def whole_life(client: Client, config: Config, volume: csi.Volume, place: Path) 
     snapshot = client.snapshot("nightly", made.volume_id)
     assert client.volume(made.volume_id).volume.capacity_bytes == 16 * MIB
     assert client.confirms(made.volume_id, block())
-    client.expand(made.volume_id, 8 * MIB)
+    assert client.snapshots(snapshot_id=snapshot.snapshot_id)
+    assert client.snapshots(volume_id=made.volume_id)
+    assert list(client.blocks(snapshot.snapshot_id)) == []
+    for health in (client.volume_health, client.node_health):
+        assert health(made.volume_id).volume_id == made.volume_id
+    assert client.storage_health() is not None
+    copies = {"restored": of_snapshot(snapshot.snapshot_id), "cloned": of_volume(made.volume_id)}
+    for name, source in copies.items():
+        copy = client.create(name, 16 * MIB, block(), parameters=SOUND, source=source)
+        client.delete(copy.volume_id)
     client.delete_snapshot(snapshot.snapshot_id)
+    client.expand(made.volume_id, 20 * MIB)
+    client.modify(made.volume_id, {"carver/readAhead": "1MiB"})
     client.delete(made.volume_id)
+    client.node_expand(volume.volume_id, target)
     client.unpublish(volume.volume_id, target)
     client.unstage(volume.volume_id, staging)
     client.delete(volume.volume_id)
