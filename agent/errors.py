@@ -114,6 +114,16 @@ class GroupSilent(AgentError):
         )
 
 
+class GroupAwaited(AgentError):
+    """A group that Carver makes, or whose file it attaches, is not there yet since the start."""
+
+    def __init__(self, group: str) -> None:
+        super().__init__(
+            f"volume group {group} is not there yet: Carver, which was just started, makes it or"
+            " attaches its file. Call again"
+        )
+
+
 class NotHere(AgentError):
     """What a new volume is made in, or of, is not on this node; it may be on another."""
 

@@ -159,6 +159,19 @@ _MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
 )
 
 
+# What lvm2 and libdevmapper print where malloc(3) fails, and what ENOMEM is called.
+_NO_MEMORY = re.compile(
+    r"out of memory|cannot allocate memory|alloc(ation)? failed"
+    r"|(could not|couldn't|failed to|unable to) allocate\b",
+    re.I,
+)
+
+
+def lacks_memory(stderr: str) -> bool:
+    """Whether a failed lvm2 command complained of too little memory."""
+    return _NO_MEMORY.search(stderr) is not None
+
+
 def classify(words: Sequence[str], exit_code: int, stderr: str) -> CommandFailed:
     """The error that says what a failed lvm2 command meant."""
     for pattern, error in _MESSAGES:

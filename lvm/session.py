@@ -94,6 +94,9 @@ class Session:
         try:
             said = ready.exchange(line.text, remaining_seconds())
             result = shell.answer(line.subcommand, said)
+            if result.exit_code and errors.lacks_memory(result.stderr):
+                # It would lack it at the next command, too, and a process need not.
+                raise ValueError("it lacks memory")
         except TimeoutError:
             self._give_up(line, "its time is over")
             raise errors.CommandTimedOut(words, time.monotonic() - started) from None

@@ -90,6 +90,8 @@ class Engine:
         # What it was when it was looked at last, and when that was (epoch, seconds).
         self.last: report.Group | None = None
         self.time_seconds = 0.0
+        # Whether Carver has not made it yet, or brought its disks: till then it is not just absent.
+        self.is_awaited = False
         # What it was when it was here last, and when it was seen so.
         self.seen: report.Group | None = None
         self.seen_seconds = 0.0
@@ -167,7 +169,7 @@ class Engine:
         """The group as it is now; None where it is not on this node.
 
         One command where something was written to it since it was looked at last, else none.
-        Raises LvmError, GroupRefused, GroupSilent, GroupBusy.
+        Raises LvmError, GroupRefused, GroupSilent, GroupAwaited, GroupBusy.
         """
         with self._looks.turn():
             before, self._changed = self.state, False
@@ -217,7 +219,12 @@ class Engine:
         try:
             with command.time_limit(_LIST_SECONDS if remaining is None else remaining / 2):
                 return self.look()
-        except (errors.GroupBusy, errors.GroupSilent, lvm_errors.OutcomeUnknown):
+        except (
+            errors.GroupBusy,
+            errors.GroupSilent,
+            errors.GroupAwaited,
+            lvm_errors.OutcomeUnknown,
+        ):
             self._rests_until = time.monotonic() + _REST_SECONDS
             if self.last is None:
                 raise
@@ -318,6 +325,8 @@ class Engine:
                 return self._remembered(group, known.location, mark)
         location = self._locate()
         if location is None:
+            if self.is_awaited:
+                raise errors.GroupAwaited(self.name)
             return None
         mark = self._fingerprint(location)
         if known is not None and location == known.location and self._still_holds(known, mark):

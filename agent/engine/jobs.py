@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from agent import errors
+from lvm.errors import OutcomeUnknown
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class Jobs(Generic[J]):
         self._find = find
         self._failure = failure
         self.retry_seconds = 60.0
+        # The same where it is not known what a command did, which a look can tell.
+        self.soon_seconds = 1.0
         self._stopping = threading.Event()
         self._workers = _Workers(kind, workers)
         self._guard = threading.Lock()
@@ -128,7 +131,10 @@ class Jobs(Generic[J]):
 
     def try_again(self, failed: J) -> None:
         """Do it once more, later, unless it was done until then."""
-        timer = threading.Timer(self.retry_seconds, self._look_again, [failed])
+        self._try_in(self.retry_seconds, failed)
+
+    def _try_in(self, seconds: float, failed: J) -> None:
+        timer = threading.Timer(seconds, self._look_again, [failed])
         timer.daemon = True
         with self._guard:
             self._timers = [one for one in self._timers if one.is_alive()] + [timer]
@@ -157,10 +163,12 @@ class Jobs(Generic[J]):
         except Stopping as stopping:
             job.ended.set_exception(stopping)
         except Exception as error:
+            # Once: what comes out so again and again is no doubt that a look ends.
+            is_first_doubt = isinstance(error, OutcomeUnknown) and not job.told
             self._tell(job, error)
             job.ended.set_exception(error)
             if job.on_record:
-                self.try_again(job)
+                self._try_in(self.soon_seconds if is_first_doubt else self.retry_seconds, job)
         else:
             self._drop(job)
             job.ended.set_result(None)

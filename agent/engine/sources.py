@@ -2,18 +2,22 @@
 
 Every step is looked for first, so the first start, a restart, one after a crash and one after a
 reboot are the same code. A group is made by one command on all of its disks, and only if each is
-vacant; otherwise nothing is changed, the service starts without the group, and says why.
+vacant; otherwise nothing is changed, the service starts without the group, and says why. Each group
+is made for itself: one whose disk hangs keeps no other from being there.
 """
 
 import logging
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agent import errors
 from agent.config.groups import BackingFile, Foundation
 from agent.config.settings import Config
+from agent.engine.disks import locate
+from agent.engine.engines import Engines
 from lvm import errors as lvm_errors
 from lvm import groups, lvm2, report, tags
 from lvm.command import Run
@@ -38,12 +42,15 @@ _MADE = {"made": "yes"}
 class Foundations:
     """The groups that Carver makes: their devices, and why some of them could not be made.
 
-    A group that is in none of them is the operator's, and is taken as it is. `lay` fills it in.
+    A group that is in none of them is the operator's, and is taken as it is. `begin` and `lay` fill
+    it in, `lay` for one group in each thread; those it has not been done for are `pending`.
     """
 
     kernel: Kernel
     devices: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    failures: Mapping[str, str] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    pending: set[str] = field(default_factory=set)
+    guard: threading.Lock = field(default_factory=threading.Lock)
 
     def group(self, known: report.Report, name: str) -> report.Group:
         """The group of that name, if it is the one that is meant.
@@ -54,14 +61,18 @@ class Foundations:
         if name not in known.groups and name in self.failures:
             raise errors.GroupRefused(name, f"{self.failures[name]}. Then restart Carver")
         group = known.group(name)
-        if name in self.devices and not self._is_meant(group):
+        self.require_meant(group)
+        return group
+
+    def require_meant(self, group: report.Group) -> None:
+        """Raise GroupRefused for a group of the name of one that Carver makes, which is another."""
+        if group.name in self.devices and not self._is_meant(group):
             disks = ", ".join(disk.name for disk in group.disks)
             raise errors.GroupRefused(
-                name,
+                group.name,
                 f"there is one on {disks}, which Carver did not make, and none of which is listed;"
                 " rename it (`vgrename`), or correct the list",
             )
-        return group
 
     def absent(self, group: report.Group) -> list[str]:
         """The devices that are listed for a group, and are none of its disks."""
@@ -83,37 +94,68 @@ class Foundations:
 NONE = Foundations(Kernel())
 
 
-def lay(lvm: Lvm, laid: Foundations, config: Config) -> None:
-    """Make what is missing. Says how lvm2 is called from now on, and what came of it.
+def begin(lvm: Lvm, laid: Foundations, config: Config, engines: Engines) -> None:
+    """Say how lvm2 is called from now on, and which groups are to be laid. No command."""
+    lvm.settings, lvm.root = _settings(config), config.lvm_root
+    for one in config.foundations:
+        _found_on(lvm, laid, config, one, one.devices)
+        laid.pending.add(one.group)
+        if (engine := engines.known(one.group)) is not None:
+            engine.is_awaited = True
 
-    One command where every group is there, none where Carver is to make none. A group that cannot
-    be made is told in the log, and by Foundations to whoever needs the group. Where lvm2 does not
-    answer LvmError is raised, and all of it is to be done again: each step is looked for first.
+
+def lay(lvm: Lvm, laid: Foundations, config: Config, engines: Engines, name: str) -> None:
+    """Make what is missing of a group, once in the life of a process.
+
+    One command where the group is there, none where Carver is not to make it. One that cannot be
+    made is told in the log, and by Foundations to whoever needs the group. Where lvm2 or a disk
+    does not answer LvmError or GroupSilent is raised, and all of it is to be done again: each step
+    is looked for first.
     """
-    run, kernel = lvm.run, laid.kernel
-    devices: dict[str, Sequence[str]] = {}
-    failures: dict[str, str] = {}
-    for one in config.foundations:
-        devices[one.group] = ()
-        with _noted(failures, one.group):
-            devices[one.group] = _devices(kernel, one)
-    lvm.devices, lvm.settings = _confined(kernel, config, devices), _settings(config)
-    lvm.root = config.lvm_root
-    laid.devices, laid.failures = devices, failures
-    known = report.read(lvm) if devices else report.Report({})
-    for one in config.foundations:
-        if one.group in failures:
-            continue
-        with _noted(failures, one.group):
-            if one.group in known.groups:
-                group = laid.group(known, one.group)
-                _tell_of_absent(run, laid, group)
-                slow = [disk.name for disk in group.disks if not disk.fast]
-            else:
-                _make(run, lvm, laid, known, one)
-                slow = [kernel.real_path(device) for device in one.devices]
+    engine = engines.known(name)
+    if name not in laid.pending or engine is None:
+        return
+    one = next(one for one in config.foundations if one.group == name)
+    kernel, is_here = laid.kernel, True
+    with _noted(laid.failures, name):
+        _found_on(lvm, laid, config, one, _devices(kernel, one))
+        is_here = locate(engines.scan(), name) is not None
+    if not is_here:
+        own = _seeing(lvm, kernel, laid.devices[name])
+        known = report.read(own)
+        with _noted(laid.failures, name):
+            _make(own, laid, known, one)
+    engine.outdate()
+    engine.is_awaited = False
+    if name not in laid.failures and (group := engine.look()) is not None:
+        with _noted(laid.failures, name):
+            laid.require_meant(group)
+            _tell_of_absent(lvm.run, laid, group)
+            slow = [disk.name for disk in group.disks if not disk.fast]
             if unmarked := _same_as(kernel, slow, one.fast):
-                groups.mark_fast(lvm, unmarked)
+                groups.mark_fast(engine.lvm, unmarked)
+    laid.pending.discard(name)
+
+
+def _seeing(lvm: Lvm, kernel: Kernel, devices: Iterable[str]) -> Lvm:
+    """lvm2, which sees these devices alone, as far as they are there: others may not answer.
+
+    Where the node lists the disks that lvm2 may use, it is lvm2 as it is on the node, which puts
+    those of a new group on the list.
+    """
+    if lvm.root is not None and lvm2.listed_disks(lvm.root) is not None:
+        return lvm
+    there = [kernel.real_path(one) for one in devices if _numbers(kernel, [one])]
+    return replace(lvm, devices=tuple(there) or (_NO_DISK,))
+
+
+def _found_on(
+    lvm: Lvm, laid: Foundations, config: Config, one: Foundation, devices: Sequence[str]
+) -> None:
+    """Note the devices of a group, to which lvm2 may be confined."""
+    with laid.guard:
+        laid.devices = {**laid.devices, one.group: devices}
+        lvm.devices = _confined(laid.kernel, config, laid.devices)
 
 
 def look(run: Run, kernel: Kernel, config: Config) -> Lvm:
@@ -126,20 +168,19 @@ def look(run: Run, kernel: Kernel, config: Config) -> Lvm:
 def _noted(failures: dict[str, str], name: str) -> Iterator[None]:
     """Keep a failure as the reason for which a group is not there, and go on.
 
-    A command that did not end proves nothing of its group.
+    What does not answer proves nothing of its group.
     """
+    failures.pop(name, None)
     try:
         yield
-    except lvm_errors.CommandTimedOut:
+    except (lvm_errors.OutcomeUnknown, errors.GroupSilent):
         raise
     except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError) as error:
         _log.error("volume group %s is not made: %s", name, error)
         failures[name] = str(error)
 
 
-def _make(
-    run: Run, lvm: Lvm, laid: Foundations, known: report.Report, foundation: Foundation
-) -> None:
+def _make(lvm: Lvm, laid: Foundations, known: report.Report, foundation: Foundation) -> None:
     """Make a group of its devices, each of which is vacant; raises NotVacant, ProbeFailed."""
     name, kernel = foundation.group, laid.kernel
     devices = laid.devices[name]
@@ -152,7 +193,7 @@ def _make(
     orphans = _numbers(kernel, known.orphans)
     for device in devices:
         if not _numbers(kernel, [device]) & orphans:
-            vacancy.require_blank(run, device)
+            vacancy.require_blank(lvm.run, device)
             if foundation.file is not None:
                 _fill(kernel, device)
     # lvm2 knows devices by the names of their nodes, not by every link that leads to them.

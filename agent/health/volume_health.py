@@ -28,7 +28,10 @@ from mount.syscalls import Kernel
 
 # How long whoever asks for a volume that nothing tells of waits for its group.
 _PROOF_SECONDS = 5.0
-_NO_ANSWER = (errors.GroupBusy, errors.GroupSilent, errors.GroupRefused, lvm_errors.LvmError)
+_NO_ANSWER = (
+    *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited, errors.GroupRefused),
+    lvm_errors.LvmError,
+)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What was left of wipes, copies and group snapshots: taken up as soon as its group answers.
+"""Groups made, and what was left in them taken up, as soon as each answers: wipes, copies.
 
 By an earlier process, or because the group was away: at the start for all groups, later for one
 that did not answer then, or went and is back. Each in a thread of its own, so that one whose disk
@@ -35,6 +35,8 @@ class Resumption:
         # Those that are to be taken up when they answer, and how the last attempts came out.
         self._waiting = set(engines.names)
         self._tries: dict[str, Future[None]] = {}
+        # Why not, as it was told last: the same again each minute is told once.
+        self._told: dict[str, str] = {}
         self._tried_at: dict[str, float] = {}
 
     def begin(self) -> None:
@@ -80,7 +82,10 @@ class Resumption:
                 self._take_up(name)
         except Exception as error:
             self._waiting.add(name)
-            _log.debug("volume group %s is not taken up yet: %s", name, error)
+            if self._told.get(name) != (problem := str(error)):
+                _log.warning("volume group %s is not taken up yet: %s", name, problem)
+            self._told[name] = problem
             trying.set_exception(error)
         else:
+            self._told.pop(name, None)
             trying.set_result(None)

@@ -214,7 +214,12 @@ def serve(config: Config, host: Host) -> None:
         observe = metrics.count_call if metrics else None
         lvm, foundations = Lvm(host.run), Foundations(host.kernel)
         service = Service(config, host, lvm, observe, foundations)
-        resumption = Resumption(service.engines, partial(resume, service))
+
+        def take_up(group: str) -> None:
+            sources.lay(lvm, foundations, config, service.engines, group)
+            resume(service, group)
+
+        resumption = Resumption(service.engines, take_up)
         ended = _until_signal()
 
         def begin() -> None:
@@ -222,9 +227,9 @@ def serve(config: Config, host: Host) -> None:
                 suspension.left(host.devices, config.groups) as held,
                 service.inventory.holding(held),
             ):
-                sources.lay(lvm, foundations, config)
                 resumption.begin()
 
+        sources.begin(lvm, foundations, config, service.engines)
         service.admission.close()
         service.start(config.endpoint)
         served = sockets.inode(config.endpoint)

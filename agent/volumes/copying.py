@@ -152,9 +152,13 @@ class Copier:
             self.jobs.allow(volume_id)
 
     def clear(self, known: report.Report, volume: Volume) -> None:
-        """Remove the bridge to a volume that is deleted before it was complete."""
-        if volume.copying and (bridge := self._bridge_of(known, volume)) is not None:
+        """Remove the bridge to a volume that is deleted before it was complete, or known to be."""
+        if (bridge := self._bridge_of(known, volume)) is None:
+            return
+        if volume.copying:
             self._snapshotter.discard(bridge)
+        else:
+            self.bridges.start(Job(str(bridge.id)))
 
     def is_copying(self, volume_id: str) -> bool:
         """Whether the volume is not complete."""
@@ -194,7 +198,13 @@ class Copier:
         return _copy_of(volume, self.source_of(known, volume))
 
     def _find(self, volume_id: str) -> _Copy:
-        volume = self._inventory.get(self._inventory.read(ids.group_of(volume_id)), volume_id)
+        known = self._inventory.read(ids.group_of(volume_id))
+        volume = self._inventory.get(known, volume_id)
+        if not volume.copying:
+            # That it is complete was written, though nobody knew: it may be in use by now.
+            if (bridge := self._bridge_of(known, volume)) is not None:
+                self.bridges.start(Job(str(bridge.id)))
+            raise errors.NoSuchVolume(volume_id)
         source = VolumeId.parse(volume.facts.get(fact.FROM, ""))
         groups = {volume.group.name, volume.group.name if source is None else source.group}
         known = self._inventory.read(*groups)
@@ -295,7 +305,10 @@ class Copier:
             with command.time_limit(_LOOK_SECONDS):
                 known = self._inventory.awake()
             bridge = self._bridge(known, ids.logical_name(job.key))
-            if bridge is None or bridge.name in self._wanted(known):
+            if bridge is None:
+                self._snapshotter.go_on(known, job.key)
+                return
+            if bridge.name in self._wanted(known):
                 return
             self._snapshotter.part(bridge)
         self._snapshotter.finish(bridge)

@@ -102,8 +102,8 @@ class Expander:
             wanted = volume.wanted_bytes
             try:
                 self._extend(known, volume, wanted)
-            except lvm_errors.CommandTimedOut:
-                raise  # the caller has no time for the rest of staging either, and calls again
+            except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
+                raise  # the next call looks first, and nothing is changed before
             except (errors.AgentError, lvm_errors.LvmError) as error:
                 _log.warning("volume %s is not grown to %d bytes yet: %s", volume.id, wanted, error)
                 return volume

@@ -250,7 +250,7 @@ class Provisioner:
                 if volume.is_encrypted:
                     self._mappings.ensure_closed(volume)
                     self._mappings.erase(volume)
-                volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, volume.name)
+                self._reclaimer.remove(volume)
             else:
                 is_thin = False
         self._copier.clear(known, volume)

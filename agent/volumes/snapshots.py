@@ -156,10 +156,7 @@ class Snapshotter:
             try:
                 snapshot = self._inventory.snapshot(known, snapshot_id)
             except errors.NoSuchSnapshot:
-                # An earlier call may have parted it from its origin, and had no time for more.
-                for remains in self._inventory.doomed(known):
-                    if str(remains.id) == snapshot_id:
-                        self._wiper.delete(remains)
+                self.go_on(known, snapshot_id)
                 return
             if snapshot.group_snapshot_id:
                 raise errors.PartOfGroup(snapshot_id, snapshot.group_snapshot_id)
@@ -167,6 +164,15 @@ class Snapshotter:
                 raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
             self.part(snapshot)
         self.finish(snapshot)
+
+    def go_on(self, known: report.Report, snapshot_id: str) -> None:
+        """Wipe what is left of a snapshot that is no more; behind the answer.
+
+        Who parted it from its origin may have had no time for more, or not known that he had.
+        """
+        for remains in self._inventory.doomed(known):
+            if str(remains.id) == snapshot_id:
+                self._wiper.delete(remains)
 
     def discard(self, snapshot: Snapshot) -> None:
         """Wipe and remove a snapshot that is there; the wipe may go on behind the answer."""
@@ -193,6 +199,8 @@ class Snapshotter:
             snapshots.split(
                 self._engines.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
             )
+        elif snapshot.is_thin:
+            self._reclaimer.remove(snapshot)
         else:
             volumes.remove(
                 self._engines.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
@@ -224,10 +232,16 @@ class Snapshotter:
         return self._inventory.snapshot(self._inventory.read(parsed.group), snapshot_id)
 
     def list(self, call: ListSnapshots) -> Part[Snapshot]:
-        """A part of the snapshots, in the order of their ids."""
+        """A part of the snapshots, in the order of their ids; of one group where an id names it."""
         pages.check(call.page)
-        known = self._inventory.listed()
-        self._inventory.require_groups(known)
+        named = VolumeId.parse(call.snapshot_id or call.source_id)
+        if named is not None and named.group in self._config.groups:
+            # The others' may hang: the external-snapshotter asks so how one snapshot is.
+            known = self._inventory.read(named.group)
+            self._inventory.group(known, named.group)
+        else:
+            known = self._inventory.listed()
+            self._inventory.require_groups(known)
         found = {
             str(one.id): one
             for one in self._inventory.snapshots(known)

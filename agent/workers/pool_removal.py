@@ -23,6 +23,7 @@ from agent.engine.jobs import Job, Jobs
 from agent.engine.means import Means
 from agent.engine.records import Snapshot, Volume
 from lvm import caches, names, pools, report, tags, thin, volumes
+from lvm import errors as lvm_errors
 from lvm.volumes import New
 
 # CreateVolume waits for one of these at most.
@@ -51,6 +52,19 @@ class Reclaimer:
             "pool %s is empty, but not given back: %s",
             workers=1,
         )
+
+    def remove(self, thin_one: Volume | Snapshot) -> None:
+        """Remove what is in a pool; the caller holds the group, and read the report within.
+
+        Where that fails it may be gone all the same: whoever repeats the call finds nothing that he
+        would look after then. So it is looked whether the pool is empty.
+        """
+        group = thin_one.group.name
+        try:
+            volumes.remove(self._engines.lvm(group), group, thin_one.name)
+        except lvm_errors.LvmError:
+            self.after(thin_one, wait_seconds=0)
+            raise
 
     def after(self, removed: Volume | Snapshot, wait_seconds: float) -> None:
         """Give a pool back that lost its last volume, and wait a moment for it.

@@ -208,11 +208,14 @@ class Wiper:
             if is_thin:
                 if volume.is_encrypted:
                     self._mappings.erase(volume)
-                volumes.remove(lvm, group, volume.name)
+                try:
+                    volumes.remove(lvm, group, volume.name)
+                finally:
+                    # Also where nobody knows: its pool is looked at, and nothing else comes back.
+                    self.emptied(volume)
             elif logical.is_copy_on_write:
                 snapshots.split(lvm, group, volume.name)
         if is_thin:
-            self.emptied(volume)
             return None
         return replace(volume, read_only=volume.read_only or logical.is_copy_on_write)
 

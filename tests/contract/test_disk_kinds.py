@@ -7,14 +7,13 @@ import chosen
 import configured
 import expect
 import pytest
+from laying import lay
 from real.any import AnyHost
 
 from agent import errors
 from agent.config.groups import Foundation
 from agent.config.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot
-from agent.engine import sources
-from agent.engine.sources import Foundations
 from agent.health import group_checks
 from agent.health.verdicts import PASS, WARN
 from agent.service.server import Service
@@ -22,7 +21,6 @@ from lvm import report
 from lvm.blockdevices import Excluded, Why
 from lvm.labels import PhysicalLabel
 from lvm.layout import Layout
-from lvm.lvm2 import Lvm
 
 MIB = 1 << 20
 DISK = 201 * MIB
@@ -149,12 +147,11 @@ def test_carver_makes_a_group_of_it(host: AnyHost, tmp_path: Path, disk: str) ->
     config = configured.carver(
         tmp_path, name, devices=(disk,), foundations=(Foundation(name, (disk,)),)
     )
-    lvm, laid = Lvm(host.run), Foundations(host.kernel)
-    sources.lay(lvm, laid, config)
+    lvm, laid = lay(host, config)
     assert laid.failures == {}
     assert laid.group(report.read(lvm), name).free_extents == 50
     # It is found by the same path again, and left alone.
-    sources.lay(lvm, laid, config)
+    lvm, laid = lay(host, config)
     assert (laid.failures, laid.absent(laid.group(report.read(lvm), name))) == ({}, [])
     lvm("vgremove", "--yes", "--", name)
 
@@ -166,8 +163,7 @@ def test_a_group_is_not_made_of_disks_with_blocks_of_two_sizes(
     config = configured.carver(
         tmp_path, name, devices=(disk, usual), foundations=(Foundation(name, (disk, usual)),)
     )
-    lvm, laid = Lvm(host.run), Foundations(host.kernel)
-    sources.lay(lvm, laid, config)
+    lvm, laid = lay(host, config)
     known = report.read(lvm)
     with pytest.raises(errors.GroupRefused) as refused:
         laid.group(known, name)

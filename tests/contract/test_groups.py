@@ -8,13 +8,13 @@ from pathlib import Path
 import configured
 import pytest
 from fakes.host import FakeHost
+from laying import lay
 from real.any import AnyHost
 
 from agent import errors
 from agent.config.classes import DeviceClass
 from agent.config.groups import BackingFile, Foundation
 from agent.config.settings import Config
-from agent.engine import sources
 from agent.engine.sources import Foundations
 from lvm import report
 from lvm.lvm2 import Lvm
@@ -29,12 +29,6 @@ def of_devices(tmp_path: Path, group: str, *devices: str) -> Config:
     return configured.carver(
         tmp_path, group, devices=devices, foundations=(Foundation(group, devices),)
     )
-
-
-def lay(host: AnyHost, config: Config) -> tuple[Lvm, Foundations]:
-    lvm, laid = Lvm(host.run), Foundations(host.kernel)
-    sources.lay(lvm, laid, config)
-    return lvm, laid
 
 
 def disks(lvm: Lvm, group: str) -> list[str]:

@@ -43,10 +43,16 @@ class Bench:
 
     @contextmanager
     def served(
-        self, host: RealHost, group: str, extents: int, classes: str = ""
+        self,
+        host: RealHost,
+        group: str,
+        extents: int,
+        classes: str = "",
+        *,
+        sessions: bool = True,
     ) -> Iterator[Trial]:
         """A trial on that group; in the end everything is undone, and nothing may be left."""
-        machine = Process(host, group, host.directory.parent, classes=classes)
+        machine = Process(host, group, host.directory.parent, classes=classes, sessions=sessions)
         trial = Trial(machine, Model(extents * EXTENT_BYTES))
         self.trials.append(trial)
         try:
@@ -56,13 +62,12 @@ class Bench:
             machine.stop()
 
     @contextmanager
-    def trial(self, *disk_extents: int) -> Iterator[Trial]:
+    def trial(self, *disk_extents: int, sessions: bool = True) -> Iterator[Trial]:
         """A trial on a group with so many extents on each of its disks."""
-        with (
-            self.host() as host,
-            self.served(host, host.new_group(*disk_extents), sum(disk_extents)) as trial,
-        ):
-            yield trial
+        with self.host() as host:
+            group, extents = host.new_group(*disk_extents), sum(disk_extents)
+            with self.served(host, group, extents, sessions=sessions) as trial:
+                yield trial
 
 
 Fault = Callable[[Bench], tuple[int, str]]

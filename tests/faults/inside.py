@@ -10,7 +10,7 @@ import time
 import traceback
 import zlib
 
-from faults import killed, late, load, outside, replaced
+from faults import killed, late, load, lvm2, outside, replaced
 from faults.bench import PLACE, Bench, Fault
 from faults.row import Row
 from real.host import Lab, lab
@@ -26,9 +26,10 @@ FAULTS: tuple[Fault, ...] = (
     outside.leg_failed,
     outside.disk_lost,
     replaced.disk_replaced,
-    outside.lvm2_killed,
-    outside.lvm2_killed_while_suspended,
-    outside.lvm2_hangs,
+    lvm2.lvm2_killed,
+    lvm2.lvm2_killed_while_suspended,
+    lvm2.lvm2_hangs,
+    lvm2.session_killed,
     outside.lvm_directory_read_only,
     outside.disk_full,
     outside.clock_jumps,

@@ -8,16 +8,20 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
+from unittest.mock import patch
 
 from model.stopping import Switch
 
 from agent import log
 from agent.cli import main as cli
 from agent.config import settings
-from agent.engine.host import Host, this_host
+from agent.engine.host import this_host
 from agent.service import server
+from lvm.session import Session
 
 
 class Kill(Switch):
@@ -43,10 +47,17 @@ def main() -> None:
     config = settings.load(cli.parser().parse_args(["serve", *words]), {})
     log.configure(config.log_format, config.log_level)
     host = this_host(config)
-    through = Host(
-        switch.run(host.run), switch.kernel(host.kernel), switch.devices(host.devices), host.disks
+    through = replace(
+        host,
+        run=switch.run(host.run),
+        kernel=switch.kernel(host.kernel),
+        devices=switch.devices(host.devices),
+        converse=switch.converse(host.converse) if host.converse else None,
+        stream=switch.stream(host.stream),
     )
-    server.serve(config, through)
+    # A shell that was given up is followed by another at once: a trial is over within a minute.
+    with patch.object(server, "Session", partial(Session, rest_seconds=0)):
+        server.serve(config, through)
 
 
 main()

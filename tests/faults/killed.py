@@ -3,10 +3,11 @@
 import tempfile
 from pathlib import Path
 
-from fast.trouble.test_killed import CASES, EXTENTS, Case, steps
+from fast.trouble.test_killed import steps
 from faults.bench import Bench
 from faults.process import GONE, Trial
 from model import operations as do
+from model.cases import CASES, EXTENTS, Case
 
 # On a real machine its wipe takes as long as it takes.
 _LEFT_OUT = {"delete, a long wipe"}

@@ -344,13 +344,18 @@ def killed_at_random(bench: Bench) -> tuple[int, str]:
                 time.sleep(0.2)
             with Client(DEFAULT_SOCKET) as client:
                 await_begun(client)
+    judged(bench)
+    calls = sum(one.calls for one in workers)
+    return times, f"4 clients, {calls} calls: each succeeded at last, data as written"
+
+
+def judged(bench: Bench) -> None:
+    """What was found after a load, as a row's."""
     verdict = judge()
     bench.lost += len(verdict.lost)
     bench.leaked += len(verdict.leaked)
     if verdict.lost or verdict.leaked:
         raise Fault(f"{verdict}")
-    calls = sum(one.calls for one in workers)
-    return times, f"4 clients, {calls} calls: each succeeded at last, data as written"
 
 
 def _await_answers(workers: list[Worker], count: int) -> None:

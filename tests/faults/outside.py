@@ -1,31 +1,26 @@
 """What goes wrong outside Carver: disks, lvm2, files, the clock, the operator."""
 
 import contextlib
-import fcntl
 import itertools
 import os
 import shutil
-import signal
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 from faults import leftovers
 from faults.bench import Bench
-from faults.process import Fault, Trial
+from faults.process import Fault
 from model import operations as do
 from model.operations import MIB, Use
 from real.disks import Disk
 from real.host import RealHost
 
-from agent.csi.client import Client, block
+from agent.csi.client import block
 from lvm import report
-from lvm.devices import Device
 from mount import loop
 
 EXT4 = Use("mount", do.MULTI_WRITER, "ext4")
@@ -192,76 +187,6 @@ def _marked(disk: Disk) -> list[str]:
     return leftovers.on(disk.path, MIB, disk.sectors * 512)
 
 
-def lvm2_killed(bench: Bench) -> tuple[int, str]:
-    """lvm2 is killed in its work."""
-    times, hits = bench.times(12, 3), 0
-    calls: tuple[do.Call, ...] = (
-        do.Create("a", 16 * MIB, 0, BLOCK),
-        do.Expand("a", 32 * MIB),
-        do.Delete("a"),
-    )
-    with bench.trial(40) as trial:
-        # Each of them starts two commands.
-        commands = [seconds_of(trial, call) / 2 for call in calls]
-        for _ in range(times):
-            for call, seconds in zip(calls, commands, strict=True):
-                with killing_lvm2(trial, bench.random.uniform(0, seconds)) as killed:
-                    told = trial.machine.call(call)
-                hits += bool(killed)
-                if told.code not in ("OK", "INTERNAL", "ABORTED"):
-                    raise Fault(f"{call}: {told}")
-                trial.patiently(call)
-                trial.compare()
-    return times * 3, f"{hits} lvm2 commands died; each call succeeded when repeated"
-
-
-def lvm2_killed_while_suspended(bench: Bench) -> tuple[int, str]:
-    """lvm2 is killed while a device is suspended."""
-    times, hits = bench.times(8, 2), 0
-    with bench.trial(40) as trial:
-        for _ in range(times):
-            trial.make(do.Create("a", 16 * MIB, 0, BLOCK))
-            device = trial.machine.host.devices.find(trial.machine.group, "vol-a")
-            assert device is not None
-            with killing_suspended_lvm2(trial, device) as killed:
-                told = trial.machine.call(do.Expand("a", 32 * MIB))
-            if told.code not in ("OK", "INTERNAL"):
-                raise Fault(f"expand: {told}")
-            hits += bool(killed)
-            trial.patiently(do.Expand("a", 32 * MIB))
-            if is_suspended(device):
-                raise Fault("the device is still suspended")
-            trial.compare()
-            trial.make(do.Delete("a"))
-    return times, f"the repeated call resumed the device, {hits} times"
-
-
-def lvm2_hangs(bench: Bench) -> tuple[int, str]:
-    """lvm2 waits for a lock, or stops."""
-    with bench.trial(40) as trial:
-        trial.make(do.Create("a", 16 * MIB, 0, BLOCK))
-        machine = trial.machine
-        usual = machine.client
-        with Client(machine.endpoint, timeout_seconds=6) as machine.client:
-            lock = Path("/run/lock/lvm", f"V_{machine.group}")
-            with lock.open("a") as held:
-                fcntl.flock(held, fcntl.LOCK_EX)
-                started = time.monotonic()
-                trial.refused(do.Create("b", 16 * MIB, 0, BLOCK), "DEADLINE_EXCEEDED")
-                late_seconds = time.monotonic() - started - 6
-                # lvm2 went by itself, before the lock was free.
-                await_none(lambda: lvm2_of(trial))
-            trial.make(do.Get("a"))
-            with stopping_lvm2(trial):
-                trial.refused(do.Create("c", 16 * MIB, 0, BLOCK), "DEADLINE_EXCEEDED")
-            await_none(lambda: lvm2_of(trial))
-        machine.client = usual
-        for name in ("b", "c"):
-            trial.patiently(do.Create(name, 16 * MIB, 0, BLOCK))
-        trial.compare()
-    return 2, f"DEADLINE_EXCEEDED, {max(0, late_seconds):.1f} s late; no lock and no lvm2 left"
-
-
 def lvm_directory_read_only(bench: Bench) -> tuple[int, str]:
     """/etc/lvm is read-only."""
     with read_only("/etc/lvm"), bench.trial(40) as trial:
@@ -398,89 +323,6 @@ def read(path: Path, length: int) -> bytes:
     with path.open("rb") as file:
         os.posix_fadvise(file.fileno(), 0, length, os.POSIX_FADV_DONTNEED)
         return file.read(length)
-
-
-def lvm2_of(trial: Trial) -> list[psutil.Process]:
-    """The lvm2 commands that the process has running."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        children = psutil.Process(trial.machine.process.pid).children(recursive=True)
-        return [one for one in children if one.is_running() and one.name().startswith("lvm")]
-    return []
-
-
-def await_none(look: Callable[[], list[psutil.Process]]) -> None:
-    deadline = time.monotonic() + 30
-    while left := look():
-        if time.monotonic() > deadline:
-            raise Fault(f"{left} still runs")
-        time.sleep(0.1)
-
-
-@contextmanager
-def at_lvm2(trial: Trial, act: Callable[[psutil.Process], None]) -> Iterator[list[psutil.Process]]:
-    """Do something to each lvm2 command that is started meanwhile; yields those it was done to."""
-    done: list[psutil.Process] = []
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.01):
-            for one in lvm2_of(trial):
-                if one not in done:
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        act(one)
-                        done.append(one)
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        yield done
-    finally:
-        over.set()
-        watcher.join()
-
-
-def seconds_of(trial: Trial, call: do.Call) -> float:
-    """How long a call takes that nobody disturbs."""
-    started = time.monotonic()
-    trial.make(call)
-    return time.monotonic() - started
-
-
-@contextmanager
-def killing_lvm2(trial: Trial, delay_seconds: float) -> Iterator[list[psutil.Process]]:
-    def kill(process: psutil.Process) -> None:
-        time.sleep(delay_seconds)
-        process.kill()
-
-    with at_lvm2(trial, kill) as killed:
-        yield killed
-
-
-def is_suspended(device: Device) -> bool:
-    major, minor = device.number
-    return Path(f"/sys/dev/block/{major}:{minor}/dm/suspended").read_text().strip() == "1"
-
-
-@contextmanager
-def killing_suspended_lvm2(trial: Trial, device: Device) -> Iterator[list[psutil.Process]]:
-    """Kill the lvm2 that suspends a device, in that moment."""
-
-    def kill(process: psutil.Process) -> None:
-        while process.is_running() and not is_suspended(device):
-            pass
-        process.kill()
-
-    with at_lvm2(trial, kill) as killed:
-        yield killed
-
-
-@contextmanager
-def stopping_lvm2(trial: Trial) -> Iterator[None]:
-    with at_lvm2(trial, lambda process: process.send_signal(signal.SIGSTOP)) as stopped:
-        yield
-    for process in stopped:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(signal.SIGCONT)
 
 
 def command(*words: str) -> None:

@@ -47,6 +47,8 @@ class Process(Machine):
     """Carver as a process on a group of its own; `devices` are the disks that lvm2 may see."""
 
     classes: str = ""
+    # Whether lvm2's commands are said to a shell that is kept open, as by default.
+    sessions: bool = True
     log: list[str] = field(default_factory=list)
 
     @property
@@ -65,6 +67,7 @@ class Process(Machine):
             *("--kubelet-dir", str(self.host.directory)),
             *("--devices", ",".join(self.host.lvm.devices)),
             *("--node-id", "here", "--registration", "none"),
+            *("--lvm-session", str(self.sessions).lower()),
         ]
 
     def start(self, switch: Switch) -> None:

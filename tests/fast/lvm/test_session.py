@@ -314,14 +314,16 @@ def test_no_command_gets_the_shell_s_descriptors_or_its_environment(place: Place
 # Doubt
 
 
-@pytest.mark.parametrize("deed", ["die_before", "die_after", "cut", "garble", "other", "silent"])
+@pytest.mark.parametrize(
+    "deed", ["die_before", "die_after", "cut", "garble", "other", "silent", "starve"]
+)
 def test_a_change_of_which_nobody_knows_is_not_said_twice(place: Place, deed: str) -> None:
     place.session(*REPORT)
     place.plan(deed)
     with pytest.raises(errors.SessionLost, match="not known whether lvm lvremove was done"):
         place.session(*CHANGE)
     changes = [line for line in place.done("did") if line.startswith("lvremove")]
-    assert len(changes) == (0 if deed == "die_before" else 1)
+    assert len(changes) == (0 if deed in ("die_before", "starve") else 1)
     assert place.done("process") == []
     # The caller looks, and goes on, with a new shell.
     assert place.session(*REPORT).exit_code == 0
@@ -329,7 +331,7 @@ def test_a_change_of_which_nobody_knows_is_not_said_twice(place: Place, deed: st
     assert len(place.done("shell")) == 2
 
 
-@pytest.mark.parametrize("deed", ["die_before", "cut", "garble", "other", "silent"])
+@pytest.mark.parametrize("deed", ["die_before", "cut", "garble", "other", "silent", "starve"])
 def test_a_look_that_is_in_doubt_is_taken_by_a_process(place: Place, deed: str) -> None:
     place.plan(deed)
     assert place.session(*REPORT) == Result(0, '{"report": []}\n', "")

@@ -107,6 +107,23 @@ def test_lvm_s_messages_are_understood(stderr: str, error: type[errors.CommandFa
 
 
 @pytest.mark.parametrize(
+    ("stderr", "lacks"),
+    [
+        ("  Failed to allocate memory for a command.", True),
+        ("  Couldn't allocate new snapshot segment.", True),
+        ("  device-mapper: reload ioctl on  (253:1) failed: Cannot allocate memory", True),
+        (
+            "  Insufficient suitable allocatable extents for logical volume a: 5 more required",
+            False,
+        ),
+        ('  Volume group "data" has insufficient free space (1 extents): 2 required.', False),
+    ],
+)
+def test_want_of_memory_is_told_from_want_of_room(stderr: str, lacks: bool) -> None:
+    assert errors.lacks_memory(stderr) is lacks
+
+
+@pytest.mark.parametrize(
     ("flags", "settings"),
     [(0, ()), (os.ST_RDONLY, ("backup/archive=0", "backup/backup=0"))],
     ids=["writable", "read-only"],

@@ -7,10 +7,9 @@ import configured
 import pytest
 from fakes.devices import FakeDevice
 from fakes.host import FakeHost
+from laying import lay
 
 from agent.config.groups import Foundation
-from agent.engine import sources
-from lvm.lvm2 import Lvm
 from mount import errors, syscalls, vacancy
 from mount.filesystem import Signature
 from mount.syscalls import Kernel
@@ -102,7 +101,6 @@ def test_a_disk_of_a_group_that_lvm2_cannot_read_is_not_taken(tmp_path: Path) ->
     config = configured.carver(
         tmp_path, foundations=(Foundation("data", (device,)),), devices=(device,)
     )
-    laid = sources.Foundations(host.kernel)
-    sources.lay(Lvm(host.run), laid, config)
+    _, laid = lay(host, config)
     assert "holds LVM2_member" in laid.failures["data"]
     assert host.lvm2.groups == {}

@@ -9,6 +9,7 @@ from typing import Any
 import configured
 import expect
 import grpc
+import laying
 import pytest
 import serving
 from fakes.disks import FakeDisks
@@ -17,9 +18,10 @@ from fast.service.test_beginning import Started, until
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent.config.classes import DeviceClass
+from agent.config.groups import BackingFile, Foundation
 from agent.config.settings import Config
 from agent.config.values import Address
-from agent.csi.client import Client, block, mounted
+from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.engine import engine
 from agent.health import preflight
 from agent.service import monitor, resumption
@@ -28,6 +30,8 @@ from agent.service.registration import Registration
 from agent.service.server import Service
 from lvm import command, errors
 from lvm.command import Result
+from mount import loop
+from mount.syscalls import Kernel
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -121,9 +125,21 @@ def whole_life(client: Client, config: Config, volume: csi.Volume, place: Path) 
     snapshot = client.snapshot("nightly", made.volume_id)
     assert client.volume(made.volume_id).volume.capacity_bytes == 16 * MIB
     assert client.confirms(made.volume_id, block())
-    client.expand(made.volume_id, 8 * MIB)
+    assert client.snapshots(snapshot_id=snapshot.snapshot_id)
+    assert client.snapshots(volume_id=made.volume_id)
+    assert list(client.blocks(snapshot.snapshot_id)) == []
+    for health in (client.volume_health, client.node_health):
+        assert health(made.volume_id).volume_id == made.volume_id
+    assert client.storage_health() is not None
+    copies = {"restored": of_snapshot(snapshot.snapshot_id), "cloned": of_volume(made.volume_id)}
+    for name, source in copies.items():
+        copy = client.create(name, 16 * MIB, block(), parameters=SOUND, source=source)
+        client.delete(copy.volume_id)
     client.delete_snapshot(snapshot.snapshot_id)
+    client.expand(made.volume_id, 20 * MIB)
+    client.modify(made.volume_id, {"carver/readAhead": "1MiB"})
     client.delete(made.volume_id)
+    client.node_expand(volume.volume_id, target)
     client.unpublish(volume.volume_id, target)
     client.unstage(volume.volume_id, staging)
     client.delete(volume.volume_id)
@@ -396,6 +412,109 @@ def test_a_start_serves_the_groups_that_answer_and_takes_up_the_others_when_they
     finally:
         mend()
         running.end()
+
+
+@pytest.fixture
+def founded(tmp_path: Path) -> tuple[FakeHost, Config]:
+    """Two groups that Carver made, each of a disk of its own, by an earlier process."""
+    host = FakeHost(tmp_path)
+    disks = [host.new_device(900 * MIB) for _ in range(2)]
+    config = configured.carver(
+        tmp_path,
+        kubelet_dir=("/",),
+        classes=(DeviceClass("sick", "a", default=True), DeviceClass("sound", "b")),
+        metrics_address=Address("127.0.0.1", 0),
+        foundations=(Foundation("a", (disks[0],)), Foundation("b", (disks[1],))),
+    )
+    _, laid = laying.lay(host, config)
+    assert laid.failures == {}
+    return host, config
+
+
+class Unread:
+    """lvm2 hangs whenever it looks at a disk, also where it looks at all."""
+
+    def __init__(self, fake: FakeHost, disk: str) -> None:
+        self.over = threading.Event()
+        self._disk = disk
+        fake.intercept = self
+
+    def __call__(self, words: Sequence[str]) -> Result | None:
+        is_seen = "--devices" not in words or self._disk in words[words.index("--devices") + 1]
+        if words[0] == "lvm" and words[1:2] != ("version",) and is_seen:
+            self.over.wait(30)
+        return None
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["lvm2 hangs", "the disk does not answer"])
+def test_a_group_of_carver_s_own_whose_disk_hangs_at_the_start_delays_no_other(
+    founded: tuple[FakeHost, Config], soon: None, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    fake, config = founded
+    sick = config.foundations[0].devices[0]
+    trouble = Unread(fake, sick)
+    assert isinstance(fake.disks, FakeDisks)
+    if silent:
+        fake.disks.hanging.add(sick)
+    running = Started(config, fake, monkeypatch)
+    try:
+        assert running.begun.wait(10)
+        with Client(config.endpoint) as client:
+            assert client.probe().ready.value
+            assert client.capacity(SOUND).available_capacity
+            client.delete(client.create("of-b", 16 * MIB, block(), parameters=SOUND).volume_id)
+            fake.disks.hanging.clear()
+            trouble.over.set()
+            until(lambda: client.create("of-a", 16 * MIB, block(), parameters=SICK) is not None)
+    finally:
+        trouble.over.set()
+        running.end()
+
+
+def test_a_group_that_is_not_attached_yet_is_awaited_and_not_absent(
+    tmp_path: Path, fake: FakeHost, soon: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a boot its file has no loop device: its volumes are not gone, and no class is empty."""
+    attached = threading.Event()
+    real = loop.attach
+
+    def attach(kernel: Kernel, path: str) -> str:
+        assert attached.wait(30)
+        return real(kernel, path)
+
+    monkeypatch.setattr(loop, "attach", attach)
+    config = configured.carver(
+        tmp_path,
+        kubelet_dir=("/",),
+        classes=(DeviceClass("sick", "file", default=True), DeviceClass("sound", "b")),
+        metrics_address=Address("127.0.0.1", 0),
+        foundations=(Foundation("file", file=BackingFile(tmp_path / "file", 64 * MIB)),),
+    )
+    running = Started(config, fake, monkeypatch)
+    try:
+        assert running.begun.wait(10)
+        with Client(config.endpoint) as client:
+            assert client.capacity(SOUND).available_capacity
+            for call in (
+                lambda: client.create("new", 4 * MIB, block(), parameters=SICK),
+                lambda: client.delete("file@00000000/vol-pvc-1"),
+                client.volumes,
+            ):
+                with expect.code("UNAVAILABLE", "Call again"):
+                    call()
+            attached.set()
+            until(lambda: not service_pending(client))
+    finally:
+        attached.set()
+        running.end()
+
+
+def service_pending(client: Client) -> bool:
+    """Whether the class has no room yet."""
+    try:
+        return not client.capacity(SICK).available_capacity
+    except grpc.RpcError:
+        return True
 
 
 def test_a_wipe_that_failed_because_the_group_went_goes_on_when_it_is_back(

@@ -3,13 +3,16 @@
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import expect
+import grpc
 import pytest
 import serving
 from fakes.host import FakeHost
+from fast.service.test_beginning import until
 
 from agent.config.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
@@ -457,6 +460,35 @@ def test_a_bridge_that_cannot_be_taken_away_is_tried_again(
     idle(service)
     assert not list(refused)
     assert names(fake) == {"vol-pvc-1", "vol-pvc-2", "snap-1"}
+
+
+@pytest.mark.parametrize("lost", ["lvchange", "lvconvert"], ids=["complete", "parted"])
+def test_a_copy_of_which_nobody_knows_that_it_was_ended_is_not_made_again(
+    client: Client, fake: FakeHost, disk: Disk, service: Service, lost: str
+) -> None:
+    """Until that is known nobody may use the volume; and nobody else asks for its bridge."""
+    service.copier.jobs.soon_seconds = service.copier.bridges.soon_seconds = 0.05
+    service.copier.grace_seconds = 20
+    disk.let()
+    source = client.create("pvc-1", SIZE, block())
+    answers = iter([True])
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        if words[1] == lost and next(answers, False):
+            fake.lvm2_program(words)
+            raise lvm_errors.SessionLost(words, "it ended")
+        return None
+
+    fake.intercept = intercept
+    for _ in range(2):
+        with suppress(grpc.RpcError):
+            client.create("pvc-2", 0, block(), source=of_volume(source.volume_id))
+    assert not list(answers)
+    fake.write_bytes("/dev/mapper/data-vol--pvc--2", 64 * MIB, DATA)
+    until(lambda: names(fake) == {"vol-pvc-1", "vol-pvc-2"})
+    idle(service)
+    assert copied(fake) == DATA
+    assert not service.copier.is_copying(f"data@{fake.lvm2.groups['data'].uuid[:8]}/vol-pvc-2")
 
 
 def test_what_a_killed_lvcreate_left_in_the_place_of_a_snapshot_is_wiped_by_the_next_call(

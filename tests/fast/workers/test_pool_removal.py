@@ -12,11 +12,13 @@ import pytest
 import serving
 from fakes.disk import Disk
 from fakes.host import FakeHost
+from fast.service.test_beginning import until
 
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, block
 from agent.service.server import Service
+from lvm import errors
 from lvm.command import Result
 from lvm.layout import Layout, Reserve
 from lvm.pools import Policy
@@ -79,6 +81,28 @@ def test_every_chunk_of_a_pool_is_overwritten_before_its_extents_are_free(
         (offset * MIB, 32 * MIB) for offset in (0, 32, 64)
     ]
     assert names(fake) == set()
+    assert free_extents(fake) == 60
+
+
+def test_a_pool_whose_last_volume_went_without_anyone_knowing_is_given_back(
+    client: Client, service: Service, fake: FakeHost, disk: Disk
+) -> None:
+    disk.free.set()
+    volume = client.create("pvc-1", EXTENT, block())
+    first = iter([True])
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        if words[1] == "lvremove" and next(first, False):
+            fake.lvm2_program(words)
+            raise errors.SessionLost(words, "it ended")
+        return None
+
+    fake.intercept = intercept
+    with expect.code("UNAVAILABLE"):
+        client.delete(volume.volume_id)
+    # The caller's next call finds no volume.
+    client.delete(volume.volume_id)
+    until(lambda: not names(fake))
     assert free_extents(fake) == 60
 
 

@@ -5,7 +5,7 @@ import itertools
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -59,11 +59,15 @@ class FakeHost:
         place = Path(tempfile.mkdtemp(prefix="carver-session-"))
         weakref.finalize(self, shutil.rmtree, place)
         return Session(
-            lambda *words: self.lvm2_program(words),
-            shell.converse(lambda words: self.lvm2_program(words)),
-            place,
-            root=place / "root",
+            lambda *words: self.lvm2_program(words), self.converse, place, root=place / "root"
         )
+
+    def converse(
+        self, *words: str, prompt: str, environment: Mapping[str, str], report: str
+    ) -> shell.FakeShell:
+        """The seam `lvm.command.Converse`: a shell to which something can happen."""
+        begin = shell.converse(lambda told: self.lvm2_program(told))
+        return begin(*words, prompt=prompt, environment=environment, report=report)
 
     def run(self, *words: str, stdin: bytearray | None = None) -> Result:
         """The seam `lvm.command.Runner`."""

@@ -11,6 +11,7 @@ import os
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 
 from fakes.devices import BLOCK_BYTES, FakeDevice, FakeDevices, Media
@@ -443,6 +444,8 @@ class FakeLvm:
                 "vgexport": self._vgexport,
                 "vgimport": self._vgimport,
                 "vgremove": self._vgremove,
+                "lvrename": self._lvrename,
+                "vgrename": self._vgrename,
             }[words[1]]
         except KeyError:
             raise AssertionError(f"the fake does not know: {' '.join(words)}") from None
@@ -733,6 +736,38 @@ class FakeLvm:
         for disk in group.disks:
             self._unlabel(disk)
         return ""
+
+    def _lvrename(self, arguments: "_Arguments") -> str:
+        name, old, new = arguments.rest()
+        group = self._group(name)
+        if new in group.volumes:
+            raise Failure(f'Logical volume "{new}" already exists in volume group "{name}"')
+        volume = group.volumes.pop(old)
+        with self._renamed(group, volume):
+            volume.name = new
+        group.volumes[new] = volume
+        return ""
+
+    def _vgrename(self, arguments: "_Arguments") -> str:
+        old, new = arguments.rest()
+        group = self._group(old)
+        with self._renamed(group, *group.volumes.values()):
+            del self.groups[old]
+            group.name = new
+            self.groups[new] = group
+        # By its old name it is not found when it is committed.
+        group.seqno += 1
+        return ""
+
+    @contextmanager
+    def _renamed(self, group: FakeGroup, *those: FakeVolume) -> Iterator[None]:
+        """What is active has its device under the new name."""
+        active = [one for one in those if one.active]
+        for one in active:
+            self._deactivate_one(group, one)
+        yield
+        for one in active:
+            self._activate_one(group, one)
 
     def _vgextend(self, arguments: "_Arguments") -> str:
         while arguments.flag("--quiet"):

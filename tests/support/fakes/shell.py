@@ -8,35 +8,64 @@ from lvm.command import ConversationOver, Result
 
 _PROCESSED = 1
 _MOST_WORDS = 63
+_STARVED = Result(5, "", "  Failed to allocate memory for a command.\n")
 
 
 class FakeShell:
-    """What `lvm.command.Conversation` is, over a fake lvm2."""
+    """What `lvm.command.Conversation` is, over a fake lvm2; and what can happen to its process."""
 
     def __init__(self, lvm2: Callable[[Sequence[str]], Result]) -> None:
         self._lvm2 = lvm2
         self.ended = False
+        self._is_stopped = self._is_told_to_end = False
+        # How many commands it has memory for.
+        self._memory: int | None = None
 
     def exchange(self, line: str | None, _seconds: float | None) -> str:
         """Run one command."""
         if self.ended:
             raise ConversationOver("it ended")
+        if self._is_stopped:
+            raise TimeoutError
         if line is None:
             return ""
         subcommand, *words = split(line)
+        if self._memory == 0:
+            return answer(subcommand, _STARVED)
         is_report = subcommand in {"fullreport", "lvs", "pvs", "vgs"}
         form = ["--reportformat", "json"] if is_report else []
         result = self._lvm2(("lvm", subcommand, *form, *words))
+        if self._memory is not None:
+            # It came as far as to write that down, and no further.
+            self._memory, result = 0, _STARVED
         return answer(subcommand, result)
 
     def is_waiting(self) -> bool:
-        """Whether it was not ended."""
+        """Whether it was not ended: one that is stopped waits, as far as anyone sees."""
         return not self.ended
 
     def end(self, _seconds: float) -> bool:
-        """It ends at once."""
+        """It ends at once, unless it is stopped."""
+        self._is_told_to_end = True
+        self.ended = self.ended or not self._is_stopped
+        return self.ended
+
+    def kill(self, _after_seconds: float = 0.0) -> None:
+        """SIGKILL, at once."""
         self.ended = True
-        return True
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        self._is_stopped = True
+
+    def go_on(self) -> None:
+        """SIGCONT: a signal to end that waited is met first."""
+        self._is_stopped = False
+        self.ended = self.ended or self._is_told_to_end
+
+    def starve(self, *, within: bool = False) -> None:
+        """Leave it no memory more; or none once it is in the middle of the next command."""
+        self._memory = int(within)
 
 
 def split(line: str) -> list[str]:

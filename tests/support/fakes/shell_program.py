@@ -58,13 +58,18 @@ def lines() -> Iterator[str]:
         yield line[:-1]
 
 
-def answer(line: str, reports: TextIO, code: int = 1, size: int = 0) -> None:
+REFUSAL = "Volume group has insufficient free space."
+
+
+def answer(
+    line: str, reports: TextIO, code: int = 1, size: int = 0, refusal: str = REFUSAL
+) -> None:
     """Report a command, its status last."""
     subcommand = line.split()[0]
     row = {"log_object_name": subcommand, "log_ret_code": "0"}
     told = [("warn", "WARNING: as always."), ("print", f"Said: {line}")]
     if code != 1:
-        told.append(("error", "Volume group has insufficient free space."))
+        told.append(("error", refusal))
     log = [row | {"log_type": kind, "log_message": message} for kind, message in told]
     log.append(row | {"log_type": "status", "log_message": "", "log_ret_code": str(code)})
     report = {"report": ["x" * size]} if subcommand == "fullreport" else {}
@@ -114,6 +119,10 @@ def much(line: str, reports: TextIO) -> None:
 
 def refuse(line: str, reports: TextIO) -> None:
     answer(line, reports, code=5)
+
+
+def starve(line: str, reports: TextIO) -> None:
+    answer(line, reports, code=5, refusal="Couldn't allocate memory for a volume.")
 
 
 def chatter(line: str, reports: TextIO) -> None:
@@ -168,9 +177,9 @@ DEEDS: dict[str, Callable[[str, TextIO], None]] = {
     "answer": usual,
     **{
         deed.__name__: deed
-        for deed in (die_before, die_after, cut, garble, other, silent, much, refuse, chatter)
+        for deed in (die_before, die_after, cut, garble, other, silent, much, refuse, starve)
     },
-    **{deed.__name__: deed for deed in (stop, hang, wait_for_lock, hold_lock)},
+    **{deed.__name__: deed for deed in (chatter, stop, hang, wait_for_lock, hold_lock)},
 }
 
 

@@ -23,6 +23,7 @@ from agent.engine import suspension
 from agent.engine.host import Host
 from agent.service.server import Service
 from lvm import report, tags
+from lvm.command import Converse
 from mount import loop, mounts, table
 from proto import csi_pb2 as csi
 
@@ -49,6 +50,8 @@ class Machine:
     grace_seconds: float = 30
     # Of the configuration, other than usual.
     settings: dict[str, Any] = field(default_factory=dict)
+    # How a shell of lvm2's is had, for each engine one; None where each command is a process.
+    converse: Converse | None = None
     # Kubelet's loop devices over raw block volumes, by where these are published.
     held: dict[str, str] = field(default_factory=dict)
     _serial: Iterator[int] = field(default_factory=itertools.count)
@@ -72,6 +75,7 @@ class Machine:
             switch.kernel(self.host.kernel),
             switch.devices(self.host.devices),
             self.host.disks,
+            switch.converse(self.converse) if self.converse else None,
             stream=switch.stream(self.host.stream),
         )
         self.service = Service(config(self.group, endpoint, **self.settings), host, lvm)

@@ -7,10 +7,10 @@ A process that was killed does nothing more, whichever of its threads asks.
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-from lvm.command import Result, Runner, Stream
+from lvm.command import Conversation, Converse, Result, Runner, Stream
 from lvm.devices import Devices
 from lvm.errors import CommandTimedOut
 from mount.syscalls import Kernel
@@ -87,6 +87,17 @@ class Switch:
         """The seam `lvm.command.Stream`, through the switch: what is read of it is no step."""
         return lambda *words: self._step(words[0], lambda: stream(*words))
 
+    def converse(self, converse: Converse) -> Converse:
+        """The seam `lvm.command.Converse`, through the switch: a step is what a shell is told."""
+
+        def start(
+            *words: str, prompt: str, environment: Mapping[str, str], report: str
+        ) -> Conversation:
+            begun = converse(*words, prompt=prompt, environment=environment, report=report)
+            return _Spoken(begun, self)
+
+        return start
+
     def kernel(self, kernel: Kernel) -> Kernel:
         """The seam `Kernel`, through the switch."""
         return cast(Kernel, _Through(kernel, self))
@@ -150,6 +161,20 @@ class Cut(Switch):
             raise CommandTimedOut(words, 0.0)
 
         return through
+
+
+class _Spoken:
+    """A shell that is kept open, through a switch."""
+
+    def __init__(self, conversation: Conversation, switch: Switch) -> None:
+        self._conversation, self._switch = conversation, switch
+        self.is_waiting, self.end = conversation.is_waiting, conversation.end
+
+    def exchange(self, line: str | None, seconds: float | None) -> str:
+        if line is None:
+            return self._conversation.exchange(None, seconds)
+        name = f"lvm {line.partition(' ')[0]}"
+        return self._switch._step(name, lambda: self._conversation.exchange(line, seconds))
 
 
 class _Through:

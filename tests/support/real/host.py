@@ -5,13 +5,14 @@ import os
 import re
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, ClassVar
 
 from real import kinds, mounts
+from real.shell import RealShell
 
 from lvm import groups, lvm2, names
 from lvm.command import Programs, Result
@@ -117,6 +118,13 @@ class RealHost:
         disks = [disk for _, disks in self._groups for disk in disks]
         # A device that is no disk keeps lvm2 from looking at all others while there is none yet.
         return Lvm(self.run, (*disks, *self._own) or ("/dev/null",), _SETTINGS)
+
+    def converse(
+        self, *words: str, prompt: str, environment: Mapping[str, str], report: str
+    ) -> RealShell:
+        """The seam `lvm.command.Converse`: a shell to which something can happen."""
+        begin = self._lab.programs.converse
+        return RealShell(begin(*words, prompt=prompt, environment=environment, report=report))
 
     def run(self, *words: str, stdin: bytearray | None = None) -> Result:
         """The seam `lvm.command.Runner`."""

@@ -1,0 +1,413 @@
+"""lvm2's shell is killed, stopped, garbled or starved at each command of each call.
+
+Nothing is done twice, nothing is believed that was not seen, and the same call, made again, comes
+to its end.
+"""
+
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import chosen
+import grpc
+import pytest
+from fakes.host import FakeHost
+from model import operations as do
+from model.cases import CASES, EXTENTS, Case
+from model.expected import EXTENT_BYTES, Model
+from model.machine import Machine
+from model.mishaps import MISHAPS, Shells
+from model.operations import MIB, Outcome
+from real.any import AnyHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import block, of_snapshot, of_volume
+from agent.engine.jobs import Jobs
+from lvm import errors, session
+from lvm.layout import Layout
+from lvm.pools import Policy
+
+# What a caller is told that is to call again.
+UNFINISHED = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED"}
+STOPPED = {"stopped before", "stopped after"}
+STARVED = {"starved", "starved within"}
+_PATIENCE_SECONDS = 30.0
+
+NAMES = [name for name, case in CASES.items() if not case.long_wipe]
+USUAL = ("create", "delete", "stage")
+
+
+class Place:
+    """A machine whose lvm2 is a shell for each engine, to which something can happen."""
+
+    def __init__(self, host: AnyHost, directory: Path, one: DeviceClass | None = None) -> None:
+        self.host = host
+        group = host.new_group(EXTENTS)
+        self.shells = Shells(host.converse)
+        classes = {} if one is None else {"classes": (replace(one, group=group),)}
+        self.machine = Machine(host, group, directory, settings=classes, converse=self.shells)
+        host.intercept = self.shells.intercept
+
+    def begin(self, arrange: Callable[[], object]) -> None:
+        """What was done before the call, by a process with shells of its own."""
+        self.machine.restart()
+        self.machine.service.group_snapshotter.standstill_seconds = 300
+        for jobs in self._jobs():
+            jobs.retry_seconds = jobs.soon_seconds = 0.05
+        arrange()
+        self.settle()
+        # As if someone had written to the group: calls that only look ask lvm2, too.
+        engine = self.machine.service.engines.of(self.machine.group)
+        assert engine is not None
+        engine._known = None
+
+    def settle(self) -> None:
+        """Let what is done behind the answers come to its end, or fail."""
+        for jobs in self._jobs():
+            wait([job.ended for job in list(jobs._jobs.values())], _PATIENCE_SECONDS)
+        with suppress(errors.LvmError):
+            self.machine.service.engines.settle()
+
+    def _jobs(self) -> Sequence[Jobs[Any]]:
+        service = self.machine.service
+        copies, wipes = service.copier, (service.wiper.jobs, service.reclaimer.jobs)
+        return copies.jobs, copies.bridges, *wipes
+
+    def until(self, condition: Callable[[], bool], seen: Callable[[], object]) -> None:
+        """What failed behind an answer is tried again."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, seen()
+            self.settle()
+            time.sleep(0.05)
+
+
+class Trial(Place):
+    """The same, and a model of it."""
+
+    def __init__(self, host: AnyHost, directory: Path) -> None:
+        super().__init__(host, directory)
+        self.model = Model(EXTENTS * EXTENT_BYTES)
+
+    def prepare(self, case: Case) -> None:
+        self.model = Model(EXTENTS * EXTENT_BYTES)
+
+        def arrange() -> None:
+            for one in case.before:
+                told, expected = self.machine.by_kubelet(one), self.model.apply(one)
+                assert self.machine.same(one, told, expected), one
+            case.arrange(self.machine, self.model)
+
+        self.begin(arrange)
+
+    def finish(self, case: Case) -> None:
+        """Make the same call again, until it is as the model says."""
+        expected, told = self.model.apply(case.call), Outcome("")
+
+        def is_done() -> bool:
+            nonlocal told
+            told = self.machine.by_kubelet(case.call)
+            is_same = self.machine.same(case.call, told, expected)
+            assert is_same or told.code in UNFINISHED, told
+            return is_same
+
+        self.until(is_done, lambda: told)
+        self.await_state()
+
+    def await_state(self) -> None:
+        """Until the machine is as the model says."""
+        self.until(lambda: self.machine.state() == self.model.state(), self.machine.state)
+
+    def undo(self, case: Case) -> None:
+        """What a CO does that gives up; then nothing is left."""
+        volume = getattr(case.call, "volume", "a")
+        staged = next((name for _, name, _, _ in self.machine.state().places), volume)
+        self.model = Model(self.model.total_bytes)
+        undone: tuple[do.Call, ...] = (
+            *(do.Unpublish(volume, path) for path in ("target", "other")),
+            *(do.Unpublish(one, "staging") for one in (staged, volume)),
+            *(do.Delete("copy"), do.DeleteSnapshot("snap"), do.Delete(volume), do.Delete("a")),
+        )
+        for call in undone:
+            assert self.machine.by_kubelet(call) == Outcome("OK"), call
+        self.await_state()
+
+
+@pytest.fixture
+def directory(host: AnyHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a service that has the shells; what the test itself asks is answered by processes."""
+    monkeypatch.setattr(type(host), "sessions", False)
+    if isinstance(host, FakeHost):
+        root = property(lambda _config: tmp_path / "root")
+        monkeypatch.setattr(Config, "lvm_root", root)
+    return tmp_path
+
+
+@pytest.fixture
+def grace(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Nobody waits long for a shell to end that is stopped."""
+    usual_seconds = session._GRACE_SECONDS
+
+    def of(mishap: str) -> None:
+        seconds = 0.2 if mishap in STOPPED else usual_seconds
+        monkeypatch.setattr(session, "_GRACE_SECONDS", seconds)
+
+    return of
+
+
+def at_each(name: str, host: AnyHost) -> Iterator[tuple[int, str]]:
+    """Steps, and what happens at each, some of it by chance: on real LVM one."""
+    each = 4 if isinstance(host, FakeHost) else 1
+    asked = chosen.numbers("CARVER_MISHAPS", seed=1, each=each)
+    for step in itertools.count():
+        chance = random.Random(f"{asked['seed']}-{name}-{step}")
+        for mishap in chance.sample(sorted(MISHAPS), asked["each"]):
+            yield step, mishap
+
+
+@pytest.mark.parametrize("name", chosen.kinds(NAMES, usual=USUAL))
+def test_whatever_happens_to_lvm2_s_shell_the_same_call_comes_to_its_end(
+    name: str, host: AnyHost, directory: Path, grace: Callable[[str], None]
+) -> None:
+    case, trial = CASES[name], Trial(host, directory)
+    shells, machine = trial.shells, trial.machine
+    for step, mishap in at_each(name, host):
+        grace(mishap)
+        trial.prepare(case)
+        shells.plan(MISHAPS[mishap], step)
+        told = machine.by_kubelet(case.call)
+        trial.settle()
+        if shells.victim is None:
+            # The call takes no such step.
+            shells.cancel()
+            trial.undo(case)
+            assert step, "no command of the call's was said to a shell"
+            break
+        where = f"{step}, {mishap}: {told}, {shells.log}"
+        expected = trial.model.copy().apply(case.call)
+        # Refused by lvm2 itself, in other words than are known for want of memory.
+        is_refused = mishap in STARVED and told.code == "INTERNAL"
+        is_done = machine.same(case.call, told, expected)
+        assert is_done or is_refused or told.code in UNFINISHED, where
+        assert is_refused or shells.was_looked_first, where
+        if mishap in STOPPED:
+            # While it may do something yet, nothing is changed beside it.
+            before = shells.changes
+            machine.by_kubelet(case.call)
+            assert shells.changes == before, where
+            shells.victim.go_on()
+        try:
+            trial.finish(case)
+            trial.undo(case)
+        except AssertionError as error:
+            raise AssertionError(where) from error
+    machine.stop()
+
+
+# What the model does not know: thin pools, group snapshots, changed blocks
+
+
+THICK = DeviceClass("plain", "", default=True)
+THIN = DeviceClass("plain", "", default=True, layout=Layout("thin"), pool=Policy())
+
+
+@dataclass(frozen=True)
+class Script:
+    """A call, and those before it, on the volumes and snapshots of a class."""
+
+    one: DeviceClass
+    call: Callable[[Machine], object]
+    before: tuple[Callable[[Machine], object], ...] = ()
+
+
+def create(name: str, size: int = 32 * MIB) -> Callable[[Machine], object]:
+    return lambda machine: machine.client.create(name, size, block())
+
+
+def delete(name: str) -> Callable[[Machine], object]:
+    return lambda machine: machine.client.delete(machine.id_of(name))
+
+
+def expand(machine: Machine) -> object:
+    return machine.client.expand(machine.id_of("a"), 64 * MIB)
+
+
+def snapshot(name: str) -> Callable[[Machine], object]:
+    return lambda machine: machine.client.snapshot(name, machine.id_of("a"))
+
+
+def restore(machine: Machine) -> object:
+    source = of_snapshot(machine.snapshot_id_of("snap"))
+    return machine.client.create("copy", 32 * MIB, block(), source=source)
+
+
+def clone(machine: Machine) -> object:
+    source = of_volume(machine.id_of("a"))
+    return machine.client.create("copy", 32 * MIB, block(), source=source)
+
+
+def delete_snapshot(machine: Machine) -> None:
+    machine.client.delete_snapshot(machine.snapshot_id_of("snap"))
+
+
+def get_snapshot(machine: Machine) -> object:
+    return machine.client.snapshots(snapshot_id=machine.snapshot_id_of("snap"))
+
+
+def take_all(machine: Machine) -> object:
+    made = machine.client.group_snapshot("nightly", [machine.id_of(one) for one in "ab"])
+    members = " ".join(one.snapshot_id for one in made.snapshots)
+    machine.contexts["nightly"] = {"id": made.group_snapshot_id, "members": members}
+    return made
+
+
+def of_all(machine: Machine) -> tuple[str, list[str]]:
+    """The group snapshot's id, and its members', as they were told."""
+    told = machine.contexts.get("nightly", {"id": machine.snapshot_id_of("none"), "members": ""})
+    return told["id"], told["members"].split()
+
+
+def find_all(machine: Machine) -> object:
+    return machine.client.find_group_snapshot(*of_all(machine))
+
+
+def delete_all(machine: Machine) -> None:
+    machine.client.delete_group_snapshot(*of_all(machine))
+
+
+def allocated(machine: Machine) -> object:
+    return list(machine.client.blocks(machine.snapshot_id_of("snap")))
+
+
+def changed(machine: Machine) -> object:
+    later, snap = (machine.snapshot_id_of(one) for one in ("later", "snap"))
+    return list(machine.client.blocks(later, snap))
+
+
+A, B, SNAP = create("a"), create("b"), snapshot("snap")
+SCRIPTS = {
+    "thin: create, with the pool": Script(THIN, A),
+    "thin: create, in the pool": Script(THIN, A, (B,)),
+    "thin: expand": Script(THIN, expand, (A,)),
+    "thin: delete, from the pool": Script(THIN, delete("a"), (A, B)),
+    "thin: delete, with the pool": Script(THIN, delete("a"), (A,)),
+    "thin: snapshot": Script(THIN, SNAP, (A,)),
+    "thin: restore": Script(THIN, restore, (A, SNAP)),
+    "thin: clone": Script(THIN, clone, (A,)),
+    "thin: delete a snapshot": Script(THIN, delete_snapshot, (A, SNAP)),
+    "thin: a group snapshot": Script(THIN, take_all, (A, B)),
+    "thin: delete a group snapshot": Script(THIN, delete_all, (A, B, take_all)),
+    "thin: what a snapshot has": Script(THIN, allocated, (A, SNAP)),
+    "thin: what changed": Script(THIN, changed, (A, SNAP, snapshot("later"))),
+    "a group snapshot": Script(THICK, take_all, (A, B)),
+    "get a group snapshot": Script(THICK, find_all, (A, B, take_all)),
+    "delete a group snapshot": Script(THICK, delete_all, (A, B, take_all)),
+    "get a snapshot": Script(THICK, get_snapshot, (A, SNAP)),
+    "what a snapshot has": Script(THICK, allocated, (A, SNAP)),
+}
+
+
+class Seen(Place):
+    """A machine, and what lvm2 shows there."""
+
+    def code(self, call: Callable[[Machine], object]) -> str:
+        try:
+            call(self.machine)
+        except grpc.RpcError as error:
+            return error.code().name
+        return "OK"
+
+    def shown(self) -> tuple[object, ...]:
+        """What there is, in words that are the same however often it was tried."""
+        group = self.machine._report()
+        found = group.volumes.values()
+        names = sorted((one.name, one.size_bytes, one.active) for one in found)
+        held = [one.name for one in found if one.suspended]
+        tags = sorted((one.name, *_states(one.tags)) for one in found)
+        return (*names, *tags, group.free_extents, held)
+
+    def finish(self, call: Callable[[Machine], object], expected: tuple[object, ...]) -> None:
+        told = ""
+
+        def is_done() -> bool:
+            nonlocal told
+            told = self.code(call)
+            assert told == "OK" or told in UNFINISHED, told
+            return told == "OK"
+
+        self.until(is_done, lambda: told)
+        self.until(lambda: self.shown() == expected, self.shown)
+
+    def undo(self) -> None:
+        """In the end nothing is left."""
+
+        def is_gone() -> bool:
+            client = self.machine.client
+            client.delete(self.machine.id_of("copy"))
+            delete_all(self.machine)
+            for one in client.snapshots():
+                client.delete_snapshot(one.snapshot_id)
+            for volume in client.volumes():
+                client.delete(volume.volume_id)
+            self.settle()
+            return self.shown() == (EXTENTS, [])
+
+        self.until(is_gone, self.shown)
+
+
+def _states(every: Iterable[str]) -> Iterator[str]:
+    """The tags that tell what is done with a volume; others have a time or an id."""
+    kinds = ("state", "metadata")
+    return (one for one in sorted(every) if one.startswith(tuple(f"carver.{k}" for k in kinds)))
+
+
+@pytest.mark.parametrize("name", chosen.kinds(SCRIPTS, usual=("thin: create, with the pool",)))
+def test_whatever_happens_to_it_no_pool_snapshot_or_reading_is_left_half_made(
+    name: str, host: AnyHost, directory: Path, grace: Callable[[str], None]
+) -> None:
+    script = SCRIPTS[name]
+    seen = Seen(host, directory, script.one)
+    shells, machine = seen.shells, seen.machine
+
+    def arrange() -> None:
+        for one in script.before:
+            one(machine)
+
+    seen.begin(arrange)
+    assert seen.code(script.call) == "OK"
+    seen.settle()
+    seen.until(lambda: not seen.shown()[-1], seen.shown)
+    expected = seen.shown()
+    seen.undo()
+    for step, mishap in at_each(name, host):
+        grace(mishap)
+        seen.begin(arrange)
+        shells.plan(MISHAPS[mishap], step)
+        told = seen.code(script.call)
+        seen.settle()
+        if shells.victim is None:
+            shells.cancel()
+            seen.undo()
+            break
+        where = f"{step}, {mishap}: {told}, {shells.log}"
+        is_refused = mishap in STARVED and told == "INTERNAL"
+        assert is_refused or told == "OK" or told in UNFINISHED, where
+        assert is_refused or shells.was_looked_first, where
+        if mishap in STOPPED:
+            before = shells.changes
+            seen.code(script.call)
+            assert shells.changes == before, where
+            shells.victim.go_on()
+        try:
+            seen.finish(script.call, expected)
+            seen.undo()
+        except AssertionError as error:
+            raise AssertionError(where) from error
+    machine.stop()

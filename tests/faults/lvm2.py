@@ -1,0 +1,228 @@
+"""lvm2 is killed, stopped, or waits for ever: as processes, and as a shell that is kept open."""
+
+import contextlib
+import fcntl
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from faults import load
+from faults.bench import Bench
+from faults.process import Fault, Trial
+from model import operations as do
+from model.operations import MIB, Use
+
+from agent.csi.client import Client
+from lvm.devices import Device
+
+BLOCK = Use("block", do.MULTI_WRITER)
+# A shell that was given up is followed by another a minute later, under load at the next call.
+_SHELL_SECONDS = 120
+
+
+def lvm2_killed(bench: Bench) -> tuple[int, str]:
+    """lvm2 is killed in its work."""
+    times, hits = bench.times(12, 3), 0
+    calls: tuple[do.Call, ...] = (
+        do.Create("a", 16 * MIB, 0, BLOCK),
+        do.Expand("a", 32 * MIB),
+        do.Delete("a"),
+    )
+    for sessions in (False, True):
+        with bench.trial(40, sessions=sessions) as trial:
+            # Each of them starts two commands, or has a shell do them.
+            each = 1 if sessions else 2
+            commands = [seconds_of(trial, call) / each for call in calls]
+            for _ in range(times):
+                for call, seconds in zip(calls, commands, strict=True):
+                    with killing_lvm2(trial, bench.random.uniform(0, seconds)) as killed:
+                        told = trial.machine.call(call)
+                    hits += bool(killed)
+                    if told.code not in ("OK", "INTERNAL", "ABORTED", "UNAVAILABLE"):
+                        raise Fault(f"{call}: {told}")
+                    trial.patiently(call)
+                    trial.compare()
+    return times * 6, f"{hits} lvm2 died; each call succeeded when repeated"
+
+
+def lvm2_killed_while_suspended(bench: Bench) -> tuple[int, str]:
+    """lvm2 is killed while a device is suspended."""
+    times, hits = bench.times(8, 2), 0
+    for sessions in (False, True):
+        with bench.trial(40, sessions=sessions) as trial:
+            for _ in range(times):
+                trial.make(do.Create("a", 16 * MIB, 0, BLOCK))
+                device = trial.machine.host.devices.find(trial.machine.group, "vol-a")
+                assert device is not None
+                with killing_suspended_lvm2(trial, device) as killed:
+                    told = trial.machine.call(do.Expand("a", 32 * MIB))
+                if told.code not in ("OK", "INTERNAL", "UNAVAILABLE"):
+                    raise Fault(f"expand: {told}")
+                hits += bool(killed)
+                trial.patiently(do.Expand("a", 32 * MIB))
+                if is_suspended(device):
+                    raise Fault("the device is still suspended")
+                trial.compare()
+                trial.make(do.Delete("a"))
+    return 2 * times, f"the repeated call resumed the device, {hits} times"
+
+
+def lvm2_hangs(bench: Bench) -> tuple[int, str]:
+    """lvm2 waits for a lock, or stops."""
+    late = [_hung(bench, sessions=sessions) for sessions in (False, True)]
+    return 2 * len(late), f"DEADLINE_EXCEEDED, {max(late):.1f} s late; no lock and no lvm2 left"
+
+
+def _hung(bench: Bench, *, sessions: bool) -> float:
+    """How late a call was told that its time is over, in seconds."""
+    with bench.trial(40, sessions=sessions) as trial:
+        trial.make(do.Create("a", 16 * MIB, 0, BLOCK))
+        machine = trial.machine
+        usual = machine.client
+        with Client(machine.endpoint, timeout_seconds=6) as machine.client:
+            lock = Path("/run/lock/lvm", f"V_{machine.group}")
+            with lock.open("a") as held:
+                fcntl.flock(held, fcntl.LOCK_EX)
+                started = time.monotonic()
+                trial.refused(do.Create("b", 16 * MIB, 0, BLOCK), "DEADLINE_EXCEEDED")
+                late_seconds = time.monotonic() - started - 6
+                # lvm2 went by itself, before the lock was free.
+                await_none(lambda: lvm2_of(trial))
+            trial.make(do.Get("a"))
+            with stopping_lvm2(trial):
+                trial.refused(do.Create("c", 16 * MIB, 0, BLOCK), "DEADLINE_EXCEEDED")
+            await_none(lambda: lvm2_of(trial))
+        machine.client = usual
+        for name in ("b", "c"):
+            trial.patiently(do.Create(name, 16 * MIB, 0, BLOCK))
+        trial.compare()
+    return max(0.0, late_seconds)
+
+
+def session_killed(bench: Bench) -> tuple[int, str]:
+    """The session with lvm2 is killed, or stopped for a while, under load."""
+    times, seed, stops = bench.times(6, 2), bench.random.randrange(1 << 30), 0
+    load.start(seed)
+    with load.clients(4, seed) as workers:
+        for number in range(times):
+            shell = _shell_of(load.main_pid())
+            # Not at its prompt only: a client waits for it most of the time.
+            time.sleep(bench.random.uniform(0, 2))
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if number % 2:
+                    stops += 1
+                    shell.suspend()
+                    time.sleep(bench.random.uniform(1, 15))
+                    if bench.random.random() < 0.5:
+                        shell.resume()
+                        continue
+                shell.kill()
+    load.judged(bench)
+    calls = sum(one.calls for one in workers)
+    return times, f"4 clients, {calls} calls: each succeeded at last, data as written"
+
+
+def _shell_of(pid: int) -> psutil.Process:
+    """The shell that the service has open, once it has one."""
+    deadline = time.monotonic() + _SHELL_SECONDS
+    while time.monotonic() < deadline:
+        for one in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # A command of its own has more words.
+                if one.name() == "lvm" and len(one.cmdline()) == 1:
+                    return one
+        time.sleep(0.1)
+    raise Fault("the service has no shell of lvm2's open")
+
+
+def lvm2_of(trial: Trial) -> list[psutil.Process]:
+    """The lvm2 commands that the process has running."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(trial.machine.process.pid).children(recursive=True)
+        return [one for one in children if one.is_running() and one.name().startswith("lvm")]
+    return []
+
+
+def await_none(look: Callable[[], list[psutil.Process]]) -> None:
+    deadline = time.monotonic() + 30
+    while left := look():
+        if time.monotonic() > deadline:
+            raise Fault(f"{left} still runs")
+        time.sleep(0.1)
+
+
+@contextmanager
+def at_lvm2(trial: Trial, act: Callable[[psutil.Process], None]) -> Iterator[list[psutil.Process]]:
+    """Do something to each lvm2 command that is started meanwhile; yields those it was done to."""
+    done: list[psutil.Process] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.01):
+            for one in lvm2_of(trial):
+                if one not in done:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        act(one)
+                        done.append(one)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield done
+    finally:
+        over.set()
+        watcher.join()
+
+
+def seconds_of(trial: Trial, call: do.Call) -> float:
+    """How long a call takes that nobody disturbs."""
+    started = time.monotonic()
+    trial.make(call)
+    return time.monotonic() - started
+
+
+@contextmanager
+def killing_lvm2(trial: Trial, delay_seconds: float) -> Iterator[list[psutil.Process]]:
+    def kill(process: psutil.Process) -> None:
+        time.sleep(delay_seconds)
+        process.kill()
+
+    with at_lvm2(trial, kill) as killed:
+        yield killed
+
+
+def is_suspended(device: Device) -> bool:
+    major, minor = device.number
+    return Path(f"/sys/dev/block/{major}:{minor}/dm/suspended").read_text().strip() == "1"
+
+
+@contextmanager
+def killing_suspended_lvm2(trial: Trial, device: Device) -> Iterator[list[psutil.Process]]:
+    """Kill the lvm2 that suspends a device, in that moment."""
+    over = threading.Event()
+
+    def kill(process: psutil.Process) -> None:
+        while process.is_running() and not is_suspended(device):
+            if over.is_set():
+                # A shell, that has no more to do.
+                raise psutil.NoSuchProcess(process.pid)
+        process.kill()
+
+    with at_lvm2(trial, kill) as killed:
+        try:
+            yield killed
+        finally:
+            over.set()
+
+
+@contextmanager
+def stopping_lvm2(trial: Trial) -> Iterator[None]:
+    with at_lvm2(trial, lambda process: process.send_signal(signal.SIGSTOP)) as stopped:
+        yield
+    for process in stopped:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
