@@ -51,6 +51,7 @@ SEALED = (("carver/encryption", "luks2"),)
 SEALED_CREATE = replace(CREATE, parameters=SEALED)
 SEALED_STAGE = replace(STAGE, key="sesame")
 SEALED_RAW = replace(RAW, parameters=SEALED)
+SEALED_CLONE = replace(CLONE, parameters=SEALED)
 SEALED_RAW_STAGE = replace(RAW_STAGE, key="sesame")
 
 LATER = do.NodeExpand("a", "staging", 400 * MIB)
@@ -87,6 +88,8 @@ class Case:
     # Its last step is behind its answer.
     behind: bool = False
     code: str = "OK"
+    # Whether the only class encrypts, and gives copies a master key of their own.
+    reencrypts: bool = False
 
 
 CASES = {
@@ -183,10 +186,20 @@ CASES = {
     ),
     "stage an encrypted copy": Case(
         do.Stage("copy", "staging", EXT4, "sesame"),
+        (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), SEALED_CLONE),
+    ),
+    "stage an encrypted copy that gets its own master key": Case(
+        do.Stage("copy", "staging", EXT4, "sesame"),
+        (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), SEALED_CLONE),
+        reencrypts=True,
+    ),
+    "unstage an encrypted copy that has its own master key": Case(
+        do.Unstage("copy", "staging"),
         (
-            *(SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging")),
-            replace(CLONE, parameters=SEALED),
+            *(SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), SEALED_CLONE),
+            do.Stage("copy", "staging", EXT4, "sesame"),
         ),
+        reencrypts=True,
     ),
     "delete, encrypted": Case(
         do.Delete("a"), (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"))
@@ -209,7 +222,10 @@ class Trial:
         (directory / "mounts").mkdir(parents=True)
         host = FakeHost(directory / "mounts")
         self.case = case
-        self.machine = Machine(host, host.new_group(EXTENTS), directory)
+        group = host.new_group(EXTENTS)
+        only = DeviceClass("plain", group, default=True, encryption="luks2", reencrypt=True)
+        settings = {"classes": (only,)} if case.reencrypts else {}
+        self.machine = Machine(host, group, directory, settings=settings)
         self.model = Model(EXTENTS * EXTENT_BYTES)
         for one in case.before:
             self.do(one)
