@@ -92,7 +92,8 @@ class Manual:
         if as_json:
             print(_json([_told(*one) for one in zip(found, health, strict=True)]))
         else:
-            made = terminal.table("VOLUME", "SIZE", "GROUP", "CLASS", "HEALTH", right=("SIZE",))
+            titles = ("VOLUME", "SIZE", "GROUP", "CLASS", "ENCRYPTION", "HEALTH")
+            made = terminal.table(*titles, right=("SIZE",))
             for volume, told in zip(found, health, strict=True):
                 group = ids.group_of(volume.volume_id)
                 made.add_row(
@@ -100,6 +101,7 @@ class Manual:
                     terminal.human(volume.capacity_bytes),
                     group,
                     volume.volume_context.get("carver/class", ""),
+                    volume.volume_context.get("carver/encryption", ""),
                     "\n".join(_words(told)),
                 )
             terminal.console().print(made)

@@ -13,6 +13,7 @@ from lvm.devices import Device
 from mount import cryptsetup, luks, table
 from mount.cryptsetup import Cryptsetup
 from mount.errors import CryptFailed
+from mount.syscalls import Kernel
 
 _log = logging.getLogger(__name__)
 
@@ -103,3 +104,12 @@ class Mappings:
 def own_uuid(device: Device) -> str:
     """The UUID of a volume's header that has a master key of its own: no copy's has it."""
     return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))
+
+
+def progress(kernel: Kernel, device: Device) -> str:
+    """How much of a volume has a new master key, by the header on its own device; no command."""
+    header = luks.read(kernel, device.path)
+    if header is None or not header.is_reencrypting:
+        return "not begun"
+    size_bytes = kernel.device_size_bytes(device.path) - header.offset_bytes
+    return f"{100 * header.renewed_bytes // max(1, size_bytes)} % of {size_bytes} bytes"

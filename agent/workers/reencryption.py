@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from agent import errors, fact
 from agent.engine.jobs import Job, Jobs
-from agent.engine.mappings import Mappings, own_uuid
+from agent.engine.mappings import Mappings, own_uuid, progress
 from agent.engine.means import Means
 from agent.engine.records import Volume
 from agent.secret import Key, Keys
@@ -77,17 +77,9 @@ class Reencrypter:
         grace = self.grace_seconds
         wait([job.ended], grace if patience is None else min(grace, patience))
         if not job.ended.done():
-            raise errors.Reencrypting(job.key, self.progress(device))
+            raise errors.Reencrypting(job.key, progress(self._kernel, device))
         job.ended.result()
         return True
-
-    def progress(self, device: Device) -> str:
-        """How far a volume is, by its header."""
-        header = luks.read(self._kernel, device.path)
-        if header is None or not header.is_reencrypting:
-            return "it begins"
-        size_bytes = self._kernel.device_size_bytes(device.path) - header.offset_bytes
-        return f"{100 * header.renewed_bytes // max(1, size_bytes)} % of {size_bytes} bytes"
 
     @contextmanager
     def halted(self, volume_id: str) -> Iterator[None]:

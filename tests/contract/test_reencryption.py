@@ -9,9 +9,11 @@ import grpc
 import pytest
 from real.any import AnyHost
 
+from agent.cli import status
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
+from agent.engine.host import Host
 from agent.service.server import Service
 from lvm import report, tags
 from lvm.devices import Device
@@ -101,6 +103,12 @@ def source(client: Client, host: AnyHost, group: str, staging: Path, name: str) 
 def name() -> str:
     """The class of the source."""
     return "own"
+
+
+def overview(host: AnyHost, config: Config) -> dict[str, tuple[str, str]]:
+    """What `carver status` tells of how volumes are encrypted."""
+    machine = Host(host.run, host.kernel, host.devices, host.disks)
+    return {one.name: (one.encryption, one.renewal) for one in status.read(config, machine).volumes}
 
 
 def copy(client: Client, source: csi.Volume, of: str = "own") -> csi.Volume:
@@ -194,12 +202,20 @@ def test_a_file_system_on_a_copy_is_as_it_was(
 
 
 def test_a_call_that_does_not_wait_hears_how_far_it_is(
-    client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
+    client: Client,
+    service: Service,
+    config: Config,
+    host: AnyHost,
+    group: str,
+    staging: Path,
+    source: csi.Volume,
 ) -> None:
     service.reencrypter.grace_seconds = 0
     made = copy(client, source)
+    assert overview(host, config)["copy"] == ("luks2", "not begun")
     said = at_last(lambda: client.stage(made, staging, block(), KEY))
     assert all("master key of its own" in one for one in said)
+    assert overview(host, config) == {"copy": ("luks2", ""), "source": ("luks2", "")}
     assert inside(host, group, "copy") == MARK
 
 
