@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import agent  # noqa: F401  isort: skip
 
 import grpc
-from performance import bare, document, group, rows, service, streamed, tables
+from performance import bare, document, group, rows, service, streamed, tables, throughput
 from performance.bare import Bare
 from performance.group import Group
 from performance.rounds import Time
@@ -47,7 +47,7 @@ _ROUNDS, _ROUNDS_AMONG_MANY, _LIVES_AT_ONCE = 7, 3, 25
 # clients, whose last calls wait for each other.
 _LIVES, _AMONG = 0.3, {100: 0.15, 400: 0.3}
 _AT_ONCE_SHARE = 0.15
-_DELTAS_SHARE = 0.05
+_DELTAS_SHARE, _THROUGHPUT_SHARE = 0.05, 0.12
 _DELTA_BYTES, _CHANGED_BYTES = 256 << 20, 64 << 20
 _EXTENT_BYTES = 4 << 20
 
@@ -171,6 +171,8 @@ class Pass:
             yield from trivial
             if self._limit.left_seconds():
                 yield from rows.of_pairs(self._deltas())
+            if self._limit.left_seconds():
+                yield from rows.of_pairs(self._throughput())
             for volumes, share in _AMONG.items():
                 if self._limit.left_seconds():
                     full = self._among(own, volumes, self._limit.share(share))
@@ -252,6 +254,15 @@ class Pass:
             for one in taken:
                 client.delete_snapshot(one)
             client.delete(volume.volume_id)
+        return samples
+
+    def _throughput(self) -> Samples:
+        """Encrypted volumes, beside one that cryptsetup made by hand."""
+        self._say("encrypted volumes, written and read")
+        samples = Samples()
+        with self._served() as carver:
+            rounds = self._limit.share(_THROUGHPUT_SHARE).rounds(_ROUNDS)
+            throughput.measure(carver.client, self._place, rounds, samples)
         return samples
 
     def _among(self, own: Group, volumes: int, limit: Time) -> Samples:
