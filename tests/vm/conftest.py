@@ -7,11 +7,15 @@ from pathlib import Path
 
 import grpc
 import pytest
+from vm import deeds
 
 from agent.config.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import Client
 from mount import table
 from mount.syscalls import Kernel
+
+DROP_IN = Path("/run/systemd/system/carver.service.d/test.conf")
+Restart = Callable[[str], None]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -79,3 +83,25 @@ def answering() -> Callable[[], None]:
             grpc.channel_ready_future(channel).result(timeout=100)
 
     return wait
+
+
+@pytest.fixture
+def restart(client: Client, directory: Path, answering: Callable[[], None]) -> Iterator[Restart]:
+    """Start the service anew with something in its unit beside what is there."""
+
+    def start(drop_in: str) -> None:
+        if drop_in:
+            DROP_IN.parent.mkdir(parents=True, exist_ok=True)
+            DROP_IN.write_text(f"[Service]\n{drop_in}\n")
+        else:
+            DROP_IN.unlink(missing_ok=True)
+        subprocess.run(["systemctl", "daemon-reload"], check=True)
+        # One that could not start is tried again, and again.
+        subprocess.run(["systemctl", "stop", "carver"], check=True)
+        subprocess.run(["systemctl", "reset-failed", "carver"], check=False)
+        subprocess.run(["systemctl", "start", "carver"], check=True)
+        answering()
+
+    yield start
+    deeds.CONFIGURATION.unlink(missing_ok=True)
+    start("")
