@@ -181,7 +181,7 @@ class Provisioner:
             header, held = contents.header_bytes(content), content.facts.get(fact.FORMATTED)
             size_bytes, facts = _planned(call, one, group, header, held)
             facts = contents.facts_of(facts, content)
-            if one.reencrypt:
+            if one.encryption and one.reencrypt:
                 facts |= {fact.REENCRYPT: "yes"}
         if admit is not None:
             admit(known, size_bytes)
