@@ -158,7 +158,7 @@ class Cryptsetup:
         words = (
             *("--disable-external-tokens", "--key-file", "-", "--hotzone-size", _HOT_ZONE),
             # Not --batch-mode, in which it tells nothing; it asks nothing either.
-            *("--progress-json", "--progress-frequency", str(_TELLING_SECONDS)),
+            *("--progress-frequency", str(_TELLING_SECONDS)),
             *(("--resume-only",) if slot is None else begin),
         )
         with ExitStack() as until_open:

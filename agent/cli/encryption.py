@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agent import errors
 from agent.cli import terminal
-from agent.engine.mappings import own_uuid
+from agent.engine.mappings import own_uuid, progress
 from agent.publish import opening
 from agent.secret import Key, Keys, of_text
 from lvm.devices import Device
@@ -39,6 +39,8 @@ class Headers:
         made.add_row("data", f"from byte {header.offset_bytes}")
         made.add_row("cipher", f"{header.cipher}, sectors of {header.sector_bytes} bytes")
         made.add_row("key derivation", ", ".join(header.key_derivation))
+        if header.is_reencrypting:
+            made.add_row("its own master key", progress(self._kernel, self._device))
         terminal.console().print(made)
 
     def back_up(self, file: str) -> None:
