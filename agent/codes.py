@@ -51,6 +51,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.StillAtWork, Code.ABORTED),
     (agent.errors.OperationPending, Code.ABORTED),
     (agent.errors.Copying, Code.ABORTED),
+    (agent.errors.Reencrypting, Code.ABORTED),
     (agent.errors.Overwriting, Code.ABORTED),
     (agent.errors.Receiving, Code.FAILED_PRECONDITION),
     (agent.errors.NotReceived, Code.FAILED_PRECONDITION),

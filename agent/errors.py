@@ -364,6 +364,15 @@ class Copying(AgentError):
         super().__init__(f"volume {volume_id!r} is being copied: {progress}; call again")
 
 
+class Reencrypting(AgentError):
+    """The volume is given a master key of its own; nobody opens it before that is done."""
+
+    def __init__(self, volume_id: str, progress: str) -> None:
+        super().__init__(
+            f"volume {volume_id!r} is given a master key of its own: {progress}; call again"
+        )
+
+
 class Overwriting(AgentError):
     """What a volume is to grow by is being overwritten; it is not the volume's before."""
 

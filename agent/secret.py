@@ -18,6 +18,8 @@ from agent import errors
 # What CSI and cryptsetup have room for.
 MOST_BYTES = 2048
 _PR_SET_DUMPABLE = 4
+# Of a text with other than ASCII characters: here two, and an end, of two bytes each.
+_WIDE_HEADER_BYTES = sys.getsizeof(chr(0x100) * 2) - 3 * 2
 
 
 class Key:
@@ -83,11 +85,14 @@ def wipe(told: str | bytes) -> None:
     if isinstance(told, bytes):
         # Behind the header: PyBytesObject.ob_sval, and a zero at its end.
         start, size = bytes.__basicsize__ - 1, len(told)
-    else:
-        if not told.isascii():
-            return  # where those begin depends on more than is known here
+    elif told.isascii():
         # Behind the header: PyASCIIObject, and a zero at its end.
         start, size = sys.getsizeof("") - 1, len(told)
+    else:
+        # Behind the header: PyCompactUnicodeObject, as many bytes for each character as the
+        # largest takes (PEP 393).
+        width = next(one for one in (1, 2, 4) if ord(max(told)) < 1 << 8 * one)
+        start, size = _WIDE_HEADER_BYTES, len(told) * width
     ctypes.memset(id(told) + start, 0, size)
 
 

@@ -86,8 +86,13 @@ class Stream(Protocol):
     that it ends the program. Raises ProgramMissing, CommandTimedOut.
     """
 
-    def __call__(self, *words: str) -> AbstractContextManager[BinaryIO]:
-        """Start the program `words[0]` with the rest as its arguments."""
+    def __call__(
+        self, *words: str, stdin: bytearray | None = None
+    ) -> AbstractContextManager[BinaryIO]:
+        """Start the program `words[0]` with the rest as its arguments.
+
+        What it finds at its standard input, at most a page, is its own when this returns.
+        """
         ...
 
 
@@ -186,13 +191,13 @@ class Programs:
         return _Terminal(self._reached(words), prompt.encode(), environment, report)
 
     @contextmanager
-    def stream(self, *words: str) -> Iterator[BinaryIO]:
+    def stream(self, *words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
         """Read what a program prints, as it comes: the real `Stream`."""
         remaining, started = remaining_seconds(), time.monotonic()
         if remaining == 0:
             raise errors.CommandTimedOut(words, 0.0)
         problem: errors.BadReport | None = None
-        with TemporaryFile() as stderr, _piped(words, stderr) as running, _ended_in(running):
+        with TemporaryFile() as stderr, _piped(words, stderr, stdin) as running, _ended_in(running):
             output = cast("BinaryIO", running.stdout)
             try:
                 yield output
@@ -262,18 +267,26 @@ def _by_subprocess(
     return Result(running.returncode, _text(stdout), _text(stderr)), in_time
 
 
-def _piped(words: Sequence[str], stderr: BinaryIO) -> "subprocess.Popen[bytes]":
+def _piped(
+    words: Sequence[str], stderr: BinaryIO, stdin: bytearray | None = None
+) -> "subprocess.Popen[bytes]":
     """A program whose output is a pipe."""
     try:
-        return subprocess.Popen(
+        running = subprocess.Popen(
             words,
             env=ENVIRONMENT,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
+            # Nothing between keeps a copy of what is written.
+            bufsize=0 if stdin is not None else -1,
         )
     except FileNotFoundError:
         raise errors.ProgramMissing(words[0]) from None
+    if running.stdin is not None and stdin is not None:
+        with suppress(BrokenPipeError), running.stdin:  # it tells itself why it ended
+            running.stdin.write(stdin)
+    return running
 
 
 @contextmanager

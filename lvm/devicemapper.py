@@ -34,6 +34,7 @@ _SECTOR_BYTES = 512
 # _IOWR(0xfd, command, struct dm_ioctl)
 _REQUEST = 0b11 << 30 | _HEADER.size << 16 | 0xFD << 8
 _LIST_DEVICES = _REQUEST | 2
+_DEVICE_REMOVE = _REQUEST | 4
 _DEVICE_SUSPEND = _REQUEST | 6
 _DEVICE_STATUS = _REQUEST | 7
 _TABLE_DEPS = _REQUEST | 11
@@ -257,6 +258,11 @@ class DeviceMapper:
     def resume(self, name: str) -> None:
         """Let go of a device; one that is not suspended is no error. Raises OSError, as above."""
         self._set_flow(name, 0)
+
+    def remove(self, name: str) -> None:
+        """Take a device away. Raises OSError: EBUSY for one that is open, ENXIO where none is."""
+        with self._opened() as control:
+            self._ioctl(control, _DEVICE_REMOVE, _request(_HEADER.size, 0, name, 0))
 
     def is_suspended(self, name: str) -> bool:
         """Whether a device is suspended; not where there is none."""

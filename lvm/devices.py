@@ -6,6 +6,7 @@ sysfs is read as it is: pyudev's Context looks for its library by starting ldcon
 
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -27,6 +28,8 @@ _POOL_LAYER = "-tpool"
 # UUID of the LUKS2 header in theirs.
 _MAPPING_PREFIX = "carver-luks-"
 _CRYPT_PREFIX = "CRYPT-LUKS2-"
+# The same of those that it has for itself while it is at work (lib/utils_storage_wrappers.c).
+_OWN_CRYPT_PREFIX = "CRYPT-TEMP-"
 # The same for a copy-on-write snapshot's store; and what a pool's metadata are called.
 _STORE_LAYER = "-cow"
 _METADATA_PART = "_tmeta"
@@ -70,6 +73,13 @@ class Devices(Protocol):
 
     def is_mapping_open(self, mapping: Device) -> bool:
         """Whether something has a dm-crypt device open."""
+        ...
+
+    def close_leftovers(self, device: Device) -> None:
+        """Take away the devices on a volume's own that a killed cryptsetup left there.
+
+        What one that is at work has open stays.
+        """
         ...
 
     def active(self, group: str) -> tuple[str, ...]:
@@ -138,12 +148,8 @@ class KernelDevices:
         It is looked for in what stands on the volume: a name proves nothing, and neither does a
         node in /dev/mapper.
         """
-        own, name = f"{device.number[0]}:{device.number[1]}", mapping_name(device)
-        try:
-            holders = os.listdir(f"{_SYS_BY_NUMBER}/{own}/holders")  # noqa: PTH208 - each call asks
-        except OSError:
-            return None
-        for holder in holders:
+        name = mapping_name(device)
+        for holder in _holders(device):
             directory = f"{_SYS_BLOCK}/{holder}"
             is_ours = sysfs.word(f"{directory}/dm/name") == name
             major, _, minor = sysfs.word(f"{directory}/dev").partition(":")
@@ -156,6 +162,14 @@ class KernelDevices:
     def is_mapping_open(self, mapping: Device) -> bool:
         """Whether something has a dm-crypt device open. One ioctl."""
         return self._mapper.is_open(mapping.name)
+
+    def close_leftovers(self, device: Device) -> None:
+        """Take away the devices on a volume's own that a killed cryptsetup left there."""
+        for holder in _holders(device):
+            directory = f"{_SYS_BLOCK}/{holder}"
+            if sysfs.word(f"{directory}/dm/uuid").startswith(_OWN_CRYPT_PREFIX):
+                with suppress(OSError):  # EBUSY: it was not killed
+                    self._mapper.remove(sysfs.word(f"{directory}/dm/name"))
 
     def active(self, group: str) -> tuple[str, ...]:
         """The names of a group's active volumes, of lvm2's own parts of volumes too. One ioctl."""
@@ -255,6 +269,15 @@ def _device(directory: str, dm_name: str, path: str, number: tuple[int, int]) ->
         return None
     uuids = uuid.removeprefix(_UUID_PREFIX)
     return Device(path, number, uuids[:_UUID_LENGTH], uuids[_UUID_LENGTH : 2 * _UUID_LENGTH])
+
+
+def _holders(device: Device) -> list[str]:
+    """What the kernel has on a device, by its names in sysfs."""
+    own = f"{device.number[0]}:{device.number[1]}"
+    try:
+        return os.listdir(f"{_SYS_BY_NUMBER}/{own}/holders")  # noqa: PTH208 - each call asks
+    except OSError:
+        return []
 
 
 def _is_at(dm_name: str, number: tuple[int, int]) -> bool:

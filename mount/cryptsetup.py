@@ -4,8 +4,10 @@ Argon2id takes so much memory for so long that two of it run at once and no more
 """
 
 import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 from mount import errors
 from mount.filesystem import Result
@@ -27,6 +29,9 @@ _SECTOR_BYTES = 512
 _LABEL = "carver"
 # By the Kubernetes secret, and another that only people have.
 SLOTS = USUAL, ROTATED, RECOVERY = (0, 1, 2)
+# What a re-encryption works on at a time, and tells of: it is ended, and told, that often.
+_HOT_ZONE = "64M"
+_TELLING_SECONDS = 1
 # cryptsetup(8), "RETURN CODES".
 _NO_PERMISSION, _NO_MEMORY, _IN_USE = 2, 3, 5
 _UDEV_CONTROL = Path("/run/udev/control")
@@ -37,6 +42,16 @@ class Runner(Protocol):
 
     def __call__(self, *words: str, stdin: bytearray | None = None) -> Result:
         """Run `words`, the first of which is the program; `stdin` is what it reads there."""
+        ...
+
+
+class Stream(Protocol):
+    """Runs a program, and gives what it prints as it comes; left early, it ends the program."""
+
+    def __call__(
+        self, *words: str, stdin: bytearray | None = None
+    ) -> AbstractContextManager[BinaryIO]:
+        """Start `words`; it has read `stdin`, or will: whoever gave it may overwrite it."""
         ...
 
 
@@ -65,10 +80,24 @@ class Cryptsetup:
         self._with_key("luksFormat", device, key, *words, "--", device)
 
     def open(
-        self, device: str, key: bytearray, name: str, *, discard: bool, read_only: bool = False
+        self,
+        device: str,
+        key: bytearray,
+        name: str,
+        *,
+        discard: bool,
+        read_only: bool = False,
+        bypass: Collection[str] = (),
     ) -> None:
-        """Have a dm-crypt device of that name over a device. Raises WrongKey, CryptFailed."""
-        flags = (*("--allow-discards",) * discard, *("--readonly",) * read_only)
+        """Have a dm-crypt device of that name over a device. Raises WrongKey, CryptFailed.
+
+        What is read, or written, passes the kernel's work queues by where `bypass` has it.
+        """
+        flags = (
+            *("--allow-discards",) * discard,
+            *("--readonly",) * read_only,
+            *(f"--perf-no_{one}_workqueue" for one in sorted(bypass)),
+        )
         self._with_key("open", device, key, "--type", "luks2", *flags, "--", device, name)
 
     def check(self, device: str, key: bytearray, slot: int | None = None) -> bool:
@@ -110,6 +139,45 @@ class Cryptsetup:
         """Have a slot open by nothing any more; `key` must open another. Raises WrongKey."""
         self._with_key("luksKillSlot", device, key, "--", device, str(slot))
 
+    def reencrypt(
+        self,
+        stream: Stream,
+        device: str,
+        key: bytearray,
+        slot: int | None,
+        check: Callable[[], None],
+    ) -> None:
+        """Give what a device holds, which is not open, another master key: as long as that takes.
+
+        The key is that of a slot, the only one that is left then; of None, one goes on that was
+        ended. `check` is asked each second, and what it raises ends it at a safe point, as SIGTERM
+        does (cryptsetup-reencrypt(8)). What a kill left is recovered first. The key is overwritten
+        as soon as cryptsetup has it. Raises what `stream` does.
+        """
+        begin = ("--key-slot", str(slot or 0), *_PBKDF, "--use-random")
+        words = (
+            *("--disable-external-tokens", "--key-file", "-", "--hotzone-size", _HOT_ZONE),
+            # Not --batch-mode, in which it tells nothing; it asks nothing either.
+            *("--progress-frequency", str(_TELLING_SECONDS)),
+            *(("--resume-only",) if slot is None else begin),
+        )
+        with ExitStack() as until_open:
+            until_open.enter_context(_turn(device))
+            called = (*self._prefix, "cryptsetup", "reencrypt", *words, "--", device)
+            with stream(*called, stdin=key) as told:
+                key[:] = bytes(len(key))
+                for _ in told:
+                    until_open.close()
+                    check()
+
+    def recover(self, device: str, key: bytearray) -> None:
+        """Mend what a re-encryption was at when it was killed. Raises CryptFailed."""
+        self._with_key("repair", device, key, "--", device)
+
+    def name(self, device: str, uuid: str) -> None:
+        """Have a header bear another UUID."""
+        self._plain("luksUUID", device, "--batch-mode", "--uuid", uuid, "--", device)
+
     def back_up(self, device: str, file: str) -> None:
         """Write the header, key slots and all, to a file that is not there."""
         words = ("--batch-mode", "--header-backup-file", file)
@@ -127,16 +195,23 @@ class Cryptsetup:
 
     def _with_key(self, action: str, device: str, key: bytearray, *words: str) -> None:
         common = ("--batch-mode", "--disable-external-tokens", "--key-file", "-")
-        if not _AT_ONCE.acquire(timeout=_PATIENCE_SECONDS):
-            raise errors.CryptPending(device)
-        try:
+        with _turn(device):
             result = self._run(*self._prefix, "cryptsetup", action, *common, *words, stdin=key)
-        finally:
-            _AT_ONCE.release()
         if result.exit_code == _NO_PERMISSION:
             raise errors.WrongKey(device)
         if result.exit_code != 0:
             raise errors.CryptFailed(action, device, _said(result))
+
+
+@contextmanager
+def _turn(device: str) -> Iterator[None]:
+    """Inside, argon2id has its memory. Raises CryptPending."""
+    if not _AT_ONCE.acquire(timeout=_PATIENCE_SECONDS):
+        raise errors.CryptPending(device)
+    try:
+        yield
+    finally:
+        _AT_ONCE.release()
 
 
 def has_udev() -> bool:

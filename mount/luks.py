@@ -8,7 +8,7 @@ writes one; mount/cryptsetup.py has cryptsetup do that.
 import hashlib
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +21,33 @@ _BINARY_BYTES = 4096
 _CHECKSUM_AT, _CHECKSUM_BYTES = 448, 64
 _MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
 _VERSION = 2
-# The kind of area by which a re-encryption that is not done protects what it is at.
-_REENCRYPTION = "reencrypt"
+# The kind of area by which a re-encryption that is not done protects what it is at; and the flag
+# of the segment that it is at, which is there afterwards only if it was killed.
+_REENCRYPTION, _TORN = "reencrypt", "in-reencryption"
+# The flags of segments that lie nowhere: as all of it was before, and as it shall be.
+_NOWHERE = "backup-"
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a whole header says. Sizes are in bytes; `slots` are those that a key opens."""
+    """What a whole header says. Sizes are in bytes.
+
+    `slots` are those by which a key opens it, `unbound` those of a master key of nothing: of one
+    that was to be, when cryptsetup was killed.
+    """
 
     uuid: str
     slots: tuple[int, ...]
+    unbound: tuple[int, ...]
     offset_bytes: int
     cipher: str
     sector_bytes: int
     key_derivation: tuple[str, ...] = ()
-    # How much of the device has the new key already, where it is being re-encrypted.
+    # Of one that is being re-encrypted: that it is; how much of the data has the new master key;
+    # that cryptsetup was killed in the midst of a piece, which is to be recovered first.
     is_reencrypting: bool = False
+    renewed_bytes: int = 0
+    is_torn: bool = False
 
 
 def read(kernel: Kernel, device: str) -> Header | None:
@@ -77,20 +88,36 @@ def digest(data: bytes, kind: str) -> bytes:
 
 
 def _header(uuid: str, told: Mapping[str, Any]) -> Header:
-    segments = dict(_numbered(told["segments"]))
-    data = [one for one in segments.values() if one["type"] == "crypt" and "flags" not in one]
+    data = [one for _, one in _numbered(told["segments"]) if _is_data(one)]
     first = min(data, key=lambda one: int(one["offset"]))
     areas = dict(_numbered(told["keyslots"]))
     slots = {number: one for number, one in areas.items() if one["type"] == "luks2"}
+    of_data = [one["keyslots"] for one in told["digests"].values() if one["segments"]]
+    bound = {int(number) for every in of_data for number in every} & slots.keys()
+    is_reencrypting = any(one["type"] == _REENCRYPTION for one in areas.values())
+    # From the first byte on; before it begins, one segment reaches to the end.
+    is_begun = is_reencrypting and first["size"] != "dynamic" and not _flags(first)
     return Header(
         uuid,
-        tuple(sorted(slots)),
+        tuple(sorted(bound)),
+        tuple(sorted(slots.keys() - bound)),
         int(first["offset"]),
         str(first["encryption"]),
         int(first["sector_size"]),
         tuple(sorted({str(one["kdf"]["type"]) for one in slots.values()})),
-        any(one["type"] == _REENCRYPTION for one in areas.values()),
+        is_reencrypting,
+        int(first["size"]) if is_begun else 0,
+        any(_TORN in _flags(one) for one in data),
     )
+
+
+def _is_data(segment: Mapping[str, Any]) -> bool:
+    nowhere = any(one.startswith(_NOWHERE) for one in _flags(segment))
+    return segment["type"] == "crypt" and not nowhere
+
+
+def _flags(segment: Mapping[str, Any]) -> Sequence[str]:
+    return list(segment.get("flags", ()))
 
 
 def _numbered(told: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from agent import errors
 from agent.cli import terminal
+from agent.engine.mappings import own_uuid, progress
 from agent.publish import opening
 from agent.secret import Key, Keys, of_text
 from lvm.devices import Device
@@ -38,11 +39,13 @@ class Headers:
         made.add_row("data", f"from byte {header.offset_bytes}")
         made.add_row("cipher", f"{header.cipher}, sectors of {header.sector_bytes} bytes")
         made.add_row("key derivation", ", ".join(header.key_derivation))
+        if header.is_reencrypting:
+            made.add_row("its own master key", progress(self._kernel, self._device))
         terminal.console().print(made)
 
     def back_up(self, file: str) -> None:
         """Write the header, key slots and all, to a file that is not there."""
-        self._header()
+        self._require_settled(self._header())
         if Path(file).exists():
             raise errors.BadField("FILE", f"{file} is there already")
         self._program.back_up(self._device.path, file)
@@ -59,7 +62,9 @@ class Headers:
         if kept is None:
             raise errors.BadField("FILE", f"{file} is no backup of a LUKS2 header")
         present = luks.read(self._kernel, self._device.path)
-        own = opening.own_uuid(self._device) if present is None else present.uuid
+        own = own_uuid(self._device) if present is None else present.uuid
+        if present is not None:
+            self._require_settled(present)
         if present is not None and kept.uuid != own:
             raise errors.BadField("FILE", f"it is of the header {kept.uuid}, not of {own}")
         doubt = "" if kept.uuid == own else " It is not the one that this volume was made with."
@@ -71,7 +76,9 @@ class Headers:
 
     def rekey(self, key_file: str, new_key_file: str, *, recovery: bool) -> None:
         """Give the volume another key in place of its own, or one more for recovery."""
-        slots = self._header().slots
+        header = self._header()
+        self._require_settled(header)
+        slots = header.slots
         old = _key("key", key_file)
         new = _key("new key", new_key_file)
         with Keys(new, old).used():
@@ -89,6 +96,11 @@ class Headers:
         if slot in slots:
             self._program.kill(device, key.data, slot)
         self._program.add(device, key.data, new.data, slot)
+
+    def _require_settled(self, header: Header) -> None:
+        """Raise Reencrypting: a header of the meantime fits nothing a moment later."""
+        if header.is_reencrypting:
+            raise errors.Reencrypting(self._name, "stage it, and wait until it is there")
 
     def _header(self) -> Header:
         header = luks.read(self._kernel, self._device.path)

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from agent import errors, fact, ids, sockets
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
-from agent.engine import records, sources, users
+from agent.engine import mappings, records, sources, users
 from agent.engine.allocation import Carvings
 from agent.engine.engines import Engines
 from agent.engine.host import Host
@@ -79,7 +79,9 @@ class Volume:
     """A volume of Carver's. Used and total bytes are None unless a file system is mounted.
 
     `claim` is namespace/name of the claim that it was made for, where the caller told. `contents`
-    is the file system, `raw block`, or empty where it was never formatted.
+    is the file system, `raw block`, or empty where it was never formatted. `encryption` is empty
+    for one that is not encrypted; `renewal` tells how far a copy is that gets a master key of its
+    own, and is empty for all others.
     """
 
     id: str
@@ -94,6 +96,8 @@ class Volume:
     total_bytes: int | None
     used_bytes: int | None
     health: tuple[Health, ...]
+    encryption: str = ""
+    renewal: str = ""
 
 
 @dataclass(frozen=True)
@@ -240,7 +244,19 @@ def _volume(
         total_bytes=use.total_bytes if use else None,
         used_bytes=use.used_bytes if use else None,
         health=tuple(_health(found_wrong)),
+        encryption=facts.get(fact.ENCRYPTION, ""),
+        renewal=_renewal(kernel, one, device),
     )
+
+
+def _renewal(kernel: Kernel, one: records.Volume, device: Device | None) -> str:
+    if fact.REENCRYPT not in one.facts:
+        return ""
+    if device is None:
+        return "not active"
+    with suppress(OSError):  # its disk does not tell, as its health says
+        return mappings.progress(kernel, device.logical)
+    return "unknown"
 
 
 def _health(found: Iterable[Condition]) -> Iterator[Health]:

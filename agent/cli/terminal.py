@@ -133,6 +133,10 @@ def _volumes(seen: Overview) -> Table:
         if one.used_bytes is not None and one.total_bytes is not None:
             used = bar(one.used_bytes, one.total_bytes)
         contents = one.contents if one.state == "ready" else one.state
+        if one.encryption:
+            contents = ", ".join(filter(None, (contents, one.encryption)))
+        if one.renewal:
+            contents += f", its own master key: {one.renewal}"
         size = human(one.size_bytes)
         made.add_row(one.name, one.group, size, one.layout, contents, used, one.claim)
     return made

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import sleep
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -27,6 +27,8 @@ from proto import csi_pb2 as csi
 
 # Beside the socket, which is inside kubelet's directory as staging paths have to be.
 _STAGING = "staging"
+T = TypeVar("T")
+
 # The service waits for a copy itself, for some seconds of each call: this is beside that.
 _AGAIN_SECONDS = 1.0
 # How often it is asked how far a repair is, and what it is repeated after.
@@ -69,17 +71,13 @@ class Manual:
             source = client.of_snapshot(self.find_snapshot(snapshot).snapshot_id)
         elif volume:
             source = client.of_volume(self.find(volume).volume_id)
-        while True:
-            try:
-                made = self.caller.create(
-                    name, size_bytes, capability, parameters=parameters, source=source
-                )
-                break
-            except grpc.RpcError as error:
-                if source is None or error.code() != grpc.StatusCode.ABORTED:
-                    raise
-                print(error.details(), file=sys.stderr)
-                sleep(_AGAIN_SECONDS)
+
+        def make() -> csi.Volume:
+            return self.caller.create(
+                name, size_bytes, capability, parameters=parameters, source=source
+            )
+
+        made = make() if source is None else _at_last(make)
         print(f"{name}: {terminal.human(made.capacity_bytes)}, {made.volume_id}")
 
     def show_all(self, *, as_json: bool, names_only: bool) -> None:
@@ -93,7 +91,8 @@ class Manual:
         if as_json:
             print(_json([_told(*one) for one in zip(found, health, strict=True)]))
         else:
-            made = terminal.table("VOLUME", "SIZE", "GROUP", "CLASS", "HEALTH", right=("SIZE",))
+            titles = ("VOLUME", "SIZE", "GROUP", "CLASS", "ENCRYPTION", "HEALTH")
+            made = terminal.table(*titles, right=("SIZE",))
             for volume, told in zip(found, health, strict=True):
                 group = ids.group_of(volume.volume_id)
                 made.add_row(
@@ -101,6 +100,7 @@ class Manual:
                     terminal.human(volume.capacity_bytes),
                     group,
                     volume.volume_context.get("carver/class", ""),
+                    volume.volume_context.get("carver/encryption", ""),
                     "\n".join(_words(told)),
                 )
             terminal.console().print(made)
@@ -130,7 +130,9 @@ class Manual:
             # It was made for raw block access; where something else is wrong, the call will say so.
             capability = client.block(mode)
         staging.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.caller.stage(volume, staging, capability, _secrets(key_file))
+        secrets = _secrets(key_file)
+        # A copy may be given a master key of its own first.
+        _at_last(lambda: self.caller.stage(volume, staging, capability, secrets))
         self.caller.publish(volume, staging, place, capability, read_only=read_only)
         print(f"{name} is at {place}")
 
@@ -298,6 +300,18 @@ def connected(settings: Config, host: Host) -> Iterator[Manual]:
             yield Manual(caller, settings, host)
         except grpc.RpcError as error:
             raise errors.CallRefused(error.code().name, error.details() or "") from None
+
+
+def _at_last(call: Callable[[], T]) -> T:
+    """Call again for as long as the service is at it, and tell how far it is."""
+    while True:
+        try:
+            return call()
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.ABORTED:
+                raise
+            print(error.details(), file=sys.stderr)
+            sleep(_AGAIN_SECONDS)
 
 
 def _secrets(key_file: str) -> dict[str, str]:

@@ -24,6 +24,13 @@ REPAIRS = MANUAL, AUTO = ("manual", "auto")
 # what `wipe` says, nothing, or the disk is told that it may forget it.
 ENCRYPTIONS = (LUKS2,) = ("luks2",)
 ERASURES = ERASE_ZERO, ERASE_CRYPTO, ERASE_DISCARD = ("zero", "crypto", "discard")
+# What passes dm-crypt's work queues by (Documentation/admin-guide/device-mapper/dm-crypt.rst).
+BYPASSES: Mapping[str, frozenset[str]] = {
+    "none": frozenset(),
+    "read": frozenset({"read"}),
+    "write": frozenset({"write"}),
+    "both": frozenset({"read", "write"}),
+}
 
 
 @dataclass(frozen=True)
@@ -46,11 +53,14 @@ class DeviceClass:
     repair: str = MANUAL
     repair_after_seconds: int = 600
     # Empty for a volume that is as it is. Of an encrypted one: whether it passes discards on; what
-    # is done when it is deleted; the file that its key is in where no secret has it.
+    # is done when it is deleted; the file that its key is in where no secret has it; whether a copy
+    # gets a master key of its own; which of dm-crypt's work queues it passes by.
     encryption: str = ""
     discard: bool = False
     erase: str = ERASE_ZERO
     key_file: Path | None = None
+    reencrypt: bool = False
+    bypass_workqueue: str = "none"
 
 
 CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
@@ -81,7 +91,11 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "discard": values.parse_flag,
     "erase": values.choice(*ERASURES),
     "key_file": values.parse_absolute_path,
+    "reencrypt": values.parse_flag,
+    "bypass_workqueue": values.choice(*BYPASSES),
 }
+# Those of them that say nothing of what is not encrypted.
+_OF_ENCRYPTED = {"discard", "erase", "key_file", "reencrypt", "bypass_workqueue"}
 
 
 def parse(source: str, listed: object) -> tuple[DeviceClass, ...]:
@@ -113,7 +127,7 @@ def _class(source: str, where: str, table: dict[str, Any]) -> DeviceClass:
     if shape.is_thin and "zero" in table:
         why = "is for layouts with extents of their own: a thin pool zeroes what it gives out"
         raise errors.BadConfig(source, f"{where}.zero", why)
-    if not one.encryption and (beside := table.keys() & {"discard", "erase", "key_file"}):
+    if not one.encryption and (beside := table.keys() & _OF_ENCRYPTED):
         key = min(beside)
         raise errors.BadConfig(source, f"{where}.{key}", 'is for classes with encryption = "luks2"')
     try:

@@ -407,6 +407,12 @@ class Inventory:
         found = self._devices.find(volume.group.name, volume.name)
         return None if found is None else self._devices.mapping(found)
 
+    def close_leftovers(self, volume: Volume) -> None:
+        """Take away what a cryptsetup that was killed left on an active volume; no command."""
+        found = self._devices.find(volume.group.name, volume.name)
+        if found is not None:
+            self._devices.close_leftovers(found)
+
     def active(self, prefix: str) -> Iterator[tuple[str, str]]:
         """Group and name of each active logical volume with a prefix; no command."""
         for group in self._groups:

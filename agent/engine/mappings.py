@@ -1,6 +1,7 @@
 """The dm-crypt devices of encrypted volumes: closed when nobody uses them; headers, erased."""
 
 import logging
+import uuid
 from pathlib import Path
 
 from agent import errors
@@ -12,9 +13,12 @@ from lvm.devices import Device
 from mount import cryptsetup, luks, table
 from mount.cryptsetup import Cryptsetup
 from mount.errors import CryptFailed
+from mount.syscalls import Kernel
 
 _log = logging.getLogger(__name__)
 
+# Any other UUID would do as well.
+_NAMESPACE = uuid.UUID("5b9f7f0a-6b0e-4d5c-9d27-0f0f8c1f6c3e")
 # A thin pool that is fuller than this has perhaps no chunk for what is overwritten.
 _FULL_PERCENT = 99.0
 
@@ -24,6 +28,7 @@ class Mappings:
 
     def __init__(self, means: Means) -> None:
         self._kernel, self._inventory = means.kernel, means.inventory
+        self._devices = means.devices
         self._backups = means.config.header_backups
         waits = means.config.lvm != "host" and cryptsetup.has_udev()
         self.cryptsetup = Cryptsetup(means.run, waits_for_udev=waits)
@@ -40,7 +45,10 @@ class Mappings:
         Raises CryptBusy for one that a process has open.
         """
         device = self._inventory.device(volume_id)
-        if device is not None and device.below is not None and not self.is_used(device):
+        if device is None:
+            return
+        self._devices.close_leftovers(device.logical)
+        if device.below is not None and not self.is_used(device):
             self.cryptsetup.close(device.name)
 
     def ensure_closed(self, volume: Volume) -> None:
@@ -91,3 +99,17 @@ class Mappings:
         length = volume.header_bytes or 2 * luks.METADATA_BYTES
         self._kernel.zero_out(device, 0, min(length, self._kernel.device_size_bytes(device)))
         self._kernel.flush(device)
+
+
+def own_uuid(device: Device) -> str:
+    """The UUID of a volume's header that has a master key of its own: no copy's has it."""
+    return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))
+
+
+def progress(kernel: Kernel, device: Device) -> str:
+    """How much of a volume has a new master key, by the header on its own device; no command."""
+    header = luks.read(kernel, device.path)
+    if header is None or not header.is_reencrypting:
+        return "not begun"
+    size_bytes = kernel.device_size_bytes(device.path) - header.offset_bytes
+    return f"{100 * header.renewed_bytes // max(1, size_bytes)} % of {size_bytes} bytes"

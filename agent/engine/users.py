@@ -79,7 +79,12 @@ def mounted_at(kernel: Kernel, known: Inventory, volume_id: str) -> set[str]:
 
 
 def require_unused(kernel: Kernel, known: Inventory, volume: Volume) -> None:
-    """Raise VolumeInUse where the volume is mounted, published or open."""
+    """Raise VolumeInUse where the volume is mounted, published or open.
+
+    What a cryptsetup that was killed left on it is nobody's, and is taken away.
+    """
+    if volume.is_encrypted:
+        known.close_leftovers(volume)
     if paths := mounted_at(kernel, known, str(volume.id)):
         raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(sorted(paths))}")
     # udev has a look at a device after each close of it by a writer, such as the last unmount's.

@@ -15,37 +15,36 @@ header of what it was copied from.
 
 import os
 import stat
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from agent import errors, fact
-from agent.config.classes import DeviceClass
+from agent.config.classes import BYPASSES, DeviceClass
 from agent.config.settings import Config
-from agent.engine.mappings import Mappings
+from agent.engine.mappings import Mappings, own_uuid
 from agent.engine.means import Means
 from agent.engine.records import Volume
 from agent.requests import keys as words
 from agent.secret import MOST_BYTES, Key, Keys
+from agent.workers.reencryption import Reencrypter
 from lvm import errors as lvm_errors
 from lvm.devices import Device, mapping_name
 from mount import btrfs, cryptsetup, filesystem, luks
 from mount import errors as mount_errors
 from mount.luks import Header
 
-# Any other UUID would do as well.
-_NAMESPACE = uuid.UUID("5b9f7f0a-6b0e-4d5c-9d27-0f0f8c1f6c3e")
 _LARGE_SECTOR_BYTES = 4096
 
 
 class Opening:
     """Opens volumes. Each call's keys are its caller's to overwrite."""
 
-    def __init__(self, means: Means, mappings: Mappings) -> None:
+    def __init__(self, means: Means, mappings: Mappings, reencrypter: Reencrypter) -> None:
         self._config: Config = means.config
         self._run, self._kernel = means.run, means.kernel
         self._engines, self._inventory = means.engines, means.inventory
         self._mappings = mappings
+        self._reencrypter = reencrypter
         self._cryptsetup = mappings.cryptsetup
 
     def check_keys(self, volume_id: str, device_class: str, keys: Keys, *, encrypted: bool) -> None:
@@ -72,7 +71,8 @@ class Opening:
 
         Of one that is not encrypted that is its own. Two commands at most, but for a change of
         keys. One that is open and not used is closed first: nobody knows who opened it. Raises
-        KeyMissing, WrongKey, HeaderDamaged, UnexpectedContents.
+        KeyMissing, WrongKey, HeaderDamaged, UnexpectedContents, and Reencrypting for a copy until
+        it has a master key of its own.
         """
         self.check(volume, keys)
         if not volume.is_encrypted:
@@ -84,6 +84,8 @@ class Opening:
             if mapping is not None:
                 self._mappings.ensure_closed(volume)
             tags = self._sealed(volume, device, key)
+            if self._has_now_its_own(volume, device, keys, key):
+                tags = {}
             is_changed = self._unlock(volume, device, keys, key)
         self._mappings.back_up(device, anew=is_changed)
         mapping = self._inventory.mapping(volume)
@@ -136,7 +138,9 @@ class Opening:
                 sector_bytes=self._sector_bytes(device),
             )
             return {fact.SEALED: own}
-        _check(volume, header, told or ("" if fact.FROM in volume.facts else own))
+        # Of one that was killed between the two the header is its own by now, and the tag is not.
+        if not (fact.REENCRYPT in volume.facts and header.uuid == own):
+            _check(volume, header, told or ("" if fact.FROM in volume.facts else own))
         return {} if told else {fact.SEALED: header.uuid}
 
     def _require_blank(self, volume: Volume, device: Device) -> None:
@@ -153,25 +157,42 @@ class Opening:
 
         Whether its keys changed.
         """
-        discard = any(one.discard for one in self._classes(volume.facts.get(fact.CLASS, "")))
-        name = mapping_name(device)
         previous = keys.previous
         if not previous or previous.data == key.data:
-            self._cryptsetup.open(device.path, key.data, name, discard=discard)
+            self._open(volume, device, key)
             return False
         before = self._slots(volume, device)
         if not self._cryptsetup.check(device.path, key.data):
             change(self._cryptsetup, before, device.path, previous, key)
         else:
             retire(self._cryptsetup, before, device.path, previous, key)
-        self._cryptsetup.open(device.path, key.data, name, discard=discard)
+        self._open(volume, device, key)
         return self._slots(volume, device) != before
 
+    def _open(self, volume: Volume, device: Device, key: Key) -> None:
+        found = self._classes(volume.facts.get(fact.CLASS, ""))
+        self._cryptsetup.open(
+            device.path,
+            key.data,
+            mapping_name(device),
+            discard=any(one.discard for one in found),
+            bypass={queue for one in found for queue in BYPASSES[one.bypass_workqueue]},
+        )
+
+    def _has_now_its_own(self, volume: Volume, device: Device, keys: Keys, key: Key) -> bool:
+        """Have the volume its own master key if it is to; whether its tags say that by now."""
+        self._inventory.close_leftovers(volume)
+        every = [key] if keys.previous is None else [key, keys.previous]
+        return self._reencrypter.ensure(volume, device, self._header(volume, device), every)
+
     def _slots(self, volume: Volume, device: Device) -> tuple[int, ...]:
+        return self._header(volume, device).slots
+
+    def _header(self, volume: Volume, device: Device) -> Header:
         header = luks.read(self._kernel, device.path)
         if header is None:
             raise errors.HeaderDamaged(str(volume.id), "its header is not whole")
-        return header.slots
+        return header
 
     def _is_to_be_renewed(self, volume: Volume, mapping: Device) -> bool:
         """Whether it is a copy of a btrfs, which has the id of what it was copied from."""
@@ -206,11 +227,6 @@ class Opening:
 
     def _classes(self, name: str) -> list[DeviceClass]:
         return [one for one in self._config.classes if one.name == name]
-
-
-def own_uuid(device: Device) -> str:
-    """The UUID that the header of a volume has that was not copied from another."""
-    return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))
 
 
 def read_key(path: str) -> Key:

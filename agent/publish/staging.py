@@ -23,6 +23,7 @@ from agent.requests.parameters import Parameters
 from agent.secret import Keys
 from agent.volumes.copying import Copier
 from agent.volumes.expansion import Expander
+from agent.workers.reencryption import Reencrypter
 from agent.workers.wiping import Wiper
 from lvm import errors as lvm_errors
 from lvm.devices import Device
@@ -52,6 +53,7 @@ class Access:
         wiper: Wiper,
         copier: Copier,
         expander: Expander,
+        reencrypter: Reencrypter,
         withheld: Withheld,
     ) -> None:
         self._run = means.run
@@ -61,7 +63,8 @@ class Access:
         self._copier = copier
         self._expander = expander
         self._mappings = Mappings(means)
-        self._opening = Opening(means, self._mappings)
+        self._reencrypter = reencrypter
+        self._opening = Opening(means, self._mappings, reencrypter)
         self._withheld = withheld
         self._chores = Chores()
         # The directories in which kubelet may have volumes mounted.
@@ -165,10 +168,12 @@ class Access:
     def unstage(self, call: VolumeAt) -> None:
         """Unmount the staging path; a path where nothing is mounted is no error.
 
-        An encrypted volume is closed, unless it is published still: one command.
+        An encrypted volume is closed, unless it is published still: one command. One that is being
+        re-encrypted goes on when it is staged next.
         """
         self._ensure_unmounted(replace(call, path=self.place(call.path)))
-        self._mappings.close_unused(call.volume_id)
+        with self._reencrypter.halted(call.volume_id):
+            self._mappings.close_unused(call.volume_id)
 
     def publish(self, call: PublishVolume) -> None:
         """Bind the staged file system, or the device itself, to the target path."""

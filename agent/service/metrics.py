@@ -35,6 +35,7 @@ from agent.orphans.watch import OrphanWatch
 from agent.service.registration import Registration, State
 from agent.volumes.copying import Copier
 from agent.workers.autoextend import Grower
+from agent.workers.reencryption import Reencrypter
 from agent.workers.wiping import Wiper
 from lvm import errors, pools, report
 from lvm.command import Finished, Result, Runner, Stream
@@ -57,6 +58,7 @@ class Parts:
     storage: StorageHealth
     wiper: Wiper
     copier: Copier
+    reencrypter: Reencrypter
     grower: Grower
     registration: Registration
     orphans: OrphanWatch | None = None
@@ -119,10 +121,10 @@ class Metrics:
         """The same, with each program counted whose output is read as it comes."""
 
         @contextmanager
-        def counting(*words: str) -> Iterator[BinaryIO]:
+        def counting(*words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
             started, outcome = time.monotonic(), "OK"
             try:
-                with stream(*words) as output:
+                with stream(*words, stdin=stdin) as output:
                     yield output
             except Exception as error:
                 outcome = type(error).__name__
@@ -194,6 +196,15 @@ class _Gauges(Collector):
         for state, count in self._parts.copier.counts().items():
             copies.add_metric([state], count)
         yield copies
+
+        reencryptions = GaugeMetricFamily(
+            "carver_reencryptions",
+            "Copies of encrypted volumes that are given a master key of their own.",
+            labels=["state"],
+        )
+        for state, count in self._parts.reencrypter.counts().items():
+            reencryptions.add_metric([state], count)
+        yield reencryptions
 
         extensions = CounterMetricFamily(
             "carver_extensions",

@@ -62,6 +62,7 @@ from agent.workers.autoextend import Grower
 from agent.workers.disk_replacement import Replacement
 from agent.workers.giving_up import GivingUp
 from agent.workers.pool_removal import Reclaimer
+from agent.workers.reencryption import Reencrypter
 from agent.workers.repairing import Repairer
 from agent.workers.wiping import Wiper
 from agent.workers.zeroing import Zeroer
@@ -120,11 +121,14 @@ class Service:
         )
         self.copier = Copier(means, snapshotter)
         withheld = self.withheld = Withheld()
-        provision = Provisioner(means, self.wiper, self.reclaimer, self.copier, withheld)
+        self.reencrypter = Reencrypter(means)
+        provision = Provisioner(
+            means, self.wiper, self.reclaimer, self.copier, self.reencrypter, withheld
+        )
         diagnosis = self.diagnosis = Diagnosis(host.kernel, host.devices, known)
         self.zeroer = Zeroer(means)
         expander = Expander(means, self.zeroer)
-        access = Access(means, self.wiper, self.copier, expander, withheld)
+        access = Access(means, self.wiper, self.copier, expander, self.reencrypter, withheld)
         transfer = Transfer(
             Sender(means),
             Receiver(means, provision, self.reclaimer, withheld),
@@ -187,6 +191,7 @@ class Service:
         self.auto_repair.stop()
         self.zeroer.stop()
         self.copier.stop()
+        self.reencrypter.stop()
         self.wiper.stop()
         self.reclaimer.stop()
         self.giving_up.stop()
@@ -307,6 +312,7 @@ def _measured(config: Config, service: Service, registration: Registration) -> "
         service.storage,
         service.wiper,
         service.copier,
+        service.reencrypter,
         service.grower,
         registration,
         service.orphans,

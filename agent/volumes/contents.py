@@ -46,7 +46,17 @@ def find(within: Inventory, known: report.Report, source: Source) -> Contents:
             raise errors.SourceLost(source.id, found.problem)
     else:
         found = within.usable(known, source.id)
+        require_settled(found)
     return Contents(source.id, found.group.name, found.size_bytes, found.facts, found)
+
+
+def require_settled(volume: Volume) -> None:
+    """Raise NotSnapshotted for a copy that has its source's master key, and is to get its own."""
+    if fact.REENCRYPT in volume.facts:
+        raise errors.NotSnapshotted(
+            str(volume.id),
+            "it is to get a master key of its own, which it does when it is staged first",
+        )
 
 
 def size_of(size: SizeRange, contents: Contents) -> SizeRange:

@@ -33,6 +33,7 @@ from agent.volumes import contents, modifying, sealing
 from agent.volumes.copying import Copier
 from agent.workers import zeroing
 from agent.workers.pool_removal import Reclaimer
+from agent.workers.reencryption import Reencrypter
 from agent.workers.wiping import Wiper
 from lvm import errors as lvm_errors
 from lvm import layout, names, report, tags, volumes
@@ -68,6 +69,7 @@ class Provisioner:
         wiper: Wiper,
         reclaimer: Reclaimer,
         copier: Copier,
+        reencrypter: Reencrypter,
         withheld: Withheld,
     ) -> None:
         self._config = means.config
@@ -76,6 +78,7 @@ class Provisioner:
         self._wiper = wiper
         self._reclaimer = reclaimer
         self._copier = copier
+        self._reencrypter = reencrypter
         self._withheld = withheld
         self._carvings = Carvings(means.config.classes, means.inventory)
         self._mappings = Mappings(means)
@@ -178,6 +181,8 @@ class Provisioner:
             header, held = contents.header_bytes(content), content.facts.get(fact.FORMATTED)
             size_bytes, facts = _planned(call, one, group, header, held)
             facts = contents.facts_of(facts, content)
+            if one.encryption and one.reencrypt:
+                facts |= {fact.REENCRYPT: "yes"}
         if admit is not None:
             admit(known, size_bytes)
         if size_bytes > (maximum := carving.maximum_bytes(group)):
@@ -214,7 +219,7 @@ class Provisioner:
         volumes agent/workers/pool_removal.py.
         """
         try:
-            with self._copier.halted(volume_id):
+            with self._copier.halted(volume_id), self._reencrypter.halted(volume_id):
                 self._delete(volume_id, received=received, moved=moved)
         except errors.NoSuchVolume:
             return

@@ -15,6 +15,7 @@ from agent.ids import VolumeId
 from agent.requests import pages
 from agent.requests.pages import Part
 from agent.requests.snapshots import CreateSnapshot, ListSnapshots
+from agent.volumes import contents
 from agent.workers.pool_removal import Reclaimer
 from agent.workers.wiping import Wiper
 from lvm import caches, layout, names, report, snapshots, thin, volumes
@@ -131,6 +132,7 @@ class Snapshotter:
 
         Raises NoRoom, NotSnapshotted.
         """
+        contents.require_settled(volume)
         if not caches.can_be_origin(volume.facts.get(fact.CACHE, "")):
             raise errors.NotSnapshotted(
                 str(volume.id),

@@ -18,10 +18,12 @@ from lvm import caches, report, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
 from lvm.pools import Policy
+from mount import luks
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
+MARK = b"not-for-the-disk".ljust(4096, b"\1")
 CACHES = {
     "cache": Cache(),
     "writeback": Cache(mode="writeback", size=Reserve(size_bytes=20 * MIB)),
@@ -41,7 +43,11 @@ def config(config: Config, group: str) -> Config:
     plain = DeviceClass(name="plain", group=group, default=True)
     striped = DeviceClass(name="striped", group=group, layout=Layout("striped", stripes=2))
     thin = DeviceClass(name="thin", group=group, layout=Layout("thin"), pool=Policy())
-    return Config(**{**vars(config), "classes": (*classes, plain, striped, thin)})
+    sealed = [
+        DeviceClass(**{**vars(one), "name": f"{one.name}-luks2", "encryption": "luks2"})
+        for one in classes
+    ]
+    return Config(**{**vars(config), "classes": (*classes, *sealed, plain, striped, thin)})
 
 
 @pytest.fixture(autouse=True)
@@ -80,6 +86,40 @@ def test_a_cached_volume_lives_and_grows_while_mounted(
     client.unstage(volume.volume_id, staging)
     host.deactivate(group, "vol-pvc-1")
     client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize("name", chosen.kinds(CACHES, usual=["writecache"]))
+def test_beneath_the_encryption_is_the_cache(
+    client: Client, host: AnyHost, group: str, name: str
+) -> None:
+    """What lies on the fast disks is ciphertext, as what lies on the slow ones is."""
+    staging, key = host.directory / "staging", {"passphrase": "sesame"}
+    volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": f"{name}-luks2"})
+    assert volume.capacity_bytes == 40 * MIB
+    assert logical(host, group).layout == {CACHES[name].kind}
+    client.stage(volume, staging, block(), key)
+    below = host.devices.find(group, "vol-pvc-1")
+    assert below is not None
+    opened = host.devices.mapping(below)
+    assert opened is not None
+    host.write_bytes(opened.path, 8 * MIB, MARK)
+    assert host.read_bytes(opened.path, 8 * MIB, len(MARK)) == MARK
+    header = luks.read(host.kernel, below.path)
+    assert header is not None
+    assert host.read_bytes(below.path, header.offset_bytes + 8 * MIB, len(MARK)) != MARK
+    assert client.expand(volume.volume_id, 60 * MIB).capacity_bytes == 60 * MIB
+    client.unstage(volume.volume_id, staging)
+
+    host.deactivate(group, "vol-pvc-1")
+    client.stage(volume, staging, block(), key)
+    below = host.devices.find(group, "vol-pvc-1")
+    assert below is not None
+    opened = host.devices.mapping(below)
+    assert opened is not None
+    assert host.kernel.device_size_bytes(opened.path) == 60 * MIB
+    assert host.read_bytes(opened.path, 8 * MIB, len(MARK)) == MARK
     client.unstage(volume.volume_id, staging)
     client.delete(volume.volume_id)
 

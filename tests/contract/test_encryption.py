@@ -58,6 +58,7 @@ def config(config: Config, group: str, tmp_path: Path) -> Config:
         made("crypto", Layout(), encryption="luks2", erase="crypto"),
         made("discard", Layout(), encryption="luks2", erase="discard", discard=True),
         made("filed", Layout(), encryption="luks2", key_file=file),
+        made("bypassing", Layout(), encryption="luks2", bypass_workqueue="both"),
     ]
     return Config(**{**vars(config), "classes": tuple(every)})
 
@@ -411,6 +412,22 @@ def test_an_inline_volume_is_encrypted_by_the_secret_of_its_pod(
     client.unpublish("csi-1", target)
     assert used(host, group) == 0
     assert table.read(host.kernel).under(str(host.directory)) == ()
+
+
+def test_which_work_queues_are_passed_by_is_the_class_s_to_say(
+    client: Client, host: AnyHost, group: str, staging: Path
+) -> None:
+    flags = {"--perf-no_read_workqueue", "--perf-no_write_workqueue"}
+    for name, expected in (("bypassing", flags), ("linear", set())):
+        volume = client.create("pvc-1", 48 * MIB, mounted("ext4"), parameters={"class": name})
+        host.commands.clear()
+        client.stage(volume, staging, mounted("ext4"), KEY)
+        assert mapping(host, group) is not None
+        assert flags & {word for words in host.commands for word in words} == expected
+        # It grows with the flags that it has.
+        client.node_expand(volume.volume_id, staging, 64 * MIB, KEY)
+        client.unstage(volume.volume_id, staging)
+        client.delete(volume.volume_id)
 
 
 def test_what_opening_and_closing_costs(

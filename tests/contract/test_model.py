@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from model import operations as do
-from model.expected import EXTENT_BYTES, Model
+from model.expected import CLASS, EXTENT_BYTES, Model
 from model.machine import METADATA_EXTENTS, Machine
 from model.operations import MIB, Outcome, Use
 from real.host import Lab, real_host
@@ -287,6 +287,17 @@ class Node(RuleBasedStateMachine):
         self._do(do.Publish(volume, _STAGING[volume], path, use, read_only))
         self._do(do.NodeExpand(volume, path, 24 * MIB, 0, key))
 
+    @rule(pair=st.permutations(_NAMES), use=_usual, key=_keys, snapshot=_snapshot_names)
+    def copy_encrypted(self, pair: list[str], use: Use, key: str, snapshot: str) -> None:
+        """A clone of what was in use, of which a snapshot is taken before its first use."""
+        source, made = pair[:2]
+        self._do(do.Create(source, 16 * MIB, 0, use, _ENCRYPTED))
+        self._do(do.Stage(source, _STAGING[source], use, "right"))
+        self._do(do.Create(made, 0, 0, use, _ENCRYPTED, source=(do.OF_VOLUME, source)))
+        self._do(do.Snapshot(made, snapshot))
+        self._do(do.Stage(made, _STAGING[made], use, key))
+        self._do(do.Snapshot(made, snapshot))
+
     @rule(volume=_names)
     def let_go(self, volume: str) -> None:
         """What a CO does when the last pod is gone."""
@@ -417,9 +428,12 @@ def test_the_node_does_what_the_model_does(
             host = own.enter_context(real_host(shared, directory)) if shared else None
             any_host = host or FakeHost(directory)
             group = any_host.new_group(*_DISKS)
-            changes = {"classes": (_thin(group),)} if layout == "thin" else {}
+            # What is encrypted is for StorageClasses to say.
+            plain = DeviceClass(CLASS, group, default=True, reencrypt=True)
+            changes = {"classes": (_thin(group) if layout == "thin" else plain,)}
             machine = Machine(any_host, group, directory.parent, settings=changes)
             super().__init__(machine, own.close)
+            self.model.reencrypts = plain.reencrypt
             if layout == "thin":
                 self.knows_snapshots = False
                 self.model.total_bytes -= METADATA_EXTENTS * EXTENT_BYTES

@@ -41,16 +41,21 @@ def test_it_is_overwritten_whatever_happened_and_also_the_one_before() -> None:
     assert keys.present.data == keys.previous.data == bytes(3)
 
 
-def test_a_text_and_bytes_are_overwritten_where_they_lie() -> None:
-    text, data = fresh("correct horse"), bytes(bytearray(b"battery staple"))
+@pytest.mark.parametrize("told", ["correct horse", "schlüssel", "鍵と錠", "🔑 and 鍵", "éé"])
+def test_a_text_is_overwritten_where_it_lies(told: str) -> None:
+    text = fresh(told)
     secret.wipe(text)
+    assert list(text) == ["\0"] * len(told)
+
+
+def test_bytes_are_overwritten_where_they_lie() -> None:
+    data = bytes(bytearray(b"battery staple"))
     secret.wipe(data)
-    assert set(text) == {"\0"}
     assert data == bytes(14)
 
 
-@pytest.mark.parametrize("told", ["", "k", "schlüssel", "鍵鍵", b"", b"k"])
-def test_what_python_shares_or_lays_out_otherwise_is_left_alone(told: str | bytes) -> None:
+@pytest.mark.parametrize("told", ["", "k", "é", b"", b"k"])
+def test_what_python_shares_is_left_alone(told: str | bytes) -> None:
     before = str(told)
     secret.wipe(told)
     assert str(told) == before
@@ -164,4 +169,7 @@ def test_the_header_of_a_text_is_where_it_is_believed_to_be() -> None:
     # What `wipe` relies on: PyASCIIObject and PyBytesObject with their data behind them.
     text = fresh("correct horse")
     assert ctypes.string_at(id(text) + sys.getsizeof("") - 1, 13) == b"correct horse"
+    for told, form in (("schlüssel", "latin-1"), ("鍵と錠", "utf-16-le"), ("🔑鍵", "utf-32-le")):
+        text, data = fresh(told), told.encode(form)
+        assert ctypes.string_at(id(text) + secret._WIDE_HEADER_BYTES, len(data)) == data
     assert ctypes.string_at(id(b"staple") + bytes.__basicsize__ - 1, 6) == b"staple"

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ class Kept:
     number: int
     fs_type: str
     size_bytes: int
+    is_encrypted: bool
 
     @property
     def name(self) -> str:
@@ -55,8 +56,10 @@ class Kept:
 
     def use(self, client: Client) -> csi.Volume:
         """The calls that kubelet and the provisioner make for a pod, in their order."""
-        volume = client.create(self.name, self.size_bytes, self.capability)
-        client.stage(volume, self.staging, self.capability)
+        parameters = {"carver/encryption": "luks2"} if self.is_encrypted else {}
+        secret = {"passphrase": f"key of {self.name}"} if self.is_encrypted else {}
+        volume = client.create(self.name, self.size_bytes, self.capability, parameters=parameters)
+        client.stage(volume, self.staging, self.capability, secret)
         client.publish(volume, self.staging, self.target, self.capability)
         return volume
 
@@ -86,23 +89,32 @@ SIZES = {"": 8 * MIB, "ext4": 16 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
 
 
 def kept(count: int) -> list[Kept]:
-    """So many volumes, raw ones and a few of each file system."""
-    fs_types = FILE_SYSTEMS if count > len(FILE_SYSTEMS) else ("ext4",)
+    """So many volumes, raw ones and a few of each file system; every second one is encrypted."""
+    fs_types = FILE_SYSTEMS if count > len(FILE_SYSTEMS) else FILE_SYSTEMS[:2]
     every = [*fs_types, *[""] * (count - len(fs_types))]
-    return [Kept(number, fs_type, SIZES[fs_type]) for number, fs_type in enumerate(every)]
+    return [Kept(number, one, SIZES[one], number % 2 == 1) for number, one in enumerate(every)]
 
 
-def before(client: Client, volumes: Iterable[Kept]) -> None:
+def opened() -> list[str]:
+    """The dm-crypt devices of volumes, and those that cryptsetup has for itself."""
+    names = ("carver-luks-*", "temporary-cryptsetup-*")
+    return [str(one) for name in names for one in Path("/dev/mapper").glob(name)]
+
+
+def before(client: Client, volumes: Sequence[Kept]) -> None:
     PLACE.mkdir(parents=True, exist_ok=True)
     _at_once(lambda one: one.before(client), volumes)
+    assert len(opened()) == sum(one.is_encrypted for one in volumes)
 
 
-def after(client: Client, volumes: Iterable[Kept]) -> None:
+def after(client: Client, volumes: Sequence[Kept]) -> None:
     assert table.read(Kernel()).under(str(PLACE)) == (), "stale mounts"
+    assert opened() == [], "open, and nobody's"
     there = {volume.volume_id.rpartition("/")[2] for volume in client.volumes()}
     assert there == {f"vol-{one.name}" for one in volumes}
     _at_once(lambda one: one.after(client), volumes)
     assert client.volumes() == []
+    assert opened() == []
     assert table.read(Kernel()).under(str(PLACE)) == ()
     PLACE.rmdir()
 

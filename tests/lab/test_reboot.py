@@ -18,7 +18,7 @@ def in_guest(step: str, volumes: int) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("restart", "volumes"), [(lab.reboot, 2), (lab.reset, 20)], ids=["reboot", "power cut"]
+    ("restart", "volumes"), [(lab.reboot, 4), (lab.reset, 20)], ids=["reboot", "power cut"]
 )
 def test_volumes_in_use_come_back_with_their_data_after(
     restart: Callable[[], None], volumes: int

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import agent  # noqa: F401  isort: skip
 
 import grpc
-from performance import bare, document, floor, group, rows, service, streamed, tables
+from performance import bare, document, floor, group, rows, service, streamed, tables, throughput
 from performance.bare import Bare
 from performance.group import Group
 from performance.rounds import Time
@@ -48,7 +48,7 @@ _ROUNDS, _ROUNDS_AMONG_MANY, _LIVES_AT_ONCE = 15, 7, 25
 # clients, whose last calls wait for each other.
 _LIVES, _AMONG = 0.3, {100: 0.15, 400: 0.25}
 _AT_ONCE_SHARE = 0.15
-_DELTAS_SHARE, _STREAMS_SHARE = 0.05, 0.1
+_DELTAS_SHARE, _STREAMS_SHARE, _THROUGHPUT_SHARE = 0.05, 0.1, 0.12
 _DELTA_BYTES, _CHANGED_BYTES = 256 << 20, 64 << 20
 _EXTENT_BYTES = 4 << 20
 _FLOOR_CALLS = 50
@@ -171,7 +171,11 @@ class Pass:
             yield from rows.of_pairs(empty)
             yield from rows.of_life(empty)
             yield from trivial
-            for more, share in ((self._deltas, _DELTAS_SHARE), (self._streams, _STREAMS_SHARE)):
+            for more, share in (
+                (self._deltas, _DELTAS_SHARE),
+                (self._streams, _STREAMS_SHARE),
+                (self._throughput, _THROUGHPUT_SHARE),
+            ):
                 if self._limit.left_seconds():
                     yield from rows.of_pairs(more(self._limit.share(share)))
             for volumes, share in _AMONG.items():
@@ -265,6 +269,14 @@ class Pass:
         with self._served() as carver:
             at = streamed.person(carver.client, self._place / "csi.sock")
             streamed.measure(at, limit.rounds(_ROUNDS_AMONG_MANY), samples, carver.settle)
+        return samples
+
+    def _throughput(self, limit: Time) -> Samples:
+        """Encrypted volumes, beside one that cryptsetup made by hand."""
+        self._say("encrypted volumes, written and read")
+        samples = Samples()
+        with self._served() as carver:
+            throughput.measure(carver.client, self._place, limit.rounds(_ROUNDS), samples)
         return samples
 
     def _among(self, own: Group, volumes: int, limit: Time) -> Samples:

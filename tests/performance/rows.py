@@ -26,7 +26,19 @@ LIST = "ListVolumes of 100"
 PROBE, TRIVIAL = "Probe", "GetPluginInfo"
 FLOOR = "an empty call by grpcio alone, without Carver"
 SENT, DD = "256 MiB of changes, sent and received", "dd of the same blocks"
+# How fast volumes are, by what they are: all of one is written, or read.
+THROUGHPUT_MIB = 16
+ENCRYPTED, BYPASSED = "encrypted", "encrypted, past the work queues"
+PLAIN, BY_HAND = "not encrypted", "encrypted by hand"
+WRITTEN, HAS_READ = "written", "read"
 LIFE = "a volume's whole life"
+
+
+def moved(kind: str, action: str) -> str:
+    """The name of the figure that tells how fast a kind of volume is written or read."""
+    return f"{THROUGHPUT_MIB} MiB {action}, {kind}"
+
+
 # Of its life, without what not every volume meets.
 LIVED = (CREATE, STAGE, PUBLISH, STATS, UNPUBLISH, UNSTAGE, DELETE)
 BESIDE = {
@@ -45,6 +57,11 @@ BESIDE = {
     SENT: DD,
     ALLOCATED: READ,
     CHANGED: READ_BOTH,
+    **{
+        moved(kind, action): moved(BY_HAND, action)
+        for action in (WRITTEN, HAS_READ)
+        for kind in (ENCRYPTED, BYPASSED, PLAIN)
+    },
 }
 
 EXISTING = (100, 400)
@@ -100,6 +117,12 @@ PROMISES = (
     Promise(SENT, DD, target=1.25),
     Promise(ALLOCATED, READ),
     Promise(CHANGED, READ_BOTH),
+    *(
+        Promise(moved(kind, action), moved(BY_HAND, action), target=target)
+        for action in (WRITTEN, HAS_READ)
+        # What the other two are beside it is what they are chosen by.
+        for kind, target in ((ENCRYPTED, 1.05), (BYPASSED, None), (PLAIN, None))
+    ),
     Promise(LIFE, "the same by hand", target=0.9, before=_once(2.95)),
     *(
         Promise(grown(call, volumes), "lvcreate's own", target=1.2)

@@ -17,6 +17,8 @@ from performance.rows import Commands
 from agent import sockets
 from agent.csi.client import Client
 
+# A class whose volumes pass dm-crypt's work queues by.
+BYPASSING = "bypassing"
 _START_SECONDS = 120
 _STOP_SECONDS = 60
 _CALL_SECONDS = 300
@@ -80,7 +82,9 @@ def configuration(place: Path, group: str, settings: str, level: str) -> str:
     return (
         f'node_id = "bench"\nendpoint = "{place}/csi.sock"\nregistration = "none"\n'
         f'kubelet_dir = "{place}"\nlog_format = "json"\nlog_level = "{level}"\n{settings}\n\n'
-        f'[[classes]]\nname = "plain"\ngroup = "{group}"\ndefault = true\n'
+        f'[[classes]]\nname = "plain"\ngroup = "{group}"\ndefault = true\n\n'
+        f'[[classes]]\nname = "{BYPASSING}"\ngroup = "{group}"\nencryption = "luks2"\n'
+        'bypass_workqueue = "both"\n'
     )
 
 

@@ -1,126 +1,125 @@
-"""What encryption costs: a plain volume, an encrypted one, and one that cryptsetup made by hand.
+"""What encryption costs: a plain volume, encrypted ones, and one that cryptsetup made by hand.
 
-As root, in the lab VM: `PYTHONPATH=.:tests/support python tests/performance/throughput.py`. Written
-and read past the page cache, one after the other in each round, so that all meet the same machine.
+Written and read past the page cache, all kinds in each round, beginning with another each time:
+what else the machine does hits all of them.
 """
 
-import agent  # isort: skip  # noqa: F401 - before grpc
-
-import argparse
 import mmap
 import os
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from statistics import median
 
-import configured
-from real.host import lab, real_host
+from performance import group, rows
+from performance.rows import Samples
+from performance.service import BYPASSING
 
 from agent.csi.client import Client, block
-from agent.engine.host import Host
-from agent.service.server import Service
 from lvm import names
+from lvm.devices import KernelDevices
 from mount import cryptsetup
 
-MIB = 1 << 20
-PIECE_BYTES = MIB
-# The most that an encrypted volume's time may be of that of one made by hand.
-MOST = 1.05
-PLAIN, OURS, BY_HAND = "plain", "encrypted by Carver", "encrypted by hand"
-KEY = "correct horse battery staple"
+_MIB = 1 << 20
+_PIECE_BYTES = _MIB
+_SIZE_BYTES = rows.THROUGHPUT_MIB * _MIB
+# Of those by Carver, by what they are called: what they are made with.
+_OURS: Mapping[str, Mapping[str, str]] = {
+    rows.PLAIN: {},
+    rows.ENCRYPTED: {"carver/encryption": "luks2"},
+    rows.BYPASSED: {"carver/class": BYPASSING},
+}
+_KEY = "correct horse battery staple"
+_HAND = "bench-hand"
 
 
 @contextmanager
-def devices(size_bytes: int) -> Iterator[dict[str, str]]:
-    """A device of each kind, on one disk."""
+def devices(client: Client, place: Path) -> Iterator[dict[str, str]]:
+    """A device of each kind in the benchmark's group, written once from its start to its end."""
     with ExitStack() as ending:
-        place = Path(ending.enter_context(tempfile.TemporaryDirectory()))
-        (place / "mounts").mkdir()
-        shared = ending.enter_context(lab(place))
-        host = ending.enter_context(real_host(shared, place / "mounts"))
-        group = host.new_group(4 * (size_bytes // (4 * MIB)) + 40)
-        config = configured.carver(place, group)
-        service = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
-        service.start(config.endpoint)
-        ending.callback(service.stop)
-        client = ending.enter_context(Client(config.endpoint))
         found = {}
-        for name, parameters in ((PLAIN, {}), (OURS, {"carver/encryption": "luks2"})):
-            volume = client.create(
-                name.replace(" ", "-"), size_bytes, block(), parameters=parameters
-            )
-            secret = {"passphrase": KEY} if parameters else {}
-            client.stage(volume, place / "mounts" / "staging", block(), secret)
-            device = host.devices.find(group, volume.volume_id.partition("/")[2])
+        for number, (kind, parameters) in enumerate(_OURS.items()):
+            made = client.create(f"bench-{number}", _SIZE_BYTES, block(), parameters=parameters)
+            ending.callback(client.delete, made.volume_id)
+            secret = {} if kind == rows.PLAIN else {"passphrase": _KEY}
+            client.stage(made, place / "staging", block(), secret)
+            ending.callback(client.unstage, made.volume_id, place / "staging")
+            device = KernelDevices().find(group.NAME, made.volume_id.partition("/")[2])
             assert device is not None
-            found[name] = (host.devices.mapping(device) or device).path
-        host.lvm("lvcreate", "--yes", "--size", f"{size_bytes + 16 * MIB}b", "-n", "hand", group)
-        path = f"/dev/mapper/{names.device(group, 'hand')}"
-        by_hand = ("cryptsetup", "--batch-mode", "--key-file", "-")
-        # Its own defaults, but for what argon2id takes; sectors as the disk has them, as ours.
-        made = (*by_hand, "luksFormat", "--pbkdf-force-iterations", "4", "--pbkdf-memory", "65536")
-        for words in (
-            (*made, "--sector-size", "512", "--cipher", cryptsetup.CIPHER, path),
-            (*by_hand, "open", path, "carver-luks-by-hand"),
-        ):
-            subprocess.run(words, check=True, input=KEY.encode(), capture_output=True)
-        ending.callback(
-            lambda: subprocess.run(("cryptsetup", "close", "carver-luks-by-hand"), check=True)
-        )
-        found[BY_HAND] = "/dev/mapper/carver-luks-by-hand"
+            found[kind] = (KernelDevices().mapping(device) or device).path
+        found[rows.BY_HAND] = ending.enter_context(_by_hand())
+        for path in found.values():
+            _write(path)
         yield found
 
 
-def written(device: str, size_bytes: int) -> float:
-    """Seconds to write a device, to its end on the disk."""
-    data = mmap.mmap(-1, PIECE_BYTES)
-    data.write(os.urandom(PIECE_BYTES))
+@contextmanager
+def _by_hand() -> Iterator[str]:
+    """What an administrator has of lvcreate and cryptsetup: its defaults, but for argon2id's.
+
+    Sectors are as the disk has them, as Carver's are.
+    """
+    path = f"/dev/mapper/{names.device(group.NAME, _HAND)}"
+    _run("lvcreate", "--yes", "--size", f"{_SIZE_BYTES + 16 * _MIB}b", "-n", _HAND, group.NAME)
+    try:
+        sector = Path(f"/sys/dev/block/{_number(path)}/queue/physical_block_size").read_text()
+        own = ("cryptsetup", "--batch-mode", "--key-file", "-")
+        bounds = ("--pbkdf-force-iterations", "4", "--pbkdf-memory", "65536")
+        size = "4096" if int(sector) >= 4096 else "512"
+        _run(
+            *own, "luksFormat", *bounds, "--sector-size", size, "--cipher", cryptsetup.CIPHER, path
+        )
+        _run(*own, "open", path, _HAND)
+        try:
+            yield f"/dev/mapper/{_HAND}"
+        finally:
+            _run("cryptsetup", "close", _HAND)
+    finally:
+        _run("lvremove", "--yes", f"{group.NAME}/{_HAND}")
+
+
+def measure(client: Client, place: Path, rounds: Iterator[int], samples: Samples) -> None:
+    """Seconds to write and to read each kind, by the names of the rows."""
+    with devices(client, place) as known:
+        kinds = list(known)
+        for number in rounds:
+            first = number % len(kinds)
+            for action, act in ((rows.WRITTEN, _write), (rows.HAS_READ, _read)):
+                for kind in kinds[first:] + kinds[:first]:
+                    step = partial(act, known[kind])
+                    samples.time(rows.moved(kind, action), step, time.monotonic)
+
+
+def _write(device: str) -> None:
+    """Write a device, to its end on the disk."""
+    data = mmap.mmap(-1, _PIECE_BYTES)
+    data.write(os.urandom(_PIECE_BYTES))
     descriptor = os.open(device, os.O_WRONLY | os.O_DIRECT)
-    began = time.monotonic()
-    for at in range(0, size_bytes, PIECE_BYTES):
-        os.pwritev(descriptor, [data], at)
-    os.fsync(descriptor)
-    os.close(descriptor)
-    return time.monotonic() - began
+    try:
+        for at in range(0, _SIZE_BYTES, _PIECE_BYTES):
+            os.pwritev(descriptor, [data], at)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
-def read(device: str, size_bytes: int) -> float:
-    """Seconds to read a device."""
-    data = mmap.mmap(-1, PIECE_BYTES)
+def _read(device: str) -> None:
+    """Read a device."""
+    data = mmap.mmap(-1, _PIECE_BYTES)
     descriptor = os.open(device, os.O_RDONLY | os.O_DIRECT)
-    began = time.monotonic()
-    for at in range(0, size_bytes, PIECE_BYTES):
-        os.preadv(descriptor, [data], at)
-    os.close(descriptor)
-    return time.monotonic() - began
+    try:
+        for at in range(0, _SIZE_BYTES, _PIECE_BYTES):
+            os.preadv(descriptor, [data], at)
+    finally:
+        os.close(descriptor)
 
 
-def main() -> int:
-    """Measure, tell, and say by the exit code whether the promise holds."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=96)
-    parser.add_argument("--rounds", type=int, default=7)
-    parsed = parser.parse_args()
-    size_bytes, well = parsed.mib * MIB, True
-    with devices(size_bytes) as known:
-        for what, act in (("write", written), ("read", read)):
-            seconds: dict[str, list[float]] = {name: [] for name in known}
-            for _ in range(parsed.rounds):
-                for name, device in known.items():
-                    seconds[name].append(act(device, size_bytes))
-            middle = {name: median(every) for name, every in seconds.items()}
-            for name, value in middle.items():
-                told = ", ".join(f"{one:.2f}" for one in seconds[name])
-                print(f"{what:5} {name:20} {parsed.mib / value:7.1f} MiB/s ({told} s)")
-            ratio = middle[OURS] / middle[BY_HAND]
-            print(f"{what:5} beside by hand: {ratio:.3f}, {MOST} at most", flush=True)
-            well = well and ratio <= MOST
-    return 0 if well else 1
+def _number(path: str) -> str:
+    told = Path(path).stat().st_rdev
+    return f"{os.major(told)}:{os.minor(told)}"
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, input=_KEY, capture_output=True, text=True)

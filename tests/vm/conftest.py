@@ -11,12 +11,16 @@ import pytest
 from faults.bench import Bench
 from real.disks import Disk
 from real.host import RealHost, lab
+from vm import deeds
 from vm.told import EXTENT_BYTES
 
 from agent.config.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import Client
 from mount import table
 from mount.syscalls import Kernel
+
+DROP_IN = Path("/run/systemd/system/carver.service.d/test.conf")
+Restart = Callable[[str], None]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -107,3 +111,25 @@ def disks(bench: Bench) -> Iterator[tuple[Disk, Disk, Disk]]:
         Disk.on(bench.shared.new_device(41 * EXTENT_BYTES)) as third,
     ):
         yield first, second, third
+
+
+@pytest.fixture
+def restart(client: Client, directory: Path, answering: Callable[[], None]) -> Iterator[Restart]:
+    """Start the service anew with something in its unit beside what is there."""
+
+    def start(drop_in: str) -> None:
+        if drop_in:
+            DROP_IN.parent.mkdir(parents=True, exist_ok=True)
+            DROP_IN.write_text(f"[Service]\n{drop_in}\n")
+        else:
+            DROP_IN.unlink(missing_ok=True)
+        subprocess.run(["systemctl", "daemon-reload"], check=True)
+        # One that could not start is tried again, and again.
+        subprocess.run(["systemctl", "stop", "carver"], check=True)
+        subprocess.run(["systemctl", "reset-failed", "carver"], check=False)
+        subprocess.run(["systemctl", "start", "carver"], check=True)
+        answering()
+
+    yield start
+    deeds.CONFIGURATION.unlink(missing_ok=True)
+    start("")

@@ -5,43 +5,17 @@ where it must fail. docs/security.md lists them; the fast tier compares that lis
 unit.
 """
 
-import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from vm import deeds
+from vm.conftest import Restart
 from vm.deeds import Case
 
 from agent.csi.client import Client
 
-DROP_IN = Path("/run/systemd/system/carver.service.d/test-privileges.conf")
 # The rest is like these, and each case starts the service twice.
 USUAL = {"CAP_SYS_RESOURCE", "CAP_SYS_PTRACE"}
-
-Restart = Callable[[str], None]
-
-
-@pytest.fixture
-def restart(client: Client, directory: Path, answering: Callable[[], None]) -> Iterator[Restart]:
-    """Start the service anew with something in its unit beside what is there."""
-
-    def start(drop_in: str) -> None:
-        if drop_in:
-            DROP_IN.parent.mkdir(parents=True, exist_ok=True)
-            DROP_IN.write_text(f"[Service]\n{drop_in}\n")
-        else:
-            DROP_IN.unlink(missing_ok=True)
-        subprocess.run(["systemctl", "daemon-reload"], check=True)
-        # One that could not start is tried again, and again.
-        subprocess.run(["systemctl", "stop", "carver"], check=True)
-        subprocess.run(["systemctl", "reset-failed", "carver"], check=False)
-        subprocess.run(["systemctl", "start", "carver"], check=True)
-        answering()
-
-    yield start
-    start("")
-    deeds.CONFIGURATION.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from agent.config.settings import Config
 from agent.csi.client import Client
 from agent.engine.host import Host
 from agent.service.server import Service
+from lvm import errors
 from lvm.devices import Device
 from mount import luks
 
@@ -118,6 +119,35 @@ def test_a_volume_gets_another_key_and_one_for_recovery(
     for key in (new, again):
         shell(f"publish db {tmp_path}/db --key-file {key}")
         shell("unpublish db")
+
+
+def test_a_header_of_a_re_encryption_is_neither_kept_nor_replaced_nor_given_keys(
+    shell: Shell, fake: FakeHost, db: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "header"
+    shell(f"header backup db {file}")
+    where = device(fake).path
+
+    def reencrypt() -> None:
+        begin = ("cryptsetup", "reencrypt", "--key-slot", "0", "--", where)
+        with fake.stream(*begin, stdin=bytearray(b"sesame")) as told:
+            assert list(told) == []
+
+    with fake.killed_reencryption(where), pytest.raises(errors.CommandFailed):
+        reencrypt()
+    assert "its own master key" in shell("header show db")
+    before = fake.read_bytes(where, 0, 4 * MIB)
+    new = shell.key("new", "another")
+    for line in (
+        f"header backup db {tmp_path}/other",
+        f"header restore db {file} --yes",
+        f"rekey db --key-file {db} --new-key-file {new}",
+    ):
+        assert "is given a master key of its own" in shell(line, 1)
+    assert fake.read_bytes(where, 0, 4 * MIB) == before
+    # It is brought to its end all the same, before anyone uses the volume.
+    shell(f"publish db {tmp_path}/db --key-file {db}")
+    assert "master key" not in shell("header show db")
 
 
 def test_keys_are_asked_for_where_no_file_has_them(

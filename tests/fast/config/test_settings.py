@@ -116,11 +116,17 @@ def test_what_is_said_of_encryption_is_for_classes_that_encrypt(tmp_path: Path) 
     [one] = load(tmp_path, text + 'erase = "crypto"\ndiscard = true\nkey_file = "/k"').classes
     said = (one.encryption, one.erase, one.discard, one.key_file)
     assert said == ("luks2", "crypto", True, Path("/k"))
+    [one] = load(tmp_path, text + 'reencrypt = true\nbypass_workqueue = "both"').classes
+    assert (one.reencrypt, one.bypass_workqueue) == (True, "both")
     [one] = load(tmp_path, text).classes
     assert (one.erase, one.discard, one.key_file) == ("zero", False, None)
-    for wrong in ('erase = "crypto"', "discard = true", 'key_file = "/k"', 'encryption = "rot13"'):
+    assert (one.reencrypt, one.bypass_workqueue) == (False, "none")
+    wrongs = ('erase = "crypto"', "discard = true", 'key_file = "/k"', 'encryption = "rot13"')
+    for wrong in (*wrongs, "reencrypt = true", 'bypass_workqueue = "read"'):
         with pytest.raises(errors.BadConfig, match=wrong.split()[0]):
             load(tmp_path, plain + wrong)
+    with pytest.raises(errors.BadConfig, match=r"bypass_workqueue.*all"):
+        load(tmp_path, text + 'bypass_workqueue = "all"')
     with pytest.raises(errors.BadConfig, match="absolute path"):
         load(tmp_path, text + 'key_file = "k"')
 

@@ -23,6 +23,9 @@ class Devices:
     stuck: set[str] = field(default_factory=set)
     resumed: threading.Event = field(default_factory=threading.Event)
 
+    def close_leftovers(self, device: Device) -> None:
+        raise NotImplementedError
+
     def find(self, group: str, name: str) -> Device | None:
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ from fakes.kernel import FakeKernel
 from agent import errors
 from agent.engine import users
 
-VOLUME: Any = SimpleNamespace(id="data@00000000/vol-a")
+VOLUME: Any = SimpleNamespace(id="data@00000000/vol-a", is_encrypted=False)
 
 
 class Known:

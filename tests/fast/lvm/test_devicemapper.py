@@ -90,13 +90,16 @@ class Driver:
             assert len(buffer) <= 1024, "fcntl.ioctl would keep the GIL"
         elif request & 0xFF == 14:
             assert len(buffer) <= 1024, "fcntl.ioctl would keep the GIL"
-        elif request & 0xFF != 7:
+        elif request & 0xFF not in (4, 7):
             assert flags & 1 << 11, "a look must not have the target flush"
         name = buffer[48:176].partition(b"\0")[0].decode()
         if request & 0xFF == 2:
             return self._fill(self._list(), 0, buffer)
-        for known, one in self.devices.items():
+        for known, one in list(self.devices.items()):
             if (name and known == name) or (not name and one.number == number):
+                if request & 0xFF == 4:
+                    del self.devices[known]
+                    return 0
                 if request & 0xFF in (6, 7):
                     return self._flow(request & 0xFF, one, flags, buffer)
                 if request & 0xFF == 14:
@@ -204,6 +207,14 @@ def test_every_target_of_a_device_is_read_however_many_there_are(
     driver.devices["data-web"] = Mapped(1, targets=[("linear", "x" * 20)] * 500 + [LINES[0][0]])
     assert mapper.status("data-web") == (LINES[0][1],)
     assert max(driver.asked) > min(driver.asked)
+
+
+def test_a_device_is_taken_away(driver: Driver, mapper: DeviceMapper) -> None:
+    driver.devices |= {"data-web": Mapped(1), "data-other": Mapped(2)}
+    mapper.remove("data-web")
+    assert mapper.names() == ("data-other",)
+    with pytest.raises(OSError, match="No such device"):
+        mapper.remove("data-web")
 
 
 def test_a_device_is_suspended_and_resumed(driver: Driver, mapper: DeviceMapper) -> None:

@@ -22,6 +22,16 @@ def test_what_a_program_prints_is_read_while_it_runs() -> None:
     assert (one.words[0], one.exit_code) == ("sh", 0)
 
 
+def test_what_a_program_shall_read_is_its_own_when_it_runs() -> None:
+    key = bytearray(b"sesame")
+    with Programs().stream("sh", "-c", "sleep 0.1; cat", stdin=key) as printed:
+        key[:] = bytes(len(key))
+        assert printed.read() == b"sesame"
+    # One that reads nothing of it ends as it likes.
+    with Programs().stream("true", stdin=bytearray(b"sesame")) as printed:
+        assert printed.read() == b""
+
+
 def test_a_program_that_failed_is_told_when_all_was_read() -> None:
     with (
         pytest.raises(errors.CommandFailed, match=r"exit code 3: it broke"),

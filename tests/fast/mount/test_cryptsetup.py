@@ -1,7 +1,10 @@
 """What cryptsetup is told: keys at standard input only, and how its endings are understood."""
 
+import io
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import BinaryIO
 
 import pytest
 
@@ -33,6 +36,7 @@ ACTIONS: dict[str, Callable[[Cryptsetup], object]] = {
     "resize": lambda one: one.grow("/dev/x", KEY, "name"),
     "luksAddKey": lambda one: one.add("/dev/x", KEY, bytearray(b"another"), 1),
     "luksKillSlot": lambda one: one.kill("/dev/x", KEY, 1),
+    "repair": lambda one: one.recover("/dev/x", KEY),
 }
 
 
@@ -63,6 +67,58 @@ def test_what_a_header_is_made_with() -> None:
     assert "--type luks2 --cipher aes-xts-plain64 --key-size 512 --hash sha256" in said
     assert "--pbkdf argon2id --pbkdf-memory 65536 --pbkdf-parallel 4" in said
     assert "--sector-size 4096 --offset 8192 --uuid u" in said
+
+
+class Streamed:
+    """Prints lines, and remembers what it was given."""
+
+    def __init__(self) -> None:
+        self.words: tuple[str, ...] = ()
+        self.stdin = b""
+        self.is_ended = False
+
+    @contextmanager
+    def __call__(self, *words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
+        self.words, self.stdin = words, bytes(stdin or b"")
+        try:
+            yield io.BytesIO(b"one\ntwo\n")
+        finally:
+            self.is_ended = True
+
+
+def test_a_re_encryption_has_the_key_at_standard_input_and_can_be_ended() -> None:
+    program, key, checks = Streamed(), bytearray(b"sesame"), iter([None])
+    device = Cryptsetup(Program(), waits_for_udev=True)
+    with pytest.raises(StopIteration):
+        device.reencrypt(program, "/dev/x", key, 1, lambda: next(checks))
+    assert program.is_ended
+    assert program.stdin == b"sesame"
+    assert key == bytes(6), "it is overwritten once cryptsetup has it"
+    said = " ".join(program.words)
+    assert "sesame" not in said
+    assert said.startswith("cryptsetup reencrypt ")
+    assert "--key-slot 1" in said
+    assert "--pbkdf-memory 65536" in said
+    assert "--batch-mode" not in said, "in which it does not tell how far it is"
+
+
+def test_one_that_was_ended_goes_on_by_the_key_of_any_slot() -> None:
+    program = Streamed()
+    device = Cryptsetup(Program(), waits_for_udev=False)
+    device.reencrypt(program, "/dev/x", bytearray(b"sesame"), None, lambda: None)
+    assert program.words[:4] == ("env", "DM_DISABLE_UDEV=1", "cryptsetup", "reencrypt")
+    assert "--resume-only" in program.words
+    assert "--key-slot" not in program.words
+
+
+def test_which_work_queues_are_passed_by() -> None:
+    program = Program()
+    device = Cryptsetup(program, waits_for_udev=True)
+    device.open("/dev/x", KEY, "name", discard=False)
+    assert not any("workqueue" in one for one in program.words)
+    device.open("/dev/x", KEY, "name", discard=False, bypass={"write", "read"})
+    found = [one for one in program.words if "workqueue" in one]
+    assert found == ["--perf-no_read_workqueue", "--perf-no_write_workqueue"]
 
 
 def test_where_udev_does_not_answer_it_is_not_waited_for() -> None:

@@ -4,7 +4,9 @@ import contextlib
 import json
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import cast
 from xml.etree import ElementTree
 
 import configured
@@ -13,10 +15,23 @@ import nodes
 import pytest
 from fakes.host import FakeHost
 from nodes import Node
-from performance import document, group, own, plot, rows, run, service, streamed, tables
+from performance import (
+    document,
+    group,
+    own,
+    plot,
+    rows,
+    run,
+    service,
+    streamed,
+    tables,
+    throughput,
+)
 from performance.document import Document, Run
 from performance.rounds import Time
 from performance.rows import Commands, Row, Samples
+
+from agent.csi.client import Client
 
 MACHINE = {
     "cores": 2,
@@ -155,6 +170,33 @@ def test_every_promise_has_a_name_of_its_own() -> None:
     names = [one.name for one in (*rows.PROMISES, *rows.OWN)]
     assert len(set(names)) == len(names)
     assert set(rows.BESIDE) <= set(names)
+
+
+# Throughput
+
+
+def test_every_kind_of_volume_meets_every_moment_of_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met: list[tuple[str, str]] = []
+    kinds = (rows.PLAIN, rows.ENCRYPTED, rows.BYPASSED, rows.BY_HAND)
+
+    @contextmanager
+    def devices(_client: object, _place: Path) -> Iterator[dict[str, str]]:
+        yield {one: one for one in kinds}
+
+    monkeypatch.setattr(throughput, "devices", devices)
+    monkeypatch.setattr(throughput, "_write", lambda path: met.append(("written", path)))
+    monkeypatch.setattr(throughput, "_read", lambda path: met.append(("read", path)))
+    samples = Samples()
+    throughput.measure(cast(Client, None), Path(), iter(range(3)), samples)
+    assert [kind for action, kind in met[:4] if action == "written"] == list(kinds)
+    assert [kind for _, kind in met[8:12]] == [*kinds[1:], kinds[0]]
+    found = {one.name: one.beside for one in rows.of_pairs(samples)}
+    name = "16 MiB read, encrypted"
+    assert found[name] == "16 MiB read, encrypted by hand"
+    assert len(samples.seconds[name]) == 3
+    assert len(found) == 6
 
 
 # Rounds

@@ -35,7 +35,7 @@ def test_ten_idle_minutes_cost_one_command_at_most(
         client.create("1", 4 << 20, block())
     metrics = Metrics()
     health = (service.diagnosis, service.storage)
-    watched = (service.wiper, service.copier, service.grower)
+    watched = (service.wiper, service.copier, service.reencrypter, service.grower)
     kubelet = Registration(tmp_path / "registry", config.endpoint)
     looked_at = (service.inventory, service.admission, *health, *watched)
     metrics.watch(Parts(config.classes, *looked_at, kubelet))

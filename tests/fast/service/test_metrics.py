@@ -83,7 +83,8 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     )
     kubelet = Registration(tmp_path / "registry", config.endpoint)
     health = (service.diagnosis, service.storage)
-    running = (*health, service.wiper, service.copier, service.grower)
+    jobs = (service.wiper, service.copier, service.reencrypter)
+    running = (*health, *jobs, service.grower)
     known, admission = service.inventory, service.admission
     orphans = OrphanWatch(list, interval_seconds=600)
     metrics.watch(Parts(config.classes, known, admission, *running, kubelet, orphans))

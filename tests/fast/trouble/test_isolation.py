@@ -309,7 +309,8 @@ def test_a_list_that_would_lack_a_group_is_none(
 def scraped(service: Service, config: Config, directory: Path) -> dict[tuple[str, ...], float]:
     metrics = Metrics()
     health = (service.diagnosis, service.storage)
-    running = (*health, service.wiper, service.copier, service.grower)
+    jobs = (service.wiper, service.copier, service.reencrypter)
+    running = (*health, *jobs, service.grower)
     kubelet = Registration(directory / "registry", config.endpoint)
     known, admission = service.inventory, service.admission
     metrics.watch(Parts(config.classes, known, admission, *running, kubelet))

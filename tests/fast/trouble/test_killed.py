@@ -34,7 +34,10 @@ class Trial:
         (directory / "mounts").mkdir(parents=True)
         host = FakeHost(directory / "mounts")
         self.case = case
-        self.machine = Machine(host, host.new_group(EXTENTS), directory)
+        group = host.new_group(EXTENTS)
+        only = DeviceClass("plain", group, default=True, encryption="luks2", reencrypt=True)
+        settings = {"classes": (only,)} if case.reencrypts else {}
+        self.machine = Machine(host, group, directory, settings=settings)
         self.model = Model(EXTENTS * EXTENT_BYTES)
         for one in case.before:
             self.do(one)

@@ -47,9 +47,12 @@ def set_by_the_unit() -> dict[str, str]:
     return found
 
 
-def test_no_key_is_left_when_the_volume_is_closed(tmp_path: Path) -> None:
-    key = f"key-{secrets.token_hex(16)}"
-    needle, secret = key.encode(), {"passphrase": key}
+@pytest.mark.parametrize("kind", ["key", "schlüssel", "鍵", "🔑"])
+def test_no_key_is_left_when_the_volume_is_closed(tmp_path: Path, kind: str) -> None:
+    rest = secrets.token_hex(16)
+    secret = {"passphrase": f"{kind}-{rest}"}
+    # As it is sent and used, and as Python has a text with such characters.
+    needles = [rest.encode(form) for form in ("utf-8", "utf-16-le", "utf-32-le")]
     with serving(tmp_path, **set_by_the_unit()) as pid:
         with Client(tmp_path / "csi.sock") as client:
             volume = client.create(
@@ -62,4 +65,4 @@ def test_no_key_is_left_when_the_volume_is_closed(tmp_path: Path) -> None:
                 client.unstage(volume.volume_id, staging)
         with Client(tmp_path / "csi.sock") as client:
             client.capacity()
-        assert places(pid, needle) == []
+        assert [places(pid, one) for one in needles] == [[], [], []]

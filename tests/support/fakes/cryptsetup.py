@@ -9,21 +9,31 @@ import hashlib
 import json
 import secrets
 import struct
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
-from fakes.devices import BLOCK_BYTES, FakeDevice, FakeDevices, Media
+from fakes.devices import BLOCK_BYTES, LEFTOVER, FakeDevice, FakeDevices, Media
 
+from lvm import errors
 from lvm.command import Result
 from mount import luks
 from mount.filesystem import Signature
 
 _SECTOR_BYTES = 512
+# How often a re-encryption that is slow tells of itself.
+_TELLING_SECONDS = 0.01
 _MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
 _NO_PERMISSION = Result(2, "", "No key available with this passphrase.\n")
+_NO_SLOT = Result(1, "", "No usable keyslot is available.\n")
 _NO_DEVICE = Result(4, "", "Device does not exist or access denied.\n")
+
+
+class Died(BaseException):
+    """cryptsetup is killed by SIGKILL."""
 
 
 @dataclass
@@ -73,6 +83,10 @@ class FakeCryptsetup:
         self._devices = devices
         # What is in a device, by the UUID of the header that was backed up.
         self._inner: dict[str, Media | None] = {}
+        # In so many pieces a device is re-encrypted.
+        self.pieces = 4
+        # Before the last of them it waits, or dies.
+        self.is_slow = self.dies = False
 
     def __call__(self, words: Sequence[str], stdin: bytearray | None) -> Result:
         """Carry out `cryptsetup ACTION …`."""
@@ -88,6 +102,8 @@ class FakeCryptsetup:
             "resize": self._resize,
             "luksAddKey": self._add,
             "luksKillSlot": self._kill,
+            "repair": self._repair,
+            "luksUUID": self._rename,
             "luksHeaderBackup": self._back_up,
             "luksHeaderRestore": self._restore,
         }[action](options, rest, key)
@@ -127,9 +143,12 @@ class FakeCryptsetup:
             return Result(1, "", f"Device {path} is not a valid LUKS device.\n")
         slot = _option(options, "--key-slot") if "--key-slot" in options else None
         if not _opens(told, key, slot):
-            return _NO_PERMISSION
+            return _NO_SLOT if "next" in told and slot is None else _NO_PERMISSION
+        if "next" in told and slot is not None:
+            return _NO_SLOT  # it takes another one as well
         if "--test-passphrase" in options:
             return Result(0, "", "")
+        assert "next" not in told, "a volume that is being re-encrypted is opened"
         if self._devices.knows(f"/dev/mapper/{name[0]}"):
             return Result(5, "", f"Device {name[0]} already exists.\n")
         if device.mounted or device.held:
@@ -156,6 +175,98 @@ class FakeCryptsetup:
         self._devices.remove(path)
         assert made.of is not None
         made.of.held -= 1
+        return Result(0, "", "")
+
+    @contextmanager
+    def reencrypting(self, words: Sequence[str], stdin: bytearray | None) -> Iterator[BinaryIO]:
+        """Carry out `cryptsetup reencrypt …`: a line for each piece, before it is done."""
+        given, key = list(words[2:]), bytes(stdin or b"")
+        assert not any(key.decode() in one for one in words), "a key among the words"
+        at = given.index("--")
+        options, (path,) = given[:at], given[at + 1 :]
+        device = self._devices.get(path)
+        result = self._begin(options, device, key)
+        own = self._devices.add(f"{LEFTOVER}{device.minor}", device.size_bytes)
+        own.of = device
+        device.held += 1
+        try:
+            pieces = self._pieces(device) if result.exit_code == 0 else iter(())
+            yield cast(BinaryIO, pieces)
+            # To the end, where whoever reads does not end it.
+            for _ in pieces:
+                pass
+        except Exception:  # it is ended, at a safe point
+            self._devices.remove(own.path)
+            device.held -= 1
+            raise
+        except GeneratorExit:
+            raise
+        except BaseException as death:  # and so is whoever began it, but where it died alone
+            _tear(device)
+            if isinstance(death, Died):
+                raise errors.classify(words, -9, "") from death
+            raise
+        self._devices.remove(own.path)
+        device.held -= 1
+        if result.exit_code:
+            raise errors.classify(words, result.exit_code, result.stderr)
+
+    def _begin(self, options: list[str], device: FakeDevice, key: bytes) -> Result:
+        told = _told(device)
+        assert told is not None
+        if self._devices.is_open(device.path):
+            return Result(1, "", f"Device {device.path} is still in use.\n")
+        if "--resume-only" in options:
+            if "next" not in told:
+                return Result(1, "", "Device reencryption not in progress.\n")
+            if told["segments"]["0"].get("flags"):
+                return Result(1, "", "Device requires reencryption recovery. Run repair first.\n")
+            return Result(0, "", "") if _opens(told, key, None) else _NO_SLOT
+        assert "next" not in told
+        slot = _option(options, "--key-slot")
+        if not _opens(told, key, slot):
+            return _NO_PERMISSION
+        free = [str(one) for one in range(8) if str(one) not in told["keyslots"]]
+        # Both keys are in it from now on, and the new one's slot alone is left at the end.
+        told["keyslots"] |= {free[0]: _slot(key), free[1]: {"type": "reencrypt"}}
+        told |= {"next": secrets.token_hex(32), "left": free[0]}
+        _put(device, _uuid(device), told)
+        return Result(0, "", "")
+
+    def _pieces(self, device: FakeDevice) -> Iterator[bytes]:
+        told = _told(device)
+        assert told is not None
+        offset = int(told["segments"]["0"]["offset"])
+        size_bytes = device.size_bytes - offset
+        done_bytes = told["segments"]["0"]["size"]
+        first = 0 if done_bytes == "dynamic" else self.pieces * int(done_bytes) // size_bytes
+        for number in range(first, self.pieces):
+            yield b"{}\n"
+            while self.is_slow and number == self.pieces - 1:
+                time.sleep(_TELLING_SECONDS)
+                yield b"{}\n"
+            if self.dies and number == self.pieces - 1:
+                raise Died
+            told["segments"]["0"]["size"] = str(size_bytes * (number + 1) // self.pieces)
+            _put(device, _uuid(device), told)
+        _renew(device, offset, told)
+
+    def _repair(self, options: list[str], rest: list[str], key: bytes) -> Result:
+        device = self._devices.get(rest[0])
+        told = _told(device)
+        assert told is not None
+        if not _opens(told, key, None):
+            return _NO_SLOT
+        told["segments"]["0"].pop("flags", None)
+        _put(device, _uuid(device), told)
+        return Result(0, "", "")
+
+    def _rename(self, options: list[str], rest: list[str], key: bytes) -> Result:
+        device = self._devices.get(rest[0])
+        told = _told(device)
+        assert told is not None
+        assert "next" not in told, "Operation incompatible with device marked for reencryption."
+        _put(device, _option(options, "--uuid"), told)
         return Result(0, "", "")
 
     def _resize(self, options: list[str], rest: list[str], key: bytes) -> Result:
@@ -206,6 +317,32 @@ class FakeCryptsetup:
         return Result(0, "", "")
 
 
+def _tear(device: FakeDevice) -> None:
+    """Have a piece be half done."""
+    told = _told(device)
+    assert told is not None
+    if "next" in told:
+        told["segments"]["0"]["flags"] = ["in-reencryption"]
+        _put(device, _uuid(device), told)
+
+
+def _renew(device: FakeDevice, offset_bytes: int, told: dict[str, Any]) -> None:
+    """Have what is in a device lie there by the next master key, and by no other slot."""
+    first, length = offset_bytes // BLOCK_BYTES, device.size_bytes - offset_bytes
+    old, new = (
+        Sealed(outer=device.media, first_block=first, master=bytes.fromhex(told[one]))
+        for one in ("master", "next")
+    )
+    numbers = device.media.part(offset_bytes, length)
+    plain = {one: old.read((one - first) * BLOCK_BYTES, BLOCK_BYTES) for one in numbers}
+    for number, data in plain.items():
+        new.write((number - first) * BLOCK_BYTES, data)
+    told["master"], left = told.pop("next"), told.pop("left")
+    told["keyslots"] = {left: told["keyslots"][left]}
+    told["segments"]["0"]["size"] = "dynamic"
+    _put(device, _uuid(device), told)
+
+
 def _slot(key: bytes) -> dict[str, Any]:
     kdf = {"type": "argon2id"}
     return {"type": "luks2", "key": hashlib.sha256(key).hexdigest(), "kdf": kdf}
@@ -214,11 +351,14 @@ def _slot(key: bytes) -> dict[str, Any]:
 def _opens(told: dict[str, Any], key: bytes, slot: str | None) -> bool:
     slots = told["keyslots"]
     every = [slots[slot]] if slot in slots else list(slots.values()) if slot is None else []
-    return any(one["key"] == hashlib.sha256(key).hexdigest() for one in every)
+    return any(one.get("key") == hashlib.sha256(key).hexdigest() for one in every)
 
 
 def _put(device: FakeDevice, uuid: str, told: dict[str, Any]) -> None:
     """Both copies of a header, as they stand on a disk."""
+    slots = [one for one, how in told["keyslots"].items() if how["type"] == "luks2"]
+    bound = [one for one in slots if one not in told.get("unbound", ())]
+    told = {**told, "digests": {"0": {"keyslots": bound, "segments": ["0"]}}}
     text = json.dumps(told).encode()
     assert len(text) < luks.METADATA_BYTES - BLOCK_BYTES
     for number, magic in enumerate(_MAGICS):

@@ -11,6 +11,8 @@ from mount.filesystem import Signature
 DEVICE_MAPPER_MAJOR = 253
 LOOP_MAJOR = 7
 BLOCK_BYTES = 4096
+# What cryptsetup has for itself while it is at work.
+LEFTOVER = "/dev/mapper/temporary-cryptsetup-"
 BTRFS_SUPERBLOCK_AT = 64 << 10
 
 

@@ -86,10 +86,15 @@ class FakeHost:
         return Result(ended.exit_code, ended.stdout, ended.stderr)
 
     @contextmanager
-    def stream(self, *words: str) -> Iterator[BinaryIO]:
+    def stream(self, *words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
         """The seam `lvm.command.Stream`."""
         if (answer := self.intercept(words)) is None:
             self.commands.append(words)
+            called = words[2:] if words[0] == "env" else words
+            if called[0] == "cryptsetup":
+                with self.cryptsetup.reencrypting(called, stdin) as told:
+                    yield told
+                return
             answer = thin_tools.run(words, self.lvm2)
         yield io.BytesIO(answer.stdout.encode())
         if answer.exit_code:
@@ -197,6 +202,20 @@ class FakeHost:
     def partition(self, device: str) -> None:
         """Put a partition table on a device; the kernel has not read it."""
         self.block.get(device).contents = Signature("dos", "partition table", "12345678")
+
+    @contextmanager
+    def slow_reencryption(self) -> Iterator[None]:
+        """Inside, what is re-encrypted does not come to its end."""
+        self.cryptsetup.is_slow = True
+        yield
+        self.cryptsetup.is_slow = False
+
+    @contextmanager
+    def killed_reencryption(self, _device: str) -> Iterator[None]:
+        """Inside, a cryptsetup that re-encrypts a device is killed before its end."""
+        self.cryptsetup.dies = True
+        yield
+        self.cryptsetup.dies = False
 
     def damage(self, device: str) -> None:
         """Break the ext4 on a device so that no program mends it unasked."""

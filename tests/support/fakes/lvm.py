@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 
-from fakes.devices import BLOCK_BYTES, FakeDevice, FakeDevices, Media
+from fakes.devices import BLOCK_BYTES, LEFTOVER, FakeDevice, FakeDevices, Media
 
 from lvm import errors as lvm_errors
 from lvm import names
@@ -286,6 +286,14 @@ class FakeLvm:
             if one.of is not None and one.of.path == device.path and one.path.endswith(f"/{name}"):
                 return replace(device, path=one.path, number=one.number, name=name, below=device)
         return None
+
+    def close_leftovers(self, device: Device) -> None:
+        """The seam `lvm.devices.Devices`."""
+        for one in list(self.devices):
+            is_left = one.path.startswith(LEFTOVER) and not self.devices.is_open(one.path)
+            if is_left and one.of is not None and one.of.path == device.path:
+                self.devices.remove(one.path)
+                one.of.held -= 1
 
     def is_mapping_open(self, mapping: Device) -> bool:
         """The seam `lvm.devices.Devices`."""

@@ -34,6 +34,7 @@ SEALED = (("carver/encryption", "luks2"),)
 SEALED_CREATE = replace(CREATE, parameters=SEALED)
 SEALED_STAGE = replace(STAGE, key="sesame")
 SEALED_RAW = replace(RAW, parameters=SEALED)
+SEALED_CLONE = replace(CLONE, parameters=SEALED)
 SEALED_RAW_STAGE = replace(RAW_STAGE, key="sesame")
 
 LATER = do.NodeExpand("a", "staging", 400 * MIB)
@@ -70,6 +71,8 @@ class Case:
     # Its last step is behind its answer.
     behind: bool = False
     code: str = "OK"
+    # Whether the only class encrypts, and gives copies a master key of their own.
+    reencrypts: bool = False
 
 
 CASES = {
@@ -166,10 +169,20 @@ CASES = {
     ),
     "stage an encrypted copy": Case(
         do.Stage("copy", "staging", EXT4, "sesame"),
+        (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), SEALED_CLONE),
+    ),
+    "stage an encrypted copy that gets its own master key": Case(
+        do.Stage("copy", "staging", EXT4, "sesame"),
+        (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), SEALED_CLONE),
+        reencrypts=True,
+    ),
+    "unstage an encrypted copy that has its own master key": Case(
+        do.Unstage("copy", "staging"),
         (
-            *(SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging")),
-            replace(CLONE, parameters=SEALED),
+            *(SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), SEALED_CLONE),
+            do.Stage("copy", "staging", EXT4, "sesame"),
         ),
+        reencrypts=True,
     ),
     "delete, encrypted": Case(
         do.Delete("a"), (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"))

@@ -40,6 +40,9 @@ class Volume:
     header_bytes: int = 0
     key: str = ""
     open_bytes: int = 0
+    # Of a copy: it gets a master key of its own when it is opened first, and nothing is made of it
+    # before.
+    awaits_own: bool = False
 
     @property
     def capacity_bytes(self) -> int:
@@ -82,6 +85,8 @@ class Model:
     places: dict[str, Place] = field(default_factory=dict)
     entries: dict[str, str] = field(default_factory=dict)
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
+    # Whether the class gives encrypted copies a master key of their own.
+    reencrypts: bool = False
 
     def copy(self) -> Self:
         """A node of its own in the same state."""
@@ -244,6 +249,7 @@ class Model:
         if there is None:
             if was is not None:
                 self._fill(made, was)
+                made.awaits_own = self.reencrypts and encrypted
             bridge = 0
             if call.source[0] == do.OF_VOLUME and was is not None:
                 bridge = _area(was.size_bytes, 20)
@@ -288,10 +294,16 @@ class Model:
         if not kind:
             return None
         if kind == do.OF_VOLUME:
-            return self._require(name)
+            return self._require_own_key(name)
         if name not in self.snapshots:
             _refuse("NOT_FOUND")
         return self.snapshots[name].was
+
+    def _require_own_key(self, name: str) -> Volume:
+        volume = self._require(name)
+        if volume.awaits_own:
+            _refuse("FAILED_PRECONDITION")
+        return volume
 
     def _volume_of(self, source: tuple[str, str]) -> str:
         kind, name = source
@@ -310,7 +322,7 @@ class Model:
             _refuse("NOT_FOUND")
         there = self.snapshots.get(call.snapshot)
         if there is None:
-            was = self._require(call.volume)
+            was = self._require_own_key(call.volume)
             if was.size_bytes > self.free_bytes:
                 _refuse("RESOURCE_EXHAUSTED")
             there = Snapshot(call.volume, copy.deepcopy(was), was.size_bytes)
@@ -441,6 +453,7 @@ class Model:
         if volume.key not in ("", key):
             _refuse("UNAUTHENTICATED")
         volume.key, volume.open_bytes = key, volume.capacity_bytes
+        volume.awaits_own = False
 
     def _close(self, name: str) -> None:
         """What is nowhere in use is not open either."""

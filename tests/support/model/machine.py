@@ -81,6 +81,7 @@ class Machine:
         self.service = Service(config(self.group, endpoint, **self.settings), host, lvm)
         self.service.wiper.grace_seconds = self.grace_seconds
         self.service.copier.grace_seconds = self.grace_seconds
+        self.service.reencrypter.grace_seconds = self.grace_seconds
         # What is put off is to be seen, and a refusal is not to take its time.
         self.service.locks.grace_seconds = 0
         service = self.service
@@ -358,7 +359,7 @@ class Machine:
 
     def _free_extents(self, group: report.Group) -> int:
         """What new volumes can have: by what a group has, or by what its pool may promise."""
-        if not self.settings.get("classes"):
+        if not any(one.layout.is_thin for one in self.settings.get("classes", ())):
             return group.free_extents
         pool = group.volumes.get("pool-plain")
         if pool is None:

@@ -7,8 +7,9 @@ A process that was killed does nothing more, whichever of its threads asks.
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, BinaryIO, TypeVar, cast
 
 from lvm.command import Conversation, Converse, Result, Runner, Stream
 from lvm.devices import Devices
@@ -43,7 +44,15 @@ CHANGING = frozenset(
     }
 )
 # The same of the devices of volumes.
-CHANGING_DEVICES = frozenset({"suspend", "resume", "reserve_metadata", "release_metadata"})
+CHANGING_DEVICES = frozenset(
+    {"suspend", "resume", "reserve_metadata", "release_metadata", "close_leftovers"}
+)
+
+
+def _named(words: Sequence[str]) -> str:
+    """What a step is called, by its program."""
+    said = words[2:] if words[0] == "env" else words
+    return " ".join(said[:2]) if said[0] in ("lvm", "cryptsetup") else said[0]
 
 
 class Killed(BaseException):
@@ -77,15 +86,20 @@ class Switch:
         """The seam `lvm.command.Runner`, through the switch."""
 
         def through(*words: str, stdin: bytearray | None = None) -> Result:
-            said = words[2:] if words[0] == "env" else words
-            name = " ".join(said[:2]) if said[0] in ("lvm", "cryptsetup") else said[0]
-            return self._step(name, lambda: run(*words, stdin=stdin))
+            return self._step(_named(words), lambda: run(*words, stdin=stdin))
 
         return through
 
     def stream(self, stream: Stream) -> Stream:
         """The seam `lvm.command.Stream`, through the switch: what is read of it is no step."""
-        return lambda *words: self._step(words[0], lambda: stream(*words))
+
+        @contextmanager
+        def through(*words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
+            with ExitStack() as ending:
+                begin = stream(*words, stdin=stdin)
+                yield self._step(_named(words), lambda: ending.enter_context(begin))
+
+        return through
 
     def converse(self, converse: Converse) -> Converse:
         """The seam `lvm.command.Converse`, through the switch: a step is what a shell is told."""

@@ -4,9 +4,11 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, ClassVar
@@ -20,10 +22,11 @@ from lvm.devices import Devices, KernelDevices
 from lvm.disks import Disks, KernelDisks
 from lvm.lvm2 import Lvm
 from lvm.session import Session
-from mount import loop, table
+from mount import loop, luks, table
 from mount.syscalls import Kernel
 
 _EXTENT_BYTES = 4 << 20
+_LOOK_SECONDS = 0.02
 _BLOCK_BYTES = 4096
 # Of what they change lvm2 keeps no copies in /etc/lvm: the more there are the longer each takes.
 _SETTINGS = (*lvm2.without_udev(), "backup/archive=0", "backup/backup=0")
@@ -136,12 +139,40 @@ class RealHost:
         return self._lab.programs(*words, stdin=stdin)
 
     @contextmanager
-    def stream(self, *words: str) -> Iterator[BinaryIO]:
+    def stream(self, *words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
         """The seam `lvm.command.Stream`."""
         assert self.intercept(words) is None, "what is streamed has no other answer"
         self.commands.append(words)
-        with self._lab.programs.stream(*words) as printed:
+        with self._lab.programs.stream(*words, stdin=stdin) as printed:
             yield printed
+
+    @contextmanager
+    def slow_reencryption(self) -> Iterator[None]:
+        """Inside, what is re-encrypted does not come to its end: it takes long enough by itself."""
+        yield
+
+    @contextmanager
+    def killed_reencryption(self, device: str) -> Iterator[None]:
+        """Inside, a cryptsetup that re-encrypts a device is killed before its end."""
+        over = threading.Event()
+        killer = threading.Thread(target=self._kill, args=(device, over))
+        killer.start()
+        try:
+            yield
+        finally:
+            over.set()
+            killer.join()
+
+    def _kill(self, device: str, over: threading.Event) -> None:
+        while not over.wait(_LOOK_SECONDS):
+            header = luks.read(self.kernel, device)
+            if header is None or not header.is_reencrypting:
+                continue
+            for one in Path("/proc").glob("[0-9]*/cmdline"):
+                with suppress(OSError):
+                    words = one.read_bytes().split(b"\0")
+                    if b"reencrypt" in words and device.encode() in words:
+                        os.kill(int(one.parent.name), signal.SIGKILL)
 
     def new_device(self, size_bytes: int) -> str:
         """A blank loop device."""

@@ -1,0 +1,328 @@
+"""Copies of encrypted volumes that get a master key of their own, and what may come between."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import expect
+import grpc
+import pytest
+from real.any import AnyHost
+
+from agent.cli import status
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
+from agent.engine.host import Host
+from agent.service.server import Service
+from lvm import report, tags
+from lvm.devices import Device
+from lvm.layout import Layout
+from lvm.pools import Policy
+from mount import luks
+from mount.luks import Header
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+BLOCK_BYTES = 4096
+SIZE = 48 * MIB
+KEY = {"passphrase": "correct horse battery staple"}
+OTHER = {"passphrase": "Tr0ub4dor&3"}
+BOTH = {"passphrase": OTHER["passphrase"], "previousPassphrase": KEY["passphrase"]}
+MARK, AT = b"not-for-the-disk".ljust(BLOCK_BYTES, b"\1"), 8 * MIB
+_PATIENCE_SECONDS = 300
+
+
+@pytest.fixture
+def config(config: Config, group: str) -> Config:
+    """Classes that encrypt; all but `shared` give copies a master key of their own."""
+    every = (
+        DeviceClass(name="own", group=group, encryption="luks2", reencrypt=True, default=True),
+        DeviceClass(name="shared", group=group, encryption="luks2"),
+        DeviceClass(
+            "thin",
+            group,
+            layout=Layout("thin"),
+            pool=Policy(),
+            encryption="luks2",
+            reencrypt=True,
+        ),
+    )
+    return Config(**{**vars(config), "classes": every})
+
+
+@pytest.fixture
+def service(service: Service) -> Service:
+    """A stage call waits until all is done."""
+    service.reencrypter.grace_seconds = 600
+    return service
+
+
+def device(host: AnyHost, group: str, name: str) -> Device:
+    found = host.devices.find(group, f"vol-{name}")
+    assert found is not None
+    return found
+
+
+def header(host: AnyHost, group: str, name: str) -> Header:
+    found = luks.read(host.kernel, device(host, group, name).path)
+    assert found is not None
+    return found
+
+
+def facts(host: AnyHost, group: str, name: str) -> dict[str, str]:
+    return dict(tags.decode(report.read(host.lvm).group(group).volume(f"vol-{name}").tags))
+
+
+def inside(host: AnyHost, group: str, name: str) -> bytes:
+    """What a volume that is open holds at a place."""
+    mapping = host.devices.mapping(device(host, group, name))
+    assert mapping is not None
+    return host.read_bytes(mapping.path, AT, BLOCK_BYTES)
+
+
+def outside(host: AnyHost, group: str, name: str) -> bytes:
+    """How that lies on the disk."""
+    at = header(host, group, name).offset_bytes + AT
+    return host.read_bytes(device(host, group, name).path, at, BLOCK_BYTES)
+
+
+@pytest.fixture
+def source(client: Client, host: AnyHost, group: str, staging: Path, name: str) -> csi.Volume:
+    """A raw volume with a mark in it, and in no use."""
+    made = client.create("source", SIZE, block(), parameters={"class": name})
+    client.stage(made, staging, block(), KEY)
+    mapping = host.devices.mapping(device(host, group, "source"))
+    assert mapping is not None
+    host.write_bytes(mapping.path, AT, MARK)
+    client.unstage(made.volume_id, staging)
+    return made
+
+
+@pytest.fixture
+def name() -> str:
+    """The class of the source."""
+    return "own"
+
+
+def overview(host: AnyHost, config: Config) -> dict[str, tuple[str, str]]:
+    """What `carver status` tells of how volumes are encrypted."""
+    machine = Host(host.run, host.kernel, host.devices, host.disks)
+    return {one.name: (one.encryption, one.renewal) for one in status.read(config, machine).volumes}
+
+
+def copy(client: Client, source: csi.Volume, of: str = "own") -> csi.Volume:
+    return client.create(
+        "copy", 0, block(), parameters={"class": of}, source=of_volume(source.volume_id)
+    )
+
+
+def at_last(call: Callable[[], object]) -> set[str]:
+    """Call again for as long as it says so, as kubelet does; what the answers said until then."""
+    said: set[str] = set()
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            call()
+            return said
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.ABORTED or time.monotonic() >= deadline:
+                raise
+            said.add(error.details() or "")
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("name", "of"), [("shared", "own"), ("thin", "thin")])
+@pytest.mark.parametrize("kind", ["snapshot", "volume"])
+def test_a_copy_has_the_sources_data_by_a_master_key_of_its_own(
+    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume, of: str, kind: str
+) -> None:
+    what = of_volume(source.volume_id)
+    if kind == "snapshot":
+        what = of_snapshot(client.snapshot("snap", source.volume_id).snapshot_id)
+    made = client.create("copy", 0, block(), parameters={"class": of}, source=what)
+    assert made.capacity_bytes == source.capacity_bytes
+    assert outside(host, group, "copy") == outside(host, group, "source")
+
+    client.stage(made, staging, block(), KEY)
+
+    assert inside(host, group, "copy") == MARK
+    assert outside(host, group, "copy") != outside(host, group, "source")
+    own = header(host, group, "copy")
+    assert not own.is_reencrypting
+    assert len(own.slots) == 1
+    assert own.uuid != header(host, group, "source").uuid
+    assert own.offset_bytes == header(host, group, "source").offset_bytes
+    assert "reencrypt" not in facts(host, group, "copy")
+    assert facts(host, group, "copy")["sealed"] == own.uuid
+    # It is done once.
+    client.unstage(made.volume_id, staging)
+    before = outside(host, group, "copy")
+    client.stage(made, staging, block(), KEY)
+    assert outside(host, group, "copy") == before
+    client.unstage(made.volume_id, staging)
+    client.delete(made.volume_id)
+    client.stage(source, staging, block(), KEY)
+    assert inside(host, group, "source") == MARK
+
+
+@pytest.mark.parametrize("name", ["shared"])
+def test_without_the_option_a_copy_has_the_sources_master_key(
+    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
+) -> None:
+    made = copy(client, source, "shared")
+    client.stage(made, staging, block(), KEY)
+    assert inside(host, group, "copy") == MARK
+    assert outside(host, group, "copy") == outside(host, group, "source")
+
+
+def test_a_new_volume_and_a_copy_of_one_that_was_never_used_have_their_own_anyway(
+    client: Client, host: AnyHost, group: str, staging: Path
+) -> None:
+    new = client.create("source", SIZE, mounted("ext4"))
+    assert "reencrypt" not in facts(host, group, "source")
+    made = client.create("copy", 0, mounted("ext4"), source=of_volume(new.volume_id))
+    assert facts(host, group, "copy")["reencrypt"] == "yes"
+    client.stage(made, staging, mounted("ext4"), KEY)
+    assert "reencrypt" not in facts(host, group, "copy")
+    client.snapshot("snap", made.volume_id)
+
+
+def test_a_file_system_on_a_copy_is_as_it_was(
+    client: Client, host: AnyHost, group: str, staging: Path
+) -> None:
+    volume = client.create("source", SIZE, mounted("ext4"))
+    client.stage(volume, staging, mounted("ext4"), KEY)
+    made = client.create("copy", 0, mounted("ext4"), source=of_volume(volume.volume_id))
+    there = host.directory / "copy"
+    client.stage(made, there, mounted("ext4"), KEY)
+    assert client.stats(made.volume_id, there).usage[0].total > SIZE // 2
+    # The mount is the copy's: it is not re-encrypted, nor asked for its key, again.
+    client.stage(made, there, mounted("ext4"))
+
+
+def test_a_call_that_does_not_wait_hears_how_far_it_is(
+    client: Client,
+    service: Service,
+    config: Config,
+    host: AnyHost,
+    group: str,
+    staging: Path,
+    source: csi.Volume,
+) -> None:
+    service.reencrypter.grace_seconds = 0
+    made = copy(client, source)
+    assert overview(host, config)["copy"] == ("luks2", "not begun")
+    said = at_last(lambda: client.stage(made, staging, block(), KEY))
+    assert all("master key of its own" in one for one in said)
+    assert overview(host, config) == {"copy": ("luks2", ""), "source": ("luks2", "")}
+    assert inside(host, group, "copy") == MARK
+
+
+def test_a_key_that_does_not_fit_begins_nothing(
+    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
+) -> None:
+    made = copy(client, source)
+    where = device(host, group, "copy").path
+    before = host.read_bytes(where, 0, 16 * MIB)
+    with expect.code("UNAUTHENTICATED"):
+        client.stage(made, staging, block(), OTHER)
+    assert host.read_bytes(where, 0, 16 * MIB) == before
+    client.stage(made, staging, block(), KEY)
+
+
+def test_keys_of_the_source_are_none_of_the_copys(
+    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
+) -> None:
+    made = copy(client, source)
+    # The secret has a new key by the time that the copy is used first.
+    client.stage(made, staging, block(), BOTH)
+    client.unstage(made.volume_id, staging)
+    with expect.code("UNAUTHENTICATED"):
+        client.stage(made, staging, block(), KEY)
+    client.stage(made, staging, block(), OTHER)
+    assert inside(host, group, "copy") == MARK
+    client.unstage(made.volume_id, staging)
+    client.stage(source, staging, block(), KEY)
+
+
+def test_nothing_is_made_of_a_copy_before_it_has_its_own(
+    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
+) -> None:
+    made = copy(client, source)
+    with expect.code("FAILED_PRECONDITION", "master key of its own"):
+        client.snapshot("snap", made.volume_id)
+    with expect.code("FAILED_PRECONDITION", "master key of its own"):
+        client.create("third", 0, block(), source=of_volume(made.volume_id))
+    client.stage(made, staging, block(), KEY)
+    client.snapshot("snap", made.volume_id)
+
+
+def test_what_was_ended_by_unstaging_goes_on_when_it_is_staged_next(
+    client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
+) -> None:
+    service.reencrypter.grace_seconds = 0
+    made = copy(client, source)
+    with host.slow_reencryption():
+        with expect.code("ABORTED"):
+            client.stage(made, staging, block(), KEY)
+        # On a slow machine cryptsetup may take a while before it can be ended.
+        at_last(lambda: client.unstage(made.volume_id, staging))
+        assert service.reencrypter.counts()["running"] == 0
+    assert host.devices.mapping(device(host, group, "copy")) is None
+    at_last(lambda: client.stage(made, staging, block(), KEY))
+    assert inside(host, group, "copy") == MARK
+
+
+def test_one_that_is_being_re_encrypted_can_be_deleted(
+    client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
+) -> None:
+    service.reencrypter.grace_seconds = 0
+    made = copy(client, source)
+    with host.slow_reencryption():
+        with expect.code("ABORTED"):
+            client.stage(made, staging, block(), KEY)
+        at_last(lambda: client.delete(made.volume_id))
+    assert [one.volume_id for one in client.volumes()] == [source.volume_id]
+
+
+def test_one_that_grows_meanwhile_is_whole(
+    client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
+) -> None:
+    service.reencrypter.grace_seconds = 0
+    made = copy(client, source)
+    with host.slow_reencryption(), expect.code("ABORTED"):
+        client.stage(made, staging, block(), KEY)
+    client.expand(made.volume_id, 2 * SIZE)
+    at_last(lambda: client.stage(made, staging, block(), KEY))
+    assert inside(host, group, "copy") == MARK
+    mapping = host.devices.mapping(device(host, group, "copy"))
+    assert mapping is not None
+    assert host.kernel.device_size_bytes(mapping.path) == 2 * SIZE
+
+
+def test_what_a_killed_cryptsetup_left_is_recovered_and_goes_on(
+    client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
+) -> None:
+    made = copy(client, source)
+    path = device(host, group, "copy").path
+    with host.killed_reencryption(path), expect.code("INTERNAL"):
+        client.stage(made, staging, block(), KEY)
+    assert header(host, group, "copy").is_reencrypting
+    assert facts(host, group, "copy")["reencrypt"] == "yes"
+    with expect.code("UNAUTHENTICATED"):
+        client.stage(made, staging, block(), OTHER)
+    client.stage(made, staging, block(), KEY)
+    assert inside(host, group, "copy") == MARK
+    assert not header(host, group, "copy").is_reencrypting
+
+
+def test_what_a_killed_cryptsetup_left_can_be_deleted(
+    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
+) -> None:
+    made = copy(client, source)
+    path = device(host, group, "copy").path
+    with host.killed_reencryption(path), expect.code("INTERNAL"):
+        client.stage(made, staging, block(), KEY)
+    client.delete(made.volume_id)
+    assert [one.volume_id for one in client.volumes()] == [source.volume_id]

@@ -1,0 +1,69 @@
+"""LUKS2 headers, read: what cryptsetup 2.6 wrote at each stage of a re-encryption."""
+
+from typing import Any
+
+import pytest
+
+from mount import luks
+
+OFFSET, DONE = 4194304, 553648128
+
+
+def segment(size: int | str, offset: int = OFFSET, *flags: str) -> dict[str, Any]:
+    """A segment, with its flags if it has any."""
+    made = {"type": "crypt", "offset": str(offset), "size": str(size), "iv_tweak": "0"}
+    more = {"flags": list(flags)} if flags else {}
+    return {**made, "encryption": "aes-xts-plain64", "sector_size": 4096, **more}
+
+
+KEPT = {
+    "2": segment("dynamic", OFFSET, "backup-previous"),
+    "3": segment("dynamic", OFFSET, "backup-final"),
+}
+REST = segment("dynamic", OFFSET + DONE)
+TORN = "in-reencryption"
+STAGES = {
+    "none": ({"0": segment("dynamic")}, (False, 0, False)),
+    "begun": ({"0": segment("dynamic"), **KEPT}, (True, 0, False)),
+    "ended": ({"0": segment(DONE), "1": REST, **KEPT}, (True, DONE, False)),
+    "torn at once": ({"0": segment(DONE, OFFSET, TORN), "1": REST, **KEPT}, (True, 0, True)),
+    "torn": (
+        {
+            "0": segment(DONE),
+            "1": segment(1 << 20, OFFSET + DONE, TORN),
+            "2": segment("dynamic", OFFSET + DONE + (1 << 20)),
+            "3": KEPT["2"],
+            "4": KEPT["3"],
+        },
+        (True, DONE, True),
+    ),
+}
+
+
+def told(segments: dict[str, Any], *, is_reencrypting: bool) -> dict[str, Any]:
+    """What a header says; slot 1 is of the new master key, and 3 of one that never came to be."""
+    slots = {one: {"type": "luks2", "kdf": {"type": "argon2id"}} for one in ("0", "1", "3")}
+    digests = {
+        "0": {"keyslots": ["0"], "segments": ["0"]},
+        "1": {"keyslots": ["1"], "segments": ["1"] if is_reencrypting else []},
+        "2": {"keyslots": ["3"], "segments": []},
+    }
+    own = {"2": {"type": "reencrypt"}} if is_reencrypting else {}
+    return {"keyslots": {**slots, **own}, "segments": segments, "digests": digests}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_how_far_a_re_encryption_is(stage: str) -> None:
+    segments, (is_reencrypting, renewed_bytes, is_torn) = STAGES[stage]
+    found = luks._header("u", told(segments, is_reencrypting=is_reencrypting))
+    assert found.offset_bytes == OFFSET
+    assert found.is_reencrypting == is_reencrypting
+    assert found.renewed_bytes == renewed_bytes
+    assert found.is_torn == is_torn
+
+
+def test_a_slot_of_no_data_opens_nothing() -> None:
+    found = luks._header("u", told({"0": segment("dynamic")}, is_reencrypting=False))
+    assert (found.slots, found.unbound) == ((0,), (1, 3))
+    found = luks._header("u", told(STAGES["ended"][0], is_reencrypting=True))
+    assert (found.slots, found.unbound) == ((0, 1), (3,))
