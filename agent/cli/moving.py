@@ -28,6 +28,8 @@ _LOOK_SECONDS = 2.0
 _LOOKS = 150
 # The service lets go of what nobody asked for during 30 s (agent.transfer.moving).
 _KEEP_SECONDS = 8.0
+# So often it is looked for whoever holds it to let go: longer than that for one that was killed.
+_HELD_LOOKS = 20
 MOVED = "moved"
 _PREFIX = "move-"
 _PREFIX_CHARACTERS = 12
@@ -309,7 +311,7 @@ def _kept(caller: Client, volume_id: str) -> Iterator[str]:
 
     Where this process ends, so does that.
     """
-    word = caller.transfer("HoldMove", volume_id=volume_id)["word"]
+    word = _hold(caller, volume_id)
     ended = threading.Event()
 
     def keep() -> None:
@@ -328,3 +330,18 @@ def _kept(caller: Client, volume_id: str) -> Iterator[str]:
         ended.set()
         keeper.join()
         caller.transfer("ReleaseMove", volume_id=volume_id, word=word)
+
+
+def _hold(caller: Client, volume_id: str) -> str:
+    """Hold it; who held it and was killed, such as an earlier move, is waited for."""
+    looks = 0
+    while True:
+        try:
+            return caller.transfer("HoldMove", volume_id=volume_id)["word"]
+        except grpc.RpcError as error:
+            here = caller.transfer("MoveStatus", name=volume_id)
+            is_held = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            if not is_held or here["in_use"] == "True" or looks == _HELD_LOOKS:
+                raise
+        looks += 1
+        sleep(_LOOK_SECONDS)

@@ -139,6 +139,41 @@ def test_nobody_begins_to_use_it_while_the_last_round_is_sent(
     assert refused
 
 
+def test_a_move_that_was_killed_while_it_held_the_volume_is_waited_for(
+    here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = {"volume_id": volume.volume_id}
+    here.client.transfer("BeginMove", node="there", **name)
+    held = here.client.transfer("HoldMove", **name)
+    looks: list[float] = []
+
+    def look(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            # As its time does that is over.
+            here.client.transfer("ReleaseMove", **name, **held)
+
+    monkeypatch.setattr(moving, "sleep", look)
+    move(here, Stand(there), volume).run()
+    assert len(looks) == 3
+    assert len(usable(there)) == 1
+
+
+def test_who_goes_on_holding_a_volume_is_not_waited_for_for_ever(
+    here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = {"volume_id": volume.volume_id}
+    here.client.transfer("BeginMove", node="there", **name)
+    held = here.client.transfer("HoldMove", **name)
+    looks: list[float] = []
+    monkeypatch.setattr(moving, "sleep", looks.append)
+    with expect.code("FAILED_PRECONDITION", "last time"):
+        move(here, Stand(there), volume).run()
+    assert sum(looks) > 30
+    here.client.transfer("ReleaseMove", **name, **held)
+    assert usable(here) == [volume]
+
+
 def test_what_is_not_finished_is_taken_back(here: Node, there: Node, volume: csi.Volume) -> None:
     content = here.content("vol-db")
     going = move(here, Stand(there), volume)

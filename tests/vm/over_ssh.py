@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -62,7 +63,7 @@ class Node:
     name: str
     group: str
     devices: Sequence[str]
-    process: subprocess.Popen[bytes] = field(init=False)
+    process: subprocess.Popen[bytes] | None = None
     client: Client = field(init=False)
 
     @property
@@ -90,21 +91,20 @@ class Node:
     def start(self) -> None:
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen([self.carver, "serve"], stderr=log)
+        self.client = Client(self.endpoint)
         with grpc.insecure_channel(f"unix://{self.endpoint}") as channel:
             grpc.channel_ready_future(channel).result(timeout=_START_SECONDS)
-        self.client = Client(self.endpoint)
         within(_START_SECONDS, self._has_begun, f"{self.name} does not begin")
 
-    def stop(self) -> None:
-        self.client.__exit__(None, None, None)
-        self.process.terminate()
-        self.process.wait(_START_SECONDS)
+    def stop(self, by: signal.Signals = signal.SIGTERM) -> None:
+        if self.process is not None:
+            self.process.send_signal(by)
+            self.process.wait(_START_SECONDS)
+            self.client.__exit__(None, None, None)
 
     def kill(self) -> None:
         """SIGKILL; another goes on."""
-        self.process.kill()
-        self.process.wait(_START_SECONDS)
-        self.client.__exit__(None, None, None)
+        self.stop(signal.SIGKILL)
         self.start()
 
     def run(self, *words: str) -> Any:

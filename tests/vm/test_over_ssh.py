@@ -30,9 +30,11 @@ def node(host: RealHost, directory: Path, name: str, extents: int) -> Iterator[N
     devices = [one for one in host.lvm.devices if one not in before]
     made = Node(directory / name, name, group, devices)
     made.prepare()
-    made.start()
-    yield made
-    made.stop()
+    try:
+        made.start()
+        yield made
+    finally:
+        made.stop()
 
 
 @pytest.fixture

@@ -61,6 +61,8 @@ class Trial:
 def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each frame is put on record."""
     monkeypatch.setattr("agent.streams.applying.RECORD_SECONDS", 0.0)
+    # Who is dead holds nothing, or a test says so: nobody is to wait.
+    monkeypatch.setattr("agent.cli.moving._HELD_LOOKS", 0)
     # The order of steps is to be the same each time.
     monkeypatch.setattr("agent.streams.pipeline.WORKERS", 1)
 
