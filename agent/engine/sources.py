@@ -97,6 +97,7 @@ NONE = Foundations(Kernel())
 def begin(lvm: Lvm, laid: Foundations, config: Config, engines: Engines) -> None:
     """Say how lvm2 is called from now on, and which groups are to be laid. No command."""
     lvm.settings, lvm.root = _settings(config), config.lvm_root
+    lvm.devices = _confined(laid.kernel, config, laid.devices)
     for one in config.foundations:
         _found_on(lvm, laid, config, one, one.devices)
         laid.pending.add(one.group)

@@ -264,3 +264,11 @@ def test_listed_devices_are_marked_as_fast_once(host: AnyHost, tmp_path: Path, n
         group = laid.group(report.read(lvm), name)
         assert [disk.name for disk in group.disks if disk.fast] == [fast]
         assert (group.free_extents, group.fast_free_extents) == (8, 8)
+
+
+def test_lvm2_sees_the_listed_devices_alone_where_every_group_is_an_operator_s(
+    host: AnyHost, tmp_path: Path
+) -> None:
+    group, listed = host.new_group(5), host.new_device(24 << 20)
+    lvm, _ = lay(host, configured.carver(tmp_path, group, devices=(listed,)))
+    assert lvm.devices == (listed,)

@@ -18,12 +18,12 @@ KEY_FILE = Path("/run/credentials/carver.service/luks")
 CONFIGURATION = f"""\
 [[classes]]
 name = "plain"
-group = "data"
+group = "carver"
 default = true
 
 [[classes]]
 name = "filed"
-group = "data"
+group = "carver"
 encryption = "luks2"
 key_file = "{KEY_FILE}"
 """
