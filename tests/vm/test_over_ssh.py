@@ -99,7 +99,7 @@ def test_a_volume_moves_by_ssh_and_what_is_left_of_it_goes(
 VICTIMS = ("sender", "receiver", "line", "service here", "service there")
 
 
-@pytest.mark.parametrize("victim", chosen.kinds(VICTIMS, usual=["receiver", "line"]))
+@pytest.mark.parametrize("victim", chosen.kinds(VICTIMS, usual=["receiver"]))
 def test_wherever_it_is_killed_within_a_stream_one_is_usable_in_the_end(
     here: Node, there: Node, line: Line, volume: csi.Volume, victim: str
 ) -> None:
@@ -145,6 +145,7 @@ def kill(those: list[psutil.Process], but: int) -> None:
         one.kill()
 
 
+@pytest.mark.variation
 def test_snapshots_go_through_a_pipe_and_on_where_it_was_cut(
     here: Node, there: Node, line: Line, volume: csi.Volume
 ) -> None:
