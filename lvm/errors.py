@@ -172,6 +172,11 @@ def lacks_memory(stderr: str) -> bool:
     return _NO_MEMORY.search(stderr) is not None
 
 
+def is_explained(stderr: str) -> bool:
+    """Whether a failed lvm2 command said why, in words that are known."""
+    return any(pattern.search(stderr) for pattern, _ in _MESSAGES)
+
+
 def classify(words: Sequence[str], exit_code: int, stderr: str) -> CommandFailed:
     """The error that says what a failed lvm2 command meant."""
     for pattern, error in _MESSAGES:

@@ -80,6 +80,11 @@ class Session:
             result = self._ask(ready, line, words) if ready else None
         return self._run(*words) if result is None else result
 
+    def renew(self) -> None:
+        """Have another shell do what comes next: what this one said is in doubt."""
+        with self._turn:
+            self._hang_up("what it did last")
+
     def close(self) -> None:
         """End the shell once it has done what it does; from then on there are processes only."""
         with self._turn:
@@ -106,6 +111,9 @@ class Session:
                 raise errors.SessionLost(words, str(doubt)) from None
             return None
         self._observe(Finished(words, result.exit_code, time.monotonic() - started))
+        if result.exit_code and not errors.is_explained(result.stderr):
+            # It may have been the shell's own trouble: the next command is said to another.
+            self._hang_up(line.subcommand)
         return result
 
     def _ready(self, confinement: Confinement, words: tuple[str, ...]) -> Conversation | None:

@@ -73,7 +73,8 @@ class _Stuck:
 class Engine:
     """A volume group by its name. `node` is how lvm2 is called on this node.
 
-    `scan` tells of the node's disks. `run` runs lvm2 for this group: by a session, if any.
+    `scan` tells of the node's disks. `run` runs lvm2 for this group: by a session, if any, which
+    `renew` has another shell for.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Engine:
         disks: Disks,
         devices: Devices,
         scan: Callable[[], Mapping[str, Found]],
+        renew: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.queue = Queue(f"volume group {name}")
@@ -103,6 +105,7 @@ class Engine:
         self._disks = disks
         self._devices = devices
         self._scan = scan
+        self._renew = renew
         # Who looks: one at a time.
         self._looks = Queue(f"volume group {name}", MOST_LOOKING)
         self._guard = threading.Lock()
@@ -332,6 +335,10 @@ class Engine:
         if known is not None and location == known.location and self._still_holds(known, mark):
             return self._as_it_is(known)
         group = self._shown(location)
+        if group is None and self._renew and not isinstance(self.problem, errors.GroupRefused):
+            # The disks bear it: before a shell is believed that it is not, another is asked.
+            self._renew()
+            group = self._shown(location)
         if group is None:
             raise errors.GroupRefused(self.name, _why_hidden(location))
         return self._remembered(group, location, mark)

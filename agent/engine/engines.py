@@ -10,7 +10,6 @@ from agent.engine.disks import names_of
 from agent.engine.engine import Engine
 from lvm import command, lvm2
 from lvm import errors as lvm_errors
-from lvm.command import Run
 from lvm.devices import Devices
 from lvm.disks import PATIENCE_SECONDS, Disks, Found
 from lvm.labels import PhysicalLabel
@@ -150,11 +149,12 @@ class Engines:
             one.close()
 
     def _add(self, name: str) -> Engine:
-        run: Run = self.node.run
+        run, renew = self.node.run, None
         if self._session is not None:
-            run = self._session(name)
-            self._sessions.append(run)
-        made = Engine(name, self.node, run, self._disks, self._devices, self.scan)
+            session = self._session(name)
+            self._sessions.append(session)
+            run, renew = session, session.renew
+        made = Engine(name, self.node, run, self._disks, self._devices, self.scan, renew)
         self._engines[name] = made
         return made
 

@@ -31,9 +31,16 @@ def called_alike(host: AnyHost, group: str, disk: str) -> Callable[[], object]:
     if isinstance(host, FakeHost):
         host.lvm2.add_group("twin", [10]).name = group
         return lambda: host.lvm2.groups.pop("twin")
+    # As where nothing of the group's own is active: what its volumes are called is in /dev.
+    host.lvm("vgchange", "--activate", "n", "--", group)
     alone = replace(host.lvm, devices=(disk,))
     alone("vgcreate", "--yes", "--", group, disk)
-    return lambda: alone("vgremove", "--force", "--yes", "--", group)
+
+    def take_away() -> None:
+        alone("vgremove", "--force", "--yes", "--", group)
+        host.lvm("vgchange", "--activate", "y", "--ignoreactivationskip", "--", group)
+
+    return take_away
 
 
 @pytest.mark.parametrize(

@@ -523,3 +523,30 @@ def test_while_the_disks_are_looked_for_a_command_sees_those_that_were_there(
     known.outdate()
     known.look()
     assert during == [before]
+
+
+def test_a_shell_that_does_not_show_a_group_is_not_believed_before_another_was_asked(
+    fake: FakeHost,
+) -> None:
+    blind, renewed = [True], []
+
+    def run(*words: str) -> Result:
+        return Result(0, '{"report": []}', "") if blind[0] else fake.run(*words)
+
+    def renew() -> None:
+        renewed.append("a shell")
+        blind[0] = not heals[0]
+
+    heals = [True]
+    scan = Engines(fake.lvm, fake.disks, fake.devices, []).scan
+    engine = Engine("data", fake.lvm, run, fake.disks, fake.devices, scan, renew)
+    assert engine.look() is not None
+    assert len(renewed) == 1
+    # One that stays hidden is asked for by one shell at each look, and refused.
+    blind[0], heals[0] = True, False
+    engine.outdate()
+    fake.lvm2.groups["data"].seqno += 1
+    for _ in range(3):
+        with pytest.raises(errors.GroupRefused, match="does not show it"):
+            engine.look()
+    assert len(renewed) == 2

@@ -268,6 +268,14 @@ def test_a_refusal_has_its_exit_code_and_its_words(place: Place) -> None:
     assert isinstance(errors.classify(("lvm", "lvremove"), 5, result.stderr), errors.NoSpace)
 
 
+def test_a_shell_that_refuses_without_a_known_reason_is_asked_nothing_more(place: Place) -> None:
+    place.plan("refuse", "puzzle")
+    assert [place.session(*CHANGE).exit_code for _ in range(3)] == [5, 5, 0]
+    assert place.session(*CHANGE).exit_code == 0
+    assert len(place.done("shell")) == 2
+    assert place.done("process") == []
+
+
 def test_a_report_larger_than_a_pipe_arrives_whole(place: Place) -> None:
     place.plan("much")
     assert "x" * shell_program.MUCH in place.session(*REPORT).stdout

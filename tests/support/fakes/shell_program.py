@@ -121,6 +121,11 @@ def refuse(line: str, reports: TextIO) -> None:
     answer(line, reports, code=5)
 
 
+def puzzle(line: str, reports: TextIO) -> None:
+    """Refuse in words that nobody knows."""
+    answer(line, reports, code=5, refusal="Something was not as it should be.")
+
+
 def starve(line: str, reports: TextIO) -> None:
     answer(line, reports, code=5, refusal="Couldn't allocate memory for a volume.")
 
@@ -177,7 +182,18 @@ DEEDS: dict[str, Callable[[str, TextIO], None]] = {
     "answer": usual,
     **{
         deed.__name__: deed
-        for deed in (die_before, die_after, cut, garble, other, silent, much, refuse, starve)
+        for deed in (
+            die_before,
+            die_after,
+            cut,
+            garble,
+            other,
+            silent,
+            much,
+            refuse,
+            puzzle,
+            starve,
+        )
     },
     **{deed.__name__: deed for deed in (chatter, stop, hang, wait_for_lock, hold_lock)},
 }
