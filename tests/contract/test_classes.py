@@ -56,7 +56,7 @@ def maximum(client: Client, name: str) -> int:
     return client.capacity({"class": name}).maximum_volume_size.value
 
 
-@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["striped", "raid1", "raid5", "thin"]))
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid5", "thin"]))
 def test_a_volume_of_each_layout_lives_and_grows_while_mounted(
     client: Client, host: AnyHost, group: str, name: str, free: None
 ) -> None:
@@ -93,7 +93,7 @@ def _is_tree(place: Path) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid5", "thin"]))
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["thin"]))
 def test_a_volume_of_each_layout_is_snapshotted_restored_larger_and_cloned(
     client: Client, host: AnyHost, name: str, free: None
 ) -> None:

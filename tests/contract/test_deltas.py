@@ -185,7 +185,7 @@ def test_random_histories_are_told_to_the_block(
     request: pytest.FixtureRequest,
 ) -> None:
     every = real and request.config.getoption("--every")
-    asked = chosen.numbers("CARVER_DELTAS", seed=1, histories=50 if every else 4)
+    asked = chosen.numbers("CARVER_DELTAS", seed=1, histories=50 if every else 2)
     for number in range(asked["histories"]):
         chance = random.Random(f"{asked['seed']} {layout} {number}")
         disk = Disk(client, service, host, layout)
@@ -238,6 +238,7 @@ def test_what_was_written_and_is_the_same_has_not_changed(disk: Disk) -> None:
         assert list(reading.extents()) == []
 
 
+@pytest.mark.variation
 @layouts
 def test_growth_between_snapshots_counts_as_zeroes(disk: Disk) -> None:
     older = disk.snapshot()
@@ -251,6 +252,7 @@ def test_growth_between_snapshots_counts_as_zeroes(disk: Disk) -> None:
         assert reading.size_bytes == SIZE
 
 
+@pytest.mark.variation
 @layouts
 def test_a_snapshot_compared_with_itself_has_not_changed(disk: Disk) -> None:
     disk.write(0, b"a" * 4096)
@@ -271,6 +273,7 @@ def test_what_is_read_cannot_be_deleted_meanwhile(disk: Disk, client: Client) ->
     client.delete_snapshot(older)
 
 
+@pytest.mark.variation
 @layouts
 def test_a_restored_volume_is_another_and_is_not_compared(disk: Disk, client: Client) -> None:
     taken = disk.snapshot()
@@ -312,6 +315,7 @@ def test_a_pool_s_metadata_are_let_go_of_before_anything_is_told(disk: Disk) -> 
         assert list(reading.extents()) == [Extent(0, 64 * KIB)]
 
 
+@pytest.mark.variation
 @thin
 def test_what_somebody_else_reserved_is_told_and_left_alone(disk: Disk) -> None:
     taken = disk.snapshot()
@@ -329,6 +333,7 @@ def test_what_somebody_else_reserved_is_told_and_left_alone(disk: Disk) -> None:
         assert list(reading.extents()) == []
 
 
+@pytest.mark.variation
 @thin
 @pytest.mark.parametrize("active", [True, False])
 @pytest.mark.parametrize("reserved", [True, False])
@@ -397,6 +402,7 @@ def told(answers: Answers) -> list[Extent]:
     return [Extent(b.byte_offset, b.size_bytes) for one in answers for b in one.block_metadata]
 
 
+@pytest.mark.variation
 @layouts
 def test_ranges_are_streamed_so_many_at_a_time(disk: Disk, client: Client) -> None:
     older = disk.snapshot()
@@ -416,6 +422,7 @@ def test_ranges_are_streamed_so_many_at_a_time(disk: Disk, client: Client) -> No
     assert {one.offset_bytes // BLOCK_BYTES for one in wanted} <= covered
 
 
+@pytest.mark.variation
 @layouts
 def test_nothing_to_tell_is_one_answer_with_the_size(disk: Disk, client: Client) -> None:
     older, newer = disk.snapshot(), disk.snapshot()
@@ -493,6 +500,7 @@ REFUSALS: dict[str, Refused] = {
 }
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("why", chosen.kinds(REFUSALS, usual=["no such snapshot", "a volume"]))
 @pytest.mark.parametrize("layout", ["linear"])
 def test_what_cannot_be_told_is_refused(disk: Disk, client: Client, why: str) -> None:
@@ -502,6 +510,7 @@ def test_what_cannot_be_told_is_refused(disk: Disk, client: Client, why: str) ->
         ask(client, old, new, disk.id)
 
 
+@pytest.mark.variation
 @layouts
 def test_snapshots_of_two_volumes_are_not_compared(disk: Disk, client: Client) -> None:
     other = client.create("pvc-2", SIZE, block())
@@ -571,6 +580,7 @@ def started(disk: Disk) -> list[str]:
     return words
 
 
+@pytest.mark.variation
 @layouts
 def test_a_call_costs_what_the_design_says(disk: Disk, client: Client, layout: str) -> None:
     older, newer = disk.snapshot(), disk.snapshot()
@@ -602,6 +612,7 @@ def test_a_program_that_fails_is_told_and_nothing_stays_reserved(
     assert not has_mark(disk)
 
 
+@pytest.mark.variation
 def test_streams_end_when_the_service_does(client: Client, service: Service, host: AnyHost) -> None:
     disk = Disk(client, service, host, "linear")
     taken = disk.snapshot()

@@ -159,6 +159,7 @@ def test_a_move_that_was_killed_while_it_held_the_volume_is_waited_for(
     assert len(usable(there)) == 1
 
 
+@pytest.mark.variation
 def test_who_goes_on_holding_a_volume_is_not_waited_for_for_ever(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,6 +191,7 @@ def test_what_is_not_finished_is_taken_back(here: Node, there: Node, volume: csi
         going.undo(confirmed=lambda: True)
 
 
+@pytest.mark.variation
 def test_it_is_not_taken_back_while_it_is_used_there(
     here: Node, there: Node, volume: csi.Volume
 ) -> None:
@@ -207,6 +209,7 @@ def test_it_is_not_taken_back_while_it_is_used_there(
     assert len(usable(here)) == 1
 
 
+@pytest.mark.variation
 def test_another_volume_of_that_name_is_left_alone(
     here: Node, there: Node, volume: csi.Volume
 ) -> None:
@@ -218,6 +221,7 @@ def test_another_volume_of_that_name_is_left_alone(
     assert usable(here) == [volume]
 
 
+@pytest.mark.variation
 def test_it_moves_to_one_node_at_a_time(here: Node, there: Node, volume: csi.Volume) -> None:
     stand = Stand(there)
     stand.most_bytes = 100
@@ -261,6 +265,7 @@ def test_what_differs_is_not_handed_over(
     assert len(usable(there)) == 1
 
 
+@pytest.mark.variation
 def test_a_word_that_is_not_its_source_s_finishes_nothing(
     here: Node, there: Node, volume: csi.Volume
 ) -> None:
@@ -285,7 +290,7 @@ class Cut(Exception):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("step", chosen.kinds(range(12), usual=[3, 8]))
+@pytest.mark.parametrize("step", chosen.kinds(range(12), usual=[8]))
 def test_wherever_the_line_is_cut_one_is_usable_in_the_end(
     here: Node, there: Node, volume: csi.Volume, step: int, when: str
 ) -> None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import chosen
 import expect
 import grpc
 import pytest
@@ -133,7 +134,7 @@ def at_last(call: Callable[[], object]) -> set[str]:
 
 
 @pytest.mark.parametrize(("name", "of"), [("shared", "own"), ("thin", "thin")])
-@pytest.mark.parametrize("kind", ["snapshot", "volume"])
+@pytest.mark.parametrize("kind", chosen.kinds(["snapshot", "volume"], usual=["snapshot"]))
 def test_a_copy_has_the_sources_data_by_a_master_key_of_its_own(
     client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume, of: str, kind: str
 ) -> None:
@@ -166,6 +167,7 @@ def test_a_copy_has_the_sources_data_by_a_master_key_of_its_own(
     assert inside(host, group, "source") == MARK
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("name", ["shared"])
 def test_without_the_option_a_copy_has_the_sources_master_key(
     client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
@@ -176,6 +178,7 @@ def test_without_the_option_a_copy_has_the_sources_master_key(
     assert outside(host, group, "copy") == outside(host, group, "source")
 
 
+@pytest.mark.variation
 def test_a_new_volume_and_a_copy_of_one_that_was_never_used_have_their_own_anyway(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
@@ -188,6 +191,7 @@ def test_a_new_volume_and_a_copy_of_one_that_was_never_used_have_their_own_anywa
     client.snapshot("snap", made.volume_id)
 
 
+@pytest.mark.variation
 def test_a_file_system_on_a_copy_is_as_it_was(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
@@ -201,6 +205,7 @@ def test_a_file_system_on_a_copy_is_as_it_was(
     client.stage(made, there, mounted("ext4"))
 
 
+@pytest.mark.variation
 def test_a_call_that_does_not_wait_hears_how_far_it_is(
     client: Client,
     service: Service,
@@ -219,6 +224,7 @@ def test_a_call_that_does_not_wait_hears_how_far_it_is(
     assert inside(host, group, "copy") == MARK
 
 
+@pytest.mark.variation
 def test_a_key_that_does_not_fit_begins_nothing(
     client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
@@ -231,6 +237,7 @@ def test_a_key_that_does_not_fit_begins_nothing(
     client.stage(made, staging, block(), KEY)
 
 
+@pytest.mark.variation
 def test_keys_of_the_source_are_none_of_the_copys(
     client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
@@ -246,6 +253,7 @@ def test_keys_of_the_source_are_none_of_the_copys(
     client.stage(source, staging, block(), KEY)
 
 
+@pytest.mark.variation
 def test_nothing_is_made_of_a_copy_before_it_has_its_own(
     client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
@@ -258,6 +266,7 @@ def test_nothing_is_made_of_a_copy_before_it_has_its_own(
     client.snapshot("snap", made.volume_id)
 
 
+@pytest.mark.variation
 def test_what_was_ended_by_unstaging_goes_on_when_it_is_staged_next(
     client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
@@ -274,6 +283,7 @@ def test_what_was_ended_by_unstaging_goes_on_when_it_is_staged_next(
     assert inside(host, group, "copy") == MARK
 
 
+@pytest.mark.variation
 def test_one_that_is_being_re_encrypted_can_be_deleted(
     client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
@@ -286,6 +296,7 @@ def test_one_that_is_being_re_encrypted_can_be_deleted(
     assert [one.volume_id for one in client.volumes()] == [source.volume_id]
 
 
+@pytest.mark.variation
 def test_one_that_grows_meanwhile_is_whole(
     client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
@@ -317,6 +328,7 @@ def test_what_a_killed_cryptsetup_left_is_recovered_and_goes_on(
     assert not header(host, group, "copy").is_reencrypting
 
 
+@pytest.mark.variation
 def test_what_a_killed_cryptsetup_left_can_be_deleted(
     client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:

@@ -165,6 +165,7 @@ def test_a_node_is_drained_with_its_data(
         there.client.unstage(moved.volume_id, there.directory / "staging")
 
 
+@pytest.mark.variation
 def test_a_drain_is_undone_while_the_claim_is_as_it_was(
     here: Node, there: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,6 +186,7 @@ def test_a_drain_is_undone_while_the_claim_is_as_it_was(
     here.client.unstage(volume.volume_id, here.directory / "staging")
 
 
+@pytest.mark.variation
 def test_what_re_points_a_claim_is_told_where_it_is_not_done(
     here: Node, there: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -207,6 +209,7 @@ def test_what_re_points_a_claim_is_told_where_it_is_not_done(
     assert order == sorted(order)
 
 
+@pytest.mark.variation
 def test_a_node_that_still_runs_is_replaced(
     here: Node, there: Node, tmp_path: Path, asked: list[str]
 ) -> None:

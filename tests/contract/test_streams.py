@@ -181,6 +181,7 @@ def test_a_stream_goes_on_from_exactly_its_base_or_is_refused(here: Node, there:
         nodes.receive(there, "copy", second)
 
 
+@pytest.mark.variation
 def test_only_what_is_older_and_of_the_same_volume_is_a_base(here: Node) -> None:
     one, other = volume_of(here), here.client.create("web", SIZE, block())
     for name, of in (("a", one), ("b", one), ("c", other)):
@@ -195,6 +196,7 @@ def test_only_what_is_older_and_of_the_same_volume_is_a_base(here: Node) -> None
         nodes.stream(here, "a", offset_bytes=100)
 
 
+@pytest.mark.variation
 def test_a_group_that_is_too_small_is_refused_and_nothing_is_left(here: Node, there: Node) -> None:
     taken = there.client.capacity().available_capacity - SIZE // 2
     there.client.create("other", taken, block())
@@ -235,6 +237,7 @@ def test_a_snapshot_that_is_sent_is_not_deleted_meanwhile(here: Node) -> None:
     here.client.delete_snapshot(snapshot.snapshot_id)
 
 
+@pytest.mark.variation
 def test_a_stream_is_not_for_a_terminal(here: Node) -> None:
     volume = volume_of(here)
     here.client.snapshot("1", volume.volume_id)
@@ -250,6 +253,7 @@ def test_a_stream_is_not_for_a_terminal(here: Node) -> None:
     assert here.names() == {"vol-db", "snap-1"}
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize(
     ("facts", "field"),
     [

@@ -44,7 +44,14 @@ def get(client: Client, volume: csi.Volume) -> None:
     client.volume(volume.volume_id)
 
 
-@pytest.mark.parametrize("call", [create, expand, modify, snapshot, get])
+@pytest.mark.parametrize(
+    "call",
+    [
+        create,
+        snapshot,
+        *(pytest.param(one, marks=pytest.mark.variation) for one in (expand, modify, get)),
+    ],
+)
 def test_the_next_call_resumes_it(
     host: AnyHost,
     group: str,

@@ -175,6 +175,7 @@ def test_the_cache_of_a_pool_is_not_for_a_storage_class_to_size(client: Client) 
         client.create("pvc-1", MIB, block(), parameters=parameters)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("keep", [True, False], ids=["parted", "never made"])
 @EVERY
 def test_a_pool_without_its_cache_gets_it_with_the_next_volume(
@@ -239,6 +240,7 @@ def test_what_was_in_a_pool_and_its_cache_is_overwritten_before_it_is_free(
         assert sum(length for _, length in cache.media.zeroed) == EXTENTS[name] * EXTENT
 
 
+@pytest.mark.variation
 @EVERY
 def test_an_empty_pool_that_is_not_active_is_given_back_with_its_cache(
     client: Client, service: Service, host: AnyHost, group: str, name: str
