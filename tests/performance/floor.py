@@ -36,7 +36,7 @@ def measure(place: Path, calls: int, samples: Samples) -> None:
 class _Handler(grpc.GenericRpcHandler):
     def service(
         self, handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+    ) -> "grpc.RpcMethodHandler[bytes, bytes] | None":
         del handler_call_details
         return grpc.unary_unary_rpc_method_handler(lambda request, _context: request)
 
