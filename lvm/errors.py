@@ -174,15 +174,17 @@ def lacks_memory(stderr: str) -> bool:
 
 def is_explained(stderr: str) -> bool:
     """Whether a failed lvm2 command said why, in words that are known."""
-    return any(pattern.search(stderr) for pattern, _ in _MESSAGES)
+    return _meant(stderr) is not CommandFailed
 
 
 def classify(words: Sequence[str], exit_code: int, stderr: str) -> CommandFailed:
     """The error that says what a failed lvm2 command meant."""
-    for pattern, error in _MESSAGES:
-        if pattern.search(stderr):
-            return error(words, exit_code, stderr)
-    return CommandFailed(words, exit_code, stderr)
+    return _meant(stderr)(words, exit_code, stderr)
+
+
+def _meant(stderr: str) -> type[CommandFailed]:
+    """The first that its words are known for."""
+    return next((error for pattern, error in _MESSAGES if pattern.search(stderr)), CommandFailed)
 
 
 def _told(stderr: str) -> str:

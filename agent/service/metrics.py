@@ -6,7 +6,7 @@ Calls and commands are counted as they end. Everything else is looked up when it
 import platform
 import time
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -181,30 +181,22 @@ class _Gauges(Collector):
         build.add_metric([version("carver"), platform.python_version()], 1)
         yield build
 
-        wipes = GaugeMetricFamily(
+        parts = self._parts
+        yield _by_state(
             "carver_wipes",
             "Deleted volumes that are not yet overwritten and removed.",
-            labels=["state"],
+            parts.wiper.counts(),
         )
-        for state, count in self._parts.wiper.counts().items():
-            wipes.add_metric([state], count)
-        yield wipes
-
-        copies = GaugeMetricFamily(
-            "carver_copies", "Volumes whose contents are not complete yet.", labels=["state"]
+        yield _by_state(
+            "carver_copies",
+            "Volumes whose contents are not complete yet.",
+            parts.copier.counts(),
         )
-        for state, count in self._parts.copier.counts().items():
-            copies.add_metric([state], count)
-        yield copies
-
-        reencryptions = GaugeMetricFamily(
+        yield _by_state(
             "carver_reencryptions",
             "Copies of encrypted volumes that are given a master key of their own.",
-            labels=["state"],
+            parts.reencrypter.counts(),
         )
-        for state, count in self._parts.reencrypter.counts().items():
-            reencryptions.add_metric([state], count)
-        yield reencryptions
 
         extensions = CounterMetricFamily(
             "carver_extensions",
@@ -340,6 +332,13 @@ def of_orphans(watch: OrphanWatch) -> Iterable[Metric]:
     )
     when.add_metric([], watch.time_seconds)
     return orphans, when
+
+
+def _by_state(name: str, documentation: str, counts: Mapping[str, int]) -> Metric:
+    made = GaugeMetricFamily(name, documentation, labels=["state"])
+    for state, count in counts.items():
+        made.add_metric([state], count)
+    return made
 
 
 def _of_group(name: str, documentation: str) -> GaugeMetricFamily:
