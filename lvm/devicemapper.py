@@ -5,8 +5,8 @@ lines are asked for as lvm2 does, without having the target flush first: a look 
 anything, and a disk that hangs hangs no look.
 """
 
+import ctypes
 import errno
-import fcntl
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
+
+_libc = ctypes.CDLL(None, use_errno=True)
 
 _CONTROL = Path("/dev/mapper/control")
 
@@ -222,10 +224,10 @@ class DeviceMapper:
     def __init__(
         self,
         control: Path = _CONTROL,
-        ioctl: Callable[[int, int, bytearray], object] = fcntl.ioctl,
+        ioctl: Callable[[int, int, bytearray], object] | None = None,
     ) -> None:
         self._control = control
-        self._ioctl = ioctl
+        self._ioctl = ioctl or _ioctl
 
     def names(self) -> tuple[str, ...]:
         """The names of all devices; empty where there is no answer."""
@@ -303,7 +305,6 @@ class DeviceMapper:
 
     def _set_flow(self, name: str, flags: int) -> None:
         with self._opened() as control:
-            # It may take long, and fcntl.ioctl keeps the GIL for a buffer of more than 1024 bytes.
             self._ioctl(control, _DEVICE_SUSPEND, _request(_HEADER.size, flags, name, 0))
 
     @contextmanager
@@ -338,6 +339,16 @@ class DeviceMapper:
             if not _number(buffer, _FLAGS_AT) & _BUFFER_FULL:
                 return buffer
             size_bytes *= 2
+
+
+def _ioctl(descriptor: int, request: int, buffer: bytearray) -> None:
+    """ioctl(2), in which all other threads go on: it may wait for a disk that is dead.
+
+    fcntl.ioctl keeps the interpreter to itself where the buffer has more than 1,024 bytes.
+    """
+    array = (ctypes.c_char * len(buffer)).from_buffer(buffer)
+    if _libc.ioctl(descriptor, ctypes.c_ulong(request), array) == -1:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _request(size_bytes: int, flags: int, name: str, device: int) -> bytearray:

@@ -650,13 +650,11 @@ def _ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDON
     """One ioctl(2) on a freshly opened file; the kernel's copy of the argument comes back."""
     descriptor = os.open(path, mode | os.O_CLOEXEC)
     with blocks.closing(descriptor):
-        # fcntl.ioctl copies at most 1024 bytes of an immutable argument, so: a mutable one.
-        buffer = bytearray(argument)
-        try:
-            fcntl.ioctl(descriptor, request, buffer if argument else 0)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from error
-        return bytes(buffer)
+        # Not fcntl.ioctl, which keeps all threads waiting where the argument has over 1024 bytes.
+        buffer = ctypes.create_string_buffer(argument, len(argument))
+        if _libc.ioctl(descriptor, ctypes.c_ulong(request), buffer if argument else None) == -1:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+        return buffer.raw
 
 
 def _quoted(parameter: str) -> str:

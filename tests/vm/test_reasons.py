@@ -142,10 +142,11 @@ def test_a_mirror_that_lost_all_its_disks(bench: Bench, host: RealHost, disks: D
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("cache", "CacheFailing"), ("writecache", "WriteCacheErrors")]
+    ("kind", "reason", "words"),
+    [("cache", "CacheFailing", "lvconvert --uncache"), ("writecache", "WriteCacheErrors", "dmesg")],
 )
 def test_a_cache_whose_disk_fails(
-    bench: Bench, host: RealHost, disks: Disks, kind: str, reason: str
+    bench: Bench, host: RealHost, disks: Disks, kind: str, reason: str, words: str
 ) -> None:
     slow, fast, _ = disks
     classes = f'[[classes]]\nname = "plain"\ngroup = "{GROUP}"\ndefault = true\ncache = "{kind}"\n'
@@ -156,11 +157,16 @@ def test_a_cache_whose_disk_fails(
             fast.fail()
             # A flush is what has the cache write its own metadata.
             raw.told.meanwhile = lambda: write(raw.target)
-            raw.told.soon(reason, "dmesg")
+            raw.told.soon(reason, words)
             raw.told.meanwhile = lambda: None
             fast.mend()
-            raw.begin_anew()
+            if kind == "cache":
+                # What it had not written of its metadata yet is lost, and it is read no more.
+                host.lvm("lvconvert", "--yes", "--uncache", "--", f"{GROUP}/vol-a")
+            else:
+                raw.begin_anew()
             raw.told.well()
+            write(raw.target)
             raw.delete()
 
 
