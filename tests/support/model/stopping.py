@@ -125,10 +125,15 @@ class Switch:
             self.gate(name)
             if self.waits is not None:
                 time.sleep(self.waits.choice((0, 0, 0.0005, 0.002)))
+        if not changes:
+            # It may hang, on a disk that is dead: the others go on.
+            if self.dead.is_set():
+                raise Killed
+            return take()
         with self._lock:
             if self.dead.is_set():
                 raise Killed
-            if not changes or not self.counting:
+            if not self.counting:
                 return take()
             is_last = len(self.taken) == self.stop_at
             self.taken.append(name)
