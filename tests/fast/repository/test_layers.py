@@ -93,7 +93,7 @@ def test_policy_names_neither_grpc_nor_the_wire(stranger: str, rooms: set[str]) 
 @pytest.mark.parametrize(
     ("library", "owners"),
     [
-        ("sh", {"lvm/command.py"}),
+        ("sh", {"lvm/programs.py"}),
         ("pyudev", {"lvm/events.py"}),
         ("prometheus_client", {"agent/service/metrics.py"}),
         ("ctypes", {"agent/secret.py", "mount/libblkid.py", "mount/syscalls.py"}),
