@@ -25,9 +25,11 @@ from fakes.devices import (
 )
 
 from mount.blocks import Opened
+from mount.growth import XfsGeometry
+from mount.loop_devices import LoopStatus
 from mount.options import CONTEXT, FILE_SYSTEM_DATA, SUPERBLOCK
 from mount.reading import PIECE_BYTES, Reader
-from mount.syscalls import Kernel, LoopStatus, XfsGeometry
+from mount.syscalls import Kernel
 from mount.table import Mount
 
 _BLOCK_BYTES = 4096
