@@ -6,7 +6,6 @@ arm, riscv, s390). System calls from 424 on have one number on all of these.
 
 import ctypes
 import errno
-import fcntl
 import os
 
 from mount import blocks
@@ -94,13 +93,11 @@ def ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDONL
     """Ask a freshly opened file one thing; the kernel's copy of the argument comes back."""
     descriptor = os.open(path, mode | os.O_CLOEXEC)
     with blocks.closing(descriptor):
-        # fcntl.ioctl copies at most 1024 bytes of an immutable argument, so: a mutable one.
-        buffer = bytearray(argument)
-        try:
-            fcntl.ioctl(descriptor, request, buffer if argument else 0)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from error
-        return bytes(buffer)
+        # Not fcntl.ioctl, which keeps all threads waiting where the argument has over 1024 bytes.
+        buffer = ctypes.create_string_buffer(argument, len(argument))
+        if _libc.ioctl(descriptor, ctypes.c_ulong(request), buffer if argument else None) == -1:
+            raise _error(path)
+        return buffer.raw
 
 
 def _error(path: str, other: str | None = None) -> OSError:
