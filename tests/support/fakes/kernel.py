@@ -281,8 +281,6 @@ class FakeKernel(Kernel):
         found.media.erase(offset_bytes, length_bytes)
         if offset_bytes == 0:
             found.contents = None
-        if offset_bytes + length_bytes == found.size_bytes:
-            found.media.residue = False
 
     def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         self.zero_out(device, offset_bytes, length_bytes)
@@ -338,8 +336,6 @@ class FakeKernel(Kernel):
                 setattr(written.media, fact, getattr(read.media, fact))
             inner = read.media.inner
             written.media.inner = None if inner is None else inner.copy()
-        if end == written.size_bytes:
-            written.media.residue = False
 
     @contextmanager
     def opened(self, device: str, *, to_write: bool = False) -> Iterator[Opened]:
@@ -567,8 +563,6 @@ class _Opened(Opened):
         self._node.media.erase(offset_bytes, length_bytes)
         if not offset_bytes:
             self._node.contents = None
-        if offset_bytes + length_bytes == self._node.size_bytes:
-            self._node.media.residue = False
 
     def flush(self) -> None:
         self._node.media.flush()

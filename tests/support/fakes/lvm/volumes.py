@@ -160,7 +160,7 @@ class VolumeCommands(PoolCommands):
         self._deactivate_one(group, volume)
         # What is in the area is no file system: chunks of the origin in the order of their copying.
         held = dict(enumerate(volume.media.blocks.values()))
-        volume.origin, volume.media = "", Media(residue=True, blocks=held)
+        volume.origin, volume.media = "", Media(blocks=held)
         if was_active:
             self._activate_one(group, volume)
         return f"  Logical Volume {group.name}/{volume.name} split from its origin.\n"
