@@ -33,7 +33,7 @@ class Kill(Switch):
 
     def arm(self, plan: Path) -> None:
         """Count from now on, to the step that the plan tells."""
-        self._stop_at, self._before = json.loads(plan.read_text())
+        self.stop_at, self._before = json.loads(plan.read_text())
         self.taken.clear()
         self.counting = True
         plan.unlink()
@@ -60,4 +60,5 @@ def main() -> None:
         process.serve(config, through)
 
 
-main()
+if __name__ == "__main__":
+    main()
