@@ -17,7 +17,6 @@ FULLY = "fully"
 # Of a volume that lies encrypted in its logical volume: LUKS2; how many bytes of that are the
 # header's; and, once there is a header, its UUID.
 ENCRYPTION = "encryption"
-LUKS2 = "luks2"
 HEADER = "header"
 SEALED = "sealed"
 # Of one that was copied, and has its source's master key still: it is to get its own.

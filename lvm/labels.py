@@ -22,6 +22,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
+from lvm import metadata
+from lvm.metadata import Damage, Group
+
 _SECTOR_BYTES = 512
 _LABEL_SECTORS = 4
 # What direct I/O is in whole numbers of, also where a disk's sectors are of 4 KiB.
@@ -74,31 +77,6 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Group:
-    """A group, as the metadata on one of its disks tell."""
-
-    name: str
-    uuid: str
-    seqno: int
-    # Of its physical volumes.
-    disk_uuids: tuple[str, ...]
-    # Such as RESIZEABLE, READ, WRITE, EXPORTED.
-    status: frozenset[str] = frozenset()
-    system_id: str = ""
-    lock_type: str = ""
-
-    @property
-    def is_exported(self) -> bool:
-        """Whether it was made ready for another machine: vgexport(8)."""
-        return "EXPORTED" in self.status
-
-    @property
-    def is_clustered(self) -> bool:
-        """Whether an lvm2 before 2.03 shared it with other nodes (clvmd)."""
-        return "CLUSTERED" in self.status
-
-
-@dataclass(frozen=True)
 class PhysicalLabel:
     """A disk that is a physical volume.
 
@@ -125,10 +103,6 @@ class Damaged:
         return self.problem
 
 
-class _Damage(Exception):
-    """What was read is not what lvm2 writes."""
-
-
 def read(path: str) -> PhysicalLabel | Damaged | None:
     """What a disk says of itself; None where it has no label. Raises OSError."""
     found: PhysicalLabel | Damaged | None = None
@@ -149,7 +123,7 @@ def mark(path: str) -> Mark | None:
         try:
             label = _label(disk)
             texts = [_header(disk, area) for area in label.areas] if label else []
-        except _Damage:
+        except Damage:
             return None
     return Mark(label.uuid, tuple(one.position for one in texts if one)) if label else None
 
@@ -158,7 +132,7 @@ def _read(path: str) -> PhysicalLabel | Damaged | None:
     with _Disk(path) as disk:
         try:
             label = _label(disk)
-        except _Damage as problem:
+        except Damage as problem:
             return Damaged(str(problem))
         if label is None:
             return None
@@ -166,8 +140,8 @@ def _read(path: str) -> PhysicalLabel | Damaged | None:
         for area in label.areas:
             try:
                 if text := _header(disk, area):
-                    groups.append(_group(text.read(disk)))
-            except _Damage as problem:
+                    groups.append(metadata.group(text.read(disk)))
+            except Damage as problem:
                 damage.append(str(problem))
     # As lvm2 decides: an area that was not written has an older text.
     newest = max(groups, key=lambda group: group.seqno, default=None)
@@ -208,14 +182,14 @@ class _Disk:
         os.close(self._descriptor)
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """So many bytes, or _Damage: a label tells where they are. Raises OSError."""
+        """So many bytes, or Damage: a label tells where they are. Raises OSError."""
         end = offset_bytes + length_bytes
         if end > _END_OF_DISKS:
-            raise _Damage(f"it tells of something at {offset_bytes} bytes, where no disk is")
+            raise Damage(f"it tells of something at {offset_bytes} bytes, where no disk is")
         inside = end <= len(self.head)
         data = self.head[offset_bytes:end] if inside else self._read(offset_bytes, length_bytes)
         if len(data) < length_bytes:
-            raise _Damage(f"it tells of something at {offset_bytes} bytes, past the disk's end")
+            raise Damage(f"it tells of something at {offset_bytes} bytes, past the disk's end")
         return data
 
     def _read(self, offset_bytes: int, length_bytes: int) -> bytes:
@@ -251,14 +225,14 @@ class _Text:
     position: Position
 
     def read(self, disk: _Disk) -> str:
-        """Raises _Damage, also where it is not the text that was committed."""
+        """Raises Damage, also where it is not the text that was committed."""
         area, offset, size = self.area, self.position.offset_bytes, self.position.size_bytes
         # Past the end it goes on at the beginning, behind the header.
         straight = min(size, area.size_bytes - offset)
         text = disk.read(area.offset_bytes + offset, straight)
         text += disk.read(area.offset_bytes + _MDA_HEADER_BYTES, size - straight)
         if _checksum(text) != self.position.checksum:
-            raise _Damage(f"the metadata at {area.offset_bytes + offset} bytes: wrong checksum")
+            raise Damage(f"the metadata at {area.offset_bytes + offset} bytes: wrong checksum")
         return text.rstrip(b"\0").decode(errors="backslashreplace")
 
 
@@ -279,7 +253,7 @@ def _label(disk: _Disk) -> _Label | None:
         else:
             return _physical_volume(sector, offset)
     if problem:
-        raise _Damage(problem)
+        raise Damage(problem)
     return None
 
 
@@ -288,14 +262,14 @@ def _physical_volume(sector: bytes, at: int) -> _Label:
     at += _PV_HEADER.size
     data = tuple(_areas(sector, at))
     at += (len(data) + 1) * _AREA.size
-    metadata = tuple(_areas(sector, at))
-    at += (len(metadata) + 1) * _AREA.size
+    metadata_areas = tuple(_areas(sector, at))
+    at += (len(metadata_areas) + 1) * _AREA.size
     version, flags = 0, 0
     if at + _PV_EXTENSION.size <= len(sector):
         version, flags = _PV_EXTENSION.unpack_from(sector, at)
     # The flag is the second version's.
     is_used = version > 1 and bool(flags & _PV_EXT_USED)
-    return _Label(_dashed(uuid), size_bytes, is_used, metadata)
+    return _Label(_dashed(uuid), size_bytes, is_used, metadata_areas)
 
 
 def _areas(sector: bytes, at: int) -> Iterator[_Area]:
@@ -314,88 +288,23 @@ def _header(disk: _Disk, area: _Area) -> _Text | None:
     checksum, magic, version, start, size = _MDA_HEADER.unpack_from(header)
     where = f"the metadata area at {area.offset_bytes} bytes"
     if _checksum(header[4:]) != checksum:
-        raise _Damage(f"{where}: wrong checksum of its header")
+        raise Damage(f"{where}: wrong checksum of its header")
     if (magic, version, start) != (_MDA_MAGIC, 1, area.offset_bytes):
-        raise _Damage(f"{where}: not the header of this area")
+        raise Damage(f"{where}: not the header of this area")
     offset, length, text_checksum, flags = _RAW_LOCN.unpack_from(header, _MDA_HEADER.size)
     # pvchange(8), --metadataignore: what is there is old.
     if flags & _RAW_LOCN_IGNORED or not offset:
         return None
     if not (_MDA_HEADER_BYTES <= offset < size and length <= size - _MDA_HEADER_BYTES):
-        raise _Damage(f"{where}: its text would be outside of it")
+        raise Damage(f"{where}: its text would be outside of it")
     if length > _LARGEST_TEXT_BYTES:
-        raise _Damage(f"{where}: its text would have {length} bytes")
+        raise Damage(f"{where}: its text would have {length} bytes")
     return _Text(_Area(start, size), Position(offset, length, text_checksum))
-
-
-# lvm2's form of configuration (lvm.conf(5)): `name { … }` and `name = value`, where a value is a
-# number, a string or a list. Nothing here goes back to try again, so that no text takes long.
-_BLANK = r"(?:\s|\#[^\n]*+)*+"
-_WORD = r"[^\s\#{}=\"\[\],]++"
-_STRING = r"\"(?:[^\"\\]|\\.)*+\""
-_VALUE = rf"{_STRING}|\[(?:[^\"\]]|{_STRING})*+\]|{_WORD}"
-_STATEMENT = re.compile(
-    rf"{_BLANK}(?:(?P<end>\}})|(?P<word>{_WORD}){_BLANK}(?:\{{|={_BLANK}(?P<value>{_VALUE})))",
-    re.DOTALL,
-)
-_STRINGS = re.compile(_STRING, re.DOTALL)
-_NOTHING_MORE = re.compile(_BLANK)
-
-
-def _group(text: str) -> Group:
-    """What the beginning of the metadata says, which is of the group and its disks."""
-    name, settings = "", dict[tuple[str, ...], str]()
-    for place, value in _settings(text):
-        name = name or place[0]
-        if place[1:2] == ("logical_volumes",):
-            break
-        if place[0] == name:
-            settings[place[1:]] = value
-    try:
-        return Group(
-            name,
-            _string(settings["id",]),
-            int(settings["seqno",]),
-            tuple(
-                _string(value)
-                for place, value in settings.items()
-                if place[0] == "physical_volumes" and place[2:] == ("id",)
-            ),
-            frozenset(map(_string, _STRINGS.findall(settings.get(("status",), "")))),
-            _string(settings.get(("system_id",), "")),
-            _string(settings.get(("lock_type",), "")),
-        )
-    except (KeyError, ValueError):
-        raise _Damage("the metadata tell of no group") from None
-
-
-def _settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each setting with the sections that it is in, in the order of the text; or _Damage."""
-    sections: list[str] = []
-    at = 0
-    while statement := _STATEMENT.match(text, at):
-        at = statement.end()
-        word, value = statement["word"], statement["value"]
-        if value is not None:
-            yield (*sections, word), value
-        elif word is not None:
-            sections.append(word)
-        elif sections:
-            sections.pop()
-        else:
-            raise _Damage("the metadata end what was not begun")
-    if sections or not _NOTHING_MORE.fullmatch(text, at):
-        raise _Damage("the metadata are not in lvm2's form")
-
-
-def _string(value: str) -> str:
-    """A string without its quotes."""
-    return re.sub(r"\\(.)", r"\1", value.strip('"'), flags=re.DOTALL)
 
 
 def _unpack(form: struct.Struct, sector: bytes, at: int) -> tuple[Any, ...]:
     if at + form.size > len(sector):
-        raise _Damage("the label goes on past its sector")
+        raise Damage("the label goes on past its sector")
     return form.unpack_from(sector, at)
 
 
@@ -403,7 +312,7 @@ def _dashed(uuid: bytes) -> str:
     """A UUID as lvm2 writes it everywhere but in the label."""
     text = uuid.decode("ascii", "replace")
     if not _UUID.fullmatch(text):
-        raise _Damage("the label has no UUID")
+        raise Damage("the label has no UUID")
     return "-".join(text[start:end] for start, end in itertools.pairwise(_UUID_CUTS))
 
 

@@ -13,7 +13,7 @@ from real.any import AnyHost
 from real.host import Lab, RealHost, lab, real_host
 
 import agent.locks
-import lvm.command
+import lvm.programs
 from agent.engine import behind, users
 
 
@@ -86,7 +86,7 @@ def no_unfaked_commands(
     def refuse(words: tuple[str, ...], *_how: object) -> None:
         raise AssertionError(f"an unfaked command: {' '.join(words)}")
 
-    monkeypatch.setattr(lvm.command, "_execute", refuse)
+    monkeypatch.setattr(lvm.programs, "_execute", refuse)
 
 
 @pytest.fixture(scope="session")

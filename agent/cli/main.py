@@ -134,13 +134,13 @@ def _add_completion(commands: Commands) -> None:
 
 def _serve(parsed: argparse.Namespace) -> int:
     from agent.engine.host import this_host
-    from agent.service import server
+    from agent.service import process
 
     config = settings.load(parsed, os.environ)
     log.configure(config.log_format, config.log_level)
     # Secrets of a request may be in memory, of this process and of those that it starts.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    server.serve(config, this_host(config))
+    process.serve(config, this_host(config))
     return 0
 
 

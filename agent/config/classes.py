@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent import errors
+from agent import errors, fact
 from agent.config import tables, values
 from lvm import caches, layout, pools
 from lvm.caches import Cache
@@ -18,11 +18,12 @@ SNAPSHOT_SIZE = Reserve(percent=20)
 
 # How much of a new volume is overwritten before it is anyone's: its first sectors, as lvm2 does it,
 # or all of it.
-ZEROS = ZERO_FIRST, ZERO_FULLY = ("first", "fully")
+ZERO_FIRST = "first"
+ZEROS = (ZERO_FIRST, fact.FULLY)
 REPAIRS = MANUAL, AUTO = ("manual", "auto")
 # How a volume lies in its logical volume, and what is done to a deleted one beside its header:
 # what `wipe` says, nothing, or the disk is told that it may forget it.
-ENCRYPTIONS = (LUKS2,) = ("luks2",)
+ENCRYPTIONS = ("luks2",)
 ERASURES = ERASE_ZERO, ERASE_CRYPTO, ERASE_DISCARD = ("zero", "crypto", "discard")
 # What passes dm-crypt's work queues by (Documentation/admin-guide/device-mapper/dm-crypt.rst).
 BYPASSES: Mapping[str, frozenset[str]] = {

@@ -8,24 +8,9 @@ from typing import Self
 import grpc
 from google.protobuf.struct_pb2 import Struct
 
+from agent.csi import own
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
-
-# What CSI has no call for: agent/csi/operator.py.
-OPERATOR = "carver.v1.Operator"
-REPAIR_VOLUME, REPLACE_DISK = "RepairVolume", "ReplaceDisk"
-
-# The same, for volumes that come and go as streams: agent/csi/transfer.py.
-TRANSFER = "carver.v1.Transfer"
-TRANSFER_CALLS = (
-    "OpenSnapshot",
-    *("ReceiveStatus", "BeginReceive", "RecordReceive", "EndReceive", "FinishReceive"),
-    *("OpenReceived", "AbortReceive", "WithdrawReceive"),
-    *("MoveStatus", "BeginMove", "HoldMove", "ReleaseMove", "CommitMove", "UndoMove", "FinishMove"),
-)
-
-# What Carver serves beside CSI's own services: the calls of each.
-OWN_CALLS = {OPERATOR: (REPAIR_VOLUME, REPLACE_DISK), TRANSFER: TRANSFER_CALLS}
 
 Mode = csi.VolumeCapability.AccessMode.Mode
 
@@ -83,13 +68,7 @@ class Client:
         self.group_controller = csi_pb2_grpc.GroupControllerStub(self._channel)
         self.node = csi_pb2_grpc.NodeStub(self._channel)
         self.snapshot_metadata = csi_pb2_grpc.SnapshotMetadataStub(self._channel)
-        self._own = {
-            name: self._channel.unary_unary(
-                f"/{service}/{name}", Struct.SerializeToString, Struct.FromString
-            )
-            for service, calls in OWN_CALLS.items()
-            for name in calls
-        }
+        self._own = own.stubs(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -346,12 +325,12 @@ class Client:
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> tuple[bool, str]:
         """Go on with a volume's repair: whether all is done, and what was, or is waited for."""
         words: dict[str, str | bool] = {"volume_id": volume_id, "pool_metadata": pool_metadata}
-        return self._operate(REPAIR_VOLUME, words)
+        return self._operate(own.REPAIR_VOLUME, words)
 
     def replace_disk(self, old_disk: str, new_disk: str) -> tuple[bool, str]:
         """Go on with putting a disk in the place of another; the same."""
         words: dict[str, str | bool] = {"old_disk": old_disk, "new_disk": new_disk}
-        return self._operate(REPLACE_DISK, words)
+        return self._operate(own.REPLACE_DISK, words)
 
     def _operate(self, method: str, words: Mapping[str, str | bool]) -> tuple[bool, str]:
         request = Struct()

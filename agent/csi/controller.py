@@ -11,9 +11,9 @@ from agent.health.volume_health import VolumesHealth
 from agent.locks import VolumeLocks
 from agent.requests import checks, pages, snapshots, volumes
 from agent.requests.capabilities import BLOCK
-from agent.volumes import contents
+from agent.volumes import contents, matching, plan
 from agent.volumes.expansion import Expander
-from agent.volumes.provisioning import Provisioner, context_of
+from agent.volumes.provisioning import Provisioner
 from agent.volumes.snapshots import Snapshotter
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
@@ -69,10 +69,10 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """Confirm that a volume can be used as described, or say why not."""
         call = volumes.ValidateVolume.from_proto(request)
         volume = self._provision.get(call.volume_id)
-        if refusal := call.unsupported or self._provision.refusal(volume, call):
+        if refusal := call.unsupported or matching.refusal(self._config, volume, call):
             return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
         confirmed = csi.ValidateVolumeCapabilitiesResponse.Confirmed(
-            volume_context=context_of(volume.facts),
+            volume_context=plan.context_of(volume.facts),
             volume_capabilities=request.volume_capabilities,
             parameters=request.parameters,
             mutable_parameters=request.mutable_parameters,
@@ -214,7 +214,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         return csi.Volume(
             volume_id=str(volume.id),
             capacity_bytes=volume.capacity_bytes,
-            volume_context=context_of(volume.facts),
+            volume_context=plan.context_of(volume.facts),
             accessible_topology=[csi.Topology(segments=self._config.here)],
             content_source=_content_source(volume),
         )

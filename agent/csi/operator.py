@@ -1,14 +1,13 @@
 """What an operator asks for that CSI has no call for: parse, hold the volume, call policy, answer.
 
-On the same socket, which only root can open. Requests and answers are protobuf's own Struct, so
-there is nothing to generate for them.
+On the same socket, which only root can open (agent/csi/own.py).
 """
 
 import grpc
 from google.protobuf.struct_pb2 import Struct
 
 from agent import errors, ids
-from agent.csi.client import OPERATOR, REPAIR_VOLUME, REPLACE_DISK
+from agent.csi import own
 from agent.locks import VolumeLocks
 from agent.workers.disk_replacement import Replacement
 from agent.workers.repairing import Progress, Repairer
@@ -39,14 +38,10 @@ class Operator:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server is given."""
-        calls = {REPAIR_VOLUME: self.repair_volume, REPLACE_DISK: self.replace_disk}
-        methods = {
-            name: grpc.unary_unary_rpc_method_handler(
-                call, Struct.FromString, Struct.SerializeToString
-            )
-            for name, call in calls.items()
-        }
-        return grpc.method_handlers_generic_handler(OPERATOR, methods)
+        return own.handler(
+            own.OPERATOR,
+            {own.REPAIR_VOLUME: self.repair_volume, own.REPLACE_DISK: self.replace_disk},
+        )
 
 
 def _text(request: Struct, field: str) -> str:

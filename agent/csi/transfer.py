@@ -1,8 +1,8 @@
 """What sends, receives and moves volumes asks of the service: parse, hold the volume, call policy.
 
 On the same socket as CSI, which only root can open; beside it the command reads and writes the
-devices itself. Requests and answers are protobuf's Struct, and numbers in them texts: a Struct's
-are floating-point, and a size may be larger than these are exact.
+devices itself. Numbers are texts in the requests and answers (agent/csi/own.py): a Struct's are
+floating-point, and a size may be larger than these are exact.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.struct_pb2 import Struct
 
 from agent import errors, ids
-from agent.csi.client import TRANSFER
+from agent.csi import own
 from agent.locks import VolumeLocks
 from agent.streams import form
 from agent.transfer.moving import Mover
@@ -55,13 +55,7 @@ class Transfer:
             "UndoMove": self._undo_move,
             "FinishMove": self._finish_move,
         }
-        methods = {
-            name: grpc.unary_unary_rpc_method_handler(
-                _call(act), Struct.FromString, Struct.SerializeToString
-            )
-            for name, act in calls.items()
-        }
-        return grpc.method_handlers_generic_handler(TRANSFER, methods)
+        return own.handler(own.TRANSFER, {name: _call(act) for name, act in calls.items()})
 
     def _open(self, told: Told) -> object:
         snapshot_id = _of(told, "snapshot_id")
@@ -143,7 +137,7 @@ class Transfer:
         return self._locks.hold(ids.logical_name(volume_id))
 
 
-def _call(act: Callable[[Told], object]) -> Callable[[Struct, grpc.ServicerContext], Struct]:
+def _call(act: Callable[[Told], object]) -> own.Call:
     def call(request: Struct, _context: grpc.ServicerContext) -> Struct:
         told: dict[str, str] = {}
         for key, value in request.items():

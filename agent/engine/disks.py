@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from agent import errors
 from lvm.disks import Found, Unanswered
-from lvm.labels import Group, PhysicalLabel
+from lvm.labels import PhysicalLabel
+from lvm.metadata import Group
 
 
 @dataclass(frozen=True)

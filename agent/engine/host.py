@@ -5,9 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agent.config.settings import Config
-from lvm.command import Converse, Finished, Programs, Runner, Stream
+from lvm.command import Converse, Finished, Runner, Stream
 from lvm.devices import Devices, KernelDevices
 from lvm.disks import Disks, KernelDisks
+from lvm.programs import Programs
 from mount.syscalls import Kernel
 
 _log = logging.getLogger(__name__)

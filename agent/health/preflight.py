@@ -16,7 +16,8 @@ from agent.health import group_checks
 from agent.health.verdicts import FAIL, PASS, WARN, Seen
 from lvm import errors as lvm_errors
 from lvm import lvm2
-from lvm.command import ENVIRONMENT, HOST_NAMESPACES, Run
+from lvm.command import Run
+from lvm.programs import ENVIRONMENT, HOST_NAMESPACES
 from lvm.report import Report
 from mount import filesystem, table
 from mount.syscalls import Kernel

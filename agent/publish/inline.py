@@ -27,7 +27,8 @@ from agent.publish.staging import Access
 from agent.requests import keys
 from agent.requests.node import PublishInline, StageVolume
 from agent.requests.volumes import CreateVolume, SizeRange, Topology
-from agent.volumes.provisioning import DEFAULT_SIZE_BYTES, Provisioner
+from agent.volumes.plan import DEFAULT_SIZE_BYTES
+from agent.volumes.provisioning import Provisioner
 from lvm import errors as lvm_errors
 from lvm import report, tags
 from lvm.devices import Device

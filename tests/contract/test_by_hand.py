@@ -15,8 +15,8 @@ import chosen
 import configured
 import grpc
 import pytest
-from fakes import repairs
 from fakes.host import FakeHost
+from fakes.lvm import repairs
 from real.any import AnyHost
 from real.host import RealHost
 

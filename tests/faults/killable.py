@@ -20,7 +20,7 @@ from agent import log
 from agent.cli import main as cli
 from agent.config import settings
 from agent.engine.host import this_host
-from agent.service import server
+from agent.service import process, server
 from lvm.session import Session
 
 
@@ -33,7 +33,7 @@ class Kill(Switch):
 
     def arm(self, plan: Path) -> None:
         """Count from now on, to the step that the plan tells."""
-        self._stop_at, self._before = json.loads(plan.read_text())
+        self.stop_at, self._before = json.loads(plan.read_text())
         self.taken.clear()
         self.counting = True
         plan.unlink()
@@ -57,7 +57,8 @@ def main() -> None:
     )
     # A shell that was given up is followed by another at once: a trial is over within a minute.
     with patch.object(server, "Session", partial(Session, rest_seconds=0)):
-        server.serve(config, through)
+        process.serve(config, through)
 
 
-main()
+if __name__ == "__main__":
+    main()

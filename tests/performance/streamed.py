@@ -19,9 +19,9 @@ from agent.cli.volumes import Manual
 from agent.csi.client import Client, block
 from agent.engine.host import Host
 from agent.ids import VolumeId
-from lvm.command import Programs
 from lvm.devices import KernelDevices
 from lvm.disks import KernelDisks
+from lvm.programs import Programs
 from mount.syscalls import Kernel
 
 _MIB = 1 << 20

@@ -101,7 +101,7 @@ def test_an_interrupted_command_ends_as_shells_expect(
 
 def test_the_service_loads_nothing_that_is_for_people() -> None:
     code = (
-        "import sys; import agent.cli.main, agent.service.server, agent.service.metrics;"
+        "import sys; import agent.cli.main, agent.service.process, agent.service.metrics;"
         " print({'rich', 'shtab', 'yaml'} & set(sys.modules))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -23,7 +23,8 @@ from lvm import errors as lvm_errors
 from lvm import report, volumes
 from lvm.command import Result, time_limit
 from lvm.disks import Found, Unanswered
-from lvm.labels import Group, PhysicalLabel
+from lvm.labels import PhysicalLabel
+from lvm.metadata import Group
 
 MIB = 1 << 20
 DATA = "AAAAAA-0000-0000-0000-0000-0000-000000"

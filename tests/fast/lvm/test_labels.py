@@ -24,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lvm import labels
-from lvm.labels import Damaged, Group, PhysicalLabel
+from lvm.labels import Damaged, PhysicalLabel
+from lvm.metadata import Group
 
 
 def put(directory: Path, data: bytes | bytearray) -> str:

@@ -15,8 +15,9 @@ from fakes import shell_program
 from hypothesis import given
 from hypothesis import strategies as some
 
-from lvm import command, errors, session, shell
-from lvm.command import Finished, Programs, Result, time_limit
+from lvm import command, errors, programs, session, shell
+from lvm.command import Finished, Result, time_limit
+from lvm.programs import Programs
 from lvm.session import Session
 from lvm.shell import Confinement, Line
 
@@ -237,8 +238,8 @@ def until(condition: Callable[[], object]) -> None:
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    path = f"{tmp_path}:{command.ENVIRONMENT['PATH']}"
-    monkeypatch.setitem(command.ENVIRONMENT, "PATH", path)
+    path = f"{tmp_path}:{programs.ENVIRONMENT['PATH']}"
+    monkeypatch.setitem(programs.ENVIRONMENT, "PATH", path)
     made = Place(tmp_path)
     yield made
     made.let_go()

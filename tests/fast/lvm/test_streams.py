@@ -5,7 +5,8 @@ import time
 import pytest
 
 from lvm import command, errors
-from lvm.command import Finished, Programs
+from lvm.command import Finished
+from lvm.programs import Programs
 
 pytestmark = pytest.mark.starts_programs
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lvm.command import Programs, Result
+from lvm.command import Result
+from lvm.programs import Programs
 from mount import errors, filesystem, libblkid
 from mount.filesystem import Signature
 from mount.syscalls import Kernel

@@ -9,7 +9,7 @@ from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel
 
 from mount import errors, loop
-from mount.syscalls import LoopStatus
+from mount.loop_devices import LoopStatus
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from fakes.host import FakeHost
 from laying import lay
 
 from agent.config.groups import Foundation
-from mount import errors, syscalls, vacancy
+from mount import block_devices, errors, vacancy
 from mount.filesystem import Signature
 from mount.syscalls import Kernel
 
@@ -88,7 +88,7 @@ def test_the_kernel_tells_swap_by_number_whatever_the_device_is_called(
             raise OSError(path)
         return numbers[path]
 
-    monkeypatch.setattr(syscalls, "_SWAPS", swaps)
+    monkeypatch.setattr(block_devices, "_SWAPS", swaps)
     monkeypatch.setattr(Kernel, "device_number", number)
     assert Kernel().device_is_swap("/dev/mapper/swap")
     assert not Kernel().device_is_swap("/dev/sda")

@@ -1,6 +1,10 @@
-"""The table of `make faults`: what in it is well."""
+"""What `make faults` is made of: the table, and the kill at a chosen step."""
+
+import json
+from pathlib import Path
 
 import pytest
+from faults.killable import Kill
 from faults.row import Row
 
 
@@ -17,3 +21,25 @@ def test_a_row_is_well_where_nothing_was_lost_or_leaked_and_it_came_out_as_promi
     row: Row, is_well: bool
 ) -> None:
     assert row.is_well is is_well
+
+
+def test_a_process_is_killed_at_the_step_that_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(_self: Kill) -> None:
+        raise Killed
+
+    monkeypatch.setattr(Kill, "_die", die)
+    plan = tmp_path / "plan"
+    plan.write_text(json.dumps([1, True]))
+    switch, done = Kill(), list[int]()
+    switch.arm(plan)
+    assert not plan.exists()
+
+    switch._step("first", lambda: done.append(0))
+    with pytest.raises(Killed):
+        switch._step("second", lambda: done.append(1))
+    assert done == [0]

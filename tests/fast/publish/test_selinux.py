@@ -205,7 +205,7 @@ def test_the_kernels_table_tells_it(shown: str, context: str) -> None:
 
 def test_older_calls_quote_what_has_commas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told: list[str] = []
-    monkeypatch.setattr("mount.syscalls._mount_2", lambda *words: told.append(words[-1]))
+    monkeypatch.setattr("mount.calls.mount", lambda *words: told.append(words[-1]))
     kernel = syscalls.Kernel(old_calls=True)
     parameters = ["discard", f"context={CONTEXT}", "commit=5"]
     kernel.mount("/dev/none", str(tmp_path), "ext4", set(), parameters)

@@ -93,15 +93,15 @@ def test_policy_names_neither_grpc_nor_the_wire(stranger: str, rooms: set[str]) 
 @pytest.mark.parametrize(
     ("library", "owners"),
     [
-        ("sh", {"lvm/command.py"}),
+        ("sh", {"lvm/programs.py"}),
         ("pyudev", {"lvm/events.py"}),
         ("prometheus_client", {"agent/service/metrics.py"}),
-        ("ctypes", {"agent/secret.py", "mount/libblkid.py", "mount/syscalls.py"}),
+        ("ctypes", {"agent/secret.py", "mount/libblkid.py", "mount/calls.py"}),
         ("psutil", {"mount/users.py"}),
         ("rich", {"agent/cli/terminal.py"}),
         ("yaml", {"agent/cluster/access.py"}),
         ("shtab", {"agent/cli/main.py"}),
-        ("subprocess", {"proto/generate.py", "lvm/command.py", "agent/cli/remote.py"}),
+        ("subprocess", {"proto/generate.py", "lvm/programs.py", "agent/cli/remote.py"}),
         ("xxhash", {"agent/streams/form.py"}),
         ("zstandard", {"agent/streams/form.py"}),
         ("asyncio", set()),

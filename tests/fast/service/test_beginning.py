@@ -23,7 +23,7 @@ from agent.csi.client import Client, block, mounted
 from agent.engine.host import Host
 from agent.health import preflight
 from agent.publish import formatting
-from agent.service import beginning, server
+from agent.service import beginning, process, server
 from agent.service.monitor import Monitor
 from lvm import errors as lvm_errors
 from lvm.command import Result, time_limit
@@ -46,10 +46,10 @@ class Started:
             return self.port
 
         monkeypatch.setattr(Monitor, "start", noting)
-        monkeypatch.setattr(server, "notify", self._notify)
-        monkeypatch.setattr(server, "_until_signal", lambda: self._ended)
+        monkeypatch.setattr(process, "notify", self._notify)
+        monkeypatch.setattr(process, "_until_signal", lambda: self._ended)
         host = Host(fake.run, fake.kernel, fake.devices, fake.disks)
-        self._thread = threading.Thread(target=server.serve, args=(config, host))
+        self._thread = threading.Thread(target=process.serve, args=(config, host))
         self._thread.start()
         assert self.served.wait(20)
 

@@ -25,7 +25,7 @@ from agent.engine.host import Host
 from agent.engine.inventory import Inventory
 from agent.health import preflight
 from agent.health.readiness import Readiness
-from agent.service import monitor, server
+from agent.service import monitor, process
 from agent.service.monitor import Monitor, Page
 from agent.service.server import Service
 from lvm import errors as lvm_errors
@@ -269,10 +269,10 @@ def whole(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Whole:
         ready, ended, ports = threading.Event(), threading.Event(), list[int]()
         listen = Monitor.start
         monkeypatch.setattr(Monitor, "start", lambda self: ports.append(listen(self)))
-        monkeypatch.setattr(server, "notify", lambda state: ready.set())
-        monkeypatch.setattr(server, "_until_signal", lambda: ended)
+        monkeypatch.setattr(process, "notify", lambda state: ready.set())
+        monkeypatch.setattr(process, "_until_signal", lambda: ended)
         host = Host(fake.run, fake.kernel, fake.devices, fake.disks)
-        running = threading.Thread(target=server.serve, args=(watched, host))
+        running = threading.Thread(target=process.serve, args=(watched, host))
         running.start()
         assert ready.wait(20)
 

@@ -13,7 +13,8 @@ from fakes.host import FakeHost
 
 from agent.engine.host import Host
 from agent.service.server import Service
-from lvm.command import Programs, Result
+from lvm.command import Result
+from lvm.programs import Programs
 
 
 class Reader(FakeCryptsetup):

@@ -263,7 +263,7 @@ def test_every_call_of_the_model_is_killed() -> None:
 
 
 def test_every_operation_that_changes_something_is_a_step() -> None:
-    public = {name for name in vars(Kernel) if not name.startswith("_")}
+    public = {name for name in dir(Kernel) if not name.startswith("_")}
     looking = {
         *("mountinfo", "lstat", "real_path", "statvfs", "xfs_geometry", "device_number"),
         *("device_size_bytes", "device_is_read_only", "device_is_held", "device_is_swap", "read"),

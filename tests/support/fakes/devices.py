@@ -27,9 +27,6 @@ class Media:
     # How many errors the file system has counted.
     errors: int = 0
     zeroed: list[tuple[int, int]] = field(default_factory=list)
-    # Data that are no file system's, such as a deleted snapshot's; gone when they are overwritten.
-    residue: bool = False
-
     # No read succeeds: an overflowed snapshot's.
     unreadable: bool = False
     # What programs wrote, by the number of the block.

@@ -7,7 +7,8 @@ from fakes.lvm import FakeDisk, FakeGroup, FakeLvm
 
 from lvm.blockdevices import Excluded, Why
 from lvm.disks import PATIENCE_SECONDS, Fingerprint, Found, Unanswered
-from lvm.labels import Group, Mark, PhysicalLabel, Position
+from lvm.labels import Mark, PhysicalLabel, Position
+from lvm.metadata import Group
 
 _METADATA_BYTES = 1 << 20
 

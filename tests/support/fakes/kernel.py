@@ -25,9 +25,11 @@ from fakes.devices import (
 )
 
 from mount.blocks import Opened
+from mount.growth import XfsGeometry
+from mount.loop_devices import LoopStatus
 from mount.options import CONTEXT, FILE_SYSTEM_DATA, SUPERBLOCK
 from mount.reading import PIECE_BYTES, Reader
-from mount.syscalls import Kernel, LoopStatus, XfsGeometry
+from mount.syscalls import Kernel
 from mount.table import Mount
 
 _BLOCK_BYTES = 4096
@@ -279,8 +281,6 @@ class FakeKernel(Kernel):
         found.media.erase(offset_bytes, length_bytes)
         if offset_bytes == 0:
             found.contents = None
-        if offset_bytes + length_bytes == found.size_bytes:
-            found.media.residue = False
 
     def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
         self.zero_out(device, offset_bytes, length_bytes)
@@ -336,8 +336,6 @@ class FakeKernel(Kernel):
                 setattr(written.media, fact, getattr(read.media, fact))
             inner = read.media.inner
             written.media.inner = None if inner is None else inner.copy()
-        if end == written.size_bytes:
-            written.media.residue = False
 
     @contextmanager
     def opened(self, device: str, *, to_write: bool = False) -> Iterator[Opened]:
@@ -565,8 +563,6 @@ class _Opened(Opened):
         self._node.media.erase(offset_bytes, length_bytes)
         if not offset_bytes:
             self._node.contents = None
-        if offset_bytes + length_bytes == self._node.size_bytes:
-            self._node.media.residue = False
 
     def flush(self) -> None:
         self._node.media.flush()

@@ -17,10 +17,11 @@ from real import kinds, mounts
 from real.shell import RealShell
 
 from lvm import groups, lvm2, names
-from lvm.command import Programs, Result
+from lvm.command import Result
 from lvm.devices import Devices, KernelDevices
 from lvm.disks import Disks, KernelDisks
 from lvm.lvm2 import Lvm
+from lvm.programs import Programs
 from lvm.session import Session
 from mount import loop, luks, table
 from mount.syscalls import Kernel

@@ -34,7 +34,7 @@ from agent.csi.client import Client, block
 from agent.engine.host import Host, log_command
 from agent.health import preflight, verdicts
 from agent.health.readiness import Readiness
-from agent.service import server
+from agent.service import process
 from lvm import errors as lvm_errors
 from lvm.command import Finished, Result
 from mount import loop
@@ -86,10 +86,10 @@ class Running:
         self.told: list[str] = []
         self._ready, self._ended = threading.Event(), threading.Event()
         self._begun = threading.Event()
-        monkeypatch.setattr(server, "notify", self._notify)
-        monkeypatch.setattr(server, "_until_signal", lambda: self._ended)
+        monkeypatch.setattr(process, "notify", self._notify)
+        monkeypatch.setattr(process, "_until_signal", lambda: self._ended)
         host = Host(fake.run, fake.kernel, fake.devices, fake.disks)
-        self._thread = threading.Thread(target=server.serve, args=(config, host))
+        self._thread = threading.Thread(target=process.serve, args=(config, host))
         self._thread.start()
         assert (self._begun if begins else self._ready).wait(20)
 
@@ -129,11 +129,11 @@ def test_a_deleted_socket_ends_the_service_so_that_it_is_started_again(
         if state == "READY=1":
             config.endpoint.unlink()
 
-    monkeypatch.setattr(server, "notify", delete)
-    monkeypatch.setattr(server, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(server, "_until_signal", threading.Event)
+    monkeypatch.setattr(process, "notify", delete)
+    monkeypatch.setattr(process, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(process, "_until_signal", threading.Event)
     with pytest.raises(errors.SocketGone, match=r"csi\.sock is not there any more"):
-        server.serve(config, Host(fake.run, fake.kernel, fake.devices, fake.disks))
+        process.serve(config, Host(fake.run, fake.kernel, fake.devices, fake.disks))
 
 
 def test_the_service_is_ready_before_all_that_it_only_warns_of_is_looked_at(
@@ -146,7 +146,7 @@ def test_the_service_is_ready_before_all_that_it_only_warns_of_is_looked_at(
         yield verdicts.WARN, "it is old", "install a newer one"
 
     monkeypatch.setattr(preflight, "CHECKS", {"lvm2": check})
-    monkeypatch.setattr(server._log, "warning", lambda text, *words: told.put(text % words))
+    monkeypatch.setattr(process._log, "warning", lambda text, *words: told.put(text % words))
     one = Running(config, fake, monkeypatch)
     answering.set()
     one.end()
@@ -157,7 +157,7 @@ def test_a_stale_socket_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "csi.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
-    with server.claimed(path):
+    with process.claimed(path):
         assert not path.exists()
 
 
@@ -168,7 +168,7 @@ def test_a_live_socket_is_refused(tmp_path: Path) -> None:
         live.listen()
         with (
             pytest.raises(errors.SocketTaken, match="another process serves"),
-            server.claimed(path),
+            process.claimed(path),
         ):
             pass
     assert path.exists()
@@ -177,9 +177,9 @@ def test_a_live_socket_is_refused(tmp_path: Path) -> None:
 def test_a_second_instance_is_refused_before_it_touches_anything(tmp_path: Path) -> None:
     path = tmp_path / "csi.sock"
     with (
-        server.claimed(path),
+        process.claimed(path),
         pytest.raises(errors.SocketTaken, match="another Carver"),
-        server.claimed(path),
+        process.claimed(path),
     ):
         pass
 
@@ -187,7 +187,7 @@ def test_a_second_instance_is_refused_before_it_touches_anything(tmp_path: Path)
 def test_what_is_no_socket_is_left_untouched(tmp_path: Path) -> None:
     path = tmp_path / "csi.sock"
     path.write_text("data")
-    with pytest.raises(errors.SocketTaken, match="not a socket"), server.claimed(path):
+    with pytest.raises(errors.SocketTaken, match="not a socket"), process.claimed(path):
         pass
     assert path.read_text() == "data"
 
@@ -493,21 +493,21 @@ def test_systemd_is_told_over_its_socket(tmp_path: Path, monkeypatch: pytest.Mon
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
         monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
-        server.notify("READY=1")
+        process.notify("READY=1")
         assert listener.recv(100) == b"READY=1"
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind("\0carver-test-notify")
         monkeypatch.setenv("NOTIFY_SOCKET", "@carver-test-notify")
-        server.notify("STOPPING=1")
+        process.notify("STOPPING=1")
         assert listener.recv(100) == b"STOPPING=1"
     monkeypatch.delenv("NOTIFY_SOCKET")
-    server.notify("READY=1")
+    process.notify("READY=1")
 
 
 def test_a_signal_ends_the_wait() -> None:
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     try:
-        ended = server._until_signal()
+        ended = process._until_signal()
         assert not ended.is_set()
         signal.raise_signal(signal.SIGTERM)
         assert ended.is_set()
@@ -558,7 +558,7 @@ def test_the_service_is_put_together_and_served(
     config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     served: list[Config] = []
-    monkeypatch.setattr(server, "serve", lambda settings, host: served.append(settings))
+    monkeypatch.setattr(process, "serve", lambda settings, host: served.append(settings))
     # This process lives on.
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     file = tmp_path / "config.toml"
@@ -573,9 +573,9 @@ def test_neither_the_service_nor_what_it_starts_leaves_a_core(tmp_path: Path) ->
 import resource, subprocess, sys
 resource.setrlimit(resource.RLIMIT_CORE, (1, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 from agent.cli import main
-from agent.service import server
+from agent.service import process
 words = [sys.executable, "-c", "import resource; print(resource.getrlimit(resource.RLIMIT_CORE))"]
-server.serve = lambda *_: subprocess.run(words, check=True)
+process.serve = lambda *_: subprocess.run(words, check=True)
 main.main(["serve", "--config", sys.argv[1]])
 """
     file = tmp_path / "config.toml"

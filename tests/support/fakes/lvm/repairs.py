@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 
-from fakes.lvm import Failure, FakeDisk, FakeGroup, FakeLvm, FakePool, FakeVolume
+from fakes.lvm.machine import Machine
+from fakes.lvm.records import Failure, FakeDisk, FakeGroup, FakePool, FakeVolume
 
 # How often device-mapper is asked until a rebuild, or a move, is over.
 LOOKS = 3
 
 
-def repair(lvm: FakeLvm, group: FakeGroup, volume: FakeVolume, disks: Sequence[str]) -> str:
+def repair(lvm: Machine, group: FakeGroup, volume: FakeVolume, disks: Sequence[str]) -> str:
     """What lvconvert does with --repair."""
     if isinstance(volume, FakePool):
         return _repair_pool(lvm, group, volume)
@@ -47,7 +48,7 @@ def _another(
     )
 
 
-def _repair_pool(lvm: FakeLvm, group: FakeGroup, pool: FakePool) -> str:
+def _repair_pool(lvm: Machine, group: FakeGroup, pool: FakePool) -> str:
     """The metadata are written anew to the spare, which takes their place."""
     if pool.active or any(one.active for one in group.thin(pool.name)):
         raise Failure(
@@ -61,7 +62,7 @@ def _repair_pool(lvm: FakeLvm, group: FakeGroup, pool: FakePool) -> str:
     return ""
 
 
-def move(lvm: FakeLvm, old: str, new: str) -> str:
+def move(lvm: Machine, old: str, new: str) -> str:
     """What pvmove does with --background: a process of lvm2's waits for the kernel's copying."""
     group = next(one for one in lvm.groups.values() if any(d.name == old for d in one.disks))
     leaving, coming = _disk(group, old), _disk(group, new)

@@ -1,4 +1,4 @@
-"""The command seam, on harmless programs."""
+"""Programs that are run to their end, on harmless ones."""
 
 import gc
 import io
@@ -12,9 +12,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from lvm import command, errors
-from lvm.command import Finished, Programs
+from lvm import command, errors, programs
+from lvm.command import Finished
 from lvm.lvm2 import Lvm
+from lvm.programs import Programs
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -24,8 +25,8 @@ pytestmark = pytest.mark.starts_programs
 @pytest.fixture(autouse=True, params=["_by_sh", "_by_subprocess"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs are started in the way of lvm2, and in that of all others."""
-    own = getattr(command, request.param)
-    monkeypatch.setattr(command, "_by_subprocess", lambda words, seconds, _: own(words, seconds))
+    own = getattr(programs, request.param)
+    monkeypatch.setattr(programs, "_by_subprocess", lambda words, seconds, _: own(words, seconds))
 
 
 def test_a_program_s_output_and_exit_code_are_its_result() -> None:
@@ -42,7 +43,7 @@ def test_a_program_sees_only_the_environment_that_it_is_given(
 ) -> None:
     monkeypatch.setenv("SECRET", "value")
     seen = dict(line.split("=", 1) for line in Programs()("env").stdout.splitlines())
-    assert seen == command.ENVIRONMENT
+    assert seen == programs.ENVIRONMENT
 
 
 def test_a_program_that_is_not_installed_is_named() -> None:
@@ -62,7 +63,7 @@ def test_a_program_is_ended_with_term_when_its_time_is_over() -> None:
 def test_a_program_that_does_not_end_when_it_is_told_to_gives_its_caller_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(programs, "_GRACE_SECONDS", 0.1)
     go_on = tmp_path / "go on"
     with command.time_limit(0.2), pytest.raises(errors.CommandStuck) as caught:
         Programs()("sh", "-c", f"trap '' TERM; until [ -e '{go_on}' ]; do sleep 0.05; done")
@@ -94,11 +95,11 @@ def test_lvm_of_the_host_is_reached_through_its_namespaces(monkeypatch: pytest.M
         words.append(given)
         return command.Result(0, "", ""), True
 
-    monkeypatch.setattr(command, "_execute", execute)
+    monkeypatch.setattr(programs, "_execute", execute)
     run = Programs(lvm_on_host=True)
     run("lvm", "version")
     run("mkfs.ext4", "--", "/dev/x")
-    assert words == [(*command.HOST_NAMESPACES, "lvm", "version"), ("mkfs.ext4", "--", "/dev/x")]
+    assert words == [(*programs.HOST_NAMESPACES, "lvm", "version"), ("mkfs.ext4", "--", "/dev/x")]
 
 
 def test_lvm_is_confined_to_its_devices_and_told_where_udev_is_missing() -> None:

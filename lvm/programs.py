@@ -1,0 +1,271 @@
+"""Start programs: every process that Carver starts, lvm2 or mkfs, starts here.
+
+The only module that imports sh, and of what is installed the only one that imports subprocess.
+"""
+
+import io
+import logging
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from tempfile import TemporaryFile
+from typing import BinaryIO, cast
+
+import sh
+
+from lvm import errors
+from lvm.command import (
+    Conversation,
+    Finished,
+    Result,
+    remaining_seconds,
+)
+from lvm.terminal import Terminal
+
+# sh announces each process at INFO; Carver's own observer does that better.
+logging.getLogger("sh").setLevel(logging.WARNING)
+
+ENVIRONMENT = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LC_ALL": "C",
+    # gRPC's sockets are open in this process; lvm2 would name each in a warning.
+    "LVM_SUPPRESS_FD_WARNINGS": "1",
+}
+
+# How long a program that was told to end is waited for; lvm2 ends what it is at within that.
+_GRACE_SECONDS = 10.0
+
+# Enters the namespaces in which the host's own lvm2, udev and locks live.
+HOST_NAMESPACES = ("nsenter", "--target", "1", "--mount", "--uts", "--ipc", "--")
+
+
+class Programs:
+    """The real `Runner`.
+
+    With `lvm_on_host` lvm2 is the host's own, reached from a container that shares the host's
+    process namespace; all other programs are the container's.
+    """
+
+    def __init__(
+        self, *, lvm_on_host: bool = False, observe: Callable[[Finished], None] | None = None
+    ) -> None:
+        self._lvm_prefix: Sequence[str] = HOST_NAMESPACES if lvm_on_host else ()
+        self._observe = observe or (lambda _: None)
+
+    def __call__(self, *words: str, stdin: bytearray | None = None) -> Result:
+        """Run a program and return how it ended.
+
+        Raises ProgramMissing, or CommandTimedOut when `time_limit` is over: CommandStuck where the
+        program runs on though it was told to end.
+        """
+        words = self._reached(words)
+        remaining = remaining_seconds()
+        if remaining == 0:
+            raise errors.CommandTimedOut(words, 0.0)
+        started = time.monotonic()
+        result, in_time = _execute(words, remaining, stdin)
+        self._observe(Finished(words, result.exit_code, time.monotonic() - started))
+        if not in_time:
+            raise errors.CommandTimedOut(words, remaining or 0.0)
+        return result
+
+    def converse(
+        self, *words: str, prompt: str, environment: Mapping[str, str], report: str
+    ) -> Conversation:
+        """Start a program to be spoken to: the real `Converse`."""
+        program, *arguments = self._reached(words)
+        start = partial(_program(program), *arguments)
+        return Terminal(start, prompt.encode(), {**ENVIRONMENT, **environment}, report)
+
+    @contextmanager
+    def stream(self, *words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
+        """Read what a program prints, as it comes: the real `Stream`."""
+        remaining, started = remaining_seconds(), time.monotonic()
+        if remaining == 0:
+            raise errors.CommandTimedOut(words, 0.0)
+        problem: errors.BadReport | None = None
+        with TemporaryFile() as stderr, _piped(words, stderr, stdin) as running, _ended_in(running):
+            output = cast("BinaryIO", running.stdout)
+            try:
+                yield output
+            except errors.BadReport as error:
+                # What is cut off is told by how the program ended.
+                problem = error
+            is_read = not output.read(1)
+            if not is_read:
+                running.terminate()
+            code = running.wait()
+            self._observe(Finished(words, code, time.monotonic() - started))
+            stderr.seek(0)
+            told = _text(stderr.read())
+        if remaining_seconds() == 0:
+            raise errors.CommandTimedOut(words, remaining or 0.0)
+        if is_read and code:
+            raise errors.classify(words, code, told)
+        if problem is not None:
+            raise problem
+
+    def _reached(self, words: tuple[str, ...]) -> tuple[str, ...]:
+        return (*self._lvm_prefix, *words) if words[0] == "lvm" else words
+
+
+def _execute(
+    words: Sequence[str], timeout_seconds: float | None, stdin: bytearray | None = None
+) -> tuple[Result, bool]:
+    """How the program ended, and whether it did so by itself. Raises CommandStuck."""
+    if words[0] in ("lvm", HOST_NAMESPACES[0]):
+        return _by_sh(words, timeout_seconds)
+    return _by_subprocess(words, timeout_seconds, stdin)
+
+
+def _by_subprocess(
+    words: Sequence[str], timeout_seconds: float | None, stdin: bytearray | None = None
+) -> tuple[Result, bool]:
+    """The same for mkfs and the like: sh takes longer than they do to start them.
+
+    It forks a process of this one's size, and has threads to read what the program prints; Popen
+    has neither (vfork(2)).
+    """
+    try:
+        running = subprocess.Popen(
+            words,
+            env=ENVIRONMENT,
+            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+    except FileNotFoundError:
+        raise errors.ProgramMissing(words[0]) from None
+    in_time = True
+    try:
+        # Written from where it is: nothing copies it.
+        stdout, stderr = running.communicate(cast(bytes, stdin), timeout=timeout_seconds)
+    except subprocess.TimeoutExpired:
+        in_time = False
+        running.terminate()
+        try:
+            stdout, stderr = running.communicate(timeout=_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            # Whoever called need not wait until it has ended after all.
+            threading.Thread(target=running.communicate, name="program", daemon=True).start()
+            raise errors.CommandStuck(
+                words, timeout_seconds or 0.0, lambda: running.returncode is not None
+            ) from None
+    return Result(running.returncode, _text(stdout), _text(stderr)), in_time
+
+
+def _piped(
+    words: Sequence[str], stderr: BinaryIO, stdin: bytearray | None = None
+) -> "subprocess.Popen[bytes]":
+    """A program whose output is a pipe."""
+    try:
+        running = subprocess.Popen(
+            words,
+            env=ENVIRONMENT,
+            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            # Nothing between keeps a copy of what is written.
+            bufsize=0 if stdin is not None else -1,
+        )
+    except FileNotFoundError:
+        raise errors.ProgramMissing(words[0]) from None
+    if running.stdin is not None and stdin is not None:
+        with suppress(BrokenPipeError), running.stdin:  # it tells itself why it ended
+            running.stdin.write(stdin)
+    return running
+
+
+@contextmanager
+def _ended_in(running: "subprocess.Popen[bytes]") -> Iterator[None]:
+    """Have a program end where nobody reads on, or the time is over."""
+    remaining = remaining_seconds()
+    timer = threading.Timer(remaining or 0.0, running.terminate)
+    timer.daemon = True
+    if remaining is not None:
+        timer.start()
+    try:
+        yield
+    except BaseException:
+        running.terminate()
+        raise
+    finally:
+        timer.cancel()
+
+
+def _by_sh(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result, bool]:
+    """The same for lvm2."""
+    program = _program(words[0])
+    # Buffers of our own: sh's objects refer to each other, and would keep what a program printed
+    # until Python's collector comes by, which counts objects and not bytes.
+    stdout, stderr = io.BytesIO(), io.BytesIO()
+    # In the background only for the limit: with sh's own, which looks ten times a second
+    # whether the program has ended, every program takes a multiple of 0.1 s.
+    running = program(
+        *words[1:],
+        _env=ENVIRONMENT,
+        _out=stdout,
+        _err=stderr,
+        _tty_out=False,
+        _bg=True,
+        _bg_exc=False,
+    )
+    exit_code, in_time = _ended(running, words, timeout_seconds)
+    result = Result(exit_code, _text(stdout.getvalue()), _text(stderr.getvalue()))
+    stdout.close()
+    stderr.close()
+    return result, in_time
+
+
+def _ended(
+    running: sh.RunningCommand, words: Sequence[str], timeout_seconds: float | None
+) -> tuple[int, bool]:
+    """The program's exit code, and whether it was in time; it is told to end where it is not."""
+    if timeout_seconds is None:
+        return _exit_code(running), True
+    ended: Future[int] = Future()
+    threading.Thread(target=_await, args=(running, ended), name="program", daemon=True).start()
+    try:
+        return ended.result(timeout_seconds), True
+    except TimeoutError:
+        # lvm2 blocks TERM while it holds a group's lock, so TERM lands at a safe point.
+        # KILL could land between two metadata writes.
+        with suppress(ProcessLookupError):
+            running.signal(signal.SIGTERM)
+    try:
+        return ended.result(_GRACE_SECONDS), False
+    except TimeoutError:
+        # It waits for a disk in the kernel, and no signal ends that: whoever called need not wait.
+        raise errors.CommandStuck(words, timeout_seconds, ended.done) from None
+
+
+def _await(running: sh.RunningCommand, ended: Future[int]) -> None:
+    try:
+        ended.set_result(_exit_code(running))
+    except BaseException as error:
+        ended.set_exception(error)
+
+
+def _exit_code(running: sh.RunningCommand) -> int:
+    try:
+        code: int = running.exit_code
+    except sh.ErrorReturnCode as error:
+        code = error.exit_code
+    return code
+
+
+def _program(name: str) -> sh.Command:
+    try:
+        # Looked up at each call: a program installed meanwhile is found.
+        return sh.Command(name, search_paths=ENVIRONMENT["PATH"].split(":"))
+    except sh.CommandNotFound:
+        raise errors.ProgramMissing(name) from None
+
+
+def _text(output: bytes) -> str:
+    return output.decode(errors="backslashreplace")

@@ -1,0 +1,219 @@
+"""The kernel's operations on block devices, one method each.
+
+Numbers are from <linux/fs.h>.
+"""
+
+import errno
+import fcntl
+import os
+import stat
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from mount import blocks, calls, libblkid, reading
+from mount.blocks import Opened
+from mount.calls import Calls
+from mount.reading import Reader
+
+_SWAPS = Path("/proc/swaps")
+
+_BLKROGET = calls.ioctl_number(0, 0x12, 94, 0)
+_BLKGETSIZE64 = calls.ioctl_number(2, 0x12, 114, 8)
+_BLKSSZGET = calls.ioctl_number(0, 0x12, 104, 0)
+_BLKPBSZGET = calls.ioctl_number(0, 0x12, 123, 0)
+_BLKDISCARD = calls.ioctl_number(0, 0x12, 119, 0)
+
+# What is looked over for zeroes at once: the least chunk of a thin pool, lvmthin(7).
+_PIECE_BYTES = 64 << 10
+
+
+class BlockDevices(Calls):
+    """The block devices of `mount.syscalls.Kernel`, by the paths of their nodes."""
+
+    def device_number(self, path: str) -> tuple[int, int]:
+        """(major, minor) of the block device node at `path`, links followed; else ENOTBLK."""
+        found = os.stat(path)  # noqa: PTH116
+        if not stat.S_ISBLK(found.st_mode):
+            raise OSError(errno.ENOTBLK, os.strerror(errno.ENOTBLK), path)
+        return os.major(found.st_rdev), os.minor(found.st_rdev)
+
+    def device_size_bytes(self, device: str) -> int:
+        """BLKGETSIZE64."""
+        size: int = struct.unpack("=Q", calls.ioctl(device, _BLKGETSIZE64, bytes(8)))[0]
+        return size
+
+    def physical_block_bytes(self, device: str) -> int:
+        """BLKPBSZGET: what the disk writes at once; a multiple of the logical block."""
+        (size,) = struct.unpack("=I", calls.ioctl(device, _BLKPBSZGET, bytes(4)))
+        return int(size)
+
+    def logical_block_bytes(self, device: str) -> int:
+        """BLKSSZGET: the smallest piece that can be asked of it, 512 bytes or 4 KiB."""
+        size: int = struct.unpack("=i", calls.ioctl(device, _BLKSSZGET, bytes(4)))[0]
+        return size
+
+    def device_is_read_only(self, device: str) -> bool:
+        """BLKROGET."""
+        return bool(struct.unpack("=i", calls.ioctl(device, _BLKROGET, bytes(4)))[0])
+
+    def device_is_held(self, device: str) -> bool:
+        """Whether it is mounted, or another driver (device-mapper, loop) holds it."""
+        try:
+            # O_EXCL on a block device asks for the exclusive use that holders have: open(2).
+            os.close(os.open(device, os.O_RDONLY | os.O_EXCL | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                return True
+            raise
+        return False
+
+    def device_partitions(self, device: str) -> list[str]:
+        """The names of its partitions, by sysfs: sda1, sda2."""
+        return sorted(path.parent.name for path in self._sysfs(device).glob("*/partition"))
+
+    def device_holders(self, device: str) -> list[str]:
+        """The names of the devices that are made of it, by sysfs: dm-0, md1."""
+        return sorted(path.name for path in self._sysfs(device).glob("holders/*"))
+
+    def device_is_swap(self, device: str) -> bool:
+        """Whether the kernel swaps to it (/proc/swaps)."""
+        number = self.device_number(device)
+        for line in _SWAPS.read_text().splitlines()[1:]:
+            # A file that is swapped to is no block device.
+            with suppress(OSError):
+                if self.device_number(line.split()[0]) == number:
+                    return True
+        return False
+
+    def signatures(self, device: str) -> Mapping[str, str]:
+        """What the device itself bears, as libblkid finds it there (libblkid.signatures)."""
+        return libblkid.signatures(device)
+
+    def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
+        """BLKZEROOUT: the range reads as zeroes afterwards. EBUSY while mounted or held.
+
+        udev does not come to know: it would have a look at what is about to be removed, and lvm2,
+        which meets that look, tries again 0.2 s later only (retry_deactivation, lvm.conf(5)).
+        """
+        with self._unwatched(device) as (node, directory):
+            try:
+                descriptor = blocks.open_exclusively(node, directory)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, device) from error
+            with blocks.closing(descriptor):
+                blocks.zero_out(descriptor, device, offset_bytes, length_bytes)
+
+    def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
+        """BLKDISCARD: the disk may forget the range; what reads there is not told. EBUSY as above.
+
+        EOPNOTSUPP where the disk does not know it.
+        """
+        descriptor = blocks.open_exclusively(device)
+        with blocks.closing(descriptor):
+            span = struct.pack("=2Q", offset_bytes, length_bytes)
+            try:
+                fcntl.ioctl(descriptor, _BLKDISCARD, bytearray(span))
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, device) from error
+
+    def flush(self, device: str) -> None:
+        """fsync(2): what was written or zeroed stays so when the power fails.
+
+        BLKZEROOUT returns while that may be in the disk's volatile cache, or, under a loop device,
+        in the memory of the file's own file system.
+        """
+        # Not to write by: its close would have udev look at the device once more.
+        descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+        with blocks.closing(descriptor):
+            os.fsync(descriptor)
+
+    def read(self, device: str, offset_bytes: int, length_bytes: int) -> bytes:
+        """pread(2) of a part of a block device."""
+        descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+        with blocks.closing(descriptor):
+            return blocks.read(descriptor, device, offset_bytes, length_bytes)
+
+    def reader(self, device: str) -> AbstractContextManager[Reader]:
+        """A block device to be read in many pieces, past the page cache, and open meanwhile."""
+        return reading.opened(device)
+
+    def write(self, device: str, offset_bytes: int, data: bytes) -> None:
+        """pwrite(2) on a block device, and fsync(2). EBUSY while it is mounted or held."""
+        descriptor = blocks.open_exclusively(device)
+        with blocks.closing(descriptor):
+            blocks.write(descriptor, device, offset_bytes, data)
+            os.fsync(descriptor)
+
+    def copy(
+        self, source: str, target: str, offset_bytes: int, length_bytes: int, *, blank: bool
+    ) -> None:
+        """Copy a part of one block device to the same place on another; it is on the disk then.
+
+        Where the source has zeroes nothing is written: the target is zeroed there by BLKZEROOUT, or
+        left alone where it is `blank`. EBUSY while the target is mounted or held.
+        """
+        reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+        with blocks.closing(reading):
+            writing = blocks.open_exclusively(target)
+            with blocks.closing(writing):
+                at, end = offset_bytes, offset_bytes + length_bytes
+                zeroes = 0  # so many bytes before `at`
+                while at < end:
+                    data = blocks.read(reading, source, at, min(_PIECE_BYTES, end - at))
+                    if data == bytes(len(data)):
+                        zeroes += len(data)
+                    else:
+                        if not blank:
+                            blocks.zero_out(writing, target, at - zeroes, zeroes)
+                        blocks.write(writing, target, at, data)
+                        zeroes = 0
+                    at += len(data)
+                if not blank:
+                    blocks.zero_out(writing, target, end - zeroes, zeroes)
+                os.fsync(writing)
+                # Neither is read again soon; the workloads' pages are worth more.
+                for descriptor in (reading, writing):
+                    os.posix_fadvise(descriptor, offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
+
+    @contextmanager
+    def opened(self, device: str, *, to_write: bool = False) -> Iterator[Opened]:
+        """A device that is open inside. To write, nobody else may have it mounted or held: EBUSY.
+
+        What is written by it is not flushed at the end.
+        """
+        if to_write:
+            descriptor = blocks.open_exclusively(device, mode=os.O_RDWR)
+        else:
+            descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+        with blocks.closing(descriptor):
+            yield Opened(device, descriptor)
+
+    def _sysfs(self, device: str) -> Path:
+        major, minor = self.device_number(device)
+        return Path(f"/sys/dev/block/{major}:{minor}")
+
+    @contextmanager
+    def _unwatched(self, device: str) -> Iterator[tuple[str, int | None]]:
+        """Another node of a device, in a file system that is mounted nowhere, and its directory.
+
+        udev watches the nodes in /dev (udev(7), OPTIONS+="watch"), each an inode. Where there can
+        be no other, such as before Linux 5.2, it is the node itself.
+        """
+        with ExitStack() as kept:
+            try:
+                self._new_calls()
+                context = calls.fsopen("tmpfs")
+                kept.enter_context(blocks.closing(context))
+                calls.fsconfig(context, calls.CREATE)
+                tree = calls.fsmount(context)
+                kept.enter_context(blocks.closing(tree))
+                number = Path(device).stat().st_rdev
+                os.mknod("node", stat.S_IFBLK | 0o600, number, dir_fd=tree)
+            except OSError as error:
+                if error.errno not in (errno.ENOSYS, errno.EPERM):
+                    raise
+                yield device, None
+            else:
+                yield "node", tree

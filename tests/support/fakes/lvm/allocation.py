@@ -1,0 +1,69 @@
+"""Which extents a new volume, or a part of one, gets."""
+
+from collections.abc import Sequence
+
+from fakes.devices import BLOCK_BYTES
+from fakes.lvm.records import Failure, FakeDisk, FakeGroup, FakeVolume
+
+
+def require_new(group: FakeGroup, name: str) -> None:
+    if name in group.volumes:
+        raise Failure(f'Logical Volume "{name}" already exists in volume group "{group.name}"')
+
+
+def allocatable(group: FakeGroup, chosen: Sequence[str] = ()) -> list[FakeDisk]:
+    """The disks that may be allocated from, of those that are named, if any are."""
+    usable = [one for one in group.disks if one.allocatable and not one.missing]
+    return [one for one in usable if one.name in chosen or not chosen]
+
+
+def missing_spare(group: FakeGroup, metadata_extents: int) -> int:
+    return max(0, metadata_extents - sum(group.spare.values()))
+
+
+def allocate(group: FakeGroup, volume: FakeVolume, extents: int, names_: Sequence[str]) -> None:
+    usable = allocatable(group, names_)
+    if volume.layout.is_linear:
+        append(group, volume.extents, extents, usable)
+    else:
+        _spread(group, volume, extents, usable)
+
+
+def append(
+    group: FakeGroup, area: dict[str, int], extents: int, usable: Sequence[FakeDisk]
+) -> None:
+    free = sum(group.free(disk) for disk in usable)
+    if extents > free:
+        raise Failure(
+            f'Volume group "{group.name}" has insufficient free space ({free} extents):'
+            f" {extents} required."
+        )
+    parts = {disk.name: group.free(disk) for disk in usable}
+    for name, available in parts.items():
+        if part := min(extents, available):
+            area[name] = area.get(name, 0) + part
+        extents -= part
+
+
+def _spread(group: FakeGroup, volume: FakeVolume, extents: int, usable: Sequence[FakeDisk]) -> None:
+    layout = volume.layout
+    assert extents % layout.stripes == 0, "lvm2 would round that up by itself"
+    assert len(usable) <= layout.disks, "the caller names the disks"
+    on_each = extents // layout.stripes + (0 if volume.extents else layout.metadata_extents)
+    if len(usable) < layout.disks or any(group.free(disk) < on_each for disk in usable):
+        raise Failure(
+            f"Insufficient suitable allocatable extents for logical volume {volume.name}:"
+            f" {on_each * layout.disks} more required"
+        )
+    for disk in usable:
+        volume.extents[disk.name] = volume.extents.get(disk.name, 0) + on_each
+
+
+def uncover(group: FakeGroup, volume: FakeVolume, first_extent: int) -> None:
+    """What was on the extents that a volume has new is on it."""
+    if not group.old:
+        return
+    blocks = group.extent_size_bytes // BLOCK_BYTES
+    block = group.old.ljust(BLOCK_BYTES, b"\0")
+    new = range(first_extent * blocks, volume.length * blocks)
+    volume.media.blocks |= dict.fromkeys(new, block)

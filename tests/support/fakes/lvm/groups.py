@@ -1,0 +1,161 @@
+"""The commands for groups and disks: vgcreate to vgremove, pvchange, pvmove; renaming."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from fakes.lvm import repairs
+from fakes.lvm.arguments import Arguments
+from fakes.lvm.machine import LABEL, Machine
+from fakes.lvm.records import PE_START_BYTES, Failure, FakeDisk, FakeGroup, FakeVolume
+
+from mount.filesystem import Signature
+
+
+class GroupCommands(Machine):
+    """Carries out what changes a group."""
+
+    def _vgcreate(self, arguments: Arguments) -> str:
+        assert arguments.flag("--quiet")
+        assert arguments.flag("--quiet")
+        tags = set(arguments.take_all("--addtag"))
+        name, *paths = arguments.rest()
+        if name in self.groups:
+            raise Failure(f"A volume group called {name} already exists.")
+        extent = 4 << 20
+        disks = [self._labelled(path, extent) for path in paths]
+        self.groups[name] = FakeGroup(name, self._uuid(), extent, disks, tags)
+        return f'  Volume group "{name}" successfully created\n'
+
+    def _labelled(self, path: str, extent_size_bytes: int) -> FakeDisk:
+        """A disk that becomes one of a group's."""
+        device = self.devices.get(path)
+        assert device.contents is None or device.contents.fs_type == LABEL, "not blank"
+        device.contents = Signature(LABEL, "raid", self._uuid())
+        # The first extent's worth holds the metadata, as with lvm2's default alignment.
+        extents = (device.size_bytes - PE_START_BYTES) // extent_size_bytes
+        return FakeDisk(path, self._uuid(), extents)
+
+    def _pvmove(self, arguments: Arguments) -> str:
+        assert arguments.flag("--background"), "it would wait for hours"
+        assert self._settings["global/use_lvmpolld"] == "0", "that would look at all disks"
+        disks = arguments.rest()
+        return repairs.move(self, *disks) if disks else ""
+
+    def _vgchange(self, arguments: Arguments) -> str:
+        removed, added = arguments.take_all("--deltag"), arguments.take_all("--addtag")
+        is_sure = arguments.flag("--yes")
+        if arguments.given("--lock-type"):
+            return self._unshare(arguments)
+        is_given, system_id = arguments.given("--systemid"), arguments.take("--systemid")
+        (name,) = arguments.rest()
+        group = self._group(name)
+        group.tags = (group.tags - set(removed)) | set(added)
+        if is_given:
+            assert is_sure, "lvm2 would ask"
+            group.system_id = system_id
+        return ""
+
+    def _unshare(self, arguments: Arguments) -> str:
+        """lvmlockd(8): by force, without one; lvm2 2.03.31 must be told to use one all the same."""
+        assert arguments.take("--lock-type") == "none"
+        is_forced = arguments.take("--lockopt") == "force"
+        (name,) = arguments.rest()
+        if is_forced and self._settings.get("global/use_lvmlockd") == "1":
+            self.groups[name].lock_type = ""
+        # It fails with success: "Using lock type requires lvmlockd."
+        return ""
+
+    def _vgexport(self, arguments: Arguments) -> str:
+        (name,) = arguments.rest()
+        group = self._group(name)
+        if any(one.active for one in group.volumes.values()):
+            raise Failure(f'Volume group "{name}" has active logical volumes')
+        group.exported, group.system_id = True, ""
+        return ""
+
+    def _vgimport(self, arguments: Arguments) -> str:
+        (name,) = arguments.rest()
+        group = self.groups[name]
+        if not group.exported:
+            raise Failure(f'Volume group "{name}" is not exported')
+        group.exported, group.system_id = False, self.system_id
+        return ""
+
+    def _vgremove(self, arguments: Arguments) -> str:
+        assert arguments.flag("--yes")
+        (name,) = arguments.rest()
+        group = self._group(name)
+        assert not group.volumes, "it would remove them too"
+        del self.groups[name]
+        for disk in group.disks:
+            self._unlabel(disk)
+        return ""
+
+    def _lvrename(self, arguments: Arguments) -> str:
+        name, old, new = arguments.rest()
+        group = self._group(name)
+        if new in group.volumes:
+            raise Failure(f'Logical volume "{new}" already exists in volume group "{name}"')
+        volume = group.volumes.pop(old)
+        with self._renamed(group, volume):
+            volume.name = new
+        group.volumes[new] = volume
+        return ""
+
+    def _vgrename(self, arguments: Arguments) -> str:
+        old, new = arguments.rest()
+        group = self._group(old)
+        with self._renamed(group, *group.volumes.values()):
+            del self.groups[old]
+            group.name = new
+            self.groups[new] = group
+        # By its old name it is not found when it is committed.
+        group.seqno += 1
+        return ""
+
+    @contextmanager
+    def _renamed(self, group: FakeGroup, *those: FakeVolume) -> Iterator[None]:
+        """What is active has its device under the new name."""
+        active = [one for one in those if one.active]
+        for one in active:
+            self._deactivate_one(group, one)
+        yield
+        for one in active:
+            self._activate_one(group, one)
+
+    def _vgextend(self, arguments: Arguments) -> str:
+        while arguments.flag("--quiet"):
+            pass
+        name, *paths = arguments.rest()
+        group = self._group(name)
+        group.disks += [self._labelled(path, group.extent_size_bytes) for path in paths]
+        return ""
+
+    def _vgreduce(self, arguments: Arguments) -> str:
+        if arguments.flag("--removemissing"):
+            (name,) = arguments.rest()
+            return repairs.reduce_missing(self._group(name))
+        name, *paths = arguments.rest()
+        group = self._group(name)
+        for disk in [one for one in group.disks if one.name in paths]:
+            if group.free(disk) < disk.extents:
+                raise Failure(f'Physical volume "{disk.name}" still in use')
+            group.disks.remove(disk)
+            self._unlabel(disk)
+        return ""
+
+    def _unlabel(self, disk: FakeDisk) -> None:
+        """It stays lvm2's, in no group."""
+        if self.devices.knows(disk.name):
+            self.devices.get(disk.name).contents = Signature(LABEL, "raid", disk.uuid)
+
+    def _pvchange(self, arguments: Arguments) -> str:
+        allocatable = arguments.take("--allocatable")
+        tags = arguments.take_all("--addtag")
+        chosen = arguments.rest()
+        for group in self.groups.values():
+            for disk in group.disks:
+                if disk.name in chosen:
+                    disk.allocatable = allocatable == "y" if allocatable else disk.allocatable
+                    disk.tags |= set(tags)
+        return ""

@@ -1,0 +1,97 @@
+"""The program `lvm`: which command is meant, whether it may be carried out, what it changed."""
+
+from collections.abc import Sequence
+
+from fakes.lvm.arguments import Arguments, settings_in
+from fakes.lvm.groups import GroupCommands
+from fakes.lvm.records import Failure
+from fakes.lvm.reports import Reports
+from fakes.lvm.volumes import VolumeCommands
+
+from lvm.command import Result
+
+# Commands that change nothing, and what lvchange changes but whether a volume is active.
+_LOOKS = {"version", "fullreport", "--test", "--syncaction"}
+
+
+_CHANGES = {
+    *("--addtag", "--deltag", "--permission", "--cachepolicy", "--cachesettings"),
+    *("--readahead", "--minrecoveryrate", "--maxrecoveryrate"),
+}
+
+
+class FakeLvm(Reports, GroupCommands, VolumeCommands):
+    """The program `lvm`, and the devices that its volumes have while they are active."""
+
+    def __call__(self, words: Sequence[str]) -> Result:
+        """Carry out `lvm SUBCOMMAND …`."""
+        arguments = Arguments(words[2:])
+        self._settings = {**self.conf, **settings_in(arguments.take("--config"))}
+        self._confined = set(filter(None, arguments.take("--devices").split(","))) or None
+        try:
+            command = {
+                "version": self._version,
+                "fullreport": self._fullreport,
+                "vgcreate": self._vgcreate,
+                "vgextend": self._vgextend,
+                "vgreduce": self._vgreduce,
+                "lvcreate": self._lvcreate,
+                "lvchange": self._lvchange,
+                "lvextend": self._lvextend,
+                "lvremove": self._lvremove,
+                "pvchange": self._pvchange,
+                "lvconvert": self._lvconvert,
+                "pvmove": self._pvmove,
+                "vgchange": self._vgchange,
+                "vgexport": self._vgexport,
+                "vgimport": self._vgimport,
+                "vgremove": self._vgremove,
+                "lvrename": self._lvrename,
+                "vgrename": self._vgrename,
+            }[words[1]]
+        except KeyError:
+            raise AssertionError(f"the fake does not know: {' '.join(words)}") from None
+        if self._settings.get("global/test") == "1" and not _LOOKS.intersection(words):
+            return Result(0, "", "  TEST MODE: Metadata will NOT be updated\n")
+        try:
+            self._refuse_partial(words)
+            output = command(arguments)
+        except Failure as failure:
+            return Result(5, "", f"  {failure}\n")
+        arguments.require_empty(words)
+        self._commit(words)
+        return Result(0, output, "")
+
+    def _refuse_partial(self, words: Sequence[str]) -> None:
+        """While a disk is missing lvm2 changes little (handles_missing_pvs in its tools)."""
+        unsafe = {"--cachepolicy", "--cachesettings", "--minrecoveryrate", "--maxrecoveryrate"}
+        is_safe = (
+            words[1] in {"version", "fullreport", "lvremove", "vgextend", "vgchange"}
+            or (words[1] == "lvchange" and not unsafe.intersection(words))
+            or (words[1] == "lvconvert" and "--repair" in words)
+            or (words[1] == "vgreduce" and "--removemissing" in words)
+        )
+        named = () if is_safe else words[words.index("--") + 1 :]
+        for group in self.groups.values():
+            is_meant = any(one.partition("/")[0] == group.name for one in named)
+            if is_meant and any(disk.missing for disk in group.disks):
+                raise Failure(
+                    f"Cannot change VG {group.name} while PVs are missing.\n"
+                    "  See vgreduce --removemissing and vgextend --restoremissing."
+                )
+
+    def _commit(self, words: Sequence[str]) -> None:
+        """Groups whose metadata a command that succeeded changed have them anew."""
+        changed = not _LOOKS.intersection(words) and (
+            words[1] != "lvchange" or _CHANGES.intersection(words)
+        )
+        if not changed:
+            return
+        named = words[words.index("--") + 1 :]
+        names_of_groups = {word.partition("/")[0] for word in named}
+        for group in self.groups.values():
+            if group.name in names_of_groups or any(disk.name in named for disk in group.disks):
+                group.seqno += 1
+
+    def _version(self, arguments: Arguments) -> str:
+        return f"  LVM version:     {self.version}\n  Driver version:  4.47.0\n"

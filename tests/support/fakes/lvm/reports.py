@@ -1,0 +1,251 @@
+"""What `lvm fullreport` says."""
+
+import json
+from collections.abc import Iterator
+
+from fakes.lvm.arguments import Arguments
+from fakes.lvm.kernel import KernelSide
+from fakes.lvm.machine import LABEL
+from fakes.lvm.records import PE_START_BYTES, FakeGroup, FakePool, FakeThin, FakeVolume, ranges_of
+
+# lib/report/values.h: what stands for yes, where a column knows yes and no only.
+_BINARY = {
+    *("vg_exported", "pv_missing", "pv_allocatable", "pv_in_use"),
+    *("lv_suspended", "lv_snapshot_invalid"),
+}
+
+
+_LISTS = {"vg_tags", "pv_tags", "lv_tags", "lv_layout"}
+
+
+class Reports(KernelSide):
+    """The report."""
+
+    def _fullreport(self, arguments: Arguments) -> str:
+        assert arguments.take("--reportformat") == "json"
+        assert arguments.take("--units") == "b"
+        assert arguments.flag("--nosuffix")
+        columns = {}
+        while part := arguments.take("--configreport"):
+            columns[part] = arguments.take("--options").split(",")
+        rows = [self._report(group) for group in self.groups.values() if self._sees(group)]
+        if orphans := self._orphans():
+            rows.append({"pv": orphans, "pvseg": []})
+        chosen = [
+            {
+                part: [{key: row[key] for key in columns[part]} for row in rows_of_part]
+                for part, rows_of_part in one.items()
+            }
+            for one in rows
+        ]
+        return json.dumps({"report": [_formatted(one, self._settings) for one in chosen]})
+
+    def _report(self, group: FakeGroup) -> dict[str, list[dict[str, str]]]:
+        missing = {one.name for one in group.disks if one.missing or not self._reaches(one)}
+        return {
+            "vg": [
+                {
+                    "vg_name": group.name,
+                    "vg_uuid": group.uuid,
+                    "vg_extent_size": str(group.extent_size_bytes),
+                    "vg_tags": ",".join(sorted(group.tags)),
+                    "vg_missing_pv_count": str(len(missing)),
+                    "vg_exported": "exported" if group.exported else "",
+                    "vg_lock_type": group.lock_type,
+                }
+            ],
+            "pv": [
+                {
+                    "pv_name": "[unknown]" if disk.name in missing else disk.name,
+                    "pv_uuid": disk.uuid,
+                    "pv_pe_count": str(disk.extents),
+                    "pv_pe_alloc_count": str(disk.extents - group.free(disk)),
+                    "pv_missing": "missing" if disk.name in missing else "",
+                    "pv_allocatable": "allocatable" if disk.allocatable else "",
+                    "pv_in_use": "used",
+                    "pv_tags": ",".join(sorted(disk.tags)),
+                    "pe_start": str(PE_START_BYTES),
+                }
+                for disk in group.disks
+            ],
+            "lv": [
+                {
+                    "lv_name": volume.name,
+                    "lv_uuid": volume.uuid,
+                    "lv_size": str(volume.length * group.extent_size_bytes),
+                    "lv_tags": ",".join(sorted(volume.tags)),
+                    "lv_active": "active" if volume.active else "",
+                    "lv_layout": _layout_words(volume),
+                    "pool_lv": _pool(volume),
+                    "origin": volume.origin or _hidden_origin(volume),
+                    "lv_health_status": volume.health,
+                    "lv_suspended": "suspended"
+                    if self.is_suspended(group.name, volume.name)
+                    else "",
+                    "lv_metadata_size": _metadata_size(volume, group.extent_size_bytes),
+                    **_status(volume),
+                    **_tuned(volume),
+                }
+                for volume in group.volumes.values()
+            ],
+            "pvseg": [
+                {"pv_uuid": disk.uuid, "lv_name": name, "pvseg_size": str(size)}
+                for disk in group.disks
+                for name, size in _segments(group, disk.name)
+                if size
+            ],
+            "seg": [
+                {
+                    "lv_name": volume.name,
+                    "seg_start": "0",
+                    "seg_pe_ranges": ranges_of(group, volume),
+                }
+                for volume in group.volumes.values()
+            ],
+        }
+
+    def _sees(self, group: FakeGroup) -> bool:
+        """Whether reports show it: they leave out other nodes' (vgs(8), --foreign and --shared)."""
+        is_there = any(self._reaches(disk) for disk in group.disks)
+        return is_there and not self._is_foreign(group) and not group.lock_type
+
+    def _orphans(self) -> list[dict[str, str]]:
+        """Disks that lvm2 has labelled, and no group has: they are reported without a group."""
+        taken = {disk.name for group in self.groups.values() for disk in group.disks}
+        return [
+            {
+                "pv_name": device.path,
+                "pv_uuid": device.contents.uuid,
+                "pv_pe_count": "0",
+                "pv_pe_alloc_count": "0",
+                "pv_missing": "",
+                "pv_allocatable": "",
+                # A label of a group that is not there any more.
+                "pv_in_use": "used" if device.contents.label == "used" else "",
+                "pv_tags": "",
+                "pe_start": str(PE_START_BYTES),
+            }
+            for device in self.devices
+            if device.contents is not None
+            and device.contents.fs_type == LABEL
+            and device.path not in taken
+            and (not self._confined or device.path in self._confined)
+        ]
+
+
+def _formatted(
+    part: dict[str, list[dict[str, str]]], settings: dict[str, str]
+) -> dict[str, list[dict[str, str]]]:
+    """The rows of a group in the form that lvm.conf's `report` section asks for."""
+
+    def value(column: str, text: str) -> str:
+        if settings.get("report/binary_values_as_numeric") == "1" and column in _BINARY:
+            return "01"[bool(text)] if text != "unknown" else "-1"
+        if settings.get("report/mark_hidden_devices") == "0":
+            text = text.strip("[]")
+        if column in _LISTS:
+            text = text.replace(",", settings.get("report/list_item_separator", ","))
+        return text
+
+    compact = settings.get("report/compact_output") == "1"
+    return {
+        name: [
+            {
+                column: value(column, text)
+                for column, text in row.items()
+                if not compact or any(other[column] for other in rows)
+            }
+            for row in rows
+        ]
+        for name, rows in part.items()
+    }
+
+
+def _status(volume: FakeVolume) -> dict[str, str]:
+    """What lvm2 asks the kernel; of what is not active it knows nothing."""
+    if isinstance(volume, FakePool) and volume.active:
+        told = volume.status(4 << 20)
+        return {
+            "data_percent": f"{told.data_percent:.2f}",
+            "metadata_percent": f"{told.metadata_percent:.2f}",
+            "lv_snapshot_invalid": "",
+            "lv_permissions": "writeable",
+        }
+    known = volume.is_copy_on_write and volume.active
+    percent = f"{100.0 if volume.overflowed else volume.data_percent:.2f}" if known else ""
+    invalid = "snapshot invalid" if volume.overflowed else ""
+    writable = "writeable" if volume.active else "unknown"
+    return {
+        "data_percent": percent,
+        "metadata_percent": "",
+        "lv_snapshot_invalid": invalid if known else "unknown",
+        "lv_permissions": "read-only" if volume.read_only else writable,
+    }
+
+
+def _tuned(volume: FakeVolume) -> dict[str, str]:
+    """A rate of 0 is none, and reported so."""
+    one = volume.tuning
+    return {
+        "lv_read_ahead": str(one.read_ahead_bytes),
+        "raid_min_recovery_rate": str(one.minimum_recovery_kib or ""),
+        "raid_max_recovery_rate": str(one.maximum_recovery_kib or ""),
+    }
+
+
+def _origin(volume: FakeVolume) -> str:
+    """What a cached volume, or a pool, holds its data in."""
+    part = "_tdata" if isinstance(volume, FakePool) else ""
+    if volume.cache:
+        part += "_corig" if volume.cache_kind == "cache" else "_wcorig"
+    return volume.name + part
+
+
+def _hidden_origin(volume: FakeVolume) -> str:
+    """What a report says: of a pool nothing, as not the pool but a part of it has the cache."""
+    return f"[{_origin(volume)}]" if volume.cache and not isinstance(volume, FakePool) else ""
+
+
+def _pool(volume: FakeVolume) -> str:
+    if volume.cache and not isinstance(volume, FakePool):
+        return f"[{volume.cache.name}_cvol]"
+    return volume.pool if isinstance(volume, FakeThin) else ""
+
+
+def _layout_words(volume: FakeVolume) -> str:
+    if isinstance(volume, FakePool):
+        return "thin,pool"
+    if volume.cache:
+        return volume.cache_kind
+    if isinstance(volume, FakeThin):
+        return "thin,sparse"
+    return f"raid,{volume.layout.kind}" if volume.layout.is_raid else volume.layout.kind
+
+
+def _metadata_size(volume: FakeVolume, extent_size_bytes: int) -> str:
+    if not isinstance(volume, FakePool):
+        return ""
+    return str(sum(volume.metadata.values()) * extent_size_bytes)
+
+
+def _segments(group: FakeGroup, disk: str) -> Iterator[tuple[str, int]]:
+    """What lies on a disk, by the names that lvm2 reports, and how many extents of it."""
+    if group.moving is not None and disk in group.moving:
+        [source] = (one for one in group.disks if one.name == group.moving[0])
+        yield "[pvmove0]", source.extents - group.free(source)
+        if disk == source.name:
+            return
+    for volume in group.volumes.values():
+        size = volume.extents.get(disk, 0)
+        if isinstance(volume, FakePool):
+            yield f"[{volume.name}_tmeta]", volume.metadata.get(disk, 0)
+        if volume.layout.metadata_extents and size:
+            index, of_metadata = list(volume.extents).index(disk), volume.layout.metadata_extents
+            yield f"[{volume.name}_rimage_{index}]", size - of_metadata
+            yield f"[{volume.name}_rmeta_{index}]", of_metadata
+        else:
+            name = _origin(volume)
+            yield (name if name == volume.name else f"[{name}]"), size
+        if volume.cache:
+            yield f"[{volume.cache.name}_cvol]", volume.cache.taken(disk)
+    yield "[lvol0_pmspare]", group.spare.get(disk, 0)
