@@ -10,6 +10,17 @@ FORMATTED = "formatted"
 EPHEMERAL = "ephemeral"
 TARGET = "target"
 LAYOUT = "layout"
+# What it was made with, by the keys of its class's parameters; and so is ENCRYPTION.
+CLASS = "class"
+FS_TYPE = "fsType"
+MKFS_OPTIONS = "mkfsOptions"
+MOUNT_OPTIONS = "mountOptions"
+# What Kubernetes told of whom it is for.
+PV = "pv"
+PVC = "pvc"
+NAMESPACE = "namespace"
+POD = "pod"
+POD_UID = "podUid"
 CACHE = "cache"
 # Of a volume of which no sector may show what was there before: FULLY.
 ZERO = "zero"
@@ -64,8 +75,7 @@ WIPING = "wiping"
 RECEIVING = "receiving"
 MOVED = "moved"
 
-# Of a pool, beside its state; it has no name of a caller's.
-CLASS = "class"
+# Of a pool, beside its state and its class; it has no name of a caller's.
 CHUNK = "chunk"
 # Of a pool: its metadata snapshot, if it has one, is Carver's.
 METADATA_SNAPSHOT = "metadataSnapshot"

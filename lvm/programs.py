@@ -123,6 +123,23 @@ def _execute(
     return _by_subprocess(words, timeout_seconds, stdin)
 
 
+def _started(
+    words: Sequence[str], stdin: bytearray | None, stderr: BinaryIO | int, bufsize: int = -1
+) -> "subprocess.Popen[bytes]":
+    """A program whose output is a pipe, and its input where there is something to read."""
+    try:
+        return subprocess.Popen(
+            words,
+            bufsize,
+            env=ENVIRONMENT,
+            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
+    except FileNotFoundError:
+        raise errors.ProgramMissing(words[0]) from None
+
+
 def _by_subprocess(
     words: Sequence[str], timeout_seconds: float | None, stdin: bytearray | None = None
 ) -> tuple[Result, bool]:
@@ -131,16 +148,7 @@ def _by_subprocess(
     It forks a process of this one's size, and has threads to read what the program prints; Popen
     has neither (vfork(2)).
     """
-    try:
-        running = subprocess.Popen(
-            words,
-            env=ENVIRONMENT,
-            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-    except FileNotFoundError:
-        raise errors.ProgramMissing(words[0]) from None
+    running = _started(words, stdin, subprocess.PIPE)
     in_time = True
     try:
         # Written from where it is: nothing copies it.
@@ -163,18 +171,8 @@ def _piped(
     words: Sequence[str], stderr: BinaryIO, stdin: bytearray | None = None
 ) -> "subprocess.Popen[bytes]":
     """A program whose output is a pipe."""
-    try:
-        running = subprocess.Popen(
-            words,
-            env=ENVIRONMENT,
-            stdin=subprocess.DEVNULL if stdin is None else subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            # Nothing between keeps a copy of what is written.
-            bufsize=0 if stdin is not None else -1,
-        )
-    except FileNotFoundError:
-        raise errors.ProgramMissing(words[0]) from None
+    # Nothing between keeps a copy of what is written.
+    running = _started(words, stdin, stderr, bufsize=0 if stdin is not None else -1)
     if running.stdin is not None and stdin is not None:
         with suppress(BrokenPipeError), running.stdin:  # it tells itself why it ended
             running.stdin.write(stdin)

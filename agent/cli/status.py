@@ -229,7 +229,7 @@ def _volume(
     found = [] if device is None else users.places(kernel, mounts, device)
     use = _use(kernel, found)
     facts = one.facts
-    claim = "/".join(filter(None, (facts.get("namespace"), facts.get("pvc"))))
+    claim = "/".join(filter(None, (facts.get(fact.NAMESPACE), facts.get(fact.PVC))))
     raw = "raw block" if facts.get(fact.ACCESS) == "block" else ""
     return Volume(
         id=str(one.id),

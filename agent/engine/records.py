@@ -73,7 +73,7 @@ class Volume:
     @property
     def wanted_bytes(self) -> int:
         """How large it shall be when it is staged next; 0 where it is as large as is on record."""
-        wanted = _number(self.facts, fact.WANTED) or 0
+        wanted = _number(self.facts, fact.WANTED)
         return wanted if wanted > self.size_bytes else 0
 
     @property

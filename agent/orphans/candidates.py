@@ -92,7 +92,7 @@ def of_volumes(inventory: Inventory, known: report.Report, needs: "Needs") -> It
         if one.is_ephemeral:
             if _lacks_its_pod(one, needs):
                 yield _inline(one)
-        elif not needs.names(one.name, one.facts[fact.NAME], one.facts.get("pv", "")):
+        elif not needs.names(one.name, one.facts[fact.NAME], one.facts.get(fact.PV, "")):
             kind = Kind.HALF_MADE if one.copying else Kind.VOLUME
             yield Candidate(kind, str(one.id), _uuid(one), _about(one), handle=str(one.id))
     for one in inventory.doomed(known):
@@ -122,13 +122,13 @@ def pod_of(target_path: str) -> str:
 
 def _lacks_its_pod(volume: Volume, needs: "Needs") -> bool:
     """Whether its pod is told of in its tags, and the cluster has no such pod on this node."""
-    uids = {volume.facts.get("podUid", ""), pod_of(volume.facts.get(fact.TARGET, ""))} - {""}
+    uids = {volume.facts.get(fact.POD_UID, ""), pod_of(volume.facts.get(fact.TARGET, ""))} - {""}
     return not volume.wiping and bool(uids) and needs.pods.isdisjoint(uids)
 
 
 def _inline(volume: Volume) -> Candidate:
     facts, path = volume.facts, volume.facts.get(fact.TARGET, "")
-    pod = "/".join(filter(None, (facts.get("namespace"), facts.get("pod"))))
+    pod = "/".join(filter(None, (facts.get(fact.NAMESPACE), facts.get(fact.POD))))
     about = f"{volume.size_bytes} bytes, of pod {pod or 'without a name'}, which is gone"
     remedy = "" if path else "restart Carver and see its log: it is not known where it was"
     return Candidate(
@@ -159,7 +159,7 @@ def _uuid(volume: Volume) -> str:
 
 def _about(volume: Volume) -> str:
     facts = volume.facts
-    claim = "/".join(filter(None, (facts.get("namespace"), facts.get("pvc"))))
+    claim = "/".join(filter(None, (facts.get(fact.NAMESPACE), facts.get(fact.PVC))))
     state = ", not complete" if volume.copying else ""
     return f"{volume.size_bytes} bytes{state}{_of_claim(claim)}"
 

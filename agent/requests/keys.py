@@ -2,10 +2,15 @@
 
 from collections.abc import Callable, Mapping
 
+from agent import fact
 from agent.config import values
 
 PARAMETER_PREFIX = "carver/"
-PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions", "encryption")
+# Each is kept as a fact of the same name.
+PARAMETERS = (
+    *(fact.CLASS, fact.FS_TYPE, fact.MKFS_OPTIONS, fact.MOUNT_OPTIONS),
+    fact.ENCRYPTION,
+)
 # What they may override of their class's layout: the field, and how it is read.
 LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
     "stripes": ("stripes", values.parse_count),
@@ -13,7 +18,6 @@ LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
     "mirrors": ("mirrors", values.parse_count),
 }
 CACHE_SIZE = "cacheSize"
-ENCRYPTION = "encryption"
 STORAGE_CLASS_PARAMETERS = (*PARAMETERS, *LAYOUT_PARAMETERS, CACHE_SIZE)
 # What a VolumeAttributesClass may say: the field of a Tuning, and how it is read.
 MUTABLE = "mutable_parameters"

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from agent import errors
+from agent import errors, fact
 from agent.config import classes, values
 from agent.requests import checks, keys
 from lvm import tags
@@ -23,15 +23,15 @@ _KUBERNETES_PREFIX = "csi.storage.k8s.io/"
 _FS_TYPE = (f"{_KUBERNETES_PREFIX}fstype", "fstype")
 # What the external-provisioner adds with --extra-create-metadata. Kept as tags, for people.
 _ABOUT = {
-    "csi.storage.k8s.io/pvc/name": "pvc",
-    "csi.storage.k8s.io/pvc/namespace": "namespace",
-    "csi.storage.k8s.io/pv/name": "pv",
+    "csi.storage.k8s.io/pvc/name": fact.PVC,
+    "csi.storage.k8s.io/pvc/namespace": fact.NAMESPACE,
+    "csi.storage.k8s.io/pv/name": fact.PV,
 }
 # What kubelet adds where the CSIDriver has podInfoOnMount.
 _POD = {
-    "csi.storage.k8s.io/pod.name": "pod",
-    "csi.storage.k8s.io/pod.namespace": "namespace",
-    "csi.storage.k8s.io/pod.uid": "podUid",
+    "csi.storage.k8s.io/pod.name": fact.POD,
+    "csi.storage.k8s.io/pod.namespace": fact.NAMESPACE,
+    "csi.storage.k8s.io/pod.uid": fact.POD_UID,
     "csi.storage.k8s.io/serviceAccount.name": "serviceAccount",
 }
 
@@ -83,28 +83,28 @@ class Parameters:
     def _read(cls, found: Mapping[str, str], field: str, about: Mapping[str, str]) -> Self:
         for key, value in (*found.items(), *about.items()):
             _check_fits(field, key, value)
-        fs_type = found.get("fsType", "")
+        fs_type = found.get(fact.FS_TYPE, "")
         if fs_type and fs_type not in filesystem.FILE_SYSTEMS:
             raise errors.NotAllowed(f"{field}[fsType]", fs_type, filesystem.FILE_SYSTEMS)
-        mount_options = tuple(filter(None, found.get("mountOptions", "").split(",")))
+        mount_options = tuple(filter(None, found.get(fact.MOUNT_OPTIONS, "").split(",")))
         checks.mount_options(f"{field}[mountOptions]", mount_options)
         layout = {
             one: checks.number(f"{field}[{key}]", found[key], read)
             for key, (one, read) in keys.LAYOUT_PARAMETERS.items()
             if key in found
         }
-        encryption = found.get(keys.ENCRYPTION, "")
+        encryption = found.get(fact.ENCRYPTION, "")
         if encryption and encryption not in classes.ENCRYPTIONS:
-            raise errors.NotAllowed(f"{field}[{keys.ENCRYPTION}]", encryption, classes.ENCRYPTIONS)
+            raise errors.NotAllowed(f"{field}[{fact.ENCRYPTION}]", encryption, classes.ENCRYPTIONS)
         cache_size = None
         if keys.CACHE_SIZE in found:
             cache_size = checks.number(
                 f"{field}[{keys.CACHE_SIZE}]", found[keys.CACHE_SIZE], values.parse_part
             )
         return cls(
-            device_class=found.get("class", ""),
+            device_class=found.get(fact.CLASS, ""),
             fs_type=fs_type,
-            mkfs_options=tuple(found.get("mkfsOptions", "").split()),
+            mkfs_options=tuple(found.get(fact.MKFS_OPTIONS, "").split()),
             mount_options=mount_options,
             about=about,
             layout=layout,
@@ -123,11 +123,11 @@ class Parameters:
     def context(self) -> dict[str, str]:
         """The volume_context that carries what staging needs."""
         values = {
-            "class": self.device_class,
-            "fsType": self.fs_type,
-            "mkfsOptions": " ".join(self.mkfs_options),
-            "mountOptions": ",".join(self.mount_options),
-            keys.ENCRYPTION: self.encryption,
+            fact.CLASS: self.device_class,
+            fact.FS_TYPE: self.fs_type,
+            fact.MKFS_OPTIONS: " ".join(self.mkfs_options),
+            fact.MOUNT_OPTIONS: ",".join(self.mount_options),
+            fact.ENCRYPTION: self.encryption,
         }
         return {keys.PARAMETER_PREFIX + key: value for key, value in values.items() if value}
 
@@ -180,11 +180,11 @@ def _of_volume(
     found = _known({key: own[key] for key in own if key not in _FS_TYPE}, field, allowed)
     for key in _FS_TYPE:
         if told := wire.get(key, ""):
-            if (other := found.get("fsType") or told) != told:
+            if (other := found.get(fact.FS_TYPE) or told) != told:
                 raise errors.BadField(
                     f"{field}[{key}]", f"{told!r}, but {other!r} is asked for too"
                 )
-            found["fsType"] = told
+            found[fact.FS_TYPE] = told
     return found, about
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from agent import errors
+from agent import errors, fact
 from agent.requests import checks
 from agent.requests.pages import Page
 from agent.requests.parameters import snapshot_parameters
@@ -15,12 +15,12 @@ from proto import csi_pb2 as csi
 # What the external-snapshotter adds, also with --extra-create-metadata.
 _ABOUT_SNAPSHOT = {
     "csi.storage.k8s.io/volumesnapshot/name": "snapshot",
-    "csi.storage.k8s.io/volumesnapshot/namespace": "namespace",
+    "csi.storage.k8s.io/volumesnapshot/namespace": fact.NAMESPACE,
     "csi.storage.k8s.io/volumesnapshotcontent/name": "content",
 }
 _ABOUT_GROUP_SNAPSHOT = {
     "csi.storage.k8s.io/volumegroupsnapshot/name": "groupSnapshotName",
-    "csi.storage.k8s.io/volumegroupsnapshot/namespace": "namespace",
+    "csi.storage.k8s.io/volumegroupsnapshot/namespace": fact.NAMESPACE,
     "csi.storage.k8s.io/volumegroupsnapshotcontent/name": "content",
 }
 

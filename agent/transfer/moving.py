@@ -198,7 +198,7 @@ class Mover:
             release=hashlib.sha256(word.encode()).hexdigest() if word else "",
             word=word if volume.moved else "",
             in_use=bool(places) or self._inventory.is_open(volume),
-            **{key: facts.get(key, "") for key in ("pv", "pvc", "namespace")},
+            **{key: facts.get(key, "") for key in (fact.PV, fact.PVC, fact.NAMESPACE)},
         )
 
     def _mark(self, volume: Volume, new: dict[str, str], without: tuple[str, ...] = ()) -> None:

@@ -41,7 +41,7 @@ from mount import btrfs, filesystem
 
 # What a stream may say of a volume: whatever else it says is its node's affair.
 _TAKEN = (fact.ACCESS, fact.CAPABILITIES, fact.FORMATTED, *keys.PARAMETERS)
-_ABOUT = ("pvc", "namespace", "pv")
+_ABOUT = (fact.PVC, fact.NAMESPACE, fact.PV)
 # What is gone when it is finished.
 _COMING = (fact.CHAIN, fact.CONTENT, fact.INTO, fact.OFFSET, fact.RELEASE, fact.FINISHING)
 
@@ -357,7 +357,7 @@ def _facts(
     if access not in (BLOCK, MOUNT):
         raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
     given = {keys.PARAMETER_PREFIX + key: told[key] for key in keys.PARAMETERS if key in told}
-    given[keys.PARAMETER_PREFIX + "class"] = one.name
+    given[keys.PARAMETER_PREFIX + fact.CLASS] = one.name
     parameters = Parameters.from_proto(given, "stream.facts")
     if parameters.fs_type:
         parameters.check_for(parameters.fs_type, "stream.facts")
@@ -366,7 +366,7 @@ def _facts(
         raise errors.NotAllowed("stream.facts[formatted]", formatted, filesystem.FILE_SYSTEMS)
     facts = {
         **told,
-        "class": one.name,
+        fact.CLASS: one.name,
         fact.NAME: name,
         fact.STATE: fact.RECEIVING,
         fact.SIZE: str(size_bytes),

@@ -10,7 +10,10 @@ from agent.streams.form import Header
 from lvm import report
 
 # What of a volume's facts goes with it; the rest is its node's, or is made anew.
-_SENT = (fact.ACCESS, fact.CAPABILITIES, fact.FORMATTED, *keys.PARAMETERS, "pvc", "namespace", "pv")
+_SENT = (
+    *(fact.ACCESS, fact.CAPABILITIES, fact.FORMATTED, *keys.PARAMETERS),
+    *(fact.PVC, fact.NAMESPACE, fact.PV),
+)
 
 
 class Sender:

@@ -80,7 +80,7 @@ def facts_of(facts: Mapping[str, str], contents: Contents) -> dict[str, str]:
     _check_encryption(facts, contents)
     if fact.SEALED in contents.facts:
         copied[fact.SEALED] = contents.facts[fact.SEALED]
-    fs_type = facts.get("fsType", "")
+    fs_type = facts.get(fact.FS_TYPE, "")
     if not fs_type:
         return copied  # a raw block device holds whatever it is
     if contents.facts.get(fact.ACCESS) == BLOCK:
@@ -122,7 +122,7 @@ def may_hold_btrfs(facts: Mapping[str, str]) -> bool:
     """
     if fact.ENCRYPTION in facts:
         return False
-    return "btrfs" in (facts.get(fact.FORMATTED), facts.get("fsType"))
+    return "btrfs" in (facts.get(fact.FORMATTED), facts.get(fact.FS_TYPE))
 
 
 def is_in(contents: Contents, group: report.Group, pool: str) -> bool:

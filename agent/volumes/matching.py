@@ -38,7 +38,7 @@ def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
     # All else is compared as of a call for the size with which it was made.
     call = replace(call, size=SizeRange(made_bytes - header))
     # What it was made of gave the file system, and may be gone by now.
-    held = found.facts.get("fsType") if told else None
+    held = found.facts.get(fact.FS_TYPE) if told else None
     _, facts = plan.of(call, one, found.group, header, held)
     compared = (fact.LAYOUT, fact.CACHE, fact.CAPABILITIES)
     for key in (*compared, *keys.PARAMETERS):
@@ -65,7 +65,7 @@ def refusal(config: Config, volume: Volume, call: ValidateVolume) -> str:
             return "the volume was made for raw block access"
         if formatted and capability.fs_type not in {"", formatted}:
             return f"the volume is formatted with {formatted}, not {capability.fs_type}"
-        fs_type = capability.fs_type or formatted or volume.facts.get("fsType", "")
+        fs_type = capability.fs_type or formatted or volume.facts.get(fact.FS_TYPE, "")
         minimum = filesystem.FILE_SYSTEMS[fs_type].minimum_bytes if fs_type else 0
         if volume.capacity_bytes < minimum:
             return f"{fs_type} needs {minimum} bytes, the volume has {volume.capacity_bytes}"
@@ -90,7 +90,7 @@ def _check_made_so(config: Config, volume: Volume, call: ValidateVolume) -> None
             wanted[key] = str(given.layout[part])
             made[key] = str(getattr(volume.layout, part))
     if given.cache_size is not None:
-        named = replace(given, device_class=given.device_class or facts.get("class", ""))
+        named = replace(given, device_class=given.device_class or facts.get(fact.CLASS, ""))
         # It has one, or else the parameter is refused.
         cache, extent = (
             plan.device_class(config, "parameters", named).cache,

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 # What a volume that is made of a snapshot must know of the snapshot's origin.
 _INHERITED = (
-    *(fact.ACCESS, fact.FORMATTED, "class", "fsType"),
+    *(fact.ACCESS, fact.FORMATTED, fact.CLASS, fact.FS_TYPE),
     *(fact.ENCRYPTION, fact.HEADER, fact.SEALED),
 )
 
@@ -273,7 +273,7 @@ class Snapshotter:
 
     def _area_bytes(self, size: layout.Reserve | None, volume: Volume, beside_bytes: int) -> int:
         """What a copy-on-write snapshot of the volume gets; raises NoRoom."""
-        one = self._config.device_class(volume.facts.get("class", ""))
+        one = self._config.device_class(volume.facts.get(fact.CLASS, ""))
         wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
         group = volume.group
         area = layout.copy_on_write_bytes(volume.size_bytes, wish, group)

@@ -1,16 +1,20 @@
 """The same tests on a machine in memory and, with --real, on this one."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import configured
+import nodes
 import pytest
+from nodes import Node
 from real.any import AnyHost
 
 from agent.config.settings import Config
 from agent.csi.client import Client, mounted
 from agent.engine.host import Host
 from agent.service.server import Service
+from lvm.command import Result
 from proto import csi_pb2 as csi
 
 
@@ -62,3 +66,33 @@ def staging(host: AnyHost) -> Path:
 def target(host: AnyHost) -> Path:
     """Where kubelet has a volume published."""
     return host.directory / "target"
+
+
+@pytest.fixture
+def here(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
+    """A service with a group of its own, as a node has."""
+    with nodes.made(host, config, tmp_path, "here") as node:
+        yield node
+
+
+@pytest.fixture
+def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
+    """Another node."""
+    with nodes.made(host, config, tmp_path, "there") as node:
+        yield node
+
+
+@pytest.fixture
+def mkfs_fails(host: AnyHost) -> threading.Event:
+    """The first mkfs of ext4 fails, but not before it is let go on."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(words: Sequence[str]) -> Result | None:
+        if words[0] != "mkfs.ext4" or begun.is_set():
+            return None
+        begun.set()
+        assert go_on.wait(60)
+        return Result(1, "", "no luck")
+
+    host.intercept = slow
+    return go_on

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from real.any import AnyHost
+from real.any import AnyHost, device
 
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
@@ -56,12 +56,6 @@ def nothing_is_left(host: AnyHost, group: str, client: Client) -> Iterator[None]
     for volume in client.volumes():
         client.delete(volume.volume_id)
     assert set(report.read(host.lvm).group(group).volumes) == set()
-
-
-def device(host: AnyHost, group: str, name: str) -> str:
-    found = host.devices.find(group, name)
-    assert found
-    return found.path
 
 
 def logical(host: AnyHost, group: str, name: str) -> report.LogicalVolume:

@@ -7,7 +7,7 @@ import chosen
 import expect
 import pytest
 import tiers
-from real.any import AnyHost
+from real.any import AnyHost, device
 from real.host import RealHost
 from tiers import FAST, SLOW, free
 
@@ -58,12 +58,6 @@ def nothing_is_left(host: AnyHost, group: str) -> Iterator[None]:
 
 def logical(host: AnyHost, group: str, name: str = "vol-pvc-1") -> report.LogicalVolume:
     return report.read(host.lvm).group(group).volume(name)
-
-
-def device(host: AnyHost, group: str, name: str) -> str:
-    found = host.devices.find(group, name)
-    assert found
-    return found.path
 
 
 @pytest.mark.parametrize("name", chosen.kinds(CACHES, usual=["cache", "writecache"]))

@@ -21,13 +21,8 @@ EXTENT = 4 * MIB
 # Whole extents on every stripe of each layout.
 SIZE, GROWN = 24 * MIB, 48 * MIB
 LAYOUTS = {
-    "linear": Layout(),
+    **configured.LAYOUTS,
     "striped": Layout("striped", stripes=2, stripe_size_bytes=8192),
-    "raid1": Layout("raid1", mirrors=1),
-    "raid5": Layout("raid5", stripes=2),
-    "raid6": Layout("raid6", stripes=3),
-    "raid10": Layout("raid10", stripes=2, mirrors=1),
-    "thin": Layout("thin"),
 }
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import chosen
 import expect
 import pytest
-from real.any import AnyHost
+from real.any import AnyHost, device
 from real.host import RealHost
 
 from agent.config.classes import DeviceClass
@@ -58,12 +58,6 @@ def names(host: AnyHost, group: str) -> set[str]:
 
 def facts(host: AnyHost, group: str, name: str) -> Mapping[str, str]:
     return tags.decode(report.read(host.lvm).group(group).volume(name).tags)
-
-
-def device(host: AnyHost, group: str, name: str) -> str:
-    found = host.devices.find(group, name)
-    assert found is not None
-    return found.path
 
 
 def lvm2_commands(host: AnyHost) -> list[str]:

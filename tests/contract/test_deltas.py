@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 
 import chosen
+import configured
 import expect
 import pytest
 from real.any import AnyHost
@@ -22,18 +23,13 @@ from agent.service import server
 from agent.service.server import Service
 from lvm import errors as lvm_errors
 from lvm import report, tags, volumes
-from lvm.layout import Layout, Reserve
+from lvm.layout import Reserve
 from lvm.pools import Policy
 from proto import csi_pb2 as csi
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 16 * MIB
-LAYOUTS = {
-    "linear": Layout(),
-    "striped": Layout("striped", stripes=2),
-    "raid1": Layout("raid1", mirrors=1),
-    "thin": Layout("thin"),
-}
+LAYOUTS = configured.layouts("linear", "striped", "raid1", "thin")
 
 
 @pytest.fixture

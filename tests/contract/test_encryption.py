@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import chosen
+import configured
 import expect
 import pytest
 from real.any import AnyHost
@@ -24,13 +25,8 @@ OTHER = {"passphrase": "Tr0ub4dor&3"}
 BOTH = {"passphrase": OTHER["passphrase"], "previousPassphrase": KEY["passphrase"]}
 MARK = b"not-for-the-disk"
 LAYOUTS = {
-    "linear": Layout(),
+    **configured.LAYOUTS,
     "striped": Layout("striped", stripes=2, stripe_size_bytes=65536),
-    "raid1": Layout("raid1", mirrors=1),
-    "raid5": Layout("raid5", stripes=2),
-    "raid6": Layout("raid6", stripes=3),
-    "raid10": Layout("raid10", stripes=2, mirrors=1),
-    "thin": Layout("thin"),
 }
 SIZES = {"ext4": 48 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
 

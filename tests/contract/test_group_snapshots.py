@@ -9,7 +9,7 @@ import chosen
 import expect
 import pytest
 from fakes import kubelet
-from real.any import AnyHost
+from real.any import AnyHost, device
 
 from agent.config.classes import DeviceClass
 from agent.config.settings import TOPOLOGY_KEY, Config
@@ -31,12 +31,6 @@ def pair(client: Client, service: Service) -> list[str]:
     """Two raw block volumes; and lvm2 may be as slow as an emulated machine makes it."""
     service.group_snapshotter.standstill_seconds = 300
     return [client.create(name, 32 * MIB, block()).volume_id for name in ("data", "wal")]
-
-
-def device(host: AnyHost, group: str, name: str) -> str:
-    found = host.devices.find(group, name)
-    assert found is not None
-    return found.path
 
 
 def logical_name(identity: str) -> str:

@@ -500,22 +500,17 @@ def test_a_mount_or_a_look_that_fails_leaves_nothing_either(
 
 @pytest.mark.variation
 def test_what_may_still_be_at_work_is_left_for_the_next_call(
-    client: Client, config: Config, host: AnyHost, group: str, target: Path
+    client: Client,
+    config: Config,
+    host: AnyHost,
+    group: str,
+    target: Path,
+    mkfs_fails: threading.Event,
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow(words: Sequence[str]) -> Result | None:
-        if words[0] != "mkfs.ext4" or begun.is_set():
-            return None
-        begun.set()
-        assert go_on.wait(60)
-        return Result(1, "", "no luck")
-
-    host.intercept = slow
     with Client(config.endpoint, timeout_seconds=5) as impatient, expect.code("ABORTED", "mkfs"):
         impatient.publish_inline(VOLUME, target, SMALL)
     assert len(volumes(host, group)) == 1
-    go_on.set()
+    mkfs_fails.set()
     # It was made by another call, but never held anything.
     with expect.code("INTERNAL", "no luck"):
         client.publish_inline(VOLUME, target, SMALL)

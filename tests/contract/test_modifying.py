@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import chosen
+import configured
 import expect
 import grpc
 import pytest
@@ -23,12 +24,7 @@ from proto import csi_pb2 as csi
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 24 * MIB
-RAIDS = {
-    "raid1": Layout("raid1", mirrors=1),
-    "raid5": Layout("raid5", stripes=2),
-    "raid6": Layout("raid6", stripes=3),
-    "raid10": Layout("raid10", stripes=2, mirrors=1),
-}
+RAIDS = configured.layouts("raid1", "raid5", "raid6", "raid10")
 # Classes of every kind.
 KINDS = ("linear", "striped", "thin", "cache", "writecache", *RAIDS)
 OF_RECOVERY = {"minimumRecoveryRate": "100KiB", "maximumRecoveryRate": "2MiB"}

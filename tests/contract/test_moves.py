@@ -1,34 +1,17 @@
 """Volumes moved from one service to another, and what a lost line or a dead process leaves."""
 
 import random
-from collections.abc import Iterator
-from pathlib import Path
 
 import chosen
 import expect
-import nodes
 import pytest
 from nodes import MIB, SIZE, Node, Stand, volume_of, write
-from real.any import AnyHost
 
 from agent import errors
 from agent.cli import moving, streams
 from agent.cli.moving import Move, Options
-from agent.config.settings import Config
 from agent.csi.client import block, mounted
 from proto import csi_pb2 as csi
-
-
-@pytest.fixture
-def here(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
-    with nodes.made(host, config, tmp_path, "here") as node:
-        yield node
-
-
-@pytest.fixture
-def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
-    with nodes.made(host, config, tmp_path, "there") as node:
-        yield node
 
 
 def move(here: Node, stand: Stand, volume: csi.Volume) -> Move:

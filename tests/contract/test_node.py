@@ -10,22 +10,15 @@ import chosen
 import expect
 import pytest
 from fakes import kubelet
-from real.any import AnyHost
+from real.any import AnyHost, device
 
 from agent.config.settings import TOPOLOGY_KEY, Config
 from agent.csi.client import Client, Mode, block, mounted
 from lvm import report
-from lvm.command import Result
 from mount import loop, table
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
-
-
-def device_of(host: AnyHost, group: str, name: str = "vol-pvc-1") -> str:
-    found = host.devices.find(group, name)
-    assert found is not None
-    return found.path
 
 
 def formats(host: AnyHost) -> int:
@@ -76,7 +69,7 @@ def test_a_raw_block_volume_that_is_not_active_is_activated_by_staging(
 def test_a_file_system_that_carver_did_not_make_is_left_alone(
     client: Client, host: AnyHost, volume: csi.Volume, staging: Path, group: str
 ) -> None:
-    host.write(device_of(host, group), "ext4")
+    host.write(device(host, group, "vol-pvc-1"), "ext4")
     other = mounted("xfs")
     with expect.code("FAILED_PRECONDITION", "holds ext4", "xfs"):
         client.stage(volume, staging, other)
@@ -87,7 +80,7 @@ def test_a_file_system_that_carver_did_not_make_is_left_alone(
 def test_a_crash_between_mkfs_and_its_tag_is_finished_by_the_next_call(
     client: Client, host: AnyHost, volume: csi.Volume, staging: Path, group: str
 ) -> None:
-    host.write(device_of(host, group), "ext4")
+    host.write(device(host, group, "vol-pvc-1"), "ext4")
     client.stage(volume, staging)
     tags = report.read(host.lvm).group(group).volume("vol-pvc-1").tags
     assert "carver.formatted=ext4" in tags
@@ -99,7 +92,7 @@ def test_a_formatted_volume_that_is_blank_now_is_not_formatted_again(
 ) -> None:
     client.stage(volume, staging)
     client.unstage(volume.volume_id, staging)
-    host.erase(device_of(host, group))
+    host.erase(device(host, group, "vol-pvc-1"))
     with expect.code("FAILED_PRECONDITION", "was formatted with ext4", "backup"):
         client.stage(volume, staging)
     assert formats(host) == 1
@@ -122,7 +115,7 @@ def test_a_damaged_file_system_is_not_mounted(
 ) -> None:
     client.stage(volume, staging)
     client.unstage(volume.volume_id, staging)
-    host.damage(device_of(host, group))
+    host.damage(device(host, group, "vol-pvc-1"))
     with expect.code("FAILED_PRECONDITION", "is damaged", "e2fsck -f"):
         client.stage(volume, staging)
     assert table.read(host.kernel).at(str(staging)) == ()
@@ -528,7 +521,7 @@ def test_a_loop_device_that_somebody_else_made_is_left_alone(
 ) -> None:
     volume = client.create("pvc-2", 16 * MIB, block())
     client.stage(volume, staging, block())
-    other = loop.attach(host.kernel, device_of(host, group, "vol-pvc-2"))
+    other = loop.attach(host.kernel, device(host, group, "vol-pvc-2"))
     client.publish(volume, staging, target, block())
     client.unpublish(volume.volume_id, target)
     assert other in host.kernel.loop_devices()
@@ -565,7 +558,7 @@ def test_a_pod_that_reads_a_raw_block_volume_is_served_beside_one_that_writes(
                 )
             )
             assert host.kernel.device_size_bytes(str(target)) == 32 * MIB
-        number = host.kernel.device_number(device_of(host, group, "vol-pvc-2"))
+        number = host.kernel.device_number(device(host, group, "vol-pvc-2"))
         assert len(loop.over(host.kernel, number)) == 1
         # Kubelet has two: one on the device, one on what Carver has over it.
         others = set(host.kernel.loop_devices()) - set(loop.over(host.kernel, number))
@@ -589,7 +582,7 @@ def test_a_reader_goes_while_kubelet_holds_the_writers_device(
     with kubelet.Mapped(host.kernel, writer, host.directory / "own") as held:
         client.publish(volume, staging, target, multi, read_only=True)
         client.unpublish(volume.volume_id, target)
-        number = host.kernel.device_number(device_of(host, group, "vol-pvc-2"))
+        number = host.kernel.device_number(device(host, group, "vol-pvc-2"))
         assert loop.over(host.kernel, number) == ()
         assert host.kernel.loop_status(held).backing_device
     client.unpublish(volume.volume_id, writer)
@@ -602,7 +595,7 @@ def test_what_kubelet_still_reads_by_stays_until_the_volume_is_unstaged(
     volume = client.create("pvc-2", 16 * MIB, block())
     client.stage(volume, staging, block())
     client.publish(volume, staging, target, block(), read_only=True)
-    number = host.kernel.device_number(device_of(host, group, "vol-pvc-2"))
+    number = host.kernel.device_number(device(host, group, "vol-pvc-2"))
     with kubelet.Mapped(host.kernel, target, host.directory / "own"):
         client.unpublish(volume.volume_id, target)
         assert len(loop.over(host.kernel, number)) == 1
@@ -714,24 +707,19 @@ def test_what_outlasts_its_call_goes_on_and_the_next_call_waits_for_it(
 
 @pytest.mark.variation
 def test_what_went_wrong_behind_a_call_is_told_to_the_next(
-    client: Client, config: Config, host: AnyHost, volume: csi.Volume, staging: Path
+    client: Client,
+    config: Config,
+    host: AnyHost,
+    volume: csi.Volume,
+    staging: Path,
+    mkfs_fails: threading.Event,
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow(words: Sequence[str]) -> Result | None:
-        if words[0] != "mkfs.ext4" or begun.is_set():
-            return None
-        begun.set()
-        assert go_on.wait(60)
-        return Result(1, "", "no luck")
-
-    host.intercept = slow
     with (
         Client(config.endpoint, timeout_seconds=5) as impatient,
         expect.code("ABORTED", "mkfs of volume"),
     ):
         impatient.stage(volume, staging)
-    go_on.set()
+    mkfs_fails.set()
     with expect.code("INTERNAL", "no luck"):
         client.stage(volume, staging)
     client.stage(volume, staging)

@@ -14,7 +14,6 @@ from real.any import AnyHost
 from agent.config.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from lvm import report
-from lvm.layout import Layout
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -22,15 +21,7 @@ MARK = b"an earlier owner's secret"
 OWN = b"one's own".ljust(4096, b".")
 # Whole extents on every stripe of each layout.
 SIZE, GROWN, LARGER = 24 * MIB, 48 * MIB, 72 * MIB
-LAYOUTS = {
-    "linear": Layout(),
-    "striped": Layout("striped", stripes=2),
-    "raid1": Layout("raid1", mirrors=1),
-    "raid5": Layout("raid5", stripes=2),
-    "raid6": Layout("raid6", stripes=3),
-    "raid10": Layout("raid10", stripes=2, mirrors=1),
-    "thin": Layout("thin"),
-}
+LAYOUTS = configured.LAYOUTS
 
 
 @pytest.fixture

@@ -118,6 +118,27 @@ def copy(client: Client, source: csi.Volume, of: str = "own") -> csi.Volume:
     )
 
 
+def begin(client: Client, service: Service, source: csi.Volume, staging: Path) -> csi.Volume:
+    """A copy whose re-encryption is under way, for which no call waits."""
+    service.reencrypter.grace_seconds = 0
+    made = copy(client, source)
+    with expect.code("ABORTED"):
+        client.stage(made, staging, block(), KEY)
+    return made
+
+
+@pytest.fixture
+def killed(
+    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
+) -> csi.Volume:
+    """A copy whose re-encryption was killed in its midst."""
+    made = copy(client, source)
+    path = device(host, group, "copy").path
+    with host.killed_reencryption(path), expect.code("INTERNAL"):
+        client.stage(made, staging, block(), KEY)
+    return made
+
+
 def at_last(call: Callable[[], object]) -> set[str]:
     """Call again for as long as it says so, as kubelet does; what the answers said until then."""
     said: set[str] = set()
@@ -270,11 +291,8 @@ def test_nothing_is_made_of_a_copy_before_it_has_its_own(
 def test_what_was_ended_by_unstaging_goes_on_when_it_is_staged_next(
     client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
-    service.reencrypter.grace_seconds = 0
-    made = copy(client, source)
     with host.slow_reencryption():
-        with expect.code("ABORTED"):
-            client.stage(made, staging, block(), KEY)
+        made = begin(client, service, source, staging)
         # On a slow machine cryptsetup may take a while before it can be ended.
         at_last(lambda: client.unstage(made.volume_id, staging))
         assert service.reencrypter.counts()["running"] == 0
@@ -285,13 +303,10 @@ def test_what_was_ended_by_unstaging_goes_on_when_it_is_staged_next(
 
 @pytest.mark.variation
 def test_one_that_is_being_re_encrypted_can_be_deleted(
-    client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
+    client: Client, service: Service, host: AnyHost, staging: Path, source: csi.Volume
 ) -> None:
-    service.reencrypter.grace_seconds = 0
-    made = copy(client, source)
     with host.slow_reencryption():
-        with expect.code("ABORTED"):
-            client.stage(made, staging, block(), KEY)
+        made = begin(client, service, source, staging)
         at_last(lambda: client.delete(made.volume_id))
     assert [one.volume_id for one in client.volumes()] == [source.volume_id]
 
@@ -300,10 +315,8 @@ def test_one_that_is_being_re_encrypted_can_be_deleted(
 def test_one_that_grows_meanwhile_is_whole(
     client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
 ) -> None:
-    service.reencrypter.grace_seconds = 0
-    made = copy(client, source)
-    with host.slow_reencryption(), expect.code("ABORTED"):
-        client.stage(made, staging, block(), KEY)
+    with host.slow_reencryption():
+        made = begin(client, service, source, staging)
     client.expand(made.volume_id, 2 * SIZE)
     at_last(lambda: client.stage(made, staging, block(), KEY))
     assert inside(host, group, "copy") == MARK
@@ -313,28 +326,20 @@ def test_one_that_grows_meanwhile_is_whole(
 
 
 def test_what_a_killed_cryptsetup_left_is_recovered_and_goes_on(
-    client: Client, service: Service, host: AnyHost, group: str, staging: Path, source: csi.Volume
+    client: Client, host: AnyHost, group: str, staging: Path, killed: csi.Volume
 ) -> None:
-    made = copy(client, source)
-    path = device(host, group, "copy").path
-    with host.killed_reencryption(path), expect.code("INTERNAL"):
-        client.stage(made, staging, block(), KEY)
     assert header(host, group, "copy").is_reencrypting
     assert facts(host, group, "copy")["reencrypt"] == "yes"
     with expect.code("UNAUTHENTICATED"):
-        client.stage(made, staging, block(), OTHER)
-    client.stage(made, staging, block(), KEY)
+        client.stage(killed, staging, block(), OTHER)
+    client.stage(killed, staging, block(), KEY)
     assert inside(host, group, "copy") == MARK
     assert not header(host, group, "copy").is_reencrypting
 
 
 @pytest.mark.variation
 def test_what_a_killed_cryptsetup_left_can_be_deleted(
-    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
+    client: Client, source: csi.Volume, killed: csi.Volume
 ) -> None:
-    made = copy(client, source)
-    path = device(host, group, "copy").path
-    with host.killed_reencryption(path), expect.code("INTERNAL"):
-        client.stage(made, staging, block(), KEY)
-    client.delete(made.volume_id)
+    client.delete(killed.volume_id)
     assert [one.volume_id for one in client.volumes()] == [source.volume_id]

@@ -1,11 +1,11 @@
 """Kubelet finds Carver by itself, and uses it; either of the two may be started anew."""
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import expect
 import pytest
 from fakes.kubelet import FakeKubelet
 from real.any import AnyHost
@@ -17,14 +17,6 @@ from agent.service.registration import Registration, State
 from agent.service.server import Service
 
 MIB = 1 << 20
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -64,7 +56,7 @@ def test_kubelet_finds_registers_and_uses_carver(
 ) -> None:
     kubelet = FakeKubelet(registry)
     with carver(host, config, registry) as registration:
-        until(lambda: kubelet.look() == [DRIVER_NAME])
+        expect.soon(lambda: kubelet.look() == [DRIVER_NAME])
 
         endpoint, node = kubelet.drivers[DRIVER_NAME]
         assert endpoint == config.endpoint
@@ -81,7 +73,7 @@ def test_a_kubelet_that_is_started_anew_finds_carver_again(
 ) -> None:
     with carver(host, config, registry):
         first = FakeKubelet(registry)
-        until(lambda: first.look() == [DRIVER_NAME])
+        expect.soon(lambda: first.look() == [DRIVER_NAME])
 
         again = FakeKubelet(registry)
         assert again.look() == [DRIVER_NAME]
@@ -95,15 +87,15 @@ def test_a_kubelet_that_wipes_its_directory_gets_the_socket_again(
 ) -> None:
     kubelet = FakeKubelet(registry)
     with carver(host, config, registry) as registration:
-        until(lambda: kubelet.look() == [DRIVER_NAME])
+        expect.soon(lambda: kubelet.look() == [DRIVER_NAME])
 
         if wiped == "socket":
             registration.socket.unlink()
         else:
             shutil.rmtree(registry)
         again = FakeKubelet(registry)
-        until(lambda: again.look() == [DRIVER_NAME])
-        until(lambda: registration.state is State.REGISTERED)
+        expect.soon(lambda: again.look() == [DRIVER_NAME])
+        expect.soon(lambda: registration.state is State.REGISTERED)
         life_cycle(again.drivers[DRIVER_NAME][0], "pvc-1", host.directory)
 
 
@@ -113,10 +105,10 @@ def test_a_carver_that_is_started_anew_is_registered_again(
 ) -> None:
     kubelet = FakeKubelet(registry)
     with carver(host, config, registry):
-        until(lambda: kubelet.look() == [DRIVER_NAME])
+        expect.soon(lambda: kubelet.look() == [DRIVER_NAME])
     assert kubelet.look() == []
     assert list(registry.iterdir()) == []
 
     with carver(host, config, registry):
-        until(lambda: kubelet.look() == [DRIVER_NAME])
+        expect.soon(lambda: kubelet.look() == [DRIVER_NAME])
         life_cycle(kubelet.drivers[DRIVER_NAME][0], "pvc-1", host.directory)

@@ -12,19 +12,12 @@ from real.any import AnyHost
 from agent.config.settings import Config
 from agent.csi.client import Client, block
 from lvm import report
-from lvm.layout import Layout
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
 SIZE = 24 * MIB
 GROUP = "carver_replaced"
-LAYOUTS = {
-    "linear": Layout(),
-    "striped": Layout("striped", stripes=2),
-    "raid1": Layout("raid1", mirrors=1),
-    "raid5": Layout("raid5", stripes=2),
-    "thin": Layout("thin"),
-}
+LAYOUTS = configured.layouts("linear", "striped", "raid1", "raid5", "thin")
 
 
 @pytest.fixture

@@ -35,12 +35,6 @@ def text() -> str:
 
 
 @pytest.fixture
-def here(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
-    with nodes.made(host, config, tmp_path, "here") as node:
-        yield node
-
-
-@pytest.fixture
 def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
     with nodes.made(host, config, tmp_path, "node-b") as node:
         yield node

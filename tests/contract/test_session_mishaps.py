@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ import chosen
 import grpc
 import pytest
 from fakes.host import FakeHost
-from model import operations as do
 from model.cases import CASES, EXTENTS, Case
 from model.expected import EXTENT_BYTES, Model
 from model.machine import Machine
@@ -89,6 +89,28 @@ class Place:
             self.settle()
             time.sleep(0.05)
 
+    def survive(
+        self,
+        mishap: str,
+        where: str,
+        again: Callable[[], object],
+        finish: Callable[[], None],
+        *,
+        is_refused: bool,
+    ) -> None:
+        """Nothing is changed unseen, nor beside what may do something yet; then it is finished."""
+        assert is_refused or self.shells.was_looked_first, where
+        if mishap in STOPPED:
+            before = self.shells.changes
+            again()
+            assert self.shells.changes == before, where
+            assert self.shells.victim is not None
+            self.shells.victim.go_on()
+        try:
+            finish()
+        except AssertionError as error:
+            raise AssertionError(where) from error
+
 
 class Trial(Place):
     """The same, and a model of it."""
@@ -128,16 +150,8 @@ class Trial(Place):
 
     def undo(self, case: Case) -> None:
         """What a CO does that gives up; then nothing is left."""
-        volume = getattr(case.call, "volume", "a")
-        staged = next((name for _, name, _, _ in self.machine.state().places), volume)
+        self.machine.give_up(case.call)
         self.model = Model(self.model.total_bytes)
-        undone: tuple[do.Call, ...] = (
-            *(do.Unpublish(volume, path) for path in ("target", "other")),
-            *(do.Unpublish(one, "staging") for one in (staged, volume)),
-            *(do.Delete("copy"), do.DeleteSnapshot("snap"), do.Delete(volume), do.Delete("a")),
-        )
-        for call in undone:
-            assert self.machine.by_kubelet(call) == Outcome("OK"), call
         self.await_state()
 
 
@@ -197,18 +211,13 @@ def test_whatever_happens_to_lvm2_s_shell_the_same_call_comes_to_its_end(
         is_refused = mishap in STARVED and told.code == "INTERNAL"
         is_done = machine.same(case.call, told, expected)
         assert is_done or is_refused or told.code in UNFINISHED, where
-        assert is_refused or shells.was_looked_first, where
-        if mishap in STOPPED:
-            # While it may do something yet, nothing is changed beside it.
-            before = shells.changes
-            machine.by_kubelet(case.call)
-            assert shells.changes == before, where
-            shells.victim.go_on()
-        try:
+
+        def finish() -> None:
             trial.finish(case)
             trial.undo(case)
-        except AssertionError as error:
-            raise AssertionError(where) from error
+
+        again = partial(machine.by_kubelet, case.call)
+        trial.survive(mishap, where, again, finish, is_refused=is_refused)
     machine.stop()
 
 
@@ -381,6 +390,10 @@ def test_whatever_happens_to_it_no_pool_snapshot_or_reading_is_left_half_made(
         for one in script.before:
             one(machine)
 
+    def finish() -> None:
+        seen.finish(script.call, expected)
+        seen.undo()
+
     seen.begin(arrange)
     assert seen.code(script.call) == "OK"
     seen.settle()
@@ -400,15 +413,5 @@ def test_whatever_happens_to_it_no_pool_snapshot_or_reading_is_left_half_made(
         where = f"{step}, {mishap}: {told}, {shells.log}"
         is_refused = mishap in STARVED and told == "INTERNAL"
         assert is_refused or told == "OK" or told in UNFINISHED, where
-        assert is_refused or shells.was_looked_first, where
-        if mishap in STOPPED:
-            before = shells.changes
-            seen.code(script.call)
-            assert shells.changes == before, where
-            shells.victim.go_on()
-        try:
-            seen.finish(script.call, expected)
-            seen.undo()
-        except AssertionError as error:
-            raise AssertionError(where) from error
+        seen.survive(mishap, where, partial(seen.code, script.call), finish, is_refused=is_refused)
     machine.stop()

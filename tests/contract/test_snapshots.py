@@ -4,7 +4,7 @@ from pathlib import Path
 
 import expect
 import pytest
-from real.any import AnyHost
+from real.any import AnyHost, device
 
 from agent.config.settings import TOPOLOGY_KEY
 from agent.csi.client import Client, block, mounted, of_snapshot
@@ -22,12 +22,6 @@ def logical(host: AnyHost, group: str, name: str) -> report.LogicalVolume:
 
 def names(host: AnyHost, group: str) -> set[str]:
     return set(report.read(host.lvm).group(group).volumes)
-
-
-def device(host: AnyHost, group: str, name: str) -> str:
-    found = host.devices.find(group, name)
-    assert found is not None
-    return found.path
 
 
 @pytest.fixture

@@ -2,33 +2,17 @@
 
 import io
 import random
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import chosen
 import expect
 import nodes
 import pytest
 from nodes import LAYOUTS, MIB, SIZE, Node, volume_of, write
-from real.any import AnyHost
 
 from agent import errors
 from agent.cli import streams
-from agent.config.settings import Config
 from agent.csi.client import block, mounted
-
-
-@pytest.fixture
-def here(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
-    with nodes.made(host, config, tmp_path, "here") as node:
-        yield node
-
-
-@pytest.fixture
-def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
-    with nodes.made(host, config, tmp_path, "there") as node:
-        yield node
 
 
 @pytest.mark.parametrize(

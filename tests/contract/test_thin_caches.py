@@ -7,7 +7,7 @@ import chosen
 import expect
 import pytest
 import tiers
-from real.any import AnyHost
+from real.any import AnyHost, device
 from real.host import RealHost
 from tiers import FAST, SLOW, free
 
@@ -50,12 +50,6 @@ def config(config: Config, group: str) -> Config:
 
 def pool(host: AnyHost, group: str, name: str) -> report.LogicalVolume:
     return report.read(host.lvm).group(group).volume(f"pool-{name}")
-
-
-def device(host: AnyHost, group: str, name: str) -> str:
-    found = host.devices.find(group, name)
-    assert found
-    return found.path
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,7 @@
 """Calls that meet others: they wait a moment for their turn, and never take all threads."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,15 +37,8 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONG
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
 def waiting(locks: VolumeLocks, calls: int) -> None:
-    until(lambda: len(locks._waiting) == calls)
+    expect.soon(lambda: len(locks._waiting) == calls)
 
 
 class Calls:

@@ -97,9 +97,9 @@ class Process(Machine):
         if code := self.process.wait(60):
             raise Fault(f"the process ended with {code} at SIGTERM")
 
-    def restart(self) -> None:
+    def restart(self, switch: Switch | None = None) -> None:
         self.stop()
-        self.start(self.switch)
+        self.start(switch or self.switch)
 
     def kill(self) -> None:
         """End the process as kill -9 does, and start another."""

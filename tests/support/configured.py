@@ -9,6 +9,17 @@ from agent.config.settings import Config
 from lvm.layout import Layout
 from lvm.pools import Policy
 
+# One of each kind that Carver knows, by its name, with as few disks as show what it is.
+LAYOUTS: Mapping[str, Layout] = {
+    "linear": Layout(),
+    "striped": Layout("striped", stripes=2),
+    "raid1": Layout("raid1", mirrors=1),
+    "raid5": Layout("raid5", stripes=2),
+    "raid6": Layout("raid6", stripes=3),
+    "raid10": Layout("raid10", stripes=2, mirrors=1),
+    "thin": Layout("thin"),
+}
+
 
 def carver(directory: Path, group: str = "data", **changes: Any) -> Config:
     """One class, `plain`, on a group, and a node called `here`, all inside a directory."""
@@ -27,6 +38,11 @@ def carver(directory: Path, group: str = "data", **changes: Any) -> Config:
         "classes": (DeviceClass(name="plain", group=group, default=True),),
     }
     return Config(**values | changes)
+
+
+def layouts(*names: str) -> dict[str, Layout]:
+    """Some of them."""
+    return {name: LAYOUTS[name] for name in names}
 
 
 def classes(

@@ -1,9 +1,21 @@
-"""What a test expects of a call: a gRPC code, and words in its message."""
+"""What a test expects: of a call a code and words, of another thread that it comes about."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import grpc
+
+# Longer than anything takes on a machine that is busy with other work.
+_PATIENCE_SECONDS = 60
+
+
+def soon(is_so: Callable[[], object]) -> None:
+    """Wait for what another thread or process does."""
+    end = time.monotonic() + _PATIENCE_SECONDS
+    while not is_so():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.001)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import configured
 import grpc
 from model.machine import die
 from model.stopping import Switch
-from real.any import AnyHost
+from real.any import AnyHost, device
 
 from agent import errors
 from agent.cli import main, streams
@@ -23,17 +23,11 @@ from agent.csi.client import Client, block
 from agent.engine.host import Host
 from agent.service import server
 from agent.service.server import Service
-from lvm.layout import Layout
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 SIZE = 24 * MIB
-LAYOUTS = {
-    "linear": Layout(),
-    "striped": Layout("striped", stripes=2),
-    "raid1": Layout("raid1", mirrors=1),
-    "thin": Layout("thin"),
-}
+LAYOUTS = configured.layouts("linear", "striped", "raid1", "thin")
 PLAIN, THIN = "linear", "thin"
 
 
@@ -51,9 +45,7 @@ class Node:
     at: Manual = field(init=False)
 
     def device(self, name: str) -> str:
-        found = self.host.devices.find(self.group, name)
-        assert found is not None, name
-        return found.path
+        return device(self.host, self.group, name)
 
     def content(self, name: str, size: int = SIZE) -> bytes:
         with self.host.kernel.opened(self.device(name)) as opened:

@@ -1,10 +1,9 @@
 """Turns at a volume group: in order, so many and no more, no longer than the caller waits."""
 
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import expect
 import pytest
 
 from agent import admission, errors
@@ -24,19 +23,12 @@ class Turns:
     def wait(self, title: str, limit: float | None = None) -> Future[None]:
         before = len(self.queue._waiting)
         call = self._pool.submit(self._take, title, limit)
-        until(lambda: len(self.queue._waiting) > before)
+        expect.soon(lambda: len(self.queue._waiting) > before)
         return call
 
     def _take(self, title: str, limit: float | None) -> None:
         with time_limit(limit), self.queue.turn():
             self.order.append(title)
-
-
-def until(is_so: Callable[[], bool]) -> None:
-    end = time.monotonic() + LONG
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 @pytest.fixture

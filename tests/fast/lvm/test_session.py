@@ -4,11 +4,11 @@ import os
 import signal
 import stat
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import expect
 import pytest
 from fakes import shell as fake
 from fakes import shell_program
@@ -228,14 +228,6 @@ class Place:
         return state.exists() and state.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def until(condition: Callable[[], object]) -> None:
-    """Wait for what is certain to come."""
-    deadline = time.monotonic() + AMPLE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     path = f"{tmp_path}:{programs.ENVIRONMENT['PATH']}"
@@ -350,7 +342,7 @@ def test_a_look_that_is_in_doubt_is_taken_by_a_process(place: Place, deed: str) 
 def test_a_shell_that_died_between_two_commands_leaves_no_doubt(place: Place) -> None:
     place.session(*CHANGE)
     os.kill(int(place.done("shell")[0]), signal.SIGKILL)
-    until(lambda: not place.runs())
+    expect.soon(lambda: not place.runs())
     assert place.session(*CHANGE).exit_code == 0
     assert len(place.done("shell")) == 2
 
@@ -358,7 +350,7 @@ def test_a_shell_that_died_between_two_commands_leaves_no_doubt(place: Place) ->
 def test_a_shell_that_says_what_nobody_asked_is_not_spoken_to_again(place: Place) -> None:
     place.plan("chatter")
     place.session(*CHANGE)
-    until(lambda: "chattered" in (place.directory / "done").read_text())
+    expect.soon(lambda: "chattered" in (place.directory / "done").read_text())
     assert place.session(*CHANGE).stdout == "  Said: lvremove --yes -- group/volume\n"
     assert len(place.done("shell")) == 2
 
@@ -427,7 +419,7 @@ def test_what_does_not_end_holds_neither_its_caller_nor_looks_but_changes(
     assert place.session(*REPORT).exit_code == 0
     assert len(place.done("process")) == 1  # and of no change
     place.let_go()
-    until(lambda: not place.runs())
+    expect.soon(lambda: not place.runs())
     assert place.session(*CHANGE).exit_code == 0
     assert place.done("did").count("lvremove --yes -- group/volume") == 2
 
@@ -441,7 +433,7 @@ def test_a_shell_that_was_given_up_gets_rid_of_what_it_reports(
     with time_limit(0.3), pytest.raises(errors.CommandTimedOut):
         place.session(*REPORT)
     place.let_go()
-    until(lambda: place.session(*REPORT) and not place.runs())
+    expect.soon(lambda: place.session(*REPORT) and not place.runs())
 
 
 def test_a_stopped_shell_does_nothing_when_it_is_let_go_on(
@@ -455,7 +447,7 @@ def test_a_stopped_shell_does_nothing_when_it_is_let_go_on(
     with pytest.raises(errors.StillRunning):
         place.session(*CHANGE)
     os.kill(int(place.done("shell")[0]), signal.SIGCONT)
-    until(lambda: not place.runs())
+    expect.soon(lambda: not place.runs())
     assert not [line for line in place.done("did") if line.startswith("lvremove")]
     assert place.session(*CHANGE).exit_code == 0
 
@@ -471,7 +463,7 @@ def test_a_caller_waits_for_another_s_command_as_long_as_it_has_time(place: Plac
     place.plan("hold_lock")
     with ThreadPoolExecutor(1) as other:
         first = other.submit(place.session, *CHANGE)
-        until(lambda: "hangs" in (place.directory / "done").read_text())
+        expect.soon(lambda: "hangs" in (place.directory / "done").read_text())
         with time_limit(0.2), pytest.raises(errors.CommandTimedOut):
             place.session(*REPORT)
         place.let_go()

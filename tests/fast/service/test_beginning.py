@@ -2,7 +2,6 @@
 
 import http.client
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
@@ -130,13 +129,6 @@ def start(
         running.end()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 def test_what_needs_no_lvm2_is_served_while_it_hangs_at_the_start(
     config: Config,
     fake: FakeHost,
@@ -170,7 +162,7 @@ def test_what_needs_no_lvm2_is_served_while_it_hangs_at_the_start(
         assert running.begun.wait(20)
         assert client.probe().ready.value
         assert client.create("new", 16 * MIB, block()).volume_id
-        until(lambda: "vol-deleted" not in fake.lvm2.groups["data"].volumes)
+        expect.soon(lambda: "vol-deleted" not in fake.lvm2.groups["data"].volumes)
         assert running.page("/readyz") == (200, "ok\n")
 
 
@@ -199,7 +191,7 @@ def test_what_was_left_is_gone_on_with_when_lvm2_answers_at_last(
     fake.intercept = lambda words: next(fails, None) if words[0] == "lvm" else None
     running = start()
     assert running.begun.wait(20)
-    until(lambda: "vol-deleted" not in fake.lvm2.groups["data"].volumes)
+    expect.soon(lambda: "vol-deleted" not in fake.lvm2.groups["data"].volumes)
     assert caplog.text.count("no volume group can be used yet") == 1
     assert "lvm2 answers now" in caplog.text
 
@@ -347,7 +339,7 @@ def test_a_node_is_not_ready_before_kubelet_has_registered_it(
     own = replace(config, registration="self", registration_directory=kubelet.directory)
     running = Started(own, fake, monkeypatch)
     assert running.begun.wait(20)
-    until(lambda: "waiting" in running.page("/readyz")[1])
+    expect.soon(lambda: "waiting" in running.page("/readyz")[1])
     assert running.page("/readyz")[0] == 503
     assert running.page("/healthz") == (200, "ok\n")
     kubelet.look()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import expect
 import pytest
 from fakes.kubelet import FakeKubelet, asked
 
@@ -18,14 +19,6 @@ from proto import pluginregistration_pb2 as wire
 
 ENDPOINT = Path("/var/lib/kubelet/plugins/lvm.csi.carver/csi.sock")
 Start = Callable[[], Registration]
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for what another thread does."""
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -62,7 +55,7 @@ def waiting(registration: Registration) -> Callable[[], bool]:
 
 def test_kubelet_is_told_a_csi_driver_with_its_name_endpoint_and_version(start: Start) -> None:
     registration = start()
-    until(waiting(registration))
+    expect.soon(waiting(registration))
     with asked(registration.socket) as plugin:
         info = plugin.GetInfo(wire.InfoRequest(), timeout=20)
     assert (info.type, info.name) == ("CSIPlugin", DRIVER_NAME)
@@ -74,7 +67,7 @@ def test_the_socket_has_kubelet_s_form_of_name_and_is_root_s_alone(
     start: Start, registry: Path
 ) -> None:
     registration = start()
-    until(waiting(registration))
+    expect.soon(waiting(registration))
     assert [path.name for path in registry.iterdir()] == ["lvm.csi.carver-reg.sock"]
     assert stat.S_IMODE(registration.socket.stat().st_mode) == 0o600
 
@@ -84,7 +77,7 @@ def test_what_kubelet_said_is_kept_and_logged(
 ) -> None:
     caplog.set_level(logging.INFO)
     registration = start()
-    until(waiting(registration))
+    expect.soon(waiting(registration))
     notify(registration)
     assert registration.state is State.REGISTERED
     assert f"kubelet has registered {DRIVER_NAME}" in caplog.text
@@ -101,13 +94,13 @@ def test_a_refusal_is_logged_with_its_reason_and_tried_again_with_a_new_socket(
         kubelet.look()
         return len(kubelet.asked) >= times
 
-    until(lambda: look_until_asked(2))
+    expect.soon(lambda: look_until_asked(2))
     assert kubelet.drivers == {}
     assert "the API server does not answer" in caplog.text
     kubelet.refusal = ""
     # Kubelet calls the endpoint, which nobody serves here.
     kubelet._take = lambda path, info: ""  # type: ignore[method-assign]
-    until(lambda: look_until_asked(3))
+    expect.soon(lambda: look_until_asked(3))
     assert registration.state is State.REGISTERED
 
 
@@ -132,13 +125,13 @@ def test_each_refusal_doubles_the_wait_and_a_success_ends_that(
 
 def test_readiness_waits_for_kubelet_s_answer(start: Start, registry: Path, tmp_path: Path) -> None:
     registration = start()
-    until(waiting(registration))
+    expect.soon(waiting(registration))
     with pytest.raises(errors.NotReady, match=r"has not registered lvm\.csi\.carver \(waiting"):
         registration.check()
     notify(registration, error="no such path")
     with pytest.raises(errors.NotReady, match=r"refused|waiting"):
         registration.check()
-    until(waiting(registration))
+    expect.soon(waiting(registration))
     notify(registration)
     registration.check()
 
@@ -150,7 +143,7 @@ def test_readiness_does_not_ask_what_only_another_registrar_knows(
         other.bind(str(registry / f"{DRIVER_NAME}-reg.sock"))
         other.listen()
         registration = start()
-        until(lambda: registration.state is State.TAKEN)
+        expect.soon(lambda: registration.state is State.TAKEN)
         registration.check()
 
 
@@ -165,7 +158,7 @@ def test_a_stale_socket_is_replaced(start: Start, registry: Path) -> None:
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))
     registration = start()
-    until(waiting(registration))
+    expect.soon(waiting(registration))
     notify(registration)
     assert registration.state is State.REGISTERED
 
@@ -178,24 +171,24 @@ def test_a_registrar_that_serves_the_socket_is_left_alone_and_followed_when_it_g
         other.bind(str(path))
         other.listen(1000)
         registration = start()
-        until(lambda: registration.state is State.TAKEN)
+        expect.soon(lambda: registration.state is State.TAKEN)
         inode = path.stat().st_ino
         time.sleep(0.1)
         assert path.stat().st_ino == inode
     assert caplog.text.count("another process") == 1
-    until(waiting(registration))
+    expect.soon(waiting(registration))
     notify(registration)
 
 
 def test_a_registrar_that_takes_the_socket_over_keeps_it(start: Start, registry: Path) -> None:
     registration = start()
-    until(waiting(registration))
+    expect.soon(waiting(registration))
     other = registry / "other"
     with socket.socket(socket.AF_UNIX) as taker:
         taker.bind(str(other))
         taker.listen(1000)
         other.rename(registration.socket)
-        until(lambda: registration.state is State.TAKEN)
+        expect.soon(lambda: registration.state is State.TAKEN)
         registration.stop()
         assert registration.socket.exists()
 
@@ -204,7 +197,7 @@ def test_what_is_no_socket_is_left_untouched(start: Start, registry: Path) -> No
     path = registry / f"{DRIVER_NAME}-reg.sock"
     path.write_text("data")
     registration = start()
-    until(lambda: registration.state is State.TAKEN)
+    expect.soon(lambda: registration.state is State.TAKEN)
     registration.stop()
     assert path.read_text() == "data"
 
@@ -218,7 +211,7 @@ def test_a_node_without_kubelet_is_left_as_it_is_until_it_has_one(
     assert registration.state is State.OFF
     assert not registry.exists()
     registry.mkdir()
-    until(waiting(registration))
+    expect.soon(waiting(registration))
 
 
 def test_a_socket_that_cannot_be_made_is_told_once_and_tried_again(
@@ -236,10 +229,10 @@ def test_a_socket_that_cannot_be_made_is_told_once_and_tried_again(
     with monkeypatch.context() as patched:
         patched.setattr(Path, "chmod", refuse)
         registration = start()
-        until(lambda: len(failed) > 1)
+        expect.soon(lambda: len(failed) > 1)
         assert registration.state is State.OFF
     assert caplog.text.count("cannot be made") == 1
-    until(waiting(registration))
+    expect.soon(waiting(registration))
     assert [path.name for path in registry.iterdir()] == [registration.socket.name]
 
 

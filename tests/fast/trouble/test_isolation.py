@@ -14,7 +14,7 @@ import pytest
 import serving
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
-from fast.service.test_beginning import Started, until
+from fast.service.test_beginning import Started
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent.config.classes import DeviceClass
@@ -198,7 +198,7 @@ def test_calls_on_a_group_that_hangs_end_with_their_deadlines_and_keep_no_place(
     with Client(config.endpoint, timeout_seconds=1.5) as hasty:
         sick = forty(callers, hasty, of_both[0])
         assert {code_of(one) for one in sick} <= {"DEADLINE_EXCEEDED", "UNAVAILABLE"}
-    until(lambda: service.admission._free == service.admission._places)
+    expect.soon(lambda: service.admission._free == service.admission._places)
     trouble.over.set()
     assert client.volume(of_both[0].volume_id).volume.capacity_bytes == 16 * MIB
     assert client.capacity(SICK).available_capacity
@@ -219,7 +219,7 @@ def test_however_many_calls_one_group_takes_others_find_a_place(
         sick = [call for one in range(3) for call in forty(many, client, of_both[0], one * CALLS)]
         try:
             # What is one too many is refused at once, and says so.
-            until(lambda: any(one.done() for one in sick))
+            expect.soon(lambda: any(one.done() for one in sick))
             whole_life(client, config, of_both[1], tmp_path)
             refused = [one for one in sick if one.done()]
             assert {code_of(one) for one in refused} == {"UNAVAILABLE"}
@@ -265,10 +265,10 @@ def test_a_wipe_that_hangs_keeps_no_other_group_s_waiting(
     monkeypatch.setattr(fake.kernel, "zero_out", zero_out)
     for one in (*doomed, other):
         client.delete(one.volume_id)
-    until(lambda: not fake.lvm2.groups["b"].volumes)
+    expect.soon(lambda: not fake.lvm2.groups["b"].volumes)
     assert len(fake.lvm2.groups["a"].volumes) == len(names)
     over.set()
-    until(lambda: not fake.lvm2.groups["a"].volumes)
+    expect.soon(lambda: not fake.lvm2.groups["a"].volumes)
 
 
 # Those who look at all groups
@@ -404,11 +404,11 @@ def test_a_start_serves_the_groups_that_answer_and_takes_up_the_others_when_they
         with Client(config.endpoint) as client:
             assert client.probe().ready.value
             made = client.create("new", 16 * MIB, block(), parameters=SOUND)
-            until(lambda: left[1] not in fake.lvm2.groups["b"].volumes)
+            expect.soon(lambda: left[1] not in fake.lvm2.groups["b"].volumes)
             client.delete(made.volume_id)
             assert "a" not in fake.lvm2.groups or left[0] in fake.lvm2.groups["a"].volumes
             mend()
-            until(lambda: left[0] not in fake.lvm2.groups["a"].volumes)
+            expect.soon(lambda: left[0] not in fake.lvm2.groups["a"].volumes)
             assert client.create("of-a", 16 * MIB, block(), parameters=SICK).volume_id
     finally:
         mend()
@@ -466,7 +466,9 @@ def test_a_group_of_carver_s_own_whose_disk_hangs_at_the_start_delays_no_other(
             client.delete(client.create("of-b", 16 * MIB, block(), parameters=SOUND).volume_id)
             fake.disks.hanging.clear()
             trouble.over.set()
-            until(lambda: client.create("of-a", 16 * MIB, block(), parameters=SICK) is not None)
+            expect.soon(
+                lambda: client.create("of-a", 16 * MIB, block(), parameters=SICK) is not None
+            )
     finally:
         trouble.over.set()
         running.end()
@@ -504,7 +506,7 @@ def test_a_group_that_is_not_attached_yet_is_awaited_and_not_absent(
                 with expect.code("UNAVAILABLE", "Call again"):
                     call()
             attached.set()
-            until(lambda: not service_pending(client))
+            expect.soon(lambda: not service_pending(client))
     finally:
         attached.set()
         running.end()
@@ -532,6 +534,6 @@ def test_a_wipe_that_failed_because_the_group_went_goes_on_when_it_is_back(
                 client.create("new", 16 * MIB, block(), parameters=SICK)
             volume.tags = {one.replace("state=ready", "state=wiping") for one in volume.tags}
             bring()
-            until(lambda: not fake.lvm2.groups["a"].volumes)
+            expect.soon(lambda: not fake.lvm2.groups["a"].volumes)
     finally:
         running.end()

@@ -13,7 +13,7 @@ from model import operations as do
 from model.cases import CASES, EXTENTS, INLINE, Case
 from model.expected import EXTENT_BYTES, Model
 from model.machine import Machine
-from model.operations import MIB, Outcome
+from model.operations import MIB
 from model.stopping import CHANGING, Cut, Killed, Switch
 
 from agent.config.classes import DeviceClass
@@ -78,9 +78,7 @@ class Trial:
         assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
         if not (self.case.long_wipe or (self.case.behind and told.code == "OK")):
             assert told.code in ("CANCELLED", "UNAVAILABLE"), told
-        self.machine.client.__exit__(None, None, None)
-        self.machine.grace_seconds = 30
-        self.machine.start(Switch())
+        self.machine.revive()
 
     def settle(self) -> None:
         """Let copies and wipes that a new process took up come to their end."""
@@ -92,19 +90,7 @@ class Trial:
 
     def undo(self) -> None:
         """What a CO does that gives up; then nothing may be left."""
-        volume = getattr(self.case.call, "volume", "a")
-        staged = next((name for _, name, _, _ in self.machine.state().places), volume)
-        for call in (
-            do.Unpublish(volume, "target"),
-            do.Unpublish(volume, "other"),
-            do.Unpublish(staged, "staging"),
-            do.Unpublish(volume, "staging"),
-            do.Delete("copy"),
-            do.DeleteSnapshot("snap"),
-            do.Delete(volume),
-            do.Delete("a"),
-        ):
-            assert self.machine.by_kubelet(call) == Outcome("OK"), call
+        self.machine.give_up(self.case.call)
         self.settle()
         assert self.machine.state() == Model(self.model.total_bytes).state()
 

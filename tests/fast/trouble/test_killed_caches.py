@@ -59,16 +59,9 @@ class Trial:
 
     def run(self, switch: Switch) -> list[str]:
         """Make the call in a process of its own; the steps that it took."""
-        self.machine.stop()
-        self.machine.grace_seconds = 0.2 if switch.stop_at >= 0 else 30
-        self.machine.start(switch)
+        self.machine.restart(switch)
         self.machine.call(self.call)
         return switch.taken
-
-    def restart(self) -> None:
-        self.machine.client.__exit__(None, None, None)
-        self.machine.grace_seconds = 30
-        self.machine.start(Switch())
 
     def media(self) -> list[Media]:
         """What holds the data of the volume: itself, and its cache."""
@@ -89,7 +82,7 @@ def test_a_call_that_was_killed_at_any_step_is_made_good(
             switch = Switch(stop_at, before=before)
             trial.run(switch)
             assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
-            trial.restart()
+            trial.machine.revive()
             if again:
                 assert trial.machine.call(trial.call).code == "OK", (stop_at, before)
             if again and name != "delete":

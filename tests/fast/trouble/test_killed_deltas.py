@@ -87,8 +87,7 @@ def test_a_question_that_was_killed_at_any_step_leaves_nothing_and_is_answered_w
             with pytest.raises(grpc.RpcError):
                 trial.ask()
             assert switch.dead.wait(10), switch.taken
-            trial.machine.client.__exit__(None, None, None)
-            trial.machine.start(Switch())
+            trial.machine.revive()
             assert trial.is_clean, (switch.taken, before)
             assert trial.ask() == [(0, 4096 if compared else 64 << 10)]
             assert trial.is_clean

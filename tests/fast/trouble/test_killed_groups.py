@@ -48,18 +48,11 @@ class Trial:
 
     def run(self, switch: Switch) -> list[str]:
         """Make the call in a process of its own; the steps that it took."""
-        self.machine.stop()
-        self.machine.grace_seconds = 0.2 if switch.stop_at >= 0 else 30
-        self.machine.start(switch)
+        self.machine.restart(switch)
         call: Callable[[], object] = self.delete if self.deletes else self.create
         with suppress(grpc.RpcError):  # a dead process answers nothing
             call()
         return switch.taken
-
-    def restart(self) -> None:
-        self.machine.client.__exit__(None, None, None)
-        self.machine.grace_seconds = 30
-        self.machine.start(Switch())
 
     def settle(self) -> None:
         """Let wipes that a new process took up come to their end."""
@@ -87,14 +80,14 @@ def test_a_call_that_was_killed_at_any_step_is_made_good(name: str, tmp_path: Pa
             switch = Switch(stop_at, before=before)
             trial.run(switch)
             assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
-            trial.restart()
+            trial.machine.revive()
             assert trial.held() == [], (stop_at, before)
             listed = trial.machine.client.snapshots()
             assert len(listed) in (0, 3), "whole, or none for any caller"
             trial.settle()
             if not listed:
                 assert set(trial.group.volumes) == trial.before, (stop_at, before)
-            trial.restart()
+            trial.machine.revive()
             if trial.deletes:
                 trial.delete()
             else:

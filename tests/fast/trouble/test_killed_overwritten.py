@@ -43,17 +43,10 @@ class Trial:
 
     def run(self, switch: Switch) -> list[str]:
         """Make the call in a process of its own; the steps that it took."""
-        self.machine.stop()
-        self.machine.grace_seconds = 0.2 if switch.stop_at >= 0 else 30
-        self.machine.start(switch)
+        self.machine.restart(switch)
         self.machine.service.zeroer.grace_seconds = self.machine.grace_seconds
         self.machine.call(self.call)
         return switch.taken
-
-    def restart(self) -> None:
-        self.machine.client.__exit__(None, None, None)
-        self.machine.grace_seconds = 30
-        self.machine.start(Switch())
 
     def shows_mark(self) -> bool:
         """Whether what is a volume for its callers shows what was there before."""
@@ -74,7 +67,7 @@ def test_a_call_that_was_killed_at_any_step_is_made_good(
             trial.run(switch)
             assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
             assert not trial.shows_mark(), (stop_at, before)
-            trial.restart()
+            trial.machine.revive()
             if again:
                 assert trial.machine.call(trial.call).code == "OK", (stop_at, before)
                 assert "vol-a" in trial.group.volumes

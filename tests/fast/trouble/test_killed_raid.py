@@ -39,8 +39,7 @@ def test_a_volume_that_was_killed_before_its_minimum_gets_it_at_the_repeated_cal
             trial = machine(tmp_path / f"{stop_at}{before}", switch)
             trial.call(CREATE)
             assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
-            trial.client.__exit__(None, None, None)
-            trial.start(Switch())
+            trial.revive()
             assert trial.call(CREATE).code == "OK", (stop_at, before)
             made = trial._report().volume("vol-a")
             assert made.tuning == Tuning(AUTO, 1024, 0)

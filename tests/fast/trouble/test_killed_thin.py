@@ -57,15 +57,11 @@ class Trial:
 
     def kill(self, stop_at: int, before: bool) -> None:
         """Make the call, end the process at a step of it, and start another."""
-        self.machine.stop()
         switch = Switch(stop_at, before=before)
-        self.machine.grace_seconds = 0.2
-        self.machine.start(switch)
+        self.machine.restart(switch)
         self.machine.call(self.call)
         assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
-        self.machine.client.__exit__(None, None, None)
-        self.machine.grace_seconds = 30
-        self.machine.start(Switch())
+        self.machine.revive()
 
     def has_its_cache(self) -> bool:
         """Whether the pool, if it is there, has what its class says."""

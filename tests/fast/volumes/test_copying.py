@@ -12,7 +12,6 @@ import grpc
 import pytest
 import serving
 from fakes.host import FakeHost
-from fast.service.test_beginning import until
 
 from agent.config.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
@@ -485,7 +484,7 @@ def test_a_copy_of_which_nobody_knows_that_it_was_ended_is_not_made_again(
             client.create("pvc-2", 0, block(), source=of_volume(source.volume_id))
     assert not list(answers)
     fake.write_bytes("/dev/mapper/data-vol--pvc--2", 64 * MIB, DATA)
-    until(lambda: names(fake) == {"vol-pvc-1", "vol-pvc-2"})
+    expect.soon(lambda: names(fake) == {"vol-pvc-1", "vol-pvc-2"})
     idle(service)
     assert copied(fake) == DATA
     assert not service.copier.is_copying(f"data@{fake.lvm2.groups['data'].uuid[:8]}/vol-pvc-2")

@@ -12,7 +12,6 @@ import pytest
 import serving
 from fakes.disk import Disk
 from fakes.host import FakeHost
-from fast.service.test_beginning import until
 
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
@@ -102,7 +101,7 @@ def test_a_pool_whose_last_volume_went_without_anyone_knowing_is_given_back(
         client.delete(volume.volume_id)
     # The caller's next call finds no volume.
     client.delete(volume.volume_id)
-    until(lambda: not names(fake))
+    expect.soon(lambda: not names(fake))
     assert free_extents(fake) == 60
 
 

@@ -105,10 +105,33 @@ class Machine:
         self.client.__exit__(None, None, None)
         self.service.stop()
 
-    def restart(self) -> None:
-        """End the process in good order and start another."""
+    def restart(self, switch: Switch | None = None) -> None:
+        """End the process in good order and start another.
+
+        Where that is to be killed, nobody waits long for work that died with it.
+        """
         self.stop()
+        if switch is not None:
+            self.grace_seconds = 30 if switch.stop_at < 0 else 0.2
+        self.start(switch or Switch())
+
+    def revive(self) -> None:
+        """After the process was killed another goes on."""
+        self.client.__exit__(None, None, None)
+        self.grace_seconds = 30
         self.start(Switch())
+
+    def give_up(self, call: do.Call) -> None:
+        """What a CO does that gives a call up; each of it succeeds."""
+        volume = getattr(call, "volume", "a")
+        staged = next((name for _, name, _, _ in self.state().places), volume)
+        undone: tuple[do.Call, ...] = (
+            *(do.Unpublish(volume, path) for path in ("target", "other")),
+            *(do.Unpublish(one, "staging") for one in (staged, volume)),
+            *(do.Delete("copy"), do.DeleteSnapshot("snap"), do.Delete(volume), do.Delete("a")),
+        )
+        for one in undone:
+            assert self.by_kubelet(one) == Outcome("OK"), one
 
     def call(self, call: do.Call) -> Outcome:
         """Carry out a call over the socket."""

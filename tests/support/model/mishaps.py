@@ -8,7 +8,10 @@ import itertools
 import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
+
+from model.spoken import Spoken
 
 from lvm import shell
 from lvm.command import Conversation, ConversationOver, Result
@@ -132,7 +135,7 @@ class Shells:
         self, *words: str, prompt: str, environment: Mapping[str, str], report: str
     ) -> Conversation:
         begun = self._converse(*words, prompt=prompt, environment=environment, report=report)
-        return _Told(begun, self)
+        return Spoken(begun, partial(self._exchange, begun))
 
     def intercept(self, words: Sequence[str]) -> Result | None:
         """Note a process of the service's: the test's own is the main thread."""
@@ -140,7 +143,7 @@ class Shells:
             self.log.append(" ".join(words[1:]))
         return None
 
-    def exchange(self, one: Shell, line: str, seconds: float | None) -> str:
+    def _exchange(self, one: Shell, line: str, seconds: float | None) -> str:
         number, self._said = self._said, self._said + 1
         self.log.append(line)
         if self._mishap is None or number != self._at or self.happened_at is not None:
@@ -162,19 +165,6 @@ class Shells:
     def changes(self) -> list[str]:
         """What was told lvm2 that changes something."""
         return [one for one in self.log if _changes(one)]
-
-
-class _Told:
-    """One shell, through `Shells`."""
-
-    def __init__(self, one: Shell, shells: Shells) -> None:
-        self._one, self._shells = one, shells
-        self.is_waiting, self.end = one.is_waiting, one.end
-
-    def exchange(self, line: str | None, seconds: float | None) -> str:
-        if line is None:
-            return self._one.exchange(None, seconds)
-        return self._shells.exchange(self._one, line, seconds)
 
 
 def _is_look(line: str) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO, TypeVar, cast
 
+from model.spoken import Spoken
+
 from lvm.command import Conversation, Converse, Result, Runner, Stream
 from lvm.devices import Devices
 from lvm.errors import CommandTimedOut
@@ -108,7 +110,12 @@ class Switch:
             *words: str, prompt: str, environment: Mapping[str, str], report: str
         ) -> Conversation:
             begun = converse(*words, prompt=prompt, environment=environment, report=report)
-            return _Spoken(begun, self)
+
+            def tell(line: str, seconds: float | None) -> str:
+                name = f"lvm {line.partition(' ')[0]}"
+                return self._step(name, lambda: begun.exchange(line, seconds))
+
+            return Spoken(begun, tell)
 
         return start
 
@@ -180,20 +187,6 @@ class Cut(Switch):
             raise CommandTimedOut(words, 0.0)
 
         return through
-
-
-class _Spoken:
-    """A shell that is kept open, through a switch."""
-
-    def __init__(self, conversation: Conversation, switch: Switch) -> None:
-        self._conversation, self._switch = conversation, switch
-        self.is_waiting, self.end = conversation.is_waiting, conversation.end
-
-    def exchange(self, line: str | None, seconds: float | None) -> str:
-        if line is None:
-            return self._conversation.exchange(None, seconds)
-        name = f"lvm {line.partition(' ')[0]}"
-        return self._switch._step(name, lambda: self._conversation.exchange(line, seconds))
 
 
 class _Through:
