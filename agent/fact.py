@@ -21,7 +21,7 @@ LUKS2 = "luks2"
 HEADER = "header"
 SEALED = "sealed"
 # Of one that was copied, and has its source's master key still: it is to get its own.
-REENCRYPT = "reencrypt"
+SHARED_KEY = "sharedKey"
 # The same, of a copied btrfs: it has an id of its own.
 RENEWED = "renewed"
 # Of a volume that was made of something: the id of that.

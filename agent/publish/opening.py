@@ -139,7 +139,7 @@ class Opening:
             )
             return {fact.SEALED: own}
         # Of one that was killed between the two the header is its own by now, and the tag is not.
-        if not (fact.REENCRYPT in volume.facts and header.uuid == own):
+        if not (fact.SHARED_KEY in volume.facts and header.uuid == own):
             _check(volume, header, told or ("" if fact.FROM in volume.facts else own))
         return {} if told else {fact.SEALED: header.uuid}
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from agent.config import values
 
 PARAMETER_PREFIX = "carver/"
-PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions", "encryption")
+PARAMETERS = ("class", "fsType", "mkfsOptions", "mountOptions", "encryption", "reencrypt")
 # What they may override of their class's layout: the field, and how it is read.
 LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
     "stripes": ("stripes", values.parse_count),
@@ -14,6 +14,8 @@ LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
 }
 CACHE_SIZE = "cacheSize"
 ENCRYPTION = "encryption"
+# Whether a copy gets a master key of its own; what a class says is not taken back.
+REENCRYPT, YES = "reencrypt", "true"
 STORAGE_CLASS_PARAMETERS = (*PARAMETERS, *LAYOUT_PARAMETERS, CACHE_SIZE)
 # What a VolumeAttributesClass may say: the field of a Tuning, and how it is read.
 MUTABLE = "mutable_parameters"

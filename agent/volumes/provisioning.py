@@ -182,7 +182,7 @@ class Provisioner:
             size_bytes, facts = _planned(call, one, group, header, held)
             facts = contents.facts_of(facts, content)
             if one.encryption and one.reencrypt:
-                facts |= {fact.REENCRYPT: "yes"}
+                facts |= {fact.SHARED_KEY: "yes"}
         if admit is not None:
             admit(known, size_bytes)
         if size_bytes > (maximum := carving.maximum_bytes(group)):
@@ -399,6 +399,11 @@ def _overridden(field: str, one: DeviceClass, parameters: Parameters) -> DeviceC
         one = replace(one, cache=replace(one.cache, size=parameters.cache_size))
     if parameters.encryption:
         one = replace(one, encryption=parameters.encryption)
+    if parameters.reencrypt:
+        if not one.encryption:
+            why = f"is for volumes that are encrypted; ask for carver/{keys.ENCRYPTION}, too"
+            raise errors.BadField(f"{field}[{keys.REENCRYPT}]", f"{why} (class {one.name})")
+        one = replace(one, reencrypt=True)
     chosen: dict[str, Any] = dict(parameters.layout)
     try:
         return replace(one, layout=replace(one.layout, **chosen))
@@ -438,6 +443,7 @@ def with_defaults(
         mount_options=parameters.mount_options,
         about=parameters.about,
         encryption=one.encryption,
+        reencrypt=bool(one.encryption) and one.reencrypt,
     )
 
 
