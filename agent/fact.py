@@ -10,7 +10,7 @@ FORMATTED = "formatted"
 EPHEMERAL = "ephemeral"
 TARGET = "target"
 LAYOUT = "layout"
-# What it was made with, by the keys of its class's parameters; and so is ENCRYPTION.
+# What it was made with, by the keys of its class's parameters; and so are ENCRYPTION and REENCRYPT.
 CLASS = "class"
 FS_TYPE = "fsType"
 MKFS_OPTIONS = "mkfsOptions"
@@ -30,8 +30,10 @@ FULLY = "fully"
 ENCRYPTION = "encryption"
 HEADER = "header"
 SEALED = "sealed"
-# Of one that was copied, and has its source's master key still: it is to get its own.
+# The same: copies get a master key of their own.
 REENCRYPT = "reencrypt"
+# Of one that was copied, and has its source's master key still: it is to get its own.
+SHARED_KEY = "sharedKey"
 # The same, of a copied btrfs: it has an id of its own.
 RENEWED = "renewed"
 # Of a volume that was made of something: the id of that.

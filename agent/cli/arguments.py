@@ -43,6 +43,9 @@ def add_volume(commands: Commands) -> None:
     create.add_argument(
         "--encryption", choices=("luks2",), help="encrypt it; it needs a key to be published"
     )
+    create.add_argument(
+        "--reencrypt", action="store_true", help="give an encrypted copy its own master key"
+    )
     create.add_argument("--block", action="store_true", help="a raw block volume")
     source = create.add_mutually_exclusive_group()
     for noun in ("snapshot", "volume"):
@@ -283,6 +286,7 @@ def _parameters(parsed: argparse.Namespace) -> Mapping[str, str]:
         "class": parsed.device_class,
         "fsType": parsed.fs_type,
         "encryption": parsed.encryption,
+        "reencrypt": "true" if parsed.reencrypt else "",
     }
     return {key: value for key, value in given.items() if value}
 

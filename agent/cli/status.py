@@ -250,7 +250,7 @@ def _volume(
 
 
 def _renewal(kernel: Kernel, one: records.Volume, device: Device | None) -> str:
-    if fact.REENCRYPT not in one.facts:
+    if fact.SHARED_KEY not in one.facts:
         return ""
     if device is None:
         return "not active"

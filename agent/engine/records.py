@@ -82,6 +82,11 @@ class Volume:
         return bool({fact.ENCRYPTION, fact.HEADER, fact.SEALED} & self.facts.keys())
 
     @property
+    def is_copied(self) -> bool:
+        """Whether what it holds was another's first, with that one's ids: by a copy, a stream."""
+        return bool({fact.FROM, fact.RECEIVED} & self.facts.keys())
+
+    @property
     def header_bytes(self) -> int:
         """How much of its logical volume its header takes, which is none of what a caller has."""
         return _number(self.facts, fact.HEADER)

@@ -139,8 +139,8 @@ class Opening:
             )
             return {fact.SEALED: own}
         # Of one that was killed between the two the header is its own by now, and the tag is not.
-        if not (fact.REENCRYPT in volume.facts and header.uuid == own):
-            _check(volume, header, told or ("" if fact.FROM in volume.facts else own))
+        if not (fact.SHARED_KEY in volume.facts and header.uuid == own):
+            _check(volume, header, told or ("" if volume.is_copied else own))
         return {} if told else {fact.SEALED: header.uuid}
 
     def _require_blank(self, volume: Volume, device: Device) -> None:
@@ -196,7 +196,7 @@ class Opening:
 
     def _is_to_be_renewed(self, volume: Volume, mapping: Device) -> bool:
         """Whether it is a copy of a btrfs, which has the id of what it was copied from."""
-        is_new_copy = fact.FROM in volume.facts and fact.RENEWED not in volume.facts
+        is_new_copy = volume.is_copied and fact.RENEWED not in volume.facts
         return is_new_copy and btrfs.is_on(self._kernel, mapping.path)
 
     def _sector_bytes(self, device: Device) -> int:

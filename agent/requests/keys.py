@@ -9,7 +9,7 @@ PARAMETER_PREFIX = "carver/"
 # Each is kept as a fact of the same name.
 PARAMETERS = (
     *(fact.CLASS, fact.FS_TYPE, fact.MKFS_OPTIONS, fact.MOUNT_OPTIONS),
-    fact.ENCRYPTION,
+    *(fact.ENCRYPTION, fact.REENCRYPT),
 )
 # What they may override of their class's layout: the field, and how it is read.
 LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
@@ -18,6 +18,8 @@ LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
     "mirrors": ("mirrors", values.parse_count),
 }
 CACHE_SIZE = "cacheSize"
+# Whether a copy gets a master key of its own; what a class says is not taken back.
+YES = "true"
 STORAGE_CLASS_PARAMETERS = (*PARAMETERS, *LAYOUT_PARAMETERS, CACHE_SIZE)
 # What a VolumeAttributesClass may say: the field of a Tuning, and how it is read.
 MUTABLE = "mutable_parameters"

@@ -49,6 +49,7 @@ class Parameters:
     layout: Mapping[str, int] = field(default_factory=dict)
     cache_size: Reserve | None = None
     encryption: str = ""
+    reencrypt: bool = False
 
     @classmethod
     def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
@@ -96,6 +97,9 @@ class Parameters:
         encryption = found.get(fact.ENCRYPTION, "")
         if encryption and encryption not in classes.ENCRYPTIONS:
             raise errors.NotAllowed(f"{field}[{fact.ENCRYPTION}]", encryption, classes.ENCRYPTIONS)
+        reencrypt = found.get(fact.REENCRYPT, "")
+        if reencrypt and reencrypt != keys.YES:
+            raise errors.NotAllowed(f"{field}[{fact.REENCRYPT}]", reencrypt, [keys.YES])
         cache_size = None
         if keys.CACHE_SIZE in found:
             cache_size = checks.number(
@@ -110,6 +114,7 @@ class Parameters:
             layout=layout,
             cache_size=cache_size,
             encryption=encryption,
+            reencrypt=bool(reencrypt),
         )
 
     def check_for(self, fs_type: str, field: str) -> None:
@@ -128,6 +133,7 @@ class Parameters:
             fact.MKFS_OPTIONS: " ".join(self.mkfs_options),
             fact.MOUNT_OPTIONS: ",".join(self.mount_options),
             fact.ENCRYPTION: self.encryption,
+            fact.REENCRYPT: keys.YES if self.reencrypt else "",
         }
         return {keys.PARAMETER_PREFIX + key: value for key, value in values.items() if value}
 

@@ -28,20 +28,16 @@ from agent.engine.records import Volume
 from agent.engine.withheld import Withheld
 from agent.ids import VolumeId
 from agent.publish.formatting import Chores
-from agent.requests import keys
-from agent.requests.capabilities import BLOCK, MOUNT
-from agent.requests.parameters import Parameters
+from agent.requests.capabilities import BLOCK
 from agent.streams.form import Header
+from agent.transfer import description
 from agent.volumes import contents
 from agent.volumes.provisioning import Provisioner
 from agent.workers.pool_removal import Reclaimer
-from lvm import layout, names, report, tags, volumes
+from lvm import layout, names, report, volumes
 from lvm.volumes import New
-from mount import btrfs, filesystem
+from mount import btrfs, filesystem, luks
 
-# What a stream may say of a volume: whatever else it says is its node's affair.
-_TAKEN = (fact.ACCESS, fact.CAPABILITIES, fact.FORMATTED, *keys.PARAMETERS)
-_ABOUT = (fact.PVC, fact.NAMESPACE, fact.PV)
 # What is gone when it is finished.
 _COMING = (fact.CHAIN, fact.CONTENT, fact.INTO, fact.OFFSET, fact.RELEASE, fact.FINISHING)
 
@@ -202,7 +198,7 @@ class Receiver:
             raise errors.NotReceived(name, why)
         group = self._inventory.group(known, one.group)
         size_bytes = layout.round_up(header.size_bytes, group.extent_size_bytes, one.layout)
-        facts = _facts(name, one, header, size_bytes, group)
+        facts = description.facts_of(name, one, header, size_bytes, group)
         carving = self._carvings.of(one)
         if size_bytes > (maximum := carving.maximum_bytes(group)):
             raise errors.NoRoom(group.name, size_bytes, maximum, carving.purpose(group))
@@ -286,6 +282,12 @@ class Receiver:
     def _look_over(self, volume: Volume, device: str) -> None:
         """Have the file system whole, and with an id of its own where it needs one."""
         facts, identity = volume.facts, str(volume.id)
+        if volume.is_encrypted:
+            # What is in it is looked over when it is opened.
+            header = luks.read(self._kernel, device)
+            if (sealed := facts.get(fact.SEALED)) and (header is None or header.uuid != sealed):
+                raise errors.HeaderDamaged(identity, "it did not come with the stream")
+            return
         if facts[fact.ACCESS] == BLOCK:
             return
         self._chores.finish(identity)
@@ -346,42 +348,3 @@ def arrival(volume: Volume) -> Arrival:
 
 def _digest(word: str) -> str:
     return hashlib.sha256(word.encode()).hexdigest() if word else ""
-
-
-def _facts(
-    name: str, one: DeviceClass, header: Header, size_bytes: int, group: report.Group
-) -> dict[str, str]:
-    """The facts of a volume that begins to come; what is wrong with the header's is told."""
-    told = {key: value for key, value in header.facts.items() if key in (*_TAKEN, *_ABOUT)}
-    access = told.get(fact.ACCESS, BLOCK)
-    if access not in (BLOCK, MOUNT):
-        raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
-    given = {keys.PARAMETER_PREFIX + key: told[key] for key in keys.PARAMETERS if key in told}
-    given[keys.PARAMETER_PREFIX + fact.CLASS] = one.name
-    parameters = Parameters.from_proto(given, "stream.facts")
-    if parameters.fs_type:
-        parameters.check_for(parameters.fs_type, "stream.facts")
-    formatted = told.get(fact.FORMATTED, "")
-    if formatted and formatted not in filesystem.FILE_SYSTEMS:
-        raise errors.NotAllowed("stream.facts[formatted]", formatted, filesystem.FILE_SYSTEMS)
-    facts = {
-        **told,
-        fact.CLASS: one.name,
-        fact.NAME: name,
-        fact.STATE: fact.RECEIVING,
-        fact.SIZE: str(size_bytes),
-        fact.LAYOUT: str(one.layout),
-        fact.ACCESS: access,
-        fact.RECEIVED: header.volume_id,
-        fact.INTO: header.chain,
-        fact.OFFSET: "0",
-        **({fact.RELEASE: header.release} if header.release else {}),
-    }
-    if one.cache is not None and not one.layout.is_thin:
-        facts[fact.CACHE] = one.cache.fact(size_bytes, group.extent_size_bytes)
-    if one.zero == fact.FULLY:
-        facts[fact.ZERO] = fact.FULLY
-    for key, value in facts.items():
-        if not tags.fits(key, value):
-            raise errors.BadField(f"stream.facts[{key}]", "is too long to be kept in an LVM tag")
-    return facts

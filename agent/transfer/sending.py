@@ -11,8 +11,8 @@ from lvm import report
 
 # What of a volume's facts goes with it; the rest is its node's, or is made anew.
 _SENT = (
-    *(fact.ACCESS, fact.CAPABILITIES, fact.FORMATTED, *keys.PARAMETERS),
-    *(fact.PVC, fact.NAMESPACE, fact.PV),
+    *(fact.ACCESS, fact.CAPABILITIES, fact.FORMATTED, fact.HEADER, fact.SEALED),
+    *(*keys.PARAMETERS, fact.PVC, fact.NAMESPACE, fact.PV),
 )
 
 
@@ -70,8 +70,8 @@ class Sender:
                 volume = self._inventory.get(known, volume_id).facts
             except errors.NoSuchVolume:
                 volume = {}
-            # It may have been formatted since.
-            facts = {**volume, fact.FORMATTED: "", **facts}
+            # It may have been formatted, or got its header, since.
+            facts = {**volume, fact.FORMATTED: "", fact.SEALED: "", **facts}
         return {key: facts[key] for key in _SENT if facts.get(key)}
 
 

@@ -52,7 +52,7 @@ def find(within: Inventory, known: report.Report, source: Source) -> Contents:
 
 def require_settled(volume: Volume) -> None:
     """Raise NotSnapshotted for a copy that has its source's master key, and is to get its own."""
-    if fact.REENCRYPT in volume.facts:
+    if fact.SHARED_KEY in volume.facts:
         raise errors.NotSnapshotted(
             str(volume.id),
             "it is to get a master key of its own, which it does when it is staged first",

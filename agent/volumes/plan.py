@@ -41,6 +41,11 @@ def _overridden(field: str, one: DeviceClass, parameters: Parameters) -> DeviceC
         one = replace(one, cache=replace(one.cache, size=parameters.cache_size))
     if parameters.encryption:
         one = replace(one, encryption=parameters.encryption)
+    if parameters.reencrypt:
+        if not one.encryption:
+            why = f"is for volumes that are encrypted; ask for carver/{fact.ENCRYPTION}, too"
+            raise errors.BadField(f"{field}[{fact.REENCRYPT}]", f"{why} (class {one.name})")
+        one = replace(one, reencrypt=True)
     chosen: dict[str, Any] = dict(parameters.layout)
     try:
         return replace(one, layout=replace(one.layout, **chosen))
@@ -80,6 +85,7 @@ def with_defaults(
         mount_options=parameters.mount_options,
         about=parameters.about,
         encryption=one.encryption,
+        reencrypt=bool(one.encryption) and one.reencrypt,
     )
 
 

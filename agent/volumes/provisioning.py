@@ -152,7 +152,7 @@ class Provisioner:
             size_bytes, facts = plan.of(call, one, group, header, held)
             facts = contents.facts_of(facts, content)
             if one.encryption and one.reencrypt:
-                facts |= {fact.REENCRYPT: "yes"}
+                facts |= {fact.SHARED_KEY: "yes"}
         if admit is not None:
             admit(known, size_bytes)
         if size_bytes > (maximum := carving.maximum_bytes(group)):

@@ -1,11 +1,11 @@
 """Copies of encrypted volumes: a master key of their own, before they are used first.
 
-A copy has the header of what it was copied from, and so its master key. Of a class with `reencrypt`
-lvcreate writes the tag `reencrypt` on it: it is to get its own. cryptsetup re-encrypts it in place
-when it is staged, by the key that the call brings, while nobody has it open; the call answers how
-far that is, and when it is over, the volume is staged as any. The header proves how far it is, and
-not the tag: a whole header that is not being re-encrypted and has the volume's own UUID has a
-master key of its own.
+A copy has the header of what it was copied from, and so its master key. Where its class or
+StorageClass says `reencrypt`, lvcreate writes the tag `sharedKey` on it: it is to get its own.
+cryptsetup re-encrypts it in place when it is staged, by the key that the call brings, while nobody
+has it open; the call answers how far that is, and when it is over, the volume is staged as any. The
+header proves how far it is, and not the tag: a whole header that is not being re-encrypted and has
+the volume's own UUID has a master key of its own.
 
 | header, with the tag | what happens |
 |---|---|
@@ -68,7 +68,7 @@ class Reencrypter:
         By the first of the keys that opens it, one process for each. Raises Reencrypting until it
         is done, WrongKey.
         """
-        if not (header.is_reencrypting or fact.REENCRYPT in volume.facts):
+        if not (header.is_reencrypting or fact.SHARED_KEY in volume.facts):
             return False
         job = self.jobs.of(str(volume.id))
         if job is None or job.ended.done():
@@ -149,7 +149,7 @@ class Reencrypter:
                 self._cryptsetup.name(job.device.path, own)
                 _log.info("volume %s has a master key of its own", job.key)
         group, name, facts = job.volume.group.name, job.volume.name, job.volume.facts
-        old = {key: facts[key] for key in (fact.REENCRYPT, fact.SEALED) if key in facts}
+        old = {key: facts[key] for key in (fact.SHARED_KEY, fact.SEALED) if key in facts}
         new = {fact.SEALED: own}
         if old.get(fact.SEALED) == own:
             del old[fact.SEALED]

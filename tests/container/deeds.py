@@ -16,7 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from vm.deeds import FAILURES, MIB, Deed, mount_a_volume, serve, staged, within
+from vm.deeds import (
+    FAILURES,
+    MIB,
+    Deed,
+    mount_a_volume,
+    serve,
+    staged,
+    use_an_encrypted_volume,
+    within,
+)
 
 from agent.config.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import Client, block, mounted
@@ -127,7 +136,7 @@ CASES = (
     Case("/var/lib/kubelet/pods: Bidirectional", publish_a_volume),
     Case("/var/lib/kubelet/plugins_registry", register_with_kubelet),
     Case("/var/lib/carver", keep_a_group_on_a_file, _ON_A_FILE),
-    Case("/dev", mount_a_volume),
+    Case("/dev", use_an_encrypted_volume),
     Case("/run/udev", have_udev_name_a_volume),
     Case("/etc/lvm", keep_copies_of_the_metadata),
     Case("/run/lock/lvm", wait_for_the_lvm2_of_the_node),

@@ -73,9 +73,11 @@ _parameters = st.sampled_from(
         (("unheard", "of"),),
         (("carver/encryption", "luks2"),),
         (("carver/encryption", "luks2"),),
+        (("carver/reencrypt", "true"),),
     )
 )
 _ENCRYPTED = (("carver/encryption", "luks2"),)
+_REENCRYPTED = (*_ENCRYPTED, ("carver/reencrypt", "true"))
 _keys = st.sampled_from(("right", "right", "right", "wrong", ""))
 
 
@@ -287,13 +289,26 @@ class Node(RuleBasedStateMachine):
         self._do(do.Publish(volume, _STAGING[volume], path, use, read_only))
         self._do(do.NodeExpand(volume, path, 24 * MIB, 0, key))
 
-    @rule(pair=st.permutations(_NAMES), use=_usual, key=_keys, snapshot=_snapshot_names)
-    def copy_encrypted(self, pair: list[str], use: Use, key: str, snapshot: str) -> None:
+    @rule(
+        pair=st.permutations(_NAMES),
+        use=_usual,
+        key=_keys,
+        snapshot=_snapshot_names,
+        parameters=st.sampled_from((_REENCRYPTED, _ENCRYPTED)),
+    )
+    def copy_encrypted(
+        self,
+        pair: list[str],
+        use: Use,
+        key: str,
+        snapshot: str,
+        parameters: tuple[tuple[str, str], ...],
+    ) -> None:
         """A clone of what was in use, of which a snapshot is taken before its first use."""
         source, made = pair[:2]
         self._do(do.Create(source, 16 * MIB, 0, use, _ENCRYPTED))
         self._do(do.Stage(source, _STAGING[source], use, "right"))
-        self._do(do.Create(made, 0, 0, use, _ENCRYPTED, source=(do.OF_VOLUME, source)))
+        self._do(do.Create(made, 0, 0, use, parameters, source=(do.OF_VOLUME, source)))
         self._do(do.Snapshot(made, snapshot))
         self._do(do.Stage(made, _STAGING[made], use, key))
         self._do(do.Snapshot(made, snapshot))
@@ -429,11 +444,10 @@ def test_the_node_does_what_the_model_does(
             any_host = host or FakeHost(directory)
             group = any_host.new_group(*_DISKS)
             # What is encrypted is for StorageClasses to say.
-            plain = DeviceClass(CLASS, group, default=True, reencrypt=True)
+            plain = DeviceClass(CLASS, group, default=True)
             changes = {"classes": (_thin(group) if layout == "thin" else plain,)}
             machine = Machine(any_host, group, directory.parent, settings=changes)
             super().__init__(machine, own.close)
-            self.model.reencrypts = plain.reencrypt
             if layout == "thin":
                 self.knows_snapshots = False
                 self.model.total_bytes -= METADATA_EXTENTS * EXTENT_BYTES

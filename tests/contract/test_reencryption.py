@@ -1,7 +1,7 @@
 """Copies of encrypted volumes that get a master key of their own, and what may come between."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import chosen
@@ -36,10 +36,11 @@ _PATIENCE_SECONDS = 300
 
 @pytest.fixture
 def config(config: Config, group: str) -> Config:
-    """Classes that encrypt; all but `shared` give copies a master key of their own."""
+    """Classes; all but `shared` and `plain` give copies a master key of their own."""
     every = (
         DeviceClass(name="own", group=group, encryption="luks2", reencrypt=True, default=True),
         DeviceClass(name="shared", group=group, encryption="luks2"),
+        DeviceClass(name="plain", group=group),
         DeviceClass(
             "thin",
             group,
@@ -112,6 +113,20 @@ def overview(host: AnyHost, config: Config) -> dict[str, tuple[str, str]]:
     return {one.name: (one.encryption, one.renewal) for one in status.read(config, machine).volumes}
 
 
+def validated(
+    client: Client, volume: csi.Volume, parameters: Mapping[str, str]
+) -> csi.ValidateVolumeCapabilitiesResponse:
+    """What is told of a volume, its context with it."""
+    return client.controller.ValidateVolumeCapabilities(
+        csi.ValidateVolumeCapabilitiesRequest(
+            volume_id=volume.volume_id,
+            volume_context=volume.volume_context,
+            volume_capabilities=[block()],
+            parameters=parameters,
+        )
+    )
+
+
 def copy(client: Client, source: csi.Volume, of: str = "own") -> csi.Volume:
     return client.create(
         "copy", 0, block(), parameters={"class": of}, source=of_volume(source.volume_id)
@@ -175,7 +190,7 @@ def test_a_copy_has_the_sources_data_by_a_master_key_of_its_own(
     assert len(own.slots) == 1
     assert own.uuid != header(host, group, "source").uuid
     assert own.offset_bytes == header(host, group, "source").offset_bytes
-    assert "reencrypt" not in facts(host, group, "copy")
+    assert "sharedKey" not in facts(host, group, "copy")
     assert facts(host, group, "copy")["sealed"] == own.uuid
     # It is done once.
     client.unstage(made.volume_id, staging)
@@ -199,16 +214,67 @@ def test_without_the_option_a_copy_has_the_sources_master_key(
     assert outside(host, group, "copy") == outside(host, group, "source")
 
 
+@pytest.mark.parametrize("name", ["shared"])
+def test_a_storage_class_may_ask_for_what_its_class_does_not(
+    client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
+) -> None:
+    parameters = {"class": "plain", "carver/encryption": "luks2", "carver/reencrypt": "true"}
+
+    def create(parameters: Mapping[str, str]) -> csi.Volume:
+        what = of_volume(source.volume_id)
+        return client.create("copy", 0, block(), parameters=parameters, source=what)
+
+    made = create(parameters)
+    assert made.volume_context["carver/reencrypt"] == "true"
+    assert create(parameters) == made
+    without = {key: parameters[key] for key in ("class", "carver/encryption")}
+    with expect.code("ALREADY_EXISTS", "reencrypt"):
+        create(without)
+    assert validated(client, made, parameters).confirmed.parameters == parameters
+    # What is not said is not compared.
+    assert validated(client, made, without).HasField("confirmed")
+
+    client.stage(made, staging, block(), KEY)
+
+    assert inside(host, group, "copy") == MARK
+    assert outside(host, group, "copy") != outside(host, group, "source")
+    told = validated(client, source, {"carver/reencrypt": "true"})
+    assert not told.HasField("confirmed")
+    assert "reencrypt" in told.message
+
+
+@pytest.mark.variation
+def test_a_class_that_re_encrypts_is_not_talked_out_of_it(
+    client: Client, host: AnyHost, group: str, source: csi.Volume
+) -> None:
+    made = copy(client, source)
+    assert made.volume_context["carver/reencrypt"] == "true"
+    assert facts(host, group, "copy")["sharedKey"] == "yes"
+    with expect.code("INVALID_ARGUMENT", "parameters[reencrypt]", "true"):
+        client.create("third", 0, block(), parameters={"carver/reencrypt": "false"})
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("key", ["reencrypt", "carver/reencrypt"])
+def test_what_is_not_encrypted_cannot_be_re_encrypted(client: Client, key: str) -> None:
+    parameters = {"class": "plain", key: "true"}
+    with expect.code("INVALID_ARGUMENT", "parameters[reencrypt]", "carver/encryption"):
+        client.create("source", SIZE, block(), parameters=parameters)
+    assert client.volumes() == []
+    with expect.code("INVALID_ARGUMENT", "parameters[reencrypt]", "carver/encryption"):
+        client.capacity(parameters)
+
+
 @pytest.mark.variation
 def test_a_new_volume_and_a_copy_of_one_that_was_never_used_have_their_own_anyway(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
     new = client.create("source", SIZE, mounted("ext4"))
-    assert "reencrypt" not in facts(host, group, "source")
+    assert "sharedKey" not in facts(host, group, "source")
     made = client.create("copy", 0, mounted("ext4"), source=of_volume(new.volume_id))
-    assert facts(host, group, "copy")["reencrypt"] == "yes"
+    assert facts(host, group, "copy")["sharedKey"] == "yes"
     client.stage(made, staging, mounted("ext4"), KEY)
-    assert "reencrypt" not in facts(host, group, "copy")
+    assert "sharedKey" not in facts(host, group, "copy")
     client.snapshot("snap", made.volume_id)
 
 
@@ -329,7 +395,7 @@ def test_what_a_killed_cryptsetup_left_is_recovered_and_goes_on(
     client: Client, host: AnyHost, group: str, staging: Path, killed: csi.Volume
 ) -> None:
     assert header(host, group, "copy").is_reencrypting
-    assert facts(host, group, "copy")["reencrypt"] == "yes"
+    assert facts(host, group, "copy")["sharedKey"] == "yes"
     with expect.code("UNAUTHENTICATED"):
         client.stage(killed, staging, block(), OTHER)
     client.stage(killed, staging, block(), KEY)

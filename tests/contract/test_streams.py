@@ -261,3 +261,51 @@ def test_what_a_stream_says_of_its_volume_is_checked(
     with expect.code("INVALID_ARGUMENT", field):
         nodes.receive(there, "copy", out.getvalue())
     assert there.names() == set()
+
+
+KEY = {"passphrase": "correct horse battery staple"}
+SEALED = {"carver/encryption": "luks2"}
+
+
+@pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", "btrfs", "block"], usual=["ext4"]))
+def test_an_encrypted_volume_is_opened_by_its_key_where_it_came_to(
+    here: Node, there: Node, fs_type: str
+) -> None:
+    how = block() if fs_type == "block" else mounted(fs_type)
+    place = here.directory / "staging"
+    volume = here.client.create("db", 256 * MIB, how, parameters=SEALED)
+    here.client.stage(volume, place, how, KEY)
+    here.client.unstage(volume.volume_id, place)
+    here.client.snapshot("1", volume.volume_id)
+    nodes.receive(there, "copy", nodes.stream(here, "1"))
+    streams.finish(there.at, "copy")
+    [copy] = there.client.volumes()
+    assert copy.capacity_bytes == volume.capacity_bytes
+    assert copy.volume_context == volume.volume_context
+    place = there.directory / "staging"
+    with expect.code("INVALID_ARGUMENT", "is encrypted"):
+        there.client.stage(copy, place, how)
+    with expect.code("UNAUTHENTICATED"):
+        there.client.stage(copy, place, how, {"passphrase": "Tr0ub4dor&3"})
+    for _ in range(2):
+        there.client.stage(copy, place, how, KEY)
+        there.client.unstage(copy.volume_id, place)
+    there.client.expand(copy.volume_id, 300 * MIB)
+    there.client.delete(copy.volume_id)
+    assert there.names() == set()
+
+
+@pytest.mark.variation
+def test_an_encrypted_volume_that_was_never_used_gets_its_header_where_it_came_to(
+    here: Node, there: Node
+) -> None:
+    volume = here.client.create("db", SIZE, block(), parameters=SEALED)
+    here.client.snapshot("1", volume.volume_id)
+    # What is made since is not in the snapshot.
+    here.client.stage(volume, here.directory / "staging", block(), KEY)
+    here.client.unstage(volume.volume_id, here.directory / "staging")
+    nodes.receive(there, "copy", nodes.stream(here, "1"))
+    streams.finish(there.at, "copy")
+    [copy] = there.client.volumes()
+    there.client.stage(copy, there.directory / "staging", block(), {"passphrase": "another"})
+    there.client.unstage(copy.volume_id, there.directory / "staging")

@@ -2,22 +2,29 @@
 
 import hashlib
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
 import agent  # noqa: F401 - before grpc
+from agent import ids
 from agent.config.settings import DEFAULT_SOCKET
-from agent.csi.client import Client, block, mounted
-from mount import table
+from agent.csi.client import Client, block, mounted, of_volume
+from mount import luks, table
 from mount.syscalls import Kernel
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
+SECTOR_BYTES = 4096
+PATIENCE_SECONDS = 300
 PLACE = Path("/var/lib/kubelet/plugins/across-reboot")
 
 
@@ -54,12 +61,15 @@ class Kept:
     def data(self) -> bytes:
         return hashlib.shake_256(self.name.encode()).digest(MIB)
 
+    @property
+    def secret(self) -> dict[str, str]:
+        return {"passphrase": f"key of {self.name}"} if self.is_encrypted else {}
+
     def use(self, client: Client) -> csi.Volume:
         """The calls that kubelet and the provisioner make for a pod, in their order."""
         parameters = {"carver/encryption": "luks2"} if self.is_encrypted else {}
-        secret = {"passphrase": f"key of {self.name}"} if self.is_encrypted else {}
         volume = client.create(self.name, self.size_bytes, self.capability, parameters=parameters)
-        client.stage(volume, self.staging, self.capability, secret)
+        client.stage(volume, self.staging, self.capability, self.secret)
         client.publish(volume, self.staging, self.target, self.capability)
         return volume
 
@@ -84,6 +94,106 @@ class Kept:
             self.staging.rmdir()
 
 
+@dataclass(frozen=True)
+class Copy:
+    """A copy that is being given a master key of its own when the machine ends.
+
+    Where the machine `is_cut`, whoever is at it stands still until then: however fast the machine
+    is, it does not come to its end before.
+    """
+
+    source: Kept
+    is_cut: bool
+    name: str = "across-reboot-copy"
+    staging: Path = PLACE / "staging-copy"
+    target: Path = PLACE / "target-copy"
+
+    def create(self, client: Client) -> tuple[csi.Volume, str, str]:
+        """The copy, and the logical volumes that it and its source are, active."""
+        encrypted = {"carver/encryption": "luks2"}
+        of = client.create(self.source.name, self.source.size_bytes, block(), parameters=encrypted)
+        parameters = {**encrypted, "carver/reencrypt": "true"}
+        what = of_volume(of.volume_id)
+        made = client.create(self.name, 0, block(), parameters=parameters, source=what)
+        group = ids.group_of(made.volume_id)
+        paths = f"/dev/{group}/vol-{self.name}", f"/dev/{group}/vol-{self.source.name}"
+        activate = ("lvchange", "--activate", "y", "--ignoreactivationskip", *paths)
+        subprocess.run(activate, check=True, capture_output=True)
+        return made, *paths
+
+    def before(self, client: Client) -> None:
+        """Have it begun; a call that waits for it ends with how far it is."""
+        volume, path, _ = self.create(client)
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(self._is_staged, client, volume)
+
+            def is_over() -> bool:
+                # It may end long before, with ABORTED.
+                return call.done() and call.result()
+
+            self._until(lambda: is_over() or worker_at(path) is not None)
+            worker = worker_at(path)
+            self._until(lambda: is_over() or header(path).is_reencrypting)
+            if self.is_cut:
+                assert worker is not None
+                os.kill(worker, signal.SIGSTOP)
+            assert not (self.is_cut and call.result()), "it came to its end"
+
+    def after(self, client: Client) -> None:
+        """Have it finished, find the data by another master key, and let go of it."""
+        volume, path, source = self.create(client)
+        found = header(path)
+        assert found.is_reencrypting or not self.is_cut, found
+        self._until(lambda: self._is_staged(client, volume))
+        client.publish(volume, self.staging, self.target, block())
+        with self.target.open("rb") as file:
+            assert file.read(MIB) == self.source.data
+        assert not header(path).is_reencrypting
+        assert header(path).uuid != header(source).uuid
+        assert beneath(path) != beneath(source)
+        client.unpublish(volume.volume_id, self.target)
+        client.unstage(volume.volume_id, self.staging)
+        client.delete(volume.volume_id)
+
+    def _is_staged(self, client: Client, volume: csi.Volume) -> bool:
+        try:
+            client.stage(volume, self.staging, block(), self.source.secret)
+        except grpc.RpcError as error:
+            if error.code() != grpc.StatusCode.ABORTED:
+                raise
+            return False
+        return True
+
+    @staticmethod
+    def _until(is_so: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not is_so():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+def header(path: str) -> luks.Header:
+    found = luks.read(Kernel(), path)
+    assert found is not None, path
+    return found
+
+
+def beneath(path: str) -> bytes:
+    """How the first sector of what an encrypted volume holds lies on the disk."""
+    return Kernel().read(path, header(path).offset_bytes, SECTOR_BYTES)
+
+
+def worker_at(path: str) -> int | None:
+    """The process id of the cryptsetup that re-encrypts a device."""
+    device = os.path.realpath(path)
+    for one in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = [word.decode() for word in one.read_bytes().split(b"\0")]
+            if "reencrypt" in words and device in map(os.path.realpath, words):
+                return int(one.parent.name)
+    return None
+
+
 FILE_SYSTEMS = ("ext4", "ext4", "ext4", "ext4", "xfs", "btrfs")
 SIZES = {"": 8 * MIB, "ext4": 16 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
 
@@ -101,17 +211,19 @@ def opened() -> list[str]:
     return [str(one) for name in names for one in Path("/dev/mapper").glob(name)]
 
 
-def before(client: Client, volumes: Sequence[Kept]) -> None:
+def before(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
     PLACE.mkdir(parents=True, exist_ok=True)
     _at_once(lambda one: one.before(client), volumes)
     assert len(opened()) == sum(one.is_encrypted for one in volumes)
+    copy.before(client)
 
 
-def after(client: Client, volumes: Sequence[Kept]) -> None:
+def after(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
     assert table.read(Kernel()).under(str(PLACE)) == (), "stale mounts"
     assert opened() == [], "open, and nobody's"
     there = {volume.volume_id.rpartition("/")[2] for volume in client.volumes()}
-    assert there == {f"vol-{one.name}" for one in volumes}
+    assert there == {*(f"vol-{one.name}" for one in volumes), f"vol-{copy.name}"}
+    copy.after(client)
     _at_once(lambda one: one.after(client), volumes)
     assert client.volumes() == []
     assert opened() == []
@@ -125,11 +237,13 @@ def _at_once(do: Callable[[Kept], None], volumes: Iterable[Kept]) -> None:
 
 
 def main() -> None:
-    step, count = sys.argv[1], int(sys.argv[2])
+    step, is_cut, volumes = sys.argv[1], sys.argv[2] == "cut", kept(int(sys.argv[3]))
+    # The last is raw, and encrypted.
+    copy = Copy(volumes[-1], is_cut)
     with grpc.insecure_channel(f"unix://{DEFAULT_SOCKET}") as channel:
         grpc.channel_ready_future(channel).result(timeout=200)
     with Client(DEFAULT_SOCKET, timeout_seconds=300) as client:
-        {"before": before, "after": after}[step](client, kept(count))
+        {"before": before, "after": after}[step](client, volumes, copy)
 
 
 main()

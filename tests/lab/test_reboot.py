@@ -11,18 +11,20 @@ SCRIPT = f"{TREE}/tests/lab/across_reboot.py"
 PYTHON = "/opt/carver/venv/bin/python"
 
 
-def in_guest(step: str, volumes: int) -> None:
-    ended = lab.run(["env", f"PYTHONPATH={TREE}", PYTHON, SCRIPT, step, str(volumes)], check=False)
+def in_guest(*words: str) -> None:
+    ended = lab.run(["env", f"PYTHONPATH={TREE}", PYTHON, SCRIPT, *words], check=False)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("restart", "volumes"), [(lab.reboot, 4), (lab.reset, 20)], ids=["reboot", "power cut"]
+    ("restart", "kind", "volumes"),
+    [(lab.reboot, "reboot", 4), (lab.reset, "cut", 20)],
+    ids=["reboot", "power cut"],
 )
 def test_volumes_in_use_come_back_with_their_data_after(
-    restart: Callable[[], None], volumes: int
+    restart: Callable[[], None], kind: str, volumes: int
 ) -> None:
-    in_guest("before", volumes)
+    in_guest("before", kind, str(volumes))
     restart()
-    in_guest("after", volumes)
+    in_guest("after", kind, str(volumes))

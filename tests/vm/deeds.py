@@ -9,7 +9,7 @@ import signal
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +57,14 @@ class Case:
 
 
 @contextmanager
-def staged(client: Client, directory: Path, size_bytes: int) -> Iterator[tuple[csi.Volume, Path]]:
-    """A volume with an ext4, which is in use."""
+def staged(
+    client: Client, directory: Path, size_bytes: int, key: Mapping[str, str] | None = None
+) -> Iterator[tuple[csi.Volume, Path]]:
+    """A volume with an ext4, which is in use; with a key an encrypted one."""
     staging = directory / "staging"
-    volume = client.create("test-privilege", size_bytes, mounted("ext4"))
-    client.stage(volume, staging, mounted("ext4"))
+    parameters = {"carver/encryption": "luks2"} if key else {}
+    volume = client.create("test-privilege", size_bytes, mounted("ext4"), parameters=parameters)
+    client.stage(volume, staging, mounted("ext4"), key)
     yield volume, staging
     client.unstage(volume.volume_id, staging)
     client.delete(volume.volume_id)
@@ -91,6 +94,19 @@ def grow_a_volume_that_is_another_s(client: Client, directory: Path) -> None:
         os.chown(staging, NOBODY, NOBODY)
         staging.chmod(0o700)
         client.node_expand(volume.volume_id, staging, 96 * MIB)
+        assert client.stats(volume.volume_id, staging).usage[0].total > 64 * MIB
+
+
+def use_an_encrypted_volume(client: Client, directory: Path) -> None:
+    """Make a header, open it, grow, close and delete; its master key is in the kernel's keyring."""
+    key = {"passphrase": "for a trial"}
+    with staged(client, directory, 64 * MIB, key) as (volume, staging):
+        words = ["dmsetup", "table", "--target", "crypt"]
+        told = subprocess.run(words, check=True, capture_output=True, text=True).stdout
+        tables = told.splitlines()
+        assert tables, "it is not encrypted"
+        assert all(":logon:" in one for one in tables), "a master key is in a device's table"
+        client.node_expand(volume.volume_id, staging, 96 * MIB, key)
         assert client.stats(volume.volume_id, staging).usage[0].total > 64 * MIB
 
 
@@ -259,6 +275,7 @@ CASES = (
     _family("AF_INET6", serve_metrics_over_ipv6, _metrics_at(f"[::1]:{PORT}")),
     _calls("@system-service", serve),
     _calls("@mount", mount_a_volume),
+    _calls("@keyring", use_an_encrypted_volume),
     Case("LimitMEMLOCK=", "LimitMEMLOCK=8M", hold_a_volume_in_locked_memory),
     Case("LimitNICE=", "LimitNICE=0", hold_a_volume_before_all_others),
     # What a unit has that does not say otherwise.

@@ -2,6 +2,8 @@
 
 import secrets
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import expect
@@ -14,6 +16,10 @@ from agent.csi.client import Client, mounted
 
 MIB = 1 << 20
 CREDENTIAL = Path("/run/test-luks.cred")
+# By the kernel's own name for it, by which systemd finds it (tpm2-util.c).
+TPM = Path("/dev/tpmrm0")
+# An emulated TPM on an emulated processor tests itself first.
+TPM_SECONDS = 60
 KEY_FILE = Path("/run/credentials/carver.service/luks")
 CONFIGURATION = f"""\
 [[classes]]
@@ -29,12 +35,44 @@ key_file = "{KEY_FILE}"
 """
 
 
+@contextmanager
+def tpm(state: Path) -> Iterator[None]:
+    """A TPM2 that swtpm emulates, as a device of the kernel's; what it keeps is in a folder."""
+    assert not TPM.exists(), "there is one already"
+    state.mkdir(exist_ok=True)
+    subprocess.run(["modprobe", "tpm_vtpm_proxy"], check=True)
+    words = ["swtpm", "chardev", "--vtpm-proxy", "--tpm2", "--tpmstate", f"dir={state}"]
+    with subprocess.Popen(words) as emulator:
+        try:
+            deeds.within(TPM_SECONDS, TPM.exists, "the kernel sees no TPM")
+            yield
+        finally:
+            emulator.terminate()
+    deeds.within(TPM_SECONDS, lambda: not TPM.exists(), "the TPM is still there")
+
+
+@pytest.fixture(params=["host", pytest.param("tpm2", marks=pytest.mark.variation)])
+def sealed_by(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """What systemd seals the key to, in the words of systemd-creds(1)."""
+    kind: str = request.param
+    if kind == "host":
+        yield kind
+    else:
+        with tpm(tmp_path / "tpm"):
+            yield kind
+        # To no other one.
+        with tpm(tmp_path / "other"):
+            words = ("systemd-creds", "decrypt", "--name=luks", str(CREDENTIAL), "-")
+            assert subprocess.run(words, capture_output=True).returncode != 0
+    CREDENTIAL.unlink(missing_ok=True)
+
+
 @pytest.fixture
-def key() -> str:
+def key(sealed_by: str) -> str:
     """A key that lies on the disk encrypted alone."""
     key = secrets.token_hex(16)
-    # The host's key and not a TPM's: the lab has none.
-    words = ("systemd-creds", "encrypt", "--with-key=host", "--name=luks", "-", str(CREDENTIAL))
+    how = f"--with-key={sealed_by}"
+    words = ("systemd-creds", "encrypt", how, "--name=luks", "-", str(CREDENTIAL))
     subprocess.run(words, check=True, input=key, text=True, capture_output=True)
     assert key.encode() not in CREDENTIAL.read_bytes()
     return key
@@ -64,4 +102,3 @@ def test_a_credential_of_systemd_s_opens_volumes(
         with expect.code("UNAUTHENTICATED"):
             caller.stage(volume, staging, mounted("ext4"), {"passphrase": f"{key}x"})
         caller.delete(volume.volume_id)
-    CREDENTIAL.unlink()

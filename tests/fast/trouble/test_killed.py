@@ -10,7 +10,7 @@ import laying
 import pytest
 from fakes.host import FakeHost
 from model import operations as do
-from model.cases import CASES, EXTENTS, INLINE, Case
+from model.cases import CASES, EXTENTS, INLINE, Case, reboot
 from model.expected import EXTENT_BYTES, Model
 from model.machine import Machine
 from model.operations import MIB
@@ -35,9 +35,7 @@ class Trial:
         host = FakeHost(directory / "mounts")
         self.case = case
         group = host.new_group(EXTENTS)
-        only = DeviceClass("plain", group, default=True, encryption="luks2", reencrypt=True)
-        settings = {"classes": (only,)} if case.reencrypts else {}
-        self.machine = Machine(host, group, directory, settings=settings)
+        self.machine = Machine(host, group, directory)
         self.model = Model(EXTENTS * EXTENT_BYTES)
         for one in case.before:
             self.do(one)
@@ -125,6 +123,27 @@ def test_a_call_that_was_killed_at_any_step_succeeds_when_it_is_made_again(
                 # Its file system is as large as it should be.
                 trial.do(do.Stats(case.call.volume, case.call.path))
             # A copy's bridge is wiped behind the answer, and so is what a killed delete had begun.
+            trial.settle()
+            assert trial.machine.state() == trial.model.state(), (stop_at, before)
+            trial.undo()
+            trial.machine.stop()
+
+
+REBOOTED = [name for name in CASES if name.startswith("stage") and "encrypted" in name]
+
+
+@pytest.mark.parametrize("name", REBOOTED)
+def test_an_encrypted_volume_whose_stage_was_killed_is_staged_after_a_reboot(
+    name: str, tmp_path: Path
+) -> None:
+    case = CASES[name]
+    for stop_at in range(steps(case, tmp_path / "count")):
+        for before in (True, False):
+            trial = Trial(case, tmp_path / f"{stop_at}{before}")
+            trial.kill(stop_at, before)
+            reboot(trial.machine, trial.model)
+            expected = trial.model.apply(case.call)
+            assert trial.machine.by_kubelet(case.call) == expected, (stop_at, before)
             trial.settle()
             assert trial.machine.state() == trial.model.state(), (stop_at, before)
             trial.undo()

@@ -126,6 +126,33 @@ def test_one_that_fails_is_told_and_begun_again_by_the_next_call(
     service.stop()
 
 
+def test_a_power_cut_within_it_is_made_good_by_the_first_call_afterwards(
+    host: FakeHost, config: Config, copy: csi.Volume
+) -> None:
+    service = serving.start(config, host, reencrypter=60)
+    with Client(config.endpoint) as client, host.killed_reencryption(""), expect.code("INTERNAL"):
+        client.stage(copy, host.directory / "staging", block(), KEY)
+    service.stop()
+    before = header(host)
+    assert before.is_torn
+    # Nothing of device-mapper's outlives the kernel: neither what cryptsetup had, nor the volume's.
+    [group] = host.lvm2.groups
+    logical = host.devices.find(group, "vol-copy")
+    assert logical is not None
+    host.devices.close_leftovers(logical)
+    for name in ("vol-source", "vol-copy"):
+        host.deactivate(group, name)
+
+    service = serving.start(config, host, reencrypter=60)
+    ran(host)
+    with Client(config.endpoint) as client:
+        client.stage(copy, host.directory / "staging", block(), KEY)
+    assert ran(host) == ["open", "repair", "reencrypt", "luksUUID", "open"]
+    assert not header(host).is_reencrypting
+    assert header(host).uuid != before.uuid
+    service.stop()
+
+
 def test_whoever_waits_for_it_has_no_time_for_ever(
     host: FakeHost, config: Config, copy: csi.Volume
 ) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from fakes import filesystems
 from fakes.devices import BLOCK_BYTES, LEFTOVER, FakeDevice, FakeDevices, Media
 
 from lvm import errors
@@ -158,6 +159,9 @@ class FakeCryptsetup:
         facts = (was.contents, was.fs_size_bytes, was.damage, was.errors)
         inner = Sealed(*facts, outer=device.media, first_block=offset // BLOCK_BYTES)
         inner.master = bytes.fromhex(told["master"])
+        if device.media.inner is None:
+            # It came as bytes alone, as streams do.
+            filesystems.restore(inner, inner.read(0, BLOCK_BYTES))
         device.media.inner = inner
         size = device.size_bytes - offset
         made = self._devices.add(f"/dev/mapper/{name[0]}", size, inner)
@@ -172,6 +176,8 @@ class FakeCryptsetup:
         made = self._devices.get(path)
         if self._devices.is_open(path):
             return Result(5, "", f"Device {rest[0]} is still in use.\n")
+        if made.media.contents is not None:
+            made.media.write(0, filesystems.superblock(made.media))
         self._devices.remove(path)
         assert made.of is not None
         made.of.held -= 1

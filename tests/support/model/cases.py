@@ -31,10 +31,12 @@ RAW_PUBLISH = do.Publish("a", "staging", "target", BLOCK, read_only=True)
 RAW_WRITER = do.Publish("a", "staging", "other", BLOCK)
 
 SEALED = (("carver/encryption", "luks2"),)
+REENCRYPTED = (*SEALED, ("carver/reencrypt", "true"))
 SEALED_CREATE = replace(CREATE, parameters=SEALED)
 SEALED_STAGE = replace(STAGE, key="sesame")
 SEALED_RAW = replace(RAW, parameters=SEALED)
 SEALED_CLONE = replace(CLONE, parameters=SEALED)
+REENCRYPTED_CLONE = replace(CLONE, parameters=REENCRYPTED)
 SEALED_RAW_STAGE = replace(RAW_STAGE, key="sesame")
 
 LATER = do.NodeExpand("a", "staging", 400 * MIB)
@@ -71,8 +73,6 @@ class Case:
     # Its last step is behind its answer.
     behind: bool = False
     code: str = "OK"
-    # Whether the only class encrypts, and gives copies a master key of their own.
-    reencrypts: bool = False
 
 
 CASES = {
@@ -173,16 +173,14 @@ CASES = {
     ),
     "stage an encrypted copy that gets its own master key": Case(
         do.Stage("copy", "staging", EXT4, "sesame"),
-        (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), SEALED_CLONE),
-        reencrypts=True,
+        (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), REENCRYPTED_CLONE),
     ),
     "unstage an encrypted copy that has its own master key": Case(
         do.Unstage("copy", "staging"),
         (
-            *(SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), SEALED_CLONE),
+            *(SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"), REENCRYPTED_CLONE),
             do.Stage("copy", "staging", EXT4, "sesame"),
         ),
-        reencrypts=True,
     ),
     "delete, encrypted": Case(
         do.Delete("a"), (SEALED_CREATE, SEALED_STAGE, do.Unstage("a", "staging"))

@@ -14,7 +14,7 @@ EXTENT_BYTES = 4 * MIB
 DEFAULT_BYTES = 1 << 30
 CLASS = "plain"
 DEFAULT_FS_TYPE = "ext4"
-ENCRYPTION = "carver/encryption"
+ENCRYPTION, REENCRYPT = "carver/encryption", "carver/reencrypt"
 HEADER_BYTES = 4 * MIB
 RATE = "carver/maximumRecoveryRate"
 LEAST_BYTES = {"ext4": 8 * MIB, "xfs": 300 * MIB, "btrfs": 256 * MIB}
@@ -40,8 +40,9 @@ class Volume:
     header_bytes: int = 0
     key: str = ""
     open_bytes: int = 0
-    # Of a copy: it gets a master key of its own when it is opened first, and nothing is made of it
-    # before.
+    # Whether, where it is a copy, it was to get a master key of its own. Until it has it, which is
+    # when it is opened first, nothing is made of it.
+    reencrypts: bool = False
     awaits_own: bool = False
 
     @property
@@ -85,8 +86,6 @@ class Model:
     places: dict[str, Place] = field(default_factory=dict)
     entries: dict[str, str] = field(default_factory=dict)
     snapshots: dict[str, Snapshot] = field(default_factory=dict)
-    # Whether the class gives encrypted copies a master key of their own.
-    reencrypts: bool = False
 
     def copy(self) -> Self:
         """A node of its own in the same state."""
@@ -214,7 +213,9 @@ class Model:
         if 0 < call.limit_bytes < call.required_bytes:
             _refuse("INVALID_ARGUMENT")
         parameters = dict(call.parameters)
-        if parameters.keys() - {"carver/fsType", "carver/class", ENCRYPTION}:
+        if parameters.keys() - {"carver/fsType", "carver/class", ENCRYPTION, REENCRYPT}:
+            _refuse("INVALID_ARGUMENT")
+        if REENCRYPT in parameters and ENCRYPTION not in parameters:
             _refuse("INVALID_ARGUMENT")
         if parameters.get("carver/class", CLASS) != CLASS:
             _refuse("INVALID_ARGUMENT")
@@ -246,10 +247,11 @@ class Model:
         if was is not None and encrypted != bool(header):
             _refuse("INVALID_ARGUMENT")
         made = Volume(planned, call.use, fs_type, source=call.source, header_bytes=header)
+        made.reencrypts = REENCRYPT in parameters
         if there is None:
             if was is not None:
                 self._fill(made, was)
-                made.awaits_own = self.reencrypts and encrypted
+                made.awaits_own = made.reencrypts
             bridge = 0
             if call.source[0] == do.OF_VOLUME and was is not None:
                 bridge = _area(was.size_bytes, 20)
@@ -261,7 +263,7 @@ class Model:
                 self.volumes[self._volume_of(call.source)].active = True
         if (there.use, there.fs_type) != (made.use, made.fs_type):
             _refuse("ALREADY_EXISTS")
-        if encrypted != bool(there.header_bytes):
+        if (encrypted, made.reencrypts) != (bool(there.header_bytes), there.reencrypts):
             _refuse("ALREADY_EXISTS")
         self._tune(call.volume, read_ahead)
         context = {"carver/class": CLASS}
@@ -269,6 +271,8 @@ class Model:
             context["carver/fsType"] = there.fs_type
         if there.header_bytes:
             context[ENCRYPTION] = "luks2"
+        if there.reencrypts:
+            context[REENCRYPT] = "true"
         return there.capacity_bytes, context
 
     def _modify(self, call: do.Modify) -> None:

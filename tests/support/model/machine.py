@@ -344,6 +344,7 @@ class Machine:
                     loop.detach(kernel, one)
                 if mapping is not None:
                     self.host.run("cryptsetup", "close", "--", mapping.name)
+                self.host.devices.close_leftovers(device)
                 self.host.deactivate(self.group, name)
         self.start(Switch())
 
