@@ -11,7 +11,7 @@ from agent import errors
 from agent.cli import terminal
 from agent.engine.mappings import own_uuid, progress
 from agent.publish import opening
-from agent.secret import Key, Keys, of_text
+from agent.secret import MOST_BYTES, Key, Keys, of_text
 from lvm.devices import Device
 from mount import cryptsetup, luks
 from mount.cryptsetup import Cryptsetup
@@ -79,9 +79,13 @@ class Headers:
         header = self._header()
         self._require_settled(header)
         slots = header.slots
+        if key_file == new_key_file == _STANDARD_INPUT:
+            raise errors.BadField("--new-key-file", "only one of the two keys is at standard input")
         old = _key("key", key_file)
         new = _key("new key", new_key_file)
         with Keys(new, old).used():
+            if new.data == old.data:
+                raise errors.BadField("new key", "is the key that it has")
             if not self._program.check(self._device.path, old.data):
                 raise errors.BadField("key", f"it does not open {self._name}")
             if recovery:
@@ -112,7 +116,11 @@ class Headers:
 def _key(what: str, file: str) -> Key:
     """A key of a file, of standard input, or as it is typed."""
     if file == _STANDARD_INPUT:
-        return Key(bytearray(sys.stdin.buffer.read()))
+        data = bytearray(sys.stdin.buffer.read(MOST_BYTES + 1))
+        if not 0 < len(data) <= MOST_BYTES:
+            data[:] = bytes(len(data))
+            raise errors.BadField(what, f"must have 1 to {MOST_BYTES} bytes, at standard input")
+        return Key(data)
     if file:
         return opening.read_key(file)
     return of_text(what, getpass.getpass(f"{what[0].upper()}{what[1:]}: "))

@@ -256,16 +256,23 @@ def read_key(path: str) -> Key:
 def change(
     program: cryptsetup.Cryptsetup, slots: tuple[int, ...], device: str, old: Key, new: Key
 ) -> None:
-    """Give a volume another key in place of one that it has. Raises WrongKey.
+    """Give a volume another key in place of its own, by that or by the one for recovery.
 
-    Killed in between, it has both, and `retire` does the rest.
+    Killed in between, it has both, and `retire` does the rest. Raises WrongKey.
     """
     usual = [one for one in cryptsetup.SLOTS if one != cryptsetup.RECOVERY]
     free = next((one for one in usual if one not in slots), None)
     if free is None:
-        raise mount_errors.CryptFailed("luksAddKey", device, "both slots are taken")
+        # A change was not brought to its end before the next one: one of them is older than `old`,
+        # which opens another by this check.
+        others = (one for one in usual if not program.check(device, old.data, one))
+        free = next(others, usual[-1])
+        program.kill(device, old.data, free)
     program.add(device, old.data, new.data, free)
-    retire(program, (*slots, free), device, old, new)
+    for slot in usual:
+        if slot in slots and slot != free:
+            program.kill(device, new.data, slot)
+    retire(program, tuple(one for one in slots if one not in usual), device, old, new)
 
 
 def retire(

@@ -111,6 +111,8 @@ class Reencrypter:
             device=device,
             secret=Key(bytearray(key.data)),
         )
+        # However it ends: one that is called off before its turn comes never begins.
+        job.ended.add_done_callback(lambda _: job.secret.wipe())
         try:
             return self.jobs.start(job)
         except BaseException:

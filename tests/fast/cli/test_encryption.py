@@ -1,5 +1,6 @@
 """Headers and keys of encrypted volumes by hand: each verb as a person types it."""
 
+import io
 from pathlib import Path
 
 import configured
@@ -148,6 +149,45 @@ def test_a_header_of_a_re_encryption_is_neither_kept_nor_replaced_nor_given_keys
     # It is brought to its end all the same, before anyone uses the volume.
     shell(f"publish db {tmp_path}/db --key-file {db}")
     assert "master key" not in shell("header show db")
+
+
+@pytest.mark.parametrize("recovery", ["", " --recovery"])
+@pytest.mark.parametrize(
+    ("data", "files", "why"),
+    [
+        (b"", "--key-file {old} --new-key-file -", "1 to 2048 bytes"),
+        (b"x" * 2049, "--key-file {old} --new-key-file -", "1 to 2048 bytes"),
+        (b"sesame", "--key-file - --new-key-file -", "only one of the two"),
+        (b"sesame", "--key-file {old} --new-key-file -", "is the key that it has"),
+    ],
+)
+def test_what_can_be_no_new_key_changes_nothing(
+    shell: Shell,
+    fake: FakeHost,
+    db: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    data: bytes,
+    files: str,
+    why: str,
+    recovery: str,
+) -> None:
+    before = fake.read_bytes(device(fake).path, 0, 4 * MIB)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(data)))
+    assert why in shell(f"rekey db{recovery} {files.format(old=db)}", 1)
+    assert fake.read_bytes(device(fake).path, 0, 4 * MIB) == before
+
+
+def test_a_key_that_was_lost_opens_nothing_once_the_one_for_recovery_made_another(
+    shell: Shell, db: Path, tmp_path: Path
+) -> None:
+    recovery, new = shell.key("recovery", "in the safe"), shell.key("new", "another")
+    shell(f"rekey db --recovery --key-file {db} --new-key-file {recovery}")
+    shell(f"rekey db --key-file {recovery} --new-key-file {new}")
+    assert "does not open" in shell(f"publish db {tmp_path}/db --key-file {db}", 1)
+    assert "1, 2" in shell("header show db")
+    newest = shell.key("newest", "the next one")
+    shell(f"rekey db --key-file {new} --new-key-file {newest}")
+    shell(f"publish db {tmp_path}/db --key-file {newest}")
 
 
 def test_keys_are_asked_for_where_no_file_has_them(

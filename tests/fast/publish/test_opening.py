@@ -143,6 +143,25 @@ def test_a_killed_change_of_keys_is_brought_to_its_end(
         client.stage(volume, staging, mounted("ext4"), KEY)
 
 
+def test_a_change_of_keys_that_meets_one_that_was_never_ended_leaves_the_newest_alone(
+    client: Client, fake: FakeHost, volume: csi.Volume, tmp_path: Path
+) -> None:
+    how, staging = mounted("ext4"), tmp_path / "staging"
+    client.stage(volume, staging, how, KEY)
+    client.unstage(volume.volume_id, staging)
+    fake.intercept = lambda words: Result(1, "", "no luck") if "luksKillSlot" in words else None
+    with expect.code("INTERNAL", "no luck"):
+        client.stage(volume, staging, how, NEW)
+    fake.intercept = lambda _: None
+    third = {"passphrase": "a third one", "previousPassphrase": NEW["passphrase"]}
+    client.stage(volume, staging, how, third)
+    client.unstage(volume.volume_id, staging)
+    for one in (KEY["passphrase"], NEW["passphrase"]):
+        with expect.code("UNAUTHENTICATED"):
+            client.stage(volume, staging, how, {"passphrase": one})
+    client.stage(volume, staging, how, {"passphrase": third["passphrase"]})
+
+
 @pytest.mark.parametrize("data", [b"", b"x" * 2049])
 def test_a_file_without_a_key_is_refused(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "key"

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 import configured
@@ -108,6 +109,29 @@ def test_one_that_is_under_way_can_be_ended_at_any_time(
         client.unstage(copy.volume_id, host.directory / "staging")
         assert sum(service.reencrypter.counts().values()) == 0
     assert header(host).is_reencrypting
+    service.stop()
+
+
+def test_the_key_of_one_that_is_called_off_before_its_turn_is_overwritten(
+    host: FakeHost, config: Config, copy: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.workers.reencryption._WORKERS", 1)
+    service = serving.start(config, host, wiper=60, copier=60, reencrypter=0)
+    staging, other_staging = host.directory / "staging", host.directory / "other"
+    with Client(config.endpoint) as client:
+        [source] = [one for one in client.volumes() if one.volume_id != copy.volume_id]
+        other = client.create("other", 0, block(), source=of_volume(source.volume_id))
+        with host.slow_reencryption():
+            for made, place in ((copy, staging), (other, other_staging)):
+                with expect.code("ABORTED"):
+                    client.stage(made, place, block(), KEY)
+            waiting = service.reencrypter.jobs.of(other.volume_id)
+            assert waiting is not None
+            assert bytes(waiting.secret.data) == KEY["passphrase"].encode()
+            client.unstage(other.volume_id, other_staging)
+            client.unstage(copy.volume_id, staging)
+        wait([waiting.ended], _PATIENCE_SECONDS)
+    assert not any(waiting.secret.data)
     service.stop()
 
 
