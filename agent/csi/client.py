@@ -23,8 +23,10 @@ TRANSFER_CALLS = (
     *("OpenReceived", "AbortReceive", "WithdrawReceive"),
     *("MoveStatus", "BeginMove", "HoldMove", "ReleaseMove", "CommitMove", "UndoMove", "FinishMove"),
 )
+# One of these, answered by a stream.
+WRITTEN = "GetWritten"
 
-# What Carver serves beside CSI's own services: the calls of each.
+# What Carver serves beside CSI's own services: the calls of each that are answered once.
 OWN_CALLS = {OPERATOR: (REPAIR_VOLUME, REPLACE_DISK), TRANSFER: TRANSFER_CALLS}
 
 Mode = csi.VolumeCapability.AccessMode.Mode
@@ -90,6 +92,11 @@ class Client:
             for service, calls in OWN_CALLS.items()
             for name in calls
         }
+        self._written = self._channel.unary_stream(
+            f"/{TRANSFER}/{WRITTEN}",
+            csi.GetMetadataDeltaRequest.SerializeToString,
+            csi.GetMetadataDeltaResponse.FromString,
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -367,12 +374,21 @@ class Client:
         return {key: str(value) for key, value in answer.items()}
 
     def blocks(
-        self, snapshot_id: str, base_snapshot_id: str = "", offset_bytes: int = 0
+        self,
+        snapshot_id: str,
+        base_snapshot_id: str = "",
+        offset_bytes: int = 0,
+        *,
+        is_compared: bool = True,
     ) -> Iterator[tuple[int, int]]:
-        """What a snapshot holds, or how it differs from an older one: offsets and lengths."""
+        """What a snapshot holds, or how it differs from an older one: offsets and lengths.
+
+        Where that is not compared, it is all that was written, or was since.
+        """
         answers: Iterable[csi.GetMetadataAllocatedResponse | csi.GetMetadataDeltaResponse]
-        if base_snapshot_id:
-            answers = self.snapshot_metadata.GetMetadataDelta(
+        if base_snapshot_id or not is_compared:
+            ask = self.snapshot_metadata.GetMetadataDelta if is_compared else self._written
+            answers = ask(
                 csi.GetMetadataDeltaRequest(
                     base_snapshot_id=base_snapshot_id,
                     target_snapshot_id=snapshot_id,

@@ -2,7 +2,8 @@
 
 On the same socket as CSI, which only root can open; beside it the command reads and writes the
 devices itself. Requests and answers are protobuf's Struct, and numbers in them texts: a Struct's
-are floating-point, and a size may be larger than these are exact.
+are floating-point, and a size may be larger than these are exact. What was written between two
+snapshots is asked for and told as CSI's GetMetadataDelta has it.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,13 +14,15 @@ import grpc
 from google.protobuf.struct_pb2 import Struct
 
 from agent import errors, ids
-from agent.csi.client import TRANSFER
+from agent.csi.client import TRANSFER, WRITTEN
+from agent.csi.snapshot_metadata import SnapshotMetadata
 from agent.locks import VolumeLocks
 from agent.streams import form
 from agent.transfer.moving import Mover
 from agent.transfer.receiving import Arrival, Receiver
 from agent.transfer.sending import Sender
 from lvm import names
+from proto import csi_pb2 as csi
 
 # PATH_MAX of linux/limits.h; and a header's.
 _LONGEST = 64 << 10
@@ -30,9 +33,15 @@ class Transfer:
     """The calls, by their names."""
 
     def __init__(
-        self, sender: Sender, receiver: Receiver, mover: Mover, locks: VolumeLocks
+        self,
+        sender: Sender,
+        receiver: Receiver,
+        mover: Mover,
+        metadata: SnapshotMetadata,
+        locks: VolumeLocks,
     ) -> None:
         self._sender, self._receiver, self._mover = sender, receiver, mover
+        self._metadata = metadata
         self._locks = locks
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -55,12 +64,17 @@ class Transfer:
             "UndoMove": self._undo_move,
             "FinishMove": self._finish_move,
         }
-        methods = {
+        methods: dict[str, Any] = {
             name: grpc.unary_unary_rpc_method_handler(
                 _call(act), Struct.FromString, Struct.SerializeToString
             )
             for name, act in calls.items()
         }
+        methods[WRITTEN] = grpc.unary_stream_rpc_method_handler(
+            self._metadata.written,
+            csi.GetMetadataDeltaRequest.FromString,
+            csi.GetMetadataDeltaResponse.SerializeToString,
+        )
         return grpc.method_handlers_generic_handler(TRANSFER, methods)
 
     def _open(self, told: Told) -> object:
