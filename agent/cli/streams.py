@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from agent import errors, ids
 from agent.cli import progress
@@ -17,9 +17,9 @@ from agent.ids import VolumeId
 from agent.streams import applying, checksum, form, reading, sending
 from agent.streams.applying import Target
 from agent.streams.form import Header
-from agent.streams.reading import Reader
+from agent.streams.reading import Reader, Source
 from lvm import errors as lvm_errors
-from mount.blocks import Opened
+from mount.blocks import Bytes, Opened
 
 RECEIVING, ABSENT, READY = "receiving", "absent", "ready"
 
@@ -34,7 +34,7 @@ class Outgoing:
 
     def send(
         self,
-        write: Callable[[bytes], object],
+        write: Callable[[Bytes], object],
         *,
         offset_bytes: int = 0,
         release: str = "",
@@ -175,7 +175,8 @@ def receive(
     if source.isatty():
         raise errors.TransferFailed("a stream does not come from a terminal", "use < or |")
     widen(source)
-    for reader in reading.streams(source.read):
+    # What typing.BinaryIO lacks is there in each file that is read as binary.
+    for reader in reading.streams(cast("Source", source)):
         _receive_one(at, name, device_class, reader, as_json=as_json)
     return status(at, name)
 

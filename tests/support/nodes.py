@@ -24,6 +24,7 @@ from agent.engine.host import Host
 from agent.service import server
 from agent.service.server import Service
 from lvm.layout import Layout
+from mount.blocks import Bytes
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -183,7 +184,7 @@ class Stand:
             return {"node": self.node, "driver": self._there.config.driver_name}
         return self._carry_out(words, io.BytesIO())
 
-    def feed(self, *words: str, write: Callable[[Callable[[bytes], object]], object]) -> None:
+    def feed(self, *words: str, write: Callable[[Callable[[Bytes], object]], object]) -> None:
         out = io.BytesIO()
         problem = None
         try:
