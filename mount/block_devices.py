@@ -184,9 +184,9 @@ class BlockDevices(Calls):
         What is written by it is not flushed at the end.
         """
         if to_write:
-            descriptor = blocks.open_exclusively(device, mode=os.O_RDWR)
+            descriptor = blocks.open_exclusively(device, mode=os.O_RDWR | os.O_DIRECT)
         else:
-            descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(device, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         with blocks.closing(descriptor):
             yield Opened(device, descriptor)
 

@@ -6,8 +6,10 @@ Each raises OSError with the kernel's errno and the device's path.
 import errno
 import fcntl
 import itertools
+import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,9 +17,14 @@ from contextlib import contextmanager
 # <linux/fs.h>, by <asm-generic/ioctl.h>.
 _BLKZEROOUT = 0x127F
 
+# What direct I/O is in whole numbers of, on any disk (open(2), O_DIRECT).
+_BLOCK_BYTES = 4096
 # How often a device that is busy is tried again, and how long after.
 _BUSY_TRIES = 50
 _BUSY_SECONDS = 0.1
+
+
+Bytes = bytes | memoryview
 
 
 @contextmanager
@@ -53,7 +60,7 @@ def read(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> 
     return data
 
 
-def write(descriptor: int, device: str, offset_bytes: int, data: bytes) -> None:
+def write(descriptor: int, device: str, offset_bytes: int, data: Bytes) -> None:
     """pwrite(2) of all of it."""
     written = os.pwrite(descriptor, data, offset_bytes)
     if written != len(data):
@@ -73,20 +80,54 @@ def zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int)
 class Opened:
     """A device that is kept open, so that lvm2 does not take it away; whoever opened it closes it.
 
-    Several threads may use it at once.
+    Several threads may use it at once. Past the page cache (O_DIRECT): the kernel copies nothing,
+    and the workloads' pages stay where they are.
     """
 
     def __init__(self, device: str, descriptor: int) -> None:
         self._device = device
         self._descriptor = descriptor
+        self._odd = threading.Lock()
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
         """So many bytes; EIO where there are fewer."""
-        return read(self._descriptor, self._device, offset_bytes, length_bytes)
+        found = mmap.mmap(-1, length_bytes)
+        self.read_into(offset_bytes, memoryview(found))
+        return found[:]
 
-    def write(self, offset_bytes: int, data: bytes) -> None:
-        """Write these; they are on the disk after `flush`."""
-        write(self._descriptor, self._device, offset_bytes, data)
+    def read_into(self, offset_bytes: int, place: memoryview) -> None:
+        """Fill a place in memory; EIO where there are fewer bytes.
+
+        Read at once where it begins at a page of memory, as an mmap does, and is whole blocks.
+        """
+        try:
+            found = os.preadv(self._descriptor, [place], offset_bytes)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            begun = offset_bytes % _BLOCK_BYTES
+            part = self._around(offset_bytes, len(place))[begun : begun + len(place)]
+            found = len(part)
+            place[:found] = part
+        if found != len(place):
+            told = f"{found} of {len(place)} bytes at {offset_bytes}"
+            raise OSError(errno.EIO, told, self._device)
+
+    def write(self, offset_bytes: int, data: Bytes) -> None:
+        """Write these; they are on the disk after `flush`. At once under the same conditions."""
+        try:
+            write(self._descriptor, self._device, offset_bytes, data)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            begun = offset_bytes % _BLOCK_BYTES
+            # Two of these may have an end in one block; what is whole blocks has none in another's.
+            with self._odd:
+                around = self._around(offset_bytes, len(data))
+                if begun + len(data) > len(around):
+                    raise
+                around[begun : begun + len(data)] = data
+                write(self._descriptor, self._device, offset_bytes - begun, around)
 
     def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
         """Have a range read as zeroes (BLKZEROOUT)."""
@@ -96,6 +137,9 @@ class Opened:
         """What was written is on the disk (fsync(2))."""
         os.fsync(self._descriptor)
 
-    def forget(self, offset_bytes: int, length_bytes: int) -> None:
-        """The kernel need not keep a range in memory: the workloads' pages are worth more."""
-        os.posix_fadvise(self._descriptor, offset_bytes, length_bytes, os.POSIX_FADV_DONTNEED)
+    def _around(self, offset_bytes: int, length_bytes: int) -> memoryview:
+        """The whole blocks that a range lies in, as far as the device goes."""
+        begun = offset_bytes % _BLOCK_BYTES
+        blocks = -(-(begun + length_bytes) // _BLOCK_BYTES)
+        found = mmap.mmap(-1, blocks * _BLOCK_BYTES)
+        return memoryview(found)[: os.preadv(self._descriptor, [found], offset_bytes - begun)]

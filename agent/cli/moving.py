@@ -21,6 +21,7 @@ from agent.cli.remote import Remote
 from agent.cli.volumes import Manual
 from agent.cluster.manifests import Place
 from agent.csi.client import Client
+from mount.blocks import Bytes
 
 # How often it is looked whether a volume is in use still, and after how many looks what was
 # written meanwhile is sent: the last round is to be short.
@@ -208,7 +209,7 @@ class Move:
         if options.device_class:
             words += ["--class", options.device_class]
 
-        def write(put: Callable[[bytes], object]) -> None:
+        def write(put: Callable[[Bytes], object]) -> None:
             with streams.outgoing(self._at, snapshot_id, base) as source:
                 source.send(
                     put,

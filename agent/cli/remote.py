@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from agent import errors
+from mount.blocks import Bytes
 
 # What is told of what the other side said.
 _MOST_CHARACTERS = 2000
@@ -29,7 +30,7 @@ class Remote(Protocol):
         """Run `carver` with these words; what it prints, which is JSON."""
         ...
 
-    def feed(self, *words: str, write: Callable[[Callable[[bytes], object]], object]) -> None:
+    def feed(self, *words: str, write: Callable[[Callable[[Bytes], object]], object]) -> None:
         """Run `carver` with these words while `write` writes what it reads."""
         ...
 
@@ -53,7 +54,7 @@ class Ssh:
             raise self._refused(words, "it answers no table")
         return told
 
-    def feed(self, *words: str, write: Callable[[Callable[[bytes], object]], object]) -> None:
+    def feed(self, *words: str, write: Callable[[Callable[[Bytes], object]], object]) -> None:
         """Run `carver` there while `write` writes to it."""
         with self._started(words) as running:
             stdin, running.stdin = running.stdin, None

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from agent import errors, ids
 from agent.cli import progress
@@ -17,9 +17,9 @@ from agent.ids import VolumeId
 from agent.streams import applying, checksum, form, reading, sending
 from agent.streams.applying import Target
 from agent.streams.form import Header
-from agent.streams.reading import Reader
+from agent.streams.reading import Reader, Source
 from lvm import errors as lvm_errors
-from mount.blocks import Opened
+from mount.blocks import Bytes, Opened
 
 RECEIVING, ABSENT, READY = "receiving", "absent", "ready"
 
@@ -34,19 +34,26 @@ class Outgoing:
 
     def send(
         self,
-        write: Callable[[bytes], object],
+        write: Callable[[Bytes], object],
         *,
         offset_bytes: int = 0,
         release: str = "",
+        compare: bool = False,
         compress: bool = False,
         as_json: bool = False,
     ) -> dict[str, Any]:
-        """Send it from an offset on; what was sent. Raises SourceLost, TransferFailed."""
+        """Send it from an offset on; what was sent. Raises SourceLost, TransferFailed.
+
+        Of an increment all that was written since, read once; or what differs, by a look at both.
+        Where it is taken up at an offset either way will do: all before it is there.
+        """
         header = replace(self.header, offset_bytes=offset_bytes, release=release)
         if offset_bytes % form.SECTOR_BYTES or not 0 <= offset_bytes <= header.size_bytes:
             why = f"is no place in it: a multiple of {form.SECTOR_BYTES} up to {header.size_bytes}"
             raise errors.BadField("offset", why)
-        found = self.at.caller.blocks(header.snapshot_id, header.base_snapshot_id, offset_bytes)
+        found = self.at.caller.blocks(
+            header.snapshot_id, header.base_snapshot_id, offset_bytes, is_compared=compare
+        )
         extents = (Extent(*one) for one in found)
         what = f"sending {_short(header.snapshot_id)}"
         with progress.shown(what, offset_bytes, header.size_bytes, as_json=as_json) as tell:
@@ -122,6 +129,7 @@ def send(
     *,
     since: str = "",
     offset_bytes: int = 0,
+    compare: bool = False,
     compress: bool = False,
     as_json: bool = False,
 ) -> None:
@@ -130,13 +138,21 @@ def send(
         raise errors.TransferFailed(
             "a stream is not for a terminal", "have it go to a file or a program: > or |"
         )
+    if compare and not since:
+        raise errors.BadField("--compare", "goes with --since")
     widen(out)
     base = at.find_snapshot(since).snapshot_id if since else ""
     with (
         outgoing(at, at.find_snapshot(name).snapshot_id, base) as source,
         _told(f"sending {name}"),
     ):
-        source.send(out.write, offset_bytes=offset_bytes, compress=compress, as_json=as_json)
+        source.send(
+            out.write,
+            offset_bytes=offset_bytes,
+            compare=compare,
+            compress=compress,
+            as_json=as_json,
+        )
         out.flush()
 
 
@@ -159,7 +175,8 @@ def receive(
     if source.isatty():
         raise errors.TransferFailed("a stream does not come from a terminal", "use < or |")
     widen(source)
-    for reader in reading.streams(source.read):
+    # What typing.BinaryIO lacks is there in each file that is read as binary.
+    for reader in reading.streams(cast("Source", source)):
         _receive_one(at, name, device_class, reader, as_json=as_json)
     return status(at, name)
 

@@ -77,6 +77,11 @@ def add_send(verbs: Commands) -> None:
         metavar="BYTES",
         help="where to go on, as `carver volume receive NAME --status` tells there",
     )
+    send.add_argument(
+        "--compare",
+        action="store_true",
+        help="with --since: read both, and send only what differs, for a slow line",
+    )
     send.add_argument("--compress", action="store_true", help="by zstandard")
     send.add_argument(
         "--checksum", action="store_true", help="send nothing; tell the checksum of all it holds"
@@ -97,6 +102,7 @@ def _send(verbs: "Manual", parsed: argparse.Namespace) -> None:
         sys.stdout.buffer,
         since=parsed.since or "",
         offset_bytes=parsed.offset,
+        compare=parsed.compare,
         compress=parsed.compress,
         as_json=parsed.json,
     )

@@ -69,6 +69,7 @@ class Client:
         self.node = csi_pb2_grpc.NodeStub(self._channel)
         self.snapshot_metadata = csi_pb2_grpc.SnapshotMetadataStub(self._channel)
         self._own = own.stubs(self._channel)
+        self._written = own.written(self._channel)
 
     def __enter__(self) -> Self:
         return self
@@ -346,12 +347,21 @@ class Client:
         return {key: str(value) for key, value in answer.items()}
 
     def blocks(
-        self, snapshot_id: str, base_snapshot_id: str = "", offset_bytes: int = 0
+        self,
+        snapshot_id: str,
+        base_snapshot_id: str = "",
+        offset_bytes: int = 0,
+        *,
+        is_compared: bool = True,
     ) -> Iterator[tuple[int, int]]:
-        """What a snapshot holds, or how it differs from an older one: offsets and lengths."""
+        """What a snapshot holds, or how it differs from an older one: offsets and lengths.
+
+        Where that is not compared, it is all that was written, or was since.
+        """
         answers: Iterable[csi.GetMetadataAllocatedResponse | csi.GetMetadataDeltaResponse]
-        if base_snapshot_id:
-            answers = self.snapshot_metadata.GetMetadataDelta(
+        if base_snapshot_id or not is_compared:
+            ask = self.snapshot_metadata.GetMetadataDelta if is_compared else self._written
+            answers = ask(
                 csi.GetMetadataDeltaRequest(
                     base_snapshot_id=base_snapshot_id,
                     target_snapshot_id=snapshot_id,

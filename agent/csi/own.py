@@ -1,14 +1,20 @@
 """What Carver serves beside CSI's own services, for which CSI has no call: names and form.
 
-Requests and answers are protobuf's own Struct, so there is nothing to generate for them.
+Requests and answers are protobuf's own Struct, so there is nothing to generate for them; those of a
+call that is answered by a stream are GetMetadataDelta's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import grpc
 from google.protobuf.struct_pb2 import Struct
 
+from proto import csi_pb2 as csi
+
 Call = Callable[[Struct, grpc.ServicerContext], Struct]
+Delta = Callable[
+    [csi.GetMetadataDeltaRequest, grpc.ServicerContext], Iterator[csi.GetMetadataDeltaResponse]
+]
 
 # agent/csi/operator.py
 OPERATOR = "carver.v1.Operator"
@@ -22,15 +28,28 @@ _TRANSFER_CALLS = (
     *("OpenReceived", "AbortReceive", "WithdrawReceive"),
     *("MoveStatus", "BeginMove", "HoldMove", "ReleaseMove", "CommitMove", "UndoMove", "FinishMove"),
 )
+# One of these, answered by a stream.
+WRITTEN = "GetWritten"
 
+# Those that are answered once.
 _CALLS = {OPERATOR: (REPAIR_VOLUME, REPLACE_DISK), TRANSFER: _TRANSFER_CALLS}
 
 
-def handler(service: str, calls: Mapping[str, Call]) -> grpc.GenericRpcHandler:
-    """What a server is given."""
+def handler(
+    service: str, calls: Mapping[str, Call], streams: Mapping[str, Delta] | None = None
+) -> grpc.GenericRpcHandler:
+    """What a server is given: calls that are answered once, and those that are by a stream."""
     methods = {
         name: grpc.unary_unary_rpc_method_handler(call, Struct.FromString, Struct.SerializeToString)
         for name, call in calls.items()
+    }
+    methods |= {
+        name: grpc.unary_stream_rpc_method_handler(
+            call,
+            csi.GetMetadataDeltaRequest.FromString,
+            csi.GetMetadataDeltaResponse.SerializeToString,
+        )
+        for name, call in (streams or {}).items()
     }
     return grpc.method_handlers_generic_handler(service, methods)
 
@@ -42,3 +61,14 @@ def stubs(channel: grpc.Channel) -> "dict[str, grpc.UnaryUnaryMultiCallable[Stru
         for service, calls in _CALLS.items()
         for name in calls
     }
+
+
+def written(
+    channel: grpc.Channel,
+) -> "grpc.UnaryStreamMultiCallable[csi.GetMetadataDeltaRequest, csi.GetMetadataDeltaResponse]":
+    """What a caller has for WRITTEN."""
+    return channel.unary_stream(
+        f"/{TRANSFER}/{WRITTEN}",
+        csi.GetMetadataDeltaRequest.SerializeToString,
+        csi.GetMetadataDeltaResponse.FromString,
+    )

@@ -2,7 +2,8 @@
 
 On the same socket as CSI, which only root can open; beside it the command reads and writes the
 devices itself. Numbers are texts in the requests and answers (agent/csi/own.py): a Struct's are
-floating-point, and a size may be larger than these are exact.
+floating-point, and a size may be larger than these are exact. What was written between two
+snapshots is asked for and told as CSI's GetMetadataDelta has it.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from agent import errors, ids
 from agent.csi import own
+from agent.csi.snapshot_metadata import SnapshotMetadata
 from agent.locks import VolumeLocks
 from agent.streams import form
 from agent.transfer.moving import Mover
@@ -30,9 +32,15 @@ class Transfer:
     """The calls, by their names."""
 
     def __init__(
-        self, sender: Sender, receiver: Receiver, mover: Mover, locks: VolumeLocks
+        self,
+        sender: Sender,
+        receiver: Receiver,
+        mover: Mover,
+        metadata: SnapshotMetadata,
+        locks: VolumeLocks,
     ) -> None:
         self._sender, self._receiver, self._mover = sender, receiver, mover
+        self._metadata = metadata
         self._locks = locks
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -55,7 +63,8 @@ class Transfer:
             "UndoMove": self._undo_move,
             "FinishMove": self._finish_move,
         }
-        return own.handler(own.TRANSFER, {name: _call(act) for name, act in calls.items()})
+        once = {name: _call(act) for name, act in calls.items()}
+        return own.handler(own.TRANSFER, once, {own.WRITTEN: self._metadata.written})
 
     def _open(self, told: Told) -> object:
         snapshot_id = _of(told, "snapshot_id")

@@ -1,8 +1,8 @@
 """Deltas: what of a snapshot or a volume is allocated, and what changed since a snapshot of it.
 
 LVM's own metadata tell where to look: a thin pool's which blocks a volume has, and has alone; a
-copy-on-write snapshot's table which chunks of its origin were overwritten since. What may have
-changed is compared, as the same bytes may have been written again.
+copy-on-write snapshot's table which chunks of its origin were overwritten since. The same bytes may
+have been written again: so what was written is compared, for whoever wants to know what changed.
 """
 
 import threading
@@ -53,16 +53,17 @@ class Delta:
 
     @contextmanager
     def allocated(
-        self, identity: str, is_wanted: Callable[[], bool] = _always
+        self, identity: str, is_wanted: Callable[[], bool] = _always, *, is_compared: bool = True
     ) -> Iterator[Reading]:
         """What is not zero, or may not be; whatever it does not name reads as zeroes.
 
-        Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost, MetadataReserved.
+        Where it is not compared with zeroes a thick volume is all of it. Raises NoSuchSnapshot,
+        NoSuchVolume, OtherGroup, Copying, SourceLost, MetadataReserved.
         """
         check = self._check(identity, is_wanted)
         with ExitStack() as ending:
             [(of, reader)] = self._opened(ending, identity)
-            sieve: _Sieve = partial(_unlike_zeroes, reader, check)
+            sieve: _Sieve = partial(_unlike_zeroes, reader, check) if is_compared else iter
             candidates: _Candidates = _everything
             if pool := _pool(of):
                 ranges = ending.enter_context(spool.opened(self._directory))
@@ -74,13 +75,21 @@ class Delta:
 
     @contextmanager
     def changed(
-        self, base_id: str, target_id: str, is_wanted: Callable[[], bool] = _always
+        self,
+        base_id: str,
+        target_id: str,
+        is_wanted: Callable[[], bool] = _always,
+        *,
+        is_compared: bool = True,
     ) -> Iterator[Reading]:
         """Where two snapshots of a volume, or one and the volume as it is, differ: block by block.
 
         Each block that it names differs, each that it does not name is equal. A base that is
         smaller is taken to read as zeroes behind its end. Raises the same, and NotComparable for
         those that are not of one volume, for a base that is larger, or was taken later.
+
+        Where they are not compared it names all that was written, and neither is read for it. Of a
+        thick volume that is more from one call to the next: what was written since the target, too.
         """
         check = self._check(target_id, is_wanted)
         with ExitStack() as ending:
@@ -93,7 +102,8 @@ class Delta:
                 candidates = partial(clipped, ranges)
             elif not _pool(base):
                 candidates = self._overwritten(base, check)
-            sieve = partial(_unlike, old, base.size_bytes, new, check)
+            unlike = partial(_unlike, old, base.size_bytes, new, check)
+            sieve: _Sieve = unlike if is_compared else iter
             readable = self._require_readable(base, target)
             yield _Reading(target, new.device, candidates, sieve, readable)
 

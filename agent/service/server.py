@@ -114,10 +114,13 @@ class Service:
         self.zeroer = Zeroer(means)
         expander = Expander(means, self.zeroer)
         access = Access(means, self.wiper, self.copier, expander, self.reencrypter, withheld)
+        self.delta = Delta(means)
+        metadata = SnapshotMetadata(self.delta)
         transfer = Transfer(
             Sender(means),
             Receiver(means, provision, self.reclaimer, withheld),
             Mover(means, provision, withheld),
+            metadata,
             locks,
         )
         health = VolumesHealth(
@@ -127,7 +130,6 @@ class Service:
         repairer = Repairer(means)
         self.auto_repair = AutoRepair(means, repairer)
         self.replacement = Replacement(means, repairer)
-        self.delta = Delta(means)
         operator = Operator(repairer, self.replacement, locks)
         self.ephemeral = Ephemeral(means, provision, access, locks)
         self.orphans = _orphans(config, host, known)
@@ -145,9 +147,7 @@ class Service:
         csi_pb2_grpc.add_GroupControllerServicer_to_server(
             GroupController(config, self.group_snapshotter, locks), self._server
         )
-        csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(
-            SnapshotMetadata(self.delta), self._server
-        )
+        csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(metadata, self._server)
         csi_pb2_grpc.add_NodeServicer_to_server(
             Node(config, expander, access, self.ephemeral, health, self.storage, locks),
             self._server,

@@ -82,7 +82,6 @@ class _Progress:
         if self.end_bytes <= self.recorded:
             return
         self.device.flush()
-        self.device.forget(self.recorded, self.end_bytes - self.recorded)
         self.recorded = self.end_bytes
         self.record(min(self.end_bytes, self.size_bytes))
 

@@ -1,13 +1,11 @@
 """The checksum of all that a device holds, which is the same wherever and however it lies there."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from agent.streams import pipeline
+from agent.streams import pipeline, sending
 from agent.streams.sending import PIECE_BYTES
 from mount.blocks import Opened
-
-_ZEROES = bytes(PIECE_BYTES)
 
 
 def of(
@@ -18,21 +16,16 @@ def of(
     All of it is read, side by side. Raises OSError.
     """
 
-    def digest(at: int) -> tuple[int, bytes | None]:
-        length = min(PIECE_BYTES, size_bytes - at)
-        data = device.read(at, length)
-        device.forget(at, length)
-        if data == _ZEROES[:length]:
-            return at, None
-        return at, hashlib.sha256(data).digest()
+    def digest(piece: tuple[int, memoryview]) -> tuple[int, bytes | None]:
+        at, place = piece
+        data = place[: min(PIECE_BYTES, size_bytes - at)]
+        device.read_into(at, data)
+        return at, None if sending.is_zeroes(data) else hashlib.sha256(data).digest()
 
     whole = hashlib.sha256(size_bytes.to_bytes(8, "big"))
-    for at, found in pipeline.ordered(digest, _starts(size_bytes)):
+    starts = range(0, size_bytes, PIECE_BYTES)
+    for at, found in pipeline.ordered(digest, pipeline.lent(starts, PIECE_BYTES)):
         if found is not None:
             whole.update(at.to_bytes(8, "big") + found)
         tell(min(at + PIECE_BYTES, size_bytes))
     return whole.hexdigest()
-
-
-def _starts(size_bytes: int) -> Iterator[int]:
-    yield from range(0, size_bytes, PIECE_BYTES)

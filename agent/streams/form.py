@@ -17,6 +17,7 @@ import xxhash
 import zstandard
 
 from agent import errors
+from mount.blocks import Bytes
 
 MAGIC = b"\x89CARVER\n"
 VERSION = 1
@@ -78,19 +79,23 @@ class Packed(NamedTuple):
     """Data as a frame has them."""
 
     encoding: int
-    payload: bytes
+    payload: Bytes
     digest: bytes
 
 
 @dataclass(frozen=True)
 class Frame:
-    """A part of a volume: data, or zeroes. Its place is proved, its payload is not yet."""
+    """A part of a volume: data, or zeroes. Its place is proved, its payload is not yet.
+
+    `room` is the memory that the payload lies in, where that has room for all that it unpacks to.
+    """
 
     offset_bytes: int
     length_bytes: int
     encoding: int = RAW
-    payload: bytes = b""
+    payload: Bytes = b""
     digest: bytes = _NO_DIGEST
+    room: memoryview | None = None
 
     @property
     def end_bytes(self) -> int:
@@ -102,8 +107,11 @@ class Frame:
         """Whether all of it is to read as zeroes."""
         return not self.payload
 
-    def data(self) -> bytes:
-        """What is to be written, proved to be what was sent; raises BadStream."""
+    def data(self) -> Bytes:
+        """What is to be written, proved to be what was sent; raises BadStream.
+
+        It lies where the payload did, where there is room.
+        """
         if digest_of(self.payload) != self.digest:
             raise errors.BadStream(f"the data for byte {self.offset_bytes} were altered")
         if self.encoding == RAW:
@@ -122,7 +130,10 @@ class Frame:
             raise errors.BadStream(
                 f"the data for byte {self.offset_bytes} are not of {self.length_bytes} bytes"
             )
-        return data
+        if self.room is None:
+            return data
+        self.room[: len(data)] = data
+        return self.room[: len(data)]
 
 
 @dataclass
@@ -152,7 +163,7 @@ def chain_of(volume_id: str, snapshot_uuid: str, taken_nanoseconds: int, size_by
     return hashlib.sha256("\n".join(map(str, told)).encode()).hexdigest()
 
 
-def pack(data: bytes, *, compress: bool) -> Packed:
+def pack(data: Bytes, *, compress: bool) -> Packed:
     """Data for a frame; whether they are smaller compressed is seen by doing it."""
     if compress:
         smaller = zstandard.ZstdCompressor(_LEVEL).compress(data)

@@ -7,11 +7,12 @@ from agent.delta.extents import Extent
 from agent.streams import form, pipeline
 from agent.streams.form import Header, Packed, Totals
 from agent.streams.writing import Writer
-from mount.blocks import Opened
+from mount.blocks import Bytes, Opened
 
 # What is read at once: large enough to cost little each, small enough to find zeroes by.
 PIECE_BYTES = 1 << 20
-_ZEROES = bytes(PIECE_BYTES)
+# bytearray compares with any memory by memcmp(3), a memoryview byte by byte.
+_ZEROES = bytearray(PIECE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class _Piece:
 
 
 def send(
-    write: Callable[[bytes], object],
+    write: Callable[[Bytes], object],
     header: Header,
     device: Opened,
     extents: Iterable[Extent],
@@ -38,15 +39,16 @@ def send(
     there is no end mark. Raises OSError.
     """
 
-    def read(extent: Extent) -> _Piece:
-        data = device.read(extent.offset_bytes, extent.length_bytes)
-        if data == (_ZEROES if len(data) == len(_ZEROES) else bytes(len(data))):
-            return _Piece(extent, None)
-        return _Piece(extent, form.pack(data, compress=compress))
+    def read(piece: tuple[Extent, memoryview]) -> _Piece:
+        extent, place = piece
+        data = place[: extent.length_bytes]
+        device.read_into(extent.offset_bytes, data)
+        return _Piece(extent, None if is_zeroes(data) else form.pack(data, compress=compress))
 
     writer = Writer(write, header)
     zeroes = Extent(0, 0)
-    for piece in pipeline.ordered(read, _pieces(extents, header)):
+    pieces = pipeline.lent(_pieces(extents, header), PIECE_BYTES)
+    for piece in pipeline.ordered(read, pieces):
         extent = piece.extent
         if piece.packed is None and extent.offset_bytes == zeroes.end_bytes:
             zeroes = Extent(zeroes.offset_bytes, zeroes.length_bytes + extent.length_bytes)
@@ -55,12 +57,17 @@ def send(
             zeroes = extent if piece.packed is None else Extent(0, 0)
         if piece.packed is not None:
             writer.data(extent.offset_bytes, extent.length_bytes, piece.packed)
-        device.forget(extent.offset_bytes, extent.length_bytes)
         tell(extent.end_bytes)
     _put(writer, zeroes)
     prove()
     writer.end()
     return writer.totals
+
+
+def is_zeroes(data: memoryview) -> bool:
+    """Whether so much of a volume, at most PIECE_BYTES, holds nothing else."""
+    zeroes = _ZEROES if len(data) == len(_ZEROES) else bytearray(len(data))
+    return zeroes == data
 
 
 def _put(writer: Writer, zeroes: Extent) -> None:

@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 from agent.streams import form
 from agent.streams.form import Header, Packed, Totals
+from mount.blocks import Bytes
 
 
 class Writer:
     """A stream on its way out. `write` is given bytes, and takes all of them."""
 
-    def __init__(self, write: Callable[[bytes], object], header: Header) -> None:
+    def __init__(self, write: Callable[[Bytes], object], header: Header) -> None:
         self.totals = Totals()
         # How long the stream is until now.
         self.written_bytes = 0
@@ -41,6 +42,6 @@ class Writer:
         if packed is not None:
             self._put(packed.payload)
 
-    def _put(self, text: bytes) -> None:
+    def _put(self, text: Bytes) -> None:
         self._write(text)
         self.written_bytes += len(text)

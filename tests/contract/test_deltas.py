@@ -25,6 +25,7 @@ from lvm import errors as lvm_errors
 from lvm import report, tags, volumes
 from lvm.layout import Reserve
 from lvm.pools import Policy
+from mount.reading import Reader
 from proto import csi_pb2 as csi
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -153,7 +154,12 @@ def require_exact(disk: Disk) -> None:
         for base in those[:number]:
             with disk.service.delta.changed(base, target) as reading:
                 assert disk.host.read_bytes(reading.device, 0, len(held)) == held
-                assert blocks_of(reading.extents(), len(held)) == unlike(disk.holds(base), held)
+                differing = blocks_of(reading.extents(), len(held))
+                assert differing == unlike(disk.holds(base), held)
+            with disk.service.delta.changed(base, target, is_compared=False) as reading:
+                assert differing <= blocks_of(reading.extents(), len(held))
+        with disk.service.delta.allocated(target, is_compared=False) as reading:
+            assert named <= blocks_of(reading.extents(), len(held))
 
 
 def write_some(disk: Disk, chance: random.Random) -> None:
@@ -396,6 +402,28 @@ def changed(
 
 def told(answers: Answers) -> list[Extent]:
     return [Extent(b.byte_offset, b.size_bytes) for one in answers for b in one.block_metadata]
+
+
+@layouts
+def test_what_was_written_is_told_without_a_look_at_it(
+    disk: Disk, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = disk.snapshot()
+    disk.write(MIB, bytes(disk.held[MIB : MIB + 4096]))
+    newer = disk.snapshot()
+    # As it was: written all the same.
+    assert told(changed(client, older, newer)) == []
+
+    def refuse(*_: object) -> bytes:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(Reader, "read", refuse)
+    [(at, length)] = client.blocks(newer, older, is_compared=False)
+    assert at == MIB
+    assert length in (4096, 64 * KIB)
+    covered = [Extent(*one) for one in client.blocks(newer, is_compared=False)]
+    assert MIB // BLOCK_BYTES in blocks_of(covered, SIZE)
+    assert list(client.blocks(newer, older, MIB + length, is_compared=False)) == []
 
 
 @pytest.mark.variation

@@ -14,6 +14,9 @@ from agent import errors
 from agent.cli import streams
 from agent.csi.client import block, mounted
 
+# A snapshot's, for all that changes here after it.
+ROOM = {"size": str(SIZE)}
+
 
 @pytest.mark.parametrize(
     "kinds",
@@ -124,6 +127,60 @@ def test_a_stream_that_was_cut_off_is_taken_up_where_it_was(
     assert there.content("vol-copy") == here.content("snap-1")
     # Sent once more, it is there already.
     assert nodes.receive(there, "copy", whole)["chain"] == told["into"]
+
+
+@pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["linear", "thin"]))
+def test_what_differs_alone_is_less_and_makes_the_same(
+    here: Node, there: Node, layout: str
+) -> None:
+    chance = random.Random(18)
+    volume = volume_of(here, layout)
+    write(here, "vol-db", chance, 20)
+    before = here.content("vol-db")
+    here.client.snapshot("1", volume.volume_id, ROOM)
+    # Some once more as it was, and some anew.
+    path = here.device("vol-db")
+    here.host.write_bytes(path, 4 * MIB, before[4 * MIB : 6 * MIB])
+    here.host.write_bytes(path, 9 * MIB, chance.randbytes(4096) + before[9 * MIB + 4096 : 10 * MIB])
+    here.client.snapshot("2", volume.volume_id, ROOM)
+    compared = nodes.stream(here, "2", since="1", compare=True)
+    written = nodes.stream(here, "2", since="1")
+    assert 4096 < len(compared) < 8192
+    assert len(compared) < len(written)
+    whole = nodes.stream(here, "1")
+    for name, stream in (("one", compared), ("other", written)):
+        nodes.receive(there, name, whole + stream, layout)
+        assert there.content(f"vol-{name}") == here.content("snap-2")
+    with pytest.raises(errors.BadField, match="--since"):
+        nodes.stream(here, "2", compare=True)
+
+
+@pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["linear", "thin"]))
+def test_an_increment_is_taken_up_either_way_whatever_was_written_meanwhile(
+    here: Node, there: Node, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.streams.applying.RECORD_SECONDS", 0.0)
+    chance = random.Random(19)
+    volume = volume_of(here, layout)
+    write(here, "vol-db", chance)
+    here.client.snapshot("1", volume.volume_id, ROOM)
+    nodes.receive(there, "copy", nodes.stream(here, "1"), layout)
+    write(here, "vol-db", chance, 40)
+    here.client.snapshot("2", volume.volume_id, ROOM)
+    reached = 0
+    for number in range(3):
+        how = {"since": "1", "offset_bytes": reached, "compare": number == 1}
+        stream = nodes.stream(here, "2", **how)
+        with pytest.raises(errors.StreamEnded):
+            nodes.receive(there, "copy", stream[: len(stream) // 2], layout)
+        offset = int(str(streams.status(there.at, "copy")["offset_bytes"]))
+        assert offset > reached
+        reached = offset
+        # What the older snapshot has copies of is more from now on.
+        write(here, "vol-db", chance, 10)
+    rest = nodes.stream(here, "2", since="1", offset_bytes=reached)
+    nodes.receive(there, "copy", rest, layout)
+    assert there.content("vol-copy") == here.content("snap-2")
 
 
 def test_an_altered_stream_changes_nothing_behind_what_was_altered(here: Node, there: Node) -> None:

@@ -26,6 +26,7 @@ LIST = "ListVolumes of 100"
 PROBE, TRIVIAL = "Probe", "GetPluginInfo"
 FLOOR = "an empty call by grpcio alone, without Carver"
 SENT, DD = "256 MiB of changes, sent and received", "dd of the same blocks"
+COMPARED = "256 MiB of changes, compared, sent and received"
 # How fast volumes are, by what they are: all of one is written, or read.
 THROUGHPUT_MIB = 16
 ENCRYPTED, BYPASSED = "encrypted", "encrypted, past the work queues"
@@ -55,6 +56,7 @@ BESIDE = {
     UNSTAGE: UMOUNT,
     DELETE: LVREMOVE,
     SENT: DD,
+    COMPARED: DD,
     ALLOCATED: READ,
     CHANGED: READ_BOTH,
     **{
@@ -115,6 +117,7 @@ PROMISES = (
     Promise(DELETE, LVREMOVE, target=1.0, before=_once(2.1, 3.1)),
     # No less than 0.8 times dd's rate.
     Promise(SENT, DD, target=1.25),
+    Promise(COMPARED, DD),
     Promise(ALLOCATED, READ),
     Promise(CHANGED, READ_BOTH),
     *(

@@ -46,21 +46,24 @@ def measure(
 ) -> None:
     """An increment sent and received in one pipe, and the same blocks by dd with its flush.
 
-    `settle` is called before each is timed.
+    The increment as it is sent by default, and by --compare. `settle` is called before each is
+    timed.
     """
     with _made(at) as source:
         base = at.caller.snapshot("bench-first", source, _ROOM).snapshot_id
         _fill(_path(at, source))
         changed = at.caller.snapshot("bench-second", source, _ROOM).snapshot_id
         for number in rounds:
-            # What the increment applies to, as it was.
-            streams.abort(at, _STREAMED)
-            _piped(at, base, "")
-            pair = [
+            steps = [
                 (rows.SENT, lambda: _piped(at, changed, base)),
                 (rows.DD, lambda: _dd(_path(at, changed), _path(at, _sibling(source)))),
+                (rows.COMPARED, lambda: _piped(at, changed, base, compare=True)),
             ]
-            for name, step in reversed(pair) if number % 2 else pair:
+            for name, step in reversed(steps) if number % 2 else steps:
+                if name != rows.DD:
+                    # What the increment applies to, as it was.
+                    streams.abort(at, _STREAMED)
+                    _piped(at, base, "")
                 _forget()
                 settle()
                 samples.time(name, step, time.monotonic)
@@ -98,14 +101,14 @@ class _Receiving:
             streams.receive(self.at, _STREAMED, source)
 
 
-def _piped(at: Manual, snapshot_id: str, base: str) -> None:
+def _piped(at: Manual, snapshot_id: str, base: str, *, compare: bool = False) -> None:
     reading, writing = os.pipe()
     streams.widen(writing)
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(_Receiving(at, reading))
         try:
             with os.fdopen(writing, "wb") as out, streams.outgoing(at, snapshot_id, base) as going:
-                going.send(out.write)
+                going.send(out.write, compare=compare)
         except BrokenPipeError:
             pass  # the receiver says why
         received.result()

@@ -23,6 +23,7 @@ from agent.csi.client import Client, block
 from agent.engine.host import Host
 from agent.service import server
 from agent.service.server import Service
+from mount.blocks import Bytes
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -175,7 +176,7 @@ class Stand:
             return {"node": self.node, "driver": self._there.config.driver_name}
         return self._carry_out(words, io.BytesIO())
 
-    def feed(self, *words: str, write: Callable[[Callable[[bytes], object]], object]) -> None:
+    def feed(self, *words: str, write: Callable[[Callable[[Bytes], object]], object]) -> None:
         out = io.BytesIO()
         problem = None
         try:

@@ -19,7 +19,7 @@ from agent.streams.applying import Target
 from agent.streams.form import Header, Packed
 from agent.streams.reading import Reader, streams
 from agent.streams.writing import Writer
-from mount.blocks import Opened
+from mount.blocks import Bytes, Opened
 
 MIB = 1 << 20
 SIZE = 16 * MIB
@@ -40,10 +40,10 @@ class Memory(Opened):
         self.content = bytearray(content)
         self.flushed = bytes(content)
 
-    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        return bytes(self.content[offset_bytes : offset_bytes + length_bytes])
+    def read_into(self, offset_bytes: int, place: memoryview) -> None:
+        place[:] = self.content[offset_bytes : offset_bytes + len(place)]
 
-    def write(self, offset_bytes: int, data: bytes) -> None:
+    def write(self, offset_bytes: int, data: Bytes) -> None:
         self.content[offset_bytes : offset_bytes + len(data)] = data
 
     def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
@@ -51,9 +51,6 @@ class Memory(Opened):
 
     def flush(self) -> None:
         self.flushed = bytes(self.content)
-
-    def forget(self, offset_bytes: int, length_bytes: int) -> None:
-        pass
 
 
 def sent(header: Header, content: bytes, *extents: Extent, compress: bool = False) -> bytes:
@@ -67,7 +64,7 @@ def applied(
     stream: bytes, before: bytes, *, blank: bool = False, record: Callable[[int], None] = ignored
 ) -> bytes:
     device = Memory(before)
-    reader = Reader(io.BytesIO(stream).read)
+    reader = Reader(io.BytesIO(stream))
     applying.apply(reader, Target(device, len(before), blank), record=record, record_seconds=0)
     assert device.flushed == bytes(device.content)
     return device.flushed
@@ -94,7 +91,7 @@ def test_zeroes_take_no_room_and_a_blank_device_is_not_written_for_them() -> Non
     before = bytes(SIZE)
     device = Memory(before)
     device.zero_out = None  # type: ignore[assignment, method-assign]
-    reader = Reader(io.BytesIO(stream).read)
+    reader = Reader(io.BytesIO(stream))
     applying.apply(reader, Target(device, SIZE, blank=True), record=ignored)
     assert reader.totals.zero_bytes == SIZE
 
@@ -128,7 +125,7 @@ def test_a_stream_goes_on_where_another_was_cut_off() -> None:
     whole = sent(WHOLE, content, Extent(0, SIZE))
     told: list[int] = []
     device = Memory(b"o" * SIZE)
-    reader = Reader(io.BytesIO(whole[: len(whole) - 3 * MIB // 2]).read)
+    reader = Reader(io.BytesIO(whole[: len(whole) - 3 * MIB // 2]))
     with pytest.raises(errors.StreamEnded):
         applying.apply(reader, Target(device, SIZE, False), record=told.append, record_seconds=0)
     assert told
@@ -146,7 +143,7 @@ def test_what_is_recorded_is_on_the_disk() -> None:
     def record(offset_bytes: int) -> None:
         flushed.append(device.flushed[:offset_bytes] == content[:offset_bytes])
 
-    reader = Reader(io.BytesIO(sent(WHOLE, content, Extent(0, SIZE))).read)
+    reader = Reader(io.BytesIO(sent(WHOLE, content, Extent(0, SIZE))))
     applying.apply(reader, Target(device, SIZE, True), record=record, record_seconds=0)
     assert flushed
     assert all(flushed)
@@ -155,7 +152,7 @@ def test_what_is_recorded_is_on_the_disk() -> None:
 def test_streams_that_stand_one_after_another_are_read_one_by_one() -> None:
     both = sent(WHOLE, noise(4096), Extent(0, 4096)) + sent(LATER, noise(4096), Extent(0, 4096))
     seen = []
-    for reader in streams(io.BytesIO(both).read):
+    for reader in streams(io.BytesIO(both)):
         seen.append(reader.header)
         assert len(list(reader.frames())) == 1
     assert seen == [WHOLE, LATER]
@@ -225,14 +222,14 @@ def test_frames_in_another_order_left_out_or_doubled_are_seen(
 @given(st.binary(max_size=4096))
 def test_noise_is_no_stream(data: bytes) -> None:
     asked: list[int] = []
-    source = io.BytesIO(data)
 
-    def read(length: int) -> bytes:
-        asked.append(length)
-        return source.read(length)
+    class Asked(io.BytesIO):
+        def read(self, length: int | None = -1, /) -> bytes:
+            asked.append(length or 0)
+            return super().read(length)
 
     with pytest.raises(errors.BadStream):
-        list(Reader(read).frames())
+        list(Reader(Asked(data)).frames())
     assert max(asked, default=0) <= form.MOST_BYTES
 
 
@@ -240,7 +237,7 @@ def test_noise_is_no_stream(data: bytes) -> None:
 def test_a_header_that_says_nonsense_is_refused(told: bytes, length: int) -> None:
     prefix = struct.pack("!8sHHI", form.MAGIC, form.VERSION, 0, length)
     with pytest.raises(errors.BadStream):
-        Reader(io.BytesIO(prefix + told).read)
+        Reader(io.BytesIO(prefix + told))
 
 
 @pytest.mark.parametrize(
@@ -268,14 +265,14 @@ def test_a_header_is_checked_field_by_field(changes: dict[str, object], said: st
     prefix = struct.pack("!8sHHI", form.MAGIC, form.VERSION, 0, len(told))
     proof = hashlib.sha256(prefix + told).digest()
     with pytest.raises(errors.BadStream, match=said):
-        Reader(io.BytesIO(prefix + told + proof).read)
+        Reader(io.BytesIO(prefix + told + proof))
 
 
 def test_another_version_is_refused_by_its_number() -> None:
     later = bytearray(STREAM)
     later[len(form.MAGIC) : len(form.MAGIC) + 2] = struct.pack("!H", 2)
     with pytest.raises(errors.BadStream, match="version 2"):
-        Reader(io.BytesIO(later).read)
+        Reader(io.BytesIO(later))
 
 
 @pytest.mark.parametrize(

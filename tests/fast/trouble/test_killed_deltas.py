@@ -15,7 +15,6 @@ from agent.config.classes import DeviceClass
 from lvm import tags
 from lvm.layout import Layout
 from lvm.pools import Policy
-from proto import csi_pb2 as csi
 
 BLOCK = Use("block", do.MULTI_WRITER)
 
@@ -23,7 +22,7 @@ BLOCK = Use("block", do.MULTI_WRITER)
 class Trial:
     """A machine with two snapshots of a thin volume, whose blocks are about to be asked for."""
 
-    def __init__(self, directory: Path, compared: bool) -> None:
+    def __init__(self, directory: Path, what: str) -> None:
         (directory / "mounts").mkdir(parents=True)
         self.host = FakeHost(directory / "mounts")
         group = self.host.new_group(100)
@@ -37,22 +36,15 @@ class Trial:
         for number in range(2):
             self.taken.append(self.machine.client.snapshot(f"s-{number}", volume_id).snapshot_id)
             self.host.write_bytes(device.path, number * MIB, b"a" * 4096)
-        self.compared = compared
+        self.what = what
         found = self.host.lvm2.groups[group].volumes["pool-plain"]
         assert isinstance(found, FakePool)
         self.pool = found
 
     def ask(self) -> list[tuple[int, int]]:
-        service = self.machine.client.snapshot_metadata
         base, target = self.taken
-        answers = (
-            service.GetMetadataDelta(
-                csi.GetMetadataDeltaRequest(base_snapshot_id=base, target_snapshot_id=target)
-            )
-            if self.compared
-            else service.GetMetadataAllocated(csi.GetMetadataAllocatedRequest(snapshot_id=target))
-        )
-        return [(b.byte_offset, b.size_bytes) for one in answers for b in one.block_metadata]
+        base = "" if self.what == "allocated" else base
+        return list(self.machine.client.blocks(target, base, is_compared=self.what != "written"))
 
     def begin(self, switch: Switch) -> None:
         self.machine.stop()
@@ -64,8 +56,8 @@ class Trial:
         return self.pool.held is None and not marked
 
 
-def steps(directory: Path, compared: bool) -> int:
-    trial = Trial(directory, compared)
+def steps(directory: Path, what: str) -> int:
+    trial = Trial(directory, what)
     switch = Switch()
     trial.begin(switch)
     trial.ask()
@@ -73,15 +65,15 @@ def steps(directory: Path, compared: bool) -> int:
     return len(switch.taken)
 
 
-@pytest.mark.parametrize("compared", [False, True], ids=["allocated", "changed"])
+@pytest.mark.parametrize("what", ["allocated", "changed", "written"])
 def test_a_question_that_was_killed_at_any_step_leaves_nothing_and_is_answered_when_repeated(
-    tmp_path: Path, compared: bool
+    tmp_path: Path, what: str
 ) -> None:
-    count = steps(tmp_path / "count", compared)
+    count = steps(tmp_path / "count", what)
     assert count >= 6
     for stop_at in range(count):
         for before in (True, False):
-            trial = Trial(tmp_path / f"{stop_at}{before}", compared)
+            trial = Trial(tmp_path / f"{stop_at}{before}", what)
             switch = Switch(stop_at, before=before)
             trial.begin(switch)
             with pytest.raises(grpc.RpcError):
@@ -89,6 +81,6 @@ def test_a_question_that_was_killed_at_any_step_leaves_nothing_and_is_answered_w
             assert switch.dead.wait(10), switch.taken
             trial.machine.revive()
             assert trial.is_clean, (switch.taken, before)
-            assert trial.ask() == [(0, 4096 if compared else 64 << 10)]
+            assert trial.ask() == [(0, 4096 if what == "changed" else 64 << 10)]
             assert trial.is_clean
             trial.machine.stop()

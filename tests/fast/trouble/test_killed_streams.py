@@ -22,7 +22,7 @@ from agent.cli import streams
 from agent.cli.moving import Move, Options
 from agent.csi.client import Client, block
 from agent.streams import reading
-from mount.blocks import Opened
+from mount.blocks import Bytes, Opened
 
 # What a command ends with when the service that it asks dies.
 DIED = (grpc.RpcError, errors.AgentError)
@@ -93,7 +93,7 @@ def usable(node: Node) -> int:
 
 def receive_all(node: Node, given: list[bytes], layout: str = nodes.PLAIN) -> None:
     """As a person does who sees how far it is."""
-    last = next(reading.streams(io.BytesIO(given[-1]).read)).header
+    last = next(reading.streams(io.BytesIO(given[-1]))).header
     for one in given:
         if streams.status(node.at, "copy")["chain"] != last.chain:
             nodes.receive(node, "copy", one, layout)
@@ -290,10 +290,10 @@ class Dying(Opened):
         self._real = device
         self._steps = steps
 
-    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        return self._real.read(offset_bytes, length_bytes)
+    def read_into(self, offset_bytes: int, place: memoryview) -> None:
+        self._real.read_into(offset_bytes, place)
 
-    def write(self, offset_bytes: int, data: bytes) -> None:
+    def write(self, offset_bytes: int, data: Bytes) -> None:
         self._step(lambda: self._real.write(offset_bytes, data))
 
     def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
@@ -301,9 +301,6 @@ class Dying(Opened):
 
     def flush(self) -> None:
         self._step(self._real.flush)
-
-    def forget(self, offset_bytes: int, length_bytes: int) -> None:
-        pass
 
     def _step(self, take: Callable[[], None]) -> None:
         if next(self._steps) < 0:
@@ -341,7 +338,7 @@ def test_a_command_that_was_killed_at_any_step_is_taken_up_where_it_was(
                 receive_all(made.there, given)
                 ended = True
             told = streams.status(made.there.at, "copy")
-            first = next(reading.streams(io.BytesIO(given[0]).read)).header
+            first = next(reading.streams(io.BytesIO(given[0]))).header
             if told["into"] == first.chain:
                 # From there on only.
                 rest = nodes.stream(made.here, "1", offset_bytes=told["offset_bytes"])

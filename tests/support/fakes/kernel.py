@@ -24,7 +24,7 @@ from fakes.devices import (
     Media,
 )
 
-from mount.blocks import Opened
+from mount.blocks import Bytes, Opened
 from mount.growth import XfsGeometry
 from mount.loop_devices import LoopStatus
 from mount.options import CONTEXT, FILE_SYSTEM_DATA, SUPERBLOCK
@@ -537,8 +537,8 @@ class _Opened(Opened):
         super().__init__(device.path, -1)
         self._node = device
 
-    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        media = self._node.media
+    def read_into(self, offset_bytes: int, place: memoryview) -> None:
+        media, length_bytes = self._node.media, len(place)
         if media.unreadable or offset_bytes + length_bytes > self._node.size_bytes:
             _fail(errno.EIO, self._node.path)
         first, end = offset_bytes // BLOCK_BYTES, -(-(offset_bytes + length_bytes) // BLOCK_BYTES)
@@ -546,10 +546,11 @@ class _Opened(Opened):
         if not first and media.contents is not None:
             data = filesystems.superblock(media) + data[BLOCK_BYTES:]
         start = offset_bytes - first * BLOCK_BYTES
-        return data[start : start + length_bytes]
+        place[:] = data[start : start + length_bytes]
 
-    def write(self, offset_bytes: int, data: bytes) -> None:
+    def write(self, offset_bytes: int, data: Bytes) -> None:
         assert self._node.held
+        data = bytes(data)
         if offset_bytes + len(data) > self._node.size_bytes:
             _fail(errno.ENOSPC, self._node.path)
         if not offset_bytes:
@@ -566,9 +567,6 @@ class _Opened(Opened):
 
     def flush(self) -> None:
         self._node.media.flush()
-
-    def forget(self, offset_bytes: int, length_bytes: int) -> None:
-        pass
 
 
 def render(mount: Mount) -> str:
