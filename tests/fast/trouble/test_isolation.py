@@ -258,7 +258,7 @@ def test_a_wipe_that_hangs_keeps_no_other_group_s_waiting(
     other = client.create("of-b", 4 * MIB, block(), parameters=SOUND)
     real, over = fake.kernel.zero_out, threading.Event()
 
-    def zero_out(device: str, offset_bytes: int, length_bytes: int) -> None:
+    def zero_out(device: str, offset_bytes: int, length_bytes: int, **how: bool) -> None:
         assert "/b-" in device or over.wait(60)
         real(device, offset_bytes, length_bytes)
 

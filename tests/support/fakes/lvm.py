@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 
+from fakes.chunks import Chunks
 from fakes.devices import BLOCK_BYTES, LEFTOVER, FakeDevice, FakeDevices, Media
 
 from lvm import errors as lvm_errors
@@ -46,7 +47,7 @@ class FakeDisk:
 _OF_THE_KERNEL = {
     *("active", "media", "data_percent", "overflowed", "dirty_blocks", "cleaning"),
     *("failed", "used_data_blocks", "used_metadata_blocks", "mode", "needs_check"),
-    *("rebuilding", "damaged", "held"),
+    *("rebuilding", "damaged", "held", "chunks"),
 }
 
 
@@ -129,6 +130,7 @@ class FakePool(FakeVolume):
     needs_check: bool = False
     # So that thin_check(8) refuses it.
     damaged: bool = False
+    chunks: Chunks = field(default_factory=Chunks)
     # What its metadata snapshot tells, if it has one: the blocks of each volume by its number.
     held: dict[int, dict[int, bytes]] | None = None
 
@@ -138,13 +140,14 @@ class FakePool(FakeVolume):
     def status(self, extent_size_bytes: int) -> ThinPool:
         """What device-mapper says of it."""
         size = self.length * extent_size_bytes
+        blocks, is_full = size // self.chunk_size_bytes, self.chunks.is_full
         metadata_blocks = sum(self.metadata.values()) * extent_size_bytes // 4096
         return ThinPool(
             size,
-            self.mode,
+            "out_of_data_space" if is_full else self.mode,
             self.needs_check,
-            self.used_data_blocks,
-            size // self.chunk_size_bytes,
+            blocks if is_full else self.used_data_blocks + self.chunks.leaked,
+            blocks,
             self.used_metadata_blocks,
             metadata_blocks,
             self.held is not None,
@@ -387,6 +390,11 @@ class FakeLvm:
         """The seam `lvm.devices.Devices`."""
         volume = self.groups[group].volumes.get(name)
         return volume.number if isinstance(volume, FakeThin) and volume.active else None
+
+    def pool_data(self, group: str, pool: str) -> str:
+        """The seam `lvm.devices.Devices`."""
+        self._active_pool(group, pool)
+        return _data_node(group, pool)
 
     def pool_metadata(self, group: str, pool: str) -> str:
         """The seam `lvm.devices.Devices`."""
@@ -1038,7 +1046,8 @@ class FakeLvm:
         (group_name,) = arguments.rest()
         group = self._group(group_name)
         _require_new(group, name)
-        if not isinstance(group.volumes.get(pool), FakePool):
+        within = group.volumes.get(pool)
+        if not isinstance(within, FakePool):
             raise Failure(f"Thin pool {group_name}/{pool} not found.")
         volume = FakeThin(
             *(name, self._uuid(), {}, tags),
@@ -1050,7 +1059,9 @@ class FakeLvm:
             number=next(self._numbers),
         )
         if name.startswith("wipe-"):
-            volume.media.below = group.volumes[pool].media
+            size = within.length * group.extent_size_bytes
+            within.chunks.begin(within.media, within.chunk_size_bytes, size)
+            volume.media.below = within.chunks
         group.volumes[name] = volume
         self._activate(group, volume)
         return f'  Logical volume "{name}" created.\n'
@@ -1150,7 +1161,10 @@ class FakeLvm:
                 self._uncover(group, volume, before)
             group.clean -= named
         if volume.active:
-            self.devices.resize(_node(group.name, volume.name), self._size(group, volume))
+            shown = self._size(group, volume)
+            self.devices.resize(_node(group.name, volume.name), shown)
+            if isinstance(volume, FakePool):
+                self.devices.resize(_data_node(group.name, volume.name), shown)
         return ""
 
     def _extend_metadata(self, arguments: "_Arguments", more_bytes: int) -> str:
@@ -1204,10 +1218,11 @@ class FakeLvm:
         """What it held stays on its extents; of a thin one, in its pool."""
         if isinstance(gone, FakeThin):
             pool = group.volumes.get(gone.pool)
-            if pool is not None:
+            if isinstance(pool, FakePool):
                 chunks = pool.length * group.extent_size_bytes // BLOCK_BYTES
                 held = gone.media.blocks if gone.media.below is None else {}
                 pool.media.blocks |= {number % chunks: data for number, data in held.items()}
+                pool.chunks.is_full = False
         else:
             group.freed += [gone.media, *([gone.cache.media] if gone.cache else [])]
             if not gone.media.blocks:
@@ -1239,6 +1254,9 @@ class FakeLvm:
         if volume.active:
             self.devices.remove(_node(group.name, volume.name))
             volume.active = False
+            if isinstance(volume, FakePool):
+                self.devices.get(_data_node(group.name, volume.name)).held = 0
+                self.devices.remove(_data_node(group.name, volume.name))
 
     def _activate(self, group: FakeGroup, volume: FakeVolume) -> None:
         """An origin and its snapshots are active together."""
@@ -1259,6 +1277,10 @@ class FakeLvm:
             device.read_only = volume.read_only or listed
             device.missing = _gone(group, volume)
             volume.active = True
+            if isinstance(volume, FakePool):
+                # Held by the pool, so that nobody has it alone.
+                data = _data_node(group.name, volume.name)
+                self.devices.add(data, size, volume.media).held = 1
             if isinstance(volume, FakeThin):
                 self._activate(group, group.volumes[volume.pool])
 
@@ -1621,6 +1643,10 @@ def _ranges(group: FakeGroup, volume: FakeVolume) -> str:
 
 def _node(group: str, name: str) -> str:
     return f"/dev/mapper/{names.device(group, name)}"
+
+
+def _data_node(group: str, pool: str) -> str:
+    return f"{_node(group, pool)}_tdata"
 
 
 def _bytes(size: str) -> int:
