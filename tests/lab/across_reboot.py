@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from lab import forged
 
 import agent  # noqa: F401 - before grpc
 from agent.config.settings import DEFAULT_SOCKET
@@ -105,14 +106,18 @@ def before(client: Client, volumes: Sequence[Kept]) -> None:
     PLACE.mkdir(parents=True, exist_ok=True)
     _at_once(lambda one: one.before(client), volumes)
     assert len(opened()) == sum(one.is_encrypted for one in volumes)
+    forged.before(client, PLACE)
 
 
 def after(client: Client, volumes: Sequence[Kept]) -> None:
     assert table.read(Kernel()).under(str(PLACE)) == (), "stale mounts"
     assert opened() == [], "open, and nobody's"
     there = {volume.volume_id.rpartition("/")[2] for volume in client.volumes()}
-    assert there == {f"vol-{one.name}" for one in volumes}
+    names = [one.name for one in volumes] + [one.name for one in forged.tenants(PLACE)]
+    assert there == {f"vol-{one}" for one in names}
+    ids = forged.begin_again(client, PLACE)
     _at_once(lambda one: one.after(client), volumes)
+    forged.after(client, PLACE, ids)
     assert client.volumes() == []
     assert opened() == []
     assert table.read(Kernel()).under(str(PLACE)) == ()

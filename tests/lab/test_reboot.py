@@ -12,7 +12,8 @@ PYTHON = "/opt/carver/venv/bin/python"
 
 
 def in_guest(step: str, volumes: int) -> None:
-    ended = lab.run(["env", f"PYTHONPATH={TREE}", PYTHON, SCRIPT, step, str(volumes)], check=False)
+    path = f"PYTHONPATH={TREE}:{TREE}/tests:{TREE}/tests/support"
+    ended = lab.run(["env", path, PYTHON, SCRIPT, step, str(volumes)], check=False)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
 
 
