@@ -1,5 +1,6 @@
 """Finds Carver's volumes and snapshots, as LVM's tags and the kernel's devices tell of them."""
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,7 @@ class Inventory:
         self._devices = kernel_devices
         self._groups = engines.names
         self._foundations = foundations
+        self._guard = threading.Lock()
         self._held: frozenset[tuple[str, str]] = frozenset()
         # Whether anyone went by what was seen since the groups were looked at last.
         self._glimpsed = False
@@ -91,15 +93,18 @@ class Inventory:
 
     @contextmanager
     def holding(self, volumes: Iterable[tuple[str, str]]) -> Iterator[None]:
-        """Inside, these are suspended on purpose: they are not resumed. One call at a time.
+        """Inside, these are suspended on purpose: they are not resumed.
 
-        Each is a group's name and a logical volume's.
+        Each is a group's name and a logical volume's; no two calls have the same.
         """
-        self._held = frozenset(volumes)
+        own = frozenset(volumes)
+        with self._guard:
+            self._held |= own
         try:
             yield
         finally:
-            self._held = frozenset()
+            with self._guard:
+                self._held -= own
 
     def recent(self) -> tuple[report.Report, float]:
         """What was known at most a minute ago, and when (epoch, seconds), to watch it by.
