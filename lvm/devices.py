@@ -30,9 +30,9 @@ _MAPPING_PREFIX = "carver-luks-"
 _CRYPT_PREFIX = "CRYPT-LUKS2-"
 # The same of those that it has for itself while it is at work (lib/utils_storage_wrappers.c).
 _OWN_CRYPT_PREFIX = "CRYPT-TEMP-"
-# The same for a copy-on-write snapshot's store; and what a pool's metadata are called.
+# The same for a copy-on-write snapshot's store; and what a pool's data and metadata are called.
 _STORE_LAYER = "-cow"
-_METADATA_PART = "_tmeta"
+_DATA_PART, _METADATA_PART = "_tdata", "_tmeta"
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,10 @@ class Devices(Protocol):
 
     def thin_id(self, group: str, name: str) -> int | None:
         """The number that an active thin volume has in its pool; None where it is none."""
+        ...
+
+    def pool_data(self, group: str, pool: str) -> str:
+        """The device of an active pool's data, which the pool holds; raises Inactive."""
         ...
 
     def pool_metadata(self, group: str, pool: str) -> str:
@@ -208,6 +212,10 @@ class KernelDevices:
     def thin_id(self, group: str, name: str) -> int | None:
         """The number that an active thin volume has in its pool; None: it is none. One ioctl."""
         return self._mapper.thin_id(names.device(group, name))
+
+    def pool_data(self, group: str, pool: str) -> str:
+        """The device of an active pool's data, which the pool holds; raises Inactive."""
+        return self._part(group, pool, _DATA_PART)
 
     def pool_metadata(self, group: str, pool: str) -> str:
         """The device of an active pool's metadata; raises Inactive."""

@@ -91,15 +91,23 @@ class BlockDevices(Calls):
         """What the device itself bears, as libblkid finds it there (libblkid.signatures)."""
         return libblkid.signatures(device)
 
-    def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
+    def zero_out(
+        self, device: str, offset_bytes: int, length_bytes: int, *, held: bool = False
+    ) -> None:
         """BLKZEROOUT: the range reads as zeroes afterwards. EBUSY while mounted or held.
+
+        With `held` also where the kernel holds it, as device-mapper does what a device stands on.
 
         udev does not come to know: it would have a look at what is about to be removed, and lvm2,
         which meets that look, tries again 0.2 s later only (retry_deactivation, lvm.conf(5)).
         """
         with self._unwatched(device) as (node, directory):
             try:
-                descriptor = blocks.open_exclusively(node, directory)
+                descriptor = (
+                    os.open(node, os.O_WRONLY | os.O_CLOEXEC, dir_fd=directory)
+                    if held
+                    else blocks.open_exclusively(node, directory)
+                )
             except OSError as error:
                 raise OSError(error.errno, error.strerror, device) from error
             with blocks.closing(descriptor):

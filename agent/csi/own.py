@@ -5,6 +5,7 @@ call that is answered by a stream are GetMetadataDelta's.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import grpc
 from google.protobuf.struct_pb2 import Struct
@@ -39,7 +40,7 @@ def handler(
     service: str, calls: Mapping[str, Call], streams: Mapping[str, Delta] | None = None
 ) -> grpc.GenericRpcHandler:
     """What a server is given: calls that are answered once, and those that are by a stream."""
-    methods = {
+    methods: dict[str, Any] = {
         name: grpc.unary_unary_rpc_method_handler(call, Struct.FromString, Struct.SerializeToString)
         for name, call in calls.items()
     }

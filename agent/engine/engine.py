@@ -1,14 +1,6 @@
-"""One volume group: its disks, its lvm2, what is known of it, and whose turn it is.
+"""One volume group: its lvm2, what was seen of it, what it shall bear, and whose turn it is.
 
 Nothing in here knows another group, so that one whose disk hangs stops no other.
-
-What lvm2 reported is kept, and is as good as a new report for as long as nothing was written to the
-group: each commit of metadata moves the place on the disks where they are (lvm.labels), and looking
-there takes microseconds, and no process. So absence is proved too, by a look after the question.
-The report is read anew after a commit, whoever made it; after a command of which nobody knows what
-it did; where a disk came or went; where a device was left suspended, or a snapshot is not active;
-and when it is old. What the metadata do not say, such as whether a volume is active, is asked of
-the kernel.
 """
 
 import logging
@@ -22,13 +14,13 @@ from typing import Literal
 
 from agent import errors
 from agent.engine.behind import Behind
-from agent.engine.disks import Location, locate
 from agent.engine.queue import MOST_LOOKING, Queue
-from lvm import command, devicemapper, report, tags, volumes
+from agent.engine.sight import Sight
+from lvm import command, report, tags, volumes
 from lvm import errors as lvm_errors
 from lvm.command import Result, Run
 from lvm.devices import Devices
-from lvm.disks import Disks, Fingerprint, Found
+from lvm.disks import Disks, Found
 from lvm.lvm2 import Lvm
 from lvm.shell import only_looks
 
@@ -36,10 +28,6 @@ _log = logging.getLogger(__name__)
 
 State = Literal["unknown", "ready", "partial", "absent", "refused"]
 
-# What is wrong without a trace in the metadata is found out this late.
-_LASTS_SECONDS = 600.0
-# So often the disks' labels are read where udev tells of none that came or went.
-_BLIND_SECONDS = 60.0
 # How long those wait for it who have to do with another group, and how long then not again.
 _GLANCE_SECONDS = 5.0
 _REST_SECONDS = 60.0
@@ -47,18 +35,6 @@ _REST_SECONDS = 60.0
 _LIST_SECONDS = 10.0
 # What is looked at behind everyone's back keeps nobody waiting.
 _BEHIND_SECONDS = 60.0
-# A path that is no disk: lvm2 that is confined to it sees no group.
-_NO_DISK = "/dev/null"
-
-
-@dataclass(frozen=True)
-class _Known:
-    """A report of the group, and the proof by which it is still true."""
-
-    group: report.Group
-    location: Location
-    fingerprint: Fingerprint
-    time_seconds: float
 
 
 @dataclass(frozen=True)
@@ -100,20 +76,12 @@ class Engine:
         # When that was tried last, whatever came of it.
         self.tried_seconds = 0.0
         self.problem: Exception | None = None
-        self._node = node
         self._run = run
-        self._disks = disks
-        self._devices = devices
-        self._scan = scan
-        self._renew = renew
+        self._sight = Sight(name, replace(node, run=self._watched), disks, devices, scan, renew)
         # Who looks: one at a time.
         self._looks = Queue(f"volume group {name}", MOST_LOOKING)
         self._guard = threading.Lock()
         self._looking: Future[None] | None = None
-        self._location: Location | None = None
-        # When its disks were looked for last (monotonic, seconds).
-        self._located = 0.0
-        self._known: _Known | None = None
         self._stuck: _Stuck | None = None
         # The tags that volumes shall bear, by the volumes' UUIDs, until they are written.
         self._promised: dict[str, frozenset[str]] = {}
@@ -122,19 +90,15 @@ class Engine:
         self._changed = False
         # Until when nobody waits for it who does not need it (monotonic, seconds).
         self._rests_until = 0.0
-        # Whether a disk came, went or moved, perhaps.
-        self._moved = True
 
     @property
     def lvm(self) -> Lvm:
         """lvm2, which sees this group's disks and no others."""
-        return self._lvm_at(self._location)
+        return self._sight.lvm
 
     def lvm_with(self, disk: str) -> Lvm:
         """The same, which sees a disk more: one that is to become the group's."""
-        # A group that is not here has no disk to be put beside.
-        own = self._location.disks if self._location is not None else ()
-        return replace(self.lvm, devices=(*own, disk))
+        return self._sight.lvm_with(disk)
 
     @property
     def state(self) -> State:
@@ -158,15 +122,15 @@ class Engine:
     @property
     def is_outdated(self) -> bool:
         """Whether a disk came, went or changed since it was looked at."""
-        return self._moved
+        return self._sight.is_outdated
 
     def outdate(self) -> None:
         """A disk came or went, or may have."""
-        self._moved = True
+        self._sight.is_outdated = True
 
     def has(self, disk: str) -> bool:
         """Whether that path was a disk of the group when it was looked at last."""
-        return self._location is not None and disk in self._location.disks
+        return self._sight.has(disk)
 
     def look(self) -> report.Group | None:
         """The group as it is now; None where it is not on this node.
@@ -316,32 +280,11 @@ class Engine:
         return time.monotonic() < self._rests_until
 
     def _look(self) -> report.Group | None:
-        known, self._known = self._known, None
-        if known is not None and not self._may_have_moved(known):
-            mark = self._fingerprint(known.location)
-            if self._still_holds(known, mark):
-                return self._as_it_is(known)
-            # lvm2 sees these disks only: after a commit that was about disks it shows others.
-            group = None if mark is None else self._shown(known.location)
-            # What was exported meanwhile it shows too; the disks tell whose it is then.
-            if group is not None and group.is_one_node_s and _is_whole_on(group, known.location):
-                return self._remembered(group, known.location, mark)
-        location = self._locate()
-        if location is None:
-            if self.is_awaited:
-                raise errors.GroupAwaited(self.name)
-            return None
-        mark = self._fingerprint(location)
-        if known is not None and location == known.location and self._still_holds(known, mark):
-            return self._as_it_is(known)
-        group = self._shown(location)
-        if group is None and self._renew and not isinstance(self.problem, errors.GroupRefused):
-            # The disks bear it: before a shell is believed that it is not, another is asked.
-            self._renew()
-            group = self._shown(location)
-        if group is None:
-            raise errors.GroupRefused(self.name, _why_hidden(location))
-        return self._remembered(group, location, mark)
+        is_refused = isinstance(self.problem, errors.GroupRefused)
+        found = self._sight.look(is_refused=is_refused)
+        if found is None and self.is_awaited:
+            raise errors.GroupAwaited(self.name)
+        return found
 
     def _tell(self, before: State) -> None:
         """Say once what became of the group since it was looked at before."""
@@ -357,74 +300,6 @@ class Engine:
             case (("unknown" | "ready" | "partial" | "absent"), "refused"):
                 _log.error("%s", self.problem)
 
-    def _may_have_moved(self, known: _Known) -> bool:
-        """Whether disks of the group may have come or gone since it was looked at."""
-        is_old = time.monotonic() - self._located >= _BLIND_SECONDS
-        return self._moved or is_old or bool(known.location.missing)
-
-    def _still_holds(self, known: _Known, mark: Fingerprint | None) -> bool:
-        """Whether what is known of the group is true, where its disks have that proof."""
-        is_old = time.monotonic() - known.time_seconds >= _LASTS_SECONDS
-        return mark == known.fingerprint and not is_old and self._can_be_asked(known.group)
-
-    def _can_be_asked(self, group: report.Group) -> bool:
-        """Whether the kernel tells of all snapshots whether they are lost: of inactive ones not."""
-        every = group.volumes.values()
-        return all(self._devices.find(self.name, one.name) for one in every if one.is_copy_on_write)
-
-    def _locate(self) -> Location | None:
-        # Before the look: what changes meanwhile may be in it, or not.
-        self._moved, self._located = False, time.monotonic()
-        try:
-            found = locate(self._scan(), self.name)
-        except errors.GroupRefused:
-            self._moved, self._location = True, None
-            raise
-        except BaseException:
-            self._moved = True
-            raise
-        # In one step: a command that others begin meanwhile sees the disks as they were.
-        self._location = found
-        return found
-
-    def _shown(self, location: Location) -> report.Group | None:
-        """What lvm2 says of the group there; None where it says of none, or of one on others."""
-        told = report.read(self._lvm_at(location), self._devices.overflowed)
-        group = told.groups.get(self.name)
-        return group if group is not None and group.uuid == location.uuid else None
-
-    def _remembered(
-        self, group: report.Group, location: Location, mark: Fingerprint | None
-    ) -> report.Group:
-        """The group, which is known from now on if nothing was committed while lvm2 read it."""
-        if mark is not None and mark == self._fingerprint(location) and not _suspended(group):
-            self._known = _Known(group, location, mark, time.monotonic())
-        return group
-
-    def _fingerprint(self, location: Location) -> Fingerprint | None:
-        remaining = command.remaining_seconds()
-        if remaining is None:
-            return self._disks.fingerprint(location.disks)
-        return self._disks.fingerprint(location.disks, remaining)
-
-    def _as_it_is(self, known: _Known) -> report.Group:
-        """The group that is known, with what came over its snapshots since, without a commit."""
-        self._known, group = known, known.group
-        lost = {
-            one.name: replace(one, overflowed=True)
-            for one in group.volumes.values()
-            if one.is_copy_on_write and not one.overflowed and self._has_overflowed(one.name)
-        }
-        return replace(group, volumes={**group.volumes, **lost}) if lost else group
-
-    def _has_overflowed(self, name: str) -> bool:
-        told = self._devices.status(self.name, name)
-        return devicemapper.has_overflowed(told)
-
-    def _lvm_at(self, location: Location | None) -> Lvm:
-        disks = (_NO_DISK,) if location is None else location.disks
-        return replace(self._node, run=self._watched, devices=disks)
-
     def _watched(self, *words: str) -> Result:
         """The seam `lvm.command.Run`: after a command that may have done anything, look anew."""
         stuck = self._stuck
@@ -436,10 +311,11 @@ class Engine:
         try:
             return self._run(*words)
         except lvm_errors.CommandStuck as error:
-            self._known, self._stuck = None, _Stuck(words[1], error.ended, time.monotonic())
+            self._sight.forget()
+            self._stuck = _Stuck(words[1], error.ended, time.monotonic())
             raise
         except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
-            self._known = None
+            self._sight.forget()
             raise
         finally:
             # Not before: a look beside it may have seen what was there until then.
@@ -459,28 +335,3 @@ def _with_tags(
         if one.uuid in promised
     }
     return replace(group, volumes={**group.volumes, **changed})
-
-
-def _is_whole_on(group: report.Group, location: Location) -> bool:
-    """Whether lvm2 shows the group on all these disks, and none of it anywhere else."""
-    return not group.missing_disks and len(group.disks) == len(location.disks)
-
-
-def _why_hidden(location: Location) -> str:
-    """Why lvm2 may not show a group that is on disks here: only lvm2 knows whose it takes it for.
-
-    This node's own system id has five sources (lvmsystemid(7)), some elsewhere in a container.
-    """
-    if not location.system_id:
-        bearers = ", ".join(location.disks)
-        return f"{bearers} bear it, and lvm2 does not show it: see `pvs -a` and lvm.conf(5)"
-    return (
-        f"it is the node's with the system id {location.system_id}, and lvm2 keeps it from this one"
-        " (`lvm systemid`); `vgexport` it there and `vgimport` it here, or see `A group of another"
-        " node` in docs/lvm2.md"
-    )
-
-
-def _suspended(group: report.Group) -> bool:
-    """Whether a device was left suspended: whatever ends that writes no metadata."""
-    return any(one.suspended for one in group.volumes.values())

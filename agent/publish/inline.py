@@ -14,13 +14,13 @@ though the directory of all pods is there, nobody will call again.
 
 import logging
 import threading
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 from agent import codes, errors, fact, ids
 from agent.engine import users
 from agent.engine.means import Means
-from agent.engine.queue import Queue
 from agent.engine.records import Volume
 from agent.locks import VolumeLocks
 from agent.publish.staging import Access
@@ -42,6 +42,46 @@ _TURN_SECONDS = 600.0
 _YES = "true"
 
 
+class _Admitted:
+    """What calls were admitted to make, and a report that was read meanwhile may not tell of.
+
+    It is kept until no call is under way that may have such a report.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._calls = 0
+        self._sizes_bytes: dict[str, int] = {}
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call is under way; its report is read inside."""
+        with self._guard:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._calls -= 1
+                if not self._calls:
+                    self._sizes_bytes.clear()
+
+    def admit(
+        self, volume_id: str, size_bytes: int, there: Mapping[str, int], limit_bytes: int
+    ) -> None:
+        """Count a volume that is about to be made beside those there; raises InlineTotal."""
+        with self._guard:
+            total_bytes = sum({**self._sizes_bytes, volume_id: 0, **there}.values())
+            if total_bytes + size_bytes > limit_bytes:
+                raise errors.InlineTotal(size_bytes, total_bytes, limit_bytes)
+            self._sizes_bytes[volume_id] = size_bytes
+
+    def forget(self, volume_id: str) -> None:
+        """It is not made, or gone."""
+        with self._guard:
+            self._sizes_bytes.pop(volume_id, None)
+
+
 @dataclass
 class _Attempt:
     """How far a call came: whether it looked for the volume, and whether it began to make one."""
@@ -61,7 +101,7 @@ class Ephemeral:
         self._provision = provision
         self._access = access
         self._locks = locks
-        self._making = Queue("inline volumes")
+        self._admitted = _Admitted()
         self._inside = means.config.kubelet_dir
         # Whether there may be any; and what the last look found forgotten.
         self._may_be_some = True
@@ -99,8 +139,7 @@ class Ephemeral:
         def find() -> Volume:
             attempt.looked = True
             try:
-                # One at a time, so that a report tells of every other one.
-                with self._making.turn():
+                with self._admitted.call():
                     return self._provision.create(wanted, admit)
             finally:
                 self._may_be_some = True
@@ -114,6 +153,7 @@ class Ephemeral:
         except Exception as error:
             if attempt.looked and codes.is_final(error):
                 self._give_up(call.volume_id, attempt)
+                self._admitted.forget(call.volume_id)
             raise
 
     def ensure_absent(self, volume_id: str) -> None:
@@ -124,6 +164,7 @@ class Ephemeral:
         volume = self._find(volume_id)
         if volume is not None:
             self._provision.delete(str(volume.id))
+        self._admitted.forget(volume_id)
 
     def start(self) -> None:
         """Look for what is forgotten, from time to time."""
@@ -175,9 +216,9 @@ class Ephemeral:
         groups = self._inventory.own_groups(known)
         total = self._config.inline_total_limit
         limit = total.of(sum(one.extents * one.extent_size_bytes for one in groups))
-        there = sum(one.size_bytes for one in self._all_of(known))
-        if limit and there + size_bytes > limit:
-            raise errors.InlineTotal(size_bytes, there, limit)
+        if limit:
+            there = {one.facts[fact.NAME]: one.size_bytes for one in self._all_of(known)}
+            self._admitted.admit(call.volume_id, size_bytes, there, limit)
 
     def _give_up(self, volume_id: str, attempt: _Attempt) -> None:
         """Remove what a call leaves that failed for good.
@@ -204,6 +245,7 @@ class Ephemeral:
             _log.warning("inline volume %s was left by a pod that is gone; removing it", volume_id)
             try:
                 self._provision.delete(str(volume.id))
+                self._admitted.forget(volume_id)
             except errors.VolumeInUse as error:
                 _log.warning("%s", error)
 

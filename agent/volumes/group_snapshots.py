@@ -13,7 +13,7 @@ deleted by its id. While a group is away that may hold a part, nothing is judged
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
@@ -25,11 +25,11 @@ from agent.engine.suspension import Standstill
 from agent.ids import VolumeId
 from agent.locks import VolumeLocks
 from agent.requests.snapshots import CreateGroupSnapshot, KnownGroupSnapshot
+from agent.volumes.holding import Holding
 from agent.volumes.snapshots import Snapshotter
 from agent.workers.wiping import Wiper
 from lvm import command, names, report, tags, volumes
-from lvm.devices import Device, Devices
-from mount import loop, table
+from lvm.devices import Devices
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class GroupSnapshotter:
     ) -> None:
         self._config, self._kernel, self._engines = means.config, means.kernel, means.engines
         self._inventory = means.inventory
-        self._devices = devices
+        self._devices, self._holding = devices, Holding(means)
         self._snapshotter = snapshotter
         self._wiper = wiper
         self._locks = locks
@@ -89,25 +89,30 @@ class GroupSnapshotter:
         One command for each source, and a report. Raises NotTogether, StandstillOver, NoRoom,
         NotSnapshotted.
         """
+        sources = {ids.group_of(one) for one in call.source_ids}
         for one in call.source_ids:
-            ids.group_of(one)
             users.flush(self._kernel, self._inventory, one)
-        with ExitStack() as undo, self._engines.hold(*self._config.groups):
-            known = self._inventory.awake()
-            found = self._named(known, self.logical_name(call.name))
+        own_name = self.logical_name(call.name)
+        groups = self._groups(sources, lambda known: self._named(known, own_name))
+        with ExitStack() as undo, self._engines.hold(*groups):
+            known = self._inventory.awake(*groups)
+            found = self._named(known, own_name)
             if not found:
                 return self._make(call, known, undo)
             if records.is_whole(found):
+                same = _same(_group_snapshot(found), call)
                 self._commit(found)
-                return _same(_group_snapshot(found), call)
+                return same
             self._require_half_made(known, found)
         # A process was killed, or could not undo it.
         self._discard(known, found[0].group_snapshot_id)
         return self.create(call)
 
     def get(self, call: KnownGroupSnapshot) -> GroupSnapshot:
-        """The group snapshot of that id; raises NoSuchGroupSnapshot. One command."""
-        known = self._inventory.read()
+        """The group snapshot of that id; raises NoSuchGroupSnapshot. A report of its groups."""
+        if not _is_one(call.id):
+            raise errors.NoSuchGroupSnapshot(call.id)
+        known = self._inventory.read(*self._groups_of(call.id))
         found = self._find(known, call.id)
         if not records.is_whole(found):
             self._require_half_made(known, found)
@@ -122,8 +127,11 @@ class GroupSnapshotter:
         costs without its own. Of one that lost a part the rest goes, unless a group may yet be seen
         here that holds the part: then it is none of the caller's business to forget it.
         """
-        with self._engines.hold(*self._config.groups):
-            known = self._inventory.awake()
+        if not _is_one(call.id):
+            return
+        groups = self._groups_of(call.id)
+        with self._engines.hold(*groups):
+            known = self._inventory.awake(*groups)
             found = self._find(known, call.id)
             if records.is_whole(found):
                 _compare(call, found)
@@ -167,7 +175,7 @@ class GroupSnapshotter:
             for one in sources
         }
         self._snapshotter.require_free(known, *planned)
-        held = self._to_be_held(sources)
+        held = self._holding.choose(sources)
         self._check_room(call, sources, held)
         facts = {
             fact.NAME: call.name,
@@ -187,7 +195,7 @@ class GroupSnapshotter:
             for one in held.values():
                 self._hold(standstill, one)
             facts |= {fact.TIME: str(time.time_ns())}
-            undo.callback(self._undo, identity)
+            undo.callback(self._undo, identity, {one.group.name for one in sources})
             taken = [
                 self._snapshotter.take(
                     name, one, facts, call.size, copy_on_write=str(one.id) in held
@@ -227,45 +235,6 @@ class GroupSnapshotter:
             raise errors.NoSuchVolume(volume_id)
         return volume
 
-    def _to_be_held(self, volumes: list[Volume]) -> Mapping[str, Volume]:
-        """Those that may be written to meanwhile, by their ids; a single one lvm2 holds itself."""
-        if len(volumes) == 1:
-            return {}
-        mounts = table.read(self._kernel)
-        held = {}
-        for one in volumes:
-            device = self._inventory.device(str(one.id))
-            if device is not None:
-                self._require_holdable(one, device, mounts)
-                held[str(one.id)] = one
-        return held
-
-    def _require_holdable(self, volume: Volume, device: Device, mounts: table.Table) -> None:
-        """Raise NotTogether where lvm2, or Carver itself, may have to do with what is held."""
-        # lvm2 reads whatever may be a disk of a group, and would wait for this one.
-        if loops := loop.over(self._kernel, device.number):
-            raise errors.NotTogether(
-                str(volume.id),
-                f"{', '.join(loops)} shows it, as a raw block volume that is published read-only;"
-                " lvm2 reads loop devices. Unpublish it there first",
-            )
-        if stacked := self._kernel.device_holders(device.path):
-            raise errors.NotTogether(
-                str(volume.id), f"{', '.join(stacked)} is made of it; take that away first"
-            )
-        if self._kernel.device_is_swap(device.path):
-            raise errors.NotTogether(str(volume.id), "the kernel swaps to it")
-        inside = [self._kernel.real_path(one) for one in self._config.kubelet_dir]
-        files = self._config.foundations
-        own = [self._config.endpoint.parent, *(one.file.path for one in files if one.file)]
-        needed = {mounts.holding(self._kernel.real_path(str(one))) for one in own}
-        for mount in mounts.of_device(device.number):
-            if mount in needed or not any(_is_in(mount.path, one) for one in inside):
-                raise errors.NotTogether(
-                    str(volume.id),
-                    f"it is mounted at {mount.path}, where Carver or lvm2 may have to write",
-                )
-
     def _hold(self, standstill: Standstill, volume: Volume) -> None:
         try:
             standstill.hold(volume.group.name, volume.name)
@@ -290,6 +259,31 @@ class GroupSnapshotter:
                 beside_bytes=needed[one.group.name],
             )
 
+    def _groups_of(self, group_snapshot_id: str) -> Set[str]:
+        """The groups that may hold parts of one; its id names that of the first of its sources."""
+        own = ids.group_of(group_snapshot_id)
+        return self._groups([own], lambda known: self._inventory.members(known, group_snapshot_id))
+
+    def _groups(
+        self, own: Iterable[str], find: Callable[[report.Report], list[Snapshot]]
+    ) -> Set[str]:
+        """These groups, and those that may hold further parts of what is found there.
+
+        Of all others what was seen last is enough: one of them may not answer.
+        """
+        groups = frozenset(own)
+        while more := self._places(find(self._inventory.read(*groups))) - groups:
+            groups |= more
+        return groups
+
+    def _places(self, members: list[Snapshot]) -> Set[str]:
+        """Those of Carver's groups that may hold parts of a group snapshot with these."""
+        if any(fact.MEMBER_GROUPS not in one.facts for one in members):
+            # Older ones do not say.
+            return set(self._config.groups)
+        told = [place for one in members for place in one.facts[fact.MEMBER_GROUPS].split(",")]
+        return {one.partition("@")[0] for one in told} & set(self._config.groups)
+
     def _named(self, known: report.Report, own_name: str) -> list[Snapshot]:
         """The snapshots of a group of that name, in whichever of Carver's groups it is."""
         for one in self._inventory.all_snapshots(known):
@@ -299,22 +293,17 @@ class GroupSnapshotter:
         return []
 
     def _find(self, known: report.Report, group_snapshot_id: str) -> list[Snapshot]:
-        """The snapshots of a group; none where the id is no group snapshot's.
-
-        Raises OtherGroup where none is here, and its group is not.
-        """
-        if not names.is_of(PREFIX, ids.logical_name(group_snapshot_id)):
-            return []
+        """The snapshots of a group; raises OtherGroup where none is here, and its group is not."""
         found = self._inventory.members(known, group_snapshot_id)
         if not found:
             self._inventory.require_group_of(known, group_snapshot_id)
         return found
 
-    def _undo(self, group_snapshot_id: str) -> None:
+    def _undo(self, group_snapshot_id: str, groups: Set[str]) -> None:
         """Have nothing stay of what failed; where that fails too, it goes later."""
         try:
             with command.time_limit(_UNDOING_SECONDS):
-                self._discard(self._inventory.read(), group_snapshot_id)
+                self._discard(self._inventory.read(*groups), group_snapshot_id)
         except Exception as error:
             _log.error("group snapshot %s stays half made for now: %s", group_snapshot_id, error)
 
@@ -322,7 +311,7 @@ class GroupSnapshotter:
         members = self._inventory.members(known, group_snapshot_id)
         if any(fact.COMMITTED in one.facts for one in members):
             # From here on what is left of it is half made. The record goes before any of them does.
-            with self._engines.hold(*self._config.groups):
+            with self._engines.hold(*(one.group.name for one in members)):
                 self._mark(members, old=_COMMITTED)
         # Those in the group that its id names go last: while that has none, there are none.
         own = group_snapshot_id.partition("@")[0]
@@ -332,6 +321,11 @@ class GroupSnapshotter:
         for volume in self._inventory.doomed(known):
             if volume.facts.get(fact.GROUP_SNAPSHOT) == group_snapshot_id:
                 self._wiper.finish(volume)
+
+
+def _is_one(group_snapshot_id: str) -> bool:
+    """Whether an id can be a group snapshot's."""
+    return names.is_of(PREFIX, ids.logical_name(group_snapshot_id))
 
 
 def _names(members: list[Snapshot]) -> list[tuple[str, str]]:
@@ -389,7 +383,3 @@ def _compare(call: KnownGroupSnapshot, found: list[Snapshot]) -> None:
             "snapshot_ids",
             f"{', '.join(sorted(odd))}: the snapshots of {call.id!r} are {', '.join(sorted(own))}",
         )
-
-
-def _is_in(path: str, directory: str) -> bool:
-    return path.startswith(directory.rstrip("/") + "/")

@@ -5,6 +5,10 @@ hold the data of all that was ever in it, and would be anyone's. So before an em
 a volume as large as the pool's data is made in it and overwritten whole: each chunk of it takes one
 of the pool's, and there are no others.
 
+Unless a chunk leaked: dm-thin never gives out again what it was giving out when the disk failed.
+The volume then finds the pool full before its own end, and the pool's data are overwritten below
+it, where they lie: a full pool gives nobody a chunk while that volume is there.
+
 A cache on fast disks holds such data too: it is parted from the pool first, and overwritten too.
 
 That volume is tagged `wiping`, as is all that a restart must go on with. Killed before it is made,
@@ -13,8 +17,8 @@ is wanted meanwhile is kept: the wipe ends at its next chunk, its volume is remo
 """
 
 import threading
-from collections.abc import Mapping
 from concurrent.futures import Future, wait
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from agent import fact, ids
@@ -43,7 +47,7 @@ class Reclaimer:
 
     def __init__(self, means: Means) -> None:
         self._engines, self._kernel = means.engines, means.kernel
-        self._inventory = means.inventory
+        self._inventory, self._devices = means.inventory, means.devices
         self._zero = means.config.wipe == "zero"
         self.jobs = Jobs(
             "reclaim",
@@ -119,9 +123,13 @@ class Reclaimer:
                 return
             pool = group.volume(pool_name)
             cache = self._parted_cache(group, pool)
-            doomed = self._devices(group, pool, cache) if self._zero else {}
-        for device, size_bytes in doomed.items():
-            self._overwrite(job, device, size_bytes)
+            if self._zero:
+                wiping = self._wiping_device(group, pool)
+                parted = self._inventory.ensure_active(group_name, cache).path if cache else ""
+        if self._zero:
+            self._overwrite_pool(job, pool, wiping)
+            if parted:
+                self._overwrite(job, parted, self._kernel.device_size_bytes(parted))
         with self._engines.hold(group_name):
             self.jobs.check(job)
             # What is in the pool goes with it, so it is looked at anew: nothing but the wipe may.
@@ -141,18 +149,6 @@ class Reclaimer:
             volumes.activate(self._engines.lvm(group.name), group.name, pool.name)
         caches.split(self._engines.lvm(group.name), pool)
         return caches.attached(pool)
-
-    def _devices(
-        self, group: report.Group, pool: report.LogicalVolume, cache: str
-    ) -> Mapping[str, int]:
-        """What is overwritten, and how much of it, in bytes."""
-        chunk = int(tags.decode(pool.tags)[fact.CHUNK])
-        # What is no whole chunk is never given out.
-        found = {self._wiping_device(group, pool): pool.size_bytes // chunk * chunk}
-        if cache:
-            device = self._inventory.ensure_active(group.name, cache).path
-            found[device] = self._kernel.device_size_bytes(device)
-        return found
 
     def _if_empty(self, group_name: str, pool: str) -> report.Group | None:
         """A fresh report of the group, if the pool is there and holds no volume of anyone's."""
@@ -182,12 +178,42 @@ class Reclaimer:
             )
         return self._inventory.ensure_active(group.name, name).path
 
-    def _overwrite(self, job: _Reclaim, device: str, size_bytes: int) -> None:
-        """Overwrite so much of a device; raises Stopping."""
+    def _overwrite_pool(self, job: _Reclaim, pool: report.LogicalVolume, wiping: str) -> None:
+        """Overwrite all that a pool ever gave out, by a volume in it; raises Stopping."""
+        group_name, pool_name = job.key.split("/")
+        chunk = int(tags.decode(pool.tags)[fact.CHUNK])
+        try:
+            # What is no whole chunk is never given out.
+            self._overwrite(job, wiping, pool.size_bytes // chunk * chunk)
+        except OSError:
+            # ENOSPC, once the kernel waited a minute for room (no_space_timeout), or EIO.
+            if not self._is_full(group_name, pool_name):
+                raise
+            with self._engines.hold(group_name):
+                self.jobs.check(job)
+                # It was full before this look, so nobody else's volume in it can have a chunk.
+                if self._if_empty(group_name, pool_name) is None:
+                    return
+            data = self._devices.pool_data(group_name, pool_name)
+            size_bytes = self._kernel.device_size_bytes(data)
+            self._overwrite(job, data, size_bytes, below=wiping)
+
+    def _is_full(self, group: str, pool: str) -> bool:
+        """Whether all chunks of an active pool are given out, or leaked; no command."""
+        told = pools.status_of(self._inventory.status(group, pool))
+        return told is not None and 0 < told.data_blocks == told.used_data_blocks
+
+    def _overwrite(self, job: _Reclaim, device: str, size_bytes: int, *, below: str = "") -> None:
+        """Overwrite so much of a device; raises Stopping.
+
+        The pool holds what lies `below` another device, which is kept from being taken away.
+        """
         for offset in range(0, size_bytes, _PIECE_BYTES):
+            length = min(_PIECE_BYTES, size_bytes - offset)
             with job.writing:
                 self.jobs.check(job)
-                self._kernel.zero_out(device, offset, min(_PIECE_BYTES, size_bytes - offset))
+                with self._kernel.opened(below) if below else nullcontext():
+                    self._kernel.zero_out(device, offset, length, held=bool(below))
         # Of a thin volume that writes the pool's own record of its chunks, too.
         with job.writing:
             self.jobs.check(job)

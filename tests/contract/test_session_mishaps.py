@@ -67,7 +67,7 @@ class Place:
         # As if someone had written to the group: calls that only look ask lvm2, too.
         engine = self.machine.service.engines.of(self.machine.group)
         assert engine is not None
-        engine._known = None
+        engine._sight.forget()
 
     def settle(self) -> None:
         """Let what is done behind the answers come to its end, or fail."""

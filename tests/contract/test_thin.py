@@ -1,6 +1,6 @@
 """Thin classes: a pool is made when needed, promised within bounds, given back when empty."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import expect
@@ -167,6 +167,33 @@ def test_a_pool_goes_with_its_last_volume_and_is_overwritten_first(
         *("lvm fullreport", "lvm lvcreate", "lvm fullreport", "lvm lvremove"),
     ]
     assert report.read(host.lvm).group(group).free_extents == 30
+
+
+def test_a_pool_that_leaked_a_chunk_when_its_disk_failed_is_overwritten_whole_and_given_back(
+    client: Client, service: Service, host: AnyHost, group: str
+) -> None:
+    mark = b"a secret".ljust(4096, b"!")
+    earlier, last = (
+        client.create(name, 8 * MIB, block(), parameters=TWICE) for name in ("pvc-1", "pvc-2")
+    )
+    device = host.devices.find(group, "vol-pvc-1")
+    assert device
+    host.write_bytes(device.path, 0, mark)
+    client.delete(earlier.volume_id)
+    host.leak_chunk(group, "pool-twice", "vol-pvc-2")
+    left = []
+
+    def look(words: Sequence[str]) -> None:
+        """At what is on the extents that are about to be free."""
+        if "lvremove" in words and words[-1] == f"{group}/pool-twice":
+            data = host.devices.pool_data(group, "pool-twice")
+            left.append(host.read_bytes(data, 0, host.kernel.device_size_bytes(data)))
+
+    host.intercept = look
+    with host.impatient():
+        client.delete(last.volume_id)
+        service.reclaimer.give_back(group, "pool-twice").result(600)
+    assert left == [bytes(len(left[0]))]
 
 
 def test_a_pool_that_an_earlier_process_left_empty_is_given_back(

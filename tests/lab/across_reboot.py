@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+from lab import forged
 
 import agent  # noqa: F401 - before grpc
 from agent import ids
@@ -216,15 +217,20 @@ def before(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
     _at_once(lambda one: one.before(client), volumes)
     assert len(opened()) == sum(one.is_encrypted for one in volumes)
     copy.before(client)
+    forged.before(client, PLACE)
 
 
 def after(client: Client, volumes: Sequence[Kept], copy: Copy) -> None:
     assert table.read(Kernel()).under(str(PLACE)) == (), "stale mounts"
     assert opened() == [], "open, and nobody's"
     there = {volume.volume_id.rpartition("/")[2] for volume in client.volumes()}
-    assert there == {*(f"vol-{one.name}" for one in volumes), f"vol-{copy.name}"}
+    names = [*(one.name for one in volumes), copy.name]
+    names += [one.name for one in forged.tenants(PLACE)]
+    assert there == {f"vol-{one}" for one in names}
     copy.after(client)
+    tenants = forged.begin_again(client, PLACE)
     _at_once(lambda one: one.after(client), volumes)
+    forged.after(client, PLACE, tenants)
     assert client.volumes() == []
     assert opened() == []
     assert table.read(Kernel()).under(str(PLACE)) == ()

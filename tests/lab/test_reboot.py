@@ -12,7 +12,8 @@ PYTHON = "/opt/carver/venv/bin/python"
 
 
 def in_guest(*words: str) -> None:
-    ended = lab.run(["env", f"PYTHONPATH={TREE}", PYTHON, SCRIPT, *words], check=False)
+    path = f"PYTHONPATH={TREE}:{TREE}/tests:{TREE}/tests/support"
+    ended = lab.run(["env", path, PYTHON, SCRIPT, *words], check=False)
     assert ended.returncode == 0, f"{ended.stdout}\n{ended.stderr}"
 
 

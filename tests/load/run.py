@@ -3,7 +3,7 @@
     run.py [--volumes 200] [--seed 1]
 
 Prints how long each call took. Fails where a call was not OK, something is left over, or the
-service has more threads, descriptors or memory at the end than before.
+service has more threads, descriptors or, with its sessions, memory at the end than before.
 """
 
 # First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
@@ -18,12 +18,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import quantiles
 
 import grpc
+import psutil
 from faults import load
 from faults.load import MIB, Life
+from resident import Resident
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -35,33 +36,36 @@ from proto import csi_pb2 as csi
 _CLIENTS = 8
 _AT_ONCE = 50
 _SIZE_BYTES = 8 * MIB
-# What Python and gRPC may keep for reuse after a peak of work: less than one for each volume.
+# Less than one for each volume.
 _SLACK = 8
 _MEMORY_SLACK_BYTES = 8 * MIB
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process has."""
+    """What the service has; and what its sessions with lvm2 have in memory beside it."""
 
     threads: int
     descriptors: int
-    memory_bytes: int
+    memory: Resident
 
     @classmethod
     def of(cls, pid: int) -> "Usage":
-        status = dict(
-            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-        )
-        return cls(
-            threads=int(status["Threads"]),
-            descriptors=len(list(Path(f"/proc/{pid}/fd").iterdir())),
-            memory_bytes=int(status["VmRSS"].split()[0]) << 10,
-        )
+        service = psutil.Process(pid)
+        return cls(service.num_threads(), service.num_fds(), Resident.of(service))
 
     def __str__(self) -> str:
-        memory = f"{self.memory_bytes / MIB:.1f} MiB"
+        service, sessions = self.memory.service_bytes / MIB, self.memory.sessions_bytes / MIB
+        memory = f"{service:.1f} MiB, its sessions {sessions:.1f} MiB"
         return f"{self.threads} threads, {self.descriptors} descriptors, {memory}"
+
+    def has_grown_since(self, before: "Usage") -> bool:
+        """Whether it has more than what Python and gRPC may keep for reuse after a peak of work."""
+        return (
+            self.threads > before.threads + _SLACK
+            or self.descriptors > before.descriptors + _SLACK
+            or self.memory.all_bytes > before.memory.all_bytes + _MEMORY_SLACK_BYTES
+        )
 
 
 class Calls:
@@ -184,12 +188,7 @@ def main() -> int:
     console.print(f"{chosen.volumes} volumes, {calls.count()} calls, {len(calls.refused)} not OK")
     for line in [*calls.refused[:10], *verdict.lost, *verdict.leaked]:
         console.print(line, style="bold red", highlight=False)
-    before, after = usages[0][1], usages[-1][1]
-    grown = (
-        after.threads > before.threads + _SLACK
-        or after.descriptors > before.descriptors + _SLACK
-        or after.memory_bytes > before.memory_bytes + _MEMORY_SLACK_BYTES
-    )
+    grown = usages[-1][1].has_grown_since(usages[0][1])
     return int(bool(calls.refused or verdict.lost or verdict.leaked or grown))
 
 

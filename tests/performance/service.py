@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import psutil
 from performance.rows import Commands
+from resident import Resident
 
 from agent import sockets
 from agent.csi.client import Client
@@ -49,7 +50,7 @@ class Served:
 
     def resident_mib(self) -> float:
         """What it and the programs that it keeps open have in memory."""
-        return sum(one.memory_info().rss for one in self._family()) / _MIB
+        return Resident.of(self.process).all_bytes / _MIB
 
     def settle(self) -> None:
         """Wait until it does nothing: what goes on behind an answer is not the next one's time.

@@ -32,7 +32,6 @@ EXTENT = 4 * MIB
 THIN = {"class": "thin"}
 # Less the metadata and their spare, this is what the pool can grow to.
 LARGEST = (48 - 2) * EXTENT
-_NO_SPACE_TIMEOUT = Path("/sys/module/dm_thin_pool/parameters/no_space_timeout")
 
 
 @pytest.fixture
@@ -117,17 +116,6 @@ def writer(host: RealHost, group: str, name: str) -> Iterator[Writer]:
         this.close()
 
 
-@contextmanager
-def short_wait() -> Iterator[None]:
-    """A full pool fails what waits for room after a second, not after a minute."""
-    before = _NO_SPACE_TIMEOUT.read_text()
-    _NO_SPACE_TIMEOUT.write_text("1")
-    try:
-        yield
-    finally:
-        _NO_SPACE_TIMEOUT.write_text(before)
-
-
 def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
     client: Client, service: Service, host: RealHost, group: str
 ) -> None:
@@ -187,7 +175,7 @@ def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
         assert client.capacity(THIN).maximum_volume_size.value == 0
 
         # And when it is too late, what was written before is not harmed.
-        with short_wait():
+        with host.impatient():
             assert filling.fill_up() in (errno.ENOSPC, errno.EIO)
             assert "PoolFull" in told()
         assert filling.is_whole()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from agent import errors
 from agent.engine import engine as module
+from agent.engine import sight
 from agent.engine.disks import locate
 from agent.engine.engine import Engine
 from agent.engine.engines import Engines
@@ -198,7 +199,7 @@ def test_a_report_is_not_believed_for_ever(
     now = 1024.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     known.look()
-    now += module._LASTS_SECONDS - 1
+    now += sight._LASTS_SECONDS - 1
     known.look()
     assert looks(fake) == 1
     now += 1
@@ -215,7 +216,7 @@ def test_a_disk_that_came_or_went_is_seen_without_udev(
     twin = fake.lvm2.add_group("twin", [10])
     twin.name = "data"
     known.look()
-    now += module._BLIND_SECONDS
+    now += sight._BLIND_SECONDS
     with pytest.raises(errors.GroupRefused):
         known.look()
     assert known.state == "refused"
@@ -520,7 +521,7 @@ def test_while_the_disks_are_looked_for_a_command_sees_those_that_were_there(
         during.append(known.lvm.devices)
         return fake.disks.scan()
 
-    known._scan = scan
+    known._sight._scan = scan
     known.outdate()
     known.look()
     assert during == [before]

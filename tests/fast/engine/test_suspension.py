@@ -65,6 +65,9 @@ class Devices:
     def thin_id(self, group: str, name: str) -> int | None:
         raise NotImplementedError
 
+    def pool_data(self, group: str, pool: str) -> str:
+        raise NotImplementedError
+
     def pool_metadata(self, group: str, pool: str) -> str:
         raise NotImplementedError
 

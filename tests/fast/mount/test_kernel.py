@@ -86,6 +86,7 @@ def test_a_mounted_or_held_device_cannot_be_removed_or_zeroed(tmp_path: Path) ->
         devices.remove("/dev/mapper/data-web")
     with pytest.raises(OSError, match="busy"):
         kernel.zero_out("/dev/dm-0", 0, 512)
+    kernel.zero_out("/dev/dm-0", 0, 512, held=True)
 
     device.held = 0
     device.read_only = True
@@ -96,7 +97,7 @@ def test_a_mounted_or_held_device_cannot_be_removed_or_zeroed(tmp_path: Path) ->
         with pytest.raises(OSError, match="Invalid"):
             kernel.zero_out(device.path, *span)
     kernel.zero_out(device.path, 512, 512)
-    assert device.media.zeroed == [(512, 512)]
+    assert device.media.zeroed == [(0, 512), (512, 512)]
     devices.remove(device.path)
     assert not devices.knows("/dev/mapper/data-web")
 
@@ -157,6 +158,9 @@ def test_a_device_that_stays_held_is_busy(monkeypatch: pytest.MonkeyPatch, tmp_p
         Kernel().zero_out(str(device), 0, 4096)
     assert refused.value.errno == errno.EBUSY
     assert held.left == 950
+    with pytest.raises(OSError, match="device") as tried:
+        Kernel().zero_out(str(device), 0, 4096, held=True)
+    assert tried.value.errno != errno.EBUSY
 
 
 def test_what_is_no_block_device_cannot_be_zeroed(tmp_path: Path) -> None:

@@ -30,13 +30,17 @@ from agent.service.registration import Registration
 from agent.service.server import Service
 from lvm import command, errors
 from lvm.command import Result
+from lvm.layout import Reserve
 from mount import loop
 from mount.syscalls import Kernel
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 CALLS = 40
-SICK, SOUND = {"class": "sick"}, {"class": "sound"}
+SICK, SOUND, SEALED = {"class": "sick"}, {"class": "sound"}, {"class": "sealed"}
+KEY = {"passphrase": "correct horse battery staple"}
+# As kubelet makes it: csi- and a SHA-256.
+INLINE = f"csi-{'0123456789abcdef' * 4}"
 
 
 class Trouble:
@@ -67,9 +71,18 @@ def fake(tmp_path: Path) -> FakeHost:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    classes = (DeviceClass("sick", "a", default=True), DeviceClass("sound", "b"))
-    address = Address("127.0.0.1", 0)
-    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes, metrics_address=address)
+    classes = (
+        DeviceClass("sick", "a", default=True),
+        DeviceClass("sound", "b"),
+        DeviceClass("sealed", "b", encryption="luks2"),
+    )
+    return configured.carver(
+        tmp_path,
+        kubelet_dir=("/",),
+        classes=classes,
+        metrics_address=Address("127.0.0.1", 0),
+        inline_total_limit=Reserve(percent=50),
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -106,10 +119,60 @@ def forty(
     return [callers.submit(kinds[one % len(kinds)], one) for one in range(first, first + CALLS)]
 
 
+def further(
+    callers: ThreadPoolExecutor, client: Client, volume: csi.Volume, place: Path
+) -> list[Future[Any]]:
+    """Calls on it that have to do with more than one volume, or with none by its id."""
+    size = {"size": "16Mi", "carver/class": "sick"}
+    return [
+        callers.submit(client.group_snapshot, "of-a", [volume.volume_id]),
+        *(
+            callers.submit(client.publish_inline, f"csi-{number:064x}", place / str(number), size)
+            for number in range(5)
+        ),
+    ]
+
+
 def code_of(call: Future[Any]) -> str:
     error = call.exception(60)
     assert error is None or isinstance(error, grpc.RpcError)
     return "OK" if error is None else error.code().name
+
+
+def moment(client: Client, volumes: list[csi.Volume]) -> None:
+    """A group snapshot, and what may be asked of it."""
+    taken = client.group_snapshot("hourly", [one.volume_id for one in volumes])
+    assert taken == client.group_snapshot("hourly", [one.volume_id for one in volumes])
+    identity, snapshots = taken.group_snapshot_id, [one.snapshot_id for one in taken.snapshots]
+    assert client.find_group_snapshot(identity, snapshots) == taken
+    for one in snapshots:
+        assert list(client.blocks(one, one)) == []
+    client.delete_group_snapshot(identity, snapshots)
+    client.delete_group_snapshot(identity, snapshots)
+    with expect.code("NOT_FOUND"):
+        client.find_group_snapshot(identity, snapshots)
+
+
+def inline(client: Client, target: Path) -> None:
+    """The life of a volume that lives as long as its pod."""
+    for _ in range(2):
+        client.publish_inline(INLINE, target, {"size": "64Mi", "carver/class": "sound"})
+    assert client.stats(INLINE, target).usage
+    assert client.node_health(INLINE, target).volume_id == INLINE
+    client.unpublish(INLINE, target)
+
+
+def encrypted(client: Client, staging: Path) -> None:
+    """The life of an encrypted volume."""
+    volume = client.create("sealed", 16 * MIB, mounted("ext4"), parameters=SEALED)
+    for _ in range(2):
+        client.stage(volume, staging, mounted("ext4"), KEY)
+    assert client.stats(volume.volume_id, staging).usage
+    client.expand(volume.volume_id, 20 * MIB)
+    client.node_expand(volume.volume_id, staging, secrets=KEY)
+    for _ in range(2):
+        client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
 
 
 def whole_life(client: Client, config: Config, volume: csi.Volume, place: Path) -> None:
@@ -131,6 +194,7 @@ def whole_life(client: Client, config: Config, volume: csi.Volume, place: Path) 
     for health in (client.volume_health, client.node_health):
         assert health(made.volume_id).volume_id == made.volume_id
     assert client.storage_health() is not None
+    assert volume.volume_id not in [one.volume_id for one in client.unhealthy()]
     copies = {"restored": of_snapshot(snapshot.snapshot_id), "cloned": of_volume(made.volume_id)}
     for name, source in copies.items():
         copy = client.create(name, 16 * MIB, block(), parameters=SOUND, source=source)
@@ -138,7 +202,10 @@ def whole_life(client: Client, config: Config, volume: csi.Volume, place: Path) 
     client.delete_snapshot(snapshot.snapshot_id)
     client.expand(made.volume_id, 20 * MIB)
     client.modify(made.volume_id, {"carver/readAhead": "1MiB"})
+    moment(client, [made, volume])
     client.delete(made.volume_id)
+    inline(client, place / "inline")
+    encrypted(client, place / "encrypted")
     client.node_expand(volume.volume_id, target)
     client.unpublish(volume.volume_id, target)
     client.unstage(volume.volume_id, staging)
@@ -157,7 +224,7 @@ def test_forty_calls_on_a_group_whose_lvm2_hangs_leave_the_other_as_it_was(
 ) -> None:
     fake.lvm2.groups["a"].seqno += 1
     trouble = Trouble(fake, ends_in_time=ends_in_time)
-    sick = forty(callers, client, of_both[0])
+    sick = forty(callers, client, of_both[0]) + further(callers, client, of_both[0], tmp_path)
     assert trouble.asked.wait(20)
     whole_life(client, config, of_both[1], tmp_path)
     assert not any(one.done() for one in sick)
@@ -183,6 +250,29 @@ def test_what_uses_a_volume_of_a_group_that_hangs_can_end(
     assert not any(one.done() for one in sick)
     trouble.over.set()
     wait(sick)
+
+
+def test_a_group_snapshot_with_a_part_in_a_group_that_hangs_is_not_judged(
+    client: Client,
+    config: Config,
+    fake: FakeHost,
+    of_both: tuple[csi.Volume, csi.Volume],
+) -> None:
+    taken = client.group_snapshot("hourly", [one.volume_id for one in of_both])
+    identity, snapshots = taken.group_snapshot_id, [one.snapshot_id for one in taken.snapshots]
+    before = {name: set(group.volumes) for name, group in fake.lvm2.groups.items()}
+    fake.lvm2.groups["a"].seqno += 1
+    trouble = Trouble(fake, ends_in_time=True)
+    with Client(config.endpoint, timeout_seconds=2) as hasty:
+        for call in (hasty.find_group_snapshot, hasty.delete_group_snapshot):
+            with expect.code("DEADLINE_EXCEEDED"):
+                call(identity, snapshots)
+    assert {name: set(group.volumes) for name, group in fake.lvm2.groups.items()} == before
+    trouble.over.set()
+    assert client.find_group_snapshot(identity, snapshots) == taken
+    with expect.code("ALREADY_EXISTS"):
+        client.group_snapshot("hourly", [of_both[1].volume_id])
+    client.delete_group_snapshot(identity, snapshots)
 
 
 def test_calls_on_a_group_that_hangs_end_with_their_deadlines_and_keep_no_place(
@@ -258,7 +348,7 @@ def test_a_wipe_that_hangs_keeps_no_other_group_s_waiting(
     other = client.create("of-b", 4 * MIB, block(), parameters=SOUND)
     real, over = fake.kernel.zero_out, threading.Event()
 
-    def zero_out(device: str, offset_bytes: int, length_bytes: int) -> None:
+    def zero_out(device: str, offset_bytes: int, length_bytes: int, **how: bool) -> None:
         assert "/b-" in device or over.wait(60)
         real(device, offset_bytes, length_bytes)
 

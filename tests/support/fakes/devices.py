@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from mount.filesystem import Signature
 
@@ -14,6 +15,18 @@ BLOCK_BYTES = 4096
 # What cryptsetup has for itself while it is at work.
 LEFTOVER = "/dev/mapper/temporary-cryptsetup-"
 BTRFS_SUPERBLOCK_AT = 64 << 10
+
+
+class Below(Protocol):
+    """What a medium has its room from."""
+
+    def erase(self, offset_bytes: int, length_bytes: int) -> None:
+        """Zeroes; OSError where there is no more room."""
+        ...
+
+    def flush(self) -> None:
+        """What was written is on the disk."""
+        ...
 
 
 @dataclass
@@ -33,8 +46,8 @@ class Media:
     blocks: dict[int, bytes] = field(default_factory=dict)
     # What the disk still has of it where zeroes are in its volatile cache alone.
     cached_over: dict[int, bytes] = field(default_factory=dict)
-    # What a thin volume's chunks are of: the medium of its pool.
-    below: "Media | None" = None
+    # What a thin volume's chunks are of: those of its pool.
+    below: "Below | None" = None
     # What is in it by the key of its LUKS2 header, but for the blocks: those are here, encrypted.
     inner: "Media | None" = None
 

@@ -15,14 +15,16 @@ class Disk:
         self.reached, self.free = threading.Event(), threading.Event()
         self.error: OSError | None = None
         self.fail_once: OSError | None = None
-        self._real: Callable[[str, int, int], None] = fake.kernel.zero_out
+        self._real: Callable[..., None] = fake.kernel.zero_out
         monkeypatch.setattr(fake.kernel, "zero_out", self._zero_out)
 
-    def _zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
+    def _zero_out(
+        self, device: str, offset_bytes: int, length_bytes: int, *, held: bool = False
+    ) -> None:
         self.reached.set()
         assert self.free.wait(20)
         once, self.fail_once = self.fail_once, None
         if error := once or self.error:
             raise error
-        self._real(device, offset_bytes, length_bytes)
+        self._real(device, offset_bytes, length_bytes, held=held)
         self.written.append((device, offset_bytes, length_bytes))

@@ -163,6 +163,17 @@ class FakeHost:
         """How much of a device was ever written."""
         return len(self.block.get(device).media.blocks) * BLOCK_BYTES
 
+    @contextmanager
+    def impatient(self) -> Iterator[None]:
+        """Inside, a full pool fails soon what waits for room: here it always does."""
+        yield
+
+    def leak_chunk(self, group: str, pool: str, _name: str) -> None:
+        """Have a disk fail just as a chunk of the pool is given out to a volume, and work again."""
+        found = self.lvm2.groups[group].volumes[pool]
+        assert isinstance(found, FakePool)
+        found.chunks.leaked += 1
+
     def fill_metadata(self, group: str, pool: str, blocks: int) -> None:
         """Have so many more blocks of an active pool's metadata used."""
         found = self.lvm2.groups[group].volumes[pool]

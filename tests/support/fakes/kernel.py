@@ -267,9 +267,11 @@ class FakeKernel(Kernel):
             raise OSError(errno.EIO, os.strerror(errno.EIO), device)
         return filesystems.tags(self.devices.get(device))
 
-    def zero_out(self, device: str, offset_bytes: int, length_bytes: int) -> None:
+    def zero_out(
+        self, device: str, offset_bytes: int, length_bytes: int, *, held: bool = False
+    ) -> None:
         found = self._block_device(device)
-        if found.mounted or found.held:
+        if found.mounted or (found.held and not held):
             _fail(errno.EBUSY, device)
         if found.read_only:
             _fail(errno.EACCES, device)

@@ -146,10 +146,12 @@ class Switch:
             self.taken.append(name)
             if is_last and self._before:
                 self._die()
-            result = take()
-            if is_last:
-                self._die()
-            return result
+            try:
+                return take()
+            finally:
+                # Also where it failed.
+                if is_last:
+                    self._die()
 
     def _die(self) -> None:
         self.dead.set()

@@ -33,6 +33,7 @@ _BLOCK_BYTES = 4096
 _SETTINGS = (*lvm2.without_udev(), "backup/archive=0", "backup/backup=0")
 # lvm2 keeps its metadata in the first megabyte of a disk.
 _METADATA_BYTES = 1 << 20
+_NO_SPACE_TIMEOUT = Path("/sys/module/dm_thin_pool/parameters/no_space_timeout")
 # The number of a thin volume has 24 bits, and lvm2 counts from one.
 _UNKNOWN_TO_LVM2 = 1 << 20
 
@@ -243,6 +244,46 @@ class RealHost:
         """How much of a loop device's file has blocks."""
         file = Path("/sys/block", Path(device).name, "loop/backing_file").read_text().strip()
         return Path(file).stat().st_blocks * 512
+
+    @contextmanager
+    def impatient(self) -> Iterator[None]:
+        """Inside, a full pool fails what waits for room after a second, not after a minute."""
+        before = _NO_SPACE_TIMEOUT.read_text()
+        _NO_SPACE_TIMEOUT.write_text("1")
+        try:
+            yield
+        finally:
+            _NO_SPACE_TIMEOUT.write_text(before)
+
+    def leak_chunk(self, group: str, pool: str, name: str) -> None:
+        """Have a disk fail just as a chunk of the pool is given out to a volume, and work again.
+
+        It is given out for the last block of the volume, which nobody may have written to.
+        """
+        data, device = f"{names.device(group, pool)}_tdata", self.devices.find(group, name)
+        assert device is not None
+        table = self._dmsetup("table", data)
+        sectors = self.kernel.device_size_bytes(f"/dev/mapper/{data}") // 512
+        last = self.kernel.device_size_bytes(device.path) - _BLOCK_BYTES
+        self._load(data, f"0 {sectors} error")
+        try:
+            self.write_bytes(device.path, last, bytes(range(256)) * (_BLOCK_BYTES // 256))
+        except OSError:
+            return
+        finally:
+            self._load(data, table)
+        raise AssertionError("the disk failed nothing")
+
+    def _load(self, device: str, table: str) -> None:
+        """Give a device another table, without a flush: a disk that fails does not wait for one."""
+        self._dmsetup("suspend", "--noflush", "--nolockfs", device)
+        self._dmsetup("load", device, "--table", table)
+        self._dmsetup("resume", device)
+
+    def _dmsetup(self, *words: str) -> str:
+        ended = self._lab.programs("dmsetup", *words)
+        assert ended.exit_code == 0, ended.stderr
+        return ended.stdout.strip()
 
     def fill_metadata(self, group: str, pool: str, blocks: int) -> None:
         """Have so many more blocks of an active pool's metadata used: each by an empty volume.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fakes.devices import BLOCK_BYTES, LEFTOVER, FakeDevice, Media
 from fakes.lvm import repairs
-from fakes.lvm.machine import Machine, node_of
+from fakes.lvm.machine import Machine, data_node_of, node_of
 from fakes.lvm.records import (
     PE_START_BYTES,
     FakeGroup,
@@ -160,6 +160,11 @@ class KernelSide(Machine):
         """The seam `lvm.devices.Devices`."""
         volume = self.groups[group].volumes.get(name)
         return volume.number if isinstance(volume, FakeThin) and volume.active else None
+
+    def pool_data(self, group: str, pool: str) -> str:
+        """The seam `lvm.devices.Devices`."""
+        self._active_pool(group, pool)
+        return data_node_of(group, pool)
 
     def pool_metadata(self, group: str, pool: str) -> str:
         """The seam `lvm.devices.Devices`."""

@@ -95,6 +95,9 @@ class Machine:
         if volume.active:
             self.devices.remove(node_of(group.name, volume.name))
             volume.active = False
+            if isinstance(volume, FakePool):
+                self.devices.get(data_node_of(group.name, volume.name)).held = 0
+                self.devices.remove(data_node_of(group.name, volume.name))
 
     def _activate(self, group: FakeGroup, volume: FakeVolume) -> None:
         """An origin and its snapshots are active together."""
@@ -115,6 +118,10 @@ class Machine:
             device.read_only = volume.read_only or listed
             device.missing = lost_ranges(group, volume)
             volume.active = True
+            if isinstance(volume, FakePool):
+                # Held by the pool, so that nobody has it alone.
+                data = data_node_of(group.name, volume.name)
+                self.devices.add(data, size, volume.media).held = 1
             if isinstance(volume, FakeThin):
                 self._activate(group, group.volumes[volume.pool])
 
@@ -167,3 +174,8 @@ class Machine:
 
 def node_of(group: str, name: str) -> str:
     return f"/dev/mapper/{names.device(group, name)}"
+
+
+def data_node_of(group: str, pool: str) -> str:
+    """The node of what a pool keeps its data on."""
+    return f"{node_of(group, pool)}_tdata"

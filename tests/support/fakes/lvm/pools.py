@@ -87,7 +87,8 @@ class PoolCommands(KernelSide):
         (group_name,) = arguments.rest()
         group = self._group(group_name)
         require_new(group, name)
-        if not isinstance(group.volumes.get(pool), FakePool):
+        within = group.volumes.get(pool)
+        if not isinstance(within, FakePool):
             raise Failure(f"Thin pool {group_name}/{pool} not found.")
         volume = FakeThin(
             *(name, self._uuid(), {}, tags),
@@ -99,7 +100,9 @@ class PoolCommands(KernelSide):
             number=next(self._numbers),
         )
         if name.startswith("wipe-"):
-            volume.media.below = group.volumes[pool].media
+            size = within.length * group.extent_size_bytes
+            within.chunks.begin(within.media, within.chunk_size_bytes, size)
+            volume.media.below = within.chunks
         group.volumes[name] = volume
         self._activate(group, volume)
         return f'  Logical volume "{name}" created.\n'

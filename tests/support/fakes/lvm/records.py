@@ -3,6 +3,7 @@
 import zlib
 from dataclasses import dataclass, field, fields
 
+from fakes.chunks import Chunks
 from fakes.devices import Media
 
 from lvm.devicemapper import ThinPool
@@ -28,7 +29,7 @@ class FakeDisk:
 _OF_THE_KERNEL = {
     *("active", "media", "data_percent", "overflowed", "dirty_blocks", "cleaning"),
     *("failed", "used_data_blocks", "used_metadata_blocks", "mode", "needs_check"),
-    *("rebuilding", "damaged", "held"),
+    *("rebuilding", "damaged", "held", "chunks"),
 }
 
 
@@ -111,6 +112,7 @@ class FakePool(FakeVolume):
     needs_check: bool = False
     # So that thin_check(8) refuses it.
     damaged: bool = False
+    chunks: Chunks = field(default_factory=Chunks)
     # What its metadata snapshot tells, if it has one: the blocks of each volume by its number.
     held: dict[int, dict[int, bytes]] | None = None
 
@@ -120,13 +122,14 @@ class FakePool(FakeVolume):
     def status(self, extent_size_bytes: int) -> ThinPool:
         """What device-mapper says of it."""
         size = self.length * extent_size_bytes
+        blocks, is_full = size // self.chunk_size_bytes, self.chunks.is_full
         metadata_blocks = sum(self.metadata.values()) * extent_size_bytes // 4096
         return ThinPool(
             size,
-            self.mode,
+            "out_of_data_space" if is_full else self.mode,
             self.needs_check,
-            self.used_data_blocks,
-            size // self.chunk_size_bytes,
+            blocks if is_full else self.used_data_blocks + self.chunks.leaked,
+            blocks,
             self.used_metadata_blocks,
             metadata_blocks,
             self.held is not None,

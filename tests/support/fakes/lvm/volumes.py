@@ -6,7 +6,7 @@ from fakes.devices import BLOCK_BYTES, Media
 from fakes.lvm import repairs
 from fakes.lvm.allocation import allocate, require_new, uncover
 from fakes.lvm.arguments import Arguments, in_bytes, layout_in, tuning_in
-from fakes.lvm.machine import node_of
+from fakes.lvm.machine import data_node_of, node_of
 from fakes.lvm.pools import PoolCommands
 from fakes.lvm.records import (
     Failure,
@@ -276,7 +276,10 @@ class VolumeCommands(PoolCommands):
                 uncover(group, volume, before)
             group.clean -= named
         if volume.active:
-            self.devices.resize(node_of(group.name, volume.name), self._size(group, volume))
+            shown = self._size(group, volume)
+            self.devices.resize(node_of(group.name, volume.name), shown)
+            if isinstance(volume, FakePool):
+                self.devices.resize(data_node_of(group.name, volume.name), shown)
         return ""
 
     def _lvremove(self, arguments: Arguments) -> str:
@@ -316,10 +319,11 @@ class VolumeCommands(PoolCommands):
         """What it held stays on its extents; of a thin one, in its pool."""
         if isinstance(gone, FakeThin):
             pool = group.volumes.get(gone.pool)
-            if pool is not None:
+            if isinstance(pool, FakePool):
                 chunks = pool.length * group.extent_size_bytes // BLOCK_BYTES
                 held = gone.media.blocks if gone.media.below is None else {}
                 pool.media.blocks |= {number % chunks: data for number, data in held.items()}
+                pool.chunks.is_full = False
         else:
             group.freed += [gone.media, *([gone.cache.media] if gone.cache else [])]
             if not gone.media.blocks:

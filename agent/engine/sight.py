@@ -1,0 +1,212 @@
+"""A volume group as its disks and lvm2 show it, and the proof by which that is still true.
+
+What lvm2 reported is kept, and is as good as a new report for as long as nothing was written to the
+group: each commit of metadata moves the place on the disks where they are (lvm.labels), and looking
+there takes microseconds, and no process. So absence is proved too, by a look after the question.
+The report is read anew after a commit, whoever made it; after a command of which nobody knows what
+it did; where a disk came or went; where a device was left suspended, or a snapshot is not active;
+and when it is old. What the metadata do not say, such as whether a volume is active, is asked of
+the kernel.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from agent import errors
+from agent.engine.disks import Location, locate
+from lvm import command, devicemapper, report
+from lvm.devices import Devices
+from lvm.disks import Disks, Fingerprint, Found
+from lvm.lvm2 import Lvm
+
+# What is wrong without a trace in the metadata is found out this late.
+_LASTS_SECONDS = 600.0
+# So often the disks' labels are read where udev tells of none that came or went.
+_BLIND_SECONDS = 60.0
+# A path that is no disk: lvm2 that is confined to it sees no group.
+_NO_DISK = "/dev/null"
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A report of the group, and the proof by which it is still true."""
+
+    group: report.Group
+    location: Location
+    fingerprint: Fingerprint
+    time_seconds: float
+
+
+class Sight:
+    """Looks at one group; one look at a time. `node` is how lvm2 is called for it.
+
+    `scan` tells of the node's disks; `renew` has a session with lvm2, if any, begun anew.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        node: Lvm,
+        disks: Disks,
+        devices: Devices,
+        scan: Callable[[], Mapping[str, Found]],
+        renew: Callable[[], None] | None = None,
+    ) -> None:
+        # Whether a disk came, went or moved, perhaps.
+        self.is_outdated = True
+        self._name = name
+        self._node = node
+        self._disks = disks
+        self._devices = devices
+        self._scan = scan
+        self._renew = renew
+        self._location: Location | None = None
+        # When its disks were looked for last (monotonic, seconds).
+        self._located = 0.0
+        self._known: _Known | None = None
+
+    @property
+    def lvm(self) -> Lvm:
+        """lvm2, which sees this group's disks and no others."""
+        return self._lvm_at(self._location)
+
+    def lvm_with(self, disk: str) -> Lvm:
+        """The same, which sees a disk more: one that is to become the group's."""
+        # A group that is not here has no disk to be put beside.
+        own = self._location.disks if self._location is not None else ()
+        return replace(self.lvm, devices=(*own, disk))
+
+    def has(self, disk: str) -> bool:
+        """Whether that path was a disk of the group when it was looked at last."""
+        return self._location is not None and disk in self._location.disks
+
+    def forget(self) -> None:
+        """A command may have done anything: what is known of the group is true no more."""
+        self._known = None
+
+    def look(self, *, is_refused: bool) -> report.Group | None:
+        """The group as it is now; None where it is not on this node.
+
+        One command where what is known of it may be true no more, else none. `is_refused`: it was
+        when it was looked at last. Raises LvmError, GroupRefused, GroupSilent.
+        """
+        known, self._known = self._known, None
+        if known is not None and not self._may_have_moved(known):
+            mark = self._fingerprint(known.location)
+            if self._still_holds(known, mark):
+                return self._as_it_is(known)
+            # lvm2 sees these disks only: after a commit that was about disks it shows others.
+            group = None if mark is None else self._shown(known.location)
+            # What was exported meanwhile it shows too; the disks tell whose it is then.
+            if group is not None and group.is_one_node_s and _is_whole_on(group, known.location):
+                return self._remembered(group, known.location, mark)
+        location = self._locate()
+        if location is None:
+            return None
+        mark = self._fingerprint(location)
+        if known is not None and location == known.location and self._still_holds(known, mark):
+            return self._as_it_is(known)
+        group = self._shown(location)
+        if group is None and self._renew and not is_refused:
+            # The disks bear it: before a shell is believed that it is not, another is asked.
+            self._renew()
+            group = self._shown(location)
+        if group is None:
+            raise errors.GroupRefused(self._name, _why_hidden(location))
+        return self._remembered(group, location, mark)
+
+    def _may_have_moved(self, known: _Known) -> bool:
+        """Whether disks of the group may have come or gone since it was looked at."""
+        is_old = time.monotonic() - self._located >= _BLIND_SECONDS
+        return self.is_outdated or is_old or bool(known.location.missing)
+
+    def _still_holds(self, known: _Known, mark: Fingerprint | None) -> bool:
+        """Whether what is known of the group is true, where its disks have that proof."""
+        is_old = time.monotonic() - known.time_seconds >= _LASTS_SECONDS
+        return mark == known.fingerprint and not is_old and self._can_be_asked(known.group)
+
+    def _can_be_asked(self, group: report.Group) -> bool:
+        """Whether the kernel tells of all snapshots whether they are lost: of inactive ones not."""
+        every = group.volumes.values()
+        return all(
+            self._devices.find(self._name, one.name) for one in every if one.is_copy_on_write
+        )
+
+    def _locate(self) -> Location | None:
+        # Before the look: what changes meanwhile may be in it, or not.
+        self.is_outdated, self._located = False, time.monotonic()
+        try:
+            found = locate(self._scan(), self._name)
+        except errors.GroupRefused:
+            self.is_outdated, self._location = True, None
+            raise
+        except BaseException:
+            self.is_outdated = True
+            raise
+        # In one step: a command that others begin meanwhile sees the disks as they were.
+        self._location = found
+        return found
+
+    def _shown(self, location: Location) -> report.Group | None:
+        """What lvm2 says of the group there; None where it says of none, or of one on others."""
+        told = report.read(self._lvm_at(location), self._devices.overflowed)
+        group = told.groups.get(self._name)
+        return group if group is not None and group.uuid == location.uuid else None
+
+    def _remembered(
+        self, group: report.Group, location: Location, mark: Fingerprint | None
+    ) -> report.Group:
+        """The group, which is known from now on if nothing was committed while lvm2 read it."""
+        if mark is not None and mark == self._fingerprint(location) and not _suspended(group):
+            self._known = _Known(group, location, mark, time.monotonic())
+        return group
+
+    def _fingerprint(self, location: Location) -> Fingerprint | None:
+        remaining = command.remaining_seconds()
+        if remaining is None:
+            return self._disks.fingerprint(location.disks)
+        return self._disks.fingerprint(location.disks, remaining)
+
+    def _as_it_is(self, known: _Known) -> report.Group:
+        """The group that is known, with what came over its snapshots since, without a commit."""
+        self._known, group = known, known.group
+        lost = {
+            one.name: replace(one, overflowed=True)
+            for one in group.volumes.values()
+            if one.is_copy_on_write and not one.overflowed and self._has_overflowed(one.name)
+        }
+        return replace(group, volumes={**group.volumes, **lost}) if lost else group
+
+    def _has_overflowed(self, name: str) -> bool:
+        told = self._devices.status(self._name, name)
+        return devicemapper.has_overflowed(told)
+
+    def _lvm_at(self, location: Location | None) -> Lvm:
+        disks = (_NO_DISK,) if location is None else location.disks
+        return replace(self._node, devices=disks)
+
+
+def _is_whole_on(group: report.Group, location: Location) -> bool:
+    """Whether lvm2 shows the group on all these disks, and none of it anywhere else."""
+    return not group.missing_disks and len(group.disks) == len(location.disks)
+
+
+def _why_hidden(location: Location) -> str:
+    """Why lvm2 may not show a group that is on disks here: only lvm2 knows whose it takes it for.
+
+    This node's own system id has five sources (lvmsystemid(7)), some elsewhere in a container.
+    """
+    if not location.system_id:
+        bearers = ", ".join(location.disks)
+        return f"{bearers} bear it, and lvm2 does not show it: see `pvs -a` and lvm.conf(5)"
+    return (
+        f"it is the node's with the system id {location.system_id}, and lvm2 keeps it from this one"
+        " (`lvm systemid`); `vgexport` it there and `vgimport` it here, or see `A group of another"
+        " node` in docs/lvm2.md"
+    )
+
+
+def _suspended(group: report.Group) -> bool:
+    """Whether a device was left suspended: whatever ends that writes no metadata."""
+    return any(one.suspended for one in group.volumes.values())
