@@ -83,7 +83,7 @@ class Trial:
         service = self.machine.service
         # A volume is ready before its copy's bridge is gone, whose end is a wipe.
         for jobs in (service.copier.jobs, service.copier.bridges, service.wiper.jobs):
-            wait([job.ended for job in list(jobs._jobs.values())], 20)
+            wait([job.ended for job in list(jobs._jobs.values())], 100)
         self.machine.service.reclaimer.jobs._workers.shutdown(wait=True)
 
     def undo(self) -> None:
