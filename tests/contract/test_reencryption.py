@@ -169,7 +169,10 @@ def at_last(call: Callable[[], object]) -> set[str]:
             time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("name", "of"), [("shared", "own"), ("thin", "thin")])
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [("shared", "own"), pytest.param("thin", "thin", marks=pytest.mark.variation)],
+)
 @pytest.mark.parametrize("kind", chosen.kinds(["snapshot", "volume"], usual=["snapshot"]))
 def test_a_copy_has_the_sources_data_by_a_master_key_of_its_own(
     client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume, of: str, kind: str
@@ -214,6 +217,7 @@ def test_without_the_option_a_copy_has_the_sources_master_key(
     assert outside(host, group, "copy") == outside(host, group, "source")
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("name", ["shared"])
 def test_a_storage_class_may_ask_for_what_its_class_does_not(
     client: Client, host: AnyHost, group: str, staging: Path, source: csi.Volume
