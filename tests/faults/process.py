@@ -154,14 +154,14 @@ class Trial:
 
     def compare(self) -> None:
         """Count what is not there though it should be, and what is there though it should not."""
-        deadline = time.monotonic() + 120
-        while "wiping" in str((seen := self.machine.state()).volumes):
-            # A deletion was acknowledged, and what is left of it goes on behind the answer.
-            if time.monotonic() > deadline:
+        expected, deadline = self.model.state(), time.monotonic() + 120
+        while True:
+            seen = self.machine.state()
+            lost, leaked = list(_less(expected, seen)), list(_less(seen, expected))
+            if not (lost or leaked) or time.monotonic() > deadline:
                 break
+            # What goes on behind an answer: the rest of a deletion, the tag of a new file system.
             time.sleep(0.5)
-        expected = self.model.state()
-        lost, leaked = list(_less(expected, seen)), list(_less(seen, expected))
         self.lost += len(lost)
         self.leaked += len(leaked)
         if lost or leaked:
