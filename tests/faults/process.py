@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import grpc
@@ -152,11 +152,17 @@ class Trial:
                 raise Fault(f"{call}: {told}, {expected} was expected")
             time.sleep(0.5)
 
-    def compare(self) -> None:
-        """Count what is not there though it should be, and what is there though it should not."""
+    def compare(self, *, resting: bool = False) -> None:
+        """Count what is not there though it should be, and what is there though it should not.
+
+        With `resting` a volume may be inactive where the model has it active: lvm2 died between its
+        metadata and the device, and staging makes that good.
+        """
         expected, deadline = self.model.state(), time.monotonic() + 120
         while True:
             seen = self.machine.state()
+            if resting:
+                expected, seen = _awake(expected), _awake(seen)
             lost, leaked = list(_less(expected, seen)), list(_less(seen, expected))
             if not (lost or leaked) or time.monotonic() > deadline:
                 break
@@ -176,6 +182,12 @@ class Trial:
         for path in list(self.model.entries):
             self.patiently(do.Unpublish("a", path))
         self.compare()
+
+
+def _awake(state: State) -> State:
+    """The same, were all volumes active."""
+    volumes = tuple((*one[:4], True, *one[5:]) for one in state.volumes)
+    return replace(state, volumes=volumes)
 
 
 def _less(state: State, other: State) -> Iterable[object]:
