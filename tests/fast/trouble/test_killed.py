@@ -2,8 +2,9 @@
 
 import itertools
 import threading
-from concurrent.futures import wait
+import time
 from pathlib import Path
+from typing import Any
 
 import configured
 import laying
@@ -19,6 +20,7 @@ from model.stopping import CHANGING, Cut, Killed, Switch
 from agent.config.classes import DeviceClass
 from agent.config.groups import BackingFile, Foundation
 from agent.config.settings import Config
+from agent.engine.jobs import Jobs
 from agent.engine.sources import Foundations
 from lvm.command import Result
 from mount.syscalls import Kernel
@@ -60,6 +62,9 @@ class Trial:
             switch.gate = gate
             self.machine.grace_seconds = 0.0
         self.machine.start(switch)
+        for jobs in self.behind():
+            # What failed as the time was over is tried again while the test looks on.
+            jobs.retry_seconds = jobs.soon_seconds = 0.05
         # Someone wrote to the group since the start looked: calls that only look ask lvm2, too.
         assert isinstance(self.machine.host, FakeHost)
         for group in self.machine.host.lvm2.groups.values():
@@ -80,11 +85,15 @@ class Trial:
 
     def settle(self) -> None:
         """Let copies and wipes that a new process took up come to their end."""
-        service = self.machine.service
-        # A volume is ready before its copy's bridge is gone, whose end is a wipe.
-        for jobs in (service.copier.jobs, service.copier.bridges, service.wiper.jobs):
-            wait([job.ended for job in list(jobs._jobs.values())], 100)
+        deadline = time.monotonic() + 100
+        while any(jobs._jobs for jobs in self.behind()) and time.monotonic() < deadline:
+            time.sleep(0.005)
         self.machine.service.reclaimer.jobs._workers.shutdown(wait=True)
+
+    def behind(self) -> tuple[Jobs[Any], ...]:
+        """What goes on behind answers, but for pools: copies, their bridges, wipes."""
+        service = self.machine.service
+        return service.copier.jobs, service.copier.bridges, service.wiper.jobs
 
     def undo(self) -> None:
         """What a CO does that gives up; then nothing may be left."""
