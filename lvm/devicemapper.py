@@ -2,7 +2,8 @@
 
 linux/dm-ioctl.h has the structures, Documentation/admin-guide/device-mapper the status lines. The
 lines are asked for as lvm2 does, without having the target flush first: a look costs no disk
-anything, and a disk that hangs hangs no look.
+anything. Seldom does it wait for one: a thin pool that is writing its metadata tells nothing
+before they are written, so who must not wait has a thread of its own look.
 """
 
 import ctypes

@@ -229,7 +229,6 @@ def _volume(
     found = [] if device is None else users.places(kernel, mounts, device)
     use = _use(kernel, found)
     facts = one.facts
-    claim = "/".join(filter(None, (facts.get(fact.NAMESPACE), facts.get(fact.PVC))))
     raw = "raw block" if facts.get(fact.ACCESS) == "block" else ""
     return Volume(
         id=str(one.id),
@@ -239,7 +238,7 @@ def _volume(
         layout=one.layout.kind,
         contents=raw or facts.get(fact.FORMATTED, ""),
         state=facts.get(fact.STATE, ""),
-        claim=claim,
+        claim=one.claim,
         places=tuple(Place(place.path, place.read_only) for place in found),
         total_bytes=use.total_bytes if use else None,
         used_bytes=use.used_bytes if use else None,

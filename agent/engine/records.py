@@ -82,6 +82,12 @@ class Volume:
         return bool({fact.ENCRYPTION, fact.HEADER, fact.SEALED} & self.facts.keys())
 
     @property
+    def claim(self) -> str:
+        """The claim that it is for, namespace/name; empty where nobody told."""
+        told = (self.facts.get(fact.NAMESPACE), self.facts.get(fact.PVC))
+        return "/".join(filter(None, told))
+
+    @property
     def is_copied(self) -> bool:
         """Whether what it holds was another's first, with that one's ids: by a copy, a stream."""
         return bool({fact.FROM, fact.RECEIVED} & self.facts.keys())

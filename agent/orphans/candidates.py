@@ -158,10 +158,8 @@ def _uuid(volume: Volume) -> str:
 
 
 def _about(volume: Volume) -> str:
-    facts = volume.facts
-    claim = "/".join(filter(None, (facts.get(fact.NAMESPACE), facts.get(fact.PVC))))
     state = ", not complete" if volume.copying else ""
-    return f"{volume.size_bytes} bytes{state}{_of_claim(claim)}"
+    return f"{volume.size_bytes} bytes{state}{_of_claim(volume.claim)}"
 
 
 def _of_claim(claim: str) -> str:

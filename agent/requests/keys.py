@@ -18,7 +18,7 @@ LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
     "mirrors": ("mirrors", values.parse_count),
 }
 CACHE_SIZE = "cacheSize"
-# Whether a copy gets a master key of its own; what a class says is not taken back.
+# What a parameter says that is either given so or not at all.
 YES = "true"
 STORAGE_CLASS_PARAMETERS = (*PARAMETERS, *LAYOUT_PARAMETERS, CACHE_SIZE)
 # What a VolumeAttributesClass may say: the field of a Tuning, and how it is read.

@@ -9,22 +9,22 @@ from agent.requests import keys
 from agent.requests.capabilities import BLOCK, MOUNT
 from agent.requests.parameters import Parameters
 from agent.streams.form import Header
+from agent.volumes import plan
 from lvm import report, tags
 from mount import filesystem, luks
 
-# What a stream may say of a volume: whatever else it says is its node's affair.
-_TAKEN = (
+# What of a volume's facts goes with it: the rest is its node's affair, or is made anew.
+TOLD = (
     *(fact.ACCESS, fact.CAPABILITIES, fact.FORMATTED, fact.HEADER, fact.SEALED),
-    *keys.PARAMETERS,
+    *(*keys.PARAMETERS, fact.PVC, fact.NAMESPACE, fact.PV),
 )
-_ABOUT = (fact.PVC, fact.NAMESPACE, fact.PV)
 
 
 def facts_of(
     name: str, one: DeviceClass, header: Header, size_bytes: int, group: report.Group
 ) -> dict[str, str]:
     """The facts of a volume that begins to come; what is wrong with the header's is told."""
-    told = {key: value for key, value in header.facts.items() if key in (*_TAKEN, *_ABOUT)}
+    told = {key: value for key, value in header.facts.items() if key in TOLD}
     access = told.get(fact.ACCESS, BLOCK)
     if access not in (BLOCK, MOUNT):
         raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
@@ -49,11 +49,8 @@ def facts_of(
         fact.INTO: header.chain,
         fact.OFFSET: "0",
         **({fact.RELEASE: header.release} if header.release else {}),
+        **plan.of_class(one, size_bytes, group),
     }
-    if one.cache is not None and not one.layout.is_thin:
-        facts[fact.CACHE] = one.cache.fact(size_bytes, group.extent_size_bytes)
-    if one.zero == fact.FULLY:
-        facts[fact.ZERO] = fact.FULLY
     for key, value in facts.items():
         if not tags.fits(key, value):
             raise errors.BadField(f"stream.facts[{key}]", "is too long to be kept in an LVM tag")
@@ -75,7 +72,9 @@ def _check_encryption(one: DeviceClass, told: Mapping[str, str], size_bytes: int
             "stream.facts[header]",
             f"{length!r} are not the bytes that an encrypted volume of {size_bytes} begins with",
         )
+    if not sealed:
+        return
     try:
-        uuid.UUID(sealed or str(uuid.UUID(int=0)))
+        uuid.UUID(sealed)
     except ValueError:
         raise errors.BadField("stream.facts[sealed]", f"{sealed!r} is no UUID") from None

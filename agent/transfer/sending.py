@@ -4,16 +4,10 @@ from agent import errors, fact
 from agent.engine.means import Means
 from agent.engine.records import Snapshot
 from agent.ids import VolumeId, group_of
-from agent.requests import keys
 from agent.streams import form
 from agent.streams.form import Header
+from agent.transfer import description
 from lvm import report
-
-# What of a volume's facts goes with it; the rest is its node's, or is made anew.
-_SENT = (
-    *(fact.ACCESS, fact.CAPABILITIES, fact.FORMATTED, fact.HEADER, fact.SEALED),
-    *(*keys.PARAMETERS, fact.PVC, fact.NAMESPACE, fact.PV),
-)
 
 
 class Sender:
@@ -72,7 +66,7 @@ class Sender:
                 volume = {}
             # It may have been formatted, or got its header, since.
             facts = {**volume, fact.FORMATTED: "", fact.SEALED: "", **facts}
-        return {key: facts[key] for key in _SENT if facts.get(key)}
+        return {key: facts[key] for key in description.TOLD if facts.get(key)}
 
 
 def chain_of(snapshot: Snapshot) -> str:

@@ -101,11 +101,17 @@ def of(
     _check_options(call, parameters)
     size = size_bytes(call.size, call.capabilities, parameters, group, one.layout, header_bytes)
     facts = _facts(call, parameters, size, one.layout) | sealing.facts(header_bytes)
+    return size, facts | of_class(one, size, group)
+
+
+def of_class(one: DeviceClass, size_bytes: int, group: report.Group) -> dict[str, str]:
+    """What is kept of a class with a volume of so many bytes, whoever asked for it."""
+    facts = {}
     if one.cache is not None and not one.layout.is_thin:
-        facts |= {fact.CACHE: one.cache.fact(size, group.extent_size_bytes)}
+        facts[fact.CACHE] = one.cache.fact(size_bytes, group.extent_size_bytes)
     if one.zero == fact.FULLY:
-        facts |= {fact.ZERO: fact.FULLY}
-    return size, facts
+        facts[fact.ZERO] = fact.FULLY
+    return facts
 
 
 def _check_options(call: CreateVolume, parameters: Parameters) -> None:

@@ -158,11 +158,10 @@ class Trial:
         With `resting` a volume may be inactive where the model has it active: lvm2 died between its
         metadata and the device, and staging makes that good.
         """
-        expected, deadline = self.model.state(), time.monotonic() + 120
+        as_compared = _awake if resting else _as_it_is
+        expected, deadline = as_compared(self.model.state()), time.monotonic() + 120
         while True:
-            seen = self.machine.state()
-            if resting:
-                expected, seen = _awake(expected), _awake(seen)
+            seen = as_compared(self.machine.state())
             lost, leaked = list(_less(expected, seen)), list(_less(seen, expected))
             if not (lost or leaked) or time.monotonic() > deadline:
                 break
@@ -182,6 +181,10 @@ class Trial:
         for path in list(self.model.entries):
             self.patiently(do.Unpublish("a", path))
         self.compare()
+
+
+def _as_it_is(state: State) -> State:
+    return state
 
 
 def _awake(state: State) -> State:
