@@ -133,6 +133,9 @@ class Access:
                     f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
                 )
             self._mount(call, device, fs_type)
+            if seen is not None and fact.FORMATTED not in seen.facts:
+                # An earlier call's promise was lost with its process.
+                self._promise(seen, {fact.FORMATTED: fs_type})
         if _may_be_larger(seen) and not call.capability.read_only:
             # Each time, also where it is mounted: an earlier call may have ended before this.
             at = VolumeAt(call.volume_id, call.staging_path)

@@ -172,6 +172,8 @@ def make_root(root: Path, wheels: Path) -> Path:
         'rm -f "$1/etc/hostname" "$1/etc/resolv.conf"',
     ]
     run(
+        # What it mounts is gone with it, also when it is killed.
+        *("unshare", "--mount"),
         *("mmdebstrap", "--quiet", "--mode=root", "--variant=essential", "--format=directory"),
         *(f"--dpkgopt={option}" for option in LEFT_OUT),
         *("--dpkgopt=force-unsafe-io", f"--include={','.join(PACKAGES)}"),

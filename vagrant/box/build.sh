@@ -22,9 +22,10 @@ mkdir -p "$output"
 packages=$(grep -v '^#' "$here/packages" | paste -sd,)
 
 # mmdebstrap runs every hook with the chroot as $1. The first one comes before the kernel's
-# package, whose initial RAM disk depends on what it copies.
+# package, whose initial RAM disk depends on what it copies. What it mounts is gone with it, also
+# when it is killed.
 export here wheels public_key
-mmdebstrap --mode=root --variant=minbase --format=directory --include="$packages" \
+unshare --mount mmdebstrap --mode=root --variant=minbase --format=directory --include="$packages" \
     --dpkgopt='path-exclude=/usr/share/doc/*' \
     --dpkgopt='path-exclude=/usr/share/man/*' \
     --dpkgopt='path-exclude=/usr/share/locale/*' \

@@ -74,6 +74,21 @@ def test_a_tag_that_is_lost_or_written_over_breaks_no_list_and_no_start(
         volumes[name].tags = set(own)
 
 
+def test_what_a_killed_process_had_no_time_to_write_is_written_by_the_next_call(
+    client: Client, config: Config, fake: FakeHost, tmp_path: Path
+) -> None:
+    staging = tmp_path / "staging"
+    made = client.create("1", SIZE)
+    client.stage(made, staging)
+    tags = fake.lvm2.groups["data"].volumes["vol-1"].tags
+    tags.discard("carver.formatted=ext4")
+    again = start(config, fake)
+    with Client(tmp_path / "2.sock") as caller:
+        caller.stage(made, staging)
+    again.stop()
+    assert "carver.formatted=ext4" in fake.lvm2.groups["data"].volumes["vol-1"].tags
+
+
 def test_a_snapshot_whose_size_was_lost_is_as_large_as_its_origin(
     client: Client, made: dict[str, set[str]], fake: FakeHost
 ) -> None:
