@@ -62,6 +62,7 @@ def logical(host: AnyHost, group: str, name: str) -> report.LogicalVolume:
     return report.read(host.lvm).group(group).volume(name)
 
 
+@pytest.mark.variation
 def test_a_pool_grows_while_there_is_room_and_again_when_a_disk_is_added(
     client: Client, host: AnyHost, group: str, service: Service, spare: str
 ) -> None:

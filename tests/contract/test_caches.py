@@ -84,6 +84,7 @@ def test_a_cached_volume_lives_and_grows_while_mounted(
     client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("name", chosen.kinds(CACHES, usual=["writecache"]))
 def test_beneath_the_encryption_is_the_cache(
     client: Client, host: AnyHost, group: str, name: str
@@ -184,6 +185,7 @@ def test_nothing_but_caches_lies_on_fast_disks(client: Client, host: AnyHost, gr
         client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 def test_no_pool_and_no_snapshot_lies_on_fast_disks(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -258,6 +260,7 @@ def test_no_snapshot_is_taken_of_a_volume_with_a_dm_cache(client: Client) -> Non
     client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 def test_a_snapshot_of_a_volume_with_a_writecache_lies_on_slow_disks_and_keeps_what_was(
     client: Client, host: AnyHost, group: str
 ) -> None:

@@ -169,6 +169,7 @@ def test_origin_and_copies_are_mounted_side_by_side_and_a_larger_copy_is_filled(
     client.unstage(origin.volume_id, host.directory / "origin")
 
 
+@pytest.mark.variation
 def test_a_copy_of_a_btrfs_that_nothing_tells_of_has_an_id_of_its_own(
     client: Client, host: AnyHost, group: str
 ) -> None:
@@ -207,6 +208,7 @@ def test_the_source_may_be_gone_when_the_call_is_repeated(
     assert client.create("pvc-2", 32 * MIB, block(), source=source) == made
 
 
+@pytest.mark.variation
 def test_a_source_that_is_not_active_is_activated(
     client: Client, snapshot: csi.Snapshot, host: AnyHost, group: str
 ) -> None:
@@ -302,6 +304,7 @@ def test_an_overflowed_snapshot_gives_no_volume_and_says_why(
     assert len(client.volumes()) == 1
 
 
+@pytest.mark.variation
 def test_no_room_for_the_copy_leaves_nothing(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
@@ -314,6 +317,7 @@ def test_no_room_for_the_copy_leaves_nothing(
     assert names(host, group) == {"vol-pvc-1", "vol-pvc-2"}
 
 
+@pytest.mark.variation
 def test_staging_a_copy_costs_what_staging_again_costs(client: Client, host: AnyHost) -> None:
     origin = client.create("pvc-1", 16 * MIB, mounted("ext4"))
     client.stage(origin, host.directory / "origin", mounted("ext4"))

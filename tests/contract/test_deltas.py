@@ -187,7 +187,7 @@ def test_random_histories_are_told_to_the_block(
     request: pytest.FixtureRequest,
 ) -> None:
     every = real and request.config.getoption("--every")
-    asked = chosen.numbers("CARVER_DELTAS", seed=1, histories=50 if every else 2)
+    asked = chosen.numbers("CARVER_DELTAS", seed=1, histories=50 if every else 1)
     for number in range(asked["histories"]):
         chance = random.Random(f"{asked['seed']} {layout} {number}")
         disk = Disk(client, service, host, layout)
@@ -568,6 +568,7 @@ def test_a_snapshot_that_overflows_while_it_is_read_is_told_as_lost(
             list(extents)
 
 
+@pytest.mark.variation
 @layouts
 def test_a_stream_that_is_cancelled_lets_go_of_everything(disk: Disk, client: Client) -> None:
     older = disk.snapshot()

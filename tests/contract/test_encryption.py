@@ -92,7 +92,7 @@ def holds(host: AnyHost, device: str, text: bytes) -> bool:
 
 
 @pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", "xfs", "btrfs", "block"], usual=["ext4"]))
-@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["linear", "thin"]))
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["thin"]))
 def test_an_encrypted_volume_of_each_layout_lives_grows_and_is_copied(
     client: Client, host: AnyHost, group: str, name: str, fs_type: str
 ) -> None:
@@ -341,6 +341,7 @@ def test_a_volume_that_grew_without_its_key_is_whole_when_it_is_staged_next(
     assert client.stats(volume.volume_id, staging).usage[0].total > 60 * MIB
 
 
+@pytest.mark.variation
 def test_a_mapping_that_nobody_uses_is_in_nobodys_way(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
@@ -430,6 +431,7 @@ def test_which_work_queues_are_passed_by_is_the_class_s_to_say(
         client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 def test_what_opening_and_closing_costs(
     client: Client, host: AnyHost, staging: Path, target: Path
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_snapshot_that_overflowed_is_told_of_its_volume_until_it_is_deleted(
     assert told(client, volume) == []
 
 
+@pytest.mark.variation
 def test_an_encrypted_volume_that_is_open_for_nobody_is_told_of_until_it_is_closed(
     client: Client, host: AnyHost
 ) -> None:

@@ -68,7 +68,7 @@ def cost(host: AnyHost) -> list[str]:
     return [" ".join(words[:2]) for words in commands]
 
 
-@pytest.mark.parametrize("name", chosen.kinds(KINDS, usual=["raid1", "thin"]))
+@pytest.mark.parametrize("name", chosen.kinds(KINDS, usual=["raid1"]))
 def test_a_volume_of_each_kind_is_made_with_its_read_ahead_and_given_another_while_mounted(
     client: Client, host: AnyHost, group: str, name: str
 ) -> None:

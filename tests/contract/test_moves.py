@@ -37,6 +37,7 @@ def volume(here: Node) -> csi.Volume:
     return made
 
 
+@pytest.mark.variation
 def test_a_volume_moves_and_what_is_left_of_it_goes(
     here: Node, there: Node, volume: csi.Volume
 ) -> None:
@@ -122,6 +123,7 @@ def test_nobody_begins_to_use_it_while_the_last_round_is_sent(
     assert refused
 
 
+@pytest.mark.variation
 def test_a_move_that_was_killed_while_it_held_the_volume_is_waited_for(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +230,7 @@ class expect_kept:  # noqa: N801 - reads as a phrase
         assert len(usable(self._here)) == 1
 
 
+@pytest.mark.variation
 def test_what_differs_is_not_handed_over(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,7 +275,7 @@ class Cut(Exception):
     """The line, or the process, ends."""
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", chosen.kinds(["before", "after"], usual=["after"]))
 @pytest.mark.parametrize("step", chosen.kinds(range(12), usual=[8]))
 def test_wherever_the_line_is_cut_one_is_usable_in_the_end(
     here: Node, there: Node, volume: csi.Volume, step: int, when: str
@@ -314,6 +317,7 @@ def test_wherever_the_line_is_cut_one_is_usable_in_the_end(
         assert here.names() == {"vol-db"}
 
 
+@pytest.mark.variation
 def test_a_mounted_volume_s_file_system_is_there_whole(here: Node, there: Node) -> None:
     volume = here.client.create("db", 64 * MIB, mounted("ext4"))
     staging = here.directory / "staging"

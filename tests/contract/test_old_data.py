@@ -57,7 +57,7 @@ def contents(host: AnyHost, client: Client, group: str, volume: csi.Volume) -> b
     return b"".join(host.read_bytes(device.path, at, MIB) for at in range(0, size, MIB))
 
 
-@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["linear", "thin"]))
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["linear"]))
 def test_no_sector_shows_an_earlier_owner_s_data(
     client: Client, host: AnyHost, group: str, name: str, whole: None
 ) -> None:
@@ -92,7 +92,7 @@ def test_no_sector_shows_an_earlier_owner_s_data(
     client.delete(volume.volume_id)
 
 
-@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["linear", "thin"]))
+@pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["thin"]))
 def test_what_was_deleted_shows_in_no_sector_of_what_is_made_of_it(
     client: Client, host: AnyHost, group: str, name: str, whole: None
 ) -> None:

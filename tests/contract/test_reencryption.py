@@ -395,6 +395,7 @@ def test_one_that_grows_meanwhile_is_whole(
     assert host.kernel.device_size_bytes(mapping.path) == 2 * SIZE
 
 
+@pytest.mark.variation
 def test_what_a_killed_cryptsetup_left_is_recovered_and_goes_on(
     client: Client, host: AnyHost, group: str, staging: Path, killed: csi.Volume
 ) -> None:

@@ -141,6 +141,7 @@ def require_bound(cluster: Cluster, volume: csi.Volume, node: str) -> None:
     assert (cluster.deleted, cluster.dangers, cluster.blank) == ([], [], [])
 
 
+@pytest.mark.variation
 def test_a_node_is_drained_with_its_data(
     here: Node, there: Node, tmp_path: Path, asked: list[str]
 ) -> None:

@@ -378,6 +378,7 @@ def _states(every: Iterable[str]) -> Iterator[str]:
     return (one for one in sorted(every) if one.startswith(tuple(f"carver.{k}" for k in kinds)))
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("name", chosen.kinds(SCRIPTS, usual=("thin: create, in the pool",)))
 def test_whatever_happens_to_it_no_pool_snapshot_or_reading_is_left_half_made(
     name: str, host: AnyHost, directory: Path, grace: Callable[[str], None]

@@ -129,7 +129,7 @@ def test_a_stream_that_was_cut_off_is_taken_up_where_it_was(
     assert nodes.receive(there, "copy", whole)["chain"] == told["into"]
 
 
-@pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["linear", "thin"]))
+@pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["linear"]))
 def test_what_differs_alone_is_less_and_makes_the_same(
     here: Node, there: Node, layout: str
 ) -> None:
@@ -155,6 +155,7 @@ def test_what_differs_alone_is_less_and_makes_the_same(
         nodes.stream(here, "2", compare=True)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["thin"]))
 def test_an_increment_is_taken_up_either_way_whatever_was_written_meanwhile(
     here: Node, there: Node, layout: str, monkeypatch: pytest.MonkeyPatch
@@ -248,6 +249,7 @@ def test_a_group_that_is_too_small_is_refused_and_nothing_is_left(here: Node, th
     assert there.names() == {"vol-other"}
 
 
+@pytest.mark.variation
 def test_a_volume_that_is_being_written_takes_no_other_stream(here: Node, there: Node) -> None:
     volume = volume_of(here)
     here.client.snapshot("1", volume.volume_id)
@@ -324,6 +326,7 @@ KEY = {"passphrase": "correct horse battery staple"}
 SEALED = {"carver/encryption": "luks2"}
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", "btrfs", "block"], usual=["ext4"]))
 def test_an_encrypted_volume_is_opened_by_its_key_where_it_came_to(
     here: Node, there: Node, fs_type: str

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import chosen
 import expect
 import pytest
 from real.any import AnyHost
@@ -260,7 +261,7 @@ def test_a_thin_snapshot_counts_towards_what_its_pool_promised(client: Client) -
     client.delete_snapshot(snapshot.snapshot_id)
 
 
-@pytest.mark.parametrize("to", ["thin", "thick", "twice"])
+@pytest.mark.parametrize("to", chosen.kinds(["thin", "thick", "twice"], usual=["thick"]))
 def test_thin_volumes_are_copied_to_any_class_and_leave_no_snapshot(
     client: Client, host: AnyHost, group: str, to: str
 ) -> None:

@@ -92,6 +92,7 @@ def test_the_first_volume_makes_the_pool_and_its_cache_and_others_share_both(
         assert set(told) == {mode}
 
 
+@pytest.mark.variation
 @EVERY
 def test_a_volume_lives_and_grows_while_mounted_and_is_staged_again(
     client: Client, host: AnyHost, group: str, name: str
@@ -112,6 +113,7 @@ def test_a_volume_lives_and_grows_while_mounted_and_is_staged_again(
     client.unstage(volume.volume_id, staging)
 
 
+@pytest.mark.variation
 @EVERY
 def test_a_pool_grows_below_its_cache_and_what_was_written_stays(
     client: Client, host: AnyHost, group: str, service: Service, name: str
@@ -188,6 +190,7 @@ def test_a_pool_without_its_cache_gets_it_with_the_next_volume(
     assert free(host, group)[1] == sum(FAST) - EXTENTS[name]
 
 
+@pytest.mark.variation
 @EVERY
 def test_snapshots_and_clones_share_the_pool_and_its_cache(
     client: Client, host: AnyHost, group: str, name: str

@@ -91,10 +91,14 @@ class Process(Machine):
         with (self.sockets / "log").open("ab") as log:
             return subprocess.Popen(words, stderr=log, env=environment)
 
+    def end(self) -> int:
+        """Have the process end in good order, if it has not ended yet; its exit code."""
+        self.process.terminate()
+        return self.process.wait(60)
+
     def stop(self) -> None:
         self.client.__exit__(None, None, None)
-        self.process.terminate()
-        if code := self.process.wait(60):
+        if code := self.end():
             raise Fault(f"the process ended with {code} at SIGTERM")
 
     def restart(self, switch: Switch | None = None) -> None:

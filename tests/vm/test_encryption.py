@@ -66,6 +66,7 @@ def test_no_key_is_in_memory_after_the_volume_is_closed(
         time.sleep(1)
 
 
+@pytest.mark.variation
 def test_what_is_written_inside_is_nowhere_on_the_disks(
     client: Client, directory: Path, key: str
 ) -> None:

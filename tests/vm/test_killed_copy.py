@@ -81,6 +81,7 @@ def made_after_all(caller: Client, name: str, source: csi.VolumeContentSource) -
     raise AssertionError("the copy is never made")
 
 
+@pytest.mark.variation
 def test_a_copy_that_is_killed_anywhere_is_made_whole_and_leaves_nothing(
     client: Client,
     directory: Path,

@@ -99,6 +99,7 @@ def test_a_volume_moves_by_ssh_and_what_is_left_of_it_goes(
 VICTIMS = ("sender", "receiver", "line", "service here", "service there")
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("victim", chosen.kinds(VICTIMS, usual=["receiver"]))
 def test_wherever_it_is_killed_within_a_stream_one_is_usable_in_the_end(
     here: Node, there: Node, line: Line, volume: csi.Volume, victim: str
