@@ -90,15 +90,16 @@ def _hung(bench: Bench, *, sessions: bool) -> float:
             lock = Path("/run/lock/lvm", f"V_{machine.group}")
             with lock.open("a") as held:
                 fcntl.flock(held, fcntl.LOCK_EX)
-                started = time.monotonic()
+                started, before = time.monotonic(), lvm2_of(trial)
                 trial.refused(do.Create("b", 16 * MIB, 0, BLOCK), *codes)
                 late_seconds = time.monotonic() - started - 6
                 # lvm2 went by itself, before the lock was free.
-                await_none(lambda: lvm2_of(trial))
+                await_none(lambda: at_work(trial, before))
             trial.make(do.Get("a"))
+            before = lvm2_of(trial)
             with stopping_lvm2(trial):
                 trial.refused(do.Create("c", 16 * MIB, 0, BLOCK), *codes)
-            await_none(lambda: lvm2_of(trial))
+            await_none(lambda: at_work(trial, before))
         machine.client = usual
         for name in ("b", "c"):
             trial.patiently(do.Create(name, 16 * MIB, 0, BLOCK))
@@ -134,12 +135,22 @@ def _shell_of(pid: int) -> psutil.Process:
     deadline = time.monotonic() + _SHELL_SECONDS
     while time.monotonic() < deadline:
         for one in psutil.Process(pid).children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                # A command of its own has more words.
-                if one.name() == "lvm" and len(one.cmdline()) == 1:
-                    return one
+            if is_shell(one):
+                return one
         time.sleep(0.1)
     raise Fault("the service has no shell of lvm2's open")
+
+
+def is_shell(process: psutil.Process) -> bool:
+    """Whether it is lvm2 as a shell: a command of its own has more words."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.name() == "lvm" and len(process.cmdline()) == 1
+    return False
+
+
+def at_work(trial: Trial, before: list[psutil.Process]) -> list[psutil.Process]:
+    """The lvm2 that runs, but for a shell that was opened since: that is at its prompt."""
+    return [one for one in lvm2_of(trial) if one in before or not is_shell(one)]
 
 
 def lvm2_of(trial: Trial) -> list[psutil.Process]:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import configured
 import grpc
-from model.machine import die
+from model.machine import bury, die
 from model.stopping import Switch
 from real.any import AnyHost, device
 
@@ -74,6 +74,7 @@ class Node:
         """It is dead already, or dies now; another goes on."""
         self.client.__exit__(None, None, None)
         die(self.service)
+        bury(self.service)
         self.start()
 
     def names(self) -> set[str]:

@@ -21,6 +21,7 @@ from agent.csi import client
 from agent.csi.client import Client
 from agent.engine import suspension
 from agent.engine.host import Host
+from agent.engine.jobs import Jobs
 from agent.service.server import Service
 from lvm import report, tags
 from lvm.command import Converse
@@ -118,6 +119,7 @@ class Machine:
     def revive(self) -> None:
         """After the process was killed another goes on."""
         self.client.__exit__(None, None, None)
+        bury(self.service)
         self.grace_seconds = 30
         self.start(Switch())
 
@@ -423,10 +425,21 @@ def _described(
 def die(service: Service) -> None:
     """What the end of the process itself would do: the socket answers no more, no timer is left."""
     service._server.stop(0)
-    for one in (service.copier, service.wiper, service.zeroer, service.giving_up):
-        one.jobs._stopping.set()
-        for timer in one.jobs._timers:
+    for jobs in (service.copier.jobs, *_overwriting(service)):
+        jobs._stopping.set()
+        for timer in jobs._timers:
             timer.cancel()
+
+
+def bury(service: Service) -> None:
+    """Wait until the volumes that a dead process overwrote are closed, as by its end itself."""
+    for jobs in _overwriting(service):
+        jobs._workers.shutdown(wait=True, cancel_futures=True)
+
+
+def _overwriting(service: Service) -> list[Jobs[Any]]:
+    workers = (service.wiper, service.zeroer, service.giving_up, service.reclaimer)
+    return [one.jobs for one in workers]
 
 
 def _secrets(key: str) -> dict[str, str]:
