@@ -94,9 +94,13 @@ class Foundations:
 NONE = Foundations(Kernel())
 
 
+def on_node(run: Run, config: Config) -> Lvm:
+    """lvm2 as it is called on this node, before it is known what devices it is to see."""
+    return Lvm(run, (), _settings(config), config.lvm_root)
+
+
 def begin(lvm: Lvm, laid: Foundations, config: Config, engines: Engines) -> None:
-    """Say how lvm2 is called from now on, and which groups are to be laid. No command."""
-    lvm.settings, lvm.root = _settings(config), config.lvm_root
+    """Say what lvm2 sees from now on, and which groups are to be laid. No command."""
     lvm.devices = _confined(laid.kernel, config, laid.devices)
     for one in config.foundations:
         _found_on(lvm, laid, config, one, one.devices)
@@ -162,7 +166,7 @@ def _found_on(
 def look(run: Run, kernel: Kernel, config: Config) -> Lvm:
     """lvm2 as `lay` would have it called, without making anything; raises NotReady."""
     devices = {one.group: _found(kernel, one) for one in config.foundations}
-    return Lvm(run, _confined(kernel, config, devices), _settings(config), config.lvm_root)
+    return replace(on_node(run, config), devices=_confined(kernel, config, devices))
 
 
 @contextmanager

@@ -27,7 +27,6 @@ from agent.service.registration import Registration
 from agent.service.resumption import Resumption
 from agent.service.server import Service, resume
 from lvm.command import Finished
-from lvm.lvm2 import Lvm
 
 if TYPE_CHECKING:
     from agent.service.metrics import Metrics, Parts
@@ -47,7 +46,7 @@ def serve(config: Config, host: Host) -> None:
             metrics = _metrics()
             host = _counted(host, metrics)
         observe = metrics.count_call if metrics else None
-        lvm, foundations = Lvm(host.run), Foundations(host.kernel)
+        lvm, foundations = sources.on_node(host.run, config), Foundations(host.kernel)
         service = Service(config, host, lvm, observe, foundations)
 
         def take_up(group: str) -> None:

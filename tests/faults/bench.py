@@ -1,6 +1,7 @@
 """What the faults share: groups of their own, trials on them, and a row of the table for each."""
 
 import random
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,6 +59,9 @@ class Bench:
         try:
             yield trial
             trial.undo()
+        except Exception:
+            print(machine.said(), file=sys.stderr)
+            raise
         finally:
             machine.stop()
 

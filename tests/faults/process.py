@@ -21,6 +21,7 @@ from agent.csi.client import Client
 
 _KILLABLE = Path(__file__).with_name("killable.py")
 _START_SECONDS = 120
+_LOG_CHARACTERS = 4000
 # What a caller meets whose callee has died, or does not answer in time.
 GONE = frozenset({"UNAVAILABLE", "CANCELLED", "UNKNOWN"})
 
@@ -95,6 +96,10 @@ class Process(Machine):
         """Have the process end in good order, if it has not ended yet; its exit code."""
         self.process.terminate()
         return self.process.wait(60)
+
+    def said(self) -> str:
+        """The end of what it and those before it logged."""
+        return (self.sockets / "log").read_text(errors="replace")[-_LOG_CHARACTERS:]
 
     def stop(self) -> None:
         self.client.__exit__(None, None, None)

@@ -15,7 +15,7 @@ def lay(
     host: AnyHost, config: Config, run: Run | None = None, kernel: Kernel | None = None
 ) -> tuple[Lvm, Foundations]:
     """How lvm2 is called from then on, and what came of it."""
-    lvm, laid = Lvm(run or host.run), Foundations(kernel or host.kernel)
+    lvm, laid = sources.on_node(run or host.run, config), Foundations(kernel or host.kernel)
     engines = Engines(lvm, host.disks, host.devices, config.groups)
     sources.begin(lvm, laid, config, engines)
     for group in config.groups:

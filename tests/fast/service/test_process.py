@@ -122,6 +122,27 @@ def test_the_socket_is_root_s_alone_and_goes_with_the_service(
     assert not config.endpoint.exists()
 
 
+def test_where_etc_lvm_is_read_only_no_command_keeps_copies_there(
+    config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Path("/etc/lvm")
+    of = os.statvfs
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        told = list(of("/"))
+        told[8] |= os.ST_RDONLY if path == asked else 0
+        return os.statvfs_result(told)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    running = Running(config, fake, monkeypatch)
+    with Client(config.endpoint) as client:
+        client.create("pvc-1", MIB, block())
+    running.end()
+    changes = [words for words in fake.commands if words[:2] == ("lvm", "lvcreate")]
+    assert changes
+    assert all("backup/archive=0 backup/backup=0" in " ".join(words) for words in changes)
+
+
 def test_a_deleted_socket_ends_the_service_so_that_it_is_started_again(
     config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
