@@ -32,9 +32,9 @@ def _killed(bench: Bench, trial: Trial, case: Case) -> bool:
     # Given
     for one in case.before:
         trial.make(one)
-    case.arrange(trial.machine, trial.model)
     # What went on behind those answers is not what is to be made good.
     trial.compare()
+    case.arrange(trial.machine, trial.model)
     # When
     trial.machine.arm(step, before=bench.random.random() < 0.5)
     trial.machine.by_kubelet(case.call)
