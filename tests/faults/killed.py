@@ -7,7 +7,6 @@ from pathlib import Path
 from fast.trouble.test_killed import steps
 from faults.bench import Bench
 from faults.process import Fault, Trial
-from model import operations as do
 from model.cases import CASES, EXTENTS, Case
 
 # On a real machine its wipe takes as long as it takes.
@@ -46,8 +45,5 @@ def _killed(bench: Bench, trial: Trial, case: Case) -> bool:
     # Then
     trial.patiently(case.call)
     trial.compare()
-    for path in ("target", "staging"):
-        trial.make(do.Unpublish("a", path))
-    trial.patiently(do.Delete("a"))
-    trial.compare()
+    trial.undo()
     return code != 0

@@ -183,12 +183,16 @@ class Trial:
 
     def undo(self) -> None:
         """What a CO does that gives up; then nothing may be left."""
-        for path, place in list(self.model.places.items()):
-            self.patiently(do.Unpublish(place.volume, path))
+        places = {path: one.volume for path, one in self.model.places.items()}
+        # Where a volume is staged goes last.
+        for path in sorted({**places, **self.model.entries}, key="staging".__eq__):
+            call = do.Unpublish(places.get(path, "a"), path)
+            self.machine.let_go(call)
+            self.patiently(call)
+        for snapshot in list(self.model.snapshots):
+            self.patiently(do.DeleteSnapshot(snapshot))
         for volume in list(self.model.volumes):
             self.patiently(do.Delete(volume))
-        for path in list(self.model.entries):
-            self.patiently(do.Unpublish("a", path))
         self.compare()
 
 
