@@ -29,14 +29,15 @@ lint: venv ## ruff: lint and format
 types: venv ## mypy --strict
 	$(BIN)/mypy .
 
+SIDE_BY_SIDE := -m pytest -q -n 2 --dist worksteal
 .PHONY: fast
 fast: venv ## the fast tier: no root, no LVM, no VM
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python $(SIDE_BY_SIDE)
 
 .PHONY: coverage
 coverage: venv ## the fast tier, and what it does not reach
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest -q -n 2 --dist worksteal
+	$(BIN)/coverage run $(SIDE_BY_SIDE)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
@@ -121,7 +122,7 @@ pictures: ## docs/images, from what the commands show in the lab VM
 .PHONY: conformance
 conformance: venv image ## the chart by every value; csi-sanity and the image, in the lab VM
 	$(BIN)/python deploy/render.py --check
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests/chart
+	$(BIN)/python $(SIDE_BY_SIDE) tests/chart
 	vagrant/lab.py during $(MAKE) --no-print-directory in-vm-conformance
 
 # What `conformance` does while the machine is up.

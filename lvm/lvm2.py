@@ -103,8 +103,8 @@ class Lvm:
 
     `devices` confines every command to those block devices, so that no other group is ever seen;
     empty leaves that to lvm.conf(5). `settings` are lvm.conf(5) settings for every command. `root`
-    is where lvm2's own root directory is seen. They are filled in where they are not known from the
-    beginning.
+    is where lvm2's own root directory is seen. The devices are filled in where they are not known
+    from the beginning; who has copied this then has not got them.
     """
 
     run: Run

@@ -7,13 +7,12 @@ to its end.
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import chosen
 import grpc
@@ -21,7 +20,7 @@ import pytest
 from fakes.host import FakeHost
 from model.cases import CASES, EXTENTS, Case
 from model.expected import EXTENT_BYTES, Model
-from model.machine import Machine
+from model.machine import Machine, behind, try_soon
 from model.mishaps import MISHAPS, Shells
 from model.operations import MIB, Outcome
 from real.any import AnyHost
@@ -29,7 +28,6 @@ from real.any import AnyHost
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import block, of_snapshot, of_volume
-from agent.engine.jobs import Jobs
 from lvm import errors, session
 from lvm.layout import Layout
 from lvm.pools import Policy
@@ -60,8 +58,7 @@ class Place:
         """What was done before the call, by a process with shells of its own."""
         self.machine.restart()
         self.machine.service.group_snapshotter.standstill_seconds = 300
-        for jobs in self._jobs():
-            jobs.retry_seconds = jobs.soon_seconds = 0.05
+        try_soon(self.machine.service)
         arrange()
         self.settle()
         # As if someone had written to the group: calls that only look ask lvm2, too.
@@ -71,15 +68,10 @@ class Place:
 
     def settle(self) -> None:
         """Let what is done behind the answers come to its end, or fail."""
-        for jobs in self._jobs():
+        for jobs in behind(self.machine.service):
             wait([job.ended for job in list(jobs._jobs.values())], _PATIENCE_SECONDS)
         with suppress(errors.LvmError):
             self.machine.service.engines.settle()
-
-    def _jobs(self) -> Sequence[Jobs[Any]]:
-        service = self.machine.service
-        copies, wipes = service.copier, (service.wiper.jobs, service.reclaimer.jobs)
-        return copies.jobs, copies.bridges, *wipes
 
     def until(self, condition: Callable[[], bool], seen: Callable[[], object]) -> None:
         """What failed behind an answer is tried again."""

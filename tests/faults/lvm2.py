@@ -92,7 +92,8 @@ def _hung(bench: Bench, *, sessions: bool) -> float:
             lock = Path("/run/lock/lvm", f"V_{machine.group}")
             with lock.open("a") as held:
                 fcntl.flock(held, fcntl.LOCK_EX)
-                started, before = time.monotonic(), lvm2_of(trial)
+                before = lvm2_of(trial)
+                started = time.monotonic()
                 trial.refused(do.Create("b", 16 * MIB, 0, BLOCK), *codes)
                 late_seconds = time.monotonic() - started - 6
                 # lvm2 went by itself, before the lock was free.

@@ -4,7 +4,6 @@ import itertools
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import configured
 import laying
@@ -13,14 +12,13 @@ from fakes.host import FakeHost
 from model import operations as do
 from model.cases import CASES, EXTENTS, INLINE, Case, reboot
 from model.expected import EXTENT_BYTES, Model
-from model.machine import Machine
+from model.machine import Machine, behind, try_soon
 from model.operations import MIB
 from model.stopping import CHANGING, Cut, Killed, Switch
 
 from agent.config.classes import DeviceClass
 from agent.config.groups import BackingFile, Foundation
 from agent.config.settings import Config
-from agent.engine.jobs import Jobs
 from agent.engine.sources import Foundations
 from lvm.command import Result
 from mount.syscalls import Kernel
@@ -62,9 +60,7 @@ class Trial:
             switch.gate = gate
             self.machine.grace_seconds = 0.0
         self.machine.start(switch)
-        for jobs in self.behind():
-            # What failed as the time was over is tried again while the test looks on.
-            jobs.retry_seconds = jobs.soon_seconds = 0.05
+        try_soon(self.machine.service)
         # Someone wrote to the group since the start looked: calls that only look ask lvm2, too.
         assert isinstance(self.machine.host, FakeHost)
         for group in self.machine.host.lvm2.groups.values():
@@ -86,14 +82,11 @@ class Trial:
     def settle(self) -> None:
         """Let copies and wipes that a new process took up come to their end."""
         deadline = time.monotonic() + 100
-        while any(jobs._jobs for jobs in self.behind()) and time.monotonic() < deadline:
+        while (
+            any(jobs._jobs for jobs in behind(self.machine.service)) and time.monotonic() < deadline
+        ):
             time.sleep(0.005)
         self.machine.service.reclaimer.jobs._workers.shutdown(wait=True)
-
-    def behind(self) -> tuple[Jobs[Any], ...]:
-        """What goes on behind answers, but for pools: copies, their bridges, wipes."""
-        service = self.machine.service
-        return service.copier.jobs, service.copier.bridges, service.wiper.jobs
 
     def undo(self) -> None:
         """What a CO does that gives up; then nothing may be left."""

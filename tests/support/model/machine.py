@@ -425,7 +425,7 @@ def _described(
 def die(service: Service) -> None:
     """What the end of the process itself would do: the socket answers no more, no timer is left."""
     service._server.stop(0)
-    for jobs in (service.copier.jobs, *_overwriting(service)):
+    for jobs in behind(service):
         jobs._stopping.set()
         for timer in jobs._timers:
             timer.cancel()
@@ -435,6 +435,17 @@ def bury(service: Service) -> None:
     """Wait until the volumes that a dead process overwrote are closed, as by its end itself."""
     for jobs in _overwriting(service):
         jobs._workers.shutdown(wait=True, cancel_futures=True)
+
+
+def try_soon(service: Service) -> None:
+    """What fails behind an answer is tried again while a test looks on, not a minute later."""
+    for jobs in behind(service):
+        jobs.retry_seconds = jobs.soon_seconds = 0.05
+
+
+def behind(service: Service) -> list[Jobs[Any]]:
+    """What goes on behind answers: copies, their bridges, and what is overwritten."""
+    return [service.copier.jobs, service.copier.bridges, *_overwriting(service)]
 
 
 def _overwriting(service: Service) -> list[Jobs[Any]]:
