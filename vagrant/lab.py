@@ -39,8 +39,8 @@ _COMMAND_LINE = (
 # qemu's emulator keeps the code it translated by its address in the guest: a program that lies
 # elsewhere each time is translated each time, which took half of an lvm2 command. In one of a dozen
 # boots it also kept a breakpoint with which the kernel patches hrtimer_start_range_ns for a moment
-# (timers_migration_enabled), and looped there; without nohz that is not patched. It takes `rep movsb`
-# a byte at a time: without ERMS the kernel copies by words, four times as fast.
+# (timers_migration_enabled), and looped there; without nohz that is not patched. `rep movsb` it
+# takes a byte at a time: without ERMS the kernel copies by words, four times as fast.
 _EMULATED = " norandmaps nohz=off clearcpuid=erms"
 _PARTS_OF_WHEEL = ("agent", "lvm", "mount", "proto", "pyproject.toml", "README.md", "LICENSE")
 
