@@ -10,11 +10,13 @@ import grpc
 _PATIENCE_SECONDS = 60
 
 
-def soon(is_so: Callable[[], object]) -> None:
-    """Wait for what another thread or process does."""
+def soon(
+    is_so: Callable[[], object], told: Callable[[], object] = lambda: "it did not come about"
+) -> None:
+    """Wait for what another thread or process does; `told` is what there is in its place."""
     end = time.monotonic() + _PATIENCE_SECONDS
     while not is_so():
-        assert time.monotonic() < end, "it did not come about"
+        assert time.monotonic() < end, told()
         time.sleep(0.001)
 
 

@@ -82,9 +82,8 @@ class Trial:
     def settle(self) -> None:
         """Let copies and wipes that a new process took up come to their end."""
         deadline = time.monotonic() + 100
-        while (
-            any(jobs._jobs for jobs in behind(self.machine.service)) and time.monotonic() < deadline
-        ):
+        every = behind(self.machine.service)
+        while any(jobs._jobs for jobs in every) and time.monotonic() < deadline:
             time.sleep(0.005)
         self.machine.service.reclaimer.jobs._workers.shutdown(wait=True)
 

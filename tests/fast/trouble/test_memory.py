@@ -5,12 +5,12 @@ import re
 import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from expect import soon
 from traces import places
 
 from agent.csi.client import Client, mounted
@@ -19,7 +19,6 @@ MIB = 1 << 20
 HERE = Path(__file__).parent
 SUPPORT = HERE.parents[1] / "support"
 ROOT = HERE.parents[2]
-_PATIENCE_SECONDS = 30
 
 pytestmark = pytest.mark.starts_programs
 
@@ -56,6 +55,10 @@ def test_no_key_is_left_when_the_volume_is_closed(tmp_path: Path, kind: str) -> 
     # As it is sent and used, and as Python has a text with such characters.
     needles = [rest.encode(form) for form in ("utf-8", "utf-16-le", "utf-32-le")]
     with serving(tmp_path, **set_by_the_unit()) as pid:
+
+        def found() -> list[list[str]]:
+            return [places(pid, one) for one in needles]
+
         with Client(tmp_path / "csi.sock") as client:
             volume = client.create(
                 "pvc-1", 48 * MIB, mounted("ext4"), parameters={"carver/encryption": "luks2"}
@@ -68,7 +71,4 @@ def test_no_key_is_left_when_the_volume_is_closed(tmp_path: Path, kind: str) -> 
         with Client(tmp_path / "csi.sock") as client:
             client.capacity()
         # What a connection read last goes with it, a moment after the caller hung up.
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while any(places(pid, one) for one in needles) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert [places(pid, one) for one in needles] == [[], [], []]
+        soon(lambda: found() == [[], [], []], found)
