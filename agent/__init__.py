@@ -1,8 +1,15 @@
-"""What an RPC must achieve, and gRPC itself."""
+"""What an RPC must achieve, and gRPC itself.
+
+Raises `ImportError` where grpc was imported before it.
+"""
 
 import os
+import sys
 
 # sh forks and runs Python in the child before exec. gRPC's at-fork handlers crash that child when
 # the fork comes from one of gRPC's own threads. They are installed when grpc is first imported,
 # and only this variable, set before, keeps them out.
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+_FORK_HANDLERS = "GRPC_ENABLE_FORK_SUPPORT"
+if "grpc" in sys.modules and os.environ.get(_FORK_HANDLERS) != "0":
+    raise ImportError("import agent before grpc, whose fork handlers would kill programs it starts")
+os.environ[_FORK_HANDLERS] = "0"

@@ -23,12 +23,15 @@ from pathlib import Path
 # Behind everything else: Carver is the one that is installed.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
+# First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
+import agent  # noqa: F401  isort: skip
+
+import grpc
+
 from agent.config.settings import DEFAULT_SOCKET
-from agent.csi.client import Client  # before grpc, see agent/__init__.py
+from agent.csi.client import Client
 from mount import table
 from mount.syscalls import Kernel
-
-import grpc  # isort: skip
 
 # Specs that no driver of Carver's kind can pass, for a mistake of their own: docs/conformance.md.
 SKIPPED = (

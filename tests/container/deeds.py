@@ -5,6 +5,9 @@ the same rows, and the fast tier compares them. As a program, in the guest, this
 the pod runs, and undoes what is left of it.
 """
 
+# First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
+import agent  # noqa: F401  isort: skip
+
 import argparse
 import concurrent.futures
 import fcntl

@@ -4,6 +4,9 @@ The two seams are wrapped from outside, so nothing in Carver knows of it. The fi
 or after which step; SIGUSR1 has it read, after which the file is gone and steps are counted.
 """
 
+# First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
+import agent  # noqa: F401  isort: skip
+
 import json
 import os
 import signal

@@ -1,5 +1,8 @@
 """In the guest: bring volumes with known data into use before a restart, and again after it."""
 
+# First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
+import agent  # noqa: F401  isort: skip
+
 import hashlib
 import os
 import signal
@@ -15,7 +18,6 @@ from pathlib import Path
 import grpc
 from lab import forged
 
-import agent  # noqa: F401 - before grpc
 from agent import ids
 from agent.config.settings import DEFAULT_SOCKET
 from agent.csi.client import Client, block, mounted, of_volume

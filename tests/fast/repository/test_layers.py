@@ -2,7 +2,10 @@
 
 import ast
 import functools
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -119,3 +122,33 @@ def test_every_module_says_first_what_it_owns() -> None:
         for path in modules(package):
             docstring = ast.get_docstring(ast.parse(path.read_text()))
             assert docstring, path
+
+
+def programs() -> list[Path]:
+    """What is run by its path, and imports agent: by hand, in the guest or by a test."""
+    files = [path for folder in ("tests", "vagrant/inside") for path in modules(folder)]
+    return [path for path in files if runs(path) and "agent" in rooms(path)]
+
+
+def runs(path: Path) -> bool:
+    return any(isinstance(one, ast.If | ast.Expr) for one in ast.parse(path.read_text()).body[-1:])
+
+
+def rooms(path: Path) -> list[str]:
+    """The top-level packages that a file imports, in its order, but those of Python itself."""
+    names = (one.partition(".")[0] for one in imports(path))
+    return [one for one in names if one not in sys.stdlib_module_names]
+
+
+@pytest.mark.parametrize("path", programs(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_program_imports_agent_before_all_that_may_import_grpc(path: Path) -> None:
+    assert rooms(path)[0] == "agent"
+
+
+@pytest.mark.starts_programs
+def test_agent_after_grpc_is_refused() -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("GRPC_")}
+    words = [sys.executable, "-c", "import grpc\nimport agent"]
+    ended = subprocess.run(words, cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert "ImportError: import agent before grpc" in ended.stderr

@@ -1,6 +1,7 @@
 """A service of its own process, on a machine in memory: for a look at what it keeps in memory."""
 
-import agent  # isort: skip  # noqa: F401 - before grpc
+# First of all: agent keeps gRPC's fork handlers out, and must come before grpc does.
+import agent  # noqa: F401  isort: skip
 
 import signal
 import sys
