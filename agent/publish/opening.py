@@ -29,7 +29,7 @@ from agent.secret import MOST_BYTES, Key, Keys
 from agent.workers.reencryption import Reencrypter
 from lvm import errors as lvm_errors
 from lvm.devices import Device, mapping_name
-from mount import btrfs, cryptsetup, filesystem, luks
+from mount import btrfs, cryptsetup, ends, filesystem, luks
 from mount import errors as mount_errors
 from mount.luks import Header
 
@@ -91,6 +91,9 @@ class Opening:
         mapping = self._inventory.mapping(volume)
         if mapping is None:
             raise lvm_errors.Inactive(volume.group.name, mapping_name(device))
+        if fact.FORMATTED not in volume.facts:
+            offset_bytes = self._header(volume, device).offset_bytes
+            ends.blank(self._kernel, device.path, offset_bytes, mapping.path)
         if self._is_to_be_renewed(volume, mapping):
             btrfs.renew(self._kernel, mapping.path)
             tags[fact.RENEWED] = "yes"
@@ -130,6 +133,7 @@ class Opening:
                 self._require_blank(volume, device)
             # Blank by the probe, or its own without a key slot, and never sealed by the tags: only
             # then.
+            ends.erase(self._kernel, device.path, volume.header_bytes)
             self._cryptsetup.make(
                 device.path,
                 key.data,

@@ -20,6 +20,7 @@ from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 BLOCK_BYTES = 4096
+END_BYTES = 64 << 10
 KEY = {"passphrase": "correct horse battery staple"}
 OTHER = {"passphrase": "Tr0ub4dor&3"}
 BOTH = {"passphrase": OTHER["passphrase"], "previousPassphrase": KEY["passphrase"]}
@@ -256,6 +257,32 @@ def test_a_header_that_is_lost_is_never_made_anew(
 
     assert host.read_bytes(logical(host, group).path, 0, 4 * MIB) == bytes(4 * MIB)
     client.delete(volume.volume_id)
+
+
+def test_the_ends_of_a_new_one_are_blank_and_what_is_written_there_stays(
+    client: Client, host: AnyHost, group: str, staging: Path
+) -> None:
+    """Noise reads as a file system at times, and what has one is never formatted."""
+    volume = create(client, fs_type="")
+    below = logical(host, group).path
+    ends = (0, volume.capacity_bytes - END_BYTES)
+    leftover = bytes(range(256)) * (BLOCK_BYTES // 256)
+    for at in ends:
+        # Where the header is, there is nothing yet.
+        begin = host.kernel.device_size_bytes(below) - volume.capacity_bytes
+        host.write_bytes(below, begin + at, leftover)
+    client.stage(volume, staging, block(), KEY)
+    within = mapping(host, group)
+    assert within is not None
+    for at in ends:
+        assert host.read_bytes(within.path, at, END_BYTES) == bytes(END_BYTES)
+        host.write_bytes(within.path, at, MARK.ljust(BLOCK_BYTES, b"\0"))
+
+    client.unstage(volume.volume_id, staging)
+    client.stage(volume, staging, block(), KEY)
+    for at in ends:
+        assert host.read_bytes(within.path, at, END_BYTES).startswith(MARK)
+    client.unstage(volume.volume_id, staging)
 
 
 @pytest.mark.variation

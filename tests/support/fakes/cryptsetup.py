@@ -28,6 +28,8 @@ _SECTOR_BYTES = 512
 # How often a re-encryption that is slow tells of itself.
 _TELLING_SECONDS = 0.01
 _MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
+# What a key makes of a device that is blank below, in the worst case.
+NOISE = Signature("hfsplus", "filesystem")
 _NO_PERMISSION = Result(2, "", "No key available with this passphrase.\n")
 _NO_SLOT = Result(1, "", "No usable keyslot is available.\n")
 _NO_DEVICE = Result(4, "", "Device does not exist or access denied.\n")
@@ -59,13 +61,17 @@ class Sealed(Media):
         first = offset_bytes // BLOCK_BYTES + self.first_block
         numbers = range(first, first + length_bytes // BLOCK_BYTES)
         blocks = self.outer.blocks
-        return b"".join(
-            self._turned(one, blocks[one]) if one in blocks else bytes(BLOCK_BYTES)
-            for one in numbers
-        )
+        return b"".join(self._turned(one, blocks.get(one, bytes(BLOCK_BYTES))) for one in numbers)
 
     def erase(self, offset_bytes: int, length_bytes: int) -> None:
-        self.outer.erase(offset_bytes + self.first_block * BLOCK_BYTES, length_bytes)
+        # Zeroes are written as anything else is.
+        for start in range(offset_bytes, offset_bytes + length_bytes, BLOCK_BYTES):
+            self.write(start, bytes(BLOCK_BYTES))
+
+    @property
+    def looks_like(self) -> Signature | None:
+        """Noise that a probe takes for a signature, where nobody wrote yet."""
+        return None if self.first_block in self.outer.blocks else NOISE
 
     def flush(self) -> None:
         self.outer.flush()

@@ -51,6 +51,11 @@ class Media:
     # What is in it by the key of its LUKS2 header, but for the blocks: those are here, encrypted.
     inner: "Media | None" = None
 
+    @property
+    def looks_like(self) -> Signature | None:
+        """What a probe finds where there is no file system."""
+        return None
+
     def copy(self) -> "Media":
         """The same, and from now on apart."""
         inner = None if self.inner is None else self.inner.copy()

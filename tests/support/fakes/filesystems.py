@@ -38,7 +38,7 @@ def blkid(words: Sequence[str], devices: FakeDevices) -> Result:
 
 def tags(device: FakeDevice) -> dict[str, str]:
     """What blkid and its library tell of a device."""
-    found = device.contents
+    found = device.contents or device.media.looks_like
     if found is None:
         return {}
     if found.usage == "partition table":

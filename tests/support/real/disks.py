@@ -6,12 +6,24 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from mount import loop
 from mount.syscalls import Kernel
 
 _SECTOR_BYTES = 512
+_PREFIX = "carver-disk"
 _serial = itertools.count()
+
+
+def let_go_of_left_behind() -> None:
+    """Have no disk hang that a run left suspended when it was ended: lvm2 would wait for it."""
+    for node in Path("/dev/mapper").glob(f"{_PREFIX}-*"):
+        maker = node.name.split("-")[2]
+        if not Path("/proc", maker).exists():
+            # Another run may have done so; an error stands in for what somebody has open yet.
+            for words in (("resume",), ("remove", "--force")):
+                subprocess.run(["dmsetup", *words, node.name], check=False, capture_output=True)
 
 
 @dataclass(frozen=True)
@@ -31,7 +43,7 @@ class Disk:
     def on(cls, under: str) -> Iterator["Disk"]:
         """A disk that works, over a loop device, which goes with it."""
         sectors = Kernel().device_size_bytes(under) // _SECTOR_BYTES
-        disk = cls(f"carver-disk-{os.getpid()}-{next(_serial)}", under, sectors)
+        disk = cls(f"{_PREFIX}-{os.getpid()}-{next(_serial)}", under, sectors)
         _dmsetup("create", disk.name, "--table", disk._table("linear"))
         try:
             yield disk

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, ClassVar
 
 from real import kinds, mounts
+from real.disks import let_go_of_left_behind
 from real.shell import RealShell
 
 from lvm import groups, lvm2, names
@@ -87,6 +88,7 @@ class Lab:
 def lab(directory: Path) -> Iterator[Lab]:
     """A lab whose directory is a mount of its own, out of the system's shared propagation."""
     assert os.geteuid() == 0, "the real tier needs root"
+    let_go_of_left_behind()
     made = Lab(directory)
     place = str(directory)
     for words in (("--bind", place, place), ("--make-private", place)):
