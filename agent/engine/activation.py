@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from agent import ids
+from agent import errors, ids
 from agent.engine.engines import Engines
 from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
@@ -34,6 +34,12 @@ class Activation:
             if found is not None and not parsed.is_of(found.group_uuid):
                 return None
         return found if found is None else self._devices.mapping(found) or found
+
+    def require_same(self, volume: Volume, device: devices.Device) -> None:
+        """Raise NoSuchVolume where a volume's device is not the one any more that it was."""
+        there = self.device(str(volume.id))
+        if there is None or there.logical.uuid != device.logical.uuid:
+            raise errors.NoSuchVolume(str(volume.id))
 
     def activate(self, volume: Volume, *, partial: bool = False) -> devices.Device:
         """The volume's device; a command only where it is not active. Raises Inactive."""

@@ -1,8 +1,9 @@
 """The means by which all policy looks at this node and works on it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from agent.config.settings import Config
+from agent.engine.chores import Chores
 from agent.engine.engines import Engines
 from agent.engine.inventory import Inventory
 from lvm.command import Runner, Stream
@@ -21,3 +22,4 @@ class Means:
     inventory: Inventory
     devices: Devices
     stream: Stream
+    chores: Chores = field(default_factory=Chores)

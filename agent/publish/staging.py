@@ -15,7 +15,6 @@ from agent.engine.mappings import Mappings
 from agent.engine.means import Means
 from agent.engine.records import Volume
 from agent.engine.withheld import Withheld
-from agent.publish.formatting import Chores
 from agent.publish.opening import Opening
 from agent.requests.capabilities import BLOCK, MULTI_WRITER
 from agent.requests.node import PublishVolume, StageVolume, VolumeAt
@@ -66,7 +65,7 @@ class Access:
         self._reencrypter = reencrypter
         self._opening = Opening(means, self._mappings, reencrypter)
         self._withheld = withheld
-        self._chores = Chores()
+        self._chores = means.chores
         # The directories in which kubelet may have volumes mounted.
         self._inside = means.config.kubelet_dir
 
@@ -120,7 +119,7 @@ class Access:
                 )
             fs_type = fs_type or volume.facts.get(fact.FORMATTED) or DEFAULT_FS_TYPE
             # A call that was given up may have left mkfs or fsck at work.
-            self._chores.finish(call.volume_id)
+            self._chores.finish(str(volume.id))
             device, tags = self._opening.opened(volume, device, call.keys)
             with self._closing_where_it_fails(call.volume_id, device):
                 self._promise(volume, tags | self._ensure_formatted(call, volume, device, fs_type))
@@ -310,6 +309,7 @@ class Access:
         """Look, refuse the surprising, make; or look over what is there. The tag that tells it."""
         formatted = volume.facts.get(fact.FORMATTED)
         found = filesystem.probe(self._run, device.path, self._kernel)
+        look = partial(self._require_same, volume, device, found)
         if found is not None and found.fs_type != fs_type:
             raise mount_errors.UnexpectedContents(device.path, str(found), fs_type)
         if found is None and formatted:
@@ -320,11 +320,20 @@ class Access:
             # Blank by the probe, and never formatted by the tags: only then.
             words = call.parameters.mkfs_options
             make = partial(filesystem.make, self._run, device.path, fs_type, words)
-            self._chores.do(call.volume_id, volume.group.name, "mkfs", make)
+            self._chores.do(str(volume.id), volume.group.name, "mkfs", make, look)
         elif not table.read(self._kernel).of_device(device.number):
             check = partial(filesystem.check, self._run, device.path, fs_type)
-            self._chores.do(call.volume_id, volume.group.name, "fsck", check)
+            self._chores.do(str(volume.id), volume.group.name, "fsck", check, look)
         return {} if formatted else {fact.FORMATTED: fs_type}
+
+    def _require_same(
+        self, volume: Volume, device: Device, found: filesystem.Signature | None
+    ) -> None:
+        """Raise NoSuchVolume, UnexpectedContents where a volume is not as it was a while ago."""
+        self._inventory.require_same(volume, device)
+        now = filesystem.probe(self._run, device.path, self._kernel)
+        if now != found:
+            raise mount_errors.UnexpectedContents(device.path, str(now), str(found))
 
     def _promise(self, volume: Volume, tags: dict[str, str]) -> None:
         if tags:

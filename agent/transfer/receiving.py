@@ -27,7 +27,6 @@ from agent.engine.means import Means
 from agent.engine.records import Volume
 from agent.engine.withheld import Withheld
 from agent.ids import VolumeId
-from agent.publish.formatting import Chores
 from agent.requests.capabilities import BLOCK
 from agent.streams.form import Header
 from agent.transfer import description
@@ -35,6 +34,7 @@ from agent.volumes import contents
 from agent.volumes.provisioning import Provisioner
 from agent.workers.pool_removal import Reclaimer
 from lvm import layout, names, report, volumes
+from lvm.devices import Device
 from lvm.volumes import New
 from mount import btrfs, filesystem, luks
 
@@ -76,7 +76,7 @@ class Receiver:
         self._reclaimer = reclaimer
         self._withheld = withheld
         self._carvings = Carvings(means.config.classes, means.inventory)
-        self._chores = Chores()
+        self._chores = means.chores
 
     def status(self, name: str) -> Arrival | None:
         """How far the volume of that name is; None where the report proves there is none."""
@@ -143,7 +143,7 @@ class Receiver:
             volume = self._coming(volume_id)
             self._require_whole(volume, release)
             users.require_unused(self._kernel, self._inventory, volume)
-            device = self._inventory.activate(volume).path
+            device = self._inventory.activate(volume)
             if fact.FINISHING not in volume.facts:
                 new = {fact.FINISHING: volume.facts[fact.CHAIN]}
                 volume = self._mark(volume, new, without=(fact.CHAIN,))
@@ -279,12 +279,12 @@ class Receiver:
         if release and wanted and facts.get(fact.RELEASED) != release:
             self._mark(volume, {fact.RELEASED: release})
 
-    def _look_over(self, volume: Volume, device: str) -> None:
+    def _look_over(self, volume: Volume, device: Device) -> None:
         """Have the file system whole, and with an id of its own where it needs one."""
         facts, identity = volume.facts, str(volume.id)
         if volume.is_encrypted:
             # What is in it is looked over when it is opened.
-            header = luks.read(self._kernel, device)
+            header = luks.read(self._kernel, device.path)
             if (sealed := facts.get(fact.SEALED)) and (header is None or header.uuid != sealed):
                 raise errors.HeaderDamaged(identity, "it did not come with the stream")
             return
@@ -292,16 +292,17 @@ class Receiver:
             return
         self._chores.finish(identity)
         formatted = facts.get(fact.FORMATTED, "")
-        if contents.may_hold_btrfs(facts) and btrfs.is_on(self._kernel, device):
-            btrfs.renew(self._kernel, device)
-        found = filesystem.probe(self._run, device, self._kernel)
+        if contents.may_hold_btrfs(facts) and btrfs.is_on(self._kernel, device.path):
+            btrfs.renew(self._kernel, device.path)
+        found = filesystem.probe(self._run, device.path, self._kernel)
         if found is None:
             if formatted:
                 raise errors.ContentsLost(identity, formatted)
             return
         if found.fs_type in filesystem.FILE_SYSTEMS:
-            check = partial(filesystem.check, self._run, device, found.fs_type)
-            self._chores.do(identity, volume.group.name, "fsck", check)
+            check = partial(filesystem.check, self._run, device.path, found.fs_type)
+            look = partial(self._inventory.require_same, volume, device)
+            self._chores.do(identity, volume.group.name, "fsck", check, look)
 
     def _coming(self, volume_id: str) -> Volume:
         """The volume, which still comes; the group is held. Raises NotReceived."""

@@ -75,6 +75,7 @@ class Provisioner:
         self._withheld = withheld
         self._carvings = Carvings(means.config.classes, means.inventory)
         self._mappings = Mappings(means)
+        self._chores = means.chores
 
     @staticmethod
     def logical_name(name: str, prefix: str = ids.VOLUME_PREFIX) -> str:
@@ -188,6 +189,7 @@ class Provisioner:
         A wipe that takes long goes on behind the answer: see agent/workers/wiping.py, and for thin
         volumes agent/workers/pool_removal.py.
         """
+        self._chores.call_off(volume_id)
         try:
             with self._copier.halted(volume_id), self._reencrypter.halted(volume_id):
                 self._delete(volume_id, received=received, moved=moved)

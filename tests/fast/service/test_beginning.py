@@ -19,9 +19,9 @@ from agent.admission import Admission
 from agent.config.settings import Config
 from agent.config.values import Address
 from agent.csi.client import Client, block, mounted
+from agent.engine import chores
 from agent.engine.host import Host
 from agent.health import preflight
-from agent.publish import formatting
 from agent.service import beginning, process, server
 from agent.service.monitor import Monitor
 from lvm import errors as lvm_errors
@@ -238,7 +238,7 @@ def test_forty_stages_whose_mkfs_hangs_leave_probe_unpublish_statistics_and_heal
             for number, one in enumerate(made)
         ]
         # Of so many at once the disks would be no faster, and one that hangs holds no more.
-        for _ in range(formatting._AT_ONCE):
+        for _ in range(chores._AT_ONCE):
             assert mkfs.asked.acquire(timeout=60)
         assert client.probe().ready.value
         assert client.stats(volume.volume_id, target).usage
@@ -305,31 +305,6 @@ def test_who_was_not_admitted_keeps_no_place() -> None:
 def test_work_that_no_call_waits_for_is_not_held_back() -> None:
     Admission().close()
     admission.enter()
-
-
-# Turns
-
-
-def test_disks_that_hang_keep_no_other_group_s_file_systems_waiting() -> None:
-    work, hanging, at_work = formatting.Chores(), threading.Event(), threading.Semaphore(0)
-
-    def hang() -> None:
-        at_work.release()
-        assert hanging.wait(60)
-
-    with ThreadPoolExecutor(formatting._AT_ONCE + 1) as callers:
-        sick = [
-            callers.submit(work.do, f"sick-{one}", "sick", "mkfs", hang)
-            for one in range(formatting._AT_ONCE + 1)
-        ]
-        for _ in range(formatting._AT_ONCE):
-            assert at_work.acquire(timeout=60)
-        work.do("sound", "sound", "mkfs", lambda: None)
-        with time_limit(0.01), pytest.raises(errors.StillAtWork):
-            work.do("one-more", "sick", "mkfs", lambda: None)
-        hanging.set()
-        assert not wait(sick, 20).not_done
-        work.finish("one-more")
 
 
 def test_a_node_is_not_ready_before_kubelet_has_registered_it(

@@ -1,0 +1,138 @@
+"""mkfs and fsck that outlast their calls, and their volumes."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+
+import expect
+import grpc
+import pytest
+from fakes.host import FakeHost
+
+from agent import errors
+from agent.config.settings import Config
+from agent.csi.client import Client, mounted, of_snapshot
+from agent.engine import chores
+from agent.engine.chores import Chores
+from lvm.command import Result, time_limit
+
+MIB = 1 << 20
+DEVICE = "/dev/mapper/data-vol--db"
+
+
+def nothing() -> None:
+    """A look that finds all as it was, or work that is none."""
+
+
+class Work:
+    """Work that goes on until the test ends it."""
+
+    def __init__(self) -> None:
+        self.begun, self.over = threading.Semaphore(0), threading.Event()
+
+    def __call__(self) -> None:
+        self.begun.release()
+        assert self.over.wait(60)
+
+
+@contextmanager
+def all_turns_taken(work: Chores, group: str) -> Iterator[Work]:
+    """Inside, and until the work is over, whatever comes for a group waits for its turn."""
+    long = Work()
+    with ThreadPoolExecutor(chores._AT_ONCE) as callers:
+        for one in range(chores._AT_ONCE):
+            callers.submit(work.do, f"{group}-{one}", group, "mkfs", long, nothing)
+        for _ in range(chores._AT_ONCE):
+            assert long.begun.acquire(timeout=60)
+        try:
+            yield long
+        finally:
+            long.over.set()
+
+
+def queue(work: Chores, volume: str, done: Callable[[], None], look: Callable[[], None]) -> None:
+    with time_limit(0.01), pytest.raises(errors.StillAtWork):
+        work.do(volume, "sick", "mkfs", done, look)
+
+
+def test_disks_that_hang_keep_no_other_group_s_file_systems_waiting() -> None:
+    work = Chores()
+    with all_turns_taken(work, "sick"):
+        work.do("sound", "sound", "mkfs", nothing, nothing)
+        queue(work, "one-more", nothing, nothing)
+    work.finish("one-more")
+
+
+def test_what_waits_for_its_turn_is_called_off_with_its_volume() -> None:
+    work, did = Chores(), threading.Event()
+    with all_turns_taken(work, "sick"):
+        queue(work, "db", did.set, nothing)
+        work.call_off("db")
+        queue(work, "next", nothing, nothing)
+    work.finish("next")
+    work.finish("db")
+    assert not did.is_set()
+
+
+def test_what_has_begun_is_not_called_off() -> None:
+    work, long = Chores(), Work()
+    with ThreadPoolExecutor(1) as caller:
+        under_way = caller.submit(work.do, "db", "data", "mkfs", long, nothing)
+        assert long.begun.acquire(timeout=60)
+        with pytest.raises(errors.StillAtWork):
+            work.call_off("db")
+        long.over.set()
+        assert not wait([under_way], 60).not_done
+    work.call_off("db")
+
+
+def test_what_waited_looks_again_before_it_does_anything() -> None:
+    work, did = Chores(), threading.Event()
+
+    def look() -> None:
+        raise errors.NoSuchVolume("db")
+
+    with all_turns_taken(work, "sick"):
+        queue(work, "db", did.set, look)
+    with pytest.raises(errors.NoSuchVolume):
+        work.finish("db")
+    assert not did.is_set()
+    work.do("db", "sick", "mkfs", did.set, look)
+    assert did.is_set()
+
+
+def test_mkfs_of_a_volume_that_is_gone_leaves_the_next_one_of_its_name_alone(
+    fake: FakeHost, client: Client, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chores, "_AT_ONCE", 1)
+    source = client.create("source", 64 * MIB, mounted("ext4"))
+    client.stage(source, tmp_path / "source", mounted("ext4"))
+    client.unstage(source.volume_id, tmp_path / "source")
+    snapshot = client.snapshot("snap", source.volume_id)
+    slow = client.create("slow", 64 * MIB, mounted("ext4"))
+    first = client.create("db", 64 * MIB, mounted("ext4"))
+    long = Work()
+
+    def meet(words: Sequence[str]) -> Result | None:
+        if words[0] == "mkfs.ext4" and words[-1].endswith("slow"):
+            long()
+        return None
+
+    fake.intercept = meet
+    with Client(config.endpoint, timeout_seconds=1) as hasty:
+        for volume in (slow, first):
+            with pytest.raises(grpc.RpcError):
+                hasty.stage(volume, tmp_path / volume.volume_id[-4:], mounted("ext4"))
+    with expect.code("ABORTED", "mkfs"):
+        client.delete(slow.volume_id)
+    client.delete(first.volume_id)
+    client.create("db", 64 * MIB, mounted("ext4"), source=of_snapshot(snapshot.snapshot_id))
+    restored = fake.block.get(DEVICE).contents
+    long.over.set()
+    client.stage(slow, tmp_path / "slow", mounted("ext4"))
+
+    assert restored is not None
+    assert fake.block.get(DEVICE).contents == restored
+    assert not [one for one in fake.commands if one[0] == "mkfs.ext4" and one[-1] == DEVICE]
