@@ -13,6 +13,8 @@ from google.protobuf.message import Message
 from agent import codes, errors, secret
 from agent.admission import Admission
 from agent.csi import redaction
+from agent.ids import VolumeId
+from agent.shares import Shares
 from lvm import command
 
 _log = logging.getLogger("carver.calls")
@@ -20,8 +22,8 @@ _log = logging.getLogger("carver.calls")
 # A call that leaves less than this to lvm2 would only be cut off.
 _RESERVE_SECONDS = 0.2
 _IDENTITY_THREADS = 2
-# Each reads a disk as fast as it can.
-STREAMS = 8
+# Each reads a disk as fast as it can, or waits for it: of one group so many at once.
+_STREAMS, _STREAMS_OF_A_GROUP = 24, 8
 _NO_DEADLINE_SECONDS = 7 * 24 * 3600
 
 
@@ -43,8 +45,9 @@ class Interceptor(grpc.ServerInterceptor):
         self._admission = admission or Admission()
         # Who asks whether the service lives is answered though each other thread waits for a disk.
         self._identity = ThreadPoolExecutor(_IDENTITY_THREADS, thread_name_prefix="identity")
-        # A stream lasts as long as its caller likes: those that are too many wait for each other.
-        self._streams = ThreadPoolExecutor(STREAMS, thread_name_prefix="stream")
+        # A stream lasts as long as its caller likes, and as its disk does.
+        self._streams = ThreadPoolExecutor(_STREAMS, thread_name_prefix="stream")
+        self._stream_shares = Shares(_STREAMS, _STREAMS_OF_A_GROUP)
 
     def intercept_service(
         self,
@@ -88,7 +91,10 @@ class Interceptor(grpc.ServerInterceptor):
         def stream(request: Message, context: grpc.ServicerContext) -> Iterator[Any]:
             started = time.monotonic()
             try:
-                with closing(self._answers(behaviour, request, context)) as answers:
+                with (
+                    self._stream_shares.one(_group(request)),
+                    closing(self._answers(behaviour, request, context)) as answers,
+                ):
                     yield from answers
             except GeneratorExit:
                 # A caller that has gone is met at the next answer: gRPC drops this generator.
@@ -165,12 +171,23 @@ def _end(context: grpc.ServicerContext, code: grpc.StatusCode, message: str) -> 
         context.abort(code, message)
 
 
+def _subject(request: Message) -> str:
+    """The id or the name that a call is about, if it is about one."""
+    return next(filter(None, (getattr(request, one, "") for one in _SUBJECTS)), "")
+
+
+def _group(request: Message) -> str:
+    """The volume group that the id in a call names; empty where there is none."""
+    found = VolumeId.parse(_subject(request))
+    return "" if found is None else found.group
+
+
 def _write(
     method: str, request: Message, code: grpc.StatusCode, message: str, seconds: float
 ) -> None:
     fields = {
         "method": method,
-        "volume": next(filter(None, (getattr(request, one, "") for one in _SUBJECTS)), ""),
+        "volume": _subject(request),
         "code": code.name,
         "milliseconds": round(seconds * 1000, 1),
     }

@@ -1,0 +1,96 @@
+"""Places that the calls of all groups have together."""
+
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event, Semaphore, Thread
+
+import configured
+import expect
+import pytest
+from fakes.host import FakeHost
+from fakes.kernel import _FakeReader
+
+from agent import errors
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from agent.shares import Shares
+
+EXTENT = 4 << 20
+# As many streams as a group may have at once.
+STREAMS = 8
+
+
+def taken(shares: Shares, group: str, kept: ExitStack) -> int:
+    """How many places a group gets that takes all it can."""
+    for count in range(1000):
+        try:
+            kept.enter_context(shares.one(group))
+        except errors.TooManyCalls:
+            return count
+    raise AssertionError
+
+
+def test_a_group_leaves_the_others_some_places_and_so_do_several() -> None:
+    shares = Shares(100)
+    with ExitStack() as kept:
+        assert taken(shares, "a", kept) == 75
+        assert taken(shares, "b", kept) > 15
+        assert taken(shares, "c", kept) > 0
+    with ExitStack() as kept:
+        assert taken(shares, "a", kept) == 75
+
+
+def test_a_group_has_no_more_than_it_may_though_all_are_free() -> None:
+    with ExitStack() as kept:
+        shares = Shares(24, 8)
+        assert [taken(shares, one, kept) for one in ("a", "b")] == [8, 8]
+        assert taken(shares, "c", kept) > 0
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    """A group that will be sick, and one that stays sound."""
+    host = FakeHost(tmp_path)
+    for one in ("sick", "sound"):
+        host.lvm2.add_group(one, [200])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    classes = tuple(DeviceClass(one, one) for one in ("sick", "sound"))
+    return configured.carver(tmp_path, classes=classes)
+
+
+def test_streams_of_disks_that_hang_leave_those_of_other_groups_alone(
+    fake: FakeHost, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshots = {}
+    for group in ("sick", "sound"):
+        volume = client.create(group, EXTENT, block(), parameters={"class": group})
+        snapshots[group] = client.snapshot(f"snap-{group}", volume.volume_id).snapshot_id
+    at_work, over, real = Semaphore(0), Event(), _FakeReader.read
+
+    def read(reader: _FakeReader, offset_bytes: int, length_bytes: int) -> bytes:
+        if "/sick-" in reader.device:
+            at_work.release()
+            assert over.wait(60)
+        return real(reader, offset_bytes, length_bytes)
+
+    monkeypatch.setattr(_FakeReader, "read", read)
+    streams = [
+        Thread(target=lambda: list(client.blocks(snapshots["sick"]))) for _ in range(STREAMS)
+    ]
+    for one in streams:
+        one.start()
+    try:
+        for _ in streams:
+            assert at_work.acquire(timeout=60)
+        list(client.blocks(snapshots["sound"]))
+        with expect.code("UNAVAILABLE", "calls are at work"):
+            list(client.blocks(snapshots["sick"]))
+    finally:
+        over.set()
+        for one in streams:
+            one.join(60)
