@@ -90,7 +90,7 @@ class Access:
     def _is_ready(self, call: StageVolume, device: Device) -> bool:
         """Whether an active raw block volume is as large as is on record, and open or plain."""
         seen = self._inventory.glimpse(call.volume_id)
-        if seen is None or seen.wanted_bytes:
+        if seen is None or seen.wanted_bytes or not seen.is_listed:
             return False
         if device.below is not None:
             return self._mappings.is_used(device)
@@ -211,8 +211,13 @@ class Access:
         )
 
     def _require_plain(self, volume_id: str) -> None:
-        """Raise NotStaged where a device is that of a volume that is encrypted, and not open."""
-        volume = self._inventory.glimpse(volume_id) or self._inventory.require(volume_id)
+        """Raise NotStaged where a device is that of a volume that is encrypted, and not open.
+
+        And what `require` does where the device is of what is no volume, or was none a while ago.
+        """
+        volume = self._inventory.glimpse(volume_id)
+        if volume is None or not volume.is_listed:
+            volume = self._inventory.require(volume_id)
         if volume.is_encrypted:
             raise errors.NotStaged(volume_id, "it is encrypted, and not open")
 

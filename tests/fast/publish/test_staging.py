@@ -1,0 +1,39 @@
+"""What may be staged and published."""
+
+from pathlib import Path
+
+import expect
+import pytest
+from fakes.host import FakeHost
+
+from agent import fact
+from agent.csi.client import Client, block
+
+EXTENT = 4 << 20
+
+
+@pytest.mark.parametrize(
+    ("state", "code"),
+    [
+        (fact.RECEIVING, "FAILED_PRECONDITION"),
+        (fact.MOVED, "FAILED_PRECONDITION"),
+        (fact.WIPING, "NOT_FOUND"),
+        (fact.COPYING, "ABORTED"),
+    ],
+)
+def test_an_active_device_of_what_is_no_volume_is_not_given_to_anyone(
+    fake: FakeHost, client: Client, tmp_path: Path, state: str, code: str
+) -> None:
+    """As its tags say, also where nothing in the process remembers it."""
+    volume = client.create("db", EXTENT, block())
+    logical = fake.lvm2.groups["data"].volumes["vol-db"]
+    client.stage(volume, tmp_path / "staging", block())
+    logical.tags = {one.replace(fact.READY, state) for one in logical.tags}
+    fake.lvm2.groups["data"].seqno += 1
+    client.volumes()
+
+    with expect.code(code):
+        client.stage(volume, tmp_path / "staging", block())
+    with expect.code(code):
+        client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
+    assert not (tmp_path / "target").exists()
