@@ -8,7 +8,7 @@ from agent import errors
 from agent.engine import users
 from agent.engine.means import Means
 from agent.engine.records import Volume
-from lvm import pools
+from lvm import pools, report
 from lvm.devices import Device
 from mount import cryptsetup, luks, table
 from mount.cryptsetup import Cryptsetup
@@ -80,6 +80,12 @@ class Mappings:
 
     def _backup_of(self, device: Device) -> Path | None:
         return self._backups and self._backups / f"{device.logical.uuid}.luks"
+
+    def forget(self, logical: report.LogicalVolume) -> None:
+        """Remove the copy that Carver kept of a header, also of what cannot be activated."""
+        if self._backups:
+            # lvm2 tells a UUID with dashes, and device-mapper without.
+            (self._backups / f"{logical.uuid.replace('-', '')}.luks").unlink(missing_ok=True)
 
     def erase(self, volume: Volume) -> None:
         """Overwrite an encrypted volume's header and key slots: nobody can read it from then on.

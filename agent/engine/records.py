@@ -79,7 +79,7 @@ class Volume:
     @property
     def is_encrypted(self) -> bool:
         """Whether it lies encrypted in its logical volume; also where a tag of that is lost."""
-        return bool({fact.ENCRYPTION, fact.HEADER, fact.SEALED} & self.facts.keys())
+        return is_encrypted(self.facts)
 
     @property
     def claim(self) -> str:
@@ -165,6 +165,11 @@ class Snapshot:
         return self.size_bytes - _number(self.facts, fact.HEADER)
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether the volume lies encrypted in its logical volume, and so the snapshot does."""
+        return is_encrypted(self.facts)
+
+    @property
     def is_thin(self) -> bool:
         """Whether it shares a pool with its source, and does not need it any more."""
         return bool(self.pool)
@@ -193,6 +198,11 @@ class Snapshot:
             f"its area of {self.area_bytes} bytes for what {self.source_id} overwrites was full,"
             " and what it held is lost"
         )
+
+
+def is_encrypted(facts: Mapping[str, str]) -> bool:
+    """Whether the facts are of what lies encrypted; also where one that says so is lost."""
+    return bool({fact.ENCRYPTION, fact.HEADER, fact.SEALED} & facts.keys())
 
 
 def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None:

@@ -196,7 +196,7 @@ class Snapshotter:
             lvm, group = self._engines.lvm(snapshot.group.name), snapshot.group.name
             old = {fact.STATE: snapshot.facts.get(fact.STATE, fact.READY)}
             volumes.mark(lvm, group, snapshot.name, old=old, new={fact.STATE: fact.WIPING})
-        elif self._wiper.zero and not snapshot.is_thin:
+        elif self._wiper.overwrites(snapshot) and not snapshot.is_thin:
             # Its area holds what the origin held; it may not be anyone else's before it is wiped.
             snapshots.split(
                 self._engines.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
@@ -215,13 +215,13 @@ class Snapshotter:
             return
         if snapshot.is_thin:
             self._reclaimer.after(snapshot, self._wiper.grace_seconds)
-        elif self._wiper.zero:
+        elif self._wiper.overwrites(snapshot):
             self._wiper.finish(records.remains_of(snapshot))
 
     def _is_deferred(self, snapshot: Snapshot) -> bool:
         """Whether lvm2 cannot part it now, or tell its pool that it goes."""
         if not snapshot.is_thin:
-            return self._wiper.zero and bool(snapshot.group.missing_disks)
+            return self._wiper.overwrites(snapshot) and bool(snapshot.group.missing_disks)
         gone = {disk.uuid for disk in snapshot.group.disks if disk.missing}
         holder = snapshot.group.volumes.get(snapshot.pool)
         return holder is not None and not holder.disks.isdisjoint(gone)

@@ -26,7 +26,7 @@ from agent.engine import users
 from agent.engine.jobs import Job, Jobs
 from agent.engine.mappings import Mappings
 from agent.engine.means import Means
-from agent.engine.records import Volume
+from agent.engine.records import Snapshot, Volume
 from agent.workers import giving_up
 from lvm import caches, names, snapshots, tags, volumes
 from lvm import errors as lvm_errors
@@ -64,7 +64,7 @@ class Wiper:
         self.look_seconds = 1.0
         self.jobs = Jobs(
             "wipe",
-            self._wipe_and_remove,
+            self._work,
             self._find,
             "volume %s is deleted, but not wiped and removed: %s",
             workers=_WORKERS,
@@ -77,8 +77,8 @@ class Wiper:
             return
         users.require_unused(self._kernel, self._inventory, volume)
         self._mappings.ensure_closed(volume)
-        has_to_wait = volume.missing_disks or volume.copy_on_write_snapshots
-        if (self._overwrites(volume) or volume.layout.is_thin) and has_to_wait:
+        is_kept = self.overwrites(volume) or volume.layout.is_thin
+        if volume.copy_on_write_snapshots or (volume.missing_disks and is_kept):
             # It may be long until the disk is back, or given up: the caller need not wait.
             self._put_on_record(_wipe_of(volume))
             self._start(replace(volume, facts={**volume.facts, fact.STATE: fact.WIPING}))
@@ -107,6 +107,10 @@ class Wiper:
             # It failed in between, and nobody else will hear of it.
             self.jobs.try_again(job)
         return True
+
+    def overwrites(self, one: Volume | Snapshot) -> bool:
+        """Whether something of it is overwritten: all of it, or a header in it at least."""
+        return self.zero or one.is_encrypted
 
     def is_deleting(self, volume_id: str) -> bool:
         """Whether the volume's data are being overwritten, or were in part."""
@@ -147,12 +151,26 @@ class Wiper:
             self._inventory.doomed_one(self._inventory.awake(ids.group_of(volume_id)), volume_id)
         )
 
+    def _work(self, job: _Wipe) -> None:
+        """Who deletes takes NoSuchVolume for success, so it is none without proof."""
+        try:
+            self._wipe_and_remove(job)
+        except errors.NoSuchVolume:
+            volume = job.volume
+            group = self._inventory.read(volume.group.name).group(volume.group.name)
+            if volume.name in group.volumes:
+                why = "it is there, and not on record as deleted; delete it again"
+                raise errors.NotOverwritten(str(volume.id), why) from None
+
     def _wipe_and_remove(self, job: _Wipe) -> None:
+        if job.volume.is_encrypted and job.volume.name in job.volume.group.volumes:
+            # However it goes, and however long that takes: it opens what is left of the volume.
+            self._mappings.forget(job.volume.group.volume(job.volume.name))
         volume = self._parted(job.volume)
         if volume is None:
             return
         doomed = [volume.name]
-        overwrites = self._overwrites(volume)
+        overwrites = self.overwrites(volume)
         if overwrites and _waits_for_disk(volume):
             raise errors.NotOverwritten(str(volume.id), _about_disks(volume))
         if overwrites:
@@ -287,10 +305,6 @@ class Wiper:
         if erasure == classes.ERASE_DISCARD:
             with suppress(OSError):  # a disk that does not know it
                 self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)
-
-    def _overwrites(self, volume: Volume) -> bool:
-        """Whether something of a volume is overwritten: all of it, or its header at least."""
-        return self.zero or volume.is_encrypted
 
     def _erasure(self, volume: Volume) -> str:
         """What is done beside the header to an encrypted volume; all of any other is overwritten.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from model.machine import Machine
 from model.operations import Use
 from model.stopping import Switch
 
+from agent import errors
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, block
@@ -196,6 +198,39 @@ def test_a_volume_with_a_deleted_snapshot_is_overwritten_after_it(
     again(service)
     assert names(fake) == set()
     assert MARKER not in fake.freed_bytes("data")
+
+
+def test_a_volume_with_one_is_deleted_on_record_also_when_nothing_is_overwritten_any_more(
+    client: Client, service: Service, fake: FakeHost, config: Config
+) -> None:
+    volume = make(client, fake, "a", "plain")
+    snapshot = client.snapshot("1", volume)
+    fake.lose_disk("data", 2)
+    client.delete_snapshot(snapshot.snapshot_id)
+    service.stop()
+    other = replace(config, wipe="none", endpoint=config.endpoint.with_name("2.sock"))
+    following = serving.start(other, fake, wiper=20)
+    with Client(other.endpoint) as caller:
+        caller.delete(volume)
+        assert caller.volumes() == []
+    fake.bring_disk("data", 2)
+    again(following)
+    following.stop()
+    assert names(fake) == set()
+
+
+def test_a_volume_that_is_there_is_never_taken_for_deleted(
+    client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    volume = make(client, fake, "a", "plain")
+
+    def lost(*_: object) -> None:
+        raise errors.NoSuchVolume(volume)
+
+    monkeypatch.setattr(service.wiper, "_parted", lost)
+    with expect.code("FAILED_PRECONDITION", "not on record"):
+        client.delete(volume)
+    assert names(fake) == {"vol-a"}
 
 
 def test_a_volume_that_is_given_up_goes_with_its_deleted_snapshots(

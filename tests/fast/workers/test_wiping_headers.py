@@ -1,0 +1,136 @@
+"""What opens an encrypted volume that was deleted: kept copies of its header, copies in areas."""
+
+from collections.abc import Iterator
+from concurrent.futures import wait
+from dataclasses import replace
+from pathlib import Path
+
+import configured
+import pytest
+import serving
+from fakes.host import FakeHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from agent.service.server import Service
+from lvm.layout import Layout
+from lvm.pools import Policy
+
+EXTENT = 4 << 20
+KEY = {"passphrase": "correct horse battery staple"}
+NEW_KEY = {"passphrase": "a new one", "previousPassphrase": KEY["passphrase"]}
+GIVE_UP = ("lvchange", "--addtag", "carver.givenUp=yes", "--")
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("data", [60, 60])
+    return host
+
+
+@pytest.fixture(params=["zero", "none"])
+def config(tmp_path: Path, request: pytest.FixtureRequest) -> Config:
+    ways = ("zero", "crypto", "discard")
+    thin = DeviceClass("thin", "data", encryption="luks2", layout=Layout("thin"), pool=Policy())
+    classes = [DeviceClass(one, "data", encryption="luks2", erase=one) for one in ways]
+    return configured.carver(
+        tmp_path,
+        classes=(*classes, thin),
+        kubelet_dir=("/",),
+        header_backups=tmp_path / "headers",
+        wipe=getattr(request, "param", "zero"),
+    )
+
+
+@pytest.fixture
+def service(config: Config, fake: FakeHost) -> Iterator[Service]:
+    running = serving.start(config, fake, wiper=20)
+    yield running
+    running.stop()
+
+
+def make(client: Client, directory: Path, device_class: str) -> str:
+    """A volume of which a copy of the header is kept."""
+    volume = client.create("a", 8 * EXTENT, block(), parameters={"class": device_class})
+    client.stage(volume, directory / "staged", block(), KEY)
+    client.unstage(volume.volume_id, directory / "staged")
+    assert len(kept(directory)) == 1
+    return volume.volume_id
+
+
+def kept(directory: Path) -> list[Path]:
+    return list((directory / "headers").iterdir())
+
+
+def until_done(service: Service) -> None:
+    for jobs in (service.wiper.jobs, service.giving_up.jobs):
+        wait([one.ended for one in list(jobs._jobs.values())], 20)
+
+
+@pytest.mark.parametrize("name", ["zero", "crypto", "discard", "thin"])
+def test_the_kept_copy_of_a_header_goes_with_its_volume(
+    client: Client, fake: FakeHost, tmp_path: Path, name: str
+) -> None:
+    client.delete(make(client, tmp_path, name))
+    assert "vol-a" not in fake.lvm2.groups["data"].volumes
+    assert kept(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["zero", "crypto", "discard"])
+def test_it_goes_with_a_volume_that_waits_for_a_lost_disk(
+    client: Client, service: Service, fake: FakeHost, tmp_path: Path, name: str
+) -> None:
+    volume = make(client, tmp_path, name)
+    fake.lose_disk("data", 0)
+    client.delete(volume)
+    until_done(service)
+    assert "vol-a" in fake.lvm2.groups["data"].volumes
+    assert kept(tmp_path) == []
+
+
+def test_it_goes_with_a_pool_that_is_given_up(
+    client: Client, service: Service, fake: FakeHost, tmp_path: Path
+) -> None:
+    volume = make(client, tmp_path, "thin")
+    fake.lose_disk("data", 0)
+    fake.lvm(*GIVE_UP, "data/pool-thin")
+    client.delete(volume)
+    for _ in range(3):
+        until_done(service)
+    assert fake.lvm2.groups["data"].volumes == {}
+    assert kept(tmp_path) == []
+
+
+def test_the_area_of_a_snapshot_of_it_is_overwritten_whatever_wipe_says(
+    client: Client, fake: FakeHost, tmp_path: Path
+) -> None:
+    volume = client.create("a", 8 * EXTENT, block(), parameters={"class": "zero"})
+    client.stage(volume, tmp_path / "staged", block(), KEY)
+    client.unstage(volume.volume_id, tmp_path / "staged")
+    snapshot = client.snapshot("1", volume.volume_id)
+    # What is in the area then is the header that the old key opens.
+    client.stage(volume, tmp_path / "staged", block(), NEW_KEY)
+    client.unstage(volume.volume_id, tmp_path / "staged")
+    client.delete_snapshot(snapshot.snapshot_id)
+    assert "snap-1" not in fake.lvm2.groups["data"].volumes
+    assert fake.freed_bytes("data") == b""
+
+
+def test_one_that_was_deleted_while_a_disk_was_missing_waits_for_that(
+    client: Client, service: Service, fake: FakeHost, config: Config, tmp_path: Path
+) -> None:
+    volume = make(client, tmp_path, "zero")
+    snapshot = client.snapshot("1", volume)
+    fake.lose_disk("data", 1)
+    client.delete_snapshot(snapshot.snapshot_id)
+    assert client.snapshots() == []
+    assert set(fake.lvm2.groups["data"].volumes) == {"vol-a", "snap-1"}
+    service.stop()
+    fake.bring_disk("data", 1)
+    following = serving.start(replace(config, endpoint=tmp_path / "2.sock"), fake)
+    until_done(following)
+    following.stop()
+    assert set(fake.lvm2.groups["data"].volumes) == {"vol-a"}
+    assert fake.freed_bytes("data") == b""
