@@ -38,6 +38,8 @@ SHARED_KEY = "sharedKey"
 RENEWED = "renewed"
 # Of a volume that was made of something: the id of that.
 FROM = "from"
+# Of one that was copied from a snapshot taken for just that: when it was (as TIME).
+BRIDGE = "bridge"
 # Of a volume that could not grow when it was asked to: the bytes that it grows to.
 WANTED = "wanted"
 # Of a snapshot: the logical volume it was taken of, and when (nanoseconds of the epoch).

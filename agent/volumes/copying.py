@@ -11,7 +11,9 @@ anew, from the beginning: nothing else has to be remembered.
 Of a volume in use a snapshot is taken first, a bridge, so that what is copied is of one moment. It
 is made before the copy's volume and removed after it is ready. One without a volume that is being
 copied is of no use: what fails to remove it is tried again each minute, and at the next start. A
-call that finds it there meanwhile copies from it.
+call that finds it there meanwhile copies from it, if no volume ever was; else it waits until it is
+gone. A bridge is one volume's: it is of that one's source, and of the moment that the volume's tags
+name. There may be volumes of one name in several groups, and so may there be bridges.
 """
 
 import logging
@@ -19,8 +21,10 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from agent import errors, fact, ids
+from agent.engine import records
 from agent.engine.jobs import Job, Jobs
 from agent.engine.means import Means
 from agent.engine.records import Snapshot, Volume
@@ -81,6 +85,8 @@ class Copier:
             "snapshot %s, of no use any more, stays for now: %s",
             workers=1,
         )
+        # Those that this process took, and of which no volume was seen yet: by their ids, when.
+        self._unused: dict[str, int] = {}
 
     def prepare(self, known: report.Report, name: str, source: Contents) -> Snapshot:
         """What the volume called `name` can be copied from: a snapshot, or a bridge taken now.
@@ -91,19 +97,23 @@ class Copier:
         if isinstance(source.of, Snapshot):
             return source.of
         bridge = names.logical_volume(ids.BRIDGE_PREFIX, name)
-        if (found := self._bridge(known, bridge)) is not None:
+        identity = str(VolumeId.of(source.of.group, bridge))
+        if (found := self._bridge(known, identity)) is not None:
             # An earlier call's, whose time was over before it could make the volume.
-            if found.source_id == source.of.id and not found.problem:
+            is_unused = self._unused.get(identity) == found.time_nanoseconds
+            if is_unused and found.source_id == source.of.id and not found.problem:
                 return found
-            self.bridges.start(Job(str(found.id)))
-            raise errors.OperationPending(f"{found.id} (of no use any more)")
+            self.bridges.start(Job(identity))
+            raise errors.OperationPending(f"{identity} (of no use any more)")
         self._snapshotter.require_free(known, bridge)
         try:
-            return self._snapshotter.take(bridge, source.of, {fact.NAME: name}, None)
+            taken = self._snapshotter.take(bridge, source.of, {fact.NAME: name}, None)
         except lvm_errors.LvmError:
             # lvm2 that was told to end may have made it before.
-            self.bridges.start(Job(str(VolumeId.of(source.of.group, bridge))))
+            self.bridges.start(Job(identity))
             raise
+        self._unused[identity] = taken.time_nanoseconds
+        return taken
 
     def give_up(self, source: Snapshot) -> None:
         """The volume that `prepare` was called for is not made: its bridge goes, soon."""
@@ -115,7 +125,7 @@ class Copier:
 
         Raises Copying, which tells how far it is, or what went wrong.
         """
-        job = self.jobs.start(_copy_of(volume, source))
+        job = self.jobs.start(self._copy_of(volume, source))
         wait([job.ended], self._moment_seconds())
         if not job.ended.done():
             raise errors.Copying(job.key, str(job))
@@ -185,7 +195,7 @@ class Copier:
         wanted = self._wanted(known)
         for snapshot in self._inventory.all_snapshots(known):
             is_own = snapshot.group.name in own
-            if is_own and snapshot.is_bridge and snapshot.name not in wanted:
+            if is_own and snapshot.is_bridge and str(snapshot.id) not in wanted:
                 self._dismiss(snapshot)
         return len(left)
 
@@ -195,7 +205,15 @@ class Copier:
         self.bridges.stop()
 
     def _copy_to(self, known: report.Report, volume: Volume) -> _Copy:
-        return _copy_of(volume, self.source_of(known, volume))
+        return self._copy_of(volume, self.source_of(known, volume))
+
+    def _copy_of(self, volume: Volume, source: Snapshot | None) -> _Copy:
+        # Many may wait, and each would keep a report of all volumes.
+        volume = replace(volume, group=volume.group.only(volume.name))
+        if source is not None:
+            self._unused.pop(str(source.id), None)
+            source = replace(source, group=source.group.only(source.name))
+        return _Copy(key=str(volume.id), volume=volume, source=source)
 
     def _find(self, volume_id: str) -> _Copy:
         known = self._inventory.read(ids.group_of(volume_id))
@@ -211,11 +229,26 @@ class Copier:
         return self._copy_to(known, self._inventory.get(known, volume_id))
 
     def _bridge_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
-        return self._bridge(known, names.logical_volume(ids.BRIDGE_PREFIX, _name(volume)))
+        """The bridge that a volume is copied from, or was; one of its name may be another's."""
+        source = VolumeId.parse(volume.facts.get(fact.FROM, ""))
+        if source is None:
+            return None
+        name = names.logical_volume(ids.BRIDGE_PREFIX, volume.facts[fact.NAME])
+        bridge = self._bridge(known, str(replace(source, name=name)))
+        if bridge is None or bridge.source_id != source:
+            return None
+        taken = str(bridge.time_nanoseconds)
+        # Versions before did not tell the moment.
+        return bridge if volume.facts.get(fact.BRIDGE, taken) == taken else None
 
-    def _bridge(self, known: report.Report, name: str) -> Snapshot | None:
-        every = self._inventory.all_snapshots(known)
-        return next((one for one in every if one.name == name), None)
+    def _bridge(self, known: report.Report, identity: str) -> Snapshot | None:
+        """The bridge of that id, if it is there."""
+        own_name = ids.logical_name(identity)
+        for group in self._inventory.own_groups(known):
+            if group.name == ids.group_of(identity) and own_name in group.volumes:
+                found = records.snapshot(group, group.volumes[own_name])
+                return found if found is not None and str(found.id) == identity else None
+        return None
 
     def _copy(self, job: _Copy) -> None:
         if job.source is not None:
@@ -304,33 +337,22 @@ class Copier:
         with self._engines.hold(ids.group_of(job.key)):
             with command.time_limit(_LOOK_SECONDS):
                 known = self._inventory.awake()
-            bridge = self._bridge(known, ids.logical_name(job.key))
+            bridge = self._bridge(known, job.key)
             if bridge is None:
                 self._snapshotter.go_on(known, job.key)
                 return
-            if bridge.name in self._wanted(known):
+            if job.key in self._wanted(known):
                 return
             self._snapshotter.part(bridge)
+            self._unused.pop(job.key, None)
         self._snapshotter.finish(bridge)
 
     def _wanted(self, known: report.Report) -> set[str]:
-        """The names of the bridges that volumes are copied from."""
+        """The ids of the bridges that volumes are copied from."""
         left = (one for one in self._inventory.present(known) if one.copying)
-        return {names.logical_volume(ids.BRIDGE_PREFIX, _name(one)) for one in left}
-
-
-def _copy_of(volume: Volume, source: Snapshot | None) -> _Copy:
-    # Many may wait, and each would keep a report of all volumes.
-    volume = replace(volume, group=volume.group.only(volume.name))
-    if source is not None:
-        source = replace(source, group=source.group.only(source.name))
-    return _Copy(key=str(volume.id), volume=volume, source=source)
+        return {str(one.id) for one in map(partial(self._bridge_of, known), left) if one}
 
 
 def _is_overwritten(volume: Volume) -> bool:
     """Whether what nothing is copied to is overwritten; one that shares blocks has none."""
     return fact.ZERO in volume.facts and not volume.layout.is_thin
-
-
-def _name(volume: Volume) -> str:
-    return volume.facts[fact.NAME]

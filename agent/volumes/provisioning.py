@@ -166,6 +166,8 @@ class Provisioner:
         if content is not None:
             source = self._copier.prepare(known, call.name, content)
             undo.callback(self._copier.give_up, source)
+            if source.is_bridge:
+                facts |= {fact.BRIDGE: str(source.time_nanoseconds)}
         if one.layout.is_thin:
             self._reclaimer.keep(group, pool_name(one.name))
             undo.callback(self._reclaimer.give_back, group.name, pool_name(one.name))

@@ -1,0 +1,237 @@
+"""Whose a bridge is, the snapshot that a volume is copied from: several may have one name."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+import serving
+from fakes.host import FakeHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block, of_volume
+from agent.service.server import Service
+from lvm.command import Result
+
+MIB = 1 << 20
+SIZE = 32 * MIB
+# The classes of the groups.
+CLASSES = {"a": "first", "b": "second"}
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    for name in CLASSES:
+        host.lvm2.add_group(name, [300])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    classes = tuple(DeviceClass(name, one, default=one == "a") for one, name in CLASSES.items())
+    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+
+
+@contextmanager
+def serve(config: Config, fake: FakeHost, **grace_seconds: float) -> Iterator[Service]:
+    """Carver, at the socket where the next one will be, too."""
+    running = serving.start(config, fake, **{"wiper": 20, "copier": 20, **grace_seconds})
+    try:
+        yield running
+    finally:
+        running.stop()
+
+
+@contextmanager
+def alone(fake: FakeHost, group: str) -> Iterator[None]:
+    """Inside, the other group's disks are not there."""
+    [other] = CLASSES.keys() - {group}
+    away = fake.lvm2.groups.pop(other)
+    try:
+        yield
+    finally:
+        fake.lvm2.groups[other] = away
+
+
+@pytest.fixture
+def copies_fail(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Nothing is copied before this is called."""
+    copy, allowed = fake.kernel.copy, threading.Event()
+
+    def fails(source: str, target: str, offset: int, length: int, *, blank: bool) -> None:
+        if not allowed.is_set():
+            raise OSError(5, "Input/output error")
+        copy(source, target, offset, length, blank=blank)
+
+    monkeypatch.setattr(fake.kernel, "copy", fails)
+    return allowed.set
+
+
+def words_of(group: str) -> bytes:
+    return f"what {group} holds".encode().ljust(4096, b"!")
+
+
+def held(fake: FakeHost, group: str, name: str = "x") -> bytes:
+    return fake.read_bytes(f"/dev/mapper/{group}-vol--{name}", 0, 4096)
+
+
+def logical(fake: FakeHost, group: str) -> set[str]:
+    return set(fake.lvm2.groups[group].volumes)
+
+
+def begin(config: Config, fake: FakeHost, group: str) -> None:
+    """A source in a group, and a copy of it called `x`, which comes no further than its bridge."""
+    with alone(fake, group), serve(config, fake), Client(config.endpoint) as client:
+        chosen = {"class": CLASSES[group]}
+        source = client.create(f"of-{group}", SIZE, block(), parameters=chosen)
+        fake.write_bytes(f"/dev/mapper/{group}-vol--of--{group}", 0, words_of(group))
+        with expect.code("INTERNAL", "Input/output error"):
+            of = of_volume(source.volume_id)
+            client.create("x", SIZE, block(), parameters=chosen, source=of)
+    assert logical(fake, group) == {f"vol-of-{group}", "vol-x", "copy-x"}
+
+
+def idle(service: Service) -> None:
+    """What goes on behind the answers has ended, or failed."""
+    for jobs in (service.copier.jobs, service.copier.bridges, service.wiper.jobs):
+        wait([job.ended for job in list(jobs._jobs.values())], 20)
+
+
+def test_volumes_of_one_name_in_two_groups_are_each_filled_from_their_own_bridge(
+    config: Config, fake: FakeHost, copies_fail: Callable[[], None]
+) -> None:
+    for group in CLASSES:
+        begin(config, fake, group)
+    copies_fail()
+    with serve(config, fake) as service:
+        idle(service)
+        for group in CLASSES:
+            assert held(fake, group) == words_of(group)
+            assert logical(fake, group) == {f"vol-of-{group}", "vol-x"}
+
+
+def test_a_bridge_that_another_group_s_volume_left_is_not_copied_from_and_goes(
+    config: Config, fake: FakeHost, copies_fail: Callable[[], None]
+) -> None:
+    for group in CLASSES:
+        begin(config, fake, group)
+    fake.lvm("lvremove", "--yes", "--", "a/vol-x")
+    copies_fail()
+    with serve(config, fake) as service:
+        idle(service)
+        assert held(fake, "b") == words_of("b")
+        assert logical(fake, "a") == {"vol-of-a"}
+
+
+def test_a_volume_whose_own_bridge_is_gone_is_not_filled_from_another_of_that_name(
+    config: Config, fake: FakeHost, copies_fail: Callable[[], None]
+) -> None:
+    for group in CLASSES:
+        begin(config, fake, group)
+    fake.lvm("lvremove", "--yes", "--", "b/copy-x")
+    copies_fail()
+    with serve(config, fake) as service, Client(config.endpoint) as client:
+        idle(service)
+        assert "carver.state=copying" in fake.lvm2.groups["b"].volumes["vol-x"].tags
+        assert [one.volume_id.partition("@")[0] for one in client.volumes()] == ["a", "a", "b"]
+
+
+def test_deleting_one_of_two_volumes_of_a_name_leaves_the_other_its_bridge(
+    config: Config, fake: FakeHost, copies_fail: Callable[[], None]
+) -> None:
+    for group in CLASSES:
+        begin(config, fake, group)
+    fake.lvm("lvremove", "--yes", "--", "a/copy-x")
+    with serve(config, fake) as service, Client(config.endpoint) as client:
+        idle(service)
+        [volume_id] = [
+            str(one.id)
+            for one in service.inventory.present(service.inventory.read())
+            if one.name == "vol-x" and one.group.name == "a"
+        ]
+        client.delete(volume_id)
+        idle(service)
+        assert logical(fake, "a") == {"vol-of-a"}
+        assert "copy-x" in logical(fake, "b")
+    copies_fail()
+    with serve(config, fake) as service:
+        idle(service)
+        assert held(fake, "b") == words_of("b")
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_bridge_of_a_volume_that_was_deleted_since_is_not_copied_from_by_one_made_anew(
+    config: Config, fake: FakeHost, restarted: bool
+) -> None:
+    def refuse(words: Sequence[str]) -> Result | None:
+        parts = words[1] == "lvconvert" and "a/copy-x" in words
+        return Result(5, "", "  it does not work today\n") if parts else None
+
+    def make(client: Client) -> None:
+        client.create("x", SIZE, block(), source=of_volume(source.volume_id))
+
+    def make_anew(service: Service, client: Client) -> None:
+        for is_refused in (True, False):
+            idle(service)
+            fake.intercept = refuse if is_refused else lambda _words: None
+            with expect.code("ABORTED", "copy-x", "of no use any more"):
+                make(client)
+        idle(service)
+        make(client)
+
+    with serve(config, fake) as service, Client(config.endpoint) as client:
+        source = client.create("of-a", SIZE, block())
+        fake.write_bytes("/dev/mapper/a-vol--of--a", 0, words_of("nothing new"))
+        fake.intercept = refuse
+        make(client)
+        [volume_id] = {one.volume_id for one in client.volumes()} - {source.volume_id}
+        client.delete(volume_id)
+        idle(service)
+        assert logical(fake, "a") == {"vol-of-a", "copy-x"}
+        fake.write_bytes("/dev/mapper/a-vol--of--a", 0, words_of("a"))
+        if not restarted:
+            make_anew(service, client)
+    if restarted:
+        with serve(config, fake) as service, Client(config.endpoint) as client:
+            make_anew(service, client)
+    assert held(fake, "a") == words_of("a")
+    assert logical(fake, "a") == {"vol-of-a", "vol-x"}
+
+
+def test_a_bridge_of_another_moment_than_the_volume_s_is_not_copied_from(
+    config: Config, fake: FakeHost, copies_fail: Callable[[], None]
+) -> None:
+    """Of the same source, and in its place."""
+    begin(config, fake, "a")
+    volumes = fake.lvm2.groups["a"].volumes
+    [taken] = [tag for tag in volumes["copy-x"].tags if tag.startswith("carver.time=")]
+    fake.lvm("lvchange", "--deltag", taken, "--addtag", "carver.time=1", "--", "a/copy-x")
+    copies_fail()
+    with serve(config, fake) as service, Client(config.endpoint) as client:
+        idle(service)
+        assert logical(fake, "a") == {"vol-of-a", "vol-x"}
+        [source] = {one.volume_id for one in client.volumes()}
+        with expect.code("FAILED_PRECONDITION", "ask anew"):
+            client.create("x", SIZE, block(), source=of_volume(source))
+        assert logical(fake, "a") == {"vol-of-a"}
+
+
+def test_what_a_version_before_left_half_copied_is_completed(
+    config: Config, fake: FakeHost, copies_fail: Callable[[], None]
+) -> None:
+    """It did not tell of which moment the bridge is."""
+    begin(config, fake, "a")
+    tags = fake.lvm2.groups["a"].volumes["vol-x"].tags
+    [told] = [tag for tag in tags if tag.startswith("carver.bridge=")]
+    fake.lvm("lvchange", "--deltag", told, "--", "a/vol-x")
+    copies_fail()
+    with serve(config, fake) as service:
+        idle(service)
+        assert held(fake, "a") == words_of("a")
+        assert logical(fake, "a") == {"vol-of-a", "vol-x"}
