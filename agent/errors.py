@@ -56,6 +56,16 @@ class NoSuchSnapshot(AgentError):
         super().__init__(f"there is no snapshot {snapshot_id!r} on this node")
 
 
+class PerhapsAway(AgentError):
+    """What has that name is in none of the groups that are here, and others are away."""
+
+    def __init__(self, what: str, name: str, away: Iterable[str]) -> None:
+        super().__init__(
+            f"no {what} {name!r} is in the volume groups that are here, and one that is not may"
+            f" have it: {'; '.join(away)}"
+        )
+
+
 class NoSuchGroupSnapshot(AgentError):
     """The group snapshot is not there, whole, and a report proves it."""
 

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import sleep
@@ -82,11 +82,12 @@ class Manual:
 
     def show_all(self, *, as_json: bool, names_only: bool) -> None:
         """Show all volumes."""
-        found = self.caller.volumes()
+        found, away = self.caller.volumes_here()
+        _tell_away(away)
         if names_only:
             print(*map(_name, found), sep="\n")
             return
-        ill = {one.volume_id: one for one in self.caller.unhealthy()}
+        ill = {one.volume_id: one for one in self._unhealthy(found)}
         health = [ill.get(one.volume_id, csi.VolumeHealth()) for one in found]
         if as_json:
             print(_json([_told(*one) for one in zip(found, health, strict=True)]))
@@ -104,6 +105,15 @@ class Manual:
                     "\n".join(_words(told)),
                 )
             terminal.console().print(made)
+
+    def _unhealthy(self, found: Iterable[csi.Volume]) -> list[csi.VolumeHealth]:
+        """What is known against these; of a group that never answered there is no list."""
+        try:
+            return self.caller.unhealthy()
+        except grpc.RpcError as error:
+            if error.code() not in _NOT_YET:
+                raise
+        return [self.caller.volume_health(one.volume_id) for one in found]
 
     def show(self, name: str, *, as_json: bool) -> None:
         """Show one volume, and where it is."""
@@ -235,7 +245,9 @@ class Manual:
 
     def show_snapshots(self, *, as_json: bool, names_only: bool) -> None:
         """Show all snapshots."""
-        found = [_told_snapshot(one) for one in self.caller.snapshots()]
+        every, away = self.caller.snapshots_here()
+        _tell_away(away)
+        found = [_told_snapshot(one) for one in every]
         if names_only:
             print(*(one["name"] for one in found), sep="\n")
         elif as_json:
@@ -257,19 +269,23 @@ class Manual:
         print(f"{name} is deleted")
 
     def find(self, name: str) -> csi.Volume:
-        """The volume of that name, logical volume or id; raises NoSuchVolume."""
+        """The volume of that name, logical volume or id; raises NoSuchVolume, PerhapsAway."""
         logical = names.logical_volume(ids.VOLUME_PREFIX, name)
-        for one in self.caller.volumes():
+        found, away = self.caller.volumes_here()
+        for one in found:
             if name == one.volume_id or _logical(one) in (logical, name):
                 return one
+        _require_all_here("volume", name, away)
         raise errors.NoSuchVolume(name)
 
     def find_snapshot(self, name: str) -> csi.Snapshot:
-        """The snapshot of that name, logical volume or id; raises NoSuchSnapshot."""
+        """The snapshot of that name, logical volume or id; raises NoSuchSnapshot, PerhapsAway."""
         wanted = names.logical_volume(ids.SNAPSHOT_PREFIX, name)
-        for one in self.caller.snapshots():
+        found, away = self.caller.snapshots_here()
+        for one in found:
             if name == one.snapshot_id or ids.logical_name(one.snapshot_id) in (wanted, name):
                 return one
+        _require_all_here("snapshot", name, away)
         raise errors.NoSuchSnapshot(name)
 
     def _places(self, volume: csi.Volume) -> list[Path]:
@@ -312,6 +328,20 @@ def _at_last(call: Callable[[], T]) -> T:
                 raise
             print(error.details(), file=sys.stderr)
             sleep(_AGAIN_SECONDS)
+
+
+def _tell_away(away: Mapping[str, str]) -> None:
+    """Say what a list lacks."""
+    for _, why in sorted(away.items()):
+        print(why, file=sys.stderr)
+
+
+def _require_all_here(what: str, name: str, away: Mapping[str, str]) -> None:
+    """Raise PerhapsAway for what was not found, where a group is away that may have it."""
+    known = VolumeId.parse(name)
+    may = {one: why for one, why in away.items() if known is None or one == known.group}
+    if may:
+        raise errors.PerhapsAway(what, name, (why for _, why in sorted(may.items())))
 
 
 def _secrets(key_file: str) -> dict[str, str]:

@@ -1,13 +1,15 @@
-"""Health and snapshots, as CSI tells of them."""
+"""Volumes, snapshots and health, as CSI tells of them."""
 
 import time
 from collections.abc import Mapping
 
 from google.protobuf import timestamp_pb2
 
-from agent.engine.records import Snapshot
+from agent.engine.records import Snapshot, Volume
 from agent.health.reasons import Condition
 from agent.health.volume_health import VolumeHealth
+from agent.requests import volumes
+from agent.volumes import contents, plan
 from proto import csi_pb2 as csi
 
 _Backend = csi.NodeGetStorageHealthResponse.StorageBackendHealth
@@ -43,6 +45,29 @@ _CAPABILITIES = {
     "block": csi.VolumeCapability(block=csi.VolumeCapability.BlockVolume()),
     "mount": csi.VolumeCapability(mount=csi.VolumeCapability.MountVolume()),
 }
+
+
+def volume(one: Volume, here: Mapping[str, str]) -> csi.Volume:
+    """What the Controller answers of a volume, which can be used on this node, so `here`."""
+    return csi.Volume(
+        volume_id=str(one.id),
+        capacity_bytes=one.capacity_bytes,
+        volume_context=plan.context_of(one.facts),
+        accessible_topology=[csi.Topology(segments=here)],
+        content_source=_content_source(one),
+    )
+
+
+def _content_source(one: Volume) -> csi.VolumeContentSource | None:
+    source = contents.source_of(one.facts)
+    if source is None:
+        return None
+    made_of = csi.VolumeContentSource()
+    if source.kind == volumes.SNAPSHOT:
+        made_of.snapshot.snapshot_id = source.id
+    else:
+        made_of.volume.volume_id = source.id
+    return made_of
 
 
 def snapshot(one: Snapshot, here: Mapping[str, str]) -> csi.Snapshot:

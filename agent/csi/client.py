@@ -3,9 +3,11 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self, TypeVar
 
 import grpc
+from google.protobuf import json_format
+from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
 from agent.csi import own
@@ -13,6 +15,7 @@ from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
 Mode = csi.VolumeCapability.AccessMode.Mode
+M = TypeVar("M", bound=Message)
 
 # A socket of this machine's costs nothing to try: the pauses between attempts need not grow to
 # minutes, as they would for a server far away.
@@ -322,6 +325,19 @@ class Client:
             volume_id=volume_id, mutable_parameters=parameters
         )
         self.controller.ControllerModifyVolume(request, timeout=self._timeout)
+
+    def volumes_here(self) -> tuple[list[csi.Volume], Mapping[str, str]]:
+        """The volumes of the groups that are here; and why others are away, by their names."""
+        return self._here(own.VOLUMES_HERE, csi.Volume)
+
+    def snapshots_here(self) -> tuple[list[csi.Snapshot], Mapping[str, str]]:
+        """The same of snapshots."""
+        return self._here(own.SNAPSHOTS_HERE, csi.Snapshot)
+
+    def _here(self, method: str, kind: type[M]) -> tuple[list[M], Mapping[str, str]]:
+        answer = self._own[method](Struct(), timeout=self._timeout)
+        told: dict[str, Any] = json_format.MessageToDict(answer)
+        return [json_format.ParseDict(one, kind()) for one in told["entries"]], told["away"]
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> tuple[bool, str]:
         """Go on with a volume's repair: whether all is done, and what was, or is waited for."""

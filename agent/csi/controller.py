@@ -11,7 +11,7 @@ from agent.health.volume_health import VolumesHealth
 from agent.locks import VolumeLocks
 from agent.requests import checks, pages, snapshots, volumes
 from agent.requests.capabilities import BLOCK
-from agent.volumes import contents, matching, plan
+from agent.volumes import matching, plan
 from agent.volumes.expansion import Expander
 from agent.volumes.provisioning import Provisioner
 from agent.volumes.snapshots import Snapshotter
@@ -210,23 +210,5 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def _snapshot(self, one: Snapshot) -> csi.Snapshot:
         return answers.snapshot(one, self._config.here)
 
-    def _volume(self, volume: Volume) -> csi.Volume:
-        return csi.Volume(
-            volume_id=str(volume.id),
-            capacity_bytes=volume.capacity_bytes,
-            volume_context=plan.context_of(volume.facts),
-            accessible_topology=[csi.Topology(segments=self._config.here)],
-            content_source=_content_source(volume),
-        )
-
-
-def _content_source(volume: Volume) -> csi.VolumeContentSource | None:
-    source = contents.source_of(volume.facts)
-    if source is None:
-        return None
-    made_of = csi.VolumeContentSource()
-    if source.kind == volumes.SNAPSHOT:
-        made_of.snapshot.snapshot_id = source.id
-    else:
-        made_of.volume.volume_id = source.id
-    return made_of
+    def _volume(self, one: Volume) -> csi.Volume:
+        return answers.volume(one, self._config.here)

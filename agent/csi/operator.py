@@ -3,12 +3,17 @@
 On the same socket, which only root can open (agent/csi/own.py).
 """
 
+from collections.abc import Iterable, Mapping
+
 import grpc
+from google.protobuf import json_format
+from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
 from agent import errors, ids
-from agent.csi import own
+from agent.csi import answers, own
 from agent.locks import VolumeLocks
+from agent.volumes.listing import Listing
 from agent.workers.disk_replacement import Replacement
 from agent.workers.repairing import Progress, Repairer
 
@@ -17,12 +22,24 @@ _LONGEST = 4096
 
 
 class Operator:
-    """The operator's calls. Each goes on with a repair, and says how far it is."""
+    """The operator's calls. Those that repair go on with it, and say how far it is.
 
-    def __init__(self, repairer: Repairer, replacement: Replacement, locks: VolumeLocks) -> None:
+    `here` is this node's topology.
+    """
+
+    def __init__(
+        self,
+        repairer: Repairer,
+        replacement: Replacement,
+        listing: Listing,
+        locks: VolumeLocks,
+        here: Mapping[str, str],
+    ) -> None:
         self._repairer = repairer
         self._replacement = replacement
+        self._listing = listing
         self._locks = locks
+        self._here = here
 
     def repair_volume(self, request: Struct, context: grpc.ServicerContext) -> Struct:
         """Make a volume whole again; of a thin one its pool, if `pool_metadata` is true."""
@@ -36,11 +53,26 @@ class Operator:
         old, new = _text(request, "old_disk"), _text(request, "new_disk")
         return _answer(self._replacement.replace(old, new))
 
+    def volumes_here(self, request: Struct, context: grpc.ServicerContext) -> Struct:
+        """The volumes of the groups that are here, and why others are not."""
+        found = self._listing.volumes()
+        return _list((answers.volume(one, self._here) for one in found.entries), found.away)
+
+    def snapshots_here(self, request: Struct, context: grpc.ServicerContext) -> Struct:
+        """The same of snapshots."""
+        found = self._listing.snapshots()
+        return _list((answers.snapshot(one, self._here) for one in found.entries), found.away)
+
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server is given."""
         return own.handler(
             own.OPERATOR,
-            {own.REPAIR_VOLUME: self.repair_volume, own.REPLACE_DISK: self.replace_disk},
+            {
+                own.REPAIR_VOLUME: self.repair_volume,
+                own.REPLACE_DISK: self.replace_disk,
+                own.VOLUMES_HERE: self.volumes_here,
+                own.SNAPSHOTS_HERE: self.snapshots_here,
+            },
         )
 
 
@@ -57,4 +89,11 @@ def _text(request: Struct, field: str) -> str:
 def _answer(progress: Progress) -> Struct:
     made = Struct()
     made.update({"done": progress.done, "message": progress.message})
+    return made
+
+
+def _list(entries: Iterable[Message], away: Mapping[str, str]) -> Struct:
+    """CSI's messages as their JSON, in which numbers of 64 bits are texts."""
+    made = Struct()
+    made.update({"entries": [json_format.MessageToDict(one) for one in entries], "away": away})
     return made

@@ -20,6 +20,7 @@ Delta = Callable[
 # agent/csi/operator.py
 OPERATOR = "carver.v1.Operator"
 REPAIR_VOLUME, REPLACE_DISK = "RepairVolume", "ReplaceDisk"
+VOLUMES_HERE, SNAPSHOTS_HERE = "VolumesHere", "SnapshotsHere"
 
 # Volumes that come and go as streams: agent/csi/transfer.py
 TRANSFER = "carver.v1.Transfer"
@@ -33,7 +34,10 @@ _TRANSFER_CALLS = (
 WRITTEN = "GetWritten"
 
 # Those that are answered once.
-_CALLS = {OPERATOR: (REPAIR_VOLUME, REPLACE_DISK), TRANSFER: _TRANSFER_CALLS}
+_CALLS = {
+    OPERATOR: (REPAIR_VOLUME, REPLACE_DISK, VOLUMES_HERE, SNAPSHOTS_HERE),
+    TRANSFER: _TRANSFER_CALLS,
+}
 
 
 def handler(

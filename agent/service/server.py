@@ -43,6 +43,7 @@ from agent.transfer.sending import Sender
 from agent.volumes.copying import Copier
 from agent.volumes.expansion import Expander
 from agent.volumes.group_snapshots import GroupSnapshotter
+from agent.volumes.listing import Listing
 from agent.volumes.provisioning import Provisioner
 from agent.volumes.snapshots import Snapshotter
 from agent.workers.auto_repair import AutoRepair
@@ -130,7 +131,7 @@ class Service:
         repairer = Repairer(means)
         self.auto_repair = AutoRepair(means, repairer)
         self.replacement = Replacement(means, repairer)
-        operator = Operator(repairer, self.replacement, locks)
+        operator = Operator(repairer, self.replacement, Listing(means), locks, config.here)
         self.ephemeral = Ephemeral(means, provision, access, locks)
         self.orphans = _orphans(config, host, known)
         self._server = grpc.server(

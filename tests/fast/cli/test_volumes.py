@@ -10,16 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import configured
+import grpc
 import pytest
 from fakes.host import FakeHost
 
+from agent import errors
 from agent.cli import main as cli
 from agent.cli import terminal, volumes
 from agent.config import settings as configuration
+from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client
 from agent.engine.host import Host
 from agent.service.server import Service
+from lvm.report import Group
 from mount import table
 
 MIB = 1 << 20
@@ -329,3 +333,77 @@ def test_a_kubeconfig_goes_with_what_it_is_for(shell: Shell) -> None:
     for words in ("move db --to node-b", "receive copy --finish"):
         shell(f"{words} --kubeconfig /nowhere/admin.conf", exit_code=1)
         assert "/nowhere/admin.conf: kubeconfig: cannot be read" in shell.complaint
+
+
+class TestWhereAGroupIsAway:
+    """Of two groups one is not on this node any more; each has a volume, and a snapshot of it."""
+
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> Config:
+        """A class on each."""
+        classes = (
+            DeviceClass(name="plain", group="data", default=True),
+            DeviceClass(name="fast", group="fast"),
+        )
+        return configured.carver(tmp_path, classes=classes)
+
+    @pytest.fixture
+    def shell(self, shell: Shell, host: FakeHost) -> Shell:
+        """With `db` in the group that is there, and `web` in the one that is not."""
+        host.lvm2.add_group("fast", [100])
+        for name, device_class in (("db", "plain"), ("web", "fast")):
+            shell(f"create {name} --size 16MiB --class {device_class}")
+            shell(f"create {name} of-{name}", noun="snapshot")
+        del host.lvm2.groups["fast"]
+        return shell
+
+    def test_what_is_in_the_other_is_shown_and_used_as_ever(
+        self, shell: Shell, host: FakeHost, client: Client
+    ) -> None:
+        with pytest.raises(grpc.RpcError, match="fast is not on this node"):
+            client.volumes()
+        assert shell("list --names") == "db\n"
+        assert "volume group fast is not on this node" in shell.complaint
+        assert [one["name"] for one in json.loads(shell("list --json"))] == ["db"]
+        assert "db" in shell("list")
+        assert json.loads(shell("show db --json"))["name"] == "db"
+        shell("create twin --from-snapshot of-db")
+        shell("delete twin --yes")
+        assert shell("list --names", noun="snapshot") == "of-db\n"
+        assert "volume group fast is not on this node" in shell.complaint
+        shell("delete of-db --yes", noun="snapshot")
+        shell(f"publish db {host.directory}/db")
+        shell("expand db 32MiB")
+        shell("unpublish db")
+        shell("delete db --yes")
+        assert shell("list --names").strip() == ""
+
+    def test_what_is_not_found_may_be_in_the_one_that_is_away(
+        self, shell: Shell, host: FakeHost
+    ) -> None:
+        gone = "volume group fast is not on this node"
+        shell("show web", 1)
+        assert "may have it" in shell.complaint
+        assert gone in shell.complaint
+        shell("delete of-web --yes", 1, noun="snapshot")
+        assert gone in shell.complaint
+        # An id says which group it is of.
+        uuid = host.lvm2.groups["data"].uuid.replace("-", "")[:8]
+        shell(f"show data@{uuid}/vol-other", 1)
+        assert gone not in shell.complaint
+        assert "there is no volume" in shell.complaint
+
+    def test_one_that_never_answered_keeps_nobody_from_the_other(
+        self, shell: Shell, service: Service, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        engine = service.engines.known("fast")
+        assert engine is not None
+
+        def look() -> Group | None:
+            engine.problem = errors.GroupSilent("fast", ["/dev/sdx"])
+            raise engine.problem
+
+        monkeypatch.setattr(engine, "look", look)
+        engine.last, engine.time_seconds = None, 0.0
+        assert "db" in shell("list")
+        assert "/dev/sdx" in shell.complaint
