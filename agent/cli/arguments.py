@@ -270,7 +270,10 @@ def add_group(commands: Commands) -> None:
 
 def _add_key_file(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
-        "--key-file", metavar="FILE", default="", help="with the key of an encrypted volume"
+        "--key-file",
+        metavar="FILE",
+        default="",
+        help="with the key of an encrypted volume, all of its bytes; - is standard input",
     )
 
 

@@ -115,12 +115,17 @@ class Headers:
 
 def _key(what: str, file: str) -> Key:
     """A key of a file, of standard input, or as it is typed."""
+    if file:
+        return key_in(file, what)
+    return of_text(what, getpass.getpass(f"{what[0].upper()}{what[1:]}: "))
+
+
+def key_in(file: str, what: str = "key") -> Key:
+    """The key in a file, or at standard input: all of its bytes. Raises BadField, NotReady."""
     if file == _STANDARD_INPUT:
         data = bytearray(sys.stdin.buffer.read(MOST_BYTES + 1))
         if not 0 < len(data) <= MOST_BYTES:
             data[:] = bytes(len(data))
             raise errors.BadField(what, f"must have 1 to {MOST_BYTES} bytes, at standard input")
         return Key(data)
-    if file:
-        return opening.read_key(file)
-    return of_text(what, getpass.getpass(f"{what[0].upper()}{what[1:]}: "))
+    return opening.read_key(file)

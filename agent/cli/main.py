@@ -26,10 +26,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(words)
     try:
         return int(parsed.run(parsed))
-    except (
-        *(errors.AgentError, lvm_errors.LvmError, mount_errors.MountError),
-        PermissionError,
-    ) as error:
+    except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError, OSError) as error:
+        # An OSError names its file.
         print(f"carver: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         return 130

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from agent import errors, ids, sockets
-from agent.cli import terminal
+from agent import errors, ids, secret, sockets
+from agent.cli import encryption, terminal
 from agent.cli.encryption import Headers
 from agent.config.settings import Config
 from agent.csi import client
@@ -19,6 +19,8 @@ from agent.csi.client import Client
 from agent.engine import users
 from agent.engine.host import Host
 from agent.ids import VolumeId
+from agent.requests import keys
+from agent.secret import Key
 from lvm import names
 from lvm.devices import Device
 from mount import cryptsetup, table
@@ -139,10 +141,10 @@ class Manual:
         if not self.caller.confirms(volume.volume_id, capability):
             # It was made for raw block access; where something else is wrong, the call will say so.
             capability = client.block(mode)
-        staging.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        secrets = _secrets(key_file)
-        # A copy may be given a master key of its own first.
-        _at_last(lambda: self.caller.stage(volume, staging, capability, secrets))
+        with _secrets(key_file) as secrets:
+            staging.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # A copy may be given a master key of its own first.
+            _at_last(lambda: self.caller.stage(volume, staging, capability, secrets))
         self.caller.publish(volume, staging, place, capability, read_only=read_only)
         print(f"{name} is at {place}")
 
@@ -167,8 +169,9 @@ class Manual:
             self.caller.expand(volume.volume_id, size_bytes)
         elif not places:
             raise errors.NotPublished(name)
-        for place in places[:1]:
-            self.caller.node_expand(volume.volume_id, place, size_bytes, _secrets(key_file))
+        with _secrets(key_file) as secrets:
+            for place in places[:1]:
+                self.caller.node_expand(volume.volume_id, place, size_bytes, secrets)
         grown = self.caller.volume(volume.volume_id).volume
         print(f"{name}: {terminal.human(grown.capacity_bytes)}")
 
@@ -344,9 +347,28 @@ def _require_all_here(what: str, name: str, away: Mapping[str, str]) -> None:
         raise errors.PerhapsAway(what, name, (why for _, why in sorted(may.items())))
 
 
-def _secrets(key_file: str) -> dict[str, str]:
-    """What kubelet would send of a Kubernetes secret."""
-    return {"passphrase": Path(key_file).read_text()} if key_file else {}
+@contextmanager
+def _secrets(key_file: str) -> Iterator[dict[str, str]]:
+    """Inside, what kubelet would send of a Kubernetes secret; raises BadField, NotReady."""
+    if not key_file:
+        yield {}
+        return
+    key = encryption.key_in(key_file)
+    text = _text(key)
+    key.wipe()
+    if text is None:
+        raise errors.BadField("--key-file", "is no UTF-8, and a secret of CSI's is text")
+    try:
+        yield {keys.PASSPHRASE: text}
+    finally:
+        secret.wipe(text)
+
+
+def _text(key: Key) -> str | None:
+    try:
+        return key.data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _logical(volume: csi.Volume) -> str:

@@ -199,6 +199,38 @@ def test_keys_are_asked_for_where_no_file_has_them(
     shell(f"publish db {tmp_path}/db --key-file {shell.key('new', 'open it')}")
 
 
+@pytest.mark.parametrize("key", [b"line\r\nline\r\n", "schl\u00fcssel".encode(), b"0123\x00"])
+def test_a_key_is_every_byte_of_its_file_or_of_standard_input(
+    shell: Shell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: bytes
+) -> None:
+    file = shell.key("key", "")
+    file.chmod(0o600)
+    file.write_bytes(key)
+    shell("create db --size 64MiB --encryption luks2")
+    shell(f"publish db {tmp_path}/db --key-file {file}")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(key)))
+    shell("expand db 96MiB --key-file -")
+    shell("unpublish db")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(key)))
+    shell(f"publish db {tmp_path}/db --key-file -")
+    shell(f"rekey db --key-file {file} --new-key-file {shell.key('new', 'another')}")
+
+
+@pytest.mark.parametrize("verb", ["publish db {directory}/db", "expand db 96MiB"])
+def test_a_key_file_that_cannot_be_used_is_told_in_a_sentence(
+    shell: Shell, db: Path, tmp_path: Path, verb: str
+) -> None:
+    shell(f"publish db {tmp_path}/other --key-file {db}")
+    line = f"{verb.format(directory=tmp_path)} --key-file"
+    binary = shell.key("binary", "")
+    binary.chmod(0o600)
+    binary.write_bytes(b"\xff\xfe")
+    assert "is no UTF-8" in shell(f"{line} {binary}", 1)
+    assert "/nowhere cannot be read" in shell(f"{line} /nowhere", 1)
+    db.chmod(0o444)
+    assert "chmod 0400" in shell(f"{line} {db}", 1)
+
+
 def test_a_volume_that_is_not_active_or_not_encrypted_has_no_header(
     shell: Shell, fake: FakeHost, client: Client
 ) -> None:

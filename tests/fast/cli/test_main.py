@@ -89,6 +89,17 @@ def test_a_failure_is_told_in_a_sentence_and_others_than_root_are_told_why(
     assert ("run it as root" in told) is hint
 
 
+def test_what_the_kernel_refuses_is_told_with_its_file(
+    fake: FakeHost, file: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise NotADirectoryError(20, "Not a directory", "/run/carver")
+
+    monkeypatch.setattr(status, "read", refuse)
+    assert cli.main(["status", "--config", file]) == 1
+    assert capsys.readouterr().err == "carver: [Errno 20] Not a directory: '/run/carver'\n"
+
+
 def test_an_interrupted_command_ends_as_shells_expect(
     fake: FakeHost, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
