@@ -107,7 +107,7 @@ SETTINGS: Mapping[str, Setting] = {
     "devices": Setting(
         lambda value: values.parse_device_names(value) if value else (),
         lambda: (),
-        "confine lvm2 to these block devices; empty: as lvm.conf says",
+        "confine lvm2 to these block devices; empty: to each group's own disks",
     ),
     "wipe": Setting(
         values.choice("zero", "none"), lambda: "zero", "what is done to a deleted volume's blocks"
