@@ -94,10 +94,11 @@ def add_volume(commands: Commands) -> None:
         verbs,
         "unpublish",
         "take a volume from a path, which is removed",
-        lambda verbs, parsed: verbs.unpublish(parsed.name, parsed.path),
+        lambda verbs, parsed: verbs.unpublish(parsed.name, parsed.path, confirmed=parsed.yes),
     )
     add_name(unpublish)
     unpublish.add_argument("path", metavar="PATH", nargs="?", help="else from everywhere")
+    unpublish.add_argument("--yes", action="store_true", help="do not ask, also not for a pod's")
 
     expand = verb(
         verbs,

@@ -108,7 +108,7 @@ class Move:
                 if not confirmed():
                     raise errors.NotConfirmed(self._options.name, "taken back")
                 self._ask("--withdraw", "--release", here["word"])
-            self._ask("--abort")
+            self._ask("--abort", "--yes")
         # First, as they go by the name that the move has.
         self._drop(keep=())
         self._call("UndoMove")
@@ -142,7 +142,7 @@ class Move:
             return None
         if there["into"] or (there["chain"] and there["chain"] not in own):
             self._tell("what was sent cannot be gone on from; all is sent anew")
-            self._ask("--abort")
+            self._ask("--abort", "--yes")
             return None
         base = own.get(there["chain"], "")
         self._drop(keep=(base,))
@@ -176,7 +176,7 @@ class Move:
                 here = source.checksum(as_json=self._options.as_json)
             there = self._ask("--checksum")
             if there["sha256"] != here:
-                self._ask("--abort")
+                self._ask("--abort", "--yes")
                 raise errors.NotMoved(
                     self._volume_id,
                     f"{self._remote.node} holds something else than was sent, and it was removed"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
 from agent import errors, ids
-from agent.cli import progress
+from agent.cli import progress, terminal
 from agent.cli.volumes import Manual
 from agent.delta.extents import Extent
 from agent.ids import VolumeId
@@ -110,7 +110,7 @@ def received(at: Manual, parsed: argparse.Namespace, source: BinaryIO) -> dict[s
     if parsed.withdraw:
         return withdraw(at, name, parsed.release)
     if parsed.abort:
-        return abort(at, name)
+        return abort(at, name, confirmed=parsed.yes)
     return receive(at, name, source, device_class=parsed.device_class, as_json=parsed.json)
 
 
@@ -256,10 +256,17 @@ def withdraw(at: Manual, name: str, release: str) -> dict[str, Any]:
     return status(at, name)
 
 
-def abort(at: Manual, name: str) -> dict[str, Any]:
-    """Overwrite and remove what was received; where there is none that is so already."""
+def abort(at: Manual, name: str, *, confirmed: bool) -> dict[str, Any]:
+    """Overwrite and remove what was received; where there is none that is so already.
+
+    Asks first: it may be what streams brought for months. Raises NotConfirmed.
+    """
     found = status(at, name)
     if found["state"] != ABSENT:
+        size = terminal.human(found["content_bytes"])
+        asked = f"Overwrite and remove {name}, {size}, and all that was received?"
+        if not confirmed and not terminal.confirmed(asked):
+            raise errors.NotConfirmed(name, "removed")
         at.caller.transfer("AbortReceive", volume_id=found["volume_id"])
     return status(at, name)
 

@@ -15,7 +15,7 @@ from agent.cli import encryption, terminal
 from agent.cli.encryption import Headers
 from agent.config.settings import Config
 from agent.csi import client
-from agent.csi.client import Client
+from agent.csi.client import Client, Here
 from agent.engine import users
 from agent.engine.host import Host
 from agent.ids import VolumeId
@@ -29,6 +29,8 @@ from proto import csi_pb2 as csi
 
 # Beside the socket, which is inside kubelet's directory as staging paths have to be.
 _STAGING = "staging"
+# Of pkg/volume/csi in kubelet, in its own directory.
+_KUBELETS = ("pods", "plugins/kubernetes.io")
 T = TypeVar("T")
 
 # The service waits for a copy itself, for some seconds of each call: this is beside that.
@@ -64,28 +66,28 @@ class Manual:
         """Make a volume, or find the one that was made by the same words before.
 
         It is empty, or holds what a snapshot or another volume does; a size of 0 is theirs then.
+        Waits until it is copied, or overwritten.
         """
         if not (size_bytes or snapshot or volume):
             raise errors.Missing("--size")
         capability = client.block() if raw else client.mounted()
-        source = None
+        source: csi.VolumeContentSource | None = None
         if snapshot:
             source = client.of_snapshot(self.find_snapshot(snapshot).snapshot_id)
         elif volume:
             source = client.of_volume(self.find(volume).volume_id)
-
-        def make() -> csi.Volume:
-            return self.caller.create(
+        made = _at_last(
+            lambda: self.caller.create(
                 name, size_bytes, capability, parameters=parameters, source=source
             )
-
-        made = make() if source is None else _at_last(make)
+        )
         print(f"{name}: {terminal.human(made.capacity_bytes)}, {made.volume_id}")
 
     def show_all(self, *, as_json: bool, names_only: bool) -> None:
         """Show all volumes."""
-        found, away = self.caller.volumes_here()
-        _tell_away(away)
+        here = self.caller.volumes_here()
+        found = here.entries
+        _tell_away(here.away)
         if names_only:
             print(*map(_name, found), sep="\n")
             return
@@ -148,11 +150,18 @@ class Manual:
         self.caller.publish(volume, staging, place, capability, read_only=read_only)
         print(f"{name} is at {place}")
 
-    def unpublish(self, name: str, path: str | None) -> None:
-        """Take a volume from a path, or from all; unstage it when it is at none."""
+    def unpublish(self, name: str, path: str | None, *, confirmed: bool) -> None:
+        """Take a volume from a path, or from all; unstage it when it is at none.
+
+        Asks before it is taken from where kubelet has it, and nobody named that.
+        """
         volume = self.find(name)
         staging = self._staged(volume)
         given = [Path(path).absolute()] if path else self._published(volume, staging)
+        pods = [] if path else [str(one) for one in given if self._is_kubelets(one)]
+        asked = f"Take {name} from a pod? Kubelet has it at {', '.join(pods)}"
+        if pods and not confirmed and not terminal.confirmed(asked):
+            raise errors.NotConfirmed(name, "unpublished")
         for place in given:
             self.caller.unpublish(volume.volume_id, place)
             print(f"{name} is no longer at {place}")
@@ -162,16 +171,17 @@ class Manual:
                 staging.rmdir()
 
     def expand(self, name: str, size_bytes: int, key_file: str = "") -> None:
-        """Grow a volume, and what lies on it where it is in use."""
+        """Grow a volume, and what lies on it where it is in use; wait until it has."""
         volume = self.find(name)
         places = self._places(volume)
         if self.caller.can_expand():
-            self.caller.expand(volume.volume_id, size_bytes)
+            _at_last(lambda: self.caller.expand(volume.volume_id, size_bytes))
         elif not places:
             raise errors.NotPublished(name)
         with _secrets(key_file) as secrets:
-            for place in places[:1]:
-                self.caller.node_expand(volume.volume_id, place, size_bytes, secrets)
+            if places:
+                identity, place = volume.volume_id, places[0]
+                _at_last(lambda: self.caller.node_expand(identity, place, size_bytes, secrets))
         grown = self.caller.volume(volume.volume_id).volume
         print(f"{name}: {terminal.human(grown.capacity_bytes)}")
 
@@ -232,9 +242,12 @@ class Manual:
 
     def delete(self, name: str, *, confirmed: bool) -> None:
         """Overwrite and remove a volume, if that is what the user wants."""
-        volume = self.find(name)
-        size = terminal.human(volume.capacity_bytes)
-        if not confirmed and not terminal.confirmed(f"Delete {name}, {size}, and all its data?"):
+        here = self.caller.volumes_here()
+        volume = _named(name, here)
+        what = f"{name}, {terminal.human(volume.capacity_bytes)}"
+        if claim := here.claims.get(volume.volume_id):
+            what += f", which is the cluster's, of the claim {claim}"
+        if not confirmed and not terminal.confirmed(f"Delete {what}, and all its data?"):
             raise errors.NotConfirmed(name)
         self.caller.delete(volume.volume_id)
         print(f"{name} is deleted")
@@ -248,9 +261,9 @@ class Manual:
 
     def show_snapshots(self, *, as_json: bool, names_only: bool) -> None:
         """Show all snapshots."""
-        every, away = self.caller.snapshots_here()
-        _tell_away(away)
-        found = [_told_snapshot(one) for one in every]
+        here = self.caller.snapshots_here()
+        _tell_away(here.away)
+        found = [_told_snapshot(one) for one in here.entries]
         if names_only:
             print(*(one["name"] for one in found), sep="\n")
         elif as_json:
@@ -273,22 +286,16 @@ class Manual:
 
     def find(self, name: str) -> csi.Volume:
         """The volume of that name, logical volume or id; raises NoSuchVolume, PerhapsAway."""
-        logical = names.logical_volume(ids.VOLUME_PREFIX, name)
-        found, away = self.caller.volumes_here()
-        for one in found:
-            if name == one.volume_id or _logical(one) in (logical, name):
-                return one
-        _require_all_here("volume", name, away)
-        raise errors.NoSuchVolume(name)
+        return _named(name, self.caller.volumes_here())
 
     def find_snapshot(self, name: str) -> csi.Snapshot:
         """The snapshot of that name, logical volume or id; raises NoSuchSnapshot, PerhapsAway."""
         wanted = names.logical_volume(ids.SNAPSHOT_PREFIX, name)
-        found, away = self.caller.snapshots_here()
-        for one in found:
+        here = self.caller.snapshots_here()
+        for one in here.entries:
             if name == one.snapshot_id or ids.logical_name(one.snapshot_id) in (wanted, name):
                 return one
-        _require_all_here("snapshot", name, away)
+        _require_all_here("snapshot", name, here.away)
         raise errors.NoSuchSnapshot(name)
 
     def _places(self, volume: csi.Volume) -> list[Path]:
@@ -303,6 +310,14 @@ class Manual:
 
     def _published(self, volume: csi.Volume, staging: Path) -> list[Path]:
         return [one for one in self._places(volume) if one != staging]
+
+    def _is_kubelets(self, place: Path) -> bool:
+        """Whether only kubelet puts volumes there: in none of its directories others do."""
+        return any(
+            place.is_relative_to(Path(directory) / own)
+            for directory in self.settings.kubelet_dir
+            for own in _KUBELETS
+        )
 
     def _staged(self, volume: csi.Volume) -> Path:
         """Where a volume is staged by hand."""
@@ -337,6 +352,16 @@ def _tell_away(away: Mapping[str, str]) -> None:
     """Say what a list lacks."""
     for _, why in sorted(away.items()):
         print(why, file=sys.stderr)
+
+
+def _named(name: str, here: Here[csi.Volume]) -> csi.Volume:
+    """The volume of that name, logical volume or id; raises NoSuchVolume, PerhapsAway."""
+    logical = names.logical_volume(ids.VOLUME_PREFIX, name)
+    for one in here.entries:
+        if name == one.volume_id or _logical(one) in (logical, name):
+            return one
+    _require_all_here("volume", name, here.away)
+    raise errors.NoSuchVolume(name)
 
 
 def _require_all_here(what: str, name: str, away: Mapping[str, str]) -> None:

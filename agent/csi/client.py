@@ -1,9 +1,10 @@
 """Call a CSI plugin over its socket, as kubelet and the provisioner do."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import grpc
 from google.protobuf import json_format
@@ -23,6 +24,18 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 500),
 )
+
+
+@dataclass(frozen=True)
+class Here(Generic[M]):
+    """What is in the groups that are here, and by their names why others are away.
+
+    `claims` are those that volumes were made for, by the volumes' ids.
+    """
+
+    entries: Sequence[M]
+    away: Mapping[str, str]
+    claims: Mapping[str, str]
 
 
 def mounted(
@@ -326,18 +339,19 @@ class Client:
         )
         self.controller.ControllerModifyVolume(request, timeout=self._timeout)
 
-    def volumes_here(self) -> tuple[list[csi.Volume], Mapping[str, str]]:
-        """The volumes of the groups that are here; and why others are away, by their names."""
+    def volumes_here(self) -> Here[csi.Volume]:
+        """The volumes of the groups that are here."""
         return self._here(own.VOLUMES_HERE, csi.Volume)
 
-    def snapshots_here(self) -> tuple[list[csi.Snapshot], Mapping[str, str]]:
+    def snapshots_here(self) -> Here[csi.Snapshot]:
         """The same of snapshots."""
         return self._here(own.SNAPSHOTS_HERE, csi.Snapshot)
 
-    def _here(self, method: str, kind: type[M]) -> tuple[list[M], Mapping[str, str]]:
+    def _here(self, method: str, kind: type[M]) -> Here[M]:
         answer = self._own[method](Struct(), timeout=self._timeout)
         told: dict[str, Any] = json_format.MessageToDict(answer)
-        return [json_format.ParseDict(one, kind()) for one in told["entries"]], told["away"]
+        entries = [json_format.ParseDict(one, kind()) for one in told["entries"]]
+        return Here(entries, told["away"], told.get("claims", {}))
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> tuple[bool, str]:
         """Go on with a volume's repair: whether all is done, and what was, or is waited for."""

@@ -54,9 +54,11 @@ class Operator:
         return _answer(self._replacement.replace(old, new))
 
     def volumes_here(self, request: Struct, context: grpc.ServicerContext) -> Struct:
-        """The volumes of the groups that are here, and why others are not."""
+        """The volumes of the groups that are here with their claims, and why others are not."""
         found = self._listing.volumes()
-        return _list((answers.volume(one, self._here) for one in found.entries), found.away)
+        made = _list((answers.volume(one, self._here) for one in found.entries), found.away)
+        made.update({"claims": {str(one.id): one.claim for one in found.entries if one.claim}})
+        return made
 
     def snapshots_here(self, request: Struct, context: grpc.ServicerContext) -> Struct:
         """The same of snapshots."""

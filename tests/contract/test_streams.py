@@ -96,9 +96,22 @@ def test_what_is_received_is_no_volume_for_anyone(here: Node, there: Node) -> No
             there.client.create("copy", SIZE, block())
         if not again:
             there.restart()
-    streams.abort(there.at, "copy")
-    streams.abort(there.at, "copy")
+    streams.abort(there.at, "copy", confirmed=True)
+    streams.abort(there.at, "copy", confirmed=True)
     assert there.names() == set()
+
+
+def test_what_was_received_is_removed_only_if_somebody_says_so(here: Node, there: Node) -> None:
+    volume = volume_of(here)
+    here.client.snapshot("1", volume.volume_id)
+    nodes.receive(there, "copy", nodes.stream(here, "1"))
+    with pytest.raises(errors.NotConfirmed, match="is not removed"):
+        streams.abort(there.at, "copy", confirmed=False)
+    assert there.names() == {"vol-copy"}
+    streams.abort(there.at, "copy", confirmed=True)
+    assert there.names() == set()
+    # There is nothing to ask about any more.
+    streams.abort(there.at, "copy", confirmed=False)
 
 
 def test_a_stream_that_was_cut_off_is_taken_up_where_it_was(
@@ -194,7 +207,7 @@ def test_an_altered_stream_changes_nothing_behind_what_was_altered(here: Node, t
         nodes.receive(there, "copy", bytes(altered))
     with expect.code("FAILED_PRECONDITION", "not whole"):
         streams.finish(there.at, "copy")
-    streams.abort(there.at, "copy")
+    streams.abort(there.at, "copy", confirmed=True)
 
 
 def test_a_stream_goes_on_from_exactly_its_base_or_is_refused(here: Node, there: Node) -> None:
@@ -264,9 +277,9 @@ def test_a_volume_that_is_being_written_takes_no_other_stream(here: Node, there:
         with expect.code("FAILED_PRECONDITION", "in use"):
             streams.finish(there.at, "copy")
         with expect.code("FAILED_PRECONDITION", "in use"):
-            streams.abort(there.at, "copy")
+            streams.abort(there.at, "copy", confirmed=True)
     nodes.receive(there, "copy", later)
-    streams.abort(there.at, "copy")
+    streams.abort(there.at, "copy", confirmed=True)
 
 
 def test_a_snapshot_that_is_sent_is_not_deleted_meanwhile(here: Node) -> None:

@@ -62,7 +62,7 @@ def measure(
             for name, step in reversed(steps) if number % 2 else steps:
                 if name != rows.DD:
                     # What the increment applies to, as it was.
-                    streams.abort(at, _STREAMED)
+                    streams.abort(at, _STREAMED, confirmed=True)
                     _piped(at, base, "")
                 _forget()
                 settle()
@@ -78,7 +78,7 @@ def _made(at: Manual) -> Iterator[str]:
             made.append(at.caller.create(name, _SIZE_MIB * _MIB, block()).volume_id)
         yield made[0]
     finally:
-        streams.abort(at, _STREAMED)
+        streams.abort(at, _STREAMED, confirmed=True)
         for one in at.caller.snapshots(volume_id=made[0]) if made else ():
             at.caller.delete_snapshot(one.snapshot_id)
         for identity in made:

@@ -84,6 +84,18 @@ def here(host: FakeHost, settings: Config, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(configuration, "load", lambda _arguments, _environment: settings)
 
 
+def refusing(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the person is asked, who says no."""
+    asked: list[str] = []
+
+    def no(question: str) -> bool:
+        asked.append(question)
+        return False
+
+    monkeypatch.setattr(terminal, "confirmed", no)
+    return asked
+
+
 def mounted(host: FakeHost) -> list[str]:
     """The volumes' mounts, by name."""
     inside = table.read(host.kernel).mounts
@@ -407,3 +419,90 @@ class TestWhereAGroupIsAway:
         engine.last, engine.time_seconds = None, 0.0
         assert "db" in shell("list")
         assert "/dev/sdx" in shell.complaint
+
+
+class TestAClassThatOverwrites:
+    """Where a volume, and what it grows by, is overwritten before it is there."""
+
+    @pytest.fixture
+    def config(self, tmp_path: Path) -> Config:
+        """The one class does."""
+        classes = (DeviceClass(name="plain", group="data", default=True, zero="fully"),)
+        return configured.carver(tmp_path, classes=classes)
+
+    @pytest.fixture
+    def told(
+        self, service: Service, host: FakeHost, monkeypatch: pytest.MonkeyPatch
+    ) -> threading.Event:
+        """Nothing is overwritten before the command was told to wait."""
+        told, zero_out = threading.Event(), host.kernel.zero_out
+        service.copier.grace_seconds = service.zeroer.grace_seconds = 0.05
+
+        def slow(device: str, offset_bytes: int, length_bytes: int) -> None:
+            assert told.wait(20)
+            zero_out(device, offset_bytes, length_bytes)
+
+        monkeypatch.setattr(host.kernel, "zero_out", slow)
+        monkeypatch.setattr(volumes, "sleep", lambda _seconds: told.set())
+        return told
+
+    def test_a_volume_and_what_it_grows_by_is_waited_for(
+        self, shell: Shell, told: threading.Event
+    ) -> None:
+        assert shell("create db --size 16MiB").startswith("db: 16 MiB, ")
+        assert "(ABORTED)" not in shell.complaint
+        assert "call again" in shell.complaint
+        told.clear()
+        assert shell("expand db 32MiB") == "db: 32 MiB\n"
+        assert "what it grows by is overwritten" in shell.complaint
+
+    def test_what_grows_on_its_node_is_waited_for_too(
+        self, shell: Shell, told: threading.Event, monkeypatch: pytest.MonkeyPatch, host: FakeHost
+    ) -> None:
+        shell("create db --size 64MiB")
+        shell(f"publish db {host.directory}/db")
+        monkeypatch.setattr(Client, "can_expand", lambda _client: False)
+        told.clear()
+        assert shell("expand db 100MiB") == "db: 100 MiB\n"
+        assert "what it grows by is overwritten" in shell.complaint
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["pods/17/volumes/kubernetes.io~csi/pv/mount", "plugins/kubernetes.io/csi/pv/globalmount"],
+)
+def test_a_pod_s_volume_is_taken_from_it_only_if_that_is_said(
+    shell: Shell, host: FakeHost, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    own, pods = host.directory / "db", host.directory / place
+    pods.parent.mkdir(parents=True)
+    shell("create db --size 64MiB")
+    shell(f"publish db {own} --shared")
+    shell(f"publish db {pods} --shared")
+    shell("unpublish db", 1)
+    assert "give --yes" in shell.complaint
+    assert str(own) in mounted(host)
+
+    asked = refusing(monkeypatch)
+    shell("unpublish db", 1)
+    [question] = asked
+    assert str(pods) in question
+    assert str(own) not in question
+    # One that is named needs no question, nor does one that is nobody's pod's.
+    shell(f"unpublish db {pods}")
+    shell("unpublish db")
+    assert len(asked) == 1
+    shell(f"publish db {pods}")
+    shell("unpublish db --yes")
+    assert mounted(host) == []
+
+
+def test_the_claim_is_named_before_its_volume_is_deleted(
+    shell: Shell, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {"pvc/name": "data-0", "pvc/namespace": "shop", "pv/name": "pvc-7"}
+    parameters = {f"csi.storage.k8s.io/{key}": value for key, value in told.items()}
+    client.create("pvc-7", 16 * MIB, parameters=parameters)
+    asked = refusing(monkeypatch)
+    shell("delete pvc-7", 1)
+    assert "of the claim shop/data-0" in asked[0]

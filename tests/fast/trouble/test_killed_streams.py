@@ -102,7 +102,10 @@ def receive_all(node: Node, given: list[bytes], layout: str = nodes.PLAIN) -> No
 DEEDS: dict[str, tuple[list[str], Callable[[Trial, list[bytes]], Any]]] = {
     "receive": ([], lambda made, given: receive_all(made.there, given, made.layout)),
     "finish": (["receive"], lambda made, _given: streams.finish(made.there.at, "copy")),
-    "abort": (["receive"], lambda made, _given: streams.abort(made.there.at, "copy")),
+    "abort": (
+        ["receive"],
+        lambda made, _given: streams.abort(made.there.at, "copy", confirmed=True),
+    ),
 }
 
 
@@ -130,7 +133,7 @@ def test_a_receiver_that_was_killed_at_any_step_goes_on_or_leaves_nothing(
                 if is_before or deed == "abort":
                     act(made, given)
                 elif streams.status(made.there.at, "copy")["state"] != streams.READY:
-                    streams.abort(made.there.at, "copy")
+                    streams.abort(made.there.at, "copy", confirmed=True)
                 if deed == "abort" or (deed == "receive" and not is_before):
                     assert made.there.names() == set()
                 elif is_before:
