@@ -256,8 +256,8 @@ class GrowsLater(AgentError):
         super().__init__(
             f"volume {volume_id!r} has the snapshots {', '.join(snapshots)}, and with them it grows"
             f" only while it is not in use ({users}). {wanted_bytes} bytes are on record: it grows"
-            " when it is staged next, so restart its pod; or delete the snapshots and expand it"
-            " again"
+            " when it is staged next, so restart its pod, or unpublish and publish it; or delete"
+            " the snapshots and expand it again"
         )
 
 
@@ -301,8 +301,8 @@ class StandstillOver(AgentError):
 class NotStaged(AgentError):
     """The volume must be staged first."""
 
-    def __init__(self, volume_id: str, problem: str) -> None:
-        super().__init__(f"volume {volume_id!r} is not staged: {problem}; call NodeStageVolume")
+    def __init__(self, volume_id: str, problem: str, remedy: str = "call NodeStageVolume") -> None:
+        super().__init__(f"volume {volume_id!r} is not staged: {problem}; {remedy}")
 
 
 class ContentsLost(AgentError):
@@ -322,7 +322,7 @@ class KeyMissing(AgentError):
         super().__init__(
             f"volume {volume_id!r} is encrypted, and there is no key for it: have the StorageClass"
             " name a secret with `passphrase` (csi.storage.k8s.io/node-stage-secret-name and"
-            " -namespace), or its class a key_file"
+            " -namespace), or its class a key_file; by hand, `carver volume publish --key-file`"
         )
 
 
@@ -344,7 +344,8 @@ class GrowsWithKey(AgentError):
         super().__init__(
             f"volume {volume_id!r} is encrypted, and grows in use with its key only: have the"
             " StorageClass name a secret for that, too (csi.storage.k8s.io/node-expand-secret-name"
-            " and -namespace). It grows in any case when it is staged next: restart its pod"
+            " and -namespace), or by hand `carver volume expand --key-file`. It grows in any case"
+            " when it is staged next: restart its pod, or unpublish and publish it"
         )
 
 

@@ -201,8 +201,9 @@ class Manual:
         known = VolumeId.parse(self.find(name).volume_id)
         device = self.host.devices.find(known.group, known.name) if known else None
         if device is None:
-            why = "its logical volume is not active (`lvchange -ay -K`)"
-            raise errors.NotStaged(name, why)
+            where = f"{known.group}/{known.name}" if known else name
+            remedy = f"publish it, or activate that alone: `lvchange -ay -K {where}`"
+            raise errors.NotStaged(name, "its logical volume is not active", remedy)
         return device
 
     def modify(self, name: str, parameters: Mapping[str, str]) -> None:

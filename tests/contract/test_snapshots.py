@@ -378,7 +378,7 @@ def test_a_volume_with_snapshots_grows_while_it_is_not_in_use(
     volume = client.create("pvc-1", 16 * MIB, mounted("ext4"))
     client.stage(volume, staging, mounted("ext4"))
     snapshot = client.snapshot("1", volume.volume_id)
-    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id, "restart its pod"):
+    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id, "restart its pod, or unpublish"):
         client.expand(volume.volume_id, 48 * MIB)
     client.unstage(volume.volume_id, staging)
     host.commands.clear()

@@ -237,4 +237,15 @@ def test_a_volume_that_is_not_active_or_not_encrypted_has_no_header(
     shell("create db --size 64MiB")
     assert "not there, or not whole" in shell("header show db", 1)
     fake.deactivate("data", "vol-db")
-    assert "is not active" in shell("header show db", 1)
+    told = shell("header show db", 1)
+    assert "is not active; publish it, or" in told
+    assert "`lvchange -ay -K data/vol-db`" in told
+    assert "NodeStageVolume" not in told
+
+
+def test_whoever_publishes_or_expands_without_the_key_is_told_where_it_goes(
+    shell: Shell, db: Path, tmp_path: Path
+) -> None:
+    assert "`carver volume publish --key-file`" in shell(f"publish db {tmp_path}/db", 1)
+    shell(f"publish db {tmp_path}/db --key-file {db}")
+    assert "`carver volume expand --key-file`" in shell("expand db 128MiB", 1)
