@@ -37,6 +37,8 @@ class Reaction(enum.Enum):
 
 # "Still in progress" to all of them: gRPC's own codes, and CSI's "operation pending for volume".
 IN_PROGRESS = ("ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE")
+# And to kubelet and the snapshotter: gRPC's "out of resources for now".
+NOT_FINAL = (*IN_PROGRESS, "RESOURCE_EXHAUSTED")
 NEVER = ("INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE")
 
 
@@ -140,7 +142,7 @@ RULES = (
         "CreateSnapshot",
         "external-snapshotter `pkg/sidecar-controller/snapshot_controller.go` isCSIFinalError",
         Reaction.FORGETS,
-        _each((*IN_PROGRESS, "RESOURCE_EXHAUSTED"), Reaction.REPEATS),
+        _each(NOT_FINAL, Reaction.REPEATS),
         "SnapshotCreationFailed",
         ("name", "source_volume_id"),
     ),
@@ -159,7 +161,7 @@ RULES = (
         "external-snapshotter `pkg/sidecar-controller/groupsnapshot_helper.go`"
         " createGroupSnapshotWrapper",
         Reaction.FORGETS,
-        _each((*IN_PROGRESS, "RESOURCE_EXHAUSTED"), Reaction.REPEATS),
+        _each(NOT_FINAL, Reaction.REPEATS),
         "GroupSnapshotCreationFailed",
         ("name", "source_volume_ids"),
     ),
@@ -207,7 +209,7 @@ RULES = (
         "NodeStageVolume",
         f"{_CLIENT}; `csi_attacher.go` MountDevice, `csi_block.go` SetUpDevice",
         Reaction.FORGETS,
-        _each(IN_PROGRESS, Reaction.REPEATS),
+        _each(NOT_FINAL, Reaction.REPEATS),
         "FailedMount",
         _STAGED,
     ),
@@ -216,7 +218,7 @@ RULES = (
         "NodePublishVolume",
         f"{_CLIENT}; `csi_mounter.go` SetUpAt, `csi_block.go` MapPodDevice",
         Reaction.FORGETS,
-        _each(IN_PROGRESS, Reaction.REPEATS),
+        _each(NOT_FINAL, Reaction.REPEATS),
         "FailedMount",
         (*_STAGED, "target_path", "readonly"),
     ),
@@ -239,7 +241,7 @@ RULES = (
         "NodeExpandVolume",
         "kubernetes `pkg/volume/csi/expander.go` nodeExpandWithClient",
         Reaction.BLOCKS,
-        _each(IN_PROGRESS, Reaction.REPEATS)
+        _each(NOT_FINAL, Reaction.REPEATS)
         | _each(NEVER, Reaction.INFEASIBLE)
         | {"FAILED_PRECONDITION": Reaction.WAITS},
         "VolumeResizeFailed",

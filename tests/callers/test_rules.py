@@ -3,9 +3,12 @@
 import re
 from pathlib import Path
 
+import pytest
 from callers import recording, rules
 from callers.plugin import METHODS
 from callers.rules import Reaction
+
+from agent import codes
 
 DOCUMENT = Path(__file__).parents[2] / "docs/callers.md"
 
@@ -26,6 +29,15 @@ def test_each_rule_is_of_a_call_and_of_fields_that_there_are() -> None:
     for one in rules.RULES:
         _, kind = METHODS[one.method]
         assert set(one.fields) <= {field.name for field in kind.DESCRIPTOR.fields}
+
+
+@pytest.mark.parametrize("method", ["NodeStageVolume", "NodePublishVolume", "NodeExpandVolume"])
+def test_kubelet_takes_for_final_what_carver_takes_for_final(method: str) -> None:
+    # isFinalError of kubelet's csi_client.go.
+    rule = rules.of(method, rules.KUBELET)
+    for kind, code in codes.TABLE:
+        goes_on = rule.reaction(code.name) is Reaction.REPEATS
+        assert goes_on is not codes.is_final(kind.__new__(kind)), code
 
 
 def test_only_an_answer_that_is_ok_or_asked_for_again_or_elsewhere_is_gone_on_with() -> None:
