@@ -196,7 +196,7 @@ def _add_header(volume: Commands) -> None:
         "restore",
         "put the header of a file in place of the volume's, which is not open",
         lambda verbs, parsed: verbs.headers(parsed.name).restore(
-            parsed.file, is_open=verbs.is_open(parsed.name), confirmed=parsed.yes
+            parsed.file, is_open=lambda: verbs.is_open(parsed.name), confirmed=parsed.yes
         ),
     )
     for one in (backup, restore):

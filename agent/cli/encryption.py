@@ -5,10 +5,12 @@ On the volume's own device and not through the service: a key is given to no soc
 
 import getpass
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from agent import errors
 from agent.cli import terminal
+from agent.engine.header_copies import HeaderCopies
 from agent.engine.mappings import own_uuid, progress
 from agent.publish import opening
 from agent.secret import MOST_BYTES, Key, Keys, of_text
@@ -24,8 +26,16 @@ _STANDARD_INPUT = "-"
 class Headers:
     """The verbs on one volume, which is active; `device` is its logical volume's."""
 
-    def __init__(self, name: str, kernel: Kernel, device: Device, program: Cryptsetup) -> None:
+    def __init__(
+        self,
+        name: str,
+        kernel: Kernel,
+        device: Device,
+        program: Cryptsetup,
+        copies: HeaderCopies,
+    ) -> None:
         self._name = name
+        self._copies = copies
         self._kernel = kernel
         self._device = device
         self._program = program
@@ -51,9 +61,22 @@ class Headers:
         self._program.back_up(self._device.path, file)
         print(f"the header of {self._name} is in {file}; keep it as you keep keys")
 
-    def restore(self, file: str, *, is_open: bool, confirmed: bool) -> None:
+    def restore(self, file: str, *, is_open: Callable[[], bool], confirmed: bool) -> None:
         """Put a header back, if it is the volume's. Raises BadField, VolumeInUse, NotConfirmed."""
-        if is_open:
+        doubt = self._doubt_of(file, is_open)
+        asked = f"Overwrite the header of {self._name} with that of {file}?{doubt}"
+        if not confirmed:
+            if not terminal.confirmed(asked):
+                raise errors.NotConfirmed(self._name, "changed")
+            # Meanwhile it may have been staged, and a copy be given a master key of its own.
+            if self._doubt_of(file, is_open) != doubt:
+                raise errors.NotConfirmed(self._name, "changed")
+        self._program.restore(self._device.path, file)
+        print(f"{self._name} has the header of {file}")
+
+    def _doubt_of(self, file: str, is_open: Callable[[], bool]) -> str:
+        """What is to be asked beside, of a header that may be put back; else raises."""
+        if is_open():
             raise errors.VolumeInUse(self._name, "it is open; unstage it first")
         try:
             kept = luks.read(Kernel(), file)
@@ -67,12 +90,7 @@ class Headers:
             self._require_settled(present)
         if present is not None and kept.uuid != own:
             raise errors.BadField("FILE", f"it is of the header {kept.uuid}, not of {own}")
-        doubt = "" if kept.uuid == own else " It is not the one that this volume was made with."
-        asked = f"Overwrite the header of {self._name} with that of {file}?{doubt}"
-        if not confirmed and not terminal.confirmed(asked):
-            raise errors.NotConfirmed(self._name, "changed")
-        self._program.restore(self._device.path, file)
-        print(f"{self._name} has the header of {file}")
+        return "" if kept.uuid == own else " It is not the one that this volume was made with."
 
     def rekey(self, key_file: str, new_key_file: str, *, recovery: bool) -> None:
         """Give the volume another key in place of its own, or one more for recovery."""
@@ -93,6 +111,7 @@ class Headers:
             else:
                 device = self._device.path
                 opening.change(self._program, slots, device, old, new)
+        self._copies.keep(self._device, anew=True)
         print(f"{self._name} has {'a recovery' if recovery else 'a new'} key")
 
     def _put_recovery(self, slots: tuple[int, ...], key: Key, new: Key) -> None:

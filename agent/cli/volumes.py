@@ -17,6 +17,7 @@ from agent.config.settings import Config
 from agent.csi import client
 from agent.csi.client import Client, Here
 from agent.engine import users
+from agent.engine.header_copies import HeaderCopies
 from agent.engine.host import Host
 from agent.ids import VolumeId
 from agent.requests import keys
@@ -190,7 +191,8 @@ class Manual:
         device = self._device(name)
         waits = cryptsetup.has_udev()
         program = Cryptsetup(self.host.run, waits_for_udev=waits)
-        return Headers(name, self.host.kernel, device, program)
+        copies = HeaderCopies(self.settings.header_backups, program)
+        return Headers(name, self.host.kernel, device, program, copies)
 
     def is_open(self, name: str) -> bool:
         """Whether an encrypted volume is open."""

@@ -2,17 +2,16 @@
 
 import logging
 import uuid
-from pathlib import Path
 
 from agent import errors
 from agent.engine import users
+from agent.engine.header_copies import HeaderCopies
 from agent.engine.means import Means
 from agent.engine.records import Volume
-from lvm import pools, report
+from lvm import pools
 from lvm.devices import Device
 from mount import cryptsetup, luks, table
 from mount.cryptsetup import Cryptsetup
-from mount.errors import CryptFailed
 from mount.syscalls import Kernel
 
 _log = logging.getLogger(__name__)
@@ -29,9 +28,9 @@ class Mappings:
     def __init__(self, means: Means) -> None:
         self._kernel, self._inventory = means.kernel, means.inventory
         self._devices = means.devices
-        self._backups = means.config.header_backups
         waits = means.config.lvm != "host" and cryptsetup.has_udev()
         self.cryptsetup = Cryptsetup(means.run, waits_for_udev=waits)
+        self.copies = HeaderCopies(means.config.header_backups, self.cryptsetup)
 
     def is_used(self, mapping: Device) -> bool:
         """Whether a dm-crypt device is mounted or published somewhere; no command."""
@@ -60,33 +59,6 @@ class Mappings:
             raise errors.VolumeInUse(str(volume.id), f"{mapping.path} is mounted or published")
         self.cryptsetup.close(mapping.name)
 
-    def back_up(self, device: Device, *, anew: bool = False) -> None:
-        """Keep a copy of a volume's header, where that is configured; a command at the first time.
-
-        Of one whose keys changed it is made `anew`: the old one opens by the old key. One that
-        cannot be kept is told in the log, and keeps no pod waiting.
-        """
-        file = self._backup_of(device)
-        if file is None or (file.exists() and not anew):
-            return
-        unfinished = file.with_suffix(".new")
-        try:
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            unfinished.unlink(missing_ok=True)
-            self.cryptsetup.back_up(device.logical.path, str(unfinished))
-            unfinished.replace(file)
-        except (OSError, CryptFailed) as error:
-            _log.error("no copy of the header of %s is kept: %s", device.logical.path, error)
-
-    def _backup_of(self, device: Device) -> Path | None:
-        return self._backups and self._backups / f"{device.logical.uuid}.luks"
-
-    def forget(self, logical: report.LogicalVolume) -> None:
-        """Remove the copy that Carver kept of a header, also of what cannot be activated."""
-        if self._backups:
-            # lvm2 tells a UUID with dashes, and device-mapper without.
-            (self._backups / f"{logical.uuid.replace('-', '')}.luks").unlink(missing_ok=True)
-
     def erase(self, volume: Volume) -> None:
         """Overwrite an encrypted volume's header and key slots: nobody can read it from then on.
 
@@ -95,8 +67,7 @@ class Mappings:
         with the chunk that it is in.
         """
         active = self._inventory.activate(volume)
-        if (copy := self._backup_of(active)) is not None:
-            copy.unlink(missing_ok=True)
+        self.copies.forget(active.logical.uuid)
         pool = pools.status_of(self._inventory.status(volume.group.name, volume.name))
         if pool is not None and (pool.mode != "rw" or pool.data_percent >= _FULL_PERCENT):
             _log.warning("the header of %s is not overwritten: its pool is full", volume.id)

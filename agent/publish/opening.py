@@ -87,7 +87,7 @@ class Opening:
             if self._has_now_its_own(volume, device, keys, key):
                 tags = {}
             is_changed = self._unlock(volume, device, keys, key)
-        self._mappings.back_up(device, anew=is_changed)
+        self._mappings.copies.keep(device, anew=is_changed)
         mapping = self._inventory.mapping(volume)
         if mapping is None:
             raise lvm_errors.Inactive(volume.group.name, mapping_name(device))

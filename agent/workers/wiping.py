@@ -165,7 +165,7 @@ class Wiper:
     def _wipe_and_remove(self, job: _Wipe) -> None:
         if job.volume.is_encrypted and job.volume.name in job.volume.group.volumes:
             # However it goes, and however long that takes: it opens what is left of the volume.
-            self._mappings.forget(job.volume.group.volume(job.volume.name))
+            self._mappings.copies.forget(job.volume.group.volume(job.volume.name).uuid)
         volume = self._parted(job.volume)
         if volume is None:
             return

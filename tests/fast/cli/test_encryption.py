@@ -8,6 +8,7 @@ import pytest
 from fakes.host import FakeHost
 
 from agent.cli import main as cli
+from agent.cli import terminal
 from agent.config import settings as configuration
 from agent.config.settings import Config
 from agent.csi.client import Client
@@ -44,7 +45,7 @@ class Shell:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return configured.carver(tmp_path)
+    return configured.carver(tmp_path, header_backups=tmp_path / "headers")
 
 
 @pytest.fixture
@@ -94,6 +95,24 @@ def test_a_header_is_shown_kept_and_put_back(
     assert "unstage it first" in shell(f"header restore db {file} --yes", 1)
 
 
+def test_a_volume_that_is_staged_while_the_question_stands_keeps_its_header(
+    shell: Shell, fake: FakeHost, db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "header"
+    shell(f"header backup db {file}")
+    new = shell.key("new", "another")
+    shell(f"rekey db --key-file {db} --new-key-file {new}")
+    before = fake.read_bytes(device(fake).path, 0, 4 * MIB)
+
+    def answer(_asked: str) -> bool:
+        shell(f"publish db {tmp_path}/db --key-file {new}")
+        return True
+
+    monkeypatch.setattr(terminal, "confirmed", answer)
+    assert "unstage it first" in shell(f"header restore db {file}", 1)
+    assert fake.read_bytes(device(fake).path, 0, 4 * MIB) == before
+
+
 def test_only_a_header_of_the_volume_is_put_back(shell: Shell, db: Path, tmp_path: Path) -> None:
     shell("create other --size 64MiB --encryption luks2")
     shell(f"publish other {tmp_path}/other --key-file {db}")
@@ -110,6 +129,10 @@ def test_a_volume_gets_another_key_and_one_for_recovery(
     new, spare, again = (shell.key(one, f"{one} one") for one in ("new", "spare", "again"))
     assert shell(f"rekey db --key-file {db} --new-key-file {new}") == "db has a new key\n"
     assert "does not open db" in shell(f"rekey db --key-file {db} --new-key-file {new}", 1)
+    # The copy that Carver keeps does not open by the old one either.
+    (kept,) = (tmp_path / "headers").iterdir()
+    now = fake.read_bytes(device(fake).path, 0, 2 * luks.METADATA_BYTES)
+    assert kept.read_bytes() == now
     shell(f"rekey db --key-file {new} --new-key-file {spare} --recovery")
     told = shell(f"rekey db --key-file {new} --new-key-file {again} --recovery")
     assert told == "db has a recovery key\n"
