@@ -91,7 +91,8 @@ class Provisioner:
         volume of a class two more at most, for its pool; one more where another volume is copied,
         or a RAID has a minimum rate of recovery without a maximum.
         Raises Copying while the contents are not complete, NotHere where the class's group or the
-        source is not on this node: only of such an answer a scheduler chooses another.
+        source is not on this node: only of such an answer a scheduler chooses another;
+        OperationPending for what is being deleted, or was in part.
         """
         self._require_here(call.topology)
         one = plan.device_class(self._config, "parameters", call.parameters)
@@ -105,6 +106,9 @@ class Provisioner:
                 known = self._inventory.awake(*groups)
             found = self._inventory.named(known, call.name, prefix)
             if found is not None:
+                if self._wiper.is_deleting(str(found.id)):
+                    # Of which no tag may tell yet.
+                    raise errors.OperationPending(f"{found.id} (being wiped)")
                 plan.check_stripe_size(one, found.group)
                 matching.require_same(call, one, found)
                 volume, source = found, None

@@ -6,6 +6,8 @@ as a tag, so that it survives a restart, and then goes on behind the answer.
 
 Killed before that tag is written, the caller has no answer and calls again. Killed after it,
 `resume` goes on at start-up. One that fails after the answer is tried again, for nobody else will.
+Where the tag cannot be written the wipe is called off, and the caller told; nobody is given the
+volume until it is deleted again.
 
 What lies on a missing disk, or on a leg of a RAID that takes no writes, cannot be overwritten, and
 shows again when the disk comes back. Such a volume stays on record until it is whole, or until an
@@ -23,7 +25,7 @@ from dataclasses import dataclass, replace
 from agent import errors, fact, ids
 from agent.config import classes
 from agent.engine import users
-from agent.engine.jobs import Job, Jobs
+from agent.engine.jobs import Job, Jobs, Stopping
 from agent.engine.mappings import Mappings
 from agent.engine.means import Means
 from agent.engine.records import Snapshot, Volume
@@ -85,8 +87,13 @@ class Wiper:
             return
         job = self._start(volume)
         wait([job.ended], self.grace_seconds)
-        if not job.ended.done() and self._put_on_record(job):
-            return
+        try:
+            if not job.ended.done() and self._put_on_record(job):
+                return
+        except Exception:
+            # The caller hears that it is not deleted; who calls again has it begun anew.
+            job.called_off.set()
+            raise
         job.ended.result()
 
     def finish(self, volume: Volume) -> None:
@@ -128,7 +135,7 @@ class Wiper:
             every = self._inventory.doomed(self._inventory.awake(*own))
             left = [one for one in every if one.group.name in own]
             for volume in left:
-                self._start(volume)
+                self.jobs.start(_wipe_of(volume))
         return len(left)
 
     def forget(self, volume_id: str) -> None:
@@ -140,7 +147,11 @@ class Wiper:
         self.jobs.stop()
 
     def _start(self, volume: Volume) -> _Wipe:
-        return self.jobs.start(_wipe_of(volume))
+        """Begin, or find what is under way; raises Stopping while one that was called off ends."""
+        job = self.jobs.start(_wipe_of(volume))
+        if job.called_off.is_set():
+            raise Stopping(job.key)
+        return job
 
     def _find(self, volume_id: str) -> _Wipe:
         # Those that wait for a disk share what is known, however many they are.
@@ -190,6 +201,8 @@ class Wiper:
         elif fact.CACHE in volume.facts:
             doomed += filter(None, [caches.parted(volume.group, volume.name)])
         with self._engines.hold(volume.group.name):
+            if job.called_off.is_set():
+                raise Stopping(job.key)
             volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, *doomed)
             job.removed = True
         if overwrites and volume.missing_disks:

@@ -3,7 +3,9 @@
 import gc
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import replace
+from pathlib import Path
 
 import expect
 import pytest
@@ -14,6 +16,7 @@ from fakes.host import FakeHost
 from agent.config.settings import Config
 from agent.csi.client import Client, block, of_volume
 from agent.service.server import Service
+from lvm import errors as lvm_errors
 from lvm import report
 from lvm.command import Result
 from proto import csi_pb2 as csi
@@ -277,3 +280,86 @@ def test_a_device_that_is_held_is_a_volume_in_use(
     disk.free.set()
     with expect.code("FAILED_PRECONDITION", "held"):
         client.delete(volume.volume_id)
+
+
+def refuse_record(words: Sequence[str]) -> Result | None:
+    return Result(5, "", "  no luck\n") if "carver.state=wiping" in words else None
+
+
+def test_a_wipe_that_cannot_be_put_on_record_is_called_off_and_its_volume_is_given_to_nobody(
+    service: Service, client: Client, fake: FakeHost, disk: Disk
+) -> None:
+    volume = client.create("pvc-1", SIZE, block())
+    fake.intercept = refuse_record
+    with expect.code("INTERNAL", "no luck"):
+        client.delete(volume.volume_id)
+    fake.intercept = lambda _words: None
+    # Also while it is overwritten still.
+    for _ in range(2):
+        with expect.code("ABORTED", "wiped"):
+            client.create("pvc-1", SIZE, block())
+        disk.free.set()
+        wait([service.wiper.jobs._jobs[volume.volume_id].ended], 20)
+    assert len(disk.written) == 1
+    assert "carver.state=ready" in tags(fake)["vol-pvc-1"]
+    service.wiper.grace_seconds = 20
+    client.delete(volume.volume_id)
+    assert tags(fake) == {}
+    assert client.create("pvc-1", SIZE, block()).volume_id == volume.volume_id
+
+
+def test_a_wipe_that_ends_as_it_was_called_off_is_not_taken_for_one_that_goes_on(
+    service: Service, client: Client, fake: FakeHost, disk: Disk, removed: threading.Event
+) -> None:
+    """Of one that was put on record, though nobody knew."""
+
+    def lose(words: Sequence[str]) -> Result | None:
+        if "carver.state=wiping" in words:
+            fake.lvm2_program(words)
+            raise lvm_errors.SessionLost(words, "it ended")
+        return None
+
+    volume = client.create("pvc-1", SIZE, block())
+    fake.intercept = lose
+    with expect.code("UNAVAILABLE"):
+        client.delete(volume.volume_id)
+    fake.intercept = lambda _words: None
+    assert "carver.state=wiping" in tags(fake)["vol-pvc-1"]
+    with expect.code("ABORTED"):
+        client.delete(volume.volume_id)
+    disk.free.set()
+    wait([service.wiper.jobs._jobs[volume.volume_id].ended], 20)
+    client.delete(volume.volume_id)
+    until_removed(fake, removed)
+
+
+def test_what_was_overwritten_is_not_removed_once_it_is_called_off(
+    service: Service, client: Client, fake: FakeHost, disk: Disk
+) -> None:
+    """Nothing of it is left to be overwritten, and the name may be another volume's by then."""
+    volume = client.create("pvc-1", 100 * MIB, block())
+    fake.intercept = refuse_record
+    with expect.code("INTERNAL", "no luck"):
+        client.delete(volume.volume_id)
+    disk.free.set()
+    wait([service.wiper.jobs._jobs[volume.volume_id].ended], 20)
+    assert list(tags(fake)) == ["vol-pvc-1"]
+
+
+def test_an_inline_volume_whose_wipe_is_under_way_is_not_published_again(
+    service: Service, client: Client, fake: FakeHost, disk: Disk, tmp_path: Path
+) -> None:
+    pod = f"csi-{'0123456789abcdef' * 4}"
+    client.publish_inline(pod, tmp_path / "mount", {"size": "300Mi"})
+    fake.intercept = refuse_record
+    with expect.code("INTERNAL", "no luck"):
+        client.unpublish(pod, tmp_path / "mount")
+    fake.intercept = lambda _words: None
+    with expect.code("ABORTED", "wiped"):
+        client.publish_inline(pod, tmp_path / "mount", {"size": "300Mi"})
+    disk.free.set()
+    service.wiper.grace_seconds = 20
+    [job] = service.wiper.jobs._jobs.values()
+    wait([job.ended], 20)
+    client.unpublish(pod, tmp_path / "mount")
+    assert tags(fake) == {}
