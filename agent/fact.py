@@ -71,6 +71,8 @@ MOVE_WORD = "moveWord"
 GIVEN_UP = "givenUp"
 # Of a group: its free extents hold what is to be overwritten before anyone gets them.
 SWEEP = "sweep"
+# The same of these disks alone, by their UUIDs.
+SWEEP_DISKS = "sweepDisks"
 
 # What STATE may say.
 READY = "ready"

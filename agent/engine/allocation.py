@@ -52,7 +52,7 @@ def closed(group: report.Group) -> str:
     missing"), also on the disks that are there.
     """
     if not group.missing_disks:
-        is_dirty = fact.SWEEP in tags.decode(group.tags)
+        is_dirty = not {fact.SWEEP, fact.SWEEP_DISKS}.isdisjoint(tags.decode(group.tags))
         return "while what is free in it is being overwritten" * is_dirty
     gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
     return f"while its disk {gone} is missing; see `A disk is replaced` in docs/operations.md"

@@ -129,6 +129,7 @@ class Service:
         )
         self.storage = StorageHealth(engines, known, diagnosis, self.node, self.admission)
         repairer = Repairer(means)
+        repairer.freed = self.giving_up.start
         self.auto_repair = AutoRepair(means, repairer)
         self.replacement = Replacement(means, repairer)
         operator = Operator(repairer, self.replacement, Listing(means), locks, config.here)

@@ -15,6 +15,7 @@ from contextlib import suppress
 from agent import errors, fact
 from agent.engine.allocation import is_own_pool
 from agent.engine.means import Means
+from agent.workers import giving_up
 from agent.workers.repairing import Progress, Repairer, has_redundancy, rebuilding
 from lvm import groups, pools, repairs, report, tags
 from lvm.devicemapper import Mirror
@@ -135,6 +136,8 @@ class Replacement:
             inside = pools.members(group, name)
             if inside and is_own_pool(one):
                 continue  # what is in it tells
+            if giving_up.is_sweep(group, name):
+                continue  # nobody's
             is_deleted = is_own_pool(one) or tags.decode(one.tags).get(fact.STATE) == fact.WIPING
             (waiting if is_deleted else lost).append(name)
         if lost or waiting:
@@ -212,6 +215,7 @@ class Replacement:
     ) -> Progress:
         """Have nothing lie on a disk that is lost, and take it out."""
         lvm, told = self._engines.lvm(group.name), []
+        giving_up.drop(lvm, group)
         for name, one in sorted(group.volumes.items()):
             if "raid" in one.layout and leaving.uuid in one.disks:
                 told.append(self._repairer.mend(group, name, [coming.name]).message)
@@ -233,6 +237,8 @@ class Replacement:
 
     def _settled(self, group: report.Group) -> Progress:
         """The old disk is out; whether another may be lost by now."""
+        # What its images left on it, nobody gets any more.
+        giving_up.settle(self._engines.lvm(group.name), group)
         if told := rebuilding(self._inventory, group):
             return Progress(False, f"volumes are rebuilt: {told}")
         return Progress(True, f"{group.name} is whole")

@@ -7,29 +7,86 @@ anyone gets them: the group is tagged first (`sweep`), and has no room from then
 missing any more, all its free extents are taken by a logical volume, which is overwritten and
 removed; then the tag goes.
 
-Killed at any moment the tag, and that volume, tell the next start what is left.
+What is freed on a missing disk alone is free, with what it held, once that disk is back: lvm2 sees
+a disk as whole by itself that nothing lies on. So another tag names such disks (`sweepDisks`). Of
+those that are back the free extents are overwritten; where none is in the group any more, there is
+nothing to do.
+
+Killed at any moment the tag, and that volume, tell the next start what is left. The volume bears
+nothing of anyone's: where it lacks a disk itself it is removed, and made anew when none is missing.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 
 from agent import errors, fact, ids
 from agent.engine.allocation import is_own_pool
 from agent.engine.jobs import Job, Jobs
+from agent.engine.mappings import Mappings
 from agent.engine.means import Means
+from agent.engine.records import is_encrypted
 from lvm import groups, pools, report, tags, volumes
+from lvm.lvm2 import Lvm
 from lvm.volumes import New
 
 _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 128 << 20
 _SWEEP = {fact.SWEEP: "yes"}
+# What is between the UUIDs of disks.
+_BETWEEN = "+"
 
 
 def is_given_up(logical: report.LogicalVolume) -> bool:
     """Whether an operator said that what of it is lost is not waited for."""
     return fact.GIVEN_UP in tags.decode(logical.tags)
+
+
+def owe(lvm: Lvm, group: report.Group, disks: Collection[str] = ()) -> None:
+    """Have what is free on these disks, by their UUIDs, overwritten before anyone gets it.
+
+    On all where none is named. To be called before it is freed, with the group held, and a report
+    that was read within; one command, none where it is on record already.
+    """
+    told = _owed(group)
+    if fact.SWEEP in told:
+        return
+    every = _BETWEEN.join(sorted({*_named(told), *disks}))
+    is_named = bool(disks) and tags.fits(fact.SWEEP_DISKS, every)
+    new = {fact.SWEEP_DISKS: every} if is_named else _SWEEP
+    if new != told:
+        groups.mark(lvm, group.name, old=told, new=new)
+
+
+def settle(lvm: Lvm, group: report.Group) -> bool:
+    """Whether nothing is to be overwritten, as no disk that is named is the group's any more.
+
+    To be called as `owe` is; one command at most.
+    """
+    told = _owed(group)
+    if not told:
+        return True
+    if is_sweep(group, ids.SWEEP) or any(_is_meant(told, one) for one in group.disks):
+        return False
+    groups.mark(lvm, group.name, old=told)
+    return True
+
+
+def drop(lvm: Lvm, group: report.Group) -> None:
+    """Remove what takes free extents to overwrite them, where it lacks a disk.
+
+    To be called as `owe` is. It holds nobody's data, and the tag has it made anew.
+    """
+    gone = {disk.uuid for disk in group.disks if disk.missing}
+    if is_sweep(group, ids.SWEEP) and group.volume(ids.SWEEP).disks & gone:
+        volumes.remove(lvm, group.name, ids.SWEEP)
+
+
+def is_sweep(group: report.Group, name: str) -> bool:
+    """Whether it is what takes free extents to overwrite them; its name alone proves nothing."""
+    made = group.volumes.get(name)
+    return name == ids.SWEEP and made is not None and _is_to_be_swept(group) and _is_deleted(made)
 
 
 class GivingUp:
@@ -38,6 +95,7 @@ class GivingUp:
     def __init__(self, means: Means) -> None:
         self._engines, self._kernel = means.engines, means.kernel
         self._inventory = means.inventory
+        self._mappings = Mappings(means)
         self._zero = means.config.wipe == "zero"
         self.jobs = Jobs(
             "sweep",
@@ -74,58 +132,107 @@ class GivingUp:
 
     def _work(self, job: Job) -> None:
         name = job.key.partition("/")[0]
-        with self._engines.hold(name):
-            # What was put into a pool meanwhile would go with it: a report of now.
+        uuid, done_bytes = "", 0
+        while True:
+            with self._engines.hold(name):
+                if (group := self._take(name)) is None:
+                    return
+                taken = group.volume(ids.SWEEP)
+                if taken.uuid == uuid and taken.size_bytes == done_bytes:
+                    # Nothing was freed meanwhile that is not overwritten.
+                    volumes.remove(self._engines.lvm(name), name, ids.SWEEP)
+                    self._finish(group)
+                    return
+            if taken.uuid != uuid:
+                # Killed, it may be overwritten in part; nobody knows which.
+                uuid, done_bytes = taken.uuid, 0
+            device = self._inventory.ensure_active(name, ids.SWEEP).path
+            for offset in range(done_bytes, taken.size_bytes, _CHUNK_BYTES):
+                self.jobs.check(job)
+                self._kernel.zero_out(device, offset, min(_CHUNK_BYTES, taken.size_bytes - offset))
+            self._kernel.flush(device)
+            done_bytes = taken.size_bytes
+
+    def _take(self, name: str) -> report.Group | None:
+        """Take what is free and to be overwritten; the group then, None where there is no such.
+
+        Removes what was given up before. The caller holds the group. Raises NotSwept.
+        """
+        # What was put into a pool meanwhile would go with it: a report of now.
+        group = self._inventory.read(name).group(name)
+        for root in _roots(group):
+            self._remove(group, root)
+        group, lvm = self._inventory.read(name).group(name), self._engines.lvm(name)
+        if not _is_to_be_swept(group):
+            return None
+        if group.missing_disks:
+            drop(lvm, group)
+            gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
+            raise errors.NotSwept(name, f"its disk {gone} is missing; replace it, or attach it")
+        told = _owed(group)
+        meant = [one for one in group.disks if _is_meant(told, one) and _has_free(one)]
+        if closed := ", ".join(one.name for one in meant if not one.allocatable):
+            why = f"its disk {closed} takes nothing new; open it (pvchange(8)), or take it out"
+            raise errors.NotSwept(name, why)
+        if meant:
+            self._reserve(group, meant)
             group = self._inventory.read(name).group(name)
-            for root in _roots(group):
-                self._remove(group, root)
-            if not _is_to_be_swept(group := self._inventory.read(name).group(name)):
-                return
-            if group.missing_disks:
-                gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
-                raise errors.NotSwept(name, f"its disk {gone} is missing; replace it, or attach it")
-            if not self._reserved(group):
-                self._finish(group)
-                return
-        device = self._inventory.ensure_active(name, ids.SWEEP).path
-        size_bytes = self._kernel.device_size_bytes(device)
-        for offset in range(0, size_bytes, _CHUNK_BYTES):
-            self.jobs.check(job)
-            self._kernel.zero_out(device, offset, min(_CHUNK_BYTES, size_bytes - offset))
-        self._kernel.flush(device)
-        with self._engines.hold(name):
-            volumes.remove(self._engines.lvm(name), name, ids.SWEEP)
+        if not is_sweep(group, ids.SWEEP):
             self._finish(group)
+            return None
+        return group
+
+    def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:
+        """Have all that is free on these disks in one logical volume, with what is in it."""
+        lvm, there = self._engines.lvm(group.name), group.volumes.get(ids.SWEEP)
+        own = [disk.name for disk in disks]
+        size_bytes = sum(one.unallocated_extents for one in disks) * group.extent_size_bytes
+        if there is None:
+            new = New(ids.SWEEP, size_bytes, {fact.STATE: fact.WIPING})
+            volumes.create(lvm, group.name, new, disks=own)
+        else:
+            size_bytes += there.size_bytes
+            volumes.extend(lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=own)
 
     def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:
-        lvm, held = self._engines.lvm(group.name), [one.name for one in _with(group, root)]
-        if self._zero and not _is_to_be_swept(group):
-            groups.mark(lvm, group.name, new=_SWEEP)
+        lvm, held = self._engines.lvm(group.name), _with(group, root)
+        if self._zero or any(is_encrypted(tags.decode(one.tags)) for one in (root, *held)):
+            owe(lvm, group)
+        for one in (root, *held):
+            self._mappings.forget(one)
         # What is in a pool, and what is a snapshot of it, goes with it: all of it was deleted.
         volumes.remove_lost(lvm, group.name, root.name)
         gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
         _log.warning(
             "%s/%s was given up and is removed with %s; what of it lies on the missing disks %s was"
             " not overwritten",
-            *(group.name, root.name, ", ".join(held) or "nothing", gone),
+            *(group.name, root.name, ", ".join(one.name for one in held) or "nothing", gone),
         )
 
-    def _reserved(self, group: report.Group) -> bool:
-        """Take all free extents, unless that is done; whether there are any."""
-        if ids.SWEEP in group.volumes:
-            return True
-        free = sum(disk.unallocated_extents for disk in group.disks)
-        if free:
-            new = New(ids.SWEEP, free * group.extent_size_bytes, {fact.STATE: fact.WIPING})
-            volumes.create(self._engines.lvm(group.name), group.name, new)
-        return free > 0
-
     def _finish(self, group: report.Group) -> None:
-        groups.mark(self._engines.lvm(group.name), group.name, old=_SWEEP)
+        groups.mark(self._engines.lvm(group.name), group.name, old=_owed(group))
+
+
+def _has_free(disk: report.PhysicalVolume) -> bool:
+    return disk.extents > disk.allocated_extents
+
+
+def _owed(group: report.Group) -> Mapping[str, str]:
+    """What is on record of what is to be overwritten; empty where nothing is."""
+    facts = tags.decode(group.tags)
+    return {key: facts[key] for key in (fact.SWEEP, fact.SWEEP_DISKS) if key in facts}
+
+
+def _named(told: Mapping[str, str]) -> list[str]:
+    return list(filter(None, told.get(fact.SWEEP_DISKS, "").split(_BETWEEN)))
+
+
+def _is_meant(told: Mapping[str, str], disk: report.PhysicalVolume) -> bool:
+    return fact.SWEEP in told or disk.uuid in _named(told)
 
 
 def _is_to_be_swept(group: report.Group) -> bool:
-    return fact.SWEEP in tags.decode(group.tags)
+    return bool(_owed(group))
 
 
 def _roots(group: report.Group) -> Iterator[report.LogicalVolume]:

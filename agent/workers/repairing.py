@@ -4,6 +4,7 @@ Each call looks, does what is to be done next, and says how far it is; the kerne
 has begun. So a repair that is killed at any step is gone on with by the same call.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from agent import errors, ids
@@ -11,9 +12,10 @@ from agent.engine import users
 from agent.engine.allocation import Carvings
 from agent.engine.inventory import Inventory
 from agent.engine.means import Means
-from agent.engine.records import Volume
+from agent.engine.records import Volume, is_encrypted
+from agent.workers import giving_up
 from lvm import errors as lvm_errors
-from lvm import pools, repairs, report, volumes
+from lvm import pools, repairs, report, tags, volumes
 from lvm.devicemapper import Raid
 
 # How many images of a RAID may be lost; of raid1 all but one.
@@ -66,11 +68,14 @@ class Repairer:
         self._engines, self._kernel = means.engines, means.kernel
         self._inventory = means.inventory
         self._carvings = Carvings(means.config.classes, means.inventory)
+        self._zero = means.config.wipe == "zero"
+        # Told of a group in which images on missing disks were replaced.
+        self.freed: Callable[[str], object] = lambda _group: None
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> Progress:
         """Go on with the repair of a volume; of a thin one, of its pool, if that is said.
 
-        Three commands at most; those of a pool are as many more as it has volumes in use of it.
+        Four commands at most; those of a pool are as many more as it has volumes in use of it.
         Raises NotRepairable, NoRoom, VolumeInUse.
         """
         with self._engines.hold(group := ids.group_of(volume_id)):
@@ -103,7 +108,13 @@ class Repairer:
             # lvm2 replaces no image meanwhile, and neither is there anything to do but wait.
             return Progress(False, f"{path} is rebuilt: {status.synced_percent:.0f} %")
         if lost:
+            if self._zero or is_encrypted(tags.decode(logical.tags)):
+                # What the old images hold is on nobody's extents from then on, and lvm2 takes such
+                # a disk as whole when it is back. All that are missing: the same by any report.
+                gone = {disk.uuid for disk in group.disks if disk.missing}
+                giving_up.owe(lvm, group, gone)
             repairs.replace_images(lvm, group.name, name, disks)
+            self.freed(group.name)
             return Progress(False, f"{path} is rebuilt on {', '.join(disks)}")
         if logical.health == _REFRESH or (status is not None and "D" in status.health):
             volumes.refresh(lvm, group.name, name)

@@ -1,0 +1,362 @@
+"""What is free on a disk that was lost, or beside what was given up: overwritten before use."""
+
+import errno
+from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import configured
+import expect
+import pytest
+import serving
+from fakes.host import FakeHost
+from fakes.lvm.records import FakeGroup
+from model import operations as do
+from model.machine import Machine
+from model.operations import Use
+from model.stopping import Killed, Switch
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from agent.engine.jobs import Jobs
+from agent.service.server import Service
+from lvm.command import Result
+from lvm.layout import Layout
+from lvm.pools import Policy
+
+EXTENT = 4 << 20
+MARKER = b"a secret".ljust(4096, b"!")
+GIVE_UP = ("lvchange", "--addtag", "carver.givenUp=yes", "--")
+RAID = Layout("raid1", mirrors=1)
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("data", [60, 60, 60, 60])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    thin = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy())
+    classes = (
+        DeviceClass("plain", "data", default=True),
+        DeviceClass("raid", "data", layout=RAID),
+        DeviceClass("auto", "data", layout=RAID, repair="auto", repair_after_seconds=600),
+        DeviceClass("sealed", "data", layout=RAID, encryption="luks2"),
+        thin,
+        replace(thin, name="thin2"),
+    )
+    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+
+
+@pytest.fixture
+def service(config: Config, fake: FakeHost) -> Iterator[Service]:
+    running = serving.start(config, fake, wiper=20)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def group(fake: FakeHost) -> FakeGroup:
+    return fake.lvm2.groups["data"]
+
+
+def make(client: Client, name: str, device_class: str) -> str:
+    parameters = {"class": device_class}
+    return client.create(name, 4 * EXTENT, block(), parameters=parameters).volume_id
+
+
+def repaired(client: Client, volume: str) -> None:
+    for _ in range(20):
+        if client.repair(volume)[0]:
+            return
+    raise AssertionError
+
+
+def again(service: Service) -> None:
+    """What is done a minute later, until it has come to its end."""
+    for _ in range(4):
+        every: list[Jobs[Any]] = [service.wiper.jobs, service.giving_up.jobs]
+        for jobs in every:
+            for job in list(jobs._jobs.values()):
+                wait([job.ended], 20)
+                service.inventory.read()
+                jobs._look_again(job)
+            wait([one.ended for one in list(jobs._jobs.values())], 20)
+        wait([one.ended for one in list(service.reclaimer.jobs._jobs.values())], 20)
+
+
+def swept_extents(group: FakeGroup) -> int:
+    return sum(end - start for start, end in group.swept) // EXTENT
+
+
+def owed(*uuids: str) -> set[str]:
+    return {f"carver.sweepDisks={'+'.join(sorted(uuids))}"}
+
+
+class Failing:
+    """What is free cannot be overwritten while this is so."""
+
+    def __init__(self, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fails = True
+        zero_out = fake.kernel.zero_out
+
+        def refuse(device: str, offset: int, length: int, *, held: bool = False) -> None:
+            if self.fails and device.endswith("-sweep"):
+                raise OSError(errno.EIO, "I/O error", device)
+            zero_out(device, offset, length, held=held)
+
+        monkeypatch.setattr(fake.kernel, "zero_out", refuse)
+
+
+@pytest.fixture
+def failing(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Failing:
+    return Failing(fake, monkeypatch)
+
+
+def test_what_a_replaced_image_left_on_a_lost_disk_is_overwritten_when_the_disk_is_back(
+    client: Client, service: Service, fake: FakeHost, group: FakeGroup, failing: Failing
+) -> None:
+    volume = make(client, "a", "raid")
+    fake.lose_disk("data", 0)
+    repaired(client, volume)
+    assert group.tags == owed(group.disks[0].uuid)
+    client.delete(volume)
+    again(service)
+    assert group.volumes == {}
+    fake.bring_disk("data", 0)
+    again(service)
+    assert client.capacity().available_capacity == 0
+    with expect.code("RESOURCE_EXHAUSTED", "overwritten"):
+        make(client, "b", "plain")
+    failing.fails = False
+    again(service)
+    assert (group.tags, group.volumes) == (set(), {})
+    assert swept_extents(group) == 60, "of that disk, and not of the others"
+    make(client, "b", "plain")
+
+
+def test_one_that_was_repaired_unasked_leaves_the_same(
+    client: Client, service: Service, fake: FakeHost, group: FakeGroup
+) -> None:
+    make(client, "a", "auto")
+    fake.lose_disk("data", 0)
+    for now in (0, 600):
+        service.inventory.read()
+        service.auto_repair.step(now)
+    assert group.tags == owed(group.disks[0].uuid)
+
+
+def test_a_disk_that_is_replaced_leaves_nothing_to_overwrite(
+    client: Client, service: Service, fake: FakeHost, group: FakeGroup
+) -> None:
+    make(client, "a", "raid")
+    lost = group.disks[0].uuid
+    fake.lose_disk("data", 0)
+    new = fake.new_device(61 * EXTENT)
+    for _ in range(20):
+        if client.replace_disk(lost, new)[0]:
+            break
+    assert group.tags == set()
+    assert client.capacity().available_capacity
+    assert group.swept == []
+
+
+def test_neither_does_one_that_is_taken_out_by_hand(
+    client: Client, service: Service, fake: FakeHost, group: FakeGroup
+) -> None:
+    volume = make(client, "a", "raid")
+    fake.lose_disk("data", 0)
+    repaired(client, volume)
+    fake.lvm("vgreduce", "--removemissing", "--", "data")
+    again(service)
+    assert (group.tags, group.swept) == (set(), [])
+
+
+def test_a_repair_that_ended_before_it_began_has_its_disk_overwritten_in_vain(
+    client: Client, service: Service, fake: FakeHost, group: FakeGroup
+) -> None:
+    volume = make(client, "a", "raid")
+    fake.lose_disk("data", 0)
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        return Result(5, "", "  no luck\n") if words[1] == "lvconvert" else None
+
+    fake.intercept = intercept
+    with expect.code("INTERNAL"):
+        repaired(client, volume)
+    assert group.tags == owed(group.disks[0].uuid)
+    fake.intercept = lambda _: None
+    service.giving_up.resume()
+    fake.bring_disk("data", 0)
+    again(service)
+    assert (group.tags, set(group.volumes)) == (set(), {"vol-a"})
+    assert swept_extents(group) == 55
+
+
+def test_of_two_lost_disks_each_is_named_and_the_one_that_is_back_overwritten(
+    client: Client, service: Service, fake: FakeHost, group: FakeGroup
+) -> None:
+    volume = make(client, "a", "raid")
+    first = group.disks[0].uuid
+    fake.lose_disk("data", 0)
+    repaired(client, volume)
+    lies_on = next(
+        i for i, one in enumerate(group.disks) if one.name in group.volumes["vol-a"].extents
+    )
+    second = group.disks[lies_on].uuid
+    fake.lose_disk("data", lies_on)
+    repaired(client, volume)
+    assert group.tags == owed(first, second)
+    group.disks = [one for one in group.disks if one.uuid != first]
+    fake.bring_disk("data", lies_on - 1)
+    again(service)
+    assert (group.tags, swept_extents(group)) == (set(), 60)
+
+
+@pytest.mark.parametrize(("name", "is_owed"), [("raid", False), ("sealed", True)])
+def test_where_nothing_is_overwritten_a_header_is_all_the_same(
+    fake: FakeHost, config: Config, group: FakeGroup, name: str, *, is_owed: bool
+) -> None:
+    service = serving.start(replace(config, wipe="none"), fake)
+    with Client(config.endpoint) as client:
+        volume = make(client, "a", name)
+        fake.lose_disk("data", 0)
+        repaired(client, volume)
+    service.stop()
+    assert bool(group.tags) == is_owed
+
+
+def given_up(client: Client, fake: FakeHost, service: Service, volume: str, number: int) -> None:
+    """The pool of a volume goes, and the disk that it lacks is out of the group."""
+    held = fake.lvm2.groups["data"].volumes
+    pool = held[volume.partition("/")[2]].pool  # type: ignore[attr-defined]
+    fake.lose_disk("data", number)
+    client.delete(volume)
+    fake.lvm(*GIVE_UP, f"data/{pool}")
+    again(service)
+    assert pool not in held
+    fake.lvm("vgreduce", "--removemissing", "--", "data")
+    again(service)
+
+
+def test_what_overwrites_it_goes_by_itself_where_it_lacks_a_disk_and_is_made_anew(
+    client: Client, service: Service, fake: FakeHost, group: FakeGroup, failing: Failing
+) -> None:
+    given_up(client, fake, service, make(client, "a", "thin"), 0)
+    assert set(group.volumes) == {"sweep"}
+    fake.lose_disk("data", 0)
+    failing.fails = False
+    again(service)
+    assert (group.tags, group.volumes) == ({"carver.sweep=yes"}, {})
+    fake.bring_disk("data", 0)
+    again(service)
+    assert (group.tags, group.volumes) == (set(), {})
+    assert swept_extents(group) == 180
+
+
+def test_a_lost_disk_on_which_only_that_lies_is_replaced(
+    client: Client, service: Service, fake: FakeHost, group: FakeGroup, failing: Failing
+) -> None:
+    given_up(client, fake, service, make(client, "a", "thin"), 0)
+    lost = group.disks[0].uuid
+    fake.lose_disk("data", 0)
+    assert client.replace_disk(lost, fake.new_device(61 * EXTENT))[0]
+    failing.fails = False
+    again(service)
+    assert (group.tags, group.volumes) == (set(), {})
+    assert swept_extents(group) == 180
+
+
+def test_what_is_given_up_while_the_rest_is_overwritten_is_overwritten_too(
+    client: Client, service: Service, fake: FakeHost, group: FakeGroup, failing: Failing
+) -> None:
+    one, other = make(client, "a", "thin"), make(client, "b", "thin2")
+    pool = group.volumes["pool-thin2"]
+    pool.metadata = {"/dev/fake-data-1": 1}  # type: ignore[attr-defined]
+    pool.extents = {"/dev/fake-data-2": 60, "/dev/fake-data-1": 10}
+    group.spare = {"/dev/fake-data-1": 1}
+    given_up(client, fake, service, one, 0)
+    before = group.volumes["sweep"].length
+    given_up(client, fake, service, other, 1)
+    failing.fails = False
+    again(service)
+    assert (group.tags, group.volumes) == (set(), {})
+    assert before < swept_extents(group) == 120
+
+
+def test_it_waits_for_a_disk_on_which_nothing_new_can_be_made(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    group: FakeGroup,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    group.disks[2].allocatable = False
+    given_up(client, fake, service, make(client, "a", "thin"), 0)
+    assert group.tags == {"carver.sweep=yes"}
+    assert [one for one in caplog.messages if "/dev/fake-data-2 takes nothing new" in one]
+    group.disks[1].allocatable = True
+    again(service)
+    assert (group.tags, swept_extents(group)) == (set(), 180)
+
+
+class Trial:
+    """A machine with a RAID volume that lacks a disk."""
+
+    def __init__(self, directory: Path) -> None:
+        (directory / "mounts").mkdir(parents=True)
+        self.host = FakeHost(directory / "mounts")
+        name = self.host.new_group(20, 20, 20)
+        self.group = self.host.lvm2.groups[name]
+        raid = DeviceClass("plain", name, default=True, layout=RAID)
+        self.machine = Machine(self.host, name, directory, settings={"classes": (raid,)})
+        create = do.Create("a", 4 * EXTENT, 0, Use("block", do.WRITER))
+        assert self.machine.call(create).code == "OK"
+        [listed] = self.machine.client.volumes()
+        self.volume = listed.volume_id
+        self.lost = next(iter(self.group.volumes["vol-a"].extents))
+        self.host.lose_disk(name, self.number)
+        self.machine.stop()
+
+    @property
+    def number(self) -> int:
+        return [one.name for one in self.group.disks].index(self.lost)
+
+    def run(self, switch: Switch) -> None:
+        """A process that repairs it, and overwrites what is free on the disk when that is back."""
+        self.machine.start(switch)
+        switch.counting = True
+        repairer = self.machine.service.replacement._repairer
+        while not switch.dead.is_set() and self.lost in self.group.volumes["vol-a"].extents:
+            with suppress(Killed):
+                repairer.repair(self.volume)
+        if not switch.dead.is_set() and self.group.disks[self.number].missing:
+            self.host.bring_disk(self.group.name, self.number)
+        while not switch.dead.is_set() and self.group.tags:
+            wait([self.machine.service.giving_up.start(self.group.name)], 0.05)
+
+
+def test_a_kill_at_any_step_of_it_is_made_good(tmp_path: Path) -> None:
+    whole, counting = Trial(tmp_path / "whole"), Switch()
+    whole.run(counting)
+    whole.machine.stop()
+    assert {"lvm vgchange", "lvm lvconvert", "lvm lvcreate", "zero_out"} <= set(counting.taken)
+    for stop_at in range(len(counting.taken)):
+        for before in (True, False):
+            trial = Trial(tmp_path / f"{stop_at}{before}")
+            switch = Switch(stop_at, before=before)
+            trial.run(switch)
+            assert switch.dead.wait(10), f"step {stop_at} was never taken: {switch.taken}"
+            trial.machine.client.__exit__(None, None, None)
+            trial.run(Switch())
+            trial.machine.stop()
+            assert set(trial.group.volumes) == {"vol-a"}, (stop_at, before)
+            assert trial.group.tags == set(), (stop_at, before)
+            assert sum(end - start for start, end in trial.group.swept) >= 20 * EXTENT
