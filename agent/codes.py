@@ -70,6 +70,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.TooManyCalls, Code.UNAVAILABLE),
     (agent.errors.GroupBusy, Code.UNAVAILABLE),
     (agent.errors.GroupSilent, Code.UNAVAILABLE),
+    (agent.errors.PoolSilent, Code.UNAVAILABLE),
     (agent.errors.GroupAwaited, Code.UNAVAILABLE),
     (agent.errors.GroupRefused, Code.FAILED_PRECONDITION),
     (agent.errors.NotReady, Code.FAILED_PRECONDITION),

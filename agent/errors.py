@@ -124,6 +124,16 @@ class GroupSilent(AgentError):
         )
 
 
+class PoolSilent(AgentError):
+    """The kernel does not tell how full a thin pool is: nobody knows what may be promised."""
+
+    def __init__(self, group: str, pool: str, seconds: float) -> None:
+        super().__init__(
+            f"thin pool {group}/{pool}: the kernel has not told of it for {seconds:.0f} s, as when"
+            " a disk under it does not answer; look at `dmesg`, and call again"
+        )
+
+
 class GroupAwaited(AgentError):
     """A group that Carver makes, or whose file it attaches, is not there yet since the start."""
 
@@ -524,10 +534,11 @@ class Starting(AgentError):
 class TooManyCalls(AgentError):
     """So many calls wait for lvm2, mkfs or each other that one more would take another's thread."""
 
-    def __init__(self, places: int) -> None:
+    def __init__(self, places: int, group: str = "") -> None:
+        where = f"volume group {group}" if group else "volume groups"
         super().__init__(
-            f"{places} calls are at work on volume groups already; call again. If it stays, look"
-            " for a disk that does not answer"
+            f"{places} calls are at work on {where} already; call again. If it stays, look for a"
+            " disk that does not answer"
         )
 
 

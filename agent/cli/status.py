@@ -32,7 +32,7 @@ from mount.table import Mount, Table
 class Class:
     """A device class; `largest_bytes` is the largest volume it can make now, as GetCapacity says.
 
-    It is None where the class's group is not on this node.
+    It is None where the class's group is not on this node, or its pool does not answer.
     """
 
     name: str
@@ -177,7 +177,9 @@ def known_to(settings: Config, host: Host) -> Inventory:
 
 def _class(one: DeviceClass, now: report.Report, carvings: Carvings) -> Class:
     group = now.groups.get(one.group)
-    largest = carvings.of(one).maximum_bytes(group) if group is not None else None
+    largest = None
+    with suppress(errors.PoolSilent):  # its volumes' health tells of it
+        largest = carvings.of(one).maximum_bytes(group) if group is not None else None
     return Class(one.name, one.group, one.layout.kind, one.fs_type, one.default, largest)
 
 

@@ -1,13 +1,19 @@
 """The devices of Carver's logical volumes: found, brought, and asked how they are."""
 
+import time
 from collections.abc import Iterator
 
 from agent import errors, ids
 from agent.engine.engines import Engines
+from agent.engine.looks import Looks
 from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
-from lvm import devicemapper, devices, names, volumes
+from lvm import command, devicemapper, devices, names, pools, volumes
 from lvm import errors as lvm_errors
+from lvm.devicemapper import ThinPool
+
+# How long a call waits for what the kernel says of a pool, which is told in moments as a rule.
+_POOL_SECONDS = 5.0
 
 
 class Activation:
@@ -17,6 +23,7 @@ class Activation:
         self._engines = engines
         self._devices = kernel_devices
         self._groups = engines.names
+        self._pools: Looks[ThinPool | None] = Looks()
 
     def device(self, volume_id: str) -> devices.Device | None:
         """The device of an active volume, found without a command; None proves nothing.
@@ -107,6 +114,24 @@ class Activation:
         name = ids.logical_name(volume_id)
         found_in = (self.status(one, name) for one in ([parsed.group] if parsed else self._groups))
         return next(filter(None, found_in), ())
+
+    def pool_status(self, group: str, name: str) -> ThinPool | None:
+        """What device-mapper says of a thin pool; None for one that is not active.
+
+        Whoever asks waits no longer than his caller does, five seconds at most, and not at all
+        where the kernel has kept others waiting for as long. Raises PoolSilent.
+        """
+        remaining = command.remaining_seconds()
+        patience = _POOL_SECONDS if remaining is None else min(_POOL_SECONDS, remaining)
+        seen = self._pools.at(
+            f"{group}/{name}",
+            lambda: pools.status_of(self.status(group, name)),
+            time.monotonic() + patience,
+            f"{group}/{name}",
+        )
+        if seen.hanging_seconds:
+            raise errors.PoolSilent(group, name, seen.hanging_seconds)
+        return seen.value
 
     def activate_snapshot(self, snapshot: Snapshot) -> devices.Device:
         """The snapshot's device, which is there whenever its source's is. Raises Inactive."""

@@ -62,15 +62,15 @@ class Carving(Protocol):
     """One way to take volumes from a group. Sizes are in bytes and whole extents."""
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """The largest volume that can be made now; one extent more cannot."""
+        """The largest volume that can be made now; one extent more cannot. Raises PoolSilent."""
         ...
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
-        """By how much a volume can grow."""
+        """By how much a volume can grow. Raises PoolSilent."""
         ...
 
     def purpose(self, group: report.Group) -> str:
-        """What room is asked for, for the error that says that there is too little."""
+        """What room is asked for, for the error that there is too little. Raises PoolSilent."""
         ...
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
@@ -275,7 +275,7 @@ class Thin:
                 f"{group.name}/{pool.name} is there and is no pool of Carver's, or lost a tag that"
                 f" says so (see `lvs -o +tags`); if it is yours, rename it (`lvrename`)"
             )
-        status = pools.status_of(self.known.status(group.name, pool.name))
+        status = self.known.pool_status(group.name, pool.name)
         return pools.refusal(group, pool, self.policy, self.kept(group), status)
 
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 from agent import fact, ids
 from agent.engine import records
 from agent.engine.inventory import Inventory
+from agent.engine.looks import Looks
 from agent.engine.records import Volume
 from agent.health import reasons
-from agent.health.looks import Looks
 from agent.health.reasons import Condition, Reason
 from agent.requests.capabilities import BLOCK
 from lvm import caches, pools, report, tags
@@ -103,7 +103,8 @@ class Diagnosis:
                 return _Kernels()
             return _Kernels(tuple(_of_pool(told, named, has_all=has_all(group, name))))
 
-        return self._waited(f"pool {group.name}/{name}", named, look, until_seconds).conditions
+        place = f"{group.name}/{name}"
+        return self._waited(f"pool {place}", place, named, look, until_seconds).conditions
 
     def _by_kernel(
         self,
@@ -118,12 +119,17 @@ class Diagnosis:
         if until_seconds is None:
             until_seconds = time.monotonic() + PATIENCE_SECONDS
         named = f"logical volume {ids.logical_name(volume_id)}"
-        return self._waited(volume_id, named, look, until_seconds)
+        return self._waited(volume_id, _place(volume_id, volume), named, look, until_seconds)
 
     def _waited(
-        self, what: str, named: str, look: Callable[[], _Kernels], until_seconds: float
+        self,
+        what: str,
+        place: str,
+        named: str,
+        look: Callable[[], _Kernels],
+        until_seconds: float,
     ) -> _Kernels:
-        seen = self._looks.at(what, look, until_seconds)
+        seen = self._looks.at(what, look, until_seconds, place)
         known = seen.value or _Kernels()
         if seen.hanging_seconds < _DEAD_SECONDS:
             return known
@@ -197,6 +203,13 @@ def _group_of(volume_id: str, volume: Volume | None) -> str:
     if parsed is not None:
         return parsed.group
     return volume.group.name if volume is not None else ""
+
+
+def _place(volume_id: str, volume: Volume | None) -> str:
+    """What a volume hangs with: its pool, or its group."""
+    group = _group_of(volume_id, volume)
+    logical = volume.group.volumes.get(volume.name) if volume is not None else None
+    return f"{group}/{logical.pool}" if logical is not None and logical.pool else group
 
 
 _OF_FILE_SYSTEMS = {

@@ -7,7 +7,7 @@ import platform
 import time
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import BinaryIO
@@ -27,7 +27,7 @@ from agent.admission import Admission
 from agent.config.classes import DeviceClass
 from agent.engine.allocation import Carvings
 from agent.engine.inventory import Inventory
-from agent.errors import AgentError
+from agent.errors import AgentError, PoolSilent
 from agent.health import conditions
 from agent.health.conditions import Diagnosis
 from agent.health.storage_health import StorageHealth
@@ -37,7 +37,7 @@ from agent.volumes.copying import Copier
 from agent.workers.autoextend import Grower
 from agent.workers.reencryption import Reencrypter
 from agent.workers.wiping import Wiper
-from lvm import errors, pools, report
+from lvm import command, errors, report
 from lvm.command import Finished, Result, Runner, Stream
 
 # A time of creation for each counter would be as many series again, and nobody asks for it.
@@ -284,9 +284,10 @@ class _Gauges(Collector):
             missing.add_metric([name], group.missing_disks)
             volumes.add_metric([name], held[name])
             encrypted.add_metric([name], sealed[name])
-        classes = self._of_classes(known)
-        seen = (present, size, free, missing, volumes, encrypted, health, fullness, classes)
-        return *seen, *self._of_pools(known)
+        # What does not answer by then is left out; `carver_storage_health` tells of it.
+        with command.time_limit(conditions.PATIENCE_SECONDS):
+            asked = (self._of_classes(known), *self._of_pools(known))
+        return present, size, free, missing, volumes, encrypted, health, fullness, *asked
 
     def _of_pools(self, known: report.Report) -> Iterable[Metric]:
         size = _of_pool("size_bytes", "The data that the pool has now.")
@@ -301,7 +302,9 @@ class _Gauges(Collector):
                 labels = [one.device_class, group.name]
                 size.add_metric(labels, pool.data_extents * group.extent_size_bytes)
                 promised.add_metric(labels, pool.promised_bytes)
-                status = pools.status_of(self._parts.inventory.status(group.name, pool.name))
+                status = None
+                with suppress(PoolSilent):
+                    status = self._parts.inventory.pool_status(group.name, pool.name)
                 if status is not None:
                     data.add_metric(labels, status.data_percent)
                     metadata.add_metric(labels, status.metadata_percent)
@@ -315,8 +318,9 @@ class _Gauges(Collector):
         )
         for one in self._parts.classes:
             if (group := known.groups.get(one.group)) is not None:
-                largest = self._carvings.of(one).maximum_bytes(group)
-                available.add_metric([one.name, one.group], largest)
+                with suppress(PoolSilent):
+                    largest = self._carvings.of(one).maximum_bytes(group)
+                    available.add_metric([one.name, one.group], largest)
         return available
 
 

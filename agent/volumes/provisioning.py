@@ -267,7 +267,8 @@ class Provisioner:
         """What CreateVolume with the same parameters could make now; one command.
 
         Of a class that is not this node's nothing, for on an error the external-provisioner leaves
-        what was told before. No command where none of the groups is here.
+        what was told before. No command where none of the groups is here. Raises PoolSilent where
+        nobody can tell: what was told before is then the best that is known.
         """
         if call.unsupported or not self._is_here(call.segments):
             return Capacity(0, 0, 0)

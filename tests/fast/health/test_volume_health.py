@@ -17,9 +17,9 @@ from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, block
 from agent.engine.engine import Engine
+from agent.engine.looks import Looks
 from agent.errors import GroupRefused
 from agent.health import conditions
-from agent.health.looks import Looks
 from agent.service.server import Service
 from lvm.devicemapper import Status
 from mount.table import Mount

@@ -1,0 +1,137 @@
+"""A thin pool of which the kernel does not tell: device-mapper waits while metadata are written."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+from fakes.host import FakeHost
+from fast.trouble.test_isolation import SICK, SOUND, code_of, scraped
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from agent.engine import activation, looks
+from agent.health import conditions
+from agent.service.server import Service
+from lvm.devicemapper import Status
+from lvm.layout import Layout, Reserve
+from lvm.pools import Policy
+from proto import csi_pb2 as csi
+
+EXTENT = 4 << 20
+THICK = {"class": "thick"}
+VOLUMES = 12
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    host.lvm2.add_group("a", [600])
+    host.lvm2.add_group("b", [600])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    thin = Layout("thin")
+    pool = Policy(over_provisioning=4, size=Reserve(size_bytes=10 * EXTENT))
+    classes = (
+        DeviceClass("sick", "a", default=True, layout=thin, pool=pool),
+        DeviceClass("thick", "a"),
+        DeviceClass("sound", "b", layout=thin, pool=pool),
+    )
+    return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+
+
+@pytest.fixture
+def volumes(client: Client) -> list[csi.Volume]:
+    """One in the pool that will be well, then those in the other, then one beside it."""
+    client.create("of-b", EXTENT, block(), parameters=SOUND)
+    names = [f"of-a-{number}" for number in range(VOLUMES)]
+    made = [client.create(one, EXTENT, block(), parameters=SICK) for one in names]
+    return [*made, client.create("thick", EXTENT, block(), parameters=THICK)]
+
+
+@pytest.fixture
+def silent(
+    fake: FakeHost, volumes: list[csi.Volume], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[threading.Event]:
+    """The kernel tells nothing of the first pool, and of what is in it, until this is set."""
+    over, real = threading.Event(), fake.lvm2.status
+
+    def status(group: str, name: str) -> tuple[Status, ...]:
+        assert name in ("vol-thick", "pool-sound", "vol-of-b") or over.wait(60)
+        return real(group, name)
+
+    monkeypatch.setattr(fake.lvm2, "status", status)
+    monkeypatch.setattr(activation, "_POOL_SECONDS", 0.05)
+    monkeypatch.setattr(conditions, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(looks, "_PATIENCE_SECONDS", 0.1)
+    yield over
+    over.set()
+
+
+def test_a_capacity_that_nobody_can_tell_is_none_and_soon_and_others_are_told(
+    client: Client, service: Service, silent: threading.Event
+) -> None:
+    began = time.monotonic()
+    for _ in range(3):
+        with expect.code("UNAVAILABLE", "a/pool-sick", "dmesg"):
+            client.capacity(SICK)
+    assert time.monotonic() - began < 20
+    assert client.capacity(SOUND).available_capacity
+    assert client.capacity(THICK).available_capacity
+    assert service.admission._free == service.admission._places
+    silent.set()
+    expect.soon(lambda: code_is_ok(client))
+
+
+def code_is_ok(client: Client) -> bool:
+    with ThreadPoolExecutor(1) as caller:
+        return code_of(caller.submit(client.capacity, SICK)) == "OK"
+
+
+def test_a_volume_of_such_a_pool_is_made_when_it_answers_and_meanwhile_those_beside_it(
+    client: Client, silent: threading.Event
+) -> None:
+    with expect.code("UNAVAILABLE", "a/pool-sick"):
+        client.create("new", EXTENT, block(), parameters=SICK)
+    assert client.create("new-beside", EXTENT, block(), parameters=THICK).volume_id
+    silent.set()
+    expect.soon(lambda: code_is_ok(client))
+    assert client.create("new", EXTENT, block(), parameters=SICK).volume_id
+
+
+def test_a_scrape_leaves_out_what_such_a_pool_would_tell(
+    service: Service, config: Config, silent: threading.Event, tmp_path: Path
+) -> None:
+    for number in range(3):
+        found = scraped(service, config, tmp_path / f"{number}")
+        assert found["carver_lvm_up",] == 1
+        assert ("carver_pool_data_percent", "sound", "b") in found
+        assert ("carver_pool_data_percent", "sick", "a") not in found
+        assert found["carver_pool_promised_bytes", "sick", "a"] == VOLUMES * EXTENT
+        assert ("carver_class_available_bytes", "sick", "a") not in found
+        assert found["carver_class_available_bytes", "sound", "b"]
+
+
+def test_its_volumes_are_told_not_to_answer_with_few_threads_and_none_beside_them_is(
+    client: Client,
+    volumes: list[csi.Volume],
+    silent: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conditions, "_DEAD_SECONDS", 0.1)
+    sick = sorted(one.volume_id for one in volumes[:-1])
+    expect.soon(lambda: sorted(one.volume_id for one in client.unhealthy()) == sick)
+    told = {status.reason for one in client.unhealthy() for status in one.health_statuses}
+    assert told == {"DeviceNotResponding"}
+    at_work = [one for one in threading.enumerate() if one.name == "look at"]
+    assert len(at_work) <= looks._MOST_AT_ONCE
+    silent.set()
+    expect.soon(lambda: client.unhealthy() == [])
