@@ -93,9 +93,12 @@ class Activation:
         if found is not None:
             self._devices.close_leftovers(found)
 
-    def active(self, prefix: str) -> Iterator[tuple[str, str]]:
-        """Group and name of each active logical volume with a prefix; no command."""
-        for group in self._groups:
+    def active(self, prefix: str, *groups: str) -> Iterator[tuple[str, str]]:
+        """Group and name of each active logical volume with a prefix, in these or all groups.
+
+        No command.
+        """
+        for group in groups or self._groups:
             for name in self._devices.active(group):
                 if names.is_of(prefix, name):
                     yield group, name

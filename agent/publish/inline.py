@@ -9,7 +9,8 @@ with the same id again, so nothing is removed at start because it is not mounted
 is removed. After an error that ends a call for good, kubelet does not unpublish: so such a call
 leaves nothing that it made, and nothing that never held data. What a crash left all the same goes
 when its pod does: kubelet removes a pod's directory when the pod is no more. Where that is gone,
-though the directory of all pods is there, nobody will call again.
+though the directory of all pods is there, nobody will call again. Each group has a thread that
+looks for such volumes: what hangs in one is not met by another's.
 """
 
 import logging
@@ -22,6 +23,7 @@ from agent import codes, errors, fact, ids
 from agent.engine import users
 from agent.engine.means import Means
 from agent.engine.records import Volume
+from agent.engine.rounds import Rounds
 from agent.locks import VolumeLocks
 from agent.publish.staging import Access
 from agent.requests import keys
@@ -29,8 +31,7 @@ from agent.requests.node import PublishInline, StageVolume
 from agent.requests.volumes import CreateVolume, SizeRange, Topology
 from agent.volumes.plan import DEFAULT_SIZE_BYTES
 from agent.volumes.provisioning import Provisioner
-from lvm import errors as lvm_errors
-from lvm import report, tags
+from lvm import command, report, tags
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import table, target
@@ -39,6 +40,9 @@ _log = logging.getLogger(__name__)
 
 # After a boot kubelet has published every pod's volumes again by then.
 _TURN_SECONDS = 600.0
+# Of each look, and of each removal.
+_PATIENCE_SECONDS = 60.0
+_FAILURE = "volume group %s: inline volumes that were left are not removed: %s"
 _YES = "true"
 
 
@@ -90,6 +94,14 @@ class _Attempt:
     began: bool = False
 
 
+@dataclass
+class _Sweep:
+    """Whether a group may have inline volumes; and those that the last look found forgotten."""
+
+    may_be_some: bool = True
+    suspects: frozenset[str] = frozenset()
+
+
 class Ephemeral:
     """Carries out the Node's calls on inline volumes."""
 
@@ -103,11 +115,13 @@ class Ephemeral:
         self._locks = locks
         self._admitted = _Admitted()
         self._inside = means.config.kubelet_dir
-        # Whether there may be any; and what the last look found forgotten.
-        self._may_be_some = True
-        self._suspects: frozenset[str] = frozenset()
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="inline", daemon=True)
+        self._sweeps = {one: _Sweep() for one in means.config.groups}
+        self._rounds = Rounds("inline", means.config.groups, self.sweep_one, _FAILURE)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether what is forgotten is looked for."""
+        return self._rounds.is_alive
 
     def publish(self, call: PublishInline) -> None:
         """Have the volume mounted at its target: carved, formatted, mounted, whatever is left.
@@ -142,7 +156,8 @@ class Ephemeral:
                 with self._admitted.call():
                     return self._provision.create(wanted, admit)
             finally:
-                self._may_be_some = True
+                for one in self._sweeps.values():
+                    one.may_be_some = True
 
         try:
             self._access.ensure_mounted(
@@ -168,41 +183,43 @@ class Ephemeral:
 
     def start(self) -> None:
         """Look for what is forgotten, from time to time."""
-        self._thread.start()
+        self._rounds.start(_TURN_SECONDS)
 
     def stop(self) -> None:
         """Look no more."""
-        self._stopping.set()
+        self._rounds.stop()
 
     def sweep(self) -> None:
-        """Wipe and remove the volumes that nobody will unpublish any more.
+        """Wipe and remove the volumes that nobody will unpublish any more, in all groups."""
+        for one in self._sweeps:
+            self.sweep_one(one)
+
+    def sweep_one(self, group: str) -> bool:
+        """The same in one group.
 
         Each must have been forgotten at the look before this one, too. No look while there are no
-        inline volumes.
+        inline volumes. False: the next look is not at once.
         """
-        if not self._may_be_some:
-            return
+        sweep = self._sweeps[group]
+        if not sweep.may_be_some:
+            return False
         # Before the look: one that is made meanwhile may be in it, or not.
-        self._may_be_some = False
-        found, everywhere = [], False
+        sweep.may_be_some = False
+        found, is_here = [], False
         try:
-            known = self._inventory.glance()
-            if not (found := self._all_of(known)):
+            with command.time_limit(_PATIENCE_SECONDS):
                 # Only a look proves that there are none.
-                known = self._inventory.read()
-                found = self._all_of(known)
-            everywhere = len(list(self._inventory.own_groups(known))) == len(self._config.groups)
+                known = self._inventory.read(group)
+            found, is_here = self._all_in(known, group), group in known.groups
         finally:
-            if found or not everywhere:
-                self._may_be_some = True
+            if found or not is_here:
+                sweep.may_be_some = True
         names = frozenset(one.facts[fact.NAME] for one in found if self._is_forgotten(one))
-        for name in sorted(names & self._suspects):
-            self._remove(name)
-        self._suspects = names
-
-    def _watch(self) -> None:
-        while not self._stopping.wait(_TURN_SECONDS):
-            self._sweep_quietly()
+        suspects, sweep.suspects = names & sweep.suspects, names
+        problems = [self._try_to_remove(name, group) for name in sorted(suspects)]
+        for problem in filter(None, problems):
+            raise problem
+        return False
 
     def _check_limits(self, call: PublishInline, known: report.Report, size_bytes: int) -> None:
         """Refuse what the configuration does not allow."""
@@ -236,27 +253,38 @@ class Ephemeral:
             # The caller is told of the first one.
             _log.warning("inline volume %s is left for now: %s", volume_id, error)
 
-    def _remove(self, volume_id: str) -> None:
-        """Remove a forgotten volume, unless a call came for it meanwhile."""
-        with suppress(errors.OperationPending), self._locks.hold(ids.logical_name(volume_id)):
-            volume = self._find(volume_id)
-            if volume is None or not self._is_forgotten(volume):
-                return
-            _log.warning("inline volume %s was left by a pod that is gone; removing it", volume_id)
-            try:
-                self._provision.delete(str(volume.id))
-                self._admitted.forget(volume_id)
-            except errors.VolumeInUse as error:
-                _log.warning("%s", error)
-
-    def _sweep_quietly(self) -> None:
+    def _try_to_remove(self, volume_id: str, group: str) -> Exception | None:
+        """Why it is not removed: the others are, all the same."""
         try:
-            self.sweep()
-        except (errors.AgentError, lvm_errors.LvmError) as error:
-            _log.warning("inline volumes that were left are not removed: %s", error)
+            self._remove(volume_id, group)
+        except Exception as error:
+            return error
+        return None
+
+    def _remove(self, volume_id: str, group: str) -> None:
+        """Remove a forgotten volume, unless a call came for it meanwhile."""
+        with (
+            command.time_limit(_PATIENCE_SECONDS),
+            suppress(errors.OperationPending),
+            self._locks.hold(ids.logical_name(volume_id)),
+        ):
+            known = self._inventory.read(group)
+            every = [one for one in self._all_in(known, group) if one.facts[fact.NAME] == volume_id]
+            for volume in filter(self._is_forgotten, every):
+                _log.warning(
+                    "inline volume %s was left by a pod that is gone; removing it", volume_id
+                )
+                try:
+                    self._provision.delete(str(volume.id))
+                    self._admitted.forget(volume_id)
+                except errors.VolumeInUse as error:
+                    _log.warning("%s", error)
 
     def _all_of(self, known: report.Report) -> list[Volume]:
         return [one for one in self._inventory.present(known) if one.is_ephemeral]
+
+    def _all_in(self, known: report.Report, group: str) -> list[Volume]:
+        return [one for one in self._all_of(known) if one.group.name == group]
 
     def _find(self, volume_id: str) -> Volume | None:
         prefix = ids.INLINE_PREFIX

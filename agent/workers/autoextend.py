@@ -1,9 +1,10 @@
 """What fills up by itself is extended before it is full: pools, and the areas of snapshots.
 
-One thread looks every two seconds, by ioctl only: an idle node runs no command. Past its threshold
-a pool's data or metadata, or a snapshot's area, is extended by its share, or by as much more as
-brings it below the threshold, within what the group has beside the class's reserve. A crash in
-between harms nothing: each step is one lvextend.
+Each group has a thread that looks every two seconds, by ioctl only: an idle node runs no command,
+and a group that hangs keeps no other's pools from growing. Past its threshold a pool's data or
+metadata, or a snapshot's area, is extended by its share, or by as much more as brings it below the
+threshold, within what the group has beside the class's reserve. A crash in between harms nothing:
+each step is one lvextend.
 
 Where there is no room a warning is logged once, and a minute passes before lvm2 is asked again.
 """
@@ -19,6 +20,7 @@ from functools import partial
 from agent import errors, ids
 from agent.engine.allocation import Carvings, pool_name
 from agent.engine.means import Means
+from agent.engine.rounds import Rounds
 from lvm import command, layout, pools, report, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import Snapshot, Status, ThinPool
@@ -30,7 +32,11 @@ _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 2.0
 _RETRY_SECONDS = 60.0
+_SOON_SECONDS = 2.0
 _PATIENCE_SECONDS = 60.0
+# A service that ends waits so long for what is under way.
+_ENDING_SECONDS = 10.0
+_FAILURE = "volume group %s: how full its pools and snapshots are is not known: %s"
 # Classes do not say when their snapshots grow.
 _OF_SNAPSHOTS = Policy()
 _ALL_OF_IT = Reserve(percent=1000)
@@ -63,84 +69,91 @@ class Grower:
     def __init__(self, means: Means) -> None:
         self._engines, self._inventory = means.engines, means.inventory
         self._carvings = Carvings(means.config.classes, means.inventory)
+        self._counting = threading.Lock()
         self._counts = Counter({(kind, outcome): 0 for kind in KINDS for outcome in OUTCOMES})
-        # When lvm2 is asked again for what could not grow (monotonic, seconds).
-        self._later: dict[_Part, float] = {}
-        self._stopping = threading.Event()
-        self._thread: threading.Thread | None = None
+        # When lvm2 is asked again for what could not grow (monotonic, seconds), by the groups.
+        self._later: dict[str, dict[_Part, float]] = {one: {} for one in means.engines.names}
+        self._rounds = Rounds("grow", means.engines.names, self.look, _FAILURE)
 
     def start(self) -> None:
         """Look from now on."""
-        thread = threading.Thread(target=self._watch, name="grow", daemon=True)
-        thread.start()
-        # Last: a stop that comes meanwhile joins no thread that was not started.
-        self._thread = thread
+        self._rounds.start(_LOOK_SECONDS)
 
     def stop(self) -> None:
-        """Look no more; an extension that is under way comes to its end."""
-        self._stopping.set()
-        if self._thread is not None:
-            self._thread.join()
+        """Look no more; an extension that is under way comes to its end, unless that takes long."""
+        self._rounds.stop()
+        self._rounds.join(_ENDING_SECONDS)
 
     def counts(self) -> Mapping[tuple[str, str], int]:
         """How often each kind was extended, had no room, or failed to be."""
-        return dict(self._counts)
+        with self._counting:
+            return dict(self._counts)
 
     def step(self, now_seconds: float) -> bool:
-        """Look once, and extend what is too full; whether anything was extended."""
-        grown, parts = False, list(self._parts())
-        self._later = {part: self._later[part] for part in parts if part in self._later}
+        """Look once at each group, as if it were then; whether anything was extended."""
+        grown = [self.look(one, lambda: now_seconds) for one in self._engines.names]
+        return any(grown)
+
+    def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
+        """Look once, and extend what is too full; whether anything was extended.
+
+        A writer that fills what was just added is kept pace with by looking again at once.
+        """
+        grown, parts, before = False, list(self._parts(group)), self._later[group]
+        later = self._later[group] = {part: before[part] for part in parts if part in before}
         for part in parts:
             percent = _percent(part.kind, self._inventory.status(part.group, part.name))
             if percent <= part.policy.autoextend_threshold:
-                self._later.pop(part, None)
-            elif self._later.get(part, now_seconds) <= now_seconds:
-                grown |= self._extend(part, percent, now_seconds)
+                later.pop(part, None)
+            elif part not in later or later[part] <= clock():
+                grown |= self._extend(part, percent, clock)
         return grown
 
-    def _watch(self) -> None:
-        while not self._stopping.wait(_LOOK_SECONDS):
-            # A writer that fills what was just added is kept pace with.
-            while self.step(time.monotonic()) and not self._stopping.is_set():
-                pass
-
-    def _parts(self) -> Iterator[_Part]:
-        """What can fill up."""
+    def _parts(self, group: str) -> Iterator[_Part]:
+        """What can fill up in a group."""
         for prefix in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX):
-            for group, name in self._inventory.active(prefix):
+            for _, name in self._inventory.active(prefix, group):
                 how = partial(self._extend_area, group, name)
                 yield _Part(group, name, AREA, _OF_SNAPSHOTS, how)
-        for one in self._carvings.thin():
+        for one in self._carvings.thin(group):
             pool = pool_name(one.device_class)
             for kind, extend in ((DATA, one.extend_data), (METADATA, one.extend_metadata)):
                 how = partial(self._extend_pool, one.group, extend)
                 yield _Part(one.group, pool, kind, one.policy, how)
 
-    def _extend(self, part: _Part, percent: float, now_seconds: float) -> bool:
+    def _extend(self, part: _Part, percent: float, clock: Callable[[], float]) -> bool:
+        later = self._later[part.group]
         try:
             with command.time_limit(_PATIENCE_SECONDS), self._engines.hold(part.group):
                 more_bytes = part.extend(self._inventory.read(part.group), percent)
         except (errors.AgentError, lvm_errors.LvmError) as error:
-            return self._give_up(part, percent, now_seconds, FAILED, str(error))
-        if more_bytes is None:
-            self._later[part] = now_seconds + _RETRY_SECONDS
+            self._give_up(part, percent, FAILED, str(error))
+        except Exception as error:
+            # Such as a fork that failed: that passes, and whoever fills the pool does not wait.
+            self._give_up(part, percent, FAILED, repr(error))
+            later[part] = clock() + _SOON_SECONDS
             return False
-        if not more_bytes:
-            why = f"group {part.group} has no room for it"
-            return self._give_up(part, percent, now_seconds, NO_ROOM, why)
-        self._counts[part.kind, EXTENDED] += 1
-        self._later.pop(part, None)
-        _log.info("%s: %.0f %% full, extended by %d bytes", part, percent, more_bytes)
-        return True
-
-    def _give_up(
-        self, part: _Part, percent: float, now_seconds: float, outcome: str, why: str
-    ) -> bool:
-        if part not in self._later:
-            self._counts[part.kind, outcome] += 1
-            _log.warning("%s: %.0f %% full, and cannot grow: %s", part, percent, why)
-        self._later[part] = now_seconds + _RETRY_SECONDS
+        else:
+            if more_bytes:
+                self._count(part, EXTENDED)
+                later.pop(part, None)
+                _log.info("%s: %.0f %% full, extended by %d bytes", part, percent, more_bytes)
+                return True
+            if more_bytes is not None:
+                why = f"group {part.group} has no room for it"
+                self._give_up(part, percent, NO_ROOM, why)
+        # From the end of the attempt, which may have taken as long.
+        later[part] = clock() + _RETRY_SECONDS
         return False
+
+    def _give_up(self, part: _Part, percent: float, outcome: str, why: str) -> None:
+        if part not in self._later[part.group]:
+            self._count(part, outcome)
+            _log.warning("%s: %.0f %% full, and cannot grow: %s", part, percent, why)
+
+    def _count(self, part: _Part, outcome: str) -> None:
+        with self._counting:
+            self._counts[part.kind, outcome] += 1
 
     def _extend_pool(
         self,

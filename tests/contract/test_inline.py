@@ -19,6 +19,7 @@ from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, Mode, block, mounted
 from agent.engine.host import Host
+from agent.publish.inline import Ephemeral
 from agent.service.server import Service
 from lvm import report, tags
 from lvm.command import Result
@@ -421,25 +422,33 @@ def test_other_volumes_are_never_taken_for_forgotten(
 
 
 @pytest.mark.variation
-def test_a_sweep_that_lvm2_does_not_answer_is_told_in_the_log_only(
-    host: AnyHost, service: Service, caplog: pytest.LogCaptureFixture
+def test_a_sweep_that_lvm2_does_not_answer_is_told_in_the_log_and_had_again(
+    host: AnyHost,
+    config: Config,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("agent.publish.inline._TURN_SECONDS", 0.001)
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     host.intercept = lambda words: Result(5, "", "no") if words[0] == "lvm" else None
-    service.ephemeral._sweep_quietly()
-    assert "are not removed" in caplog.text
+    running.start(config.endpoint)
+    expect.soon(lambda: "are not removed" in caplog.text)
+    assert running.ephemeral.is_alive
+    running.stop()
+    expect.soon(lambda: not running.ephemeral.is_alive)
     host.intercept = lambda _words: None
     # It looks again, though none was known of.
-    assert programs(host, service.ephemeral.sweep) != []
-    assert programs(host, service.ephemeral.sweep) == []
+    assert programs(host, running.ephemeral.sweep) != []
+    assert programs(host, running.ephemeral.sweep) == []
 
 
 @pytest.mark.variation
 def test_a_service_that_ends_looks_for_nothing_more(host: AnyHost, config: Config) -> None:
     running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     running.start(config.endpoint)
+    assert running.ephemeral.is_alive
     running.stop()
-    running.ephemeral._thread.join(60)
-    assert not running.ephemeral._thread.is_alive()
+    expect.soon(lambda: not running.ephemeral.is_alive)
 
 
 @pytest.mark.variation
@@ -447,14 +456,15 @@ def test_it_looks_again_and_again(
     host: AnyHost, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent.publish.inline._TURN_SECONDS", 0.001)
-    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     looks, enough = itertools.count(1), threading.Event()
 
-    def sweep() -> None:
+    def sweep(_: Ephemeral, group: str) -> bool:
         if next(looks) == 3:
             enough.set()
+        return False
 
-    monkeypatch.setattr(running.ephemeral, "sweep", sweep)
+    monkeypatch.setattr(Ephemeral, "sweep_one", sweep)
+    running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     running.start(config.endpoint)
     assert enough.wait(60)
     running.stop()

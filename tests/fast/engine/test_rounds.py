@@ -1,0 +1,109 @@
+"""Looks that are had again and again: nothing but a stop ends them, and no group waits."""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+import expect
+import pytest
+
+from agent.engine.rounds import Rounds
+from lvm import errors as lvm_errors
+
+FAILURE = "group %s is not looked at: %s"
+
+
+class Look:
+    """Counts the looks at each group, of which those of group a hang, or raise what is given."""
+
+    def __init__(self, problem: BaseException | None = None, *, hangs: bool = False) -> None:
+        self.counts: Counter[str] = Counter()
+        self.problem = problem
+        self.over = threading.Event()
+        if not hangs:
+            self.over.set()
+
+    def __call__(self, group: str) -> bool:
+        self.counts[group] += 1
+        if group == "a":
+            assert self.over.wait(60)
+            if self.problem is not None:
+                raise self.problem
+        return False
+
+
+@pytest.fixture
+def hanging() -> Iterator[Look]:
+    look = Look(hangs=True)
+    yield look
+    look.over.set()
+
+
+def test_what_hangs_in_one_group_is_met_by_no_other(hanging: Look) -> None:
+    rounds = Rounds("test", ["a", "b"], hanging, FAILURE)
+    rounds.start(0.001)
+    expect.soon(lambda: hanging.counts["b"] > 5)
+    assert hanging.counts["a"] == 1
+    rounds.stop()
+    began = time.monotonic()
+    rounds.join(0.1)
+    assert time.monotonic() - began < 5, "an end does not wait for what hangs"
+    assert rounds.is_alive
+    hanging.over.set()
+    expect.soon(lambda: not rounds.is_alive)
+    assert hanging.counts["a"] == 1, "after a stop nothing begins"
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        BlockingIOError(11, "Resource temporarily unavailable"),
+        RuntimeError("can't start new thread"),
+        MemoryError(),
+        lvm_errors.GroupMissing("a"),
+        ZeroDivisionError("a mistake"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_nothing_that_a_look_raises_ends_it(
+    problem: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    look = Look(problem)
+    rounds = Rounds("test", ["a"], look, FAILURE)
+    rounds.start(0.001)
+    expect.soon(lambda: look.counts["a"] > 5)
+    assert len([one for one in caplog.messages if "group a is not looked at" in one]) == 1
+    look.problem = None
+    expect.soon(lambda: any("test a: well again after" in one for one in caplog.messages))
+    rounds.stop()
+    rounds.join(60)
+    assert not rounds.is_alive
+
+
+def test_a_mistake_is_told_with_where_it_was_made(caplog: pytest.LogCaptureFixture) -> None:
+    look = Look(ZeroDivisionError("a mistake"))
+    rounds = Rounds("test", ["a"], look, FAILURE)
+    rounds.start(0.001)
+    expect.soon(lambda: caplog.records)
+    rounds.stop()
+    assert "test_rounds.py" in caplog.text
+
+
+def test_a_look_that_found_something_is_had_again_at_once() -> None:
+    looks = iter([True, True, False])
+    done = threading.Event()
+
+    def look(_: str) -> bool:
+        again = next(looks)
+        if not again:
+            done.set()
+        return again
+
+    rounds = Rounds("test", ["a"], look, FAILURE)
+    rounds.start(0.3)
+    assert done.wait(60)
+    rounds.stop()
+    assert list(looks) == []

@@ -1,0 +1,255 @@
+"""Two groups, one of which hangs: what is done behind the answers goes on in the other."""
+
+import errno
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import configured
+import expect
+import pytest
+import serving
+from fakes.host import FakeHost
+from fakes.lvm import FakePool
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block
+from agent.service.server import Service
+from lvm import command, errors
+from lvm.command import Result
+from lvm.devicemapper import Status
+from lvm.layout import Layout, Reserve
+from lvm.pools import Policy
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+GROUPS = ("a", "b")
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    host = FakeHost(tmp_path)
+    for one in GROUPS:
+        host.lvm2.add_group(one, [100, 100, 100])
+    return host
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    """In each group a class of each kind that something is done for unasked."""
+    pool = Policy(over_provisioning=4, size=Reserve(size_bytes=10 * EXTENT))
+    raid = Layout("raid1", mirrors=1)
+    classes = [
+        one
+        for group in GROUPS
+        for one in (
+            DeviceClass(f"thin-{group}", group, layout=Layout("thin"), pool=pool),
+            DeviceClass(f"raid-{group}", group, layout=raid, repair="auto", repair_after_seconds=0),
+            DeviceClass(f"plain-{group}", group, default=group == "a"),
+        )
+    ]
+    return configured.carver(tmp_path, kubelet_dir=(str(tmp_path),), classes=tuple(classes))
+
+
+@pytest.fixture
+def service(config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    monkeypatch.setattr("agent.workers.autoextend._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("agent.workers.auto_repair._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("agent.publish.inline._TURN_SECONDS", 0.05)
+    monkeypatch.setattr("agent.engine.engine._GLANCE_SECONDS", 0.1)
+    monkeypatch.setattr("agent.engine.inventory._WATCHING_SECONDS", 0.1)
+    running = serving.start(config, fake)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def hang(fake: FakeHost) -> Iterator[Callable[[], threading.Event]]:
+    """Have lvm2 hang for all that has to do with group a; the event says that it did."""
+    over, asked = threading.Event(), threading.Event()
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        if words[0] == "lvm" and "/dev/fake-a-" in " ".join(words) and not over.is_set():
+            asked.set()
+            limit = command.remaining_seconds()
+            if not over.wait(60 if limit is None else limit):
+                raise errors.CommandTimedOut(tuple(words), limit or 60.0)
+        return None
+
+    def begin() -> threading.Event:
+        fake.lvm2.groups["a"].seqno += 1
+        fake.intercept = intercept
+        return asked
+
+    yield begin
+    over.set()
+
+
+def filled(client: Client, fake: FakeHost, group: str) -> FakePool:
+    """A pool that is to be extended."""
+    parameters = {"class": f"thin-{group}"}
+    client.create(f"thin-{group}", 100 * EXTENT, block(), parameters=parameters)
+    pool = fake.lvm2.groups[group].volumes[f"pool-thin-{group}"]
+    assert isinstance(pool, FakePool)
+    pool.used_data_blocks = int(pool.length * EXTENT // pool.chunk_size_bytes * 0.9)
+    return pool
+
+
+def test_a_pool_grows_while_lvm2_hangs_for_another_group(
+    client: Client, service: Service, fake: FakeHost, hang: Callable[[], threading.Event]
+) -> None:
+    filled(client, fake, "a")
+    pool = filled(client, fake, "b")
+    asked = hang()
+    before = pool.length
+    service.grower.start()
+    assert asked.wait(60)
+    expect.soon(lambda: pool.length > before)
+
+
+def test_a_pool_grows_while_device_mapper_hangs_for_another_group(
+    client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filled(client, fake, "a")
+    pool = filled(client, fake, "b")
+    over, asked, real = threading.Event(), threading.Event(), fake.lvm2.status
+
+    def status(group: str, name: str) -> tuple[Status, ...]:
+        if group == "a":
+            asked.set()
+            over.wait(60)
+        return real(group, name)
+
+    monkeypatch.setattr(fake.lvm2, "status", status)
+    before = pool.length
+    service.grower.start()
+    try:
+        assert asked.wait(60)
+        expect.soon(lambda: pool.length > before)
+    finally:
+        over.set()
+
+
+def test_what_took_its_time_to_fail_is_tried_again_a_minute_after_that(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    filled(client, fake, "a")
+    now, tries = [0.0], list[float]()
+
+    def slow(words: Sequence[str]) -> Result | None:
+        if words[1] != "lvextend":
+            return None
+        tries.append(now[0])
+        now[0] += 60
+        return Result(5, "", "no")
+
+    fake.intercept = slow
+    for _ in range(200):
+        service.grower.look("a", lambda: now[0])
+        now[0] += 2
+    assert tries[:3] == [0, 120, 240]
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"),
+        OSError(errno.EMFILE, "Too many open files"),
+        RuntimeError("can't start new thread"),
+    ],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_pool_grows_after_a_fork_that_failed(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    monkeypatch: pytest.MonkeyPatch,
+    problem: Exception,
+) -> None:
+    monkeypatch.setattr("agent.workers.autoextend._SOON_SECONDS", 0.01)
+    pool = filled(client, fake, "b")
+    failed: list[Sequence[str]] = []
+
+    def once(words: Sequence[str]) -> Result | None:
+        if words[0] == "lvm" and not failed:
+            failed.append(words)
+            raise problem
+        return None
+
+    before = pool.length
+    fake.lvm2.groups["b"].seqno += 1
+    fake.intercept = once
+    service.grower.start()
+    expect.soon(lambda: pool.length > before)
+    assert failed
+    assert service.grower.counts()["data", "failed"] == 1
+
+
+def test_a_raid_volume_is_repaired_while_lvm2_hangs_for_another_group(
+    client: Client, service: Service, fake: FakeHost, hang: Callable[[], threading.Event]
+) -> None:
+    for one in GROUPS:
+        client.create(f"raid-{one}", EXTENT, block(), parameters={"class": f"raid-{one}"})
+        fake.lose_disk(one, 0)
+    service.inventory.read()
+    asked = hang()
+    service.auto_repair.start()
+    assert asked.wait(60)
+    expect.soon(lambda: fake.lvm2.groups["b"].volumes["vol-raid-b"].health == "")
+
+
+def test_a_repair_that_raises_what_nobody_foresaw_is_tried_again(
+    client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.workers.auto_repair._RETRY_SECONDS", 0.01)
+    client.create("raid-b", EXTENT, block(), parameters={"class": "raid-b"})
+    fake.lose_disk("b", 0)
+    service.inventory.read()
+    failed: list[Sequence[str]] = []
+
+    def once(words: Sequence[str]) -> Result | None:
+        if words[0] == "lvm" and not failed:
+            failed.append(words)
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return None
+
+    fake.intercept = once
+    service.auto_repair.start()
+    expect.soon(lambda: fake.lvm2.groups["b"].volumes["vol-raid-b"].health == "")
+    assert failed
+
+
+def test_inline_volumes_that_were_left_go_while_lvm2_hangs_for_another_group(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    hang: Callable[[], threading.Event],
+    tmp_path: Path,
+) -> None:
+    for one in GROUPS:
+        target = tmp_path / "pods" / f"pod-{one}" / "volumes" / "mount"
+        target.parent.mkdir(parents=True)
+        size = {"size": "16Mi", "carver/class": f"plain-{one}"}
+        client.publish_inline(f"csi-{one * 64}", target, size)
+        fake.kernel.unmount(str(target))
+    asked = hang()
+    for one in GROUPS:
+        shutil.rmtree(tmp_path / "pods" / f"pod-{one}")
+    assert asked.wait(60)
+    expect.soon(lambda: not fake.lvm2.groups["b"].volumes)
+    assert fake.lvm2.groups["a"].volumes
+
+
+def test_lvm2_is_told_to_end_where_a_look_for_inline_volumes_takes_too_long(
+    service: Service,
+    hang: Callable[[], threading.Event],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("agent.publish.inline._PATIENCE_SECONDS", 0.1)
+    for one in service.ephemeral._sweeps.values():
+        one.may_be_some = True
+    hang()
+    expect.soon(lambda: "volume group a: inline volumes that were left" in caplog.text)
