@@ -5,6 +5,8 @@ Every write of LVM's metadata closes the disk, and udev's watch rule answers wit
 """
 
 import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +18,8 @@ _log = logging.getLogger(__name__)
 _UDEV_CONTROL = Path("/run/udev/control")
 # Logical volumes come and go with Carver's own calls, and say nothing of the disks under them.
 _OF_A_VOLUME = "LVM-"
+# What comes without end is left to the next wait, for who waits has other work.
+_MOST_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -29,10 +33,15 @@ class DiskEvent:
 
 
 class DiskEvents:
-    """Events of block devices that are not logical volumes. For one thread: libudev(3)."""
+    """Events of block devices that are not logical volumes. For one thread: libudev(3).
 
-    def __init__(self, monitor: Any) -> None:
-        self._monitor = monitor
+    `listen` begins to listen, and returns pyudev's monitor; it raises OSError.
+    """
+
+    def __init__(self, listen: Callable[[], Any]) -> None:
+        self._listen = listen
+        # None while nobody listens.
+        self._monitor: Any = listen()
         # The nodes that were logical volumes when an event told what they are.
         self._volumes: set[str] = set()
 
@@ -45,23 +54,47 @@ class DiskEvents:
         if not control.exists():
             return None
         try:
-            monitor = pyudev.Monitor.from_netlink(pyudev.Context())
-            monitor.filter_by("block")
-            monitor.start()
+            context = pyudev.Context()
+            return cls(lambda: _listening(context))
         except (ImportError, OSError) as error:
             _log.warning("no events of udev's: %s", error)
             return None
-        return cls(monitor)
 
-    def wait(self, seconds: float) -> DiskEvent | None:
-        """Wait for an event, so long at most; None where no disk changed."""
+    def wait(self, seconds: float) -> frozenset[DiskEvent]:
+        """Wait for events, so long at most; all that are there by then, each once.
+
+        Where some were lost it is one that tells of no disk by its path: any may have changed.
+        """
+        if self._monitor is None:
+            time.sleep(seconds)
+            return self._listen_anew()
+        end = time.monotonic() + seconds + _MOST_SECONDS
+        found: set[DiskEvent] = set()
         try:
             device = self._monitor.poll(timeout=seconds)
-        except OSError:
-            return DiskEvent()  # more events than the socket could hold
-        if device is None or self._is_volume(device):
-            return None
-        return DiskEvent(device.device_node if device.action == "change" else None)
+            while device is not None:
+                if not self._is_volume(device):
+                    found.add(DiskEvent(device.device_node if device.action == "change" else None))
+                device = self._monitor.poll(timeout=0) if time.monotonic() < end else None
+        except OSError as error:
+            _log.warning("events of udev's are lost, so every disk is looked at: %s", error)
+            return self._listen_anew()
+        return frozenset(found)
+
+    def _listen_anew(self) -> frozenset[DiskEvent]:
+        """Have another socket: of one that overflowed (ENOBUFS) pyudev never reads the error.
+
+        Nothing that was lost until now is told by it, so that all disks are to be looked at.
+        """
+        was_listening, self._monitor = self._monitor is not None, None
+        try:
+            self._monitor = self._listen()
+        except OSError as error:
+            if was_listening:
+                _log.warning("no events of udev's until that can be mended: %s", error)
+                return frozenset({DiskEvent()})
+            return frozenset()
+        return frozenset({DiskEvent()})
 
     def _is_volume(self, device: Any) -> bool:
         """Whether it is a logical volume, or tells nothing of a disk yet.
@@ -77,3 +110,10 @@ class DiskEvents:
         was_volume = device.device_node in self._volumes
         self._volumes.discard(device.device_node)
         return was_volume and device.action == "remove"
+
+
+def _listening(context: Any) -> Any:
+    monitor = pyudev.Monitor.from_netlink(context)
+    monitor.filter_by("block")
+    monitor.start()
+    return monitor

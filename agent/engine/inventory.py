@@ -4,7 +4,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 
 from agent import admission, errors, fact, ids
@@ -21,8 +21,6 @@ from lvm import errors as lvm_errors
 # Those who only watch are told what was seen so long ago, and wait for a new look so long.
 _RECENT_SECONDS = 60.0
 _WATCHING_SECONDS = 5.0
-# How long whoever has everything looked at waits for it.
-_BEHIND_SECONDS = 60.0
 
 
 class Inventory(Activation):
@@ -42,8 +40,8 @@ class Inventory(Activation):
         self._foundations = foundations
         self._guard = threading.Lock()
         self._held: frozenset[tuple[str, str]] = frozenset()
-        # Whether anyone went by what was seen since the groups were looked at last.
-        self._glimpsed = False
+        # The groups that someone went by what was seen of since `renew` had them looked at.
+        self._glimpsed: set[str] = set()
 
     def read(self, *groups: str) -> report.Report:
         """What lvm2 knows now of these groups, or of all where none is named.
@@ -167,18 +165,25 @@ class Inventory(Activation):
 
     def leave_word(self) -> None:
         """Somebody goes by what was seen last: have `renew` look anew when it is due."""
-        self._glimpsed = True
+        self._glimpsed.update(self._groups)
 
     def outdate(self, written: str | None = None) -> None:
         """A disk changed, or may have: see `Engines.outdate`."""
         self._engines.outdate(written)
 
-    def renew(self, due_seconds: float) -> None:
-        """Look for those who glimpse, where that was so long ago."""
-        oldest = min((one.time_seconds for one in self._engines), default=0.0)
-        if self._glimpsed and abs(time.time() - oldest) >= due_seconds:
-            self._glimpsed = False
-            wait([one.look_behind() for one in self._engines], _BEHIND_SECONDS)
+    def renew(self, due_seconds: float) -> list[Future[None]]:
+        """Have each group looked at that somebody glimpses at, and nobody asked for so long.
+
+        Whatever came of it: one that fails at once is not asked more often. Waits for nothing, and
+        returns the looks that it began.
+        """
+        begun: list[Future[None]] = []
+        for one in self._engines:
+            is_due = abs(time.time() - one.tried_seconds) >= due_seconds
+            if is_due and one.name in self._glimpsed:
+                begun.append(one.look_behind())
+                self._glimpsed.discard(one.name)
+        return begun
 
     def require_group_of(self, known: report.Report, identity: str) -> None:
         """Raise OtherGroup for an id of a group that is not here: then nothing is proved."""

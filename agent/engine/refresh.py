@@ -5,7 +5,8 @@ Nothing is read while nobody asks: an idle node runs no command.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from agent.engine.inventory import Inventory
 from lvm.events import DiskEvents
@@ -20,7 +21,8 @@ _DUE_SECONDS = 60.0
 class Watch:
     """A thread that has the inventory read anew when its report is due.
 
-    At each of its turns it does `then`, which has to return at once.
+    At each of its turns it does `then`, which has to return at once, as all else that it does:
+    udev's events come however long a group hangs.
     """
 
     def __init__(
@@ -32,6 +34,8 @@ class Watch:
         self._inventory = known
         self._listen = listen
         self._then = then
+        # Why not, as it was told last, by what was to be looked at.
+        self._told: dict[str, str] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -44,14 +48,35 @@ class Watch:
         self._stopping.set()
 
     def _run(self) -> None:
-        events = self._listen()
+        events: DiskEvents | None = None
+        with self._going_on("udev"):
+            events = self._listen()
         while not self._stopping.is_set():
-            if events is None:
-                self._stopping.wait(_TURN_SECONDS)
-            elif (event := events.wait(_TURN_SECONDS)) is not None:
-                self._inventory.outdate(event.written)
-            try:
+            with self._going_on("udev"):
+                self._hear(events)
+            with self._going_on("LVM"):
                 self._inventory.renew(_DUE_SECONDS)
+            with self._going_on("volume groups"):
                 self._then()
-            except Exception as error:
-                _log.error("LVM could not be looked at: %s", error)
+
+    def _hear(self, events: DiskEvents | None) -> None:
+        """Wait for events, or where there are none for the clock."""
+        if events is None:
+            self._stopping.wait(_TURN_SECONDS)
+            return
+        for event in events.wait(_TURN_SECONDS):
+            self._inventory.outdate(event.written)
+
+    @contextmanager
+    def _going_on(self, what: str) -> Iterator[None]:
+        """Nothing that is raised inside ends the thread, or has it turn without a pause."""
+        try:
+            yield
+        except Exception as error:
+            # The same again at each turn is told once.
+            if self._told.get(what) != (problem := str(error) or type(error).__name__):
+                _log.error("%s could not be looked at: %s", what, problem)
+            self._told[what] = problem
+            self._stopping.wait(_TURN_SECONDS)
+        else:
+            self._told.pop(what, None)

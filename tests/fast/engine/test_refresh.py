@@ -1,7 +1,9 @@
 """The report that those who watch glimpse at is read anew when a disk changed, or with time."""
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +12,32 @@ import pyudev
 from fakes.host import FakeHost
 from fakes.known import inventory
 
+from agent.engine import refresh
 from agent.engine.engines import Engines
 from agent.engine.inventory import Inventory
 from agent.engine.refresh import Watch
+from lvm import events as module
+from lvm.command import Result
 from lvm.events import DiskEvent, DiskEvents
 
 
 class Events:
     """What udev tells, one answer for each wait; then it is over."""
 
-    def __init__(self, *answers: DiskEvent | None) -> None:
+    def __init__(self, *answers: set[DiskEvent] | Exception) -> None:
         self.answers = list(answers)
         self.over = threading.Event()
         self.go_on = threading.Event()
 
-    def wait(self, _seconds: float) -> DiskEvent | None:
+    def wait(self, _seconds: float) -> set[DiskEvent]:
         if not self.answers:
             self.over.set()
             self.go_on.wait(20)
-            return None
-        return self.answers.pop(0)
+            return set()
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
 class Known(Inventory):
@@ -45,11 +53,12 @@ class Known(Inventory):
     def outdate(self, written: str | None = None) -> None:
         self.outdated.append(written)
 
-    def renew(self, due_seconds: float) -> None:
+    def renew(self, due_seconds: float) -> list[Future[None]]:
         self.renewed.append(due_seconds)
         self.turned.set()
         if self.fails:
             raise RuntimeError("no thread can be made")
+        return []
 
 
 @pytest.fixture
@@ -67,7 +76,7 @@ def run(watch: Watch, until: threading.Event, then: Callable[[], object]) -> Non
 
 
 def test_a_disk_that_changed_makes_the_report_old(known: Known) -> None:
-    events: Any = Events(DiskEvent(), None, DiskEvent("/dev/sdb"))
+    events: Any = Events({DiskEvent()}, set(), {DiskEvent("/dev/sdb")})
     run(Watch(known, lambda: events), events.over, events.go_on.set)
     assert known.outdated == [None, "/dev/sdb"]
     assert set(known.renewed) == {60.0}
@@ -96,13 +105,91 @@ def test_a_group_that_is_not_there_is_told_once_and_once_that_it_is_back(
 
 
 def test_a_look_that_fails_is_logged_and_tried_again(
-    known: Known, caplog: pytest.LogCaptureFixture
+    known: Known, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(refresh, "_TURN_SECONDS", 0.01)
     known.fails = True
-    events: Any = Events(None, None)
+    events: Any = Events(set(), set(), set())
+    turns: list[None] = []
+    run(Watch(known, lambda: events, lambda: turns.append(None)), events.over, events.go_on.set)
+    assert len(known.renewed) >= 3
+    assert len(turns) >= 3, "what else is to be done is done all the same"
+    assert caplog.text.count("no thread can be made") == 1
+
+
+def test_whatever_udev_s_library_raises_the_clock_goes_on(
+    known: Known, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refresh, "_TURN_SECONDS", 0.01)
+    events: Any = Events(ValueError("an odd device"), {DiskEvent("/dev/sdb")})
     run(Watch(known, lambda: events), events.over, events.go_on.set)
-    assert len(known.renewed) >= 2
-    assert "no thread can be made" in caplog.text
+    assert known.outdated == ["/dev/sdb"]
+    assert "an odd device" in caplog.text
+
+    def fail() -> DiskEvents | None:
+        raise AttributeError("an odd library")
+
+    known.turned.clear()
+    run(Watch(known, fail), known.turned, lambda: None)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[tuple[FakeHost, Engines, Inventory]]:
+    """Two groups, looked at a minute ago, of which somebody glimpses."""
+    fake = FakeHost(tmp_path)
+    fake.lvm2.add_group("sick")
+    fake.lvm2.add_group("sound")
+    engines = Engines(fake.lvm, fake.disks, fake.devices, ["sick", "sound"])
+    known = Inventory(engines, fake.devices)
+    known.read()
+    for one in engines:
+        one.time_seconds -= 61
+        one.tried_seconds -= 61
+        fake.lvm2.groups[one.name].seqno += 1
+    fake.commands.clear()
+    yield fake, engines, known
+    engines.stop()
+
+
+def test_a_group_that_fails_at_once_is_asked_once_a_minute_as_one_that_answers(
+    two: tuple[FakeHost, Engines, Inventory],
+) -> None:
+    fake, engines, known = two
+    asked: list[Sequence[str]] = []
+    [sick] = engines.lvm("sick").devices
+
+    def refuse(words: Sequence[str]) -> Result | None:
+        if sick not in " ".join(words):
+            return None
+        asked.append(words)
+        return Result(5, "", "  Cannot process volume group sick")
+
+    fake.intercept = refuse
+    for _ in range(30):
+        known.leave_word()
+        wait(known.renew(60.0), 20)
+    assert len(asked) == 1
+    assert len(fake.commands) == 1
+
+
+def test_while_a_group_hangs_the_other_is_looked_at_and_nothing_waits(
+    two: tuple[FakeHost, Engines, Inventory],
+) -> None:
+    fake, engines, known = two
+    over = threading.Event()
+    [sick] = engines.lvm("sick").devices
+
+    def hang(words: Sequence[str]) -> None:
+        if sick in " ".join(words):
+            assert over.wait(20)
+
+    fake.intercept = hang
+    known.leave_word()
+    hanging, other = known.renew(60.0)
+    other.result(20)
+    assert not hanging.done()
+    over.set()
+    hanging.result(20)
 
 
 # udev
@@ -123,6 +210,7 @@ class Monitor:
     def __init__(self, *devices: Changed | OSError | None) -> None:
         self.devices = list(devices)
         self.started = False
+        self.problem: OSError | None = None
 
     def filter_by(self, subsystem: str) -> None:
         assert subsystem == "block"
@@ -131,19 +219,39 @@ class Monitor:
         self.started = True
 
     def poll(self, timeout: float) -> Changed | None:
-        device = self.devices.pop(0)
-        if isinstance(device, OSError):
-            raise device
-        return device
+        # An error stays on the socket, as pyudev raises before anything is received.
+        if self.problem is None and self.devices:
+            device = self.devices.pop(0)
+            if not isinstance(device, OSError):
+                return device
+            self.problem = device
+        if self.problem is not None:
+            raise self.problem
+        return None
 
 
 def listening(
-    monitor: Monitor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> DiskEvents | None:
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *monitors: Monitor | OSError
+) -> DiskEvents:
+    """By the first of the monitors, then, if need be, by the next."""
+    left = list(monitors)
+
+    def from_netlink(_context: object) -> Monitor:
+        monitor = left.pop(0)
+        if isinstance(monitor, OSError):
+            raise monitor
+        return monitor
+
     (tmp_path / "control").write_bytes(b"")
     monkeypatch.setattr(pyudev, "Context", lambda: "context")
-    monkeypatch.setattr(pyudev.Monitor, "from_netlink", lambda _context: monitor)
-    return DiskEvents.open(tmp_path / "control")
+    monkeypatch.setattr(pyudev.Monitor, "from_netlink", from_netlink)
+    events = DiskEvents.open(tmp_path / "control")
+    assert events is not None
+    return events
+
+
+def lost() -> OSError:
+    return OSError(105, "No buffer space available")
 
 
 def test_events_of_disks_count_and_those_of_logical_volumes_do_not(
@@ -151,16 +259,65 @@ def test_events_of_disks_count_and_those_of_logical_volumes_do_not(
 ) -> None:
     monitor = Monitor(
         Changed("add", "/dev/sdb"),
-        Changed("change", "/dev/dm-0", DM_UUID="LVM-abc"),
-        Changed("change", "/dev/dm-1", DM_UUID="CRYPT-abc"),
         None,
-        OSError(105, "No buffer space available"),
+        Changed("change", "/dev/dm-0", DM_UUID="LVM-abc"),
+        None,
+        Changed("change", "/dev/dm-1", DM_UUID="CRYPT-abc"),
     )
-    events = listening(monitor, monkeypatch, tmp_path)
-    assert events is not None
+    events = listening(monkeypatch, tmp_path, monitor)
     assert monitor.started
-    found = [events.wait(0.0) for _ in range(5)]
-    assert found == [DiskEvent(), None, DiskEvent("/dev/dm-1"), None, DiskEvent()]
+    found = [events.wait(0.0) for _ in range(4)]
+    assert found == [{DiskEvent()}, set(), {DiskEvent("/dev/dm-1")}, set()]
+
+
+def test_all_events_that_are_there_are_heard_at_once_and_each_of_them_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = [Changed("change", f"/dev/sd{n % 3}") for n in range(300)]
+    events = listening(monkeypatch, tmp_path, Monitor(*told, Changed("remove", "/dev/sda")))
+    every = {DiskEvent("/dev/sd0"), DiskEvent("/dev/sd1"), DiskEvent("/dev/sd2"), DiskEvent()}
+    assert events.wait(0.0) == every
+    assert events.wait(0.0) == set()
+
+
+def test_events_without_end_do_not_hold_who_waits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "_MOST_SECONDS", 0.05)
+    monitor = Monitor()
+    monkeypatch.setattr(monitor, "poll", lambda timeout: Changed("change", "/dev/sda"))
+    events = listening(monkeypatch, tmp_path, monitor)
+    assert events.wait(0.0) == {DiskEvent("/dev/sda")}
+
+
+def test_after_more_events_than_the_socket_could_hold_others_are_heard_by_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = Monitor(Changed("change", "/dev/sda"), lost()), Monitor(None)
+    events = listening(monkeypatch, tmp_path, first, second)
+    assert events.wait(0.0) == {DiskEvent()}, "any disk may have changed"
+    second.devices += [Changed("change", "/dev/sdb"), None]
+    assert [events.wait(0.0) for _ in range(3)] == [set(), {DiskEvent("/dev/sdb")}, set()]
+    assert second.started
+    assert caplog.text.count("are lost") == 1
+
+
+def test_where_nobody_can_listen_anew_it_is_tried_at_each_turn_and_costs_no_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    none = OSError(24, "Too many open files")
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    last = Monitor(Changed("change", "/dev/sdb"))
+    events = listening(monkeypatch, tmp_path, Monitor(lost()), none, none, last)
+    assert [events.wait(2.0) for _ in range(4)] == [
+        {DiskEvent()},
+        set(),
+        {DiskEvent()},
+        {DiskEvent("/dev/sdb")},
+    ]
+    assert slept == [2.0, 2.0]
+    assert caplog.text.count("Too many open files") == 1
 
 
 def test_the_events_of_a_logical_volume_that_comes_and_goes_do_not_count_either(
@@ -176,10 +333,10 @@ def test_the_events_of_a_logical_volume_that_comes_and_goes_do_not_count_either(
         Changed("change", "/dev/dm-6", DM_UUID="mpath-abc"),
         Changed("remove", "/dev/dm-6"),
     ]
-    events = listening(Monitor(*told), monkeypatch, tmp_path)
-    assert events is not None
-    found = [events.wait(0.0) for _ in told]
-    assert found == [None] * 5 + [DiskEvent("/dev/dm-6"), DiskEvent()]
+    one_by_one = [each for one in told for each in (one, None)]
+    events = listening(monkeypatch, tmp_path, Monitor(*one_by_one))
+    found: list[object] = [events.wait(0.0) for _ in told]
+    assert found == [set()] * 5 + [{DiskEvent("/dev/dm-6")}, {DiskEvent()}]
 
 
 def test_where_udev_does_not_run_there_are_no_events(tmp_path: Path) -> None:

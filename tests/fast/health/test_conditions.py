@@ -3,6 +3,7 @@
 import errno
 import os
 import time
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -177,7 +178,7 @@ def renew(service: Service) -> None:
     """As the thread that watches does, when its time has come."""
     for engine in service.engines:
         engine.time_seconds = engine.tried_seconds = 0.0
-    service.inventory.renew(60.0)
+    wait(service.inventory.renew(60.0))
 
 
 def test_health_is_what_lvm_said_last_and_no_process_is_started(
@@ -259,23 +260,23 @@ def test_nothing_is_read_behind_anyone_s_back_while_nobody_asks(
     client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
     before = len(fake.commands)
-    service.inventory._glimpsed = False
+    service.inventory._glimpsed.clear()
     renew(service)
     assert len(fake.commands) == before
 
     client.node_health(staged.volume_id)
     service.inventory.read()
-    service.inventory.renew(60.0)
+    wait(service.inventory.renew(60.0))
     assert len(fake.commands) == before + 1, "the report is new"
 
     fake.lvm2.groups["data"].seqno += 1
     service.inventory.outdate()
-    service.inventory.renew(60.0)
+    wait(service.inventory.renew(60.0))
     assert len(fake.commands) == before + 1, "new enough, also where a disk changed since"
 
     for engine in service.engines:
-        engine.time_seconds = time.time() - 70
-    service.inventory.renew(60.0)
+        engine.time_seconds = engine.tried_seconds = time.time() - 70
+    wait(service.inventory.renew(60.0))
     assert len(fake.commands) == before + 2, "and then it is not"
 
 
