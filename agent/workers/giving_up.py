@@ -199,7 +199,7 @@ class GivingUp:
         if self._zero or any(is_encrypted(tags.decode(one.tags)) for one in (root, *held)):
             owe(lvm, group)
         for one in (root, *held):
-            self._mappings.forget(one)
+            self._mappings.copies.forget(one.uuid)
         # What is in a pool, and what is a snapshot of it, goes with it: all of it was deleted.
         volumes.remove_lost(lvm, group.name, root.name)
         gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
