@@ -2,7 +2,7 @@
 
 What asks lvm2, or waits for a lock or for mkfs, holds a thread of the server's for as long as a
 disk likes. So many calls do that at most that the others, such as unpublishing and statistics, find
-one.
+one. And each group's calls leave some of that to those of the others, whatever they wait for.
 
 A call is admitted when it first needs a group, not as it comes in: most of the Node's need none.
 Work that no call waits for, such as the start itself, is not held back.
@@ -11,6 +11,7 @@ Work that no call waits for, such as the start itself, is not held back.
 import contextvars
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,8 +20,13 @@ from lvm import command
 
 # The server's threads, and how many of them may be with volume groups. A node has 110 pods, and
 # after a boot most of their volumes are staged at once.
-THREADS = 96
-PLACES = 80
+THREADS = 128
+PLACES = 112
+# A group's calls may take so many times what they leave free: alone 84 of these places, and of two
+# groups whose disks hang each 48, with 16 left.
+_SHARE = 3
+# Calls that ask for all groups are counted as if these were one more.
+_ALL = ""
 # A start takes a few commands; who comes a moment too early need not come again.
 _PATIENCE_SECONDS = 10.0
 
@@ -34,6 +40,8 @@ class Admission:
         self.problem: Exception | None = None
         self.is_open = True
         self._places = self._free = places
+        # How many of those that are taken are with a group.
+        self._with: Counter[str] = Counter()
         self._closed_at = 0.0
         self._changed = threading.Condition()
 
@@ -65,6 +73,7 @@ class Admission:
             _visit.reset(token)
             if visit.admitted:
                 self._leave()
+            self._part(visit.groups)
 
     def admit(self) -> None:
         """Take a place; raises TooManyCalls, Starting."""
@@ -82,6 +91,14 @@ class Admission:
             self._leave()
             raise
 
+    def join(self, group: str) -> None:
+        """Count a call that has a place among a group's; raises TooManyCalls."""
+        with self._changed:
+            # As if it came only now.
+            if self._with[group] >= _SHARE * (self._free + 1):
+                raise errors.TooManyCalls(self._with[group], group)
+            self._with[group] += 1
+
     def require_open(self) -> None:
         """Raise Starting while no call is admitted."""
         if not self.is_open:
@@ -91,18 +108,33 @@ class Admission:
         with self._changed:
             self._free += 1
 
+    def _part(self, groups: set[str]) -> None:
+        with self._changed:
+            self._with.subtract(groups)
+            # Ids name groups as their callers like.
+            self._with = +self._with
+
 
 class _Visit:
-    """A call under way, and whether it has a place."""
+    """A call under way, whether it has a place, and the groups that it is with."""
 
     def __init__(self, admission: Admission) -> None:
         self.admission = admission
         self.admitted = False
+        self.groups: set[str] = set()
 
 
-def enter() -> None:
-    """What follows asks for a volume group; raises TooManyCalls, Starting where no call may."""
+def enter(*groups: str) -> None:
+    """What follows asks for volume groups; raises TooManyCalls, Starting where no call may.
+
+    Where none is named it asks all of them, and is counted among those that do.
+    """
     visit = _visit.get()
-    if visit is not None and not visit.admitted:
+    if visit is None:
+        return
+    if not visit.admitted:
         visit.admission.admit()
         visit.admitted = True
+    for one in sorted({*(groups or (_ALL,))} - visit.groups):
+        visit.admission.join(one)
+        visit.groups.add(one)

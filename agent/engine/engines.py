@@ -91,7 +91,7 @@ class Engines:
 
         Raises GroupBusy, TooManyCalls, Starting.
         """
-        admission.enter()
+        admission.enter(*names)
         found = [self.of(one) for one in sorted(set(names))]
         with ExitStack() as held:
             for one in found:

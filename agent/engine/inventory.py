@@ -50,7 +50,7 @@ class Inventory(Activation):
         whether they have something, too. One command for each group that was written to since.
         Raises LvmError, GroupRefused, GroupSilent, TooManyCalls, Starting.
         """
-        admission.enter()
+        admission.enter(*groups)
         wanted = groups or self._groups
         seen = {one: self._engines.of(one) for one in wanted}
         looked = {name: one.look() for name, one in seen.items() if one is not None}

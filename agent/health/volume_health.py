@@ -222,7 +222,7 @@ class VolumesHealth:
         return found
 
     def _looked(self, engine: Engine, volume_id: str) -> Volume | None:
-        admission.enter()
+        admission.enter(engine.name)
         remaining = command.remaining_seconds()
         patience = _PROOF_SECONDS if remaining is None else min(_PROOF_SECONDS, remaining)
         with command.time_limit(patience):
@@ -237,7 +237,7 @@ class VolumesHealth:
     def _require_seen(self, engine: Engine) -> None:
         """Have a group looked at that this process never saw; raises what keeps it from that."""
         if engine.state == "unknown":
-            admission.enter()
+            admission.enter(engine.name)
             engine.glance()
         if engine.state == "unknown":
             raise engine.problem or errors.GroupBusy(

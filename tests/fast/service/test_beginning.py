@@ -4,6 +4,7 @@ import http.client
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -289,6 +290,47 @@ def test_a_call_too_many_is_told_to_come_again_and_one_that_asks_no_group_is_not
         caller.submit(one_more).result(20)
     with admitting.call():
         admission.enter()
+
+
+def admitted(admitting: Admission, ending: ExitStack, *groups: str) -> bool:
+    """Whether one more call finds a place with these groups, which it keeps."""
+    with ExitStack() as call:
+        call.enter_context(admitting.call())
+        try:
+            admission.enter(*groups)
+        except errors.TooManyCalls:
+            return False
+        ending.enter_context(call.pop_all())
+        return True
+
+
+def test_a_group_s_calls_leave_places_to_the_others_however_many_groups_hang() -> None:
+    admitting = Admission(places=16)
+    with ExitStack() as ending:
+        for groups, places in ((["a"], 12), ([], 3), (["c"], 1)):
+            calls = [admitted(admitting, ending, *groups) for _ in range(99)]
+            assert sum(calls) == places, groups
+    with ExitStack() as ending:
+        turns = [(one, admitted(admitting, ending, one)) for _ in range(99) for one in "ab"]
+        assert [turns.count((one, True)) for one in "ab"] == [7, 7]
+        # What is with no group, or with another, has a place.
+        assert admitted(admitting, ending)
+        assert admitted(admitting, ending, "c")
+    assert admitting._with == {}
+
+
+def test_a_call_of_two_groups_is_counted_for_both_and_for_each_once() -> None:
+    admitting = Admission(places=8)
+    with ExitStack() as ending:
+        for _ in range(3):
+            assert admitted(admitting, ending, "a", "b")
+            admission.enter("a")
+        assert admitting._with == {"a": 3, "b": 3}
+    with admitting.call():
+        admission.enter("a")
+        admission.enter("a", "b")
+        assert admitting._with == {"a": 1, "b": 1}
+    assert admitting._with == {}
 
 
 def test_who_was_not_admitted_keeps_no_place() -> None:

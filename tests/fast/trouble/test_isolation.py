@@ -319,6 +319,43 @@ def test_however_many_calls_one_group_takes_others_find_a_place(
             wait(sick)
 
 
+def test_volumes_that_are_staged_on_a_dead_disk_leave_places_to_the_other_group_s(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    of_both: tuple[csi.Volume, csi.Volume],
+    callers: ThreadPoolExecutor,
+    config: Config,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """mount(2) waits for the disk, and no time limit ends it."""
+    places = service.admission._free = service.admission._places = 8
+    names = [f"staged-{number}" for number in range(places)]
+    sick = [client.create(one, 16 * MIB, mounted("ext4"), parameters=SICK) for one in names]
+    over, real = threading.Event(), fake.kernel.mount
+
+    def mount(device: str, *words: Any) -> None:
+        assert "/a-" not in device or over.wait(60)
+        real(device, *words)
+
+    monkeypatch.setattr(fake.kernel, "mount", mount)
+    calls = [
+        callers.submit(client.stage, one, tmp_path / name, mounted("ext4"))
+        for name, one in zip(names, sick, strict=True)
+    ]
+    try:
+        # What is one too many is refused, and says so.
+        expect.soon(lambda: any(one.done() for one in calls))
+        whole_life(client, config, of_both[1], tmp_path)
+        refused = [one for one in calls if one.done()]
+        assert {code_of(one) for one in refused} == {"UNAVAILABLE"}
+        assert len(refused) == places // 4
+    finally:
+        over.set()
+        wait(calls)
+
+
 def test_a_group_whose_disks_hang_is_unavailable_at_once_and_the_other_is_as_it_was(
     client: Client,
     config: Config,
