@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 
@@ -137,6 +138,75 @@ def test_a_caller_that_goes_away_is_nobody_s_trouble(
     gone.set()
     assert get(port, "/well") == (200, "ok\n")
     assert caplog.text == ""
+
+
+@pytest.fixture
+def over() -> Iterator[threading.Event]:
+    """At the latest when the test ends."""
+    ended = threading.Event()
+    yield ended
+    ended.set()
+
+
+def test_however_many_wait_for_a_page_that_hangs_the_others_are_answered(
+    serve: Serve, over: threading.Event
+) -> None:
+    port = serve(metrics=lambda: b"late" * over.wait(60), healthz=lambda: b"ok\n")
+    with ThreadPoolExecutor(2 * monitor._ANSWERED) as scrapers:
+        scrapes = [scrapers.submit(get, port, "/metrics") for _ in range(2 * monitor._ANSWERED)]
+        # One too many is told so.
+        done, _ = wait(scrapes, 20, FIRST_COMPLETED)
+        assert {one.result()[0] for one in done} == {503}
+        for _ in range(9):
+            assert get(port, "/healthz") == (200, "ok\n")
+            assert get(port, "/metrics") == (503, "4 callers wait for it already\n")
+        assert get(port, "/none")[0] == 404
+        assert sum(not one.done() for one in scrapes) == monitor._ANSWERED
+        over.set()
+
+
+def test_a_caller_for_whom_there_is_no_thread_is_hung_up_on_and_the_next_is_answered(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = serve(well=lambda: b"ok\n")
+
+    def start(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", start)
+        for _ in range(2 * monitor._ASKING):
+            with pytest.raises(OSError):  # noqa: PT011 - closed, or reset
+                get(port, "/well")
+    assert get(port, "/well") == (200, "ok\n")
+    assert "is not answered" in caplog.text
+
+
+def test_the_end_waits_for_those_who_are_answered_but_not_for_what_hangs(
+    monkeypatch: pytest.MonkeyPatch, over: threading.Event
+) -> None:
+    monkeypatch.setattr(monitor, "_ENDING_SECONDS", 0.2)
+    monkeypatch.setattr(monitor._Handler, "timeout", 60)
+    begun = threading.Event()
+
+    def hang() -> bytes:
+        begun.set()
+        over.wait(60)
+        return b""
+
+    running = Monitor(HERE, {"/metrics": Page(hang)})
+    port = running.start()
+    # These wait for the page, and those say nothing.
+    asking = [socket.create_connection(("127.0.0.1", port)) for _ in range(6)]
+    for one in asking:
+        one.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    assert begun.wait(20)
+    silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(6)]
+    began = time.monotonic()
+    running.stop()
+    assert time.monotonic() - began < 20
+    for one in (*asking, *silent):
+        one.close()
 
 
 # Health
