@@ -24,6 +24,7 @@ _CONTROL = Path("/dev/mapper/control")
 # padding, dev, name, uuid, and seven bytes that fill it up.
 _HEADER = struct.Struct("=3I I I I i I I I Q 128s 129s 7x")
 _DATA_SIZE_AT, _DATA_START_AT, _TARGET_COUNT_AT, _OPEN_COUNT_AT, _FLAGS_AT = 12, 16, 20, 24, 28
+_DEVICE_AT = 40
 # struct dm_name_list: dev, next; the name follows.
 _NAME = struct.Struct("=Q I")
 # struct dm_target_msg: the sector that it is for; the message follows.
@@ -249,6 +250,23 @@ class DeviceMapper:
                 return tuple(self._walk(control, name=name))
         except OSError:
             return ()
+
+    def number(self, name: str) -> tuple[int, int] | None:
+        """A device's number, major and minor; None where there is none of the name.
+
+        Raises OSError where there is no answer.
+        """
+        buffer = _request(_HEADER.size, 0, name, 0)
+        try:
+            with self._opened() as control:
+                self._ioctl(control, _DEVICE_STATUS, buffer)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return None
+            raise
+        # As the kernel has it (huge_encode_dev), which is as the C library has it.
+        (device,) = struct.unpack_from("=Q", buffer, _DEVICE_AT)
+        return os.major(device), os.minor(device)
 
     def suspend(self, name: str) -> None:
         """Hold a device: what is written or read from now on waits, what was before is done.

@@ -138,13 +138,12 @@ class Devices(Protocol):
 class KernelDevices:
     """The real `Devices`."""
 
-    def __init__(self) -> None:
-        self._mapper = DeviceMapper()
+    def __init__(self, mapper: DeviceMapper | None = None) -> None:
+        self._mapper = mapper or DeviceMapper()
 
     def find(self, group: str, name: str) -> Device | None:
         """The device, or None where the volume is not active on this node (or not there)."""
-        dm_name = names.device(group, name)
-        return self._by_node(dm_name) or self._by_search(dm_name)
+        return self._named(names.device(group, name))
 
     def mapping(self, device: Device) -> Device | None:
         """The dm-crypt device over a volume's, as Carver opens it; None where it is not open.
@@ -236,10 +235,14 @@ class KernelDevices:
     def _part(self, group: str, name: str, part: str) -> str:
         """The device of what lvm2 made for an active volume beside the volume's own."""
         dm_name = names.device(group, name) + part
-        found = self._by_node(dm_name) or self._by_search(dm_name)
+        found = self._named(dm_name)
         if found is None:
             raise errors.Inactive(group, name + part)
         return found.path
+
+    def _named(self, dm_name: str) -> Device | None:
+        """The device of that name: however many there are, that costs the same."""
+        return self._by_node(dm_name) or self._by_driver(dm_name)
 
     def _by_node(self, dm_name: str) -> Device | None:
         """Through the node that udev, or lvm2 where there is no udev, made in /dev/mapper."""
@@ -253,8 +256,23 @@ class KernelDevices:
         number = (os.major(status.st_rdev), os.minor(status.st_rdev))
         return _device(f"{_SYS_BY_NUMBER}/{number[0]}:{number[1]}", dm_name, path, number)
 
+    def _by_driver(self, dm_name: str) -> Device | None:
+        """Through device-mapper, where the node in /dev/mapper is missing or is another's.
+
+        One ioctl.
+        """
+        try:
+            number = self._mapper.number(dm_name)
+        except OSError:
+            return self._by_search(dm_name)
+        if number is None:
+            return None
+        # The kernel names them so (alloc_dev in drivers/md/dm.c).
+        path = f"/dev/dm-{number[1]}"
+        return _device(f"{_SYS_BY_NUMBER}/{number[0]}:{number[1]}", dm_name, path, number)
+
     def _by_search(self, dm_name: str) -> Device | None:
-        """Through sysfs, where the node in /dev/mapper is missing or is another's."""
+        """Through sysfs, where device-mapper does not answer."""
         for directory in _SYS_BLOCK.glob("dm-*"):
             major, _, minor = sysfs.word(f"{directory}/dev").partition(":")
             if not minor:

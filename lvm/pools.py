@@ -60,7 +60,7 @@ class Pool:
 
 def members(group: Group, name: str) -> list[LogicalVolume]:
     """The volumes that lie in a pool."""
-    return [one for one in group.volumes.values() if one.pool == name]
+    return list(group.in_pool(name))
 
 
 def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> Pool:
@@ -68,7 +68,9 @@ def find(group: Group, name: str, chunk_size_bytes: int, ignored: str = "") -> P
     found = group.volumes.get(name)
     if found is None:
         return Pool(name, chunk_size_bytes)
-    promised = sum(one.size_bytes for one in members(group, name) if one.name != ignored)
+    promised, apart = group.bytes_in_pool(name), group.volumes.get(ignored)
+    if apart is not None and apart.pool == name:
+        promised -= apart.size_bytes
     extent = group.extent_size_bytes
     data, metadata = found.size_bytes // extent, found.metadata_size_bytes // extent
     return Pool(name, chunk_size_bytes, data, metadata, promised)

@@ -154,6 +154,26 @@ class Group:
                 found[one.origin].append(one)
         return found
 
+    def in_pool(self, pool: str) -> Sequence[LogicalVolume]:
+        """The volumes that lie in a pool."""
+        return self._by_pool.get(pool, ())
+
+    def bytes_in_pool(self, pool: str) -> int:
+        """The sizes of all of them; added up once for a report, however many ask."""
+        return self._pool_bytes.get(pool, 0)
+
+    @cached_property
+    def _by_pool(self) -> Mapping[str, list[LogicalVolume]]:
+        found: defaultdict[str, list[LogicalVolume]] = defaultdict(list)
+        for one in self.volumes.values():
+            if one.pool:
+                found[one.pool].append(one)
+        return found
+
+    @cached_property
+    def _pool_bytes(self) -> Mapping[str, int]:
+        return {pool: sum(one.size_bytes for one in held) for pool, held in self._by_pool.items()}
+
     def only(self, *names: str) -> "Group":
         """The same with these of its volumes: what can be kept for long, and by many."""
         kept = {name: self.volumes[name] for name in names if name in self.volumes}

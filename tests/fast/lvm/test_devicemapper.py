@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lvm import devicemapper, names
+from lvm import devicemapper, devices, names, sysfs
 from lvm.devicemapper import Cache, DeviceMapper, Mirror, Raid, Snapshot, ThinPool, WriteCache
+from lvm.devices import KernelDevices
 
 SECTORS = 2048
 SIZE = SECTORS * 512
@@ -139,6 +140,7 @@ class Driver:
                 raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
             one.suspended = bool(flags)
         struct.pack_into("=I", buffer, 28, one.suspended << 1)
+        struct.pack_into("=Q", buffer, 40, one.number)
         return 0
 
     def _list(self) -> bytes:
@@ -303,3 +305,69 @@ def test_a_kernel_that_takes_no_such_request_is_no_answer(tmp_path: Path) -> Non
     with pytest.raises(OSError, match="Inappropriate ioctl") as found:
         mapper.suspend("data-web")
     assert found.value.errno == errno.ENOTTY
+
+
+def test_a_device_is_found_by_its_name(driver: Driver, mapper: DeviceMapper) -> None:
+    # huge_encode_dev in linux/kdev_t.h: major 253, minor 259.
+    driver.devices["data-web"] = Mapped(0x10FD03)
+    assert mapper.number("data-web") == (253, 259)
+    assert mapper.number("data-other") is None
+
+
+def test_where_device_mapper_does_not_answer_nothing_is_said_of_a_device(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        DeviceMapper(tmp_path / "none").number("data-web")
+
+
+@pytest.fixture
+def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A machine with 300 logical volumes, no node in /dev/mapper, and what is read of sysfs."""
+    block, numbers = tmp_path / "block", tmp_path / "dev"
+    for minor in range(300):
+        attributes = block / f"dm-{minor}/dm"
+        attributes.mkdir(parents=True)
+        (attributes / "name").write_text(f"data-vol--{minor}\n")
+        (attributes / "uuid").write_text(f"LVM-{'g' * 32}{'v' * 32}\n")
+        (attributes.parent / "dev").write_text(f"253:{minor}\n")
+        numbers.mkdir(exist_ok=True)
+        (numbers / f"253:{minor}").symlink_to(attributes.parent)
+    monkeypatch.setattr(devices, "_SYS_BLOCK", block)
+    monkeypatch.setattr(devices, "_SYS_BY_NUMBER", numbers)
+    monkeypatch.setattr(devices, "_MAPPER", tmp_path / "mapper")
+    read: list[str] = []
+    real = sysfs.word
+
+    def word(path: str) -> str:
+        read.append(path)
+        return real(path)
+
+    monkeypatch.setattr(sysfs, "word", word)
+    return read
+
+
+def test_a_volume_is_looked_for_at_the_same_cost_however_many_devices_there_are(
+    driver: Driver, mapper: DeviceMapper, reads: list[str]
+) -> None:
+    driver.devices |= {
+        f"data-vol--{minor}": Mapped(0x10_0000 * (minor >> 8) | 0xFD00 | minor & 0xFF)
+        for minor in range(300)
+    }
+    looked = KernelDevices(mapper)
+    for minor in (0, 299):
+        found = looked.find("data", f"vol-{minor}")
+        assert found is not None
+        assert (found.path, found.number) == (f"/dev/dm-{minor}", (253, minor))
+        assert len(reads) <= 2
+        reads.clear()
+    assert looked.find("data", "vol-inactive") is None
+    assert reads == []
+
+
+def test_a_volume_is_found_where_device_mapper_does_not_answer(
+    reads: list[str], tmp_path: Path
+) -> None:
+    looked = KernelDevices(DeviceMapper(tmp_path / "none"))
+    found = looked.find("data", "vol-7")
+    assert found is not None
+    assert found.number == (253, 7)
+    assert looked.find("data", "vol-inactive") is None

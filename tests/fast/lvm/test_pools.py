@@ -200,3 +200,25 @@ def test_a_pool_that_is_nearly_full_or_broken_is_promised_no_more_of(
     assert words in why
     assert bool(words) == bool(why)
     assert pools.refusal(group, found(group, policy), policy, 0, None) == ""
+
+
+def test_what_a_pool_promised_is_added_up_once_for_a_report_however_many_ask() -> None:
+    class Counted(dict[str, report.LogicalVolume]):
+        passes = 0
+
+        def values(self) -> Any:
+            self.passes += 1
+            return super().values()
+
+    lvm, _ = machine(100)
+    make(lvm, Policy())
+    for name in ("vol-a", "vol-b", "vol-c"):
+        thin.create(lvm, "data", "pool-p", New(name, 2 * EXTENT, {}))
+    every = Counted(group_of(lvm).volumes)
+    group = replace(group_of(lvm), volumes=every)
+    for _ in range(50):
+        assert pools.find(group, "pool-p", 0).promised_bytes == 6 * EXTENT
+        assert pools.find(group, "pool-p", 0, "vol-b").promised_bytes == 4 * EXTENT
+        assert pools.find(group, "pool-p", 0, "vol-z").promised_bytes == 6 * EXTENT
+        assert len(pools.members(group, "pool-p")) == 3
+    assert every.passes == 1
