@@ -1,6 +1,6 @@
 """Call a CSI plugin over its socket, as kubelet and the provisioner do."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -145,8 +145,8 @@ class Client:
 
     def volumes(self) -> list[csi.Volume]:
         """All volumes."""
-        response = self.controller.ListVolumes(csi.ListVolumesRequest(), timeout=self._timeout)
-        return [entry.volume for entry in response.entries]
+        request, call = csi.ListVolumesRequest(), self.controller.ListVolumes
+        return [entry.volume for entry in self._every(call, request)]
 
     def volume(self, volume_id: str) -> csi.ControllerGetVolumeResponse:
         """One volume, with its status."""
@@ -162,8 +162,7 @@ class Client:
     def unhealthy(self) -> list[csi.VolumeHealth]:
         """The volumes that something is known against."""
         request = csi.ControllerListVolumeHealthRequest()
-        answer = self.controller.ControllerListVolumeHealth(request, timeout=self._timeout)
-        return list(answer.entries)
+        return list(self._every(self.controller.ControllerListVolumeHealth, request))
 
     def node_health(
         self, volume_id: str, publish_path: Path | str = "", staging_path: Path | str = ""
@@ -216,8 +215,17 @@ class Client:
     def snapshots(self, *, volume_id: str = "", snapshot_id: str = "") -> list[csi.Snapshot]:
         """All snapshots, those of a volume, or the one with an id."""
         request = csi.ListSnapshotsRequest(source_volume_id=volume_id, snapshot_id=snapshot_id)
-        response = self.controller.ListSnapshots(request, timeout=self._timeout)
-        return [entry.snapshot for entry in response.entries]
+        every = self._every(self.controller.ListSnapshots, request)
+        return [entry.snapshot for entry in every]
+
+    def _every(self, call: Callable[..., Any], request: Any) -> Iterator[Any]:
+        """The entries of a list, part by part."""
+        while True:
+            answer = call(request, timeout=self._timeout)
+            yield from answer.entries
+            if not answer.next_token:
+                return
+            request.starting_token = answer.next_token
 
     def group_snapshot(
         self, name: str, volume_ids: Sequence[str], parameters: Mapping[str, str] | None = None

@@ -21,6 +21,7 @@ _WORST_FIRST = (DATA_LOSS, STORAGE_UNREACHABLE, INACCESSIBLE, DEGRADED, STORAGE_
 # either it refuses the whole status of the pod, which then cannot even be deleted.
 _MOST_CONDITIONS = 16
 _MOST_BYTES = 1024
+_MOST_BYTES_OF_AGE = 64
 
 
 class Reason(enum.Enum):
@@ -83,6 +84,11 @@ class Condition:
     reason: Reason
     message: str
     seen_seconds: float = 0.0
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes of a message at most, with its age and its words."""
+        return min(_MOST_BYTES, len(self.message.encode()) + _MOST_BYTES_OF_AGE) + 64
 
     def told(self, now_seconds: float) -> str:
         """The sentence, with its age where it has one.

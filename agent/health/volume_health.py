@@ -5,8 +5,9 @@ knows. Only that there is no volume of an id has to be proved, as ever, by a loo
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter, itemgetter
 
 from agent import admission, errors, ids
 from agent.engine.engine import Engine
@@ -40,6 +41,11 @@ class VolumeHealth:
 
     volume_id: str
     conditions: tuple[Condition, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """What it takes of a message at most."""
+        return 16 + len(self.volume_id) + sum(one.size_bytes for one in self.conditions)
 
 
 class VolumesHealth:
@@ -91,21 +97,27 @@ class VolumesHealth:
     def list(self, page: Page) -> Part[VolumeHealth]:
         """The volumes of Carver's groups that something is known against, also of those away.
 
+        No more of them are looked at than it takes for the part that is asked for.
         Raises BadToken, and for a group that never answered what a look at it raises.
         """
         pages.check(page)
         self._inventory.leave_word()
-        mounts, until = self._diagnosis.mounts(), time.monotonic() + conditions.PATIENCE_SECONDS
-        found: dict[str, VolumeHealth] = {}
+        every: list[tuple[str, Engine, Volume]] = []
         for engine in self._engines:
             self._require_seen(engine)
-            for volume in self._volumes(engine):
-                told = reasons.distinct(
-                    [*_away(engine), *self._told(engine, volume, mounts, until)]
-                )
-                if told:
-                    found[str(volume.id)] = VolumeHealth(str(volume.id), told)
-        return pages.part(found, page)
+            every += [(str(one.id), engine, one) for one in self._volumes(engine)]
+        rest = sorted((one for one in every if one[0] >= page.starting_token), key=itemgetter(0))
+        return pages.first(self._ill(rest), page, attrgetter("size_bytes"))
+
+    def _ill(
+        self, every: Iterable[tuple[str, Engine, Volume]]
+    ) -> Iterator[tuple[str, VolumeHealth]]:
+        """Those of these volumes that something is known against, by their ids."""
+        mounts, until = self._diagnosis.mounts(), time.monotonic() + conditions.PATIENCE_SECONDS
+        for volume_id, engine, volume in every:
+            told = [*_away(engine), *self._told(engine, volume, mounts, until)]
+            if told:
+                yield volume_id, VolumeHealth(volume_id, reasons.distinct(told))
 
     def _volumes(self, engine: Engine) -> Iterable[Volume]:
         group = engine.last or engine.seen

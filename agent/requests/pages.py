@@ -1,6 +1,6 @@
 """Lists in parts: what ListVolumes, ListSnapshots and ControllerListVolumeHealth answer."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Self, TypeVar
 
@@ -10,10 +10,15 @@ from proto import csi_pb2 as csi
 
 T = TypeVar("T")
 
+# gRPC in Go takes 4 MiB in one message where nothing else is said. A caller that sets no bound
+# accepts any number of entries (CSI spec), so it may be given a part.
+_MOST_ENTRIES = 2000
+_MOST_BYTES = 2 << 20
+
 
 @dataclass(frozen=True)
 class Page:
-    """Which part of a list; 0 entries sets no bound."""
+    """Which part of a list; 0 entries sets no bound but what one message may have."""
 
     maximum_entries: int
     starting_token: str
@@ -50,6 +55,23 @@ def part(found: Mapping[str, T], page: Page) -> Part[T]:
 
     The token is the id to begin with, so what comes or goes meanwhile does no harm.
     """
-    rest = [key for key in sorted(found) if key >= page.starting_token]
-    end = page.maximum_entries or len(rest)
-    return Part(tuple(found[key] for key in rest[:end]), "".join(rest[end : end + 1]))
+    rest = [(key, found[key]) for key in sorted(found) if key >= page.starting_token]
+    return first(rest, page)
+
+
+def first(
+    rest: Iterable[tuple[str, T]], page: Page, weigh_bytes: Callable[[T], int] = lambda _: 0
+) -> Part[T]:
+    """The same of what comes in that order, from the token on; no more of it is asked for.
+
+    `weigh_bytes` is how much of a message an entry takes, where that may be much.
+    """
+    most = min(page.maximum_entries or _MOST_ENTRIES, _MOST_ENTRIES)
+    entries: list[T] = []
+    size_bytes = 0
+    for key, one in rest:
+        size_bytes += weigh_bytes(one)
+        if len(entries) == most or (entries and size_bytes > _MOST_BYTES):
+            return Part(tuple(entries), key)
+        entries.append(one)
+    return Part(tuple(entries), "")

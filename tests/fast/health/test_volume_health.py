@@ -4,6 +4,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import configured
 import expect
@@ -18,8 +19,11 @@ from agent.config.settings import Config
 from agent.csi.client import Client, block
 from agent.engine.engine import Engine
 from agent.engine.looks import Looks
+from agent.engine.records import Volume
 from agent.errors import GroupRefused
 from agent.health import conditions
+from agent.health.reasons import Condition
+from agent.requests import pages
 from agent.service.server import Service
 from lvm.devicemapper import Status
 from mount.table import Mount
@@ -338,6 +342,53 @@ def test_the_list_comes_in_pages_and_a_token_that_is_none_is_refused(
         client.controller.ControllerListVolumeHealth(
             csi.ControllerListVolumeHealthRequest(max_entries=-1)
         )
+
+
+def test_a_list_without_a_bound_comes_in_parts_that_fit_in_a_message_and_none_is_looked_at_twice(
+    client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = [client.create(f"{one}", 16 * MIB, block()).volume_id for one in range(9)]
+    for number in range(9):
+        fake.lvm2.groups["data"].volumes[f"vol-{number}"].health = "partial"
+    service.inventory.read()
+    whole = client.controller.ControllerListVolumeHealth(csi.ControllerListVolumeHealthRequest())
+    assert [one.volume_id for one in whole.entries] == ids
+    most = whole.ByteSize() // 2
+    monkeypatch.setattr(pages, "_MOST_BYTES", most)
+    looked: list[str] = []
+    real = service.diagnosis.of
+
+    def of(volume: Volume, *words: Any, **named: Any) -> tuple[Condition, ...]:
+        looked.append(str(volume.id))
+        return real(volume, *words, **named)
+
+    monkeypatch.setattr(service.diagnosis, "of", of)
+    request, seen = csi.ControllerListVolumeHealthRequest(), list[str]()
+    while True:
+        part = client.controller.ControllerListVolumeHealth(request)
+        assert part.entries
+        assert part.ByteSize() <= most
+        seen += [one.volume_id for one in part.entries]
+        if not (token := part.next_token):
+            break
+        # The one that did not fit is looked at again.
+        assert looked.pop() == token
+        request.starting_token = token
+    assert seen == ids == looked
+    assert [one.volume_id for one in client.unhealthy()] == ids
+
+
+def test_lists_without_a_bound_come_in_parts_and_who_wants_all_asks_for_all(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "_MOST_ENTRIES", 2)
+    ids = [client.create(f"{one}", 16 * MIB, block()).volume_id for one in range(5)]
+    snapshots = [client.snapshot(f"{one}", ids[0]).snapshot_id for one in range(3)]
+    part = client.controller.ListVolumes(csi.ListVolumesRequest(max_entries=4))
+    assert [one.volume.volume_id for one in part.entries] == ids[:2]
+    assert part.next_token
+    assert [one.volume_id for one in client.volumes()] == ids
+    assert [one.snapshot_id for one in client.snapshots()] == snapshots
 
 
 # What the kernel tells

@@ -126,7 +126,7 @@ def test_a_disk_that_hangs_holds_up_neither_the_others_nor_the_next_scan(
 ) -> None:
     whole, stuck = machine.add("sda", Image()), machine.add("sdb", Image(uuid=UUIDS[1]))
     hanging["sdb"] = threading.Event()
-    found = machine.disks.scan(patience_seconds=0.3)
+    found = machine.disks.scan(patience_seconds=2)
     assert isinstance(found[whole], PhysicalLabel)
     assert found[stuck] == Unanswered()
     # It is waited for by one thread, and by no caller more.
