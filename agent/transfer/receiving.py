@@ -40,6 +40,8 @@ from mount import btrfs, filesystem, luks
 
 # What is gone when it is finished.
 _COMING = (fact.CHAIN, fact.CONTENT, fact.INTO, fact.OFFSET, fact.RELEASE, fact.FINISHING)
+# What FINISHING says of one that is only to be removed.
+_WITHDRAWN = "withdrawn"
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,8 @@ class Receiver:
             known = self._inventory.awake(ids.group_of(volume_id))
             volume = self._inventory.get(known, volume_id)
             if not volume.receiving and fact.RECEIVED in volume.facts and volume.is_listed:
+                # An earlier call may have finished it, and not have known.
+                self._withheld.allow(volume_id)
                 return
             volume = self._coming(volume_id)
             self._require_whole(volume, release)
@@ -164,9 +168,15 @@ class Receiver:
                     self._inventory.awake(ids.group_of(volume_id)), volume_id
                 )
             except errors.NoSuchVolume:
+                self._withheld.allow(volume_id)
                 return
-        if not (volume.receiving or volume.wiping):
-            raise errors.NotReceived(volume_id, "it is finished, and so only to be deleted")
+            if not (volume.receiving or volume.wiping):
+                raise errors.NotReceived(volume_id, "it is finished, and so only to be deleted")
+            if volume.receiving and volume.facts.get(fact.FINISHING) != _WITHDRAWN:
+                users.require_unused(self._kernel, self._inventory, volume)
+                # From the first byte that is overwritten on it does not hold what its tags said.
+                gone = (fact.CHAIN, fact.INTO, fact.OFFSET)
+                self._mark(volume, {fact.FINISHING: _WITHDRAWN}, without=gone)
         self._provisioner.delete(volume_id, received=True)
         self._withheld.allow(volume_id)
 
@@ -186,7 +196,7 @@ class Receiver:
             if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(volume_id, held, "delete them first")
             users.require_unused(self._kernel, self._inventory, volume)
-            new = {fact.STATE: fact.RECEIVING, fact.FINISHING: "withdrawn"}
+            new = {fact.STATE: fact.RECEIVING, fact.FINISHING: _WITHDRAWN}
             self._withheld.receiving(volume_id)
             self._mark(volume, new)
 
@@ -204,9 +214,9 @@ class Receiver:
             raise errors.NoRoom(group.name, size_bytes, maximum, carving.purpose(group))
         logical = names.logical_volume(ids.VOLUME_PREFIX, name)
         volume_id = str(VolumeId.of(group, logical))
+        # Also where lvcreate fails: it may have made it, and `abort` sees whether there is any.
         self._withheld.receiving(volume_id)
         with ExitStack() as undo:
-            undo.callback(self._withheld.allow, volume_id)
             if one.layout.is_thin:
                 self._reclaimer.keep(group, pool_name(one.name))
                 undo.callback(self._reclaimer.give_back, group.name, pool_name(one.name))
@@ -221,6 +231,7 @@ class Receiver:
             raise errors.OperationPending(f"{volume.id} (being wiped)")
         if not volume.receiving:
             raise errors.Incompatible(f"volume {name!r} exists, and does not come as a stream")
+        self._withheld.receiving(str(volume.id))
         if volume.facts.get(fact.CHAIN) == header.chain:
             return arrival(volume)
         self._require_fit(volume, name, header)
@@ -243,6 +254,8 @@ class Receiver:
         """Raise NotReceived where the stream does not go on from what is there."""
         facts = volume.facts
         holds, into = facts.get(fact.CHAIN, ""), facts.get(fact.INTO, "")
+        if facts.get(fact.FINISHING) == _WITHDRAWN:
+            raise errors.NotReceived(name, "it was withdrawn, and is only to be removed")
         if fact.FINISHING in facts:
             raise errors.NotReceived(name, "it is being finished, and takes no stream any more")
         if facts.get(fact.RELEASE, "") != header.release:
@@ -267,7 +280,7 @@ class Receiver:
 
     def _require_whole(self, volume: Volume, release: str) -> None:
         facts, name = volume.facts, volume.facts[fact.NAME]
-        if facts.get(fact.FINISHING) == "withdrawn":
+        if facts.get(fact.FINISHING) == _WITHDRAWN:
             raise errors.NotReceived(name, "it was withdrawn, and is only to be removed")
         if fact.INTO in facts or not (fact.CHAIN in facts or fact.FINISHING in facts):
             raise errors.NotReceived(name, "its stream is not whole")

@@ -163,9 +163,14 @@ class Provisioner:
         if size_bytes > (maximum := carving.maximum_bytes(group)):
             raise errors.NoRoom(group.name, size_bytes, maximum, carving.purpose(group))
         name = self.logical_name(call.name, prefix)
+        # The report proves that there is none: what is known of an earlier one is void.
+        volume_id = str(VolumeId.of(group, name))
+        self._wiper.forget(volume_id)
         if content is not None and contents.is_in(content, group, pool_name(one.name)):
             lvm = self._engines.lvm(group.name)
-            return contents.share(lvm, content, name, size_bytes, facts, call.tuning), None
+            made = contents.share(lvm, content, name, size_bytes, facts, call.tuning)
+            self._withheld.allow(volume_id)
+            return made, None
         source = None
         if content is not None:
             source = self._copier.prepare(known, call.name, content)
@@ -178,10 +183,10 @@ class Provisioner:
         new = New(name, size_bytes, facts, call.tuning.for_new())
         carving.create(self._engines.lvm(group.name), group, new)
         undo.pop_all()
+        # Only now: what was to be received under that name might have come in between.
+        self._withheld.allow(volume_id)
         modifying.complete(self._engines.lvm(group.name), group.name, name, call.tuning)
-        made = Volume(VolumeId.of(group, name), group, name, size_bytes, facts)
-        self._wiper.forget(str(made.id))
-        return made, source
+        return Volume(VolumeId.of(group, name), group, name, size_bytes, facts), source
 
     def completed(self, parameters: Parameters, capability: Capability) -> Parameters:
         """An inline volume's parameters as its class completes them; no command."""
