@@ -141,7 +141,7 @@ def test_what_was_overwritten_in_part_takes_no_stream_and_is_not_finished(
     disk.error = OSError(5, "Input/output error")
     disk.free.set()
     with expect.code("INTERNAL", "Input/output error"):
-        streams.abort(there.at, "copy")
+        there.client.transfer("AbortReceive", volume_id=pretended(there).volume_id)
     there.restart()
     for deed in (
         lambda: nodes.receive(there, "copy", sent),
@@ -150,5 +150,5 @@ def test_what_was_overwritten_in_part_takes_no_stream_and_is_not_finished(
         with expect.code("FAILED_PRECONDITION", "only to be removed"):
             deed()
     disk.error = None
-    streams.abort(there.at, "copy")
+    there.client.transfer("AbortReceive", volume_id=pretended(there).volume_id)
     assert there.names() == set()
