@@ -71,8 +71,9 @@ MOVE_WORD = "moveWord"
 GIVEN_UP = "givenUp"
 # Of a group: its free extents hold what is to be overwritten before anyone gets them.
 SWEEP = "sweep"
-# The same of these disks alone, by their UUIDs.
+# The same of these disks alone: their UUIDs, and what is between them.
 SWEEP_DISKS = "sweepDisks"
+BETWEEN = "+"
 
 # What STATE may say.
 READY = "ready"

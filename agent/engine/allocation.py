@@ -45,6 +45,12 @@ def is_own_pool(pool: report.LogicalVolume) -> bool:
     )
 
 
+def is_to_be_swept(group: report.Group, disk: report.PhysicalVolume) -> bool:
+    """Whether what is free on a disk is to be overwritten before anyone gets it."""
+    facts = tags.decode(group.tags)
+    return fact.SWEEP in facts or disk.uuid in facts.get(fact.SWEEP_DISKS, "").split(fact.BETWEEN)
+
+
 def closed(group: report.Group) -> str:
     """Why nothing is made or extended in a group now, whatever is free; empty where it is.
 
@@ -52,7 +58,7 @@ def closed(group: report.Group) -> str:
     missing"), also on the disks that are there.
     """
     if not group.missing_disks:
-        is_dirty = not {fact.SWEEP, fact.SWEEP_DISKS}.isdisjoint(tags.decode(group.tags))
+        is_dirty = any(is_to_be_swept(group, disk) for disk in group.disks)
         return "while what is free in it is being overwritten" * is_dirty
     gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
     return f"while its disk {gone} is missing; see `A disk is replaced` in docs/operations.md"

@@ -237,8 +237,6 @@ class Replacement:
 
     def _settled(self, group: report.Group) -> Progress:
         """The old disk is out; whether another may be lost by now."""
-        # What its images left on it, nobody gets any more.
-        giving_up.settle(self._engines.lvm(group.name), group)
         if told := rebuilding(self._inventory, group):
             return Progress(False, f"volumes are rebuilt: {told}")
         return Progress(True, f"{group.name} is whole")

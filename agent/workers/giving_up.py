@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 
 from agent import errors, fact, ids
-from agent.engine.allocation import is_own_pool
+from agent.engine.allocation import is_own_pool, is_to_be_swept
 from agent.engine.jobs import Job, Jobs
 from agent.engine.mappings import Mappings
 from agent.engine.means import Means
@@ -34,8 +34,6 @@ _log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 128 << 20
 _SWEEP = {fact.SWEEP: "yes"}
-# What is between the UUIDs of disks.
-_BETWEEN = "+"
 
 
 def is_given_up(logical: report.LogicalVolume) -> bool:
@@ -52,25 +50,12 @@ def owe(lvm: Lvm, group: report.Group, disks: Collection[str] = ()) -> None:
     told = _owed(group)
     if fact.SWEEP in told:
         return
-    every = _BETWEEN.join(sorted({*_named(told), *disks}))
+    named = filter(None, told.get(fact.SWEEP_DISKS, "").split(fact.BETWEEN))
+    every = fact.BETWEEN.join(sorted({*named, *disks}))
     is_named = bool(disks) and tags.fits(fact.SWEEP_DISKS, every)
     new = {fact.SWEEP_DISKS: every} if is_named else _SWEEP
     if new != told:
         groups.mark(lvm, group.name, old=told, new=new)
-
-
-def settle(lvm: Lvm, group: report.Group) -> bool:
-    """Whether nothing is to be overwritten, as no disk that is named is the group's any more.
-
-    To be called as `owe` is; one command at most.
-    """
-    told = _owed(group)
-    if not told:
-        return True
-    if is_sweep(group, ids.SWEEP) or any(_is_meant(told, one) for one in group.disks):
-        return False
-    groups.mark(lvm, group.name, old=told)
-    return True
 
 
 def drop(lvm: Lvm, group: report.Group) -> None:
@@ -86,7 +71,7 @@ def drop(lvm: Lvm, group: report.Group) -> None:
 def is_sweep(group: report.Group, name: str) -> bool:
     """Whether it is what takes free extents to overwrite them; its name alone proves nothing."""
     made = group.volumes.get(name)
-    return name == ids.SWEEP and made is not None and _is_to_be_swept(group) and _is_deleted(made)
+    return name == ids.SWEEP and made is not None and bool(_owed(group)) and _is_deleted(made)
 
 
 class GivingUp:
@@ -114,7 +99,7 @@ class GivingUp:
         known = self._inventory.read(*groups)
         own = groups or self._engines.names
         every = [one for one in self._inventory.own_groups(known) if one.name in own]
-        left = [one for one in every if _is_to_be_swept(one) or any(_roots(one))]
+        left = [one for one in every if _owed(one) or any(_roots(one))]
         for one in left:
             self.start(one.name)
         return len(left)
@@ -126,7 +111,7 @@ class GivingUp:
     def _find(self, key: str) -> Job:
         name = key.partition("/")[0]
         group = self._inventory.read(name).groups.get(name)
-        if group is None or not (_is_to_be_swept(group) or any(_roots(group))):
+        if group is None or not (_owed(group) or any(_roots(group))):
             raise errors.NoSuchVolume(key)
         return Job(key)
 
@@ -163,14 +148,13 @@ class GivingUp:
         for root in _roots(group):
             self._remove(group, root)
         group, lvm = self._inventory.read(name).group(name), self._engines.lvm(name)
-        if not _is_to_be_swept(group):
+        if not _owed(group):
             return None
         if group.missing_disks:
             drop(lvm, group)
             gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
             raise errors.NotSwept(name, f"its disk {gone} is missing; replace it, or attach it")
-        told = _owed(group)
-        meant = [one for one in group.disks if _is_meant(told, one) and _has_free(one)]
+        meant = [one for one in group.disks if is_to_be_swept(group, one) and _has_free(one)]
         if closed := ", ".join(one.name for one in meant if not one.allocatable):
             why = f"its disk {closed} takes nothing new; open it (pvchange(8)), or take it out"
             raise errors.NotSwept(name, why)
@@ -184,15 +168,15 @@ class GivingUp:
 
     def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:
         """Have all that is free on these disks in one logical volume, with what is in it."""
-        lvm, there = self._engines.lvm(group.name), group.volumes.get(ids.SWEEP)
+        lvm = self._engines.lvm(group.name)
         own = [disk.name for disk in disks]
         size_bytes = sum(one.unallocated_extents for one in disks) * group.extent_size_bytes
-        if there is None:
+        if is_sweep(group, ids.SWEEP):
+            size_bytes += group.volume(ids.SWEEP).size_bytes
+            volumes.extend(lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=own)
+        else:
             new = New(ids.SWEEP, size_bytes, {fact.STATE: fact.WIPING})
             volumes.create(lvm, group.name, new, disks=own)
-        else:
-            size_bytes += there.size_bytes
-            volumes.extend(lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=own)
 
     def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:
         lvm, held = self._engines.lvm(group.name), _with(group, root)
@@ -221,18 +205,6 @@ def _owed(group: report.Group) -> Mapping[str, str]:
     """What is on record of what is to be overwritten; empty where nothing is."""
     facts = tags.decode(group.tags)
     return {key: facts[key] for key in (fact.SWEEP, fact.SWEEP_DISKS) if key in facts}
-
-
-def _named(told: Mapping[str, str]) -> list[str]:
-    return list(filter(None, told.get(fact.SWEEP_DISKS, "").split(_BETWEEN)))
-
-
-def _is_meant(told: Mapping[str, str], disk: report.PhysicalVolume) -> bool:
-    return fact.SWEEP in told or disk.uuid in _named(told)
-
-
-def _is_to_be_swept(group: report.Group) -> bool:
-    return bool(_owed(group))
 
 
 def _roots(group: report.Group) -> Iterator[report.LogicalVolume]:

@@ -194,23 +194,28 @@ class Wiper:
             if fact.CACHE in volume.facts:
                 doomed += self._parted_cache(job, volume)
             self._revive_legs(volume)
-            for name in doomed:
-                self._wipe(job, replace(volume, name=name))
-            if not volume.missing_disks and (dead := self._dead_legs(volume)):
+            told = [self._wipe(job, replace(volume, name=name)) for name in doomed]
+            if dead := self._dead_legs(volume):
                 raise errors.NotOverwritten(str(volume.id), _about_legs(volume, dead))
         elif fact.CACHE in volume.facts:
             doomed += filter(None, [caches.parted(volume.group, volume.name)])
+        is_given_up = overwrites and bool(volume.missing_disks)
         with self._engines.hold(volume.group.name):
             if job.called_off.is_set():
                 raise Stopping(job.key)
+            if is_given_up:
+                # A disk that is back is whole for lvm2 by itself, once nothing lies on it.
+                group = self._inventory.read(volume.group.name).group(volume.group.name)
+                disks = volume.missing_disks if all(told) else ()
+                giving_up.owe(self._engines.lvm(group.name), group, disks)
             volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, *doomed)
             job.removed = True
-        if overwrites and volume.missing_disks:
-            disks = ", ".join(volume.missing_disks)
+        if is_given_up:
             _log.warning(
                 "volume %s is removed; what of it lies on the missing disks %s was not overwritten",
-                *(volume.id, disks),
+                *(volume.id, ", ".join(volume.missing_disks)),
             )
+            self.given_up(volume.group.name)
 
     def _parted(self, volume: Volume) -> Volume | None:
         """What was deleted as a volume on its own, with extents of its own; None where it is gone.
@@ -251,14 +256,18 @@ class Wiper:
         return replace(volume, read_only=volume.read_only or logical.is_copy_on_write)
 
     def _dead_legs(self, volume: Volume) -> str:
-        """How device-mapper tells of the legs of a RAID, where some take no writes. No command."""
+        """How device-mapper tells of the legs of a RAID, where some take no writes. No command.
+
+        Those on missing disks are known; nothing is told where there are no others.
+        """
         told = self._inventory.status(volume.group.name, volume.name)
         found = (one.health for one in told if isinstance(one, Raid))
-        return next((one for one in found if not {"D", "-"}.isdisjoint(one)), "")
+        lost = len(volume.missing_disks)
+        return next((one for one in found if one.count("D") + one.count("-") > lost), "")
 
     def _revive_legs(self, volume: Volume) -> None:
         """Have a leg take writes again whose disk failed only for a while (lvmraid(7))."""
-        if not volume.missing_disks and self._dead_legs(volume):
+        if self._dead_legs(volume):
             with self._engines.hold(volume.group.name):
                 volumes.refresh(
                     self._engines.lvm(volume.group.name), volume.group.name, volume.name
@@ -296,7 +305,8 @@ class Wiper:
             self.jobs.check(job)
             time.sleep(self.look_seconds)
 
-    def _wipe(self, job: _Wipe, volume: Volume) -> None:
+    def _wipe(self, job: _Wipe, volume: Volume) -> bool:
+        """Overwrite it; whether what was not lies on missing disks, for certain."""
         device = self._inventory.activate(volume).path
         is_partial = bool(job.volume.missing_disks)
         whole_bytes = size_bytes = self._kernel.device_size_bytes(device)
@@ -306,11 +316,12 @@ class Wiper:
         elif job.volume.is_encrypted and not is_partial:
             # Nobody can read it from then on, however long the rest takes.
             self._mappings.erase(volume)
+        is_told = True
         for offset in range(0, size_bytes, _CHUNK_BYTES):
             self.jobs.check(job)
             length = min(_CHUNK_BYTES, size_bytes - offset)
             if is_partial:
-                self._zero_what_is_there(volume, device, offset, length)
+                is_told &= self._zero_what_is_there(volume, device, offset, length)
             else:
                 self._zero_out(volume, device, offset, length)
         # Once the extents are free, a power loss may not bring back what they held.
@@ -318,6 +329,7 @@ class Wiper:
         if erasure == classes.ERASE_DISCARD:
             with suppress(OSError):  # a disk that does not know it
                 self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)
+        return is_told
 
     def _erasure(self, volume: Volume) -> str:
         """What is done beside the header to an encrypted volume; all of any other is overwritten.
@@ -333,15 +345,24 @@ class Wiper:
         found = (one.erase for one in self._classes if one.name == called)
         return next(found, classes.ERASE_ZERO)
 
-    def _zero_what_is_there(self, volume: Volume, device: str, offset: int, length: int) -> None:
-        """Overwrite the extents that lie on disks that are there."""
-        extent = volume.group.extent_size_bytes
-        for start in range(offset, offset + length, extent):
+    def _zero_what_is_there(self, volume: Volume, device: str, offset: int, length: int) -> bool:
+        """Overwrite the extents that lie on disks that are there.
+
+        Whether those that failed are all on missing ones, for certain. What is there and fails is
+        raised.
+        """
+        extent, end, is_told = volume.group.extent_size_bytes, offset + length, True
+        while offset < end:
+            size = min(extent - offset % extent, end - offset)
             try:
-                self._zero_out(volume, device, start, min(extent, offset + length - start))
+                self._zero_out(volume, device, offset, size)
             except OSError as error:
-                if error.errno != errno.EIO:
+                is_lost = _is_lost(volume, offset // extent)
+                if error.errno != errno.EIO or is_lost is False:
                     raise
+                is_told &= is_lost is True
+            offset += size
+        return is_told
 
     def _zero_out(self, volume: Volume, device: str, offset: int, length: int) -> None:
         try:
@@ -354,6 +375,24 @@ class Wiper:
 
 def _is_volume(name: str) -> bool:
     return any(names.is_of(one, name) for one in (ids.VOLUME_PREFIX, ids.INLINE_PREFIX))
+
+
+def _is_lost(volume: Volume, extent: int) -> bool | None:
+    """Whether an extent of a volume lies on a missing disk; None where that is not certain.
+
+    What is striped, or has copies, lies on several disks at once.
+    """
+    logical = volume.group.volumes.get(volume.name)
+    if logical is None or logical.layout != {"linear"}:
+        return None
+    is_missing = {disk.name: disk.missing for disk in volume.group.disks}
+    for piece in logical.ranges:
+        disk, _, ends = piece.rpartition(":")
+        first, _, last = ends.partition("-")
+        extent -= int(last) - int(first) + 1
+        if extent < 0:
+            return is_missing.get(disk)
+    return None
 
 
 def _waits_for_disk(volume: Volume) -> bool:

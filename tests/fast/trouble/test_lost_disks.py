@@ -1,5 +1,6 @@
 """Volumes of which a part takes no zeroes when they are deleted: kept, given up, or mended."""
 
+import errno
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
@@ -35,8 +36,12 @@ def fake(tmp_path: Path) -> FakeHost:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    raid = DeviceClass("raid", "data", layout=Layout("raid1", mirrors=1))
-    classes = (DeviceClass("plain", "data", default=True), raid)
+    classes = (
+        DeviceClass("plain", "data", default=True),
+        DeviceClass("raid", "data", layout=Layout("raid1", mirrors=1)),
+        DeviceClass("raid3", "data", layout=Layout("raid1", mirrors=2)),
+        DeviceClass("striped", "data", layout=Layout("striped", stripes=2)),
+    )
     return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
 
 
@@ -212,3 +217,93 @@ def test_a_raid_with_a_leg_on_a_missing_disk_is_kept_until_it_is_whole_or_given_
     fake.lvm(*GIVE_UP, "data/vol-pvc-1")
     again(service, volume)
     assert names(fake) == set()
+
+
+class Bad:
+    """A part of a volume on a disk that is there, which fails while this is so."""
+
+    def __init__(self, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.fails = True
+        zero_out = fake.kernel.zero_out
+
+        def refuse(device: str, offset: int, length: int, *, held: bool = False) -> None:
+            if self.fails and offset <= SIZE - EXTENT < offset + length:
+                raise OSError(errno.EIO, "I/O error", device)
+            zero_out(device, offset, length, held=held)
+
+        monkeypatch.setattr(fake.kernel, "zero_out", refuse)
+
+
+def test_with_a_lost_disk_nothing_is_given_up_of_one_that_is_there_and_fails(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    volume: csi.Volume,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bad = Bad(fake, monkeypatch)
+    fake.lose_disk("data", 0)
+    fake.lvm(*GIVE_UP, "data/vol-pvc-1")
+    client.delete(volume.volume_id)
+    again(service, volume)
+    assert names(fake) == {"vol-pvc-1"}
+    bad.fails = False
+    media = fake.lvm2.groups["data"].volumes["vol-pvc-1"].media
+    again(service, volume)
+    assert names(fake) == set()
+    assert list(media.blocks) == [0], "on the lost disk"
+
+
+def test_what_is_striped_over_a_lost_disk_is_overwritten_with_all_that_is_free(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = client.create("pvc-1", SIZE, block(), parameters={"class": "striped"})
+    fake.lose_disk("data", 1)
+    fake.lvm(*GIVE_UP, "data/vol-pvc-1")
+    client.delete(volume.volume_id)
+    wait([one.ended for one in list(service.wiper.jobs._jobs.values())], 20)
+    assert names(fake) == set()
+    assert fake.lvm2.groups["data"].tags == {"carver.sweep=yes"}
+
+
+def test_a_leg_that_takes_no_writes_is_not_given_up_with_a_lost_disk(
+    client: Client, service: Service, fake: FakeHost
+) -> None:
+    volume = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": "raid3"})
+    fake.write_bytes("/dev/mapper/data-vol--pvc--1", 0, MARKER)
+    fake.lose_disk("data", 0)
+    fake.lvm(*GIVE_UP, "data/vol-pvc-1")
+    fake.fail_leg("data", "vol-pvc-1", 1)
+    dead = threading.Event()
+    dead.set()
+
+    def intercept(words: Sequence[str]) -> Result | None:
+        return Result(0, "", "") if "--refresh" in words and dead.is_set() else None
+
+    fake.intercept = intercept
+    client.delete(volume.volume_id)
+    again(service, volume)
+    assert names(fake) == {"vol-pvc-1"}
+    dead.clear()
+    again(service, volume)
+    assert names(fake) == set()
+    assert MARKER not in fake.freed_bytes("data")
+
+
+def test_what_was_given_up_is_overwritten_when_its_disk_comes_back_all_the_same(
+    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
+) -> None:
+    group = fake.lvm2.groups["data"]
+    fake.lose_disk("data", 0)
+    fake.lvm(*GIVE_UP, "data/vol-pvc-1")
+    client.delete(volume.volume_id)
+    wait([one.ended for one in list(service.wiper.jobs._jobs.values())], 20)
+    assert group.tags == {f"carver.sweepDisks={group.disks[0].uuid}"}
+    fake.bring_disk("data", 0)
+    jobs = service.giving_up.jobs
+    for job in list(jobs._jobs.values()):
+        wait([job.ended], 20)
+        jobs._look_again(job)
+    wait([one.ended for one in list(jobs._jobs.values())], 20)
+    assert (group.tags, names(fake)) == (set(), set())
+    assert sum(end - start for start, end in group.swept) == 30 * EXTENT
