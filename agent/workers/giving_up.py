@@ -13,7 +13,7 @@ those that are back the free extents are overwritten; where none is in the group
 nothing to do.
 
 Killed at any moment the tag, and that volume, tell the next start what is left. The volume bears
-nothing of anyone's: where it lacks a disk itself it is removed, and made anew when none is missing.
+nothing of anyone's: while a disk is missing it is removed, and made anew when none is.
 """
 
 import logging
@@ -151,7 +151,9 @@ class GivingUp:
         if not _owed(group):
             return None
         if group.missing_disks:
-            drop(lvm, group)
+            if is_sweep(group, ids.SWEEP):
+                # What is to be repaired may need that room, and is overwritten by the repair.
+                volumes.remove(lvm, name, ids.SWEEP)
             gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
             raise errors.NotSwept(name, f"its disk {gone} is missing; replace it, or attach it")
         meant = [one for one in group.disks if is_to_be_swept(group, one) and _has_free(one)]

@@ -292,6 +292,24 @@ def test_what_is_given_up_while_the_rest_is_overwritten_is_overwritten_too(
     assert before < swept_extents(group) == 120
 
 
+def test_while_another_disk_is_lost_its_room_is_there_for_repairs(
+    client: Client, service: Service, fake: FakeHost, group: FakeGroup, failing: Failing
+) -> None:
+    volume = make(client, "a", "raid")
+    fake.lose_disk("data", 0)
+    repaired(client, volume)
+    fake.bring_disk("data", 0)
+    again(service)
+    assert group.volumes["sweep"].extents == {"/dev/fake-data-0": 60}
+    lies_on = [one.name in group.volumes["vol-a"].extents for one in group.disks].index(True)
+    for disk in group.disks[1:]:
+        disk.allocatable = False
+    fake.lose_disk("data", lies_on)
+    again(service)
+    repaired(client, volume)
+    assert "/dev/fake-data-0" in group.volumes["vol-a"].extents
+
+
 def test_it_waits_for_a_disk_on_which_nothing_new_can_be_made(
     client: Client,
     service: Service,
