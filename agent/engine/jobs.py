@@ -6,6 +6,7 @@ What has to survive the process is on record elsewhere, as tags; here is only wh
 import logging
 import re
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -13,12 +14,22 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from agent import errors
-from lvm.errors import OutcomeUnknown
+from lvm import command
+from lvm.errors import LvmError, OutcomeUnknown
 
 _log = logging.getLogger(__name__)
 
 # A job that was called off is at a safe point by then, unless the disk hangs.
 _ENDING_SECONDS = 10.0
+# How long a group is waited for, of which several are to be tried again.
+_LOOKING_SECONDS = 60.0
+# Of the pause before that: who would be tried within it is tried at once, by the same look.
+_TOGETHER = 0.1
+# What keeps a group from being looked at at all; who asks next for another volume meets it, too.
+_OF_THE_GROUP = (
+    *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited, errors.TooManyCalls),
+    *(errors.Starting, errors.NotReady, LvmError),
+)
 
 
 class Stopping(errors.OperationPending):
@@ -48,7 +59,8 @@ class Jobs(Generic[J]):
     """Jobs of one kind: `work` does one, and one that fails is logged in the words of `failure`.
 
     If it is on record it is tried again: `find` tells by a fresh look what is to be done under a
-    key then, and raises NoSuchVolume where nothing is. `workers` are so many for each group.
+    key then, and raises NoSuchVolume where nothing is, which alone ends it. Those of one group are
+    tried together, so that one look tells of all. `workers` are so many for each group.
     """
 
     def __init__(
@@ -71,7 +83,11 @@ class Jobs(Generic[J]):
         self._guard = threading.Lock()
         self._jobs: dict[str, J] = {}
         self._barred: set[str] = set()
-        self._timers: list[threading.Timer] = []
+        # Those that failed, by group and key, with when they are due (monotonic, seconds).
+        self._failed: dict[str, dict[str, tuple[float, J]]] = {}
+        self._fails = threading.Condition(self._guard)
+        # The groups of which a thread tries those again.
+        self._tried: set[str] = set()
 
     def start(self, job: J) -> J:
         """Have a job done; where one for the same volume is under way, it is that one.
@@ -130,16 +146,52 @@ class Jobs(Generic[J]):
         return job
 
     def try_again(self, failed: J) -> None:
-        """Do it once more, later, unless it was done until then."""
+        """Do it once more, later, unless it was done until then.
+
+        Raises RuntimeError where no thread can be had for that.
+        """
         self._try_in(self.retry_seconds, failed)
 
     def _try_in(self, seconds: float, failed: J) -> None:
-        timer = threading.Timer(seconds, self._look_again, [failed])
-        timer.daemon = True
-        with self._guard:
-            self._timers = [one for one in self._timers if one.is_alive()] + [timer]
-            if not self._stopping.is_set():
-                timer.start()
+        group = _group_of(failed.key)
+        with self._fails:
+            if self._stopping.is_set():
+                return
+            due_seconds = time.monotonic() + seconds
+            self._failed.setdefault(group, {})[failed.key] = (due_seconds, failed)
+            if group in self._tried:
+                self._fails.notify_all()
+                return
+            threading.Thread(
+                target=self._try_failed, args=[group], name=f"again {group}", daemon=True
+            ).start()
+            self._tried.add(group)
+
+    def _try_failed(self, group: str) -> None:
+        """Try those of a group when they are due, until none is left."""
+        try:
+            while due := self._due(group):
+                self._look_again(*due)
+        except BaseException:
+            with self._fails:
+                self._tried.discard(group)
+            raise
+
+    def _due(self, group: str) -> list[J]:
+        """Wait for those that are to be tried next; none where none is left, or it all ends."""
+        with self._fails:
+            while (failed := self._failed.get(group)) and not self._stopping.is_set():
+                first_seconds = min(due for due, _ in failed.values())
+                if (wait_seconds := first_seconds - time.monotonic()) > 0:
+                    self._fails.wait(wait_seconds)
+                    continue
+                until_seconds = first_seconds + _TOGETHER * self.retry_seconds
+                due = [job for at, job in failed.values() if at <= until_seconds]
+                for job in due:
+                    del failed[job.key]
+                return due
+            self._tried.discard(group)
+            return []
 
     def counts(self) -> Mapping[str, int]:
         """How many jobs wait for a worker, are under way, and failed and will be tried again."""
@@ -149,10 +201,9 @@ class Jobs(Generic[J]):
 
     def stop(self) -> None:
         """End at the next safe point."""
-        with self._guard:
+        with self._fails:
             self._stopping.set()
-            for timer in self._timers:
-                timer.cancel()
+            self._fails.notify_all()
         self._workers.shutdown(wait=True, cancel_futures=True)
 
     def _run(self, job: J) -> None:
@@ -168,27 +219,54 @@ class Jobs(Generic[J]):
             self._tell(job, error)
             job.ended.set_exception(error)
             if job.on_record:
-                self._try_in(self.soon_seconds if is_first_doubt else self.retry_seconds, job)
+                self._try_later(self.soon_seconds if is_first_doubt else self.retry_seconds, job)
         else:
             self._drop(job)
             job.ended.set_result(None)
 
-    def _look_again(self, failed: J) -> None:
-        """The disk may answer again, or the volume be gone, or have been done since."""
+    def _try_later(self, seconds: float, failed: J) -> None:
         try:
-            job = self._find(failed.key)
-        except errors.NoSuchVolume:
-            self._drop(failed)
-        except Exception as error:
-            self._tell(failed, error)
-            # What the agent itself refuses is for a caller, or an operator, to mend.
-            if not isinstance(error, errors.AgentError):
-                self.try_again(failed)
-        else:
-            job.told = failed.told
-            with self._guard:
-                if self._jobs.get(failed.key) is failed:
-                    self._submit(job)
+            self._try_in(seconds, failed)
+        except RuntimeError:
+            # No thread can be had: this one waits for it, then. Nobody else would try it again.
+            group = _group_of(failed.key)
+            with self._fails:
+                self._tried.add(group)
+            self._try_failed(group)
+
+    def _look_again(self, *failed: J) -> None:
+        """The disk may answer again, or volumes be gone, or have been done since: of one group."""
+        left = [one for one in failed if self.of(one.key) is one]
+        found: list[tuple[J, J]] = []
+        later: list[J] = []
+        # All are looked for before one is begun, which changes the group: it is looked at once.
+        with command.time_limit(_LOOKING_SECONDS):
+            while left:
+                one = left.pop(0)
+                try:
+                    found.append((one, self._find(one.key)))
+                except errors.NoSuchVolume:
+                    self._drop(one)
+                except Exception as error:
+                    self._tell(one, error)
+                    if isinstance(error, _OF_THE_GROUP):
+                        # Another is the first next time, should it be this one's fault alone.
+                        later, left = [*later, *left], []
+                    later.append(one)
+        for one, job in found:
+            try:
+                self._begin_again(one, job)
+            except RuntimeError as error:
+                self._tell(one, error)
+                later.append(one)
+        for one in later:
+            self.try_again(one)
+
+    def _begin_again(self, failed: J, job: J) -> None:
+        job.told = failed.told
+        with self._guard:
+            if self._jobs.get(failed.key) is failed:
+                self._submit(job)
 
     def _tell(self, job: J, error: Exception) -> None:
         if job.told != str(error):
@@ -196,9 +274,20 @@ class Jobs(Generic[J]):
         job.told = str(error)
 
     def _submit(self, job: J) -> J:
+        """Have a worker do it; raises RuntimeError, and nothing is begun, where none can be had."""
+        before = self._jobs.get(job.key)
         self._jobs[job.key] = job
-        if not self._stopping.is_set():
+        if self._stopping.is_set():
+            return job
+        try:
             self._workers.submit(job.key, self._run, job)
+        except RuntimeError:
+            # The pool may come to it for all that, when it has a thread.
+            job.called_off.set()
+            del self._jobs[job.key]
+            if before is not None:
+                self._jobs[job.key] = before
+            raise
         return job
 
     def _drop(self, job: J) -> None:
@@ -216,7 +305,7 @@ class _Workers:
 
     def submit(self, key: str, work: Callable[[J], None], job: J) -> None:
         """Have a thread of the key's group do it; the caller holds the guard of the jobs."""
-        group = re.split("[@/]", key)[0]
+        group = _group_of(key)
         if group not in self._of:
             self._of[group] = ThreadPoolExecutor(self._each, f"{self._kind} {group}")
         self._of[group].submit(work, job)
@@ -225,6 +314,10 @@ class _Workers:
         """Begin no more; those that are at work end first where it is waited for."""
         for one in list(self._of.values()):
             one.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
+def _group_of(key: str) -> str:
+    return re.split("[@/]", key)[0]
 
 
 def _state(job: Job) -> str:

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
@@ -226,6 +227,24 @@ def test_a_wipe_is_tried_again_also_where_lvm_did_not_answer_to_the_fresh_look(
     disk.free.set()
     until_removed(fake, removed)
     assert not list(refused)
+
+
+def test_however_many_wipes_fail_all_are_done_once_the_disk_is_mended(
+    service: Service, client: Client, fake: FakeHost, disk: Disk
+) -> None:
+    jobs = service.wiper.jobs
+    jobs.retry_seconds = 0.3
+    every = [client.create(f"pvc-{number}", 4 * MIB, block()) for number in range(40)]
+    disk.error = OSError(5, "Input/output error")
+    for one in every:
+        client.delete(one.volume_id)
+    disk.free.set()
+    expect.soon(lambda: all(one.told for one in list(jobs._jobs.values())))
+    # lvm2 takes longer for a look than so many may wait for it.
+    fake.intercept = lambda words: time.sleep(0.2) if "fullreport" in words else None
+    disk.error = None
+    expect.soon(lambda: not any(jobs.counts().values()), jobs.counts)
+    assert tags(fake) == {}
 
 
 def test_a_volume_whose_wipe_is_under_way_or_failed_is_no_source_for_a_clone(

@@ -423,12 +423,10 @@ def _described(
 
 
 def die(service: Service) -> None:
-    """What the end of the process itself would do: the socket answers no more, no timer is left."""
+    """What the end of the process itself would do: nothing answers, or is tried again."""
     service._server.stop(0)
     for jobs in behind(service):
         jobs._stopping.set()
-        for timer in jobs._timers:
-            timer.cancel()
 
 
 def bury(service: Service) -> None:

@@ -1,0 +1,197 @@
+"""Work behind the answers that fails is tried again until a look proves that there is none."""
+
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+
+import expect
+import pytest
+
+from agent import errors
+from agent.engine import jobs as module
+from agent.engine.jobs import Job, Jobs
+from lvm import command
+from lvm import errors as lvm_errors
+
+FAILURE = OSError(5, "Input/output error")
+
+
+class Work:
+    """Jobs, how often each was looked for and done, and what comes of that."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, workers: int = 2) -> None:
+        self.fails = True
+        self.looked: list[str] = []
+        self.done: list[str] = []
+        self.look: Callable[[str], None] = lambda _key: None
+        self.jobs = Jobs("test", self._do, self._find, "%s failed: %s", workers=workers)
+        self.jobs.retry_seconds = 0.2
+        self._monkeypatch = monkeypatch
+
+    def _do(self, job: Job) -> None:
+        if self.fails:
+            raise FAILURE
+        self.done.append(job.key)
+
+    def _find(self, key: str) -> Job:
+        self.looked.append(key)
+        self.look(key)
+        return Job(key)
+
+    def fail(self, *keys: str) -> None:
+        """Have these jobs fail once."""
+        for one in keys:
+            self.jobs.start(Job(one))
+        expect.soon(lambda: self.jobs.counts()["failed"] == len(keys))
+        self.fails = False
+
+    def without_threads(self) -> None:
+        """From now on none can be started."""
+
+        def start(_self: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        self._monkeypatch.setattr(threading.Thread, "start", start)
+
+    def with_threads(self) -> None:
+        self._monkeypatch.undo()
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
+    made = Work(monkeypatch)
+    yield made
+    made.with_threads()
+    made.jobs.stop()
+
+
+@pytest.mark.parametrize(
+    "doubt",
+    [
+        errors.GroupBusy("volume group data", "30 calls wait for it already"),
+        errors.GroupSilent("data", ["/dev/sdb"]),
+        errors.GroupAwaited("data"),
+        errors.GroupRefused("data", "2 of that name"),
+        errors.TooManyCalls(80),
+        errors.OtherGroup("data@1/vol-a", "group data is not on this node"),
+        errors.SourceLost("data@1/snap-a", "it ran full"),
+        lvm_errors.CommandTimedOut(("lvm", "fullreport"), 1.0),
+        lvm_errors.CommandFailed(("lvm", "fullreport"), 5, ""),
+        OSError(5, "Input/output error"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_is_not_proved_gone_is_tried_until_it_is_done(work: Work, doubt: Exception) -> None:
+    doubts = iter([doubt] * 3)
+
+    def look(_key: str) -> None:
+        if (error := next(doubts, None)) is not None:
+            raise error
+
+    work.jobs.retry_seconds = 0.02
+    work.look = look
+    keys = [f"data@1/vol-{number}" for number in range(3)]
+    work.fail(*keys)
+    expect.soon(lambda: sorted(work.done) == keys)
+    assert work.jobs.counts()["failed"] == 0
+
+
+def test_what_a_look_proves_gone_is_looked_for_no_more(work: Work) -> None:
+    def look(key: str) -> None:
+        raise errors.NoSuchVolume(key)
+
+    work.jobs.retry_seconds = 0.02
+    work.look = look
+    work.fail("data@1/vol-a")
+    expect.soon(lambda: not work.jobs.has("data@1/vol-a"))
+    assert work.looked == ["data@1/vol-a"]
+    assert work.done == []
+
+
+def test_a_group_that_cannot_be_looked_at_is_asked_once_for_all_and_not_for_each(
+    work: Work,
+) -> None:
+    numbers = count()
+
+    def look(_key: str) -> None:
+        if next(numbers) < 2:
+            raise errors.GroupBusy("volume group data", "30 calls wait for it already")
+
+    work.look = look
+    keys = {f"data@1/vol-{number}" for number in range(5)}
+    work.fail(*keys)
+    expect.soon(lambda: set(work.done) == keys)
+    assert len(work.looked) == 2 + len(keys)
+    assert len(set(work.looked[:2])) == 2, "none keeps the others from being looked for"
+
+
+def test_all_are_looked_for_before_one_is_done_and_changes_the_group(work: Work) -> None:
+    keys = [f"data@1/vol-{number}" for number in range(5)]
+    seen: list[int] = []
+    work.look = lambda _key: seen.append(len(work.done))
+    work.fail(*keys)
+    expect.soon(lambda: len(work.done) == len(keys))
+    assert seen == [0] * len(keys)
+
+
+def test_a_group_that_hangs_keeps_no_other_s_from_being_tried_again(work: Work) -> None:
+    over = threading.Event()
+    work.look = lambda key: None if key.startswith("b@") else [over.wait(20)].clear()
+    work.fail("a@1/vol", "b@1/vol")
+    expect.soon(lambda: work.done == ["b@1/vol"])
+    over.set()
+    expect.soon(lambda: work.done == ["b@1/vol", "a@1/vol"])
+
+
+def test_a_job_for_which_no_thread_can_be_had_is_refused_and_begun_by_the_next_call(
+    work: Work,
+) -> None:
+    work.fails = False
+    work.without_threads()
+    with pytest.raises(RuntimeError):
+        work.jobs.start(Job("data@1/vol-a"))
+    assert not work.jobs.has("data@1/vol-a")
+    work.with_threads()
+    work.jobs.start(Job("data@1/vol-a")).ended.result(20)
+    assert work.done == ["data@1/vol-a"]
+
+
+def test_what_fails_is_tried_again_also_where_no_thread_can_be_had(work: Work) -> None:
+    work.jobs.retry_seconds = 0.02
+    began = threading.Event()
+    fail = work._do
+
+    def first(job: Job) -> None:
+        work.without_threads()
+        work.jobs._work = fail
+        began.set()
+        raise FAILURE
+
+    work.jobs._work = first
+    job = work.jobs.start(Job("data@1/vol-a"))
+    assert began.wait(20)
+    assert job.ended.exception(20) is FAILURE
+    work.fails = False
+    expect.soon(lambda: len(work.looked) >= 2)
+    work.with_threads()
+    expect.soon(lambda: work.done == ["data@1/vol-a"])
+
+
+def test_nothing_is_tried_again_once_it_all_ends(work: Work) -> None:
+    work.fail("data@1/vol-a")
+    work.jobs.stop()
+    for one in threading.enumerate():
+        if one.name == "again data":
+            one.join(20)
+            assert not one.is_alive()
+    assert work.looked == []
+
+
+def test_the_time_for_a_look_is_bounded(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[float | None] = []
+    monkeypatch.setattr(module, "_LOOKING_SECONDS", 7.0)
+    work.look = lambda _key: limits.append(command.remaining_seconds())
+    work.fail("data@1/vol-a")
+    expect.soon(lambda: work.done)
+    assert limits[0] is not None
+    assert 0 < limits[0] <= 7.0
