@@ -33,6 +33,10 @@ class CommandStuck(CommandTimedOut):
 
     def __init__(self, words: Sequence[str], seconds: float, ended: Callable[[], bool]) -> None:
         super().__init__(words, seconds)
+        self.args = (
+            f"{' '.join(words[:2])} was told to end after {seconds:.1f} s, and still runs: see"
+            " `dmesg` for a disk that does not answer",
+        )
         self.ended = ended
 
 

@@ -29,23 +29,37 @@ class Behind:
         self._told = ""
 
     def wake(self) -> None:
-        """There is something to do."""
+        """There is something to do. Where no thread can be had, `catch_up` asks for one again."""
         self._woken.set()
-        with self._guard:
-            if self._thread is None and not self._is_ending:
-                self._thread = threading.Thread(
-                    target=self._run, name=f"behind {self._name}", daemon=True
-                )
-                self._thread.start()
+        try:
+            self._ensure_thread()
+        except RuntimeError as error:
+            # Whoever wakes has done what he was asked for: it is none the less done.
+            self._tell(str(error))
+
+    def catch_up(self) -> None:
+        """Begin what there was no thread for; returns at once."""
+        if self._thread is None and self._woken.is_set():
+            self.wake()
 
     def stop(self) -> None:
         """Do what is left to do, unless that takes long."""
+        self.catch_up()
         with self._guard:
             self._is_ending = True
             thread = self._thread
         if thread is not None:
             self._woken.set()
             thread.join(_ENDING_SECONDS)
+
+    def _ensure_thread(self) -> None:
+        with self._guard:
+            if self._thread is None and not self._is_ending:
+                thread = threading.Thread(
+                    target=self._run, name=f"behind {self._name}", daemon=True
+                )
+                thread.start()
+                self._thread = thread
 
     def _run(self) -> None:
         patience: float | None = None
@@ -63,10 +77,13 @@ class Behind:
             with command.time_limit(_TIME_LIMIT_SECONDS):
                 self._work(is_ending)
         except BaseException as error:
-            # The same again each minute is told once.
-            if str(error) != self._told:
-                _log.warning("volume group %s, behind the answers: %s", self._name, error)
-            self._told = str(error)
+            self._tell(str(error))
             return False
         self._told = ""
         return True
+
+    def _tell(self, problem: str) -> None:
+        # The same again each minute is told once.
+        if problem != self._told:
+            _log.warning("volume group %s, behind the answers: %s", self._name, problem)
+        self._told = problem

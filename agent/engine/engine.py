@@ -39,11 +39,16 @@ _BEHIND_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class _Stuck:
-    """A command that does not end; nothing is changed beside it."""
+    """A command that does not end: nothing is changed beside it, nor looked beside a look."""
 
-    subcommand: str
+    words: tuple[str, ...]
     ended: Callable[[], bool]
     since_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """For how long."""
+        return time.monotonic() - self.since_seconds
 
 
 class Engine:
@@ -82,7 +87,8 @@ class Engine:
         self._looks = Queue(f"volume group {name}", MOST_LOOKING)
         self._guard = threading.Lock()
         self._looking: Future[None] | None = None
-        self._stuck: _Stuck | None = None
+        # All that have not ended, the oldest first.
+        self._stuck: tuple[_Stuck, ...] = ()
         # The tags that volumes shall bear, by the volumes' UUIDs, until they are written.
         self._promised: dict[str, frozenset[str]] = {}
         self._behind = Behind(name, self.settle)
@@ -117,7 +123,7 @@ class Engine:
     @property
     def is_changed(self) -> bool:
         """Whether something may have changed it since it was looked at with success."""
-        return self._changed or self._stuck is not None or self.problem is not None
+        return self._changed or bool(self._stuck) or self.problem is not None
 
     @property
     def is_outdated(self) -> bool:
@@ -218,6 +224,10 @@ class Engine:
         if self._changed:
             self._behind.wake()
 
+    def catch_up(self) -> None:
+        """Begin what was put off and has no thread; returns at once."""
+        self._behind.catch_up()
+
     def settle(self, is_ending: bool = False) -> None:
         """Do what was put off: write the tags that were promised, look at what was changed.
 
@@ -256,13 +266,18 @@ class Engine:
                     del self._promised[uuid]
 
     def look_behind(self) -> Future[None]:
-        """Have it looked at in a thread of its own: once at a time, however long it takes."""
+        """Have it looked at in a thread of its own: once at a time, however long it takes.
+
+        Raises RuntimeError where none can be had.
+        """
         with self._guard:
             if self._looking is None or self._looking.done():
-                self._looking = Future()
+                looking = Future[None]()
                 threading.Thread(
-                    target=self._look_for, args=[self._looking], name="look", daemon=True
+                    target=self._look_for, args=[looking], name="look", daemon=True
                 ).start()
+                # Not before: where no thread can be had, nobody waits for what does not come.
+                self._looking = looking
             return self._looking
 
     def _look_for(self, looking: Future[None]) -> None:
@@ -302,17 +317,13 @@ class Engine:
 
     def _watched(self, *words: str) -> Result:
         """The seam `lvm.command.Run`: after a command that may have done anything, look anew."""
-        stuck = self._stuck
-        if stuck is not None and not only_looks(words):
-            if not stuck.ended():
-                seconds = time.monotonic() - stuck.since_seconds
-                raise lvm_errors.StillRunning(stuck.subcommand, seconds)
-            self._stuck = None
+        self._require_none_stuck(words)
         try:
             return self._run(*words)
         except lvm_errors.CommandStuck as error:
             self._sight.forget()
-            self._stuck = _Stuck(words[1], error.ended, time.monotonic())
+            with self._guard:
+                self._stuck += (_Stuck(words, error.ended, time.monotonic()),)
             raise
         except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
             self._sight.forget()
@@ -321,6 +332,23 @@ class Engine:
             # Not before: a look beside it may have seen what was there until then.
             if not only_looks(words):
                 self._changed = True
+
+    def _require_none_stuck(self, words: tuple[str, ...]) -> None:
+        """Raise StillRunning for a change while any command does not end.
+
+        And CommandStuck for a look while a look does not: another would hang as well, and each
+        leaves a process behind.
+        """
+        if not self._stuck:
+            return
+        with self._guard:
+            self._stuck = tuple(one for one in self._stuck if not one.ended())
+            stuck = self._stuck
+        if stuck and not only_looks(words):
+            raise lvm_errors.StillRunning(stuck[0].words[1], stuck[0].seconds)
+        for one in stuck:
+            if only_looks(one.words):
+                raise lvm_errors.CommandStuck(one.words, one.seconds, one.ended)
 
 
 def _with_tags(

@@ -127,6 +127,11 @@ class Engines:
         for one in list(self._engines.values()):
             one.settle()
 
+    def catch_up(self) -> None:
+        """Begin what was put off and has no thread (`Engine.catch_up`)."""
+        for one in list(self._engines.values()):
+            one.catch_up()
+
     def outdate(self, written: str | None = None) -> None:
         """A disk came or went, or may have; `written`: this one is there, and has other contents.
 

@@ -175,8 +175,9 @@ class Inventory(Activation):
         """Have each group looked at that somebody glimpses at, and nobody asked for so long.
 
         Whatever came of it: one that fails at once is not asked more often. Waits for nothing, and
-        returns the looks that it began.
+        returns the looks that it began. So is what was put off and is not begun yet.
         """
+        self._engines.catch_up()
         begun: list[Future[None]] = []
         for one in self._engines:
             is_due = abs(time.time() - one.tried_seconds) >= due_seconds

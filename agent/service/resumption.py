@@ -64,14 +64,18 @@ class Resumption:
                 self._try(one.name)
 
     def _try(self, name: str) -> Future[None]:
-        """Have a group taken up in a thread: once at a time, however long it takes."""
+        """Have a group taken up in a thread: once at a time, however long it takes.
+
+        Raises RuntimeError where none can be had.
+        """
         trying = self._tries.get(name)
         if trying is None or trying.done():
-            trying = self._tries[name] = Future()
-            self._tried_at[name] = time.monotonic()
+            trying = Future()
             threading.Thread(
                 target=self._run, args=[name, trying], name=f"resume {name}", daemon=True
             ).start()
+            # Not before: where no thread can be had, the next step asks for one again.
+            self._tries[name], self._tried_at[name] = trying, time.monotonic()
         return trying
 
     def _run(self, name: str, trying: "Future[None]") -> None:

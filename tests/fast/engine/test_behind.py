@@ -180,3 +180,55 @@ def test_nothing_that_is_raised_ends_the_thread(monkeypatch: pytest.MonkeyPatch)
     done.clear()
     Behind.wake(behind)
     assert not done.wait(0.05)
+
+
+@pytest.fixture
+def no_threads() -> Iterator[pytest.MonkeyPatch]:
+    """None can be started, until that is undone."""
+
+    def start(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        yield patch
+
+
+def test_where_no_thread_can_be_had_a_change_is_done_and_its_tags_are_written_later(
+    engines: Engines,
+    fake: FakeHost,
+    no_threads: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    create(fake, "a")
+    for _ in range(2):
+        with engines.hold("data"):
+            engines.promise("data", "a", EXT4)
+            volumes.create(engines.lvm("data"), "data", volumes.New("b", 4 * MIB, {}))
+            volumes.remove(engines.lvm("data"), "data", "b")
+    engines.catch_up()
+    assert caplog.text.count("can't start new thread") == 1
+    no_threads.undo()
+    engines.catch_up()
+    assert comes(lambda: written(fake, "a") == EXT4)
+
+
+def test_a_service_that_ends_writes_what_there_was_no_thread_for(
+    engines: Engines, fake: FakeHost, no_threads: pytest.MonkeyPatch
+) -> None:
+    create(fake, "a")
+    with engines.hold("data"):
+        engines.promise("data", "a", EXT4)
+    no_threads.undo()
+    engines.stop()
+    assert written(fake, "a") == EXT4
+
+
+def test_a_service_ends_also_where_no_thread_can_be_had(
+    engines: Engines, fake: FakeHost, no_threads: pytest.MonkeyPatch
+) -> None:
+    create(fake, "a")
+    with engines.hold("data"):
+        engines.promise("data", "a", EXT4)
+    engines.stop()
+    assert written(fake, "a") == {}

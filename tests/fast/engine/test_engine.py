@@ -284,6 +284,81 @@ def test_who_needs_a_group_that_hangs_waits_as_long_as_his_caller(
         assert first.result(20) is not None
 
 
+class Endless:
+    """Commands of lvm2's of these kinds do not end, though they are told to, until they are let."""
+
+    def __init__(self, fake: FakeHost, *kinds: str) -> None:
+        self.kinds = set(kinds)
+        self.ended: set[str] = set()
+        self.begun: list[str] = []
+        fake.intercept = self
+
+    def __call__(self, words: Sequence[str]) -> Result | None:
+        self.begun.append(words[1])
+        if words[1] not in self.kinds:
+            return None
+        kind = words[1]
+        raise lvm_errors.CommandStuck(tuple(words), 1.0, lambda: kind in self.ended)
+
+
+def test_nothing_is_changed_before_all_that_did_not_end_has_ended(
+    fake: FakeHost, known: Engine
+) -> None:
+    create(fake, "a")
+    known.look()
+    endless = Endless(fake, "lvextend", "fullreport")
+    with pytest.raises(lvm_errors.CommandStuck):
+        known.lvm("lvextend", "--extents", "+1", "data/a")
+    with pytest.raises(lvm_errors.CommandStuck):
+        known.look()
+    endless.ended.add("fullreport")
+    with pytest.raises(lvm_errors.StillRunning, match="lvextend was told to end"):
+        known.lvm("lvcreate", "--extents", "1", "--name", "b", "data")
+    assert endless.begun == ["lvextend", "fullreport"]
+    assert known.is_changed
+    endless.ended.add("lvextend")
+    endless.kinds.clear()
+    volumes.create(known.lvm, "data", volumes.New("b", 4 * MIB, {}))
+    assert known.look() is not None
+    assert not known.is_changed
+
+
+def test_beside_a_look_that_does_not_end_none_is_begun(fake: FakeHost, known: Engine) -> None:
+    known.look()
+    fake.lvm2.groups["data"].seqno += 1
+    endless = Endless(fake, "fullreport")
+    for _ in range(20):
+        with pytest.raises(lvm_errors.CommandStuck, match="lvm fullreport was told to end"):
+            known.look()
+    assert endless.begun == ["fullreport"]
+    endless.ended.add("fullreport")
+    endless.kinds.clear()
+    assert known.look() is not None
+
+
+def test_beside_a_change_that_does_not_end_it_is_looked(fake: FakeHost, known: Engine) -> None:
+    create(fake, "a")
+    known.look()
+    Endless(fake, "lvextend")
+    with pytest.raises(lvm_errors.CommandStuck):
+        known.lvm("lvextend", "--extents", "+1", "data/a")
+    assert known.look() is not None
+
+
+def test_where_no_thread_can_be_had_to_look_the_next_one_looks(
+    known: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(_self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError):
+            known.look_behind()
+    known.look_behind().result(20)
+    assert known.answers
+
+
 # Its disks
 
 
