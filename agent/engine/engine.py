@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -171,12 +171,15 @@ class Engine:
         For those who have to do with another group, and ask of this one only what it has, too. A
         command that does not end though its time is over does not hold them either.
         """
-        if self._looks.is_taken or self._rests:
-            return self.last
-        remaining = command.remaining_seconds()
-        looking = self.look_behind()
-        wait([looking], _GLANCE_SECONDS if remaining is None else min(_GLANCE_SECONDS, remaining))
-        if not looking.done() or self.problem is not None:
+        return Glances([self]).end()[self.name]
+
+    def begin_glance(self) -> Future[None] | None:
+        """The look that a glance waits for; None where it waits for none."""
+        return None if self._looks.is_taken or self._rests else self.look_behind()
+
+    def end_glance(self, looking: Future[None] | None) -> report.Group | None:
+        """What it is, or was, after that wait; where it was in vain, the next are spared it."""
+        if looking is not None and (not looking.done() or self.problem is not None):
             self._rests_until = time.monotonic() + _REST_SECONDS
         return self.last
 
@@ -349,6 +352,21 @@ class Engine:
         for one in stuck:
             if only_looks(one.words):
                 raise lvm_errors.CommandStuck(one.words, one.seconds, one.ended)
+
+
+class Glances:
+    """Glances at several groups, begun at once: those that hang are waited for together."""
+
+    def __init__(self, engines: Iterable[Engine]) -> None:
+        self._until_seconds = time.monotonic() + _GLANCE_SECONDS
+        self._begun = [(one, one.begin_glance()) for one in engines]
+
+    def end(self) -> dict[str, report.Group | None]:
+        """What `Engine.glance` tells of each, by their names."""
+        left, remaining = self._until_seconds - time.monotonic(), command.remaining_seconds()
+        patience = max(0.0, left if remaining is None else min(left, remaining))
+        wait([looking for _, looking in self._begun if looking is not None], patience)
+        return {one.name: one.end_glance(looking) for one, looking in self._begun}
 
 
 def _with_tags(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from agent import admission, errors, fact, ids
 from agent.engine import records, sources
 from agent.engine.activation import Activation
-from agent.engine.engine import Engine
+from agent.engine.engine import Engine, Glances
 from agent.engine.engines import Engines
 from agent.engine.records import Snapshot, Volume
 from agent.engine.sources import Foundations
@@ -52,10 +52,10 @@ class Inventory(Activation):
         """
         admission.enter(*groups)
         wanted = groups or self._groups
+        glances = Glances(one for one in self._engines if one.name not in wanted)
         seen = {one: self._engines.of(one) for one in wanted}
         looked = {name: one.look() for name, one in seen.items() if one is not None}
-        told = {one.name: one.glance() for one in self._engines if one.name not in looked}
-        return _of_those_here(told | looked)
+        return _of_those_here(glances.end() | looked)
 
     def listed(self) -> report.Report:
         """What is in all groups now; of one that does not answer what was seen there last.
@@ -70,8 +70,7 @@ class Inventory(Activation):
     def glance(self) -> report.Report:
         """What can be told of all groups without waiting for a disk that does not answer."""
         admission.enter()
-        told = {one.name: one.glance() for one in self._engines}
-        return _of_those_here(told)
+        return _of_those_here(Glances(self._engines).end())
 
     def awake(self, *groups: str) -> report.Report:
         """The same, before a change; one more command for each device that was left suspended.

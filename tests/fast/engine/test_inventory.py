@@ -1,0 +1,83 @@
+"""What is looked at of several groups, and in which order."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import expect
+import pytest
+from fakes.host import FakeHost
+
+from agent.engine import engine as module
+from agent.engine.engines import Engines
+from agent.engine.inventory import Inventory
+from lvm import report
+
+SICK = ["a", "b", "c"]
+
+
+class Hanging:
+    """lvm2 does not answer for the sick groups, until it is let go."""
+
+    def __init__(self, fake: FakeHost, engines: Engines) -> None:
+        self.asked: set[str] = set()
+        self.over = threading.Event()
+        self._disks = {engines.lvm(one).devices[0]: one for one in SICK}
+        for one in SICK:
+            fake.lvm2.groups[one].seqno += 1
+        fake.intercept = self
+
+    def __call__(self, words: Sequence[str]) -> None:
+        for disk, name in self._disks.items():
+            if disk in " ".join(words):
+                self.asked.add(name)
+                assert self.over.wait(30)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> tuple[Inventory, Hanging]:
+    fake = FakeHost(tmp_path)
+    for one in [*SICK, "sound"]:
+        fake.lvm2.add_group(one)
+    engines = Engines(fake.lvm, fake.disks, fake.devices, [*SICK, "sound"])
+    known = Inventory(engines, fake.devices)
+    known.read()
+    return known, Hanging(fake, engines)
+
+
+@pytest.fixture
+def caller() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(1) as made:
+        yield made
+
+
+KINDS: dict[str, Callable[[Inventory], report.Report]] = {
+    "of one group": lambda known: known.read("sound"),
+    "of none": lambda known: known.glance(),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_groups_that_hang_are_waited_for_together(
+    node: tuple[Inventory, Hanging],
+    caller: ThreadPoolExecutor,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+) -> None:
+    monkeypatch.setattr(module, "_GLANCE_SECONDS", 30)
+    known, hanging = node
+    read = caller.submit(KINDS[kind], known)
+    expect.soon(lambda: hanging.asked == set(SICK), lambda: hanging.asked)
+    hanging.over.set()
+    assert set(read.result(20).groups) == {*SICK, "sound"}
+
+
+def test_what_hangs_is_what_it_was(
+    node: tuple[Inventory, Hanging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GLANCE_SECONDS", 0.05)
+    known, hanging = node
+    for _ in range(20):
+        assert set(known.read("sound").groups) == {*SICK, "sound"}
+    hanging.over.set()
