@@ -2,8 +2,10 @@
 
 import os
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from agent import admission
 from agent.engine.disks import names_of
@@ -15,6 +17,34 @@ from lvm.disks import PATIENCE_SECONDS, Disks, Found
 from lvm.labels import PhysicalLabel
 from lvm.lvm2 import Lvm
 from lvm.session import Session
+
+
+class Turns:
+    """The turns at groups that are held: each given back at the end, unless it is kept longer."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, ExitStack] = {}
+        self._kept: defaultdict[str, list[Future[None]]] = defaultdict(list)
+
+    def take(self, engine: Engine) -> None:
+        """Be the one whose turn it is at a group. Raises GroupBusy."""
+        turn = self._of[engine.name] = ExitStack()
+        # Called when the turn is over.
+        turn.callback(engine.wake)
+        turn.enter_context(engine.queue.turn())
+
+    def enter(self, group: str, inside: AbstractContextManager[None]) -> None:
+        """Enter what ends with the turn at a group."""
+        self._of[group].enter_context(inside)
+
+    def keep(self, group: str, until: Future[None]) -> None:
+        """Give the turn at a group back only when that is done: nothing is changed beside it."""
+        self._kept[group].append(until)
+
+    def end(self) -> None:
+        """Give them back, those that are kept when it is time: nobody waits for that here."""
+        for group, turn in reversed(self._of.items()):
+            _when_done(self._kept[group], turn)
 
 
 class Engines:
@@ -86,20 +116,21 @@ class Engines:
         return not allowed or os.path.realpath(disk) in allowed
 
     @contextmanager
-    def hold(self, *names: str) -> Iterator[None]:
+    def hold(self, *names: str) -> Iterator[Turns]:
         """Hold groups, after any other call that does; all take them in the same order.
 
         Raises GroupBusy, TooManyCalls, Starting.
         """
         admission.enter(*names)
         found = [self.of(one) for one in sorted(set(names))]
-        with ExitStack() as held:
+        turns = Turns()
+        try:
             for one in found:
                 if one is not None:
-                    # Called when the turn is over.
-                    held.callback(one.wake)
-                    held.enter_context(one.queue.turn())
-            yield
+                    turns.take(one)
+            yield turns
+        finally:
+            turns.end()
 
     def scan(self) -> Mapping[str, Found]:
         """What the disks say of themselves that lvm2 may see on this node."""
@@ -162,6 +193,14 @@ class Engines:
         made = Engine(name, self.node, run, self._disks, self._devices, self.scan, renew)
         self._engines[name] = made
         return made
+
+
+def _when_done(awaited: Sequence[Future[None]], turn: ExitStack) -> None:
+    """End a turn once all of these are done."""
+    if awaited:
+        awaited[0].add_done_callback(lambda _: _when_done(awaited[1:], turn))
+    else:
+        turn.close()
 
 
 def _is_listed(found: Found, listed: frozenset[str]) -> bool:

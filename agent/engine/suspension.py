@@ -7,12 +7,19 @@ a volume that is held, and lets go of that one volume as it ends.
 
 What nobody lets go of hangs whoever uses it. So it is let go of after so many seconds by a thread
 of its own, whatever lvm2 does meanwhile, and after a kill by the next start.
+
+Both wait for the disk: what is on its way to it is awaited before a volume is held, and a file
+system writes as it is let go of. So each volume has a thread for that, and one whose disk does not
+answer keeps no other from being let go of. What hangs is let go of as soon as it no longer does.
 """
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import Self
 
@@ -24,9 +31,49 @@ _log = logging.getLogger(__name__)
 
 # How long a start looks after what a kill left half-made before it lets go, at most.
 _LEFT_SECONDS = 10.0
+# How long those are waited for that are let go of; it is a matter of milliseconds.
+_RELEASE_SECONDS = 1.0
 
 # A group and a logical volume in it.
 Held = tuple[str, str]
+
+
+class Release:
+    """Lets go of volumes, of each in a thread of its own and once at a time."""
+
+    def __init__(self, devices: Devices) -> None:
+        self._devices = devices
+        self._guard = threading.Lock()
+        self._under_way: dict[Held, Future[None]] = {}
+
+    def of(self, held: Iterable[Held]) -> Mapping[Held, Future[None]]:
+        """Let go of these; each is done when it is let go of, or cannot be, which is logged.
+
+        lvm2 may have let go of some by now, which is no error.
+        """
+        return {one: self._begin(one) for one in held}
+
+    def _begin(self, one: Held) -> Future[None]:
+        with self._guard:
+            under_way = self._under_way.get(one)
+            if under_way is not None and not under_way.done():
+                return under_way
+            ended = self._under_way[one] = Future()
+        try:
+            _in_thread(self._do, one, ended)
+        except RuntimeError:
+            # No thread can be had, and whoever uses the volume would wait for ever.
+            self._do(one, ended)
+        return ended
+
+    def _do(self, one: Held, ended: Future[None]) -> None:
+        try:
+            self._devices.resume(*one)
+        except BaseException as error:
+            _log.error("volume %s/%s cannot be let go of: %s", *one, error)
+        with self._guard:
+            del self._under_way[one]
+        ended.set_result(None)
 
 
 class Standstill:
@@ -34,14 +81,19 @@ class Standstill:
 
     def __init__(self, devices: Devices, seconds: float) -> None:
         self._devices = devices
+        self._release = Release(devices)
         self._seconds = seconds
+        self._until = time.monotonic() + seconds
         self._guard = threading.Lock()
         self._held: list[Held] = []
+        # Of each that was to be held: done when nothing holds it any more.
+        self._free: dict[Held, Future[None]] = {}
         self._over = False
         self._timer = threading.Timer(seconds, self._end)
         self._timer.daemon = True
 
     def __enter__(self) -> Self:
+        self._until = time.monotonic() + self._seconds
         self._timer.start()
         return self
 
@@ -53,16 +105,31 @@ class Standstill:
     ) -> None:
         self._timer.cancel()
         self._end()
+        wait(self._free.values(), _RELEASE_SECONDS)
+
+    @property
+    def free(self) -> Mapping[Held, Future[None]]:
+        """Of each that was to be held: done when it is not held, and will not be any more."""
+        return dict(self._free)
 
     def hold(self, group: str, name: str) -> None:
-        """Hold an active volume. Raises StandstillOver, and OSError as device-mapper does."""
-        self._devices.suspend(group, name)
-        with self._guard:
-            self._held.append((group, name))
-            over = self._over
-        if over:
-            # That took too long, and nobody else lets go of it.
+        """Hold an active volume. Raises StandstillOver, and OSError as device-mapper does.
+
+        Nobody waits for a disk that does not answer longer than the rest is held.
+        """
+        self.check()
+        one, held = (group, name), Future[None]()
+        free = self._free[one] = Future()
+        try:
+            _in_thread(self._suspend, one, held)
+        except BaseException:
+            free.set_result(None)
+            raise
+        wait([held], max(0.0, self._until - time.monotonic()))
+        if not held.done():
             self._end()
+            raise errors.StandstillOver(self._seconds)
+        held.result()
         self.check()
 
     def check(self) -> None:
@@ -70,33 +137,53 @@ class Standstill:
         if self._over:
             raise errors.StandstillOver(self._seconds)
 
+    def _suspend(self, one: Held, held: Future[None]) -> None:
+        try:
+            self._devices.suspend(*one)
+        except BaseException as error:
+            self._free[one].set_result(None)
+            held.set_exception(error)
+            return
+        with self._guard:
+            self._held.append(one)
+            over = self._over
+        if over:
+            # That took too long, and nobody else lets go of it.
+            self._end()
+        held.set_result(None)
+
     def _end(self) -> None:
         with self._guard:
             self._over = True
             held, self._held = self._held, []
-        _let_go(self._devices, held)
+        for one, ended in self._release.of(held).items():
+            ended.add_done_callback(partial(_follow, self._free[one]))
 
 
 @contextmanager
-def left(devices: Devices, groups: Sequence[str]) -> Iterator[list[Held]]:
+def left(
+    devices: Devices, groups: Sequence[str], release: Release | None = None
+) -> Iterator[list[Held]]:
     """Let go of what a process that was killed held: at the end, or after ten seconds.
 
     What it left half-made is to be looked after inside: held volumes prove that nothing was written
-    to them since. No command; two ioctls for each of them, one for the others.
+    to them since. No command; two ioctls for each of them, one for the others. Nobody waits for
+    one whose disk does not answer; who may begin anew gives the same `release` each time.
     """
     held = list(_held(devices, groups))
     if not held:
         yield held
         return
     _log.warning("volumes are held since a kill: %s", ", ".join("/".join(one) for one in held))
-    timer = threading.Timer(_LEFT_SECONDS, _let_go, [devices, held])
+    release = release or Release(devices)
+    timer = threading.Timer(_LEFT_SECONDS, release.of, [held])
     timer.daemon = True
     timer.start()
     try:
         yield held
     finally:
         timer.cancel()
-        _let_go(devices, held)
+        wait(release.of(held).values(), _RELEASE_SECONDS)
 
 
 def _held(devices: Devices, groups: Sequence[str]) -> Iterator[Held]:
@@ -106,10 +193,10 @@ def _held(devices: Devices, groups: Sequence[str]) -> Iterator[Held]:
                 yield group, name
 
 
-def _let_go(devices: Devices, held: Sequence[Held]) -> None:
-    """lvm2 may have let go of some by now, which is no error."""
-    for group, name in held:
-        try:
-            devices.resume(group, name)
-        except OSError as error:
-            _log.error("volume %s/%s cannot be let go of: %s", group, name, error)
+def _follow(free: Future[None], _: Future[None]) -> None:
+    free.set_result(None)
+
+
+def _in_thread(work: Callable[[Held, Future[None]], None], one: Held, ended: Future[None]) -> None:
+    """Do it in a thread, which a disk may keep for ever; RuntimeError where none can be had."""
+    threading.Thread(target=work, args=(one, ended), name="hold", daemon=True).start()

@@ -54,11 +54,12 @@ def serve(config: Config, host: Host) -> None:
             resume(service, group)
 
         resumption = Resumption(service.engines, take_up)
+        release = suspension.Release(host.devices)
         ended = _until_signal()
 
         def begin() -> None:
             with (
-                suspension.left(host.devices, config.groups) as held,
+                suspension.left(host.devices, config.groups, release) as held,
                 service.inventory.holding(held),
             ):
                 resumption.begin()

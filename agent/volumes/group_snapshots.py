@@ -13,12 +13,13 @@ deleted by its id. While a group is away that may hold a part, nothing is judged
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from agent import errors, fact, ids
 from agent.engine import records, users
+from agent.engine.engines import Turns
 from agent.engine.means import Means
 from agent.engine.records import Snapshot, Volume
 from agent.engine.suspension import Standstill
@@ -94,11 +95,11 @@ class GroupSnapshotter:
             users.flush(self._kernel, self._inventory, one)
         own_name = self.logical_name(call.name)
         groups = self._groups(sources, lambda known: self._named(known, own_name))
-        with ExitStack() as undo, self._engines.hold(*groups):
+        with ExitStack() as undo, self._engines.hold(*groups) as turns:
             known = self._inventory.awake(*groups)
             found = self._named(known, own_name)
             if not found:
-                return self._make(call, known, undo)
+                return self._make(call, known, undo, turns)
             if records.is_whole(found):
                 same = _same(_group_snapshot(found), call)
                 self._commit(found)
@@ -164,7 +165,7 @@ class GroupSnapshotter:
         return False
 
     def _make(
-        self, call: CreateGroupSnapshot, known: report.Report, undo: ExitStack
+        self, call: CreateGroupSnapshot, known: report.Report, undo: ExitStack, turns: Turns
     ) -> GroupSnapshot:
         """New snapshots of all sources; what failed is undone once the groups are free again."""
         sources = [self._source(known, one) for one in call.source_ids]
@@ -189,8 +190,7 @@ class GroupSnapshotter:
         patience = min(self.standstill_seconds, self.standstill_seconds if left is None else left)
         with (
             command.time_limit(patience),
-            self._inventory.holding((one.group.name, one.name) for one in held.values()),
-            Standstill(self._devices, patience) as standstill,
+            self._standing_still(list(held.values()), patience, turns) as standstill,
         ):
             for one in held.values():
                 self._hold(standstill, one)
@@ -234,6 +234,25 @@ class GroupSnapshotter:
         if self._wiper.is_deleting(volume_id):
             raise errors.NoSuchVolume(volume_id)
         return volume
+
+    @contextmanager
+    def _standing_still(
+        self, held: list[Volume], seconds: float, turns: Turns
+    ) -> Iterator[Standstill]:
+        """Have volumes held inside; nothing changes a group of which one is held longer than that.
+
+        Its disk does not answer: lvm2 would find a device suspended that is let go of under its
+        hands. The other groups' turns end with the call.
+        """
+        for one in held:
+            turns.enter(one.group.name, self._inventory.holding([(one.group.name, one.name)]))
+        standstill = Standstill(self._devices, seconds)
+        try:
+            with standstill:
+                yield standstill
+        finally:
+            for (group, _), free in standstill.free.items():
+                turns.keep(group, free)
 
     def _hold(self, standstill: Standstill, volume: Volume) -> None:
         try:

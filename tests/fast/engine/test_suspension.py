@@ -5,11 +5,12 @@ import os
 import threading
 from dataclasses import dataclass, field
 
+import expect
 import pytest
 
 from agent import errors
 from agent.engine import suspension
-from agent.engine.suspension import Standstill
+from agent.engine.suspension import Release, Standstill
 from lvm.devicemapper import Status
 from lvm.devices import Device, Exceptions
 
@@ -22,6 +23,10 @@ class Devices:
     suspended: set[str] = field(default_factory=set)
     stuck: set[str] = field(default_factory=set)
     resumed: threading.Event = field(default_factory=threading.Event)
+    # Those whose disk does not answer, until it does; and how often one was resumed.
+    hanging: set[str] = field(default_factory=set)
+    answers: threading.Event = field(default_factory=threading.Event)
+    tries: list[str] = field(default_factory=list)
 
     def close_leftovers(self, device: Device) -> None:
         raise NotImplementedError
@@ -47,9 +52,14 @@ class Devices:
     def suspend(self, group: str, name: str) -> None:
         if name in self.suspended:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        if name in self.hanging:
+            assert self.answers.wait(60)
         self.suspended.add(name)
 
     def resume(self, group: str, name: str) -> None:
+        self.tries.append(name)
+        if name in self.hanging:
+            assert self.answers.wait(60)
         if name in self.stuck:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         self.suspended.discard(name)
@@ -122,6 +132,65 @@ def test_one_that_cannot_be_let_go_of_does_not_keep_the_others(
         still.hold("data", "vol-b")
     assert devices.suspended == {"vol-a"}
     assert "data/vol-a cannot be let go of" in caplog.text
+
+
+def test_one_whose_disk_does_not_answer_keeps_no_other_held() -> None:
+    devices = Devices()
+    with Standstill(devices, 60) as still:
+        still.hold("data", "vol-a")
+        still.hold("data", "vol-b")
+        devices.hanging.add("vol-a")
+    expect.soon(lambda: devices.suspended == {"vol-a"})
+    assert not still.free["data", "vol-a"].done()
+    assert still.free["data", "vol-b"].done()
+    devices.answers.set()
+    expect.soon(still.free["data", "vol-a"].done)
+    assert devices.suspended == set()
+
+
+def test_one_that_is_not_held_in_time_is_none_and_is_let_go_of_once_it_is() -> None:
+    devices = Devices(hanging={"vol-b"})
+    with Standstill(devices, 0.2) as still:
+        still.hold("data", "vol-a")
+        with pytest.raises(errors.StandstillOver, match=r"0\.2 s"):
+            still.hold("data", "vol-b")
+    assert devices.suspended == set()
+    assert not still.free["data", "vol-b"].done()
+    devices.answers.set()
+    expect.soon(still.free["data", "vol-b"].done)
+    assert devices.suspended == set()
+    assert "vol-b" in devices.tries, "it was held after all"
+
+
+def test_where_no_thread_can_be_had_all_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = Devices()
+    real, lacks = threading.Thread.start, threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        if lacks.is_set():
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with Standstill(devices, 60) as still:
+        still.hold("data", "vol-a")
+        lacks.set()
+        with pytest.raises(RuntimeError):
+            still.hold("data", "vol-b")
+    assert devices.suspended == set()
+    assert all(one.done() for one in still.free.values())
+
+
+def test_what_a_kill_left_on_a_disk_that_does_not_answer_keeps_no_start() -> None:
+    devices = Devices(suspended={"vol-a", "vol-b"}, hanging={"vol-a"})
+    release = Release(devices)
+    for _ in range(3):
+        with suspension.left(devices, ["data"], release):
+            pass
+        assert devices.suspended == {"vol-a"}
+    assert devices.tries.count("vol-a") == 1, "one thread, however often a start begins anew"
+    devices.answers.set()
+    expect.soon(lambda: not devices.suspended)
 
 
 def test_what_a_kill_left_is_let_go_after_what_is_done_inside(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import configured
 import expect
+import grpc
 import pytest
 import serving
 from fakes.host import FakeHost
@@ -253,3 +254,39 @@ def test_lvm2_is_told_to_end_where_a_look_for_inline_volumes_takes_too_long(
         one.may_be_some = True
     hang()
     expect.soon(lambda: "volume group a: inline volumes that were left" in caplog.text)
+
+
+def test_a_group_snapshot_of_two_groups_keeps_only_the_one_whose_disk_does_not_answer(
+    client: Client,
+    config: Config,
+    service: Service,
+    fake: FakeHost,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ids = {
+        one: client.create(one, EXTENT, block(), parameters={"class": f"plain-{one}"}).volume_id
+        for one in GROUPS
+    }
+    over, real = threading.Event(), fake.lvm2.suspend
+
+    def suspend(group: str, name: str) -> None:
+        assert group == "b" or over.wait(60)
+        real(group, name)
+
+    monkeypatch.setattr(fake.lvm2, "suspend", suspend)
+    with Client(config.endpoint, timeout_seconds=1.5) as hasty:
+        with expect.code("DEADLINE_EXCEEDED"):
+            hasty.group_snapshot("hourly", list(ids.values()))
+        parameters = {"class": "plain-b"}
+        made = hasty.create("new", EXTENT, block(), parameters=parameters)
+        hasty.expand(made.volume_id, 2 * EXTENT)
+        # What waits to be held is let go of as soon as it is: nothing is changed meanwhile.
+        with pytest.raises(grpc.RpcError):
+            hasty.expand(ids["a"], 2 * EXTENT)
+    assert not fake.lvm2.is_suspended("b", "vol-b")
+    over.set()
+    client.expand(ids["a"], 2 * EXTENT)
+    assert not fake.lvm2.is_suspended("a", "vol-a")
+    taken = client.group_snapshot("hourly", list(ids.values()))
+    assert taken.ready_to_use
+    assert service.inventory.is_held("a", "vol-a") is False
