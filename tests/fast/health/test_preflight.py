@@ -1,7 +1,8 @@
 """The preflight: what it says of a node that is well, and of everything that can be missing."""
 
+import errno
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -134,6 +135,18 @@ def private_without_kubelet(place: Place) -> None:
 
 def without(path: str) -> Callable[[Place], None]:
     return lambda place: (place.root / path.lstrip("/")).unlink()
+
+
+def without_blkid_and_its_library(place: Place) -> None:
+    without("/usr/sbin/blkid")(place)
+    place.host.kernel = KernelWithoutLibblkid(place.host.block)
+
+
+class KernelWithoutLibblkid(FakeKernel):
+    """On a node that has no such library."""
+
+    def signatures(self, device: str) -> Mapping[str, str]:
+        raise OSError(errno.ENOSYS, "libblkid: cannot open shared object file")
 
 
 def without_kubelet(place: Place) -> None:
@@ -286,7 +299,8 @@ LACKS: list[tuple[Callable[[Place], None], str, str, str]] = [
     (no_cache, "modules", FAIL, "no dm-cache, which class plain needs"),
     (no_snapshots, "modules", WARN, "no dm-snapshot, which snapshots need"),
     (no_list_of_modules, "modules", WARN, "dm-raid, for class plain, is not loaded"),
-    (without("/usr/sbin/blkid"), "file systems", FAIL, "blkid"),
+    (without("/usr/sbin/blkid"), "file systems", WARN, "no device is made a disk of a group"),
+    (without_blkid_and_its_library, "file systems", FAIL, "nothing is ever formatted"),
     (without("/usr/sbin/fsck.ext4"), "file systems", FAIL, "fsck.ext4"),
     (without("/usr/sbin/mkfs.xfs"), "file systems", WARN, "mkfs.xfs"),
     (thin_without_its_tools, "thin tools", FAIL, "thin_check"),
@@ -485,11 +499,11 @@ def test_the_doctor_ends_with_0_where_nothing_fails(
 def test_the_doctor_ends_with_1_where_a_check_fails(
     place: Place, file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    without("/usr/sbin/blkid")(place)
+    without("/usr/sbin/fsck.ext4")(place)
     assert cli.main(["doctor", "--config", file]) == 1
     told = capsys.readouterr().out
     assert "fail" in told
-    assert "install util-linux" in told
+    assert "install e2fsprogs" in told
 
 
 def test_a_node_without_any_of_the_groups_is_no_failure_and_says_what_it_lacks(
