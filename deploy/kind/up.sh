@@ -43,8 +43,14 @@ for program in "${needed[@]}"; do
 done
 docker info >/dev/null 2>&1 || fail "docker does not answer: does its daemon run?"
 dmsetup version >/dev/null 2>&1 || fail "device-mapper does not answer: modprobe dm_mod"
-archive=$(find "$project/dist" -name 'carver-*.oci.tar' 2>/dev/null | sort | tail -n 1 || true)
-[ -n "$archive" ] || fail "there is no image in dist/: run make image"
+case $(uname -m) in
+    x86_64) processor=amd64 ;;
+    aarch64) processor=arm64 ;;
+    *) fail "there is no image for a processor like this: $(uname -m)" ;;
+esac
+archive=$(find "$project/dist" -name "carver-*-$processor.oci.tar" 2>/dev/null |
+    sort --version-sort | tail -n 1 || true)
+[ -n "$archive" ] || fail "there is no image for $processor in dist/: run make image"
 if [ -n "$snapshotter" ]; then
     for part in client/config/crd deploy/kubernetes/snapshot-controller; do
         [ -d "$snapshotter/$part" ] || fail "$snapshotter has no $part"

@@ -36,6 +36,7 @@ PROGRAMS = {
     "vgchange": {},
     "vgremove": {"*": 'rm "$STATE/group"'},
     "sleep": {},
+    "uname": {"*": "echo x86_64"},
     "mkdir": {"*": '/bin/mkdir -p "$2"'},
     "find": {"/dev *": "echo /dev/dm-4; echo /dev/sda", "*": '/usr/bin/find "$@"'},
     "stat": {"*/dev/dm-4": "echo 0xfd 0x4", "*": "echo 0x8 0x0"},
@@ -90,7 +91,9 @@ class Machine:
     def asked(self) -> list[str]:
         """What was asked of the programs, but for looking about."""
         lines = (self.folder / "log").read_text().splitlines()
-        return [one for one in lines if one.split()[0] not in {"id", "find", "stat", "mkdir"}]
+        return [
+            one for one in lines if one.split()[0] not in {"id", "find", "stat", "mkdir", "uname"}
+        ]
 
 
 @pytest.fixture
@@ -163,8 +166,29 @@ def test_up_says_that_there_is_no_image(machine: Machine) -> None:
         ended = machine.run("up.sh")
         assert (ended.returncode, ended.stderr) == (
             1,
-            "up.sh: there is no image in dist/: run make image\n",
+            "up.sh: there is no image for amd64 in dist/: run make image\n",
         )
+
+
+@pytest.mark.parametrize(("told", "own"), [("x86_64", "amd64"), ("aarch64", "arm64")])
+def test_up_takes_the_newest_image_for_this_machine_s_processor(
+    machine: Machine, told: str, own: str
+) -> None:
+    for version in ("0.1.0", "0.9.0", "0.10.0"):
+        for one in ("amd64", "arm64"):
+            (machine.project / "dist" / f"carver-{version}-{one}.oci.tar").touch()
+    machine.reply("uname", {"*": f"echo {told}"})
+    assert machine.run("up.sh").returncode == 0
+    [loaded] = [one for one in machine.asked if one.startswith("kind load image-archive")]
+    assert loaded.endswith(f"/carver-0.10.0-{own}.oci.tar")
+
+
+def test_up_says_that_there_is_no_image_for_such_a_processor(machine: Machine) -> None:
+    machine.reply("uname", {"*": "echo riscv64"})
+    ended = machine.run("up.sh")
+    assert ended.returncode == 1
+    assert "riscv64" in ended.stderr
+    assert not machine.state.exists()
 
 
 @pytest.mark.parametrize("program", ["kind", "kubectl", "docker"])
