@@ -243,6 +243,15 @@ def test_the_facts_of_this_machine_are_as_the_schema_says(monkeypatch: pytest.Mo
     jsonschema.validate(json.loads(found.text()), document.SCHEMA)
 
 
+def test_of_a_machine_that_is_nobody_s_business_the_kernel_s_version_is_told_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("platform.release", lambda: "6.18.44-builder-17")
+    monkeypatch.setattr(own, "measure", lambda _rounds: [])
+    assert own.run(1).machine["kernel"] == "6.18"
+    assert document.machine()["kernel"] == "6.18.44-builder-17"
+
+
 # Tables
 
 
