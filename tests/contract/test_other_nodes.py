@@ -88,6 +88,7 @@ def test_a_group_that_is_not_this_node_s_is_told_and_left_alone_until_it_is(
     client: Client, service: Service, host: AnyHost, config: Config, group: str, case: str
 ) -> None:
     volume = client.create("pvc-1", SIZE, block())
+    assert (client.volumes_here().entries, client.volumes_here().away) == ([volume], {})
     host.deactivate(group, "vol-pvc-1")
     CASES[case].take(host, group)
     [disk] = _disks_of(host, group)
@@ -101,6 +102,12 @@ def test_a_group_that_is_not_this_node_s_is_told_and_left_alone_until_it_is(
     with expect.code("RESOURCE_EXHAUSTED", group, *words):
         client.create("pvc-2", SIZE, block())
     assert client.capacity().available_capacity == 0
+    with expect.code("FAILED_PRECONDITION", group):
+        client.volumes()
+    # People are told what a list lacks.
+    for here in (client.volumes_here(), client.snapshots_here()):
+        assert not here.entries
+        assert all(word in here.away[group] for word in words)
     [told] = client.storage_health()
     assert all(word in told.message for word in (group, *words))
     [(verdict, message, remedy)] = preflight.CHECKS["groups"](service.node)
@@ -117,6 +124,7 @@ def test_a_group_that_is_not_this_node_s_is_told_and_left_alone_until_it_is(
 
     CASES[case].give_back(host, group)
     assert client.volume(volume.volume_id).volume.capacity_bytes == SIZE
+    assert client.volumes_here().entries == client.volumes()
     client.delete(volume.volume_id)
     assert not report.read(host.lvm).group(group).volumes
 

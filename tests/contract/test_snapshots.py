@@ -59,6 +59,7 @@ def test_a_snapshot_is_where_its_volume_is_in_every_answer(
     taken = client.snapshot("snap-1", volume.volume_id)
     [listed] = client.snapshots()
     got = client.controller.GetSnapshot(csi.GetSnapshotRequest(snapshot_id=taken.snapshot_id))
+    assert client.snapshots_here().entries == [listed]
     for one in (taken, listed, got.snapshot):
         assert list(one.accessible_topology) == list(volume.accessible_topology)
     assert list(taken.accessible_topology) == [segments("here")]
