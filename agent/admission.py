@@ -5,6 +5,9 @@ disk likes. So many calls do that at most that the others, such as unpublishing 
 one. And each group's calls leave some of that to those of the others, whatever they wait for.
 
 A call is admitted when it first needs a group, not as it comes in: most of the Node's need none.
+Those wait for a disk only where it is theirs, as the last unmounting does; they have threads of
+their own, of which each group's calls leave some to those of the others, too.
+
 Work that no call waits for, such as the start itself, is not held back.
 """
 
@@ -13,15 +16,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from agent import errors
+from agent.shares import Shares
 from lvm import command
 
-# The server's threads, and how many of them may be with volume groups. A node has 110 pods, and
-# after a boot most of their volumes are staged at once.
-THREADS = 128
+# How many of the server's threads may be with volume groups, and with volumes otherwise. A node has
+# 110 pods, and after a boot most of their volumes are staged at once, or unstaged as it is drained.
 PLACES = 112
+_OTHERS = 128
+# Some calls name no volume.
+THREADS = PLACES + _OTHERS + 16
 # A group's calls may take so many times what they leave free: alone 84 of these places, and of two
 # groups whose disks hang each 48, with 16 left.
 _SHARE = 3
@@ -42,6 +48,7 @@ class Admission:
         self._places = self._free = places
         # How many of those that are taken are with a group.
         self._with: Counter[str] = Counter()
+        self._others = Shares(_OTHERS)
         self._closed_at = 0.0
         self._changed = threading.Condition()
 
@@ -63,17 +70,24 @@ class Admission:
             self._changed.notify_all()
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """Inside, this thread carries out a call, which `enter` may stop."""
-        visit = _Visit(self)
-        token = _visit.set(visit)
-        try:
-            yield
-        finally:
-            _visit.reset(token)
-            if visit.admitted:
-                self._leave()
-            self._part(visit.groups)
+    def call(self, group: str | None = None) -> Iterator[None]:
+        """Inside, this thread carries out a call, which `enter` may stop.
+
+        One that names a volume tells its `group`, or "" where that is not known; raises
+        TooManyCalls.
+        """
+        with ExitStack() as share:
+            if group is not None:
+                share.enter_context(self._others.one(group))
+            visit = _Visit(self, share)
+            token = _visit.set(visit)
+            try:
+                yield
+            finally:
+                _visit.reset(token)
+                if visit.admitted:
+                    self._leave()
+                self._part(visit.groups)
 
     def admit(self) -> None:
         """Take a place; raises TooManyCalls, Starting."""
@@ -118,8 +132,10 @@ class Admission:
 class _Visit:
     """A call under way, whether it has a place, and the groups that it is with."""
 
-    def __init__(self, admission: Admission) -> None:
+    def __init__(self, admission: Admission, share: ExitStack) -> None:
         self.admission = admission
+        # What it keeps of the threads for those that are not admitted.
+        self.share = share
         self.admitted = False
         self.groups: set[str] = set()
 
@@ -135,6 +151,7 @@ def enter(*groups: str) -> None:
     if not visit.admitted:
         visit.admission.admit()
         visit.admitted = True
+        visit.share.close()
     for one in sorted({*(groups or (_ALL,))} - visit.groups):
         visit.admission.join(one)
         visit.groups.add(one)

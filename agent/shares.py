@@ -30,7 +30,7 @@ class Shares:
         with self._guard:
             taken = self._taken[group]
             if taken >= min(self._most, _TIMES_LEFT * self._left):
-                raise errors.TooManyCalls(taken)
+                raise errors.TooManyCalls(taken, group)
             self._taken[group] += 1
             self._left -= 1
         try:

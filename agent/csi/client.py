@@ -23,6 +23,8 @@ M = TypeVar("M", bound=Message)
 _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # A node may have any number of volumes.
+    ("grpc.max_receive_message_length", -1),
 )
 
 

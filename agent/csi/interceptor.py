@@ -76,7 +76,10 @@ class Interceptor(grpc.ServerInterceptor):
             started = time.monotonic()
             response = None
             try:
-                with command.time_limit(_remaining_seconds(context)), self._admission.call():
+                with (
+                    command.time_limit(_remaining_seconds(context)),
+                    self._admission.call(_group(request)),
+                ):
                     response = behaviour(request, context)
             except Exception as error:
                 told = self._tell(method, request, started, error)
@@ -92,7 +95,7 @@ class Interceptor(grpc.ServerInterceptor):
             started = time.monotonic()
             try:
                 with (
-                    self._stream_shares.one(_group(request)),
+                    self._stream_shares.one(_group(request) or ""),
                     closing(self._answers(behaviour, request, context)) as answers,
                 ):
                     yield from answers
@@ -176,10 +179,12 @@ def _subject(request: Message) -> str:
     return next(filter(None, (getattr(request, one, "") for one in _SUBJECTS)), "")
 
 
-def _group(request: Message) -> str:
-    """The volume group that the id in a call names; empty where there is none."""
+def _group(request: Message) -> str | None:
+    """The group of the volume that a call names: "" where that is not known, None for no volume."""
     found = VolumeId.parse(_subject(request))
-    return "" if found is None else found.group
+    if found is not None:
+        return found.group
+    return "" if getattr(request, "volume_id", "") else None
 
 
 def _write(

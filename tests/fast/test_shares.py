@@ -1,20 +1,23 @@
 """Places that the calls of all groups have together."""
 
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from threading import Event, Semaphore, Thread
 
 import configured
 import expect
+import grpc
 import pytest
 from fakes.host import FakeHost
 from fakes.kernel import _FakeReader
 
-from agent import errors
+from agent import admission, errors
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
-from agent.csi.client import Client, block
+from agent.csi.client import Client, block, mounted
 from agent.shares import Shares
+from proto import csi_pb2 as csi
 
 EXTENT = 4 << 20
 # As many streams as a group may have at once.
@@ -58,7 +61,10 @@ def fake(tmp_path: Path) -> FakeHost:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> Config:
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Of a service with so few threads that a test can have all of them wait."""
+    monkeypatch.setattr(admission, "_OTHERS", 12)
+    monkeypatch.setattr(admission, "THREADS", 16)
     classes = tuple(DeviceClass(one, one) for one in ("sick", "sound"))
     return configured.carver(tmp_path, classes=classes)
 
@@ -94,3 +100,45 @@ def test_streams_of_disks_that_hang_leave_those_of_other_groups_alone(
         over.set()
         for one in streams:
             one.join(60)
+
+
+def test_a_node_that_is_drained_of_volumes_on_a_dead_disk_serves_the_others(
+    fake: FakeHost, client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sound = client.create("sound", EXTENT, mounted(), parameters={"class": "sound"})
+    client.stage(sound, tmp_path / "sound")
+    sick = [
+        client.create(f"sick-{one}", EXTENT, mounted(), parameters={"class": "sick"})
+        for one in range(20)
+    ]
+    for one in sick:
+        client.stage(one, tmp_path / one.volume_id[-8:])
+    at_work, over, real = Semaphore(0), Event(), fake.kernel.unmount
+
+    def unmount(path: str) -> None:
+        if "sick" in path:
+            at_work.release()
+            assert over.wait(60)
+        real(path)
+
+    monkeypatch.setattr(fake.kernel, "unmount", unmount)
+    refused = Semaphore(0)
+
+    def drain(volume: csi.Volume) -> None:
+        try:
+            client.unstage(volume.volume_id, tmp_path / volume.volume_id[-8:])
+        except grpc.RpcError:
+            refused.release()
+
+    with ThreadPoolExecutor(len(sick)) as kubelet:
+        try:
+            every = [kubelet.submit(drain, one) for one in sick]
+            assert refused.acquire(timeout=60)
+            for _ in range(8):
+                assert at_work.acquire(timeout=60)
+            assert client.stats(sound.volume_id, tmp_path / "sound").usage
+            client.unstage(sound.volume_id, tmp_path / "sound")
+        finally:
+            over.set()
+    for ended in every:
+        ended.result()

@@ -1,0 +1,66 @@
+"""The look at the file system of what came, which has to wait for its turn."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import configured
+import expect
+import nodes
+import pytest
+from fakes.host import FakeHost
+from nodes import MIB, Node
+
+from agent.cli import streams
+from agent.csi.client import mounted
+from agent.engine import chores
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> FakeHost:
+    return FakeHost(tmp_path)
+
+
+@pytest.fixture
+def there(fake: FakeHost, tmp_path: Path) -> Iterator[Node]:
+    with nodes.made(fake, configured.carver(tmp_path), tmp_path, "there") as node:
+        yield node
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_what_is_to_look_over_what_came_leaves_the_next_one_of_its_name_alone(
+    there: Node, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, by_hand: bool
+) -> None:
+    monkeypatch.setattr(chores, "_AT_ONCE", 1)
+    source = there.client.create("db", 64 * MIB, mounted("ext4"))
+    there.client.stage(source, there.directory / "staging", mounted("ext4"))
+    there.client.snapshot("1", source.volume_id)
+    nodes.receive(there, "copy", nodes.stream(there, "1"))
+    identity = str(streams.status(there.at, "copy")["volume_id"])
+    # Staging and receiving wait for the same turns.
+    work = there.service.ephemeral._access._chores
+    begun, over = threading.Event(), threading.Event()
+
+    def long() -> None:
+        begun.set()
+        assert over.wait(60)
+
+    with ThreadPoolExecutor(1) as another:
+        another.submit(work.do, "another", there.group, "mkfs", long, lambda: None)
+        assert begun.wait(60)
+        with monkeypatch.context() as hasty:
+            hasty.setattr(there.client, "_timeout", 3)
+            with expect.code("ABORTED", "fsck"):
+                streams.finish(there.at, "copy")
+        queued = work._chores[identity]
+        if by_hand:
+            fake.deactivate(there.group, "vol-copy")
+            fake.lvm("lvremove", "--yes", "--", f"{there.group}/vol-copy")
+        else:
+            there.client.transfer("AbortReceive", volume_id=identity)
+        there.client.create("copy", 64 * MIB, mounted("ext4"))
+        fake.commands.clear()
+        over.set()
+        expect.soon(queued.ended.done)
+    assert "fsck.ext4" not in {words[0] for words in fake.commands}
