@@ -74,19 +74,24 @@ def listed_disks(root: Path) -> frozenset[str] | None:
     file = devices_file(root)
     if file is None or _said(root, _USE_DEVICES_FILE) == "0":
         return None
-    return frozenset(_LISTED.findall(file.read_text()))
+    return frozenset(_LISTED.findall(_text(file)))
 
 
 def _said(root: Path, setting: re.Pattern[str]) -> str | None:
     """What lvm.conf(5) says, over which lvmlocal.conf is; None where neither says anything."""
     for name in ("lvmlocal.conf", "lvm.conf"):
         try:
-            said = setting.search((root / _LVM / name).read_text())
+            said = setting.search(_text(root / _LVM / name))
         except OSError:
             continue
         if said is not None:
             return said[1]
     return None
+
+
+def _text(file: Path) -> str:
+    """What a file of lvm2's says; lvm2 asks of no encoding, and a comment may be of any."""
+    return file.read_text(encoding="utf-8", errors="surrogateescape")
 
 
 # What lvm.conf(5) may say so that lvm2 tells of success and did something else: nothing at all, a

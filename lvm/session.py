@@ -10,7 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from lvm import errors, shell
@@ -31,6 +31,9 @@ _log = logging.getLogger(__name__)
 _START_SECONDS = 10.0
 # What lvm2 holds a group's lock for, and so does not end within, is over by then as a rule.
 _GRACE_SECONDS = 5.0
+# How long those wait for another's command who have a shell renewed, and say no limit.
+_LONGEST_TURN_SECONDS = 60.0
+_RENEWED = ("lvm", "exit")
 # Where there is no shell, there will hardly be one soon.
 _LACKING_RESTS = 10
 
@@ -63,6 +66,7 @@ class Session:
         self._shell: Conversation | None = None
         self._confinement = Confinement()
         self._rests_until = 0.0
+        self._is_closed = False
         # A shell that did not end when it was told to, what it does, and since when.
         self._stuck: tuple[Conversation, str, float] | None = None
 
@@ -73,22 +77,31 @@ class Session:
         """
         line = Line.of(words)
         if line is None:
+            if not shell.only_looks(words):
+                with self._my_turn(words):
+                    self._look_at_stuck(changes=True)
             return self._run(*words)
         with self._my_turn(words):
-            self._look_at_stuck(line)
+            self._look_at_stuck(changes=line.changes)
             ready = self._ready(line.confinement, words)
             result = self._ask(ready, line, words) if ready else None
         return self._run(*words) if result is None else result
 
     def renew(self) -> None:
-        """Have another shell do what comes next: what this one said is in doubt."""
-        with self._turn:
+        """Have another shell do what comes next: what this one said is in doubt.
+
+        Raises CommandTimedOut where what it does outlasts the caller's time, and a minute.
+        """
+        with self._my_turn(_RENEWED, _LONGEST_TURN_SECONDS):
             self._hang_up("what it did last")
 
     def close(self) -> None:
-        """End the shell once it has done what it does; from then on there are processes only."""
-        with self._turn:
-            self._rests_until = math.inf
+        """End the shell once it has done what it does; from then on there are processes only.
+
+        What takes longer than a moment is left to end by itself.
+        """
+        self._is_closed = True
+        with suppress(errors.CommandTimedOut), self._my_turn(_RENEWED, _GRACE_SECONDS):
             self._hang_up("what it did last")
             if self._stuck is not None and self._stuck[0].end(_GRACE_SECONDS):
                 self._stuck = None
@@ -119,12 +132,15 @@ class Session:
     def _ready(self, confinement: Confinement, words: tuple[str, ...]) -> Conversation | None:
         """A shell with this confinement that waits to be told; None where there is none."""
         if self._shell is not None:
-            if self._confinement.covers(confinement) and self._shell.is_waiting():
+            if self._is_usable(self._shell, confinement):
                 return self._shell
             self._hang_up("what it did last")
-        if self._stuck is None and time.monotonic() >= self._rests_until:
+        if self._stuck is None and not self._is_closed and time.monotonic() >= self._rests_until:
             self._start(confinement, words)
         return self._shell
+
+    def _is_usable(self, ready: Conversation, confinement: Confinement) -> bool:
+        return not self._is_closed and self._confinement.covers(confinement) and ready.is_waiting()
 
     def _start(self, confinement: Confinement, words: tuple[str, ...]) -> None:
         limit = remaining_seconds()
@@ -160,21 +176,22 @@ class Session:
                 self._stuck = (self._shell, doing, since)
             self._shell = None
 
-    def _look_at_stuck(self, line: Line) -> None:
+    def _look_at_stuck(self, *, changes: bool) -> None:
         """Raises StillRunning for a change while a shell that was given up may change something."""
         if self._stuck is None:
             return
         conversation, doing, since = self._stuck
         if conversation.end(0):
             self._stuck = None
-        elif line.changes:
+        elif changes:
             raise errors.StillRunning(doing, time.monotonic() - since)
 
     @contextmanager
-    def _my_turn(self, words: tuple[str, ...]) -> Iterator[None]:
-        limit = remaining_seconds()
-        if not self._turn.acquire(timeout=-1 if limit is None else limit):
-            raise errors.CommandTimedOut(words, limit or 0.0)
+    def _my_turn(self, words: tuple[str, ...], longest_seconds: float = math.inf) -> Iterator[None]:
+        remaining = remaining_seconds()
+        limit = min(longest_seconds, math.inf if remaining is None else remaining)
+        if not self._turn.acquire(timeout=-1 if limit == math.inf else limit):
+            raise errors.CommandTimedOut(words, limit)
         try:
             yield
         finally:

@@ -237,6 +237,7 @@ def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
     monitor.write_text(_MONITOR)
     monitor.chmod(0o700)
     local = own / settings
-    text = local.read_text() if local.exists() else ""
+    # Bytes: lvm2 asks of no encoding, and a comment may be of any.
+    text = local.read_bytes() if local.exists() else b""
     lines = "\n".join([f'dmeventd/executable="{monitor}"', *confinement.lines()])
-    (directory / settings).write_text(f"{text}{_SETTINGS}{lines}\n")
+    (directory / settings).write_bytes(text + f"{_SETTINGS}{lines}\n".encode())

@@ -164,6 +164,15 @@ def test_a_shell_finds_the_node_s_settings_and_its_own_after_them(tmp_path: Path
     assert "/dev/b" not in text
 
 
+def test_the_node_s_settings_may_be_of_any_encoding(tmp_path: Path) -> None:
+    own = tmp_path / "node/etc/lvm"
+    own.mkdir(parents=True)
+    told = "# für diesen Knoten\n".encode("latin-1")
+    (own / "lvmlocal.conf").write_bytes(told)
+    shell.prepare(tmp_path / "own", tmp_path / "node", Confinement())
+    assert (tmp_path / "own/lvmlocal.conf").read_bytes().startswith(told)
+
+
 def test_lvm2_s_monitor_does_not_inherit_what_is_for_the_shell(tmp_path: Path) -> None:
     shell.prepare(tmp_path / "own", tmp_path, Confinement())
     monitor = tmp_path / "own/dmeventd"
@@ -416,6 +425,10 @@ def test_what_does_not_end_holds_neither_its_caller_nor_looks_but_changes(
         place.session(*CHANGE)
     with pytest.raises(errors.StillRunning, match="lvremove was told to end"):
         place.session("lvm", "lvcreate", "group")
+    # Nor what is not said to a shell at all.
+    for words in (("pvmove", "/dev/a"), ("lvchange", "--addtag", "both ' and \"", "--", "g")):
+        with pytest.raises(errors.StillRunning, match="lvremove was told to end"):
+            place.session("lvm", *words)
     assert place.session(*REPORT).exit_code == 0
     assert len(place.done("process")) == 1  # and of no change
     place.let_go()
@@ -469,3 +482,27 @@ def test_a_caller_waits_for_another_s_command_as_long_as_it_has_time(place: Plac
         place.let_go()
         assert first.exception(AMPLE_SECONDS) is None
     assert place.session(*REPORT).exit_code == 0
+
+
+def test_whoever_has_the_shell_renewed_or_closed_waits_for_no_other_s_command(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_GRACE_SECONDS", 0.2)
+    place.session(*REPORT)
+    place.plan("hold_lock")
+    with ThreadPoolExecutor(1) as other:
+        first = other.submit(place.session, *CHANGE)
+        expect.soon(lambda: "hangs" in (place.directory / "done").read_text())
+        with time_limit(0.2), pytest.raises(errors.CommandTimedOut):
+            place.session.renew()
+        monkeypatch.setattr(session, "_LONGEST_TURN_SECONDS", 0.2)
+        with pytest.raises(errors.CommandTimedOut):
+            place.session.renew()
+        place.session.close()
+        assert not first.done()
+        place.let_go()
+        assert first.exception(AMPLE_SECONDS) is None
+    # What was closed while it was at work is ended by the next.
+    place.session(*CHANGE)
+    assert place.done("process") == ["lvremove --yes -- group/volume"]
+    assert not place.runs()

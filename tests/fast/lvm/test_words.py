@@ -144,3 +144,18 @@ def test_lvm2_keeps_no_copies_of_metadata_where_it_cannot(
 
 def test_where_lvm2_has_no_directory_it_is_left_alone(tmp_path: Path) -> None:
     assert lvm2.without_archives(tmp_path) == ()
+
+
+def test_a_comment_of_any_encoding_keeps_no_setting_of_the_node_from_being_heeded(
+    tmp_path: Path,
+) -> None:
+    directory = tmp_path / "etc/lvm/devices"
+    directory.mkdir(parents=True)
+    comment = "# für diesen Knoten\n".encode("latin-1")
+    (tmp_path / "etc/lvm/lvmlocal.conf").write_bytes(comment)
+    (tmp_path / "etc/lvm/lvm.conf").write_bytes(
+        comment + b'devices {\n use_devicesfile = 1\n devicesfile = "own.devices"\n}\n'
+    )
+    (directory / "own.devices").write_bytes(comment + b"IDTYPE=x PVID=" + b"a" * 32 + b"\n")
+    assert lvm2.listed_disks(tmp_path) == frozenset({"a" * 32})
+    assert lvm2.with_devices_file(tmp_path) == ()
