@@ -64,7 +64,13 @@ class Watch:
         if events is None:
             self._stopping.wait(_TURN_SECONDS)
             return
-        for event in events.wait(_TURN_SECONDS):
+        try:
+            told = events.wait(_TURN_SECONDS)
+        except Exception:
+            # What was heard before that is lost with it.
+            self._inventory.outdate()
+            raise
+        for event in told:
             self._inventory.outdate(event.written)
 
     @contextmanager

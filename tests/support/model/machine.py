@@ -426,7 +426,9 @@ def die(service: Service) -> None:
     """What the end of the process itself would do: nothing answers, or is tried again."""
     service._server.stop(0)
     for jobs in behind(service):
-        jobs._stopping.set()
+        with jobs._fails:
+            jobs._stopping.set()
+            jobs._fails.notify_all()
 
 
 def bury(service: Service) -> None:
