@@ -138,7 +138,7 @@ def _serve(parsed: argparse.Namespace) -> int:
     log.configure(config.log_format, config.log_level)
     # Secrets of a request may be in memory, of this process and of those that it starts.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    process.serve(config, this_host(config))
+    process.run(config, this_host(config))
     return 0
 
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from agent import admission
+from agent.ending import side_by_side
 from agent.engine.disks import names_of
 from agent.engine.engine import Engine
 from lvm import command, lvm2
@@ -17,6 +18,10 @@ from lvm.disks import PATIENCE_SECONDS, Disks, Found
 from lvm.labels import PhysicalLabel
 from lvm.lvm2 import Lvm
 from lvm.session import Session
+
+# How long a service that ends waits for what its groups have put off, and for lvm2's shells.
+_STOPPING_SECONDS = 6.0
+_CLOSING_SECONDS = 5.0
 
 
 class Turns:
@@ -175,14 +180,14 @@ class Engines:
             one.outdate()
 
     def stop(self) -> None:
-        """Have done what was put off, and end the sessions with lvm2.
+        """Have done what was put off, in each group that lets that be done soon."""
+        works = {f"volume group {name}": one.stop for name, one in list(self._engines.items())}
+        side_by_side(works, _STOPPING_SECONDS)
 
-        What runs is left to end by itself.
-        """
-        for engine in list(self._engines.values()):
-            engine.stop()
-        for one in self._sessions:
-            one.close()
+    def close(self) -> None:
+        """End the sessions with lvm2; what does not end soon is left to end by itself."""
+        works = {f"lvm2's shell {number}": one.close for number, one in enumerate(self._sessions)}
+        side_by_side(works, _CLOSING_SECONDS)
 
     def _add(self, name: str) -> Engine:
         run, renew = self.node.run, None

@@ -1,4 +1,7 @@
-"""One process, one unix socket: claimed, served until a signal, and given back."""
+"""One process, one unix socket: claimed, served until a signal, and given back.
+
+It ends in time though a thread waits for a disk for ever: whoever started Carver starts it again.
+"""
 
 import contextlib
 import fcntl
@@ -6,8 +9,10 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from agent import errors, secret, sockets
 from agent.config.settings import Config
+from agent.ending import side_by_side
 from agent.engine import sources, suspension
 from agent.engine.host import Host
 from agent.engine.refresh import Watch
@@ -35,10 +41,68 @@ _log = logging.getLogger(__name__)
 
 # How soon a deleted socket is noticed.
 _LOOK_SECONDS = 5.0
+# What the service's own end takes at most, with some to spare; systemd's TimeoutStopSec and
+# kubelet's grace period are longer.
+_STOP_SECONDS = 54.0
+# What is served beside the socket is gone by then.
+_PAGES_SECONDS = 3.0
+# How long a process whose service has ended has to end by itself: Python waits for its threads.
+_LEAVING_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 1.0
 
 
-def serve(config: Config, host: Host) -> None:
-    """Serve until SIGTERM or SIGINT. Raises SocketTaken, NotReady."""
+def run(config: Config, host: Host) -> None:
+    """The same as `serve`, for a process that has nothing else to do: it is over soon after.
+
+    Once that has ended, or is told to and does not, the process ends, whatever hangs in it.
+    """
+    leaving = _Leaving()
+    leaving.start()
+    try:
+        serve(config, host, leaving.is_told.set)
+        leaving.exit_code = 0
+    finally:
+        leaving.is_over.set()
+        leaving.is_told.set()
+
+
+class _Leaving(threading.Thread):
+    """Ends the process: no signal ends a thread that waits for a disk, and Python waits for it.
+
+    Started early, as there may be no thread to be had when it is needed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(name="leaving", daemon=True)
+        self.is_told, self.is_over = threading.Event(), threading.Event()
+        self.exit_code = 1
+
+    def run(self) -> None:
+        """Wait for the end, and a little longer."""
+        self.is_told.wait()
+        if self.is_over.wait(_STOP_SECONDS):
+            # Whoever called tells why it ended, and leaves: then this thread is no more.
+            time.sleep(_LEAVING_SECONDS)
+        last = threading.Thread(target=_tell_what_hangs, daemon=True)
+        with contextlib.suppress(RuntimeError):
+            last.start()
+            # Nobody may read the log.
+            last.join(_LAST_WORDS_SECONDS)
+        os._exit(self.exit_code)
+
+
+def _tell_what_hangs() -> None:
+    hanging = sorted(one.name for one in threading.enumerate() if not one.daemon)
+    _log.warning("the process ends though this has not: %s", ", ".join(hanging))
+    for stream in (sys.stderr, sys.stdout):
+        stream.flush()
+
+
+def serve(config: Config, host: Host, is_told: Callable[[], None] = lambda: None) -> None:
+    """Serve until SIGTERM or SIGINT, of which `is_told` is told. Raises SocketTaken, NotReady.
+
+    What does not end in time is left behind: threads that wait for a disk.
+    """
     secret.forbid_dumps()
     with claimed(config.endpoint), contextlib.ExitStack() as ending:
         metrics = None
@@ -69,6 +133,9 @@ def serve(config: Config, host: Host) -> None:
         service.start(config.endpoint)
         served = sockets.inode(config.endpoint)
         ending.callback(service.stop)
+        # Registration with them: kubelet sends no more calls then.
+        beside: dict[str, Callable[[], None]] = {}
+        ending.callback(side_by_side, beside, _PAGES_SECONDS)
         registration = Registration(
             config.registration_directory, config.endpoint, driver_name=config.driver_name
         )
@@ -78,15 +145,15 @@ def serve(config: Config, host: Host) -> None:
                 config.metrics_address, _pages(config, service, registration, metrics)
             )
             pages.start()
-            ending.callback(pages.stop)
+            beside["the page of metrics"] = pages.stop
         if config.health_address is not None:
             health = monitor.Monitor(config.health_address, _health(config, service, registration))
             health.start()
-            ending.callback(health.stop)
+            beside["the page of health"] = health.stop
         if config.registration == "self":
             # Kubelet calls the endpoint before it registers it.
             registration.start()
-            ending.callback(registration.stop)
+            beside["registration"] = registration.stop
         watch = Watch(service.inventory, then=resumption.step)
         ending.callback(watch.stop)
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
@@ -94,6 +161,7 @@ def serve(config: Config, host: Host) -> None:
         beginning = Beginning(begin, service.admission, partial(_after, service, watch))
         beginning.start()
         ending.callback(beginning.stop)
+        ending.callback(is_told)
         # gRPC can bind nothing while it serves: a new socket takes a new process.
         while not ended.wait(_LOOK_SECONDS):
             if sockets.inode(config.endpoint) != served:

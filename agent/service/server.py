@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from agent.csi.operator import Operator
 from agent.csi.snapshot_metadata import SnapshotMetadata
 from agent.csi.transfer import Transfer
 from agent.delta.delta import Delta
+from agent.ending import side_by_side
 from agent.engine import sources
 from agent.engine.engines import Engines
 from agent.engine.host import Host
@@ -66,8 +67,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# systemd's TimeoutStopSec and kubelet's grace period are longer.
-_DRAIN_SECONDS = 25
+# systemd's TimeoutStopSec and kubelet's grace period are longer than all of it.
+_DRAIN_SECONDS = 25.0
+# Work behind the answers is at a safe point by then, unless a disk hangs.
+_ENDING_SECONDS = 10.0
 
 
 class Service:
@@ -167,22 +170,31 @@ class Service:
         self.ephemeral.start()
 
     def stop(self) -> None:
-        """Let calls in flight end, then background work at its next safe point."""
+        """Let calls in flight end, then background work at its next safe point.
+
+        What has not ended by then is left: a disk that hangs keeps no process from ending, and no
+        other group from having on its disks what it promised.
+        """
         self.ephemeral.stop()
         if self.orphans is not None:
             self.orphans.stop()
         # Before the wait: a stream may last for hours.
         self.delta.stop()
-        self._server.stop(_DRAIN_SECONDS).wait()
-        self.grower.stop()
-        self.auto_repair.stop()
-        self.zeroer.stop()
-        self.copier.stop()
-        self.reencrypter.stop()
-        self.wiper.stop()
-        self.reclaimer.stop()
-        self.giving_up.stop()
+        self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
+        # Before what may take long: only calls promise.
         self.engines.stop()
+        works: Mapping[str, Callable[[], None]] = {
+            "growth": self.grower.stop,
+            "repair": self.auto_repair.stop,
+            "zeroing": self.zeroer.stop,
+            "copying": self.copier.stop,
+            "re-encryption": self.reencrypter.stop,
+            "wiping": self.wiper.stop,
+            "the removal of pools": self.reclaimer.stop,
+            "the sweeping of groups": self.giving_up.stop,
+        }
+        side_by_side(works, _ENDING_SECONDS)
+        self.engines.close()
 
 
 def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Callable[[str], Session]:

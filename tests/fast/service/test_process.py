@@ -581,7 +581,7 @@ def test_the_service_is_put_together_and_served(
     config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     served: list[Config] = []
-    monkeypatch.setattr(process, "serve", lambda settings, host: served.append(settings))
+    monkeypatch.setattr(process, "run", lambda settings, host: served.append(settings))
     # This process lives on.
     monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
     file = tmp_path / "config.toml"
