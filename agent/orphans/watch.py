@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from agent import errors
 from agent.orphans.candidates import Kind
-from lvm import errors as lvm_errors
 
 if TYPE_CHECKING:
     from agent.orphans.look import Orphan
@@ -58,8 +56,9 @@ class OrphanWatch:
         """Look once, and tell of what is new; of a look that failed once as long as it does."""
         try:
             found = [one.candidate for one in self._look() if one.sure]
-        except (errors.AgentError, lvm_errors.LvmError, OSError) as error:
-            if (problem := str(error)) != self._problem:
+        except Exception as error:
+            # Nothing but a stop ends the looks.
+            if (problem := str(error) or type(error).__name__) != self._problem:
                 _log.warning("orphans are not looked for: %s", problem)
             self._problem = problem
             return

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -546,6 +547,23 @@ def test_a_look_that_fails_changes_no_count_and_is_told_once(
     assert caplog.text.count("orphans are not looked for") == 1
     watch.step()
     assert watch.time_seconds == 2
+
+
+def test_nothing_that_a_look_raises_ends_the_looks(caplog: pytest.LogCaptureFixture) -> None:
+    problems = iter([RuntimeError("can't start new thread"), KeyError("kind"), MemoryError()])
+    enough = threading.Event()
+
+    def look() -> list[Orphan]:
+        for problem in problems:
+            raise problem
+        enough.set()
+        return []
+
+    watch = OrphanWatch(look, 0.001)
+    watch.start()
+    assert enough.wait(60)
+    watch.stop()
+    assert caplog.text.count("orphans are not looked for") == 3
 
 
 def test_a_service_looks_by_itself_where_it_is_told_to(node: Node) -> None:
