@@ -30,8 +30,8 @@ from proto import csi_pb2 as csi
 
 # Beside the socket, which is inside kubelet's directory as staging paths have to be.
 _STAGING = "staging"
-# Of pkg/volume/csi in kubelet, in its own directory.
-_KUBELETS = ("pods", "plugins/kubernetes.io")
+# Of pkg/volume/csi and pkg/volume/util/subpath in kubelet, wherever its own directory is.
+_KUBELETS = ("/kubernetes.io~csi/", "/plugins/kubernetes.io/", "/volume-subpaths/")
 T = TypeVar("T")
 
 # The service waits for a copy itself, for some seconds of each call: this is beside that.
@@ -159,7 +159,7 @@ class Manual:
         volume = self.find(name)
         staging = self._staged(volume)
         given = [Path(path).absolute()] if path else self._published(volume, staging)
-        pods = [] if path else [str(one) for one in given if self._is_kubelets(one)]
+        pods = [] if path else [str(one) for one in given if _is_kubelets(one)]
         asked = f"Take {name} from a pod? Kubelet has it at {', '.join(pods)}"
         if pods and not confirmed and not terminal.confirmed(asked):
             raise errors.NotConfirmed(name, "unpublished")
@@ -175,14 +175,16 @@ class Manual:
         """Grow a volume, and what lies on it where it is in use; wait until it has."""
         volume = self.find(name)
         places = self._places(volume)
-        if self.caller.can_expand():
-            _at_last(lambda: self.caller.expand(volume.volume_id, size_bytes))
-        elif not places:
+        can_expand = self.caller.can_expand()
+        if not (can_expand or places):
             raise errors.NotPublished(name)
+        identity = volume.volume_id
+        # Before anything is larger: a key that is none changes nothing.
         with _secrets(key_file) as secrets:
+            if can_expand:
+                _at_last(lambda: self.caller.expand(identity, size_bytes))
             if places:
-                identity, place = volume.volume_id, places[0]
-                _at_last(lambda: self.caller.node_expand(identity, place, size_bytes, secrets))
+                _at_last(lambda: self.caller.node_expand(identity, places[0], size_bytes, secrets))
         grown = self.caller.volume(volume.volume_id).volume
         print(f"{name}: {terminal.human(grown.capacity_bytes)}")
 
@@ -314,14 +316,6 @@ class Manual:
     def _published(self, volume: csi.Volume, staging: Path) -> list[Path]:
         return [one for one in self._places(volume) if one != staging]
 
-    def _is_kubelets(self, place: Path) -> bool:
-        """Whether only kubelet puts volumes there: in none of its directories others do."""
-        return any(
-            place.is_relative_to(Path(directory) / own)
-            for directory in self.settings.kubelet_dir
-            for own in _KUBELETS
-        )
-
     def _staged(self, volume: csi.Volume) -> Path:
         """Where a volume is staged by hand."""
         return self._staging / _logical(volume)
@@ -397,6 +391,11 @@ def _text(key: Key) -> str | None:
         return key.data.decode()
     except UnicodeDecodeError:
         return None
+
+
+def _is_kubelets(place: Path) -> bool:
+    """Whether it was kubelet, for a pod, that had a volume put there."""
+    return any(one in f"{place}/" for one in _KUBELETS)
 
 
 def _logical(volume: csi.Volume) -> str:

@@ -239,7 +239,7 @@ def test_a_key_is_every_byte_of_its_file_or_of_standard_input(
     shell(f"rekey db --key-file {file} --new-key-file {shell.key('new', 'another')}")
 
 
-@pytest.mark.parametrize("verb", ["publish db {directory}/db", "expand db 96MiB"])
+@pytest.mark.parametrize("verb", ["publish db {directory}/db", "expand db 128MiB"])
 def test_a_key_file_that_cannot_be_used_is_told_in_a_sentence(
     shell: Shell, db: Path, tmp_path: Path, verb: str
 ) -> None:
