@@ -241,17 +241,19 @@ def test_a_key_is_every_byte_of_its_file_or_of_standard_input(
 
 @pytest.mark.parametrize("verb", ["publish db {directory}/db", "expand db 128MiB"])
 def test_a_key_file_that_cannot_be_used_is_told_in_a_sentence(
-    shell: Shell, db: Path, tmp_path: Path, verb: str
+    shell: Shell, db: Path, client: Client, tmp_path: Path, verb: str
 ) -> None:
     shell(f"publish db {tmp_path}/other --key-file {db}")
     line = f"{verb.format(directory=tmp_path)} --key-file"
     binary = shell.key("binary", "")
     binary.chmod(0o600)
     binary.write_bytes(b"\xff\xfe")
+    before = client.volumes()
     assert "is no UTF-8" in shell(f"{line} {binary}", 1)
     assert "/nowhere cannot be read" in shell(f"{line} /nowhere", 1)
     db.chmod(0o444)
     assert "chmod 0400" in shell(f"{line} {db}", 1)
+    assert client.volumes() == before
 
 
 def test_a_volume_that_is_not_active_or_not_encrypted_has_no_header(

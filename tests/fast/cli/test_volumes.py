@@ -469,7 +469,11 @@ class TestAClassThatOverwrites:
 
 @pytest.mark.parametrize(
     "place",
-    ["pods/17/volumes/kubernetes.io~csi/pv/mount", "plugins/kubernetes.io/csi/pv/globalmount"],
+    [
+        "pods/17/volumes/kubernetes.io~csi/pv/mount",
+        "plugins/kubernetes.io/csi/pv/globalmount",
+        "pods/17/volume-subpaths/pv/web/0",
+    ],
 )
 def test_a_pod_s_volume_is_taken_from_it_only_if_that_is_said(
     shell: Shell, host: FakeHost, monkeypatch: pytest.MonkeyPatch, place: str
