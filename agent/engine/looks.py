@@ -15,7 +15,9 @@ _MOST_KEPT = 4096
 # So many threads may hang over one pool, or over one group: where these do, so would the next.
 _MOST_AT_ONCE = 4
 # Who comes later waits until a look is so old, and not at all for one that hangs.
-_PATIENCE_SECONDS = 5.0
+_PATIENCE_SECONDS = 2.0
+# Each new look has so long, though those before it took all the time: most take a moment.
+_LEAST_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,10 @@ class Looks(Generic[T]):
         while True:
             awaited, is_new = self._awaited(what, look, place)
             began = max(one.began_seconds for one in awaited)
-            end = until_seconds if is_new else min(until_seconds, began + _PATIENCE_SECONDS)
+            if is_new:
+                end = max(until_seconds, began + _LEAST_SECONDS)
+            else:
+                end = min(until_seconds, began + _PATIENCE_SECONDS)
             left = max(0.0, end - time.monotonic())
             if not wait([one.seen for one in awaited], left, FIRST_COMPLETED).done:
                 with self._guard:

@@ -96,6 +96,19 @@ def test_where_a_few_looks_hang_the_others_there_have_no_threads_and_hang_too() 
     assert made.at("19", lambda: 9, soon(), "pool") == Seen(9)
 
 
+def test_what_does_not_hang_is_looked_at_though_what_hangs_took_all_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, go_on = Looks[bool](), threading.Event()
+    until = time.monotonic() + 0.01
+    for number in range(9):
+        made.at(f"hangs {number}", lambda: go_on.wait(60), until, "pool")
+    monkeypatch.setattr(looks, "_LEAST_SECONDS", 20.0)
+    for number in range(99):
+        assert made.at(f"{number}", lambda: True, until, "another pool") == Seen(value=True)
+    go_on.set()
+
+
 def test_who_comes_when_a_few_are_looked_at_has_the_next_look() -> None:
     made, go_on = Looks[int](), threading.Event()
     for number in range(looks._MOST_AT_ONCE):
