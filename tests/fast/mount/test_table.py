@@ -1,5 +1,6 @@
 """mountinfo is parsed exactly."""
 
+import re
 from contextlib import suppress
 
 import pytest
@@ -22,7 +23,8 @@ _words = st.text(
     st.characters(exclude_characters="\0,", exclude_categories=["Cs"]), min_size=1, max_size=12
 )
 _plain = st.from_regex(r"[a-z][a-z0-9_.:=-]{0,11}", fullmatch=True).filter(lambda word: word != "-")
-_paths = _words.map(lambda word: "/" + word)
+# As the kernel writes them: each slash once, none at the end.
+_paths = _words.map(lambda word: re.sub("/+", "/", f"/{word}").rstrip("/") or "/")
 _numbers = st.integers(0, 2**20)
 _mounts = st.builds(
     Mount,
