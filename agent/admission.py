@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from agent import errors
-from agent.shares import Shares
+from agent.shares import TIMES_LEFT, Shares
 from lvm import command
 
 # How many of the server's threads may be with volume groups, and with volumes otherwise. A node has
@@ -28,9 +28,6 @@ PLACES = 112
 _OTHERS = 128
 # Some calls name no volume.
 THREADS = PLACES + _OTHERS + 16
-# A group's calls may take so many times what they leave free: alone 84 of these places, and of two
-# groups whose disks hang each 48, with 16 left.
-_SHARE = 3
 # Calls that ask for all groups are counted as if these were one more.
 _ALL = ""
 # A start takes a few commands; who comes a moment too early need not come again.
@@ -109,7 +106,7 @@ class Admission:
         """Count a call that has a place among a group's; raises TooManyCalls."""
         with self._changed:
             # As if it came only now.
-            if self._with[group] >= _SHARE * (self._free + 1):
+            if self._with[group] >= TIMES_LEFT * (self._free + 1):
                 raise errors.TooManyCalls(self._with[group], group)
             self._with[group] += 1
 

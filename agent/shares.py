@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from agent import errors
 
 # A group alone gets three quarters; of three that hang each some three tenths, and a tenth is left.
-_TIMES_LEFT = 3
+TIMES_LEFT = 3
 
 
 class Shares:
@@ -29,7 +29,7 @@ class Shares:
         """Inside, a place is taken for a group; raises TooManyCalls where it gets none."""
         with self._guard:
             taken = self._taken[group]
-            if taken >= min(self._most, _TIMES_LEFT * self._left):
+            if taken >= min(self._most, TIMES_LEFT * self._left):
                 raise errors.TooManyCalls(taken, group)
             self._taken[group] += 1
             self._left -= 1
