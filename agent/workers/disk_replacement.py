@@ -237,6 +237,9 @@ class Replacement:
 
     def _settled(self, group: report.Group) -> Progress:
         """The old disk is out; whether another may be lost by now."""
+        # A change of the group behind the answer might meet that other disk's loss, and have lvm2
+        # take the disk for missing for good.
+        giving_up.settle(self._engines.lvm(group.name), group)
         if told := rebuilding(self._inventory, group):
             return Progress(False, f"volumes are rebuilt: {told}")
         return Progress(True, f"{group.name} is whole")

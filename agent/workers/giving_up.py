@@ -68,6 +68,19 @@ def drop(lvm: Lvm, group: report.Group) -> None:
         volumes.remove(lvm, group.name, ids.SWEEP)
 
 
+def settle(lvm: Lvm, group: report.Group) -> bool:
+    """Take it off the record where nothing is left to overwrite; whether it is off.
+
+    To be called as `owe` is.
+    """
+    if not (owed := _owed(group)):
+        return True
+    if group.missing_disks or is_sweep(group, ids.SWEEP) or any(_to_sweep(group)):
+        return False
+    groups.mark(lvm, group.name, old=owed)
+    return True
+
+
 def is_sweep(group: report.Group, name: str) -> bool:
     """Whether it is what takes free extents to overwrite them; its name alone proves nothing."""
     made = group.volumes.get(name)
@@ -126,7 +139,7 @@ class GivingUp:
                 if taken.uuid == uuid and taken.size_bytes == done_bytes:
                     # Nothing was freed meanwhile that is not overwritten.
                     volumes.remove(self._engines.lvm(name), name, ids.SWEEP)
-                    self._finish(group)
+                    groups.mark(self._engines.lvm(name), name, old=_owed(group))
                     return
             if taken.uuid != uuid:
                 # Killed, it may be overwritten in part; nobody knows which.
@@ -148,7 +161,7 @@ class GivingUp:
         for root in _roots(group):
             self._remove(group, root)
         group, lvm = self._inventory.read(name).group(name), self._engines.lvm(name)
-        if not _owed(group):
+        if settle(lvm, group):
             return None
         if group.missing_disks:
             if is_sweep(group, ids.SWEEP):
@@ -156,16 +169,13 @@ class GivingUp:
                 volumes.remove(lvm, name, ids.SWEEP)
             gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
             raise errors.NotSwept(name, f"its disk {gone} is missing; replace it, or attach it")
-        meant = [one for one in group.disks if is_to_be_swept(group, one) and _has_free(one)]
+        meant = list(_to_sweep(group))
         if closed := ", ".join(one.name for one in meant if not one.allocatable):
             why = f"its disk {closed} takes nothing new; open it (pvchange(8)), or take it out"
             raise errors.NotSwept(name, why)
         if meant:
             self._reserve(group, meant)
             group = self._inventory.read(name).group(name)
-        if not is_sweep(group, ids.SWEEP):
-            self._finish(group)
-            return None
         return group
 
     def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:
@@ -195,12 +205,12 @@ class GivingUp:
             *(group.name, root.name, ", ".join(one.name for one in held) or "nothing", gone),
         )
 
-    def _finish(self, group: report.Group) -> None:
-        groups.mark(self._engines.lvm(group.name), group.name, old=_owed(group))
 
-
-def _has_free(disk: report.PhysicalVolume) -> bool:
-    return disk.extents > disk.allocated_extents
+def _to_sweep(group: report.Group) -> Iterator[report.PhysicalVolume]:
+    """The disks with free extents that are to be overwritten."""
+    for one in group.disks:
+        if one.extents > one.allocated_extents and is_to_be_swept(group, one):
+            yield one
 
 
 def _owed(group: report.Group) -> Mapping[str, str]:

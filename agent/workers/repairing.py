@@ -20,7 +20,6 @@ from lvm.devicemapper import Raid
 
 # How many images of a RAID may be lost; of raid1 all but one.
 _SPARES = {"raid4": 1, "raid5": 1, "raid6": 2, "raid10": 1}
-_REFRESH, _MISMATCHES = "refresh needed", "mismatches exist"
 
 
 @dataclass(frozen=True)
@@ -103,6 +102,8 @@ class Repairer:
             )
         if lost:
             self._inventory.ensure_active(group.name, name)
+        # The kernel's word, not lvm2's of it: what a refresh mends leaves no trace in the metadata,
+        # so that the report is as it was.
         status = raid_of(self._inventory, group.name, name)
         if status is not None and "a" in status.health:
             # lvm2 replaces no image meanwhile, and neither is there anything to do but wait.
@@ -116,10 +117,12 @@ class Repairer:
             repairs.replace_images(lvm, group.name, name, disks)
             self.freed(group.name)
             return Progress(False, f"{path} is rebuilt on {', '.join(disks)}")
-        if logical.health == _REFRESH or (status is not None and "D" in status.health):
+        if status is not None and "D" in status.health:
             volumes.refresh(lvm, group.name, name)
             return Progress(False, f"{path} has a leg that failed for a while, which is brought in")
-        if logical.health == _MISMATCHES:
+        if status is not None and status.action == "repair":
+            return Progress(False, f"{path} has its copies made alike")
+        if status is not None and status.mismatches:
             repairs.make_alike(lvm, group.name, name)
             return Progress(False, f"{path} has copies that differ, which are made alike")
         return Progress(True, f"{path} is whole")

@@ -212,6 +212,7 @@ def test_a_raw_block_volume_has_a_health_too(
     volume = client.create("pvc-1", 16 * MIB, block())
     client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
+    fake.lvm2.groups["data"].seqno += 1
     service.inventory.read()
     assert "partial" in seen(client, volume.volume_id, "DiskMissing", csi.INACCESSIBLE)
     assert client.stats(volume.volume_id, tmp_path / "target").usage[0].total == 16 * MIB
@@ -222,6 +223,7 @@ def test_an_inline_volume_has_a_health_too_of_the_node_s(
 ) -> None:
     client.publish_inline("csi-1", tmp_path / "target", {"size": "64Mi"})
     fake.lvm2.groups["data"].volumes["eph-csi-1"].health = "partial"
+    fake.lvm2.groups["data"].seqno += 1
     service.inventory.read()
     [found] = client.node_health("csi-1", tmp_path / "target").health_statuses
     assert "eph-csi-1 is partial" in found.message
@@ -234,6 +236,7 @@ def test_while_lvm_does_not_answer_what_it_said_before_is_told(
     client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
+    fake.lvm2.groups["data"].seqno += 1
     service.inventory.read()
     fake.intercept = lambda words: Result(5, "", "a disk hangs")
     fake.lvm2.groups["data"].seqno += 1

@@ -114,6 +114,16 @@ def test_a_leg_that_failed_for_a_while_is_brought_in(
     assert not fake.lvm2.groups["data"].volumes["vol-a"].failed
 
 
+def test_a_leg_that_lvm2_told_of_is_brought_in_though_nothing_of_that_is_in_the_metadata(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    volume = make(client, "a", "raid")
+    fake.fail_leg("data", "vol-a", 1)
+    make(client, "b", "raid")
+    repaired(client, volume)
+    assert not fake.lvm2.groups["data"].volumes["vol-a"].failed
+
+
 def test_copies_that_differ_are_made_alike(
     client: Client, fake: FakeHost, service: Service
 ) -> None:

@@ -110,7 +110,8 @@ class KernelSide(Machine):
         action = "recover" if left else "idle"
         volume.rebuilding = {disk: one - 1 for disk, one in volume.rebuilding.items() if one > 1}
         sectors = size // 512
-        return (Raid(size, volume.layout.kind, health, sectors // (left + 1), sectors, action),)
+        synced, differ = sectors // (left + 1), 8 * (volume.health == "mismatches exist")
+        return (Raid(size, volume.layout.kind, health, synced, sectors, action, differ),)
 
     def _move_status(self, group: FakeGroup) -> tuple[Status, ...]:
         """Each look finds it further; then lvm2's process puts it on record."""

@@ -28,7 +28,7 @@ class FakeDisk:
 # What of a volume is nowhere but in the kernel, or on the volume itself.
 _OF_THE_KERNEL = {
     *("active", "media", "data_percent", "overflowed", "dirty_blocks", "cleaning"),
-    *("failed", "used_data_blocks", "used_metadata_blocks", "mode", "needs_check"),
+    *("failed", "health", "used_data_blocks", "used_metadata_blocks", "mode", "needs_check"),
     *("rebuilding", "damaged", "held", "chunks"),
 }
 
