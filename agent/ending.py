@@ -1,9 +1,10 @@
 """Ends that nobody waits long for: side by side, and what hangs is left to end by itself."""
 
 import logging
-import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
+
+from lvm import threads
 
 _log = logging.getLogger(__name__)
 
@@ -22,20 +23,11 @@ def side_by_side(works: Mapping[str, Callable[[], object]], seconds: float) -> N
             _log.error("%s has not ended well: %s", name, error)
 
 
-def _begun(name: str, work: Callable[[], object]) -> Future[None]:
-    ended: Future[None] = Future()
+def _begun(name: str, work: Callable[[], object]) -> Future[object]:
     try:
-        threading.Thread(target=_do, args=(work, ended), name=f"end {name}", daemon=True).start()
+        return threads.begin(f"end {name}", work)
     except RuntimeError as error:
         # No thread can be had. Here it could hang, and the rest would wait for it.
+        ended = Future[object]()
         ended.set_exception(error)
-    return ended
-
-
-def _do(work: Callable[[], object], ended: Future[None]) -> None:
-    try:
-        work()
-    except BaseException as error:
-        ended.set_exception(error)
-    else:
-        ended.set_result(None)
+        return ended

@@ -10,7 +10,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from tempfile import TemporaryFile
@@ -18,7 +17,7 @@ from typing import BinaryIO, cast
 
 import sh
 
-from lvm import errors
+from lvm import errors, threads
 from lvm.command import (
     Conversation,
     Finished,
@@ -160,7 +159,7 @@ def _by_subprocess(
             stdout, stderr = running.communicate(timeout=_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             # Whoever called need not wait until it has ended after all.
-            threading.Thread(target=running.communicate, name="program", daemon=True).start()
+            threads.begin("program", running.communicate)
             raise errors.CommandStuck(
                 words, timeout_seconds or 0.0, lambda: running.returncode is not None
             ) from None
@@ -226,8 +225,7 @@ def _ended(
     """The program's exit code, and whether it was in time; it is told to end where it is not."""
     if timeout_seconds is None:
         return _exit_code(running), True
-    ended: Future[int] = Future()
-    threading.Thread(target=_await, args=(running, ended), name="program", daemon=True).start()
+    ended = threads.begin("program", lambda: _exit_code(running))
     try:
         return ended.result(timeout_seconds), True
     except TimeoutError:
@@ -240,13 +238,6 @@ def _ended(
     except TimeoutError:
         # It waits for a disk in the kernel, and no signal ends that: whoever called need not wait.
         raise errors.CommandStuck(words, timeout_seconds, ended.done) from None
-
-
-def _await(running: sh.RunningCommand, ended: Future[int]) -> None:
-    try:
-        ended.set_result(_exit_code(running))
-    except BaseException as error:
-        ended.set_exception(error)
 
 
 def _exit_code(running: sh.RunningCommand) -> int:

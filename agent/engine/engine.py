@@ -16,7 +16,7 @@ from agent import errors
 from agent.engine.behind import Behind
 from agent.engine.queue import MOST_LOOKING, Queue
 from agent.engine.sight import Sight
-from lvm import command, report, tags, volumes
+from lvm import command, report, tags, threads, volumes
 from lvm import errors as lvm_errors
 from lvm.command import Result, Run
 from lvm.devices import Devices
@@ -275,23 +275,13 @@ class Engine:
         """
         with self._guard:
             if self._looking is None or self._looking.done():
-                looking = Future[None]()
-                threading.Thread(
-                    target=self._look_for, args=[looking], name="look", daemon=True
-                ).start()
-                # Not before: where no thread can be had, nobody waits for what does not come.
-                self._looking = looking
+                self._looking = threads.begin("look", self._look_for)
             return self._looking
 
-    def _look_for(self, looking: Future[None]) -> None:
-        try:
-            with command.time_limit(_BEHIND_SECONDS):
-                self.look()
-        except BaseException as error:
-            # Whoever waits looks at `problem`.
-            looking.set_exception(error)
-        else:
-            looking.set_result(None)
+    def _look_for(self) -> None:
+        # What it raises whoever waits sees by `problem`.
+        with command.time_limit(_BEHIND_SECONDS):
+            self.look()
 
     @property
     def _rests(self) -> bool:

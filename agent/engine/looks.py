@@ -8,6 +8,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from lvm import threads
+
 T = TypeVar("T")
 
 # What was seen is kept of so many things.
@@ -83,32 +85,22 @@ class Looks(Generic[T]):
 
     def _begin(self, what: str, look: Callable[[], T], place: str) -> _Look[T]:
         """Begin a look; the caller holds the guard."""
-        made: _Look[T] = _Look(what, place, time.monotonic(), Future())
-        self._running[what] = made
-        words = (what, look, made.seen)
-        try:
-            threading.Thread(target=self._do, args=words, name="look at", daemon=True).start()
-        except BaseException:
-            # No thread is left, for now.
-            del self._running[what]
-            raise
+        began_seconds = time.monotonic()
+        seen = threads.begin("look at", lambda: self._do(what, look))
+        made = self._running[what] = _Look(what, place, began_seconds, seen)
         return made
 
-    def _do(self, what: str, look: Callable[[], T], seen: "Future[T]") -> None:
+    def _do(self, what: str, look: Callable[[], T]) -> T:
         try:
             value = look()
-        except BaseException as error:
-            self._end(what)
-            seen.set_exception(error)
-            return
+        except BaseException:
+            with self._guard:
+                del self._running[what]
+            raise
         with self._guard:
+            del self._running[what]
             self._last[what] = value
             self._last.move_to_end(what)
             while len(self._last) > _MOST_KEPT:
                 self._last.popitem(last=False)
-        self._end(what)
-        seen.set_result(value)
-
-    def _end(self, what: str) -> None:
-        with self._guard:
-            del self._running[what]
+        return value

@@ -16,15 +16,15 @@ answer keeps no other from being let go of. What hangs is let go of as soon as i
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 from agent import errors, ids
-from lvm import names
+from lvm import names, threads
 from lvm.devices import Devices
 
 _log = logging.getLogger(__name__)
@@ -58,22 +58,20 @@ class Release:
             under_way = self._under_way.get(one)
             if under_way is not None and not under_way.done():
                 return under_way
-            ended = self._under_way[one] = Future()
-        try:
-            _in_thread(self._do, one, ended)
-        except RuntimeError:
-            # No thread can be had, and whoever uses the volume would wait for ever.
-            self._do(one, ended)
-        return ended
+            with suppress(RuntimeError):
+                ended = self._under_way[one] = threads.begin("hold", partial(self._do, one))
+                return ended
+        # No thread can be had, and whoever uses the volume would wait for ever.
+        self._do(one)
+        return _done()
 
-    def _do(self, one: Held, ended: Future[None]) -> None:
+    def _do(self, one: Held) -> None:
         try:
             self._devices.resume(*one)
         except BaseException as error:
             _log.error("volume %s/%s cannot be let go of: %s", *one, error)
         with self._guard:
-            del self._under_way[one]
-        ended.set_result(None)
+            self._under_way.pop(one, None)
 
 
 class Standstill:
@@ -118,10 +116,10 @@ class Standstill:
         Nobody waits for a disk that does not answer longer than the rest is held.
         """
         self.check()
-        one, held = (group, name), Future[None]()
+        one = (group, name)
         free = self._free[one] = Future()
         try:
-            _in_thread(self._suspend, one, held)
+            held = threads.begin("hold", partial(self._suspend, one))
         except BaseException:
             free.set_result(None)
             raise
@@ -137,20 +135,18 @@ class Standstill:
         if self._over:
             raise errors.StandstillOver(self._seconds)
 
-    def _suspend(self, one: Held, held: Future[None]) -> None:
+    def _suspend(self, one: Held) -> None:
         try:
             self._devices.suspend(*one)
-        except BaseException as error:
+        except BaseException:
             self._free[one].set_result(None)
-            held.set_exception(error)
-            return
+            raise
         with self._guard:
             self._held.append(one)
             over = self._over
         if over:
             # That took too long, and nobody else lets go of it.
             self._end()
-        held.set_result(None)
 
     def _end(self) -> None:
         with self._guard:
@@ -197,6 +193,7 @@ def _follow(free: Future[None], _: Future[None]) -> None:
     free.set_result(None)
 
 
-def _in_thread(work: Callable[[Held, Future[None]], None], one: Held, ended: Future[None]) -> None:
-    """Do it in a thread, which a disk may keep for ever; RuntimeError where none can be had."""
-    threading.Thread(target=work, args=(one, ended), name="hold", daemon=True).start()
+def _done() -> Future[None]:
+    ended = Future[None]()
+    ended.set_result(None)
+    return ended

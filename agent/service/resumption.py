@@ -7,13 +7,12 @@ holds the group, and begins nothing that a call has begun.
 """
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from agent.engine.engines import Engines
-from lvm import command
+from lvm import command, threads
 
 _log = logging.getLogger(__name__)
 
@@ -70,15 +69,12 @@ class Resumption:
         """
         trying = self._tries.get(name)
         if trying is None or trying.done():
-            trying = Future()
-            threading.Thread(
-                target=self._run, args=[name, trying], name=f"resume {name}", daemon=True
-            ).start()
+            trying = threads.begin(f"resume {name}", lambda: self._run(name))
             # Not before: where no thread can be had, the next step asks for one again.
             self._tries[name], self._tried_at[name] = trying, time.monotonic()
         return trying
 
-    def _run(self, name: str, trying: "Future[None]") -> None:
+    def _run(self, name: str) -> None:
         # Before: what goes away meanwhile is waited for again.
         self._waiting.discard(name)
         try:
@@ -89,7 +85,5 @@ class Resumption:
             if self._told.get(name) != (problem := str(error)):
                 _log.warning("volume group %s is not taken up yet: %s", name, problem)
             self._told[name] = problem
-            trying.set_exception(error)
-        else:
-            self._told.pop(name, None)
-            trying.set_result(None)
+            raise
+        self._told.pop(name, None)
