@@ -34,6 +34,9 @@ _GRACE_SECONDS = 5.0
 # How long those wait for another's command who have a shell renewed, and say no limit.
 _LONGEST_TURN_SECONDS = 60.0
 _RENEWED = ("lvm", "exit")
+# What lvm2 had of memory once it keeps: one that was told so much is ended when it is idle so long.
+_MANY_COMMANDS = 100
+_IDLE_SECONDS = 60.0
 # Where there is no shell, there will hardly be one soon.
 _LACKING_RESTS = 10
 
@@ -65,6 +68,8 @@ class Session:
         self._turn = threading.Lock()
         self._shell: Conversation | None = None
         self._confinement = Confinement()
+        # How much the shell was told, and when last (monotonic, seconds).
+        self._told, self._told_seconds = 0, 0.0
         self._rests_until = 0.0
         self._is_closed = False
         # A shell that did not end when it was told to, what it does, and since when.
@@ -95,6 +100,20 @@ class Session:
         with self._my_turn(_RENEWED, _LONGEST_TURN_SECONDS):
             self._hang_up("what it did last")
 
+    def rest(self) -> None:
+        """End a shell that was told much, and nothing for a minute; the next has another begun.
+
+        Its memory is as large as the largest report it ever made. Nobody waits for one at work.
+        """
+        if not self._turn.acquire(blocking=False):
+            return
+        try:
+            is_idle = time.monotonic() - self._told_seconds >= _IDLE_SECONDS
+            if self._told >= _MANY_COMMANDS and is_idle:
+                self._hang_up("what it did last")
+        finally:
+            self._turn.release()
+
     def close(self) -> None:
         """End the shell once it has done what it does; from then on there are processes only.
 
@@ -108,7 +127,8 @@ class Session:
 
     def _ask(self, ready: Conversation, line: Line, words: tuple[str, ...]) -> Result | None:
         """The shell's answer; None where it gave none, and a process may do the same."""
-        started = time.monotonic()
+        started = self._told_seconds = time.monotonic()
+        self._told += 1
         try:
             said = ready.exchange(line.text, remaining_seconds())
             result = shell.answer(line.subcommand, said)
@@ -174,7 +194,7 @@ class Session:
             since = time.monotonic()
             if not self._shell.end(_GRACE_SECONDS):
                 self._stuck = (self._shell, doing, since)
-            self._shell = None
+            self._shell, self._told = None, 0
 
     def _look_at_stuck(self, *, changes: bool) -> None:
         """Raises StillRunning for a change while a shell that was given up may change something."""

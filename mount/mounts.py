@@ -1,7 +1,8 @@
 """Mounts and binds that are as asked, or an error. Each function looks, returns if all is so, acts.
 
 Nothing is ever mounted over something else, unmounted lazily, or unmounted by force. What counts is
-the kernel's table: it is read before and after. Paths are places that `target.resolve` gave.
+the kernel's table: it is read before, unless the caller did so just now (`before`), and after what
+was done. Paths are places that `target.resolve` gave.
 """
 
 import errno
@@ -28,6 +29,7 @@ def ensure_mounted(
     fs_type: str,
     options: Options,
     read_only: bool = False,
+    before: table.Table | None = None,
 ) -> None:
     """Have the file system on `device` mounted at the directory `path`.
 
@@ -38,7 +40,7 @@ def ensure_mounted(
     number = device_number(kernel, device)
     attributes = options.attributes | ({"ro"} if read_only else set())
     wanted = _words(attributes, {"relatime"})
-    before = table.read(kernel)
+    before = table.read(kernel) if before is None else before
     if _is_mounted(before, path, number, wanted):
         _check_context(before.at(path)[-1], options.context)
         return
@@ -70,7 +72,12 @@ def ensure_mounted(
 
 
 def ensure_bound(
-    kernel: Kernel, source: str, path: str, options: Options, read_only: bool = False
+    kernel: Kernel,
+    source: str,
+    path: str,
+    options: Options,
+    read_only: bool = False,
+    before: table.Table | None = None,
 ) -> None:
     """Have `source`, a directory or a block device node, appear at `path` as well.
 
@@ -78,7 +85,7 @@ def ensure_bound(
     stacked on another: the same one is left alone. A context is the file system's; it is compared
     where one is given. Raises NotMounted, ForeignMount, MountConflict, MountFailed, OtherContext.
     """
-    before = table.read(kernel)
+    before = table.read(kernel) if before is None else before
     holder = before.holding(source)
     if holder is None:
         raise errors.NotMounted(source)

@@ -184,6 +184,11 @@ class Engines:
         works = {f"volume group {name}": one.stop for name, one in list(self._engines.items())}
         side_by_side(works, _STOPPING_SECONDS)
 
+    def rest(self) -> None:
+        """Have sessions with lvm2 that did much, and do nothing now, give their memory back."""
+        for one in list(self._sessions):
+            one.rest()
+
     def close(self) -> None:
         """End the sessions with lvm2; what does not end soon is left to end by itself."""
         works = {f"lvm2's shell {number}": one.close for number, one in enumerate(self._sessions)}

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 
@@ -66,6 +66,14 @@ class Inventory(Activation):
         admission.enter()
         told = {one.name: one.look_or_last() for one in self._engines}
         return _of_those_here(told)
+
+    def seek(self, find: Callable[[report.Report], Volume | None]) -> Volume | None:
+        """What `find` finds now in the group that has it; in all, where none seems to.
+
+        So what is in one group is told of while another is away. Raises what `read` raises.
+        """
+        seen = find(self.glance())
+        return find(self.read() if seen is None else self.read(seen.group.name))
 
     def glance(self) -> report.Report:
         """What can be told of all groups without waiting for a disk that does not answer."""

@@ -105,7 +105,8 @@ class Access:
         `find` is asked for the volume where it is not mounted there; no command runs where it is.
         """
         fs_type = call.capability.fs_type or call.parameters.fs_type
-        mounted = table.read(self._kernel).top(call.staging_path)
+        known = table.read(self._kernel)
+        mounted = known.top(call.staging_path)
         seen: Volume | None
         if device is None or mounted is None or mounted.device != device.number:
             volume = find()
@@ -131,7 +132,7 @@ class Access:
                 raise errors.Incompatible(
                     f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
                 )
-            self._mount(call, device, fs_type)
+            self._mount(call, device, fs_type, known)
             if seen is not None and fact.FORMATTED not in seen.facts:
                 # An earlier call's promise was lost with its process.
                 self._promise(seen, {fact.FORMATTED: fs_type})
@@ -140,7 +141,9 @@ class Access:
             at = VolumeAt(call.volume_id, call.staging_path)
             self.fill_device(at, call.keys, if_possible=True)
 
-    def _mount(self, call: StageVolume, device: Device, fs_type: str) -> None:
+    def _mount(
+        self, call: StageVolume, device: Device, fs_type: str, before: table.Table | None = None
+    ) -> None:
         flags = (*call.parameters.mount_options, *call.capability.mount_flags)
         mounts.ensure_mounted(
             self._kernel,
@@ -149,6 +152,7 @@ class Access:
             fs_type,
             options.parse(flags, fs_type),
             read_only=call.capability.read_only,
+            before=before,
         )
 
     @contextmanager
@@ -207,7 +211,7 @@ class Access:
             self._require_single(call, device, known)
         target.ensure_directory(self._kernel, call.target_path)
         mounts.ensure_bound(
-            self._kernel, call.staging_path, call.target_path, flags, call.read_only
+            self._kernel, call.staging_path, call.target_path, flags, call.read_only, known
         )
 
     def _require_plain(self, volume_id: str) -> None:

@@ -154,7 +154,12 @@ def serve(config: Config, host: Host, is_told: Callable[[], None] = lambda: None
             # Kubelet calls the endpoint before it registers it.
             registration.start()
             beside["registration"] = registration.stop
-        watch = Watch(service.inventory, then=resumption.step)
+
+        def turn() -> None:
+            service.engines.rest()
+            resumption.step()
+
+        watch = Watch(service.inventory, then=turn)
         ending.callback(watch.stop)
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")

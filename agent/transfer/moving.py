@@ -22,7 +22,7 @@ from agent.engine.records import Volume
 from agent.engine.withheld import Withheld
 from agent.volumes.provisioning import Provisioner
 from lvm import errors as lvm_errors
-from lvm import volumes
+from lvm import report, volumes
 
 _WORD_BYTES = 16
 # How long a volume is kept from being used when whoever sends it falls silent.
@@ -65,11 +65,16 @@ class Mover:
 
     def named(self, name: str) -> Departure:
         """The same of a volume by its name, its logical volume's or its id."""
-        known = self._inventory.read()
-        for one in self._inventory.present(known):
-            if name in (one.name, str(one.id), one.facts[fact.NAME]) and not one.is_ephemeral:
-                return self._departure(one)
-        raise errors.NoSuchVolume(name)
+
+        def find(seen: report.Report) -> Volume | None:
+            for one in self._inventory.present(seen):
+                if name in (one.name, str(one.id), one.facts[fact.NAME]) and not one.is_ephemeral:
+                    return one
+            return None
+
+        if (found := self._inventory.seek(find)) is None:
+            raise errors.NoSuchVolume(name)
+        return self._departure(found)
 
     def begin(self, volume_id: str, node: str) -> Departure:
         """Put on record that it moves to a node; it may be used as before. The second is the same.

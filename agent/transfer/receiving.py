@@ -82,7 +82,7 @@ class Receiver:
 
     def status(self, name: str) -> Arrival | None:
         """How far the volume of that name is; None where the report proves there is none."""
-        found = self._inventory.named(self._inventory.read(), name)
+        found = self._inventory.seek(lambda known: self._inventory.named(known, name))
         return None if found is None else arrival(found)
 
     def begin(self, name: str, device_class: str, header: Header) -> Arrival:

@@ -1,9 +1,13 @@
 """Carver in the test's own process."""
 
+from concurrent.futures import wait
+from typing import Any
+
 from fakes.host import FakeHost
 
 from agent.config.settings import Config
 from agent.engine.host import Host
+from agent.engine.jobs import Jobs
 from agent.service import server
 from agent.service.server import Service
 
@@ -21,3 +25,16 @@ def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
     server.resume(running)
     running.start(config.endpoint)
     return running
+
+
+def again(service: Service) -> None:
+    """What is done a minute later behind the answers, until it has come to its end."""
+    for _ in range(4):
+        every: list[Jobs[Any]] = [service.wiper.jobs, service.giving_up.jobs]
+        for jobs in every:
+            for job in list(jobs._jobs.values()):
+                wait([job.ended], 20)
+                service.inventory.read()
+                jobs._look_again(job)
+            wait([one.ended for one in list(jobs._jobs.values())], 20)
+        wait([one.ended for one in list(service.reclaimer.jobs._jobs.values())], 20)

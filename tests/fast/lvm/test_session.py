@@ -263,6 +263,42 @@ def test_one_shell_does_one_command_after_the_other(place: Place) -> None:
     assert [one.exit_code for one in place.observed] == [0] * 20
 
 
+def test_a_shell_that_was_told_much_is_ended_when_it_is_idle_and_begun_anew_when_it_is_needed(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_MANY_COMMANDS", 3)
+    for _ in range(3):
+        place.session(*CHANGE)
+    place.session.rest()
+    assert place.runs(), "it was told something a moment ago"
+    monkeypatch.setattr(session, "_IDLE_SECONDS", 0.0)
+    place.session.rest()
+    assert not place.runs()
+    for _ in range(2):
+        assert place.session(*CHANGE).exit_code == 0
+        place.session.rest()
+    assert place.runs(), "it was told little"
+    assert len(place.done("shell")) == 2
+    assert place.done("process") == []
+
+
+def test_whoever_has_shells_rest_waits_for_none_at_work(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "_MANY_COMMANDS", 1)
+    monkeypatch.setattr(session, "_IDLE_SECONDS", 0.0)
+    place.session(*REPORT)
+    place.plan("hold_lock")
+    with ThreadPoolExecutor(2) as others:
+        first = others.submit(place.session, *CHANGE)
+        expect.soon(lambda: "hangs" in (place.directory / "done").read_text())
+        others.submit(place.session.rest).result(AMPLE_SECONDS)
+        assert not first.done()
+        place.let_go()
+        assert first.result(AMPLE_SECONDS).exit_code == 0
+    assert len(place.done("shell")) == 1
+
+
 def test_a_refusal_has_its_exit_code_and_its_words(place: Place) -> None:
     place.plan("refuse")
     result = place.session(*CHANGE)

@@ -1,4 +1,4 @@
-"""What NodeGetVolumeStats costs: kubelet asks for it once a minute for each volume."""
+"""What calls cost that kubelet makes once a minute, or again and again, for each volume."""
 
 import threading
 from pathlib import Path
@@ -11,19 +11,31 @@ from agent.csi.client import Client, mounted
 MIB = 1 << 20
 
 
+@pytest.fixture
+def read(fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A word for each time that the mount table is read."""
+    found: list[str] = []
+    mountinfo = fake.kernel.mountinfo
+
+    def table() -> str:
+        found.append("table")
+        return mountinfo()
+
+    monkeypatch.setattr(fake.kernel, "mountinfo", table)
+    return found
+
+
 def test_a_call_reads_the_mount_table_once_and_starts_neither_process_nor_thread(
-    client: Client, fake: FakeHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: Client,
+    fake: FakeHost,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    read: list[str],
 ) -> None:
     volume = client.create("pvc-1", 32 * MIB, mounted("ext4"))
     client.stage(volume, tmp_path / "staging", mounted("ext4"))
-    read: list[str] = []
-    mountinfo = fake.kernel.mountinfo
     started: list[str] = []
     start = threading.Thread.start
-
-    def table() -> str:
-        read.append("table")
-        return mountinfo()
 
     def told(self: threading.Thread) -> None:
         # The server's own wait for calls.
@@ -31,8 +43,23 @@ def test_a_call_reads_the_mount_table_once_and_starts_neither_process_nor_thread
             started.append(self.name)
         start(self)
 
-    monkeypatch.setattr(fake.kernel, "mountinfo", table)
     monkeypatch.setattr(threading.Thread, "start", told)
     fake.commands.clear()
+    read.clear()
     client.stats(volume.volume_id, tmp_path / "staging")
     assert (read, started, fake.commands) == (["table"], [], [])
+
+
+def test_what_is_staged_and_published_already_is_told_by_one_look_at_the_mount_table(
+    client: Client, tmp_path: Path, read: list[str]
+) -> None:
+    staging, target = tmp_path / "staging", tmp_path / "target"
+    volume = client.create("pvc-1", 32 * MIB, mounted("ext4"))
+    client.stage(volume, staging, mounted("ext4"))
+    read.clear()
+    client.publish(volume, staging, target, mounted("ext4"))
+    assert len(read) == 2, "before, and what came of it"
+    read.clear()
+    client.stage(volume, staging, mounted("ext4"))
+    client.publish(volume, staging, target, mounted("ext4"))
+    assert len(read) == 2, "once each"

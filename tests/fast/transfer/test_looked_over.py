@@ -1,11 +1,8 @@
 """The look at the file system of what came, which has to wait for its turn."""
 
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
-import configured
 import expect
 import nodes
 import pytest
@@ -15,17 +12,6 @@ from nodes import MIB, Node
 from agent.cli import streams
 from agent.csi.client import mounted
 from agent.engine import chores
-
-
-@pytest.fixture
-def fake(tmp_path: Path) -> FakeHost:
-    return FakeHost(tmp_path)
-
-
-@pytest.fixture
-def there(fake: FakeHost, tmp_path: Path) -> Iterator[Node]:
-    with nodes.made(fake, configured.carver(tmp_path), tmp_path, "there") as node:
-        yield node
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

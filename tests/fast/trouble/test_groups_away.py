@@ -1,5 +1,6 @@
 """Group snapshots over several groups, one of which comes late, is lost, or is another by now."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import configured
 import expect
 import pytest
 import serving
+from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fakes.lvm import FakeGroup
 
@@ -194,3 +196,22 @@ def test_one_of_an_older_version_is_put_on_record_at_the_next_start(
     node.start()
     assert node.snapshots() == 1
     node.service.stop()
+
+
+def refuse(node: Node) -> None:
+    node.fake.lvm2.groups["b"].exported = True
+
+
+def hang(node: Node) -> None:
+    assert isinstance(node.fake.disks, FakeDisks)
+    node.fake.disks.hanging.update(one.name for one in node.fake.lvm2.groups["b"].disks)
+
+
+@pytest.mark.parametrize("is_away", [lambda node: node.take("b"), refuse, hang])
+def test_what_moves_or_comes_in_one_group_is_told_of_whatever_another_is(
+    node: Node, fake: FakeHost, is_away: Callable[[Node], None]
+) -> None:
+    caller = node.start()
+    volume = caller.create("1", 32 * MIB, block()).volume_id
+    is_away(node)
+    assert caller.transfer("MoveStatus", name="1")["volume_id"] == volume

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import configured
 import expect
@@ -20,7 +19,6 @@ from agent import errors
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, block
-from agent.engine.jobs import Jobs
 from agent.service.server import Service
 from lvm.layout import Layout
 from lvm.pools import Policy
@@ -64,19 +62,6 @@ def names(fake: FakeHost) -> set[str]:
     return set(fake.lvm2.groups["data"].volumes)
 
 
-def again(service: Service) -> None:
-    """What is done a minute later, until it has come to its end."""
-    for _ in range(4):
-        every: list[Jobs[Any]] = [service.wiper.jobs, service.giving_up.jobs]
-        for jobs in every:
-            for job in list(jobs._jobs.values()):
-                wait([job.ended], 20)
-                service.inventory.read()
-                jobs._look_again(job)
-            wait([one.ended for one in list(jobs._jobs.values())], 20)
-        wait([one.ended for one in list(service.reclaimer.jobs._jobs.values())], 20)
-
-
 def reduce(fake: FakeHost) -> None:
     fake.lvm("vgreduce", "--removemissing", "--", "data")
 
@@ -87,7 +72,7 @@ def test_a_thin_volume_on_a_missing_disk_is_deleted_and_stays_on_record(
     volume = make(client, fake, "a")
     fake.lose_disk("data", 0)
     client.delete(volume)
-    again(service)
+    serving.again(service)
     client.delete(volume)
     assert client.volumes() == []
     assert names(fake) == {"pool-thin", "vol-a"}
@@ -102,7 +87,7 @@ def test_it_goes_with_its_pool_when_the_disk_is_back(
     fake.lose_disk("data", 0)
     client.delete(volume)
     fake.bring_disk("data", 0)
-    again(service)
+    serving.again(service)
     assert names(fake) == set()
     assert MARKER not in fake.freed_bytes("data")
 
@@ -117,11 +102,11 @@ def test_a_pool_that_is_given_up_goes_when_all_that_is_in_it_was_deleted(
     client.delete_snapshot(snapshot.snapshot_id)
     client.delete(one)
     fake.lvm(*GIVE_UP, "data/pool-thin")
-    again(service)
+    serving.again(service)
     assert names(fake) == {"pool-thin", "vol-a", "vol-b", "snap-1"}, "b is somebody's"
     assert client.snapshots() == []
     client.delete(other)
-    again(service)
+    serving.again(service)
     assert names(fake) == set()
     told = [one for one in caplog.messages if "given up" in one and lost.uuid in one]
     assert len(told) == 1
@@ -134,14 +119,14 @@ def test_the_extents_of_what_was_given_up_are_overwritten_before_anyone_gets_the
     fake.lose_disk("data", 0)
     client.delete(volume)
     fake.lvm(*GIVE_UP, "data/pool-thin")
-    again(service)
+    serving.again(service)
     group = fake.lvm2.groups["data"]
     assert "carver.sweep=yes" in group.tags
     reduce(fake)
     assert client.capacity().available_capacity == 0
     with expect.code("RESOURCE_EXHAUSTED", "overwritten"):
         client.create("b", 8 * EXTENT, block())
-    again(service)
+    serving.again(service)
     assert group.tags == set()
     assert names(fake) == set()
     assert sum(end - start for start, end in group.swept) == 120 * EXTENT
@@ -155,11 +140,11 @@ def test_a_restart_goes_on_with_what_is_to_be_overwritten(
     fake.lose_disk("data", 0)
     client.delete(volume)
     fake.lvm(*GIVE_UP, "data/pool-thin")
-    again(service)
+    serving.again(service)
     service.stop()
     reduce(fake)
     following = serving.start(config, fake)
-    again(following)
+    serving.again(following)
     assert fake.lvm2.groups["data"].tags == set()
     assert names(fake) == set()
     following.stop()
@@ -176,7 +161,7 @@ def test_a_snapshot_is_deleted_while_a_disk_is_missing_and_overwritten_later(
     client.delete_snapshot(snapshot.snapshot_id)
     assert names(fake) == {"vol-a", "snap-1"}
     fake.bring_disk("data", 2)
-    again(service)
+    serving.again(service)
     assert names(fake) == {"vol-a"}
     assert MARKER not in fake.freed_bytes("data")
     client.delete(volume)
@@ -195,7 +180,7 @@ def test_a_volume_with_a_deleted_snapshot_is_overwritten_after_it(
     client.delete(volume)
     assert names(fake) == {"vol-a", "snap-1"}
     fake.bring_disk("data", 0)
-    again(service)
+    serving.again(service)
     assert names(fake) == set()
     assert MARKER not in fake.freed_bytes("data")
 
@@ -214,7 +199,7 @@ def test_a_volume_with_one_is_deleted_on_record_also_when_nothing_is_overwritten
         caller.delete(volume)
         assert caller.volumes() == []
     fake.bring_disk("data", 2)
-    again(following)
+    serving.again(following)
     following.stop()
     assert names(fake) == set()
 
@@ -242,11 +227,11 @@ def test_a_volume_that_is_given_up_goes_with_its_deleted_snapshots(
     client.delete_snapshot(snapshot.snapshot_id)
     client.delete(volume)
     fake.lvm(*GIVE_UP, "data/vol-a")
-    again(service)
+    serving.again(service)
     assert names(fake) == set()
     assert "carver.sweep=yes" in fake.lvm2.groups["data"].tags
     reduce(fake)
-    again(service)
+    serving.again(service)
     assert fake.lvm2.groups["data"].tags == set()
 
 
@@ -263,9 +248,9 @@ def test_a_disk_whose_pool_was_given_up_is_replaced(
     with expect.code("FAILED_PRECONDITION", "deleted", "vol-a"):
         client.replace_disk(lost.uuid, new)
     fake.lvm(*GIVE_UP, "data/pool-thin")
-    again(service)
+    serving.again(service)
     assert client.replace_disk(lost.uuid, new)[0]
-    again(service)
+    serving.again(service)
     assert client.capacity({"class": "thin"}).available_capacity
 
 
