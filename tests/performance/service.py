@@ -55,9 +55,11 @@ class Served:
     def settle(self) -> None:
         """Wait until it does nothing: what goes on behind an answer is not the next one's time.
 
-        Nor is that a bare command changed the group, of which udev tells it.
+        Nor is that a bare command changed the group, of which udev tells it, and at which it has
+        to look anew: on a node nobody but Carver changes it between two calls.
         """
         subprocess.run(["udevadm", "settle"], check=True)
+        self.client.capacity()
         deadline, before, quiet = time.monotonic() + _QUIET_SECONDS, self._worked(), 0
         while time.monotonic() < deadline and quiet < _QUIET_LOOKS:
             time.sleep(_LOOK_SECONDS)
