@@ -96,7 +96,12 @@ def _text(file: Path) -> str:
 
 # What lvm.conf(5) may say so that lvm2 tells of success and did something else: nothing at all, a
 # volume that is not active, one that is read-only. Of the last two nothing is wiped or zeroed.
-_NEEDED = ("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]")
+_SOUND = ("global/test=0", "global/activation=1", "activation/read_only_volume_list=[]")
+# dmeventd is asked to watch nothing, and nothing is waited for that it does. What it watches it
+# looks at by lvm2 commands of its own, which hold the group's lock and look at every disk of the
+# machine; and an extension of a pool waits for these 8 s, while the pool's writers wait for it.
+_UNWATCHED = ("activation/monitoring=0",)
+_NEEDED = (*_SOUND, *_UNWATCHED)
 
 # What nsenter(1), as a shell, ends with where there is no such program.
 _NOT_FOUND = 127

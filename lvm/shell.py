@@ -4,7 +4,6 @@ Read from lvm2 2.03.16: tools/lvm.c, lvm_split() in tools/lvmcmdline.c, lib/conf
 """
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -195,13 +194,6 @@ devices/hints="none"
 global/use_aio=0
 """
 
-# lvm2 starts its monitor where nothing else has, and it outlives the shell.
-_MONITOR = """#!/bin/sh
-# Carver's: lvm2's monitor without what is for the shell that started it.
-unset LVM_SYSTEM_DIR LVM_REPORT_FD
-exec dmeventd "$@"
-"""
-
 
 def environment(directory: Path) -> dict[str, str]:
     """The variables of a shell whose system directory that is."""
@@ -223,8 +215,6 @@ def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
     if tagged := sorted(own.glob("lvm_*.conf")):
         raise OSError(f"{tagged[0]} would be over the shell's own settings")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if os.statvfs(directory).f_flag & os.ST_NOEXEC:
-        raise OSError(f"{directory} is where no program can be started from")
     # lvm2 makes them by itself, but not through a link. Where they cannot be made it says so.
     for name in ("archive", "backup"):
         with suppress(OSError):
@@ -233,11 +223,8 @@ def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
         link = directory / path.name
         if path.name != settings and not link.is_symlink():
             link.symlink_to(Path("/etc/lvm") / path.name)
-    monitor = directory / "dmeventd"
-    monitor.write_text(_MONITOR)
-    monitor.chmod(0o700)
     local = own / settings
     # Bytes: lvm2 asks of no encoding, and a comment may be of any.
     text = local.read_bytes() if local.exists() else b""
-    lines = "\n".join([f'dmeventd/executable="{monitor}"', *confinement.lines()])
+    lines = "\n".join(confinement.lines())
     (directory / settings).write_bytes(text + f"{_SETTINGS}{lines}\n".encode())

@@ -23,8 +23,8 @@ def create_pool(
     """Make a pool that zeroes each chunk before it gives it out, and passes discards down.
 
     Where it is full, writes wait for room before they fail: a minute, by the kernel's own limit.
-    (That is lvm.conf(5)'s default; lvm2 2.03.16 refuses --errorwhenfull here.) dmeventd is not
-    asked to watch it. The metadata lie in one piece on one disk. Raises NoSpace, NameTaken.
+    (That is lvm.conf(5)'s default; lvm2 2.03.16 refuses --errorwhenfull here.) The metadata lie in
+    one piece on one disk. Raises NoSpace, NameTaken.
     """
     lvm(
         "lvcreate",
@@ -32,7 +32,6 @@ def create_pool(
         *("--type", "thin-pool"),
         *("--zero", "y"),
         *("--discards", "passdown"),
-        *("--monitor", "n"),
         *("--setactivationskip", "y"),
         *("--activate", "y", "--ignoreactivationskip"),
         *("--chunksize", f"{chunk_size_bytes}b"),

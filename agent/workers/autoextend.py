@@ -6,7 +6,8 @@ metadata, or a snapshot's area, is extended by its share, or by as much more as 
 threshold, within what the group has beside the class's reserve. A crash in between harms nothing:
 each step is one lvextend.
 
-Where there is no room a warning is logged once, and a minute passes before lvm2 is asked again.
+Where it cannot be, a warning is logged once, and it is tried again every ten seconds: the kernel
+has who writes to a full pool wait for a minute, and what was in the way may pass within it.
 """
 
 import logging
@@ -31,7 +32,7 @@ from lvm.pools import Policy
 _log = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 2.0
-_RETRY_SECONDS = 60.0
+_RETRY_SECONDS = 10.0
 _SOON_SECONDS = 2.0
 _PATIENCE_SECONDS = 60.0
 # A service that ends waits so long for what is under way.

@@ -153,6 +153,22 @@ def test_a_volume_in_use_is_not_deleted(client: Client, host: AnyHost) -> None:
     client.unstage(volume.volume_id, staging)
 
 
+def test_dmeventd_is_asked_to_watch_neither_a_pool_nor_the_area_of_a_snapshot(
+    client: Client, service: Service, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", 5 * EXTENT, block(), parameters=THIN)
+    thick = client.create("pvc-2", 8 * EXTENT, block())
+    snapshots = [client.snapshot("snap-1", volume.volume_id)]
+    snapshots.append(client.snapshot("snap-2", thick.volume_id, {"size": "4Mi"}))
+    device = host.devices.find(group, "vol-pvc-1")
+    assert device is not None
+    host.write_bytes(device.path, 0, b"x" * (2 * EXTENT))
+    assert service.grower.step(0)
+    assert host.watched(group) == set()
+    for snapshot in snapshots:
+        client.delete_snapshot(snapshot.snapshot_id)
+
+
 def test_a_pool_goes_with_its_last_volume_and_is_overwritten_first(
     client: Client, host: AnyHost, group: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import stat
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -171,14 +170,6 @@ def test_the_node_s_settings_may_be_of_any_encoding(tmp_path: Path) -> None:
     (own / "lvmlocal.conf").write_bytes(told)
     shell.prepare(tmp_path / "own", tmp_path / "node", Confinement())
     assert (tmp_path / "own/lvmlocal.conf").read_bytes().startswith(told)
-
-
-def test_lvm2_s_monitor_does_not_inherit_what_is_for_the_shell(tmp_path: Path) -> None:
-    shell.prepare(tmp_path / "own", tmp_path, Confinement())
-    monitor = tmp_path / "own/dmeventd"
-    assert f'dmeventd/executable="{monitor}"' in (tmp_path / "own/lvmlocal.conf").read_text()
-    assert monitor.stat().st_mode & stat.S_IXUSR
-    assert "unset LVM_SYSTEM_DIR LVM_REPORT_FD\nexec dmeventd" in monitor.read_text()
 
 
 def test_settings_of_a_host_tag_would_be_over_the_shell_s_so_there_is_none(tmp_path: Path) -> None:

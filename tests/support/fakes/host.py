@@ -159,6 +159,10 @@ class FakeHost:
         """Read whole blocks of data from a device."""
         return self.block.get(device).media.read(offset_bytes, length_bytes)
 
+    def watched(self, group: str) -> set[str]:
+        """The volumes of a group that dmeventd is asked to watch."""
+        return {one.name for one in self.lvm2.groups[group].volumes.values() if one.watched}
+
     def written_bytes(self, device: str) -> int:
         """How much of a device was ever written."""
         return len(self.block.get(device).media.blocks) * BLOCK_BYTES

@@ -17,7 +17,7 @@ from real import kinds, mounts
 from real.disks import let_go_of_left_behind
 from real.shell import RealShell
 
-from lvm import groups, lvm2, names
+from lvm import lvm2, names
 from lvm.command import Result
 from lvm.devices import Devices, KernelDevices
 from lvm.disks import Disks, KernelDisks
@@ -62,7 +62,9 @@ class Lab:
         if disk_extents not in self.groups:
             name = f"carver_test_{os.getpid()}_{len(self.groups)}"
             disks = [self.new_device(_METADATA_BYTES + one * _EXTENT_BYTES) for one in disk_extents]
-            groups.create(Lvm(self.programs, tuple(disks)), name, disks, {})
+            # Else udev has `vgchange -aay` run some time later, which asks dmeventd to watch.
+            words = ("--quiet", "--quiet", "--setautoactivation", "n", "--", name, *disks)
+            Lvm(self.programs, tuple(disks))("vgcreate", *words)
             self.groups[disk_extents] = (name, disks)
         return self.groups[disk_extents]
 
@@ -209,6 +211,15 @@ class RealHost:
             self._unmount_all()
             self.lvm("vgremove", "--force", "--yes", "--", name)
             self._groups.remove(own)
+
+    def watched(self, group: str) -> set[str]:
+        """The volumes of a group that dmeventd is asked to watch."""
+        options = ("--noheadings", "--all", "--options", "lv_name,seg_monitor")
+        devices = ("--devices", ",".join(self.lvm.devices))
+        told = self._lab.programs("lvm", "lvs", *devices, *options, "--", group)
+        assert told.exit_code == 0, told.stderr
+        rows = [line.split(maxsplit=1) for line in told.stdout.splitlines()]
+        return {row[0] for row in rows if row[1:] == ["monitored"]}
 
     def deactivate(self, group: str, name: str) -> None:
         """Take a volume's device away, as a reboot or an operator does."""

@@ -118,12 +118,19 @@ class Machine:
             device.read_only = volume.read_only or listed
             device.missing = lost_ranges(group, volume)
             volume.active = True
+            self._watch(volume)
             if isinstance(volume, FakePool):
                 # Held by the pool, so that nobody has it alone.
                 data = data_node_of(group.name, volume.name)
                 self.devices.add(data, size, volume.media).held = 1
             if isinstance(volume, FakeThin):
                 self._activate(group, group.volumes[volume.pool])
+
+    def _watch(self, volume: FakeVolume) -> None:
+        """Have dmeventd watch what it can, as each command does that resumes such a device."""
+        is_watchable = isinstance(volume, FakePool) or volume.layout.is_raid
+        if self._settings.get("activation/monitoring") != "0":
+            volume.watched = is_watchable or volume.is_copy_on_write
 
     @staticmethod
     def _size(group: FakeGroup, volume: FakeVolume) -> int:

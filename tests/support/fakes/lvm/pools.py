@@ -46,7 +46,6 @@ class PoolCommands(KernelSide):
     def _lvcreate_pool(self, arguments: Arguments) -> str:
         assert arguments.take("--type") == "thin-pool"
         assert (arguments.take("--zero"), arguments.take("--discards")) == ("y", "passdown")
-        assert arguments.take("--monitor") == "n"
         skipped = arguments.take("--setactivationskip") == "y"
         assert arguments.take("--activate") == "y"
         assert arguments.flag("--ignoreactivationskip") or not skipped

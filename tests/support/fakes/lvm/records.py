@@ -59,6 +59,8 @@ class FakeVolume:
     # How much of its cache is not written back, and whether that is being done.
     dirty_blocks: int = 0
     cleaning: bool = False
+    # Whether dmeventd was asked to watch it.
+    watched: bool = False
     # Of a RAID, by disk: what a leg that takes no writes has on it still.
     failed: dict[str, Media] = field(default_factory=dict)
     # The same: which legs are not in sync yet, and for how many looks.

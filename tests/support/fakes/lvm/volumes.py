@@ -276,6 +276,7 @@ class VolumeCommands(PoolCommands):
                 uncover(group, volume, before)
             group.clean -= named
         if volume.active:
+            self._watch(volume)
             shown = self._size(group, volume)
             self.devices.resize(node_of(group.name, volume.name), shown)
             if isinstance(volume, FakePool):
