@@ -3,8 +3,9 @@
 import hashlib
 from collections.abc import Callable
 
+from agent.delta.extents import Extent
 from agent.streams import pipeline, sending
-from agent.streams.sending import PIECE_BYTES
+from agent.streams.sending import PIECE_BYTES, READ_BYTES
 from mount.blocks import Opened
 
 
@@ -16,16 +17,19 @@ def of(
     All of it is read, side by side. Raises OSError.
     """
 
-    def digest(piece: tuple[int, memoryview]) -> tuple[int, bytes | None]:
-        at, place = piece
-        data = place[: min(PIECE_BYTES, size_bytes - at)]
-        device.read_into(at, data)
-        return at, None if sending.is_zeroes(data) else hashlib.sha256(data).digest()
+    def digests(read: tuple[Extent, memoryview]) -> tuple[int, bytes]:
+        extent, place = read
+        begun, found = extent.offset_bytes, b""
+        device.read_into(begun, place[: extent.length_bytes])
+        for one in sending.pieces(begun, extent.end_bytes, PIECE_BYTES):
+            data = place[one.offset_bytes - begun : one.end_bytes - begun]
+            if not sending.is_zeroes(data):
+                found += one.offset_bytes.to_bytes(8, "big") + hashlib.sha256(data).digest()
+        return extent.end_bytes, found
 
     whole = hashlib.sha256(size_bytes.to_bytes(8, "big"))
-    starts = range(0, size_bytes, PIECE_BYTES)
-    for at, found in pipeline.ordered(digest, pipeline.lent(starts, PIECE_BYTES)):
-        if found is not None:
-            whole.update(at.to_bytes(8, "big") + found)
-        tell(min(at + PIECE_BYTES, size_bytes))
+    reads = sending.pieces(0, size_bytes, READ_BYTES)
+    for end, found in pipeline.ordered(digests, pipeline.lent(reads, READ_BYTES)):
+        whole.update(found)
+        tell(end)
     return whole.hexdigest()

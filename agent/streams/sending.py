@@ -1,7 +1,8 @@
 """Sends what a device holds as a stream: the parts that are named, zeroes left out."""
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 from agent.delta.extents import Extent
 from agent.streams import form, pipeline
@@ -9,14 +10,15 @@ from agent.streams.form import Header, Packed, Totals
 from agent.streams.writing import Writer
 from mount.blocks import Bytes, Opened
 
-# What is read at once: large enough to cost little each, small enough to find zeroes by.
+# What zeroes are found by.
 PIECE_BYTES = 1 << 20
+# What is read at once: much, for the same reason as in `mount.reading`.
+READ_BYTES = form.MOST_BYTES
 # bytearray compares with any memory by memcmp(3), a memoryview byte by byte.
 _ZEROES = bytearray(PIECE_BYTES)
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Part(NamedTuple):
     extent: Extent
     # None where it holds zeroes only.
     packed: Packed | None
@@ -39,25 +41,30 @@ def send(
     there is no end mark. Raises OSError.
     """
 
-    def read(piece: tuple[Extent, memoryview]) -> _Piece:
+    def read(piece: tuple[Extent, memoryview]) -> list[_Part]:
         extent, place = piece
         data = place[: extent.length_bytes]
         device.read_into(extent.offset_bytes, data)
-        return _Piece(extent, None if is_zeroes(data) else form.pack(data, compress=compress))
+        parts = []
+        for one, is_zero in _parts(extent, data):
+            begun = one.offset_bytes - extent.offset_bytes
+            some = data[begun : begun + one.length_bytes]
+            parts.append(_Part(one, None if is_zero else form.pack(some, compress=compress)))
+        return parts
 
     writer = Writer(write, header)
     zeroes = Extent(0, 0)
-    pieces = pipeline.lent(_pieces(extents, header), PIECE_BYTES)
-    for piece in pipeline.ordered(read, pieces):
-        extent = piece.extent
-        if piece.packed is None and extent.offset_bytes == zeroes.end_bytes:
-            zeroes = Extent(zeroes.offset_bytes, zeroes.length_bytes + extent.length_bytes)
-        else:
-            _put(writer, zeroes)
-            zeroes = extent if piece.packed is None else Extent(0, 0)
-        if piece.packed is not None:
-            writer.data(extent.offset_bytes, extent.length_bytes, piece.packed)
-        tell(extent.end_bytes)
+    pieces = pipeline.lent(_pieces(extents, header), READ_BYTES)
+    for parts in pipeline.ordered(read, pieces):
+        for extent, packed in parts:
+            if packed is None and extent.offset_bytes == zeroes.end_bytes:
+                zeroes = Extent(zeroes.offset_bytes, zeroes.length_bytes + extent.length_bytes)
+            else:
+                _put(writer, zeroes)
+                zeroes = extent if packed is None else Extent(0, 0)
+            if packed is not None:
+                writer.data(extent.offset_bytes, extent.length_bytes, packed)
+            tell(extent.end_bytes)
     _put(writer, zeroes)
     prove()
     writer.end()
@@ -70,18 +77,34 @@ def is_zeroes(data: memoryview) -> bool:
     return zeroes == data
 
 
+def pieces(start: int, end: int, most_bytes: int) -> Iterator[Extent]:
+    """A range in parts that end at multiples of so many bytes."""
+    while start < end:
+        length = min(most_bytes - start % most_bytes, end - start)
+        yield Extent(start, length)
+        start += length
+
+
+def _parts(extent: Extent, data: memoryview) -> Iterator[tuple[Extent, bool]]:
+    """What was read of an extent, by what holds zeroes only and what does not."""
+    begun = extent.offset_bytes
+
+    def is_zero(one: Extent) -> bool:
+        return is_zeroes(data[one.offset_bytes - begun : one.end_bytes - begun])
+
+    for zero, those in groupby(pieces(begun, extent.end_bytes, PIECE_BYTES), is_zero):
+        run = list(those)
+        start = run[0].offset_bytes
+        yield Extent(start, run[-1].end_bytes - start), zero
+
+
 def _put(writer: Writer, zeroes: Extent) -> None:
     if zeroes.length_bytes:
         writer.zeroes(zeroes.offset_bytes, zeroes.length_bytes)
 
 
 def _pieces(extents: Iterable[Extent], header: Header) -> Iterator[Extent]:
-    """The same in pieces that can be read at once, from the header's offset on."""
+    """The same in what is read at once, from the header's offset on."""
     for one in extents:
-        at = max(one.offset_bytes, header.offset_bytes)
-        end = min(one.end_bytes, header.size_bytes)
-        while at < end:
-            # At whole pieces of the volume, so that both sides' pieces are the same.
-            length = min(PIECE_BYTES - at % PIECE_BYTES, end - at)
-            yield Extent(at, length)
-            at += length
+        start = max(one.offset_bytes, header.offset_bytes)
+        yield from pieces(start, min(one.end_bytes, header.size_bytes), READ_BYTES)

@@ -327,3 +327,53 @@ def test_any_content_has_the_same_checksum_wherever_it_lies(parts: list[tuple[in
     assert checksum.of(Memory(there), 4 * MIB) == here
     content[-1] ^= 1
     assert checksum.of(Memory(bytes(content)), 4 * MIB) != here
+
+
+# What is read at once is not what is looked at for zeroes
+
+# Of each mebibyte of a volume, whether it holds zeroes.
+_ZEROES = st.lists(st.booleans(), min_size=1, max_size=14)
+
+
+def holding(zeroes: list[bool]) -> Memory:
+    return Memory(b"".join(MIB * bytes([0 if one else at]) for at, one in enumerate(zeroes, 1)))
+
+
+def frames(zeroes: list[bool], begun: int = 0) -> list[tuple[int, int, bool]]:
+    """The frames of such a volume from a mebibyte on: where, how long, and whether of zeroes."""
+    device, out = holding(zeroes), io.BytesIO()
+    header = replace(WHOLE, size_bytes=len(device.content), offset_bytes=begun * MIB)
+    sending.send(out.write, header, device, [Extent(0, header.size_bytes)])
+    read = Reader(io.BytesIO(out.getvalue())).frames()
+    return [(one.offset_bytes // MIB, one.length_bytes // MIB, one.is_zeroes) for one in read]
+
+
+def test_a_mebibyte_of_zeroes_is_left_out_and_what_is_around_it_goes_in_large_frames() -> None:
+    zeroes = [False, True, *[False] * 5, True, True, True]
+    assert frames(zeroes) == [
+        *((0, 1, False), (1, 1, True), (2, 2, False)),
+        *((4, 3, False), (7, 3, True)),
+    ]
+
+
+@given(_ZEROES, st.integers(0, 14))
+def test_each_mebibyte_is_in_one_frame_of_its_kind(zeroes: list[bool], begun: int) -> None:
+    begun = min(begun, len(zeroes))
+    told: list[bool] = []
+    for at, length, are_zeroes in frames(zeroes, begun):
+        assert at == begun + len(told)
+        assert are_zeroes or length * MIB <= form.MOST_BYTES
+        told += length * [are_zeroes]
+    assert told == zeroes[begun:]
+
+
+@given(_ZEROES)
+def test_the_checksum_is_of_each_mebibyte_that_is_not_all_zeroes(zeroes: list[bool]) -> None:
+    device, tells = holding(zeroes), list[int]()
+    whole = hashlib.sha256(len(device.content).to_bytes(8, "big"))
+    for at, zero in enumerate(zeroes):
+        if not zero:
+            data = device.content[at * MIB : (at + 1) * MIB]
+            whole.update((at * MIB).to_bytes(8, "big") + hashlib.sha256(data).digest())
+    assert checksum.of(device, len(device.content), tells.append) == whole.hexdigest()
+    assert tells[-1] == len(device.content)

@@ -46,6 +46,8 @@ class PoolCommands(KernelSide):
     def _lvcreate_pool(self, arguments: Arguments) -> str:
         assert arguments.take("--type") == "thin-pool"
         assert (arguments.take("--zero"), arguments.take("--discards")) == ("y", "passdown")
+        # In what earlier versions said.
+        assert arguments.take("--monitor") in ("", "n")
         skipped = arguments.take("--setactivationskip") == "y"
         assert arguments.take("--activate") == "y"
         assert arguments.flag("--ignoreactivationskip") or not skipped
