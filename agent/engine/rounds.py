@@ -7,7 +7,7 @@ told, counted, and had again at its next time.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from agent import errors
 from lvm import errors as lvm_errors
@@ -27,21 +27,27 @@ class Rounds:
     def __init__(
         self, kind: str, groups: Sequence[str], look: Callable[[str], bool], failure: str
     ) -> None:
-        self._kind, self._groups = kind, tuple(groups)
+        self.kind, self._groups = kind, tuple(groups)
         self._look, self._failure = look, failure
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
+        # By the groups; each is written by its own thread only.
+        self._failures = dict.fromkeys(self._groups, 0)
 
     @property
     def is_alive(self) -> bool:
         """Whether any group is looked at."""
         return any(one.is_alive() for one in self._threads)
 
+    def failures(self) -> Mapping[str, int]:
+        """How many looks at each group failed until now."""
+        return dict(self._failures)
+
     def start(self, pause_seconds: float) -> None:
         """Look from now on, so many seconds after the look before, and at first after as many."""
         for group in self._groups:
             words = (group, pause_seconds)
-            name = f"{self._kind} {group}"
+            name = f"{self.kind} {group}"
             thread = threading.Thread(target=self._run, args=words, name=name, daemon=True)
             thread.start()
             # Last: a stop that comes meanwhile joins no thread that was not started.
@@ -65,6 +71,7 @@ class Rounds:
                     pass
             except Exception as error:
                 failures += 1
+                self._failures[group] += 1
                 # The same again each time is told once.
                 if told != (problem := str(error) or type(error).__name__):
                     trace = None if isinstance(error, _KNOWN) else error
@@ -72,5 +79,5 @@ class Rounds:
                 told = problem
             else:
                 if failures:
-                    _log.warning("%s %s: well again after %d failures", self._kind, group, failures)
+                    _log.warning("%s %s: well again after %d failures", self.kind, group, failures)
                 failures, told = 0, ""

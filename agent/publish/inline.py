@@ -116,12 +116,12 @@ class Ephemeral:
         self._admitted = _Admitted()
         self._inside = means.config.kubelet_dir
         self._sweeps = {one: _Sweep() for one in means.config.groups}
-        self._rounds = Rounds("inline", means.config.groups, self.sweep_one, _FAILURE)
+        self.rounds = Rounds("inline", means.config.groups, self.sweep_one, _FAILURE)
 
     @property
     def is_alive(self) -> bool:
         """Whether what is forgotten is looked for."""
-        return self._rounds.is_alive
+        return self.rounds.is_alive
 
     def publish(self, call: PublishInline) -> None:
         """Have the volume mounted at its target: carved, formatted, mounted, whatever is left.
@@ -183,11 +183,11 @@ class Ephemeral:
 
     def start(self) -> None:
         """Look for what is forgotten, from time to time."""
-        self._rounds.start(_TURN_SECONDS)
+        self.rounds.start(_TURN_SECONDS)
 
     def stop(self) -> None:
         """Look no more."""
-        self._rounds.stop()
+        self.rounds.stop()
 
     def sweep(self) -> None:
         """Wipe and remove the volumes that nobody will unpublish any more, in all groups."""

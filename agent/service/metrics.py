@@ -27,6 +27,7 @@ from agent.admission import Admission
 from agent.config.classes import DeviceClass
 from agent.engine.allocation import Carvings
 from agent.engine.inventory import Inventory
+from agent.engine.rounds import Rounds
 from agent.errors import AgentError, PoolSilent
 from agent.health import conditions
 from agent.health.conditions import Diagnosis
@@ -62,6 +63,7 @@ class Parts:
     grower: Grower
     registration: Registration
     orphans: OrphanWatch | None = None
+    rounds: Sequence[Rounds] = ()
 
 
 class Metrics:
@@ -203,15 +205,25 @@ class _Gauges(Collector):
             "How often what fills up was extended, had no room for that, or failed to be.",
             labels=["kind", "outcome"],
         )
-        for (kind, outcome), count in self._parts.grower.counts().items():
+        for (kind, outcome), count in parts.grower.counts().items():
             extensions.add_metric([kind, outcome], count)
         yield extensions
+
+        failures = CounterMetricFamily(
+            "carver_round_failures",
+            "Looks behind the answers that failed, and are had again.",
+            labels=["kind", "group"],
+        )
+        for rounds in parts.rounds:
+            for group, count in rounds.failures().items():
+                failures.add_metric([rounds.kind, group], count)
+        yield failures
 
         registration = GaugeMetricFamily(
             "carver_registration", "How far the registration is: 1 for one.", labels=["state"]
         )
         for one in State:
-            registration.add_metric([one.value], one is self._parts.registration.state)
+            registration.add_metric([one.value], one is parts.registration.state)
         yield registration
 
         storage = GaugeMetricFamily(

@@ -208,6 +208,7 @@ def _measured(config: Config, service: Service, registration: Registration) -> "
         service.grower,
         registration,
         service.orphans,
+        (service.grower.rounds, service.auto_repair.rounds, service.ephemeral.rounds),
     )
 
 

@@ -54,21 +54,21 @@ class AutoRepair:
         }
         groups = {one.group for one in means.config.classes if one.repair == AUTO}
         self._seen = {one: _OfGroup() for one in sorted(groups)}
-        self._rounds = Rounds("repair", tuple(self._seen), self.look, _FAILURE)
+        self.rounds = Rounds("repair", tuple(self._seen), self.look, _FAILURE)
 
     @property
     def is_alive(self) -> bool:
         """Whether it looks."""
-        return self._rounds.is_alive
+        return self.rounds.is_alive
 
     def start(self) -> None:
         """Look from now on, where a class asks for it."""
-        self._rounds.start(_LOOK_SECONDS)
+        self.rounds.start(_LOOK_SECONDS)
 
     def stop(self) -> None:
         """Begin no more; what was begun goes on in the kernel."""
-        self._rounds.stop()
-        self._rounds.join(_ENDING_SECONDS)
+        self.rounds.stop()
+        self.rounds.join(_ENDING_SECONDS)
 
     def step(self, now_seconds: float) -> None:
         """Look once at each group, as if it were then."""

@@ -74,16 +74,16 @@ class Grower:
         self._counts = Counter({(kind, outcome): 0 for kind in KINDS for outcome in OUTCOMES})
         # When lvm2 is asked again for what could not grow (monotonic, seconds), by the groups.
         self._later: dict[str, dict[_Part, float]] = {one: {} for one in means.engines.names}
-        self._rounds = Rounds("grow", means.engines.names, self.look, _FAILURE)
+        self.rounds = Rounds("grow", means.engines.names, self.look, _FAILURE)
 
     def start(self) -> None:
         """Look from now on."""
-        self._rounds.start(_LOOK_SECONDS)
+        self.rounds.start(_LOOK_SECONDS)
 
     def stop(self) -> None:
         """Look no more; an extension that is under way comes to its end, unless that takes long."""
-        self._rounds.stop()
-        self._rounds.join(_ENDING_SECONDS)
+        self.rounds.stop()
+        self.rounds.join(_ENDING_SECONDS)
 
     def counts(self) -> Mapping[tuple[str, str], int]:
         """How often each kind was extended, had no room, or failed to be."""

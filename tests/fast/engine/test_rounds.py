@@ -76,6 +76,7 @@ def test_nothing_that_a_look_raises_ends_it(
     rounds.start(0.001)
     expect.soon(lambda: look.counts["a"] > 5)
     assert len([one for one in caplog.messages if "group a is not looked at" in one]) == 1
+    assert rounds.failures()["a"] >= 5
     look.problem = None
     expect.soon(lambda: any("test a: well again after" in one for one in caplog.messages))
     rounds.stop()

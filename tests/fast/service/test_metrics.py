@@ -87,7 +87,8 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     running = (*health, *jobs, service.grower)
     known, admission = service.inventory, service.admission
     orphans = OrphanWatch(list, interval_seconds=600)
-    metrics.watch(Parts(config.classes, known, admission, *running, kubelet, orphans))
+    rounds = (service.grower.rounds, service.auto_repair.rounds, service.ephemeral.rounds)
+    metrics.watch(Parts(config.classes, known, admission, *running, kubelet, orphans, rounds))
     service.start(config.endpoint)
     with Client(config.endpoint) as client:
         yield Measured(metrics, host, client, service, kubelet)
@@ -283,6 +284,21 @@ def test_pools_are_measured_by_what_the_kernel_says_of_them(measured: Measured) 
     measured.host.deactivate("data", "pool-thin")
     assert ("carver_pool_data_percent", "thin", "data") not in measured.samples()
     assert found["carver_extensions_total", "data", "extended"] == 0
+
+
+def test_looks_that_nobody_asked_for_are_counted_where_they_fail(
+    measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr("agent.workers.autoextend._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(measured.service.grower, "_parts", broken)
+    assert measured.samples()["carver_round_failures_total", "data", "grow"] == 0
+    measured.service.grower.start()
+    expect.soon(lambda: measured.samples()["carver_round_failures_total", "data", "grow"] > 1)
+    assert measured.samples()["carver_round_failures_total", "data", "inline"] == 0
+    measured.service.grower.stop()
 
 
 def test_orphans_are_counted_by_kind_where_they_are_looked_for() -> None:
