@@ -22,6 +22,7 @@ from mount.growth import Growth
 from mount.loop_devices import LoopDevices
 
 _FILE_SYSTEMS = Path("/proc/filesystems")
+_DELETED = " (deleted)"
 
 _OPEN_TREE, _MOVE_MOUNT, _OPENAT2, _MOUNT_SETATTR = 428, 429, 437, 442
 _RESOLVE_NO_MAGICLINKS, _RESOLVE_NO_SYMLINKS = 2, 4
@@ -75,6 +76,14 @@ class Kernel(BlockDevices, LoopDevices, Growth):
 
     def real_path(self, path: str) -> str:
         """`path` with every symbolic link resolved; parts that do not exist are kept."""
+        # One walk by the kernel, in place of one for each part of the path.
+        with suppress(OSError):
+            place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            with blocks.closing(place):
+                found = os.readlink(_descriptor(place))  # noqa: PTH115 - strings all along
+            # Otherwise it was removed meanwhile, or lies out of the process's root (d_path(9)).
+            if found.startswith("/") and not found.endswith(_DELETED):
+                return found
         return os.path.realpath(path)
 
     def statvfs(self, path: str) -> os.statvfs_result:

@@ -1,7 +1,7 @@
 """The kernel's mount table: /proc/self/mountinfo, parsed exactly (proc(5))."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -69,25 +69,25 @@ class Mount:
 class Table:
     """All mounts of this process's mount namespace, in the kernel's order.
 
-    A node may have thousands: a line is parsed when a question may be about it. `device_number`
-    says which device a path is (see `read`).
+    A node may have thousands: the kernel's text is searched, and a line parsed where a question may
+    be about it. `device_number` says which device a path is (see `read`).
     """
 
     def __init__(
-        self, lines: Sequence[str], device_number: Callable[[str], DeviceNumber] | None = None
+        self, text: str, device_number: Callable[[str], DeviceNumber] | None = None
     ) -> None:
-        self._lines = lines
+        self._text = text if text.endswith("\n") else f"{text}\n"
         self._device_number = device_number
         self._parsed: dict[str, Mount] = {}
 
     @property
     def mounts(self) -> tuple[Mount, ...]:
         """All of them; ValueError for a line that is not one of mountinfo."""
-        return tuple(self._mount(line) for line in self._lines)
+        return tuple(self._mount(line) for line in self._text.split("\n") if line)
 
     def at(self, path: str) -> tuple[Mount, ...]:
         """The mounts stacked at `path`, bottom to top."""
-        found = self._having("" if _ESCAPED.search(path) else f" {path} ")
+        found = self._having(_word(path))
         return _stacked(mount for mount in found if mount.path == path)
 
     def top(self, path: str) -> Mount | None:
@@ -109,7 +109,7 @@ class Table:
     def under(self, path: str) -> tuple[Mount, ...]:
         """The mounts below `path`, those at `path` itself not among them."""
         prefix = path.rstrip("/") + "/"
-        found = self._having("" if _ESCAPED.search(path) else f" {prefix}")
+        found = self._having(_word(prefix, end=""))
         return tuple(one for one in found if one.path.startswith(prefix) and one.path != path)
 
     def holding(self, path: str) -> Mount | None:
@@ -122,10 +122,10 @@ class Table:
             path = path.rpartition("/")[0] or "/"
 
     def _having(self, *words: str) -> Iterator[Mount]:
-        """The mounts whose lines have one of these words."""
-        for line in self._lines:
-            if any(word in line for word in words):
-                yield self._mount(line)
+        """The mounts whose lines have one of these words, none of them empty."""
+        text = self._text
+        for start in sorted({start for word in words for start in _lines_with(text, word)}):
+            yield self._mount(text[start : text.index("\n", start)])
 
     def _mount(self, line: str) -> Mount:
         # A line begins with the mount's own number.
@@ -137,18 +137,27 @@ class Table:
         return found
 
 
-def parse(text: str, device_number: Callable[[str], DeviceNumber] | None = None) -> Table:
-    """The table in the text of a mountinfo file."""
-    return Table([line for line in text.split("\n") if line], device_number)
-
-
 def read(kernel: Kernel) -> Table:
     """The kernel's table now.
 
     btrfs has a device number of its own making (0:45) in mountinfo, so there the number is looked
     up by the mount's source; it stays as it is if that node is gone.
     """
-    return parse(kernel.mountinfo(), kernel.device_number)
+    return Table(kernel.mountinfo(), kernel.device_number)
+
+
+def _lines_with(text: str, word: str) -> Iterator[int]:
+    """Where the lines begin that have a word in them."""
+    found = text.find(word)
+    while found >= 0:
+        yield text.rfind("\n", 0, found) + 1
+        found = text.find(word, text.index("\n", found))
+
+
+def _word(path: str, end: str = " ") -> str:
+    """What is in each line that has this path, however the kernel writes what is odd in it."""
+    plain = _ESCAPED.split(path)
+    return f" {path}{end}" if len(plain) == 1 else max(plain, key=len) or " "
 
 
 def _with_block_device(mount: Mount, device_number: Callable[[str], DeviceNumber]) -> Mount:

@@ -27,7 +27,7 @@ def of(kernel: Kernel, place: str) -> tuple[str, ...]:
     A mount that was propagated into a container is found by what it shows, for there it lies at
     another path. A process that ends meanwhile is left out.
     """
-    stack = table.parse(kernel.mountinfo()).at(place)
+    stack = table.Table(kernel.mountinfo()).at(place)
     shown = (stack[-1].device, stack[-1].root) if stack else None
     own = os.readlink(_PROC / "self/ns/mnt")  # noqa: PTH115
     found = []
@@ -47,7 +47,7 @@ def _showing(process: Path, shown: tuple[DeviceNumber, str] | None) -> set[str]:
     if shown is None:
         return set()
     device, root = shown
-    return {one.path for one in table.parse(text).of_device(device) if one.root == root}
+    return {one.path for one in table.Table(text).of_device(device) if one.root == root}
 
 
 def _links(process: Path) -> Iterator[str]:

@@ -69,7 +69,7 @@ def loops_over(name: str) -> list[str]:
 
 def mounts() -> table.Table:
     """The mount table now."""
-    return table.parse(Path("/proc/self/mountinfo").read_text())
+    return table.Table(Path("/proc/self/mountinfo").read_text())
 
 
 def mounts_of(name: str) -> list[str]:

@@ -247,7 +247,7 @@ def test_growing_an_unknown_file_system_is_refused(kernel: FakeKernel) -> None:
     line = f"9 1 {number[0]}:{number[1]} / /x rw - ntfs /dev/data/web rw"
 
     with pytest.raises(errors.UnsupportedFileSystem):
-        filesystem.grow(kernel, table.parse(line).mounts[0])
+        filesystem.grow(kernel, table.Table(line).mounts[0])
 
 
 def test_the_fake_mkfs_refuses_what_the_real_one_does() -> None:

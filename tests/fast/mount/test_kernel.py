@@ -168,3 +168,27 @@ def test_what_is_no_block_device_cannot_be_zeroed(tmp_path: Path) -> None:
     device.touch()
     with pytest.raises(OSError, match="device"):
         Kernel().zero_out(str(device), 0, 4096)
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("real/x", "real/x"),
+        ("link/x", "real/x"),
+        ("link", "real"),
+        ("link/away/there", "real/away/there"),
+        ("up/real/x", "real/x"),
+        ("broken", "away"),
+        ("round", "round"),
+        ("ends (deleted)", "ends (deleted)"),
+        ("of bytes \udcff", "of bytes \udcff"),
+    ],
+)
+def test_a_path_is_resolved_as_far_as_it_exists(tmp_path: Path, path: str, expected: str) -> None:
+    (tmp_path / "real/x").mkdir(parents=True)
+    for name in ("ends (deleted)", "of bytes \udcff"):
+        (tmp_path / name).mkdir()
+    for link, target in {"link": "real", "up": ".", "broken": "away", "round": "round"}.items():
+        (tmp_path / link).symlink_to(target)
+
+    assert Kernel().real_path(str(tmp_path / path)) == str(tmp_path / expected)

@@ -48,11 +48,11 @@ def mount(mount_id: int, parent_id: int, path: str, **fields: str) -> Mount:
 
 
 def rendered(*mounts: Mount) -> Table:
-    return table.parse("".join(render(one) + "\n" for one in mounts))
+    return Table("".join(render(one) + "\n" for one in mounts))
 
 
 def test_every_field_of_a_line_is_told() -> None:
-    first, second, third = table.parse(EXAMPLE).mounts
+    first, second, third = Table(EXAMPLE).mounts
 
     assert first == Mount(
         mount_id=36,
@@ -75,7 +75,7 @@ def test_read_only_is_told_of_the_mount_and_of_the_superblock() -> None:
     line = "1 1 8:1 / / {} - ext4 /dev/sda1 {}\n"
 
     def read_only(own: str, superblock: str) -> bool:
-        return table.parse(line.format(own, superblock)).mounts[0].read_only
+        return Table(line.format(own, superblock)).mounts[0].read_only
 
     assert not read_only("rw", "rw,errors=remount-ro")
     assert read_only("ro", "rw")
@@ -83,14 +83,14 @@ def test_read_only_is_told_of_the_mount_and_of_the_superblock() -> None:
 
 
 def test_a_mount_shows_itself_in_one_phrase() -> None:
-    _, second, third = table.parse(EXAMPLE).mounts
+    _, second, third = Table(EXAMPLE).mounts
 
     assert str(second) == "/dev/dm-3 (xfs, ro)"
     assert str(third) == "devtmpfs[/dm-3] (devtmpfs, rw)"
 
 
 def test_an_empty_source_is_read_as_such() -> None:
-    (found,) = table.parse("1 1 0:5 / / rw -  tmpfs  rw\n".replace("-  tmpfs", "- tmpfs")).mounts
+    (found,) = Table("1 1 0:5 / / rw -  tmpfs  rw\n".replace("-  tmpfs", "- tmpfs")).mounts
 
     assert found.source == ""
 
@@ -107,20 +107,20 @@ def test_an_empty_source_is_read_as_such() -> None:
 )
 def test_a_line_that_is_none_is_an_error_that_shows_it(line: str) -> None:
     with pytest.raises(ValueError, match="not a line of mountinfo"):
-        _ = table.parse(line).mounts
+        _ = Table(line).mounts
 
 
 @given(st.lists(_mounts, max_size=3))
 def test_what_is_rendered_is_parsed_back(mounts: list[Mount]) -> None:
     text = "".join(render(mount) + "\n" for mount in mounts)
 
-    assert table.parse(text).mounts == tuple(mounts)
+    assert Table(text).mounts == tuple(mounts)
 
 
 @given(st.text())
 def test_any_text_is_a_table_or_a_value_error(text: str) -> None:
     with suppress(ValueError):
-        assert len(table.parse(text).mounts) == len([line for line in text.split("\n") if line])
+        assert len(Table(text).mounts) == len([line for line in text.split("\n") if line])
 
 
 @given(st.permutations([mount(5, 1, "/a"), mount(6, 5, "/a"), mount(7, 6, "/a")]))
@@ -174,7 +174,7 @@ def test_btrfs_is_found_by_its_block_device() -> None:
     device = devices.add("/dev/data/web", 1 << 30)
     kernel = FakeKernel(devices)
     line = "50 1 0:45 / /mnt rw - btrfs /dev/data/web rw"
-    kernel.mounts += table.parse(line + "\n" + line.replace("/web", "/gone")).mounts
+    kernel.mounts += Table(line + "\n" + line.replace("/web", "/gone")).mounts
 
     found = table.read(kernel)
 

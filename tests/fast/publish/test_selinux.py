@@ -200,7 +200,7 @@ def test_contexts_are_compared_by_what_they_mean(one: str, other: str, same: boo
 )
 def test_the_kernels_table_tells_it(shown: str, context: str) -> None:
     line = f"40 36 253:3 / /mnt rw - ext4 /dev/dm-3 {shown}\n"
-    assert table.parse(line).mounts[0].context == context
+    assert table.Table(line).mounts[0].context == context
 
 
 def test_older_calls_quote_what_has_commas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
