@@ -15,7 +15,7 @@ from nodes import Node, Stand
 from real.any import AnyHost
 
 from agent import errors
-from agent.cli import claims, main, moving, streams, terminal
+from agent.cli import claims, moving, streams, terminal
 from agent.config.settings import Config
 from agent.csi.client import mounted
 from proto import csi_pb2 as csi
@@ -47,7 +47,8 @@ def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) ->
     assert words.pop(0) == "carver"
     out = words[words.index(">") + 1] if ">" in words else ""
     source = words[words.index("<") + 1] if "<" in words else ""
-    parsed = main.parser().parse_args([one for one in words if one not in ("<", ">", out, source)])
+    redirections = ("<", ">", out, source)
+    parsed = nodes.command_line().parse_args([one for one in words if one not in redirections])
     noun, verb = words[:2]
     match noun, verb:
         case "snapshot", "create":

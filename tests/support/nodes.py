@@ -1,11 +1,13 @@
 """Several services on one machine, with groups of their own, as nodes are to each other."""
 
+import argparse
 import io
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -81,6 +83,12 @@ class Node:
         """Logical volumes, by lvm2; but for pools."""
         told = self.service.inventory.read(self.group).group(self.group)
         return {one.name for one in told.volumes.values() if "pool" not in one.layout}
+
+
+@cache
+def command_line() -> argparse.ArgumentParser:
+    """The words that carver takes. To put them together takes longer than most calls."""
+    return main.parser()
 
 
 def machine(host: AnyHost) -> Host:
@@ -189,7 +197,7 @@ class Stand:
             raise problem
 
     def _carry_out(self, words: Sequence[str], source: BinaryIO) -> dict[str, Any]:
-        parsed = main.parser().parse_args(words)
+        parsed = command_line().parse_args(words)
         self.before(words)
         try:
             told = streams.received(self._there.at, parsed, source)

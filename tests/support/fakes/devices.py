@@ -12,6 +12,7 @@ from mount.filesystem import Signature
 DEVICE_MAPPER_MAJOR = 253
 LOOP_MAJOR = 7
 BLOCK_BYTES = 4096
+_ZEROES = bytes(BLOCK_BYTES)
 # What cryptsetup has for itself while it is at work.
 LEFTOVER = "/dev/mapper/temporary-cryptsetup-"
 BTRFS_SUPERBLOCK_AT = 64 << 10
@@ -72,7 +73,7 @@ class Media:
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Whole blocks of data, zeroes where nothing was written."""
         numbers = range(offset_bytes // BLOCK_BYTES, (offset_bytes + length_bytes) // BLOCK_BYTES)
-        return b"".join(self.blocks.get(one, bytes(BLOCK_BYTES)) for one in numbers)
+        return b"".join([self.blocks.get(one, _ZEROES) for one in numbers])
 
     def part(self, offset_bytes: int, length_bytes: int) -> dict[int, bytes]:
         """The blocks that were written in a range, by their numbers."""
