@@ -34,6 +34,10 @@ SIDE_BY_SIDE := -m pytest -q -n 2 --dist worksteal
 fast: venv ## the fast tier: no root, no LVM, no VM
 	$(BIN)/python $(SIDE_BY_SIDE)
 
+.PHONY: fast-every
+fast-every: venv ## the fast tier, with the long cases that `make test` leaves out
+	$(BIN)/python $(SIDE_BY_SIDE) --every
+
 .PHONY: coverage
 coverage: venv ## the fast tier, and what it does not reach
 	$(BIN)/coverage erase

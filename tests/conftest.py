@@ -26,7 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--every",
         action="store_true",
-        help="with --real, also the cases that are much like another of their test (chosen.kinds)",
+        help="also the cases that are much like another: those marked long, and with --real the"
+        " variations (chosen.kinds)",
     )
     parser.addoption(
         "--sessions",
@@ -40,10 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--real") and not config.getoption("--every"):
-        left_out = [item for item in items if item.get_closest_marker("variation")]
-        items[:] = [item for item in items if item not in left_out]
-        config.hook.pytest_deselected(items=left_out)
+    if config.getoption("--every"):
+        return
+    marks = {"long", "variation"} if config.getoption("--real") else {"long"}
+    left_out = [item for item in items if any(one.name in marks for one in item.iter_markers())]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture

@@ -24,6 +24,8 @@ from agent.csi.client import Client, block
 from agent.streams import reading
 from mount.blocks import Bytes, Opened
 
+LAYOUTS = [nodes.PLAIN, pytest.param(nodes.THIN, marks=pytest.mark.long)]
+
 # What a command ends with when the service that it asks dies.
 DIED = (grpc.RpcError, errors.AgentError)
 
@@ -109,7 +111,7 @@ DEEDS: dict[str, tuple[list[str], Callable[[Trial, list[bytes]], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", [nodes.PLAIN, nodes.THIN])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_receiver_that_was_killed_at_any_step_goes_on_or_leaves_nothing(
     deed: str, layout: str, tmp_path: Path
@@ -143,7 +145,7 @@ def test_a_receiver_that_was_killed_at_any_step_goes_on_or_leaves_nothing(
             return
 
 
-@pytest.mark.parametrize("layout", [nodes.PLAIN, nodes.THIN])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("who", ["here", "there"])
 def test_a_move_whose_service_was_killed_at_any_step_leaves_one_usable(
     who: str, layout: str, tmp_path: Path
