@@ -6,6 +6,7 @@ refused plugin is not asked again before its socket appears anew.
 """
 
 import errno
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,19 +44,19 @@ class FakeKubelet:
 
     def look(self) -> list[str]:
         """Take up what appeared in the directory and drop what went; the drivers that are left."""
-        there = {
-            # A new socket may have the number of the old one, but not its time.
-            path: (path.stat().st_ino, path.stat().st_ctime_ns)
-            for path in sorted(self.directory.iterdir())
-            if path.is_socket() and not path.name.startswith(".")
-        }
+        every = {path: _socket(path) for path in sorted(self.directory.iterdir())}
+        there = {path: one for path, one in every.items() if one is not None}
         for path in [path for path, one in self._seen.items() if there.get(path) != one]:
             del self._seen[path]
             self.drivers.pop(self._names.pop(path, ""), None)
         for path, one in there.items():
             if path not in self._seen:
                 self._seen[path] = one
-                self._register(path)
+                try:
+                    self._register(path)
+                except grpc.RpcError:
+                    if _socket(path) == one:
+                        raise
         return sorted(self.drivers)
 
     def _register(self, path: Path) -> None:
@@ -115,3 +116,15 @@ class Mapped:
         loop.detach(self.kernel, self._loop)
         self.kernel.unmount(str(self.own))
         self.own.unlink()
+
+
+def _socket(path: Path) -> tuple[int, int] | None:
+    """Which socket is there now; None for what is none, or has gone since it was listed."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    if path.name.startswith(".") or not stat.S_ISSOCK(found.st_mode):
+        return None
+    # A new socket may have the number of the old one, but not its time.
+    return found.st_ino, found.st_ctime_ns
