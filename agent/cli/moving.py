@@ -8,7 +8,7 @@ import argparse
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import sleep
 from typing import Any
@@ -317,11 +317,10 @@ def _kept(caller: Client, volume_id: str) -> Iterator[str]:
 
     def keep() -> None:
         while not ended.wait(_KEEP_SECONDS):
-            try:
+            # One that met another call is made again in time; what is lost for good the service
+            # says where it counts: when the volume shall be the other's.
+            with suppress(grpc.RpcError):
                 caller.transfer("HoldMove", volume_id=volume_id, word=word)
-            except grpc.RpcError:
-                # The service says so where it counts: when the volume shall be the other's.
-                return
 
     keeper = threading.Thread(target=keep, name="keep", daemon=True)
     keeper.start()

@@ -1,13 +1,16 @@
 """Volumes moved from one service to another, and what a lost line or a dead process leaves."""
 
 import random
+import threading
+from contextlib import nullcontext
 
 import chosen
 import expect
+import grpc
 import pytest
 from nodes import MIB, SIZE, Node, Stand, volume_of, write
 
-from agent import errors
+from agent import errors, ids
 from agent.cli import moving, streams
 from agent.cli.moving import Move, Options
 from agent.csi.client import block, mounted
@@ -121,6 +124,41 @@ def test_nobody_begins_to_use_it_while_the_last_round_is_sent(
     stand.before = before  # type: ignore[assignment]
     move(here, stand, volume).run()
     assert refused
+
+
+@pytest.mark.variation
+def test_who_asks_for_a_volume_beside_another_call_asks_again(
+    here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here.service.locks.grace_seconds = 0.0
+    ask, codes = here.client.transfer, []
+    compared, kept = threading.Event(), threading.Event()
+
+    def meet(method: str, **words: str) -> dict[str, str]:
+        if method != "HoldMove" or not compared.is_set():
+            return ask(method, **words)
+        first = here.service.locks.hold(ids.logical_name(volume.volume_id))
+        with first if not codes else nullcontext():
+            try:
+                told = ask(method, **words)
+            except grpc.RpcError as error:
+                codes.append(error.code().name)
+                raise
+        codes.append("OK")
+        kept.set()
+        return told
+
+    def wait(words: tuple[str, ...]) -> None:
+        if words[-2:] == ("--checksum", "--json"):
+            compared.set()
+            assert kept.wait(60)
+
+    monkeypatch.setattr(here.client, "transfer", meet)
+    monkeypatch.setattr(moving, "_KEEP_SECONDS", 0.01)
+    stand = Stand(there)
+    stand.before = wait  # type: ignore[assignment]
+    assert move(here, stand, volume).run()["state"] == streams.READY
+    assert codes[:2] == ["ABORTED", "OK"]
 
 
 @pytest.mark.variation
