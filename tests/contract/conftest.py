@@ -15,7 +15,19 @@ from agent.csi.client import Client, mounted
 from agent.engine.host import Host
 from agent.service.server import Service
 from lvm.command import Result
+from mount import cryptsetup
 from proto import csi_pb2 as csi
+
+
+@pytest.fixture(autouse=True)
+def little_memory_for_keys(monkeypatch: pytest.MonkeyPatch, real: bool) -> None:
+    """A key opens its slot at once, by Argon2id with as little memory as cryptsetup allows.
+
+    What it takes by default, emulated seconds each time, the installed service takes (tests/vm).
+    """
+    if real:
+        words = ("--pbkdf-memory", "32", "--pbkdf-parallel", "1", "--pbkdf-force-iterations", "4")
+        monkeypatch.setattr(cryptsetup, "_PBKDF", ("--pbkdf", "argon2id", *words))
 
 
 @pytest.fixture

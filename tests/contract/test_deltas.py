@@ -264,7 +264,7 @@ def test_a_snapshot_compared_with_itself_has_not_changed(disk: Disk) -> None:
         assert list(reading.extents()) == []
 
 
-@layouts
+@pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["thin"]))
 def test_what_is_read_cannot_be_deleted_meanwhile(disk: Disk, client: Client) -> None:
     older, newer = disk.snapshot(), disk.snapshot()
     with disk.service.delta.changed(older, newer) as reading:
@@ -554,6 +554,7 @@ def test_a_snapshot_that_overflows_is_told_as_lost(disk: Disk, client: Client) -
             ask()
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("layout", ["linear"])
 def test_a_snapshot_that_overflows_while_it_is_read_is_told_as_lost(
     disk: Disk, client: Client

@@ -259,6 +259,7 @@ def test_a_header_that_is_lost_is_never_made_anew(
     client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 def test_the_ends_of_a_new_one_are_blank_and_what_is_written_there_stays(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
@@ -339,6 +340,7 @@ def test_neither_of_two_keys_opens_what_both_do_not_fit(
     assert mapping(host, group) is None
 
 
+@pytest.mark.variation
 def test_the_key_of_a_file_opens_where_no_secret_comes(
     client: Client, host: AnyHost, group: str, staging: Path, target: Path, config: Config
 ) -> None:
@@ -355,6 +357,7 @@ def test_the_key_of_a_file_opens_where_no_secret_comes(
         client.stage(volume, staging, mounted("ext4"))
 
 
+@pytest.mark.variation
 def test_a_volume_that_grew_without_its_key_is_whole_when_it_is_staged_next(
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:

@@ -198,6 +198,7 @@ def test_who_goes_on_holding_a_volume_is_not_waited_for_for_ever(
     assert usable(here) == [volume]
 
 
+@pytest.mark.variation
 def test_what_is_not_finished_is_taken_back(here: Node, there: Node, volume: csi.Volume) -> None:
     content = here.content("vol-db")
     going = move(here, Stand(there), volume)
@@ -313,8 +314,9 @@ class Cut(Exception):
     """The line, or the process, ends."""
 
 
-@pytest.mark.parametrize("when", chosen.kinds(["before", "after"], usual=["after"]))
-@pytest.mark.parametrize("step", chosen.kinds(range(12), usual=[8]))
+@pytest.mark.variation
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", range(12))
 def test_wherever_the_line_is_cut_one_is_usable_in_the_end(
     here: Node, there: Node, volume: csi.Volume, step: int, when: str
 ) -> None:

@@ -73,6 +73,7 @@ def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) ->
             raise AssertionError(line)
 
 
+@pytest.mark.variation
 def test_backups_of_each_night_are_restored_on_a_bare_node(
     here: Node, there: Node, tmp_path: Path
 ) -> None:

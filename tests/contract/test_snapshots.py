@@ -372,6 +372,7 @@ def test_a_volume_with_snapshots_is_not_deleted_and_the_error_names_them(
     client.delete(volume.volume_id)
 
 
+@pytest.mark.variation
 def test_a_volume_with_snapshots_grows_while_it_is_not_in_use(
     client: Client, host: AnyHost, group: str
 ) -> None:

@@ -101,6 +101,7 @@ def test_what_is_received_is_no_volume_for_anyone(here: Node, there: Node) -> No
     assert there.names() == set()
 
 
+@pytest.mark.variation
 def test_what_was_received_is_removed_only_if_somebody_says_so(here: Node, there: Node) -> None:
     volume = volume_of(here)
     here.client.snapshot("1", volume.volume_id)
@@ -142,7 +143,8 @@ def test_a_stream_that_was_cut_off_is_taken_up_where_it_was(
     assert nodes.receive(there, "copy", whole)["chain"] == told["into"]
 
 
-@pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["linear"]))
+@pytest.mark.variation
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_differs_alone_is_less_and_makes_the_same(
     here: Node, there: Node, layout: str
 ) -> None:
@@ -282,6 +284,7 @@ def test_a_volume_that_is_being_written_takes_no_other_stream(here: Node, there:
     streams.abort(there.at, "copy", confirmed=True)
 
 
+@pytest.mark.variation
 def test_a_snapshot_that_is_sent_is_not_deleted_meanwhile(here: Node) -> None:
     volume = volume_of(here)
     snapshot = here.client.snapshot("1", volume.volume_id)

@@ -146,7 +146,7 @@ def test_a_receiver_that_was_killed_at_any_step_goes_on_or_leaves_nothing(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("who", ["here", "there"])
+@pytest.mark.parametrize("who", [pytest.param("here", marks=pytest.mark.long), "there"])
 def test_a_move_whose_service_was_killed_at_any_step_leaves_one_usable(
     who: str, layout: str, tmp_path: Path
 ) -> None:
@@ -224,8 +224,15 @@ CALLS = {one: getattr(Client, one) for one in ("transfer", "snapshot", "delete_s
 TRANSFER = CALLS["transfer"]
 
 
-@pytest.mark.parametrize("undone", [False, True])
-@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize(
+    ("is_before", "undone"),
+    [
+        (True, False),
+        pytest.param(True, True, marks=pytest.mark.long),
+        pytest.param(False, False, marks=pytest.mark.long),
+        (False, True),
+    ],
+)
 def test_a_move_whose_own_command_was_killed_at_any_step_is_taken_up_or_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_before: bool, undone: bool
 ) -> None:
