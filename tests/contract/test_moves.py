@@ -131,7 +131,8 @@ def test_who_asks_for_a_volume_beside_another_call_asks_again(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here.service.locks.grace_seconds = 0.0
-    ask, codes = here.client.transfer, []
+    ask = here.client.transfer
+    codes: list[str] = []
     compared, kept = threading.Event(), threading.Event()
 
     def meet(method: str, **words: str) -> dict[str, str]:
