@@ -66,8 +66,14 @@ contract: venv ## the contract tests on real LVM, with the cases that `make test
 	vagrant/lab.py during vagrant/lab.py run 'export CARVER_STATES=40; $(CONTRACT) --every'
 
 .PHONY: vm-every
-vm-every: venv ## the tests of the installed service and of failing disks, with their variations
-	vagrant/lab.py during vagrant/lab.py run '$(IN_GUEST) tests/vm --every'
+vm-every: venv ## the tests of the installed service, of failing disks and of the lab, all of them
+	vagrant/lab.py during $(MAKE) --no-print-directory in-vm-every
+
+# What `vm-every` does while the machine is up.
+.PHONY: in-vm-every
+in-vm-every:
+	vagrant/lab.py run '$(IN_GUEST) tests/vm --every'
+	$(BIN)/python -m pytest -q tests/lab --every
 
 .PHONY: privileges
 privileges: venv image ## each privilege of unit and pod, taken away in turn: what users need must fail
@@ -122,6 +128,11 @@ bench: venv ## what each call costs, beside the bare commands, in the lab VM
 .PHONY: pictures
 pictures: ## docs/images, from what the commands show in the lab VM
 	vagrant/lab.py pictures
+
+.PHONY: tools
+tools: venv ## helm and csi-sanity, which `make conformance` compiles where they are not there
+	$(BIN)/python deploy/render.py --check
+	$(BIN)/python tests/conformance/run.py --build
 
 .PHONY: conformance
 conformance: venv image ## the chart by every value; csi-sanity and the image, in the lab VM

@@ -20,7 +20,7 @@ def in_guest(*words: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("restart", "kind", "volumes"),
-    [(lab.reboot, "reboot", 4), (lab.reset, "cut", 20)],
+    [(lab.reboot, "reboot", 4), (lab.reset, "cut", 8)],
     ids=["reboot", "power cut"],
 )
 def test_volumes_in_use_come_back_with_their_data_after(

@@ -7,6 +7,7 @@ import pytest
 from vagrant import guest, host
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_guest_that_is_not_in_another_boot_in_time_is_reset(
     monkeypatch: pytest.MonkeyPatch,
