@@ -211,14 +211,14 @@ def test_without_fast_disks_there_is_no_room_for_a_cache(
     client.delete(volume.volume_id)
 
 
-@pytest.mark.parametrize("keep", [True, False], ids=["parted", "never made"])
+@pytest.mark.parametrize("kept", chosen.kinds(["parted", "never made"], usual=["parted"]))
 @pytest.mark.parametrize("name", chosen.kinds(["cache", "writecache"], usual=["writecache"]))
 def test_a_volume_without_its_cache_gets_it_when_the_call_is_made_again(
-    client: Client, host: AnyHost, group: str, name: str, keep: bool
+    client: Client, host: AnyHost, group: str, name: str, kept: str
 ) -> None:
     volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": name})
     caches.split(host.lvm, logical(host, group))
-    if not keep:
+    if kept == "never made":
         volumes.remove(host.lvm, group, "vol-pvc-1_cache")
     assert logical(host, group).layout == {"linear"}
     assert client.create("pvc-1", 40 * MIB, block(), parameters={"class": name}) == volume
@@ -253,6 +253,7 @@ def test_what_is_in_a_cache_is_overwritten_too(
         assert cache.media.zeroed == [(0, 5 * EXTENT)]
 
 
+@pytest.mark.variation
 def test_no_snapshot_is_taken_of_a_volume_with_a_dm_cache(client: Client) -> None:
     volume = client.create("pvc-1", 40 * MIB, block(), parameters={"class": "cache"})
     with expect.code("FAILED_PRECONDITION", "lvm2 cannot", "writecache"):

@@ -229,6 +229,7 @@ def test_what_was_written_between_two_snapshots_is_named_and_nothing_else(disk: 
         assert list(reading.extents()) == [Extent(12 * MIB, 4096)]
 
 
+@pytest.mark.variation
 @layouts
 def test_what_was_written_and_is_the_same_has_not_changed(disk: Disk) -> None:
     disk.write(0, b"a" * 4096)
@@ -264,7 +265,8 @@ def test_a_snapshot_compared_with_itself_has_not_changed(disk: Disk) -> None:
         assert list(reading.extents()) == []
 
 
-@pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["thin"]))
+@pytest.mark.variation
+@layouts
 def test_what_is_read_cannot_be_deleted_meanwhile(disk: Disk, client: Client) -> None:
     older, newer = disk.snapshot(), disk.snapshot()
     with disk.service.delta.changed(older, newer) as reading:

@@ -286,6 +286,7 @@ def test_what_kubelet_keeps_a_loop_device_over_is_held_too(
 # Too long, or not at all
 
 
+@pytest.mark.variation
 def test_a_snapshot_that_fails_takes_the_others_along(
     client: Client, pair: list[str], host: AnyHost, group: str
 ) -> None:
@@ -433,6 +434,7 @@ def rest(client: Client, pair: list[str], host: AnyHost, group: str) -> csi.Volu
     return made
 
 
+@pytest.mark.variation
 def test_one_that_lost_a_part_is_kept_and_says_so(
     client: Client,
     rest: csi.VolumeGroupSnapshot,

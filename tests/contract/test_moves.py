@@ -67,6 +67,7 @@ def test_a_volume_moves_and_what_is_left_of_it_goes(
     assert there.names() == {"vol-db"}
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("layout", chosen.kinds(["linear", "thin"], usual=["linear"]))
 def test_rounds_are_sent_while_it_is_used_and_the_last_one_when_it_is_not(
     here: Node, there: Node, monkeypatch: pytest.MonkeyPatch, layout: str

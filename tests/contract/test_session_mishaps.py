@@ -40,7 +40,7 @@ _PATIENCE_SECONDS = 30.0
 
 # Re-encryption is not lvm2's.
 NAMES = [name for name, case in CASES.items() if not (case.long_wipe or "own master key" in name)]
-USUAL = ("delete", "stage")
+USUAL = ("delete",)
 
 
 class Place:

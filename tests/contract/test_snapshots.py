@@ -53,6 +53,7 @@ def segments(node: str) -> csi.Topology:
     return csi.Topology(segments={TOPOLOGY_KEY: node})
 
 
+@pytest.mark.variation
 def test_a_snapshot_is_where_its_volume_is_in_every_answer(
     client: Client, volume: csi.Volume
 ) -> None:
@@ -226,6 +227,7 @@ def test_wrong_parameters_are_refused_by_name(
     assert client.snapshots() == []
 
 
+@pytest.mark.variation
 def test_a_snapshot_that_has_no_room_is_refused(client: Client, volume: csi.Volume) -> None:
     client.create("pvc-2", client.capacity().maximum_volume_size.value - EXTENT, block())
     with expect.code("RESOURCE_EXHAUSTED", str(EXTENT)):
@@ -320,6 +322,7 @@ def test_deleting_a_snapshot_that_cannot_be_one_succeeds(
         client.delete_snapshot(identity)
 
 
+@pytest.mark.variation
 def test_an_overflowed_snapshot_is_never_ready_again(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:

@@ -74,6 +74,7 @@ def test_a_file_system_is_looked_over_and_used_where_it_came_to(here: Node, ther
     assert there.names() == set()
 
 
+@pytest.mark.variation
 def test_what_is_received_is_no_volume_for_anyone(here: Node, there: Node) -> None:
     volume = volume_of(here)
     here.client.snapshot("1", volume.volume_id)
@@ -199,6 +200,7 @@ def test_an_increment_is_taken_up_either_way_whatever_was_written_meanwhile(
     assert there.content("vol-copy") == here.content("snap-2")
 
 
+@pytest.mark.variation
 def test_an_altered_stream_changes_nothing_behind_what_was_altered(here: Node, there: Node) -> None:
     volume = volume_of(here)
     write(here, "vol-db", random.Random(4))
@@ -212,6 +214,7 @@ def test_an_altered_stream_changes_nothing_behind_what_was_altered(here: Node, t
     streams.abort(there.at, "copy", confirmed=True)
 
 
+@pytest.mark.variation
 def test_a_stream_goes_on_from_exactly_its_base_or_is_refused(here: Node, there: Node) -> None:
     chance = random.Random(5)
     volume = volume_of(here)

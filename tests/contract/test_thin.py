@@ -86,6 +86,7 @@ def test_the_first_volume_makes_the_pool_and_others_cost_as_much_as_thick_ones(
     assert started(host) == ["lvm lvremove"]
 
 
+@pytest.mark.variation
 def test_a_pool_promises_what_it_can_become_and_not_one_extent_more(client: Client) -> None:
     assert maximum(client, THIN) == 28 * EXTENT
     client.create("pvc-1", 12 * EXTENT, block(), parameters=THIN)
@@ -144,6 +145,7 @@ def test_a_volume_of_the_same_name_but_thick_is_another(client: Client) -> None:
         client.create("pvc-1", EXTENT, block(), parameters={"class": "thick"})
 
 
+@pytest.mark.variation
 def test_a_volume_in_use_is_not_deleted(client: Client, host: AnyHost) -> None:
     staging = host.directory / "staging"
     volume = client.create("pvc-1", 20 * MIB, parameters=THIN)
@@ -277,6 +279,7 @@ def test_a_thin_snapshot_counts_towards_what_its_pool_promised(client: Client) -
     client.delete_snapshot(snapshot.snapshot_id)
 
 
+@pytest.mark.variation
 @pytest.mark.parametrize("to", chosen.kinds(["thin", "thick", "twice"], usual=["thick"]))
 def test_thin_volumes_are_copied_to_any_class_and_leave_no_snapshot(
     client: Client, host: AnyHost, group: str, to: str

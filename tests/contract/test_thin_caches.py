@@ -70,6 +70,7 @@ def started(host: AnyHost) -> list[str]:
     return words
 
 
+@pytest.mark.variation
 @EVERY
 def test_the_first_volume_makes_the_pool_and_its_cache_and_others_share_both(
     client: Client, host: AnyHost, group: str, name: str
