@@ -49,25 +49,22 @@ _CAPABILITIES = {
 
 def volume(one: Volume, here: Mapping[str, str]) -> csi.Volume:
     """What the Controller answers of a volume, which can be used on this node, so `here`."""
-    return csi.Volume(
-        volume_id=str(one.id),
-        capacity_bytes=one.capacity_bytes,
-        volume_context=plan.context_of(one.facts),
-        accessible_topology=[csi.Topology(segments=here)],
-        content_source=_content_source(one),
-    )
+    message = csi.Volume()
+    put_volume(message, one, here)
+    return message
 
 
-def _content_source(one: Volume) -> csi.VolumeContentSource | None:
+def put_volume(message: csi.Volume, one: Volume, here: Mapping[str, str]) -> None:
+    """The same, put into a message: one that is made by itself is copied into the list's."""
+    message.volume_id = str(one.id)
+    message.capacity_bytes = one.capacity_bytes
+    message.volume_context.update(plan.context_of(one.facts))
+    message.accessible_topology.add().segments.update(here)
     source = contents.source_of(one.facts)
-    if source is None:
-        return None
-    made_of = csi.VolumeContentSource()
-    if source.kind == volumes.SNAPSHOT:
-        made_of.snapshot.snapshot_id = source.id
-    else:
-        made_of.volume.volume_id = source.id
-    return made_of
+    if source is not None and source.kind == volumes.SNAPSHOT:
+        message.content_source.snapshot.snapshot_id = source.id
+    elif source is not None:
+        message.content_source.volume.volume_id = source.id
 
 
 def snapshot(one: Snapshot, here: Mapping[str, str]) -> csi.Snapshot:

@@ -84,10 +84,10 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ListVolumesResponse:
         """List this node's volumes, part by part."""
         part = self._provision.list(pages.Page.from_proto(request))
-        entries = [
-            csi.ListVolumesResponse.Entry(volume=self._volume(volume)) for volume in part.entries
-        ]
-        return csi.ListVolumesResponse(entries=entries, next_token=part.next_token)
+        answer = csi.ListVolumesResponse(next_token=part.next_token)
+        for volume in part.entries:
+            answers.put_volume(answer.entries.add().volume, volume, self._config.here)
+        return answer
 
     def ControllerListVolumeHealth(  # noqa: N802
         self, request: csi.ControllerListVolumeHealthRequest, context: grpc.ServicerContext
