@@ -113,9 +113,9 @@ def serve(config: Config, host: Host, is_told: Callable[[], None] = lambda: None
         lvm, foundations = sources.on_node(host.run, config), Foundations(host.kernel)
         service = Service(config, host, lvm, observe, foundations)
 
-        def take_up(group: str) -> None:
+        def take_up(group: str) -> bool:
             sources.lay(lvm, foundations, config, service.engines, group)
-            resume(service, group)
+            return resume(service, group)
 
         resumption = Resumption(service.engines, take_up)
         release = suspension.Release(host.devices)

@@ -26,9 +26,12 @@ _SOON_SECONDS = 5.0
 
 
 class Resumption:
-    """Has `take_up` done for each group that answers, once each time that it begins to."""
+    """Has `take_up` done for each group that answers, once each time that it begins to.
 
-    def __init__(self, engines: Engines, take_up: Callable[[str], None]) -> None:
+    `take_up` says whether the group was there when it looked.
+    """
+
+    def __init__(self, engines: Engines, take_up: Callable[[str], bool]) -> None:
         self._engines = engines
         self._take_up = take_up
         # Those that are to be taken up when they answer, and how the last attempts came out.
@@ -79,7 +82,7 @@ class Resumption:
         self._waiting.discard(name)
         try:
             with command.time_limit(_PATIENCE_SECONDS):
-                self._take_up(name)
+                was_there = self._take_up(name)
         except Exception as error:
             self._waiting.add(name)
             if self._told.get(name) != (problem := str(error)):
@@ -87,3 +90,6 @@ class Resumption:
             self._told[name] = problem
             raise
         self._told.pop(name, None)
+        if not was_there:
+            # It may have come since, and a call have seen it: then no step finds it silent.
+            self._waiting.add(name)

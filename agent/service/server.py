@@ -218,16 +218,16 @@ def _orphans(config: Config, host: Host, known: Inventory) -> "OrphanWatch | Non
     return OrphanWatch(seeker.look, config.orphan_interval_seconds)
 
 
-def resume(service: Service, *groups: str) -> None:
+def resume(service: Service, *groups: str) -> bool:
     """Take up the wipes and copies that are left in these groups, or in all.
 
-    Raises what a look at them raises. What lvm2 refuses is left to the next time: it must not keep
-    all calls waiting.
+    False where one of them was not there, or may not be used. Raises what a look at them raises.
+    What lvm2 refuses is left to the next time: it must not keep all calls waiting.
     """
     try:
-        service.inventory.read(*groups)
+        seen = service.inventory.read(*groups)
     except errors.GroupRefused:
-        return  # told by the engine, and by each call
+        return False  # told by the engine, and by each call
     service.withheld.resume(service.inventory, *groups)
     steps = {
         "wipes": service.wiper.resume,
@@ -248,3 +248,4 @@ def resume(service: Service, *groups: str) -> None:
             continue
         if count:
             _log.info("going on with %d %s that were left", count, what)
+    return all(one in seen.groups for one in groups or service.engines.names)

@@ -39,7 +39,7 @@ def test_ten_idle_minutes_cost_one_command_at_most(
     kubelet = Registration(tmp_path / "registry", config.endpoint)
     looked_at = (service.inventory, service.admission, *health, *watched)
     metrics.watch(Parts(config.classes, *looked_at, kubelet))
-    taken_up: Callable[[str], None] = lambda name: None  # noqa: E731
+    taken_up: Callable[[str], bool] = lambda name: True  # noqa: E731
     resumption = Resumption(service.engines, taken_up)
     metrics.text()
     fake.commands.clear()

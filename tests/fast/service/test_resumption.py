@@ -3,11 +3,14 @@
 import threading
 from pathlib import Path
 
+import configured
 import expect
 import pytest
+import serving
 from fakes.host import FakeHost
 
 from agent.engine.engines import Engines
+from agent.service import resumption, server
 from agent.service.resumption import Resumption
 
 
@@ -23,16 +26,61 @@ def test_a_group_for_which_there_was_no_thread_is_taken_up_by_the_next_step(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken_up: list[str] = []
-    resumption = Resumption(engines, taken_up.append)
+
+    def take_up(name: str) -> bool:
+        taken_up.append(name)
+        return True
+
+    own = Resumption(engines, take_up)
 
     def start(_self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as without:
         without.setattr(threading.Thread, "start", start)
-        for attempt in (resumption.begin, resumption.step):
+        for attempt in (own.begin, own.step):
             with pytest.raises(RuntimeError):
                 attempt()
     assert taken_up == []
-    resumption.step()
+    own.step()
     expect.soon(lambda: sorted(taken_up) == ["a", "b"])
+
+
+def test_a_group_that_comes_while_it_is_looked_for_in_vain_is_taken_up_by_a_later_step(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumption, "_RETRY_SECONDS", 0.0)
+    tried: list[str] = []
+
+    def take_up(name: str) -> bool:
+        tried.append(name)
+        was_there = tried.count(name) > 1
+        # A call has a look just then, and meets it.
+        for one in engines:
+            one.look()
+        return was_there
+
+    own = Resumption(engines, take_up)
+    own.begin()
+    expect.soon(lambda: sorted(tried) == ["a", "b"])
+    assert all(one.answers for one in engines)
+
+    def step_until_both_are_taken_up() -> bool:
+        own.step()
+        return sorted(tried) == ["a", "a", "b", "b"]
+
+    expect.soon(step_until_both_are_taken_up)
+    own.step()
+    assert len(tried) == 4
+
+
+def test_what_is_left_in_a_group_that_is_away_is_not_taken_for_taken_up(tmp_path: Path) -> None:
+    fake = FakeHost(tmp_path)
+    config = configured.carver(tmp_path, "late")
+    service = serving.start(config, fake)
+    try:
+        assert not server.resume(service, "late")
+        fake.lvm2.add_group("late")
+        assert server.resume(service, "late")
+    finally:
+        service.stop()
