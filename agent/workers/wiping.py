@@ -104,7 +104,8 @@ class Wiper:
         """Tag a volume as deleted, unless it is removed already."""
         group, name = job.volume.group.name, job.volume.name
         with self._engines.hold(group):
-            if job.removed:
+            # Also where nobody knows what lvm2 did for the job: a look tells.
+            if job.removed or name not in self._inventory.read(group).group(group).volumes:
                 return False
             old = {fact.STATE: job.volume.facts.get(fact.STATE, fact.READY)}
             new = {fact.STATE: fact.WIPING}

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import expect
 import pytest
@@ -382,3 +383,36 @@ def test_an_inline_volume_whose_wipe_is_under_way_is_not_published_again(
     wait([job.ended], 20)
     client.unpublish(pod, tmp_path / "mount")
     assert tags(fake) == {}
+
+
+def test_what_was_removed_though_nobody_knew_is_not_put_on_record(
+    service: Service,
+    client: Client,
+    fake: FakeHost,
+    disk: Disk,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its caller waited no longer for the wipe while lvm2 removed it, and lvm2's shell was lost."""
+    waited = threading.Event()
+    put_on_record = service.wiper._put_on_record
+
+    def put(job: Any) -> bool:
+        waited.set()
+        return put_on_record(job)
+
+    def lose(words: Sequence[str]) -> Result | None:
+        if words[1] == "lvremove":
+            assert waited.wait(20)
+            fake.lvm2_program(words)
+            raise lvm_errors.SessionLost(words, "it ended")
+        return None
+
+    monkeypatch.setattr(service.wiper, "_put_on_record", put)
+    volume = client.create("pvc-1", SIZE, block())
+    disk.free.set()
+    fake.intercept = lose
+    with expect.code("UNAVAILABLE"):
+        client.delete(volume.volume_id)
+    fake.intercept = lambda _words: None
+    assert tags(fake) == {}
+    client.delete(volume.volume_id)
