@@ -50,16 +50,18 @@ _CAPABILITIES = {
 def volume(one: Volume, here: Mapping[str, str]) -> csi.Volume:
     """What the Controller answers of a volume, which can be used on this node, so `here`."""
     message = csi.Volume()
-    put_volume(message, one, here)
+    put_volume(message, one, csi.Topology(segments=here))
     return message
 
 
-def put_volume(message: csi.Volume, one: Volume, here: Mapping[str, str]) -> None:
+def put_volume(message: csi.Volume, one: Volume, here: csi.Topology) -> None:
     """The same, put into a message: one that is made by itself is copied into the list's."""
     message.volume_id = str(one.id)
     message.capacity_bytes = one.capacity_bytes
-    message.volume_context.update(plan.context_of(one.facts))
-    message.accessible_topology.add().segments.update(here)
+    # One by one: `update` asks of each mapping first what it is.
+    for key, value in plan.context_of(one.facts).items():
+        message.volume_context[key] = value
+    message.accessible_topology.append(here)
     source = contents.source_of(one.facts)
     if source is not None and source.kind == volumes.SNAPSHOT:
         message.content_source.snapshot.snapshot_id = source.id

@@ -85,8 +85,9 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """List this node's volumes, part by part."""
         part = self._provision.list(pages.Page.from_proto(request))
         answer = csi.ListVolumesResponse(next_token=part.next_token)
+        here = csi.Topology(segments=self._config.here)
         for volume in part.entries:
-            answers.put_volume(answer.entries.add().volume, volume, self._config.here)
+            answers.put_volume(answer.entries.add().volume, volume, here)
         return answer
 
     def ControllerListVolumeHealth(  # noqa: N802

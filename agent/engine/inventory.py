@@ -40,6 +40,8 @@ class Inventory(Activation):
         self._foundations = foundations
         self._guard = threading.Lock()
         self._held: frozenset[tuple[str, str]] = frozenset()
+        # The volumes in each group, by its name, as it was looked at last: lists are frequent.
+        self._seen: dict[str, tuple[report.Group, Sequence[Volume]]] = {}
         # The groups that someone went by what was seen of since `renew` had them looked at.
         self._glimpsed: set[str] = set()
 
@@ -217,9 +219,17 @@ class Inventory(Activation):
 
     def present(self, known: report.Report) -> Iterator[Volume]:
         """Every volume in those of Carver's groups that are there."""
-        for group, logical in self._logical(known):
-            if (volume := records.volume(group, logical)) is not None:
-                yield volume
+        for group in self.own_groups(known):
+            yield from self._volumes_of(group)
+
+    def _volumes_of(self, group: report.Group) -> Sequence[Volume]:
+        """The volumes in a group, which is the same object until something in it changes."""
+        seen, found = self._seen.get(group.name, (None, ()))
+        if seen is not group:
+            every = (records.volume(group, one) for one in group.volumes.values())
+            found = tuple(one for one in every if one is not None)
+            self._seen[group.name] = (group, found)
+        return found
 
     def own_groups(self, known: report.Report) -> Iterator[report.Group]:
         """Those of Carver's groups that are there."""

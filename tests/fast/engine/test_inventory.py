@@ -10,9 +10,10 @@ import pytest
 from fakes.host import FakeHost
 
 from agent.engine import engine as module
+from agent.engine import records
 from agent.engine.engines import Engines
 from agent.engine.inventory import Inventory
-from lvm import report
+from lvm import report, volumes
 
 SICK = ["a", "b", "c"]
 
@@ -81,3 +82,23 @@ def test_what_hangs_is_what_it_was(
     for _ in range(20):
         assert set(known.read("sound").groups) == {*SICK, "sound"}
     hanging.over.set()
+
+
+def test_volumes_are_read_of_their_tags_once_for_each_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeHost(tmp_path)
+    group = fake.lvm2.add_group("sound")
+    engines = Engines(fake.lvm, fake.disks, fake.devices, ["sound"])
+    known = Inventory(engines, fake.devices)
+    for name in ("a", "b"):
+        new = volumes.New(f"vol-{name}", 4 << 20, {"name": name})
+        volumes.create(engines.lvm("sound"), "sound", new)
+    told = [one.name for one in known.all(known.read())]
+    assert told == ["vol-a", "vol-b"]
+    with monkeypatch.context() as patch:
+        patch.setattr(records, "volume", lambda *_: pytest.fail("a volume was read anew"))
+        assert [one.name for one in known.all(known.read())] == told
+    del group.volumes["vol-a"]
+    group.seqno += 1
+    assert [one.name for one in known.all(known.read())] == ["vol-b"]
