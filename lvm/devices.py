@@ -64,7 +64,10 @@ class Devices(Protocol):
     """Find the device of an active volume; the seam at which tests stand in for sysfs."""
 
     def find(self, group: str, name: str) -> Device | None:
-        """The device, or None where the volume is not active on this node (or not there)."""
+        """The device, or None where the volume is not active on this node (or not there).
+
+        None also where lvm2 calls it active, and died before the device could be used.
+        """
         ...
 
     def mapping(self, device: Device) -> Device | None:
@@ -154,7 +157,7 @@ class KernelDevices:
         name = mapping_name(device)
         for holder in _holders(device):
             directory = f"{_SYS_BLOCK}/{holder}"
-            is_ours = sysfs.word(f"{directory}/dm/name") == name
+            is_ours = sysfs.word(f"{directory}/dm/name") == name and _has_table(directory)
             major, _, minor = sysfs.word(f"{directory}/dev").partition(":")
             if is_ours and minor and sysfs.word(f"{directory}/dm/uuid").startswith(_CRYPT_PREFIX):
                 number = (int(major), int(minor))
@@ -170,7 +173,9 @@ class KernelDevices:
         """Take away the devices on a volume's own that a killed cryptsetup left there."""
         for holder in _holders(device):
             directory = f"{_SYS_BLOCK}/{holder}"
-            if sysfs.word(f"{directory}/dm/uuid").startswith(_OWN_CRYPT_PREFIX):
+            kind = sysfs.word(f"{directory}/dm/uuid")
+            is_half_made = kind.startswith(_CRYPT_PREFIX) and not _has_table(directory)
+            if is_half_made or kind.startswith(_OWN_CRYPT_PREFIX):
                 with suppress(OSError):  # EBUSY: it was not killed
                     self._mapper.remove(sysfs.word(f"{directory}/dm/name"))
 
@@ -286,15 +291,26 @@ class KernelDevices:
 def _device(directory: str, dm_name: str, path: str, number: tuple[int, int]) -> Device | None:
     """The device of a directory of sysfs, if it is a volume's and bears the name.
 
-    None also for no device-mapper device, and for one that was removed while we looked.
+    None also for no device-mapper device, for one that was removed while we looked, and for one
+    that is not usable yet.
     """
-    if sysfs.word(f"{directory}/dm/name") != dm_name:
+    if sysfs.word(f"{directory}/dm/name") != dm_name or not _has_table(directory):
         return None
     uuid = sysfs.word(f"{directory}/dm/uuid")
     if not uuid.startswith(_UUID_PREFIX):
         return None
     uuids = uuid.removeprefix(_UUID_PREFIX)
     return Device(path, number, uuids[:_UUID_LENGTH], uuids[_UUID_LENGTH : 2 * _UUID_LENGTH])
+
+
+def _has_table(directory: str) -> bool:
+    """Whether a device-mapper device was ever given what it is made of.
+
+    It is created, loaded and resumed in three steps (dmsetup(8)). Killed before the last, lvm2 or
+    cryptsetup leaves one of no sectors, from which nothing is read and to which nothing is written;
+    who activates the volume again makes it whole.
+    """
+    return sysfs.word(f"{directory}/size") != "0"
 
 
 def _holders(device: Device) -> list[str]:

@@ -80,6 +80,7 @@ class Opening:
         mapping = self._inventory.mapping(volume)
         if mapping is not None and self._mappings.is_used(mapping):
             return mapping, {}
+        self._inventory.close_leftovers(volume)
         with self._key_of(volume, keys) as key:
             if mapping is not None:
                 self._mappings.ensure_closed(volume)
@@ -185,7 +186,6 @@ class Opening:
 
     def _has_now_its_own(self, volume: Volume, device: Device, keys: Keys, key: Key) -> bool:
         """Have the volume its own master key if it is to; whether its tags say that by now."""
-        self._inventory.close_leftovers(volume)
         every = [key] if keys.previous is None else [key, keys.previous]
         return self._reencrypter.ensure(volume, device, self._header(volume, device), every)
 

@@ -386,6 +386,20 @@ def test_a_mapping_that_nobody_uses_is_in_nobodys_way(
     assert used(host, group) == 0
 
 
+@pytest.mark.parametrize("is_used", [True, False], ids=["used", "deleted"])
+def test_one_that_is_half_open_is_as_good_as_closed(
+    client: Client, host: AnyHost, group: str, staging: Path, is_used: bool
+) -> None:
+    volume = create(client)
+    host.half_open(logical(host, group))
+    assert mapping(host, group) is None
+    if is_used:
+        client.stage(volume, staging, mounted("ext4"), KEY)
+        client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+    assert used(host, group) == 0
+
+
 def test_a_volume_in_use_is_neither_deleted_nor_closed(
     client: Client, host: AnyHost, group: str, staging: Path, target: Path
 ) -> None:

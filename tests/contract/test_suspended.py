@@ -1,11 +1,12 @@
-"""A device that a killed lvm2 left suspended: whoever uses it would wait for ever."""
+"""A device that a killed lvm2 left suspended, for whose user to wait for ever, or half made."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from real.any import AnyHost
 
-from agent.csi.client import Client, block
+from agent.csi.client import Client, block, mounted
 from agent.service.server import Service
 from proto import csi_pb2 as csi
 
@@ -81,3 +82,20 @@ def test_a_call_costs_no_command_more_where_nothing_is_suspended(
 ) -> None:
     client.create("pvc-1", 8 * MIB, block())
     assert not [words for words in host.commands if "--refresh" in words]
+
+
+@pytest.mark.parametrize("is_used", [True, False], ids=["used", "deleted"])
+@pytest.mark.parametrize("loaded", [True, False], ids=["table does not count", "no table"])
+def test_one_that_is_half_made_is_as_good_as_inactive(
+    host: AnyHost, group: str, client: Client, staging: Path, loaded: bool, is_used: bool
+) -> None:
+    before = client.capacity().available_capacity
+    made = client.create("pvc-1", 8 * MIB, mounted("ext4"))
+    host.half_make(group, NAME, loaded=loaded)
+    assert client.create("pvc-1", 8 * MIB, mounted("ext4")) == made
+    if is_used:
+        staging.mkdir()
+        client.stage(made, staging)
+        client.unstage(made.volume_id, staging)
+    client.delete(made.volume_id)
+    assert client.capacity().available_capacity == before

@@ -189,6 +189,12 @@ class FakeCryptsetup:
         made.of.held -= 1
         return Result(0, "", "")
 
+    def leave(self, path: str) -> None:
+        """Leave on a device one of its own, as when it is killed."""
+        device = self._devices.get(path)
+        self._devices.add(f"{LEFTOVER}{device.minor}", device.size_bytes).of = device
+        device.held += 1
+
     @contextmanager
     def reencrypting(self, words: Sequence[str], stdin: bytearray | None) -> Iterator[BinaryIO]:
         """Carry out `cryptsetup reencrypt …`: a line for each piece, before it is done."""

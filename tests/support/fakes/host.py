@@ -21,7 +21,7 @@ from fakes.lvm import FakeLvm, FakePool
 
 from lvm import errors, groups, lvm2
 from lvm.command import Result
-from lvm.devices import Devices
+from lvm.devices import Device, Devices
 from lvm.disks import Disks
 from lvm.lvm2 import Lvm
 from lvm.session import Session
@@ -136,6 +136,14 @@ class FakeHost:
     def deactivate(self, group: str, name: str) -> None:
         """Take a volume's device away, as a reboot or an operator does."""
         self.lvm2.deactivate(group, name)
+
+    def half_make(self, group: str, name: str, *, loaded: bool) -> None:
+        """Leave a volume a device that cannot be used: here that is none."""
+        self.lvm2.deactivate(group, name)
+
+    def half_open(self, device: Device) -> None:
+        """Leave on an active volume what a cryptsetup leaves that dies while it opens it."""
+        self.cryptsetup.leave(device.path)
 
     def suspend(self, group: str, name: str) -> None:
         """Have whoever uses a volume wait, as lvm2 does while it changes the volume."""

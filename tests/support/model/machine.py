@@ -397,15 +397,25 @@ class Machine:
         """A report with which the devices agree: work behind an answer may end between the two."""
         for _ in range(20):
             group = self._report()
+            every = [one for one in group.volumes.values() if "pool" not in one.layout]
+            found = {one.name: self.host.devices.find(self.group, one.name) for one in every}
+            # Which lvm2 calls active, and cannot be used: it died before the device had a table.
+            half_made = {
+                one.name: replace(one, active=False)
+                for one in every
+                if found[one.name] is None and self._is_half_made(one.name)
+            }
+            group = replace(group, volumes={**group.volumes, **half_made})
             differing = [
-                one.name
-                for one in group.volumes.values()
-                if "pool" not in one.layout
-                and one.active != (self.host.devices.find(self.group, one.name) is not None)
+                one for one in found if group.volumes[one].active != (found[one] is not None)
             ]
             if not differing:
                 return group
         raise AssertionError(f"lvm2 and the devices differ on {differing}")
+
+    def _is_half_made(self, name: str) -> bool:
+        """Whether a volume that has no device that can be used has one to device-mapper."""
+        return name in self.host.devices.active(self.group)
 
     def _report(self) -> report.Group:
         return report.read(self.host.lvm).group(self.group)

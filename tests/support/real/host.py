@@ -19,7 +19,7 @@ from real.shell import RealShell
 
 from lvm import lvm2, names
 from lvm.command import Result
-from lvm.devices import Devices, KernelDevices
+from lvm.devices import Device, Devices, KernelDevices, mapping_name
 from lvm.disks import Disks, KernelDisks
 from lvm.lvm2 import Lvm
 from lvm.programs import Programs
@@ -224,6 +224,27 @@ class RealHost:
     def deactivate(self, group: str, name: str) -> None:
         """Take a volume's device away, as a reboot or an operator does."""
         self.lvm("lvchange", "--activate", "n", "--", f"{group}/{name}")
+
+    def half_make(self, group: str, name: str, *, loaded: bool) -> None:
+        """Leave an active volume what an lvm2 leaves that dies while it makes the device.
+
+        It has no table; or, `loaded`, one that does not count yet.
+        """
+        found = self.devices.find(group, name)
+        assert found is not None, name
+        table, dm_name = self._dmsetup("table", found.path), names.device(group, name)
+        self.deactivate(group, name)
+        self._half_make(dm_name, f"LVM-{found.group_uuid}{found.uuid}", table if loaded else "")
+
+    def half_open(self, device: Device) -> None:
+        """Leave on an active volume what a cryptsetup leaves that dies while it opens it."""
+        name, sectors = mapping_name(device), self.kernel.device_size_bytes(device.path) // 512
+        self._half_make(name, f"CRYPT-LUKS2-0-{name}", f"0 {sectors} linear {device.path} 0")
+
+    def _half_make(self, dm_name: str, uuid: str, table: str) -> None:
+        self._dmsetup("create", dm_name, "--notable", "--uuid", uuid)
+        if table:
+            self._dmsetup("load", dm_name, "--table", table)
 
     def suspend(self, group: str, name: str) -> None:
         """Have whoever uses a volume wait, as lvm2 does while it changes the volume."""
