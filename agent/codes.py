@@ -118,6 +118,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (mount.errors.NotVacant, Code.FAILED_PRECONDITION),
     (mount.errors.ProbeFailed, Code.INTERNAL),
     (mount.errors.UnexpectedContents, Code.FAILED_PRECONDITION),
+    (mount.errors.MadeByOthers, Code.FAILED_PRECONDITION),
     (mount.errors.FormatFailed, Code.INTERNAL),
     (mount.errors.Damaged, Code.FAILED_PRECONDITION),
     (mount.errors.CheckFailed, Code.INTERNAL),

@@ -101,6 +101,20 @@ class UnexpectedContents(MountError):
         )
 
 
+class MadeByOthers(MountError):
+    """A device holds the file system that was asked for, and nothing tells that it was made so."""
+
+    def __init__(self, device: str, found: str, uuid: str, tag: str) -> None:
+        self.device = device
+        self.found = found
+        super().__init__(
+            f"{device} holds {found} with the UUID {uuid}, which was not made for this volume: lvm2"
+            " was killed before it wiped what had been there, or somebody made it by hand. It is"
+            f" left untouched: `lvchange --addtag {tag}` on the volume if it is to be used, or"
+            " empty the volume (`wipefs --all`)"
+        )
+
+
 class FormatFailed(MountError):
     """mkfs ended with an error."""
 

@@ -49,7 +49,8 @@ class FileSystem:
 
     `options` are Carver's own (option letter → value), `allowed` the letters users may give, and
     `merged` those whose values are comma lists, so that a user's words are added to ours.
-    `duplicate_data` are mount options for a copy that has its origin's UUID. `check` is the program
+    `uuid` is the option that gives it one, or of a comma list the word. `duplicate_data` are mount
+    options for a copy that has its origin's UUID. `check` is the program
     that looks over a file system before it is mounted, and mends what it can without asking;
     `repair` is what a person does with one that is damaged.
     """
@@ -61,6 +62,7 @@ class FileSystem:
     flags: str
     merged: str
     repair: str
+    uuid: tuple[str, str] = ("-U", "")
     check: tuple[str, ...] = ()
     duplicate_data: tuple[str, ...] = ()
 
@@ -99,6 +101,7 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         merged="-b -d -i -l -n -s -m",
         # fsck.xfs(8) does nothing: mounting replays the log.
         repair="xfs_repair",
+        uuid=("-m", "uuid="),
         duplicate_data=("nouuid",),
     ),
     "btrfs": FileSystem(
@@ -199,15 +202,19 @@ def _told(run: Run, device: str) -> Mapping[str, str]:
     return tags
 
 
-def make(run: Run, device: str, fs_type: str, options: Sequence[str] = ()) -> None:
-    """Make a file system on a device that `probe` has just found blank.
+def make(
+    run: Run, device: str, fs_type: str, options: Sequence[str] = (), *, uuid: str = ""
+) -> None:
+    """Make a file system on a device that `probe` has just found blank; with a UUID if one is told.
+
+    Options that give it one go before that.
 
     Call it on the line below that check: mke2fs asks before it overwrites only on a terminal, and
     there is none. mkfs.xfs and mkfs.btrfs refuse by themselves, for they are never given -f. No
     tool touches a mounted device. Raises FormatFailed, BadOption, UnsupportedFileSystem.
     """
     file_system = known(fs_type)
-    words = _merged(file_system, check_options(fs_type, options))
+    words = _merged(file_system, check_options(fs_type, options), uuid)
     result = run(file_system.program, "-q", *words, "--", device)
     if result.exit_code != 0:
         raise errors.FormatFailed(device, fs_type, result.stderr)
@@ -308,9 +315,19 @@ def _unescaped(value: str) -> str:
         return value
 
 
-def _merged(file_system: FileSystem, chosen: Mapping[str, str]) -> list[str]:
+def gives_uuid(fs_type: str, options: Sequence[str]) -> bool:
+    """Whether a user's mkfs options say which UUID the file system gets. Raises BadOption."""
+    option, word = known(fs_type).uuid
+    told = check_options(fs_type, options).get(option)
+    return told is not None and any(one.startswith(word) for one in told.split(","))
+
+
+def _merged(file_system: FileSystem, chosen: Mapping[str, str], uuid: str) -> list[str]:
     """Carver's options with the user's over them, as words."""
     options = dict(file_system.options)
+    if uuid:
+        option, word = file_system.uuid
+        options[option] = ",".join(filter(None, (options.get(option), f"{word}{uuid}")))
     for option, value in chosen.items():
         if option in file_system.merged.split() and option in options:
             options[option] = _merged_list(options[option], value)

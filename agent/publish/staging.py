@@ -4,6 +4,7 @@ Publishing, unpublishing, unstaging and statistics start no process: the kernel'
 sysfs say all that they need.
 """
 
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,11 +26,13 @@ from agent.volumes.expansion import Expander
 from agent.workers.reencryption import Reencrypter
 from agent.workers.wiping import Wiper
 from lvm import errors as lvm_errors
+from lvm import tags as lvm_tags
 from lvm.devices import Device
 from mount import errors as mount_errors
 from mount import filesystem, loop, mounts, nodes, options, table, target, usage
 
 DEFAULT_FS_TYPE = "ext4"
+_NAMESPACE = uuid.UUID("0c0a7d0e-1f9b-4b52-9d37-5b8b6f0a2e61")
 
 
 @dataclass(frozen=True)
@@ -323,14 +326,22 @@ class Access:
             raise mount_errors.UnexpectedContents(device.path, str(found), fs_type)
         if found is None and formatted:
             raise errors.ContentsLost(call.volume_id, formatted)
+        words = call.parameters.mkfs_options
         if found is None:
             call.parameters.check_for(fs_type, "volume_context")
             filesystem.check_size(fs_type, volume.capacity_bytes)
             # Blank by the probe, and never formatted by the tags: only then.
-            words = call.parameters.mkfs_options
-            make = partial(filesystem.make, self._run, device.path, fs_type, words)
+            make = partial(
+                filesystem.make, self._run, device.path, fs_type, words, uuid=_own_uuid(device)
+            )
             self._chores.do(str(volume.id), volume.group.name, "mkfs", make, look)
-        elif not table.read(self._kernel).of_device(device.number):
+            return {fact.FORMATTED: fs_type}
+        # A crash came between mkfs and the tag: then what is there is known by its UUID.
+        is_known = bool(formatted) or volume.is_copied or found.uuid == _own_uuid(device)
+        if not is_known and not filesystem.gives_uuid(fs_type, words):
+            tag = lvm_tags.format_one(fact.FORMATTED, fs_type)
+            raise mount_errors.MadeByOthers(device.path, str(found), found.uuid, tag)
+        if not table.read(self._kernel).of_device(device.number):
             check = partial(filesystem.check, self._run, device.path, fs_type)
             self._chores.do(str(volume.id), volume.group.name, "fsck", check, look)
         return {} if formatted else {fact.FORMATTED: fs_type}
@@ -409,3 +420,8 @@ def _may_be_larger(volume: Volume | None) -> bool:
     """Whether a volume may be larger than its file system; so may one of which nothing is known."""
     # Than what was copied or sent to it, or than it was when it was staged before.
     return volume is None or bool({fact.FROM, fact.WANTED, fact.RECEIVED} & volume.facts.keys())
+
+
+def _own_uuid(device: Device) -> str:
+    """The UUID of the file system that is made on a volume; none that was there before has it."""
+    return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))

@@ -15,7 +15,7 @@ from real.any import AnyHost, device
 from agent.config.settings import TOPOLOGY_KEY, Config
 from agent.csi.client import Client, Mode, block, mounted
 from lvm import report
-from mount import loop, table
+from mount import filesystem, loop, table
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -80,11 +80,46 @@ def test_a_file_system_that_carver_did_not_make_is_left_alone(
 def test_a_crash_between_mkfs_and_its_tag_is_finished_by_the_next_call(
     client: Client, host: AnyHost, volume: csi.Volume, staging: Path, group: str
 ) -> None:
-    host.write(device(host, group, "vol-pvc-1"), "ext4")
     client.stage(volume, staging)
-    tags = report.read(host.lvm).group(group).volume("vol-pvc-1").tags
-    assert "carver.formatted=ext4" in tags
+    client.unstage(volume.volume_id, staging)
+    tag = "carver.formatted=ext4"
+    host.lvm("lvchange", "--deltag", tag, "--", f"{group}/vol-pvc-1")
+    client.stage(volume, staging)
+    assert tag in report.read(host.lvm).group(group).volume("vol-pvc-1").tags
+    assert formats(host) == 1
+
+
+@pytest.mark.parametrize("fs_type", chosen.kinds(["ext4", "xfs", "btrfs"], usual=["ext4"]))
+def test_what_an_lvcreate_that_was_killed_did_not_wipe_is_not_taken_for_its_own(
+    client: Client, host: AnyHost, staging: Path, group: str, fs_type: str
+) -> None:
+    """lvm2 writes its metadata, tags and all, before it wipes the first sectors."""
+    volume = client.create("pvc-2", 304 * MIB, mounted(fs_type))
+    path = device(host, group, "vol-pvc-2")
+    host.write(path, fs_type)
+    with expect.code("FAILED_PRECONDITION", f"{path} holds {fs_type}", "carver.formatted"):
+        client.stage(volume, staging, mounted(fs_type))
     assert formats(host) == 0
+    assert table.read(host.kernel).at(str(staging)) == ()
+    # Whoever made it there by hand may say so.
+    host.lvm("lvchange", "--addtag", f"carver.formatted={fs_type}", "--", f"{group}/vol-pvc-2")
+    client.stage(volume, staging, mounted(fs_type))
+    assert formats(host) == 0
+
+
+def test_a_file_system_whose_uuid_the_class_gives_is_known_without_its_tag(
+    client: Client, host: AnyHost, staging: Path, group: str
+) -> None:
+    uuid = "7f1c2a1e-52f5-4f0e-9a55-0f3f5d3f0c11"
+    options = {"mkfsOptions": f"-U {uuid}"}
+    volume = client.create("pvc-2", 64 * MIB, mounted("ext4"), parameters=options)
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
+    found = filesystem.probe(host.run, device(host, group, "vol-pvc-2"), host.kernel)
+    assert found is not None
+    assert found.uuid == uuid
+    host.lvm("lvchange", "--deltag", "carver.formatted=ext4", "--", f"{group}/vol-pvc-2")
+    client.stage(volume, staging)
 
 
 def test_a_formatted_volume_that_is_blank_now_is_not_formatted_again(

@@ -85,7 +85,8 @@ def test_data_formatted_away_because_a_stale_database_was_asked(
     device = host.devices.find(group, "vol-pvc-1")
     assert device is not None
     host.write(device.path, "ext4")
-    client.stage(volume, staging)
+    with expect.code("FAILED_PRECONDITION", "holds ext4"):
+        client.stage(volume, staging)
     assert not any(words[0].startswith("mkfs") for words in host.commands)
 
 

@@ -8,6 +8,7 @@ import json
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 
 from fakes.devices import BLOCK_BYTES, BTRFS_SUPERBLOCK_AT, FakeDevice, FakeDevices, Media
 
@@ -115,12 +116,20 @@ PROGRAMS: dict[str, Callable[[Sequence[str], FakeDevices], Result]] = {
 
 def _write(device: FakeDevice, fs_type: str, options: Sequence[str]) -> None:
     label = options[options.index("-L") + 1] if "-L" in options else ""
-    identity = uuid.uuid4()
+    identity = _uuid(options) or uuid.uuid4()
     device.contents = Signature(fs_type, "filesystem", str(identity), label)
     if fs_type == "btrfs":
         device.media.write(BTRFS_SUPERBLOCK_AT, _superblock(identity))
     device.media.fs_size_bytes = device.size_bytes
     device.media.write(0, superblock(device.media))
+
+
+def _uuid(options: Sequence[str]) -> uuid.UUID | None:
+    """What `-U`, or `-m uuid=` for xfs, gives it."""
+    told = dict(pairwise(options))
+    lists = [one for one in told.get("-m", "").split(",") if one.startswith("uuid=")]
+    found = told.get("-U") or "".join(lists).removeprefix("uuid=")
+    return uuid.UUID(found) if found else None
 
 
 def _superblock(identity: uuid.UUID) -> bytes:
