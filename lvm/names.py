@@ -41,6 +41,14 @@ def is_of(prefix: str, name: str) -> bool:
     return name.startswith((f"{prefix}-", f"{prefix}."))
 
 
+def is_part(name: str) -> bool:
+    """Whether it is one of lvm2's for a part of a volume: `logical_volume` gives no such name.
+
+    Such a part is a volume of its own for moments only, or where lvm2 died over it.
+    """
+    return bool(_RESERVED.search(name))
+
+
 def readable(prefix: str, logical: str) -> str:
     """What the CO called it, where the logical volume's name tells; else the logical volume."""
     return logical.removeprefix(f"{prefix}-")

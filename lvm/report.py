@@ -23,6 +23,7 @@ Row = Mapping[str, str]
 # for a pool's data and metadata, and for what a cached one holds its data in; lvmcache(7) for its
 # cache.
 _PART = re.compile(r"(_r(image|meta)_\d+|_t(data|meta)|_w?corig|_cache_cvol)+$")
+_LEG = "_rmeta_"
 # What a pool's data are called below a cache of either kind.
 _BELOW_CACHE = {"_tdata_corig": "cache", "_tdata_wcorig": "writecache"}
 # The tag of a disk on which nothing but caches is made (pvchange(8)).
@@ -173,6 +174,14 @@ class Group:
     @cached_property
     def _pool_bytes(self) -> Mapping[str, int]:
         return {pool: sum(one.size_bytes for one in held) for pool, held in self._by_pool.items()}
+
+    def bare_legs(self, name: str) -> int:
+        """How many legs of a RAID have metadata that are volumes of their own.
+
+        Of a RAID that lvm2 makes it is all of them until they are cleared, of one that gets another
+        leg that leg; it refuses to activate either ("with visible SubLVs").
+        """
+        return sum(one.startswith(f"{name}{_LEG}") for one in self.volumes)
 
     def only(self, *names: str) -> "Group":
         """The same with these of its volumes: what can be kept for long, and by many."""

@@ -114,6 +114,15 @@ class Volume:
         return is_here and not self.is_ephemeral
 
     @property
+    def is_half_made(self) -> bool:
+        """Whether it is a RAID over whose making lvm2 died: it was never active, and cannot be.
+
+        So nobody ever wrote to it. Of one that was, and gets other legs, one leg at least is whole.
+        """
+        layout = self.layout
+        return layout.is_raid and self.group.bare_legs(self.name) >= layout.disks
+
+    @property
     def copying(self) -> bool:
         """Whether it has not yet what it shall be made of; then it is no volume yet."""
         return self.facts.get(fact.STATE) == fact.COPYING
@@ -210,6 +219,9 @@ def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
     facts = tags.decode(logical.tags)
     prefixes = (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
     if fact.NAME not in facts or not any(names.is_of(one, logical.name) for one in prefixes):
+        return None
+    if names.is_part(logical.name):
+        # lvm2 gives the tags of a RAID to its parts, too.
         return None
     return _as_volume(group, logical, facts)
 

@@ -109,6 +109,10 @@ class Provisioner:
                 if self._wiper.is_deleting(str(found.id)):
                     # Of which no tag may tell yet.
                     raise errors.OperationPending(f"{found.id} (being wiped)")
+                if found.is_half_made:
+                    self._remove(found)
+                    known, found = self._inventory.awake(*groups), None
+            if found is not None:
                 plan.check_stripe_size(one, found.group)
                 matching.require_same(call, one, found)
                 volume, source = found, None
@@ -230,6 +234,9 @@ class Provisioner:
                 )
             if grown := zeroing.leftover(volume.group, volume.name):
                 volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, grown)
+            if volume.is_half_made:
+                # There is nothing of anybody's to overwrite, and no way to.
+                self._remove(volume)
             # While a disk of its pool is missing that cannot be told that it goes.
             is_thin = volume.layout.is_thin and not volume.missing_disks
             if is_thin and not volume.wiping and not volume.copy_on_write_snapshots:
@@ -242,10 +249,15 @@ class Provisioner:
             else:
                 is_thin = False
         self._copier.clear(known, volume)
+        if volume.is_half_made:
+            return
         if is_thin:
             self._reclaimer.after(volume, self._wiper.grace_seconds)
         else:
             self._wiper.delete(volume)
+
+    def _remove(self, volume: Volume) -> None:
+        volumes.remove(self._engines.lvm(volume.group.name), volume.group.name, volume.name)
 
     def get(self, volume_id: str) -> Volume:
         """The volume of that id; raises NoSuchVolume."""

@@ -117,6 +117,23 @@ def test_a_volume_of_each_layout_is_snapshotted_restored_larger_and_cloned(
     client.delete(origin.volume_id)
 
 
+@pytest.mark.parametrize("name", chosen.kinds(["raid1", "raid5"], usual=["raid1"]))
+@pytest.mark.parametrize("is_wanted", [True, False], ids=["created", "deleted"])
+def test_a_raid_over_whose_making_lvm2_died_is_made_anew_or_deleted(
+    client: Client, host: AnyHost, group: str, free: None, name: str, is_wanted: bool
+) -> None:
+    volume = client.create("pvc-1", SIZE, parameters={"class": name})
+    host.half_make_raid(group, "vol-pvc-1", LAYOUTS[name])
+    assert [one.volume_id for one in client.volumes()] == [volume.volume_id]
+    if is_wanted:
+        assert client.create("pvc-1", SIZE, parameters={"class": name}) == volume
+        staging = host.directory / "staging"
+        client.stage(volume, staging)
+        client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)
+    assert client.volumes() == []
+
+
 @pytest.mark.parametrize("name", chosen.kinds(LAYOUTS, usual=["raid6"]))
 def test_the_maximum_of_each_layout_can_be_made_and_one_extent_more_cannot(
     client: Client, name: str, free: None

@@ -17,12 +17,13 @@ from fakes.cryptsetup import FakeCryptsetup
 from fakes.devices import BLOCK_BYTES, FakeDevices
 from fakes.disks import FakeDisks
 from fakes.kernel import FakeKernel
-from fakes.lvm import FakeLvm, FakePool
+from fakes.lvm import FakeLvm, FakePool, FakeVolume
 
 from lvm import errors, groups, lvm2
 from lvm.command import Result
 from lvm.devices import Device, Devices
 from lvm.disks import Disks
+from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount.filesystem import Signature
@@ -140,6 +141,16 @@ class FakeHost:
     def half_make(self, group: str, name: str, *, loaded: bool) -> None:
         """Leave a volume a device that cannot be used: here that is none."""
         self.lvm2.deactivate(group, name)
+
+    def half_make_raid(self, group: str, name: str, layout: Layout) -> None:
+        """Leave in place of a volume what an lvm2 leaves that dies while it makes such a RAID."""
+        self.lvm2.deactivate(group, name)
+        found = self.lvm2.groups[group]
+        for number in range(layout.disks):
+            tags = set(found.volumes[name].tags)
+            leg = FakeVolume(f"{name}_rmeta_{number}", f"leg-{number}", {}, tags)
+            found.volumes[leg.name] = leg
+        found.seqno += 1
 
     def half_open(self, device: Device) -> None:
         """Leave on an active volume what a cryptsetup leaves that dies while it opens it."""

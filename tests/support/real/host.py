@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import struct
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -17,10 +18,11 @@ from real import kinds, mounts
 from real.disks import let_go_of_left_behind
 from real.shell import RealShell
 
-from lvm import lvm2, names
+from lvm import errors, lvm2, names, report, tags, volumes
 from lvm.command import Result
 from lvm.devices import Device, Devices, KernelDevices, mapping_name
 from lvm.disks import Disks, KernelDisks
+from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.programs import Programs
 from lvm.session import Session
@@ -29,6 +31,7 @@ from mount.syscalls import Kernel
 
 _EXTENT_BYTES = 4 << 20
 _LOOK_SECONDS = 0.02
+_TRIES = 20
 _BLOCK_BYTES = 4096
 # Of what they change lvm2 keeps no copies in /etc/lvm: the more there are the longer each takes.
 _SETTINGS = (*lvm2.without_udev(), "backup/archive=0", "backup/backup=0")
@@ -101,6 +104,20 @@ def lab(directory: Path) -> Iterator[Lab]:
     finally:
         made.clean_up()
         mounts.unmount(made.kernel, place)
+
+
+@dataclass
+class _Killing:
+    """Kills a program as soon as something is there."""
+
+    path: Path
+
+    def __call__(self, *words: str) -> Result:
+        program = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while not self.path.exists() and program.poll() is None:
+            pass
+        program.kill()
+        return Result(program.wait(), "", "killed")
 
 
 class RealHost:
@@ -235,6 +252,19 @@ class RealHost:
         table, dm_name = self._dmsetup("table", found.path), names.device(group, name)
         self.deactivate(group, name)
         self._half_make(dm_name, f"LVM-{found.group_uuid}{found.uuid}", table if loaded else "")
+
+    def half_make_raid(self, group: str, name: str, layout: Layout) -> None:
+        """Leave in place of a volume what an lvm2 leaves that dies while it makes such a RAID."""
+        found = report.read(self.lvm).group(group).volume(name)
+        new = volumes.New(name, found.size_bytes, tags.decode(found.tags))
+        for _ in range(_TRIES):
+            self.lvm("lvremove", "--yes", "--", f"{group}/{name}")
+            leg = Path("/dev/mapper", f"{names.device(group, name)}_rmeta_0")
+            with suppress(errors.LvmError):
+                volumes.create(replace(self.lvm, run=_Killing(leg)), group, new, layout=layout)
+            if report.read(self.lvm).group(group).bare_legs(name) == layout.disks:
+                return
+        raise AssertionError("lvm2 was always quicker")
 
     def half_open(self, device: Device) -> None:
         """Leave on an active volume what a cryptsetup leaves that dies while it opens it."""

@@ -109,6 +109,9 @@ class Machine:
         if isinstance(volume, FakePool) and volume.damaged and not volume.active:
             path = f"{group.name}/{volume.name}"
             raise Failure(f"Check of pool {path} failed (status:64). Manual repair required!")
+        if any(one.startswith(f"{volume.name}_rmeta_") for one in group.volumes):
+            path = f"{group.name}/{volume.name}"
+            raise Failure(f"Refusing activation of RAID LV {path} with visible SubLVs.")
         if self._settings.get("activation/volume_list", group.name) != group.name:
             return  # and it succeeds
         if not volume.active and self._settings.get("global/activation") != "0":
