@@ -66,9 +66,9 @@ def activate(lvm: Lvm, group: str, name: str, *, partial: bool = False) -> None:
     lvm("lvchange", "--activate", "y", "--ignoreactivationskip", *mode, "--", f"{group}/{name}")
 
 
-def deactivate(lvm: Lvm, group: str, name: str) -> None:
-    """Take the volume's device away (lvchange(8)); raises InUse while something has it open."""
-    lvm("lvchange", "--activate", "n", "--", f"{group}/{name}")
+def deactivate(lvm: Lvm, group: str, *names: str) -> None:
+    """Take volumes' devices away (lvchange(8)); raises InUse while something has one open."""
+    lvm("lvchange", "--activate", "n", "--", *(f"{group}/{name}" for name in names))
 
 
 def refresh(lvm: Lvm, group: str, name: str) -> None:

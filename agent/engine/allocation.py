@@ -45,6 +45,17 @@ def is_own_pool(pool: report.LogicalVolume) -> bool:
     )
 
 
+def is_half_made_pool(pool: report.LogicalVolume) -> bool:
+    """Whether it is what Carver had lvm2 make a pool, over which lvm2 died.
+
+    It has the tags of a pool of Carver's, which lvm2 commits before it is one, and nobody ever had
+    it.
+    """
+    facts = tags.decode(pool.tags)
+    is_named_so = pool.name == pool_name(facts.get(fact.CLASS, ""))
+    return is_named_so and facts.get(fact.CHUNK, "").isdigit() and pool.layout == {"linear"}
+
+
 def is_to_be_swept(group: report.Group, disk: report.PhysicalVolume) -> bool:
     """Whether what is free on a disk is to be overwritten before anyone gets it."""
     facts = tags.decode(group.tags)
@@ -250,6 +261,8 @@ class Thin:
     def _ensure_made(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
         if pool.data_extents:
             return
+        if pool.name in group.volumes:
+            volumes.remove(lvm, group.name, pool.name)
         thin.create_pool(
             lvm,
             group.name,
@@ -276,7 +289,7 @@ class Thin:
             return why
         pool = self.pool(group)
         made = group.volumes.get(pool.name)
-        if made is not None and not is_own_pool(made):
+        if made is not None and not (is_own_pool(made) or is_half_made_pool(made)):
             return (
                 f"{group.name}/{pool.name} is there and is no pool of Carver's, or lost a tag that"
                 f" says so (see `lvs -o +tags`); if it is yours, rename it (`lvrename`)"

@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from agent import admission, errors, fact, ids
 from agent.engine import records, sources
@@ -90,12 +90,36 @@ class Inventory(Activation):
         what a report says is suspended is left over, not under way.
         """
         known = self.read(*groups)
+        for group in self.own_groups(known):
+            if not groups or group.name in groups:
+                self._let_go_of_parts(group)
         for group, logical in self._logical(known):
             held = (group.name, logical.name) in self._held
             is_own = not groups or group.name in groups
             if is_own and logical.suspended and not held and tags.decode(logical.tags):
                 volumes.refresh(self._engines.lvm(group.name), group.name, logical.name)
         return known
+
+    def _let_go_of_parts(self, group: report.Group) -> None:
+        """Take away what a killed lvm2 left of a thin pool that is not active, if anything.
+
+        It refuses to activate a pool while a part of it is active by itself.
+        """
+        every = (one for one in group.volumes.values() if {"thin", "pool"} <= one.layout)
+        idle = [
+            one.name for one in every if not (one.active or self.is_active(group.name, one.name))
+        ]
+        if not idle:
+            return
+        left = [
+            name
+            for name in self._devices.active(group.name)
+            if names.is_part(name) and any(name.startswith(f"{pool}_") for pool in idle)
+        ]
+        if left:
+            # Refused for a part of what somebody else activated meanwhile.
+            with suppress(lvm_errors.LvmError):
+                volumes.deactivate(self._engines.lvm(group.name), group.name, *sorted(left))
 
     @contextmanager
     def holding(self, volumes: Iterable[tuple[str, str]]) -> Iterator[None]:

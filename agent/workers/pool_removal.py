@@ -22,7 +22,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from agent import fact, ids
-from agent.engine.allocation import is_own_pool, wipe_name
+from agent.engine.allocation import is_half_made_pool, is_own_pool, wipe_name
 from agent.engine.jobs import Job, Jobs
 from agent.engine.means import Means
 from agent.engine.records import Snapshot, Volume
@@ -152,8 +152,10 @@ class Reclaimer:
 
     def _if_empty(self, group_name: str, pool: str) -> report.Group | None:
         """A fresh report of the group, if the pool is there and holds no volume of anyone's."""
-        group = self._inventory.read(group_name).group(group_name)
+        group = self._inventory.awake(group_name).group(group_name)
         made = group.volumes.get(pool)
+        if made is not None and is_half_made_pool(made):
+            volumes.remove(self._engines.lvm(group_name), group_name, pool)
         if made is None or not is_own_pool(made):
             return None
         wipes = [one for one in pools.members(group, pool) if _is_wiping(one)]
@@ -229,10 +231,8 @@ def _is_wiping(logical: report.LogicalVolume) -> bool:
 
 
 def _abandoned(group: report.Group) -> list[str]:
-    """Carver's pools of a group that are empty, or were being overwritten."""
-    return [
-        pool.name
-        for pool in group.volumes.values()
-        if is_own_pool(pool)
-        and (not (held := pools.members(group, pool.name)) or any(_is_wiping(one) for one in held))
-    ]
+    """Carver's pools of a group that are empty, or half made, or were being overwritten."""
+    every = group.volumes.values()
+    half_made = [one.name for one in every if is_half_made_pool(one)]
+    own = ((one.name, pools.members(group, one.name)) for one in every if is_own_pool(one))
+    return half_made + [name for name, held in own if not held or any(map(_is_wiping, held))]

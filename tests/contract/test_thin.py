@@ -86,6 +86,33 @@ def test_the_first_volume_makes_the_pool_and_others_cost_as_much_as_thick_ones(
     assert started(host) == ["lvm lvremove"]
 
 
+@pytest.mark.parametrize("is_wanted", [True, False], ids=["created", "given up"])
+def test_a_pool_over_whose_making_lvm2_died_is_made_anew_or_removed(
+    client: Client, host: AnyHost, group: str, service: Service, is_wanted: bool
+) -> None:
+    client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
+    host.lvm("lvremove", "--yes", "--", f"{group}/vol-pvc-1")
+    host.half_make_pool(group, "pool-thin")
+    if is_wanted:
+        volume = client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
+        client.stage(volume, host.directory / "staging", block())
+        client.unstage(volume.volume_id, host.directory / "staging")
+    else:
+        assert service.reclaimer.resume() == 1
+        service.reclaimer.jobs._workers.shutdown(wait=True)
+        assert not report.read(host.lvm).group(group).volumes
+
+
+def test_a_pool_of_which_parts_were_left_active_is_activated(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    volume = client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
+    host.deactivate(group, "vol-pvc-1")
+    host.leave_parts(group, "pool-thin")
+    client.stage(volume, host.directory / "staging", block())
+    client.unstage(volume.volume_id, host.directory / "staging")
+
+
 @pytest.mark.variation
 def test_a_pool_promises_what_it_can_become_and_not_one_extent_more(client: Client) -> None:
     assert maximum(client, THIN) == 28 * EXTENT

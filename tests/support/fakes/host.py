@@ -152,6 +152,22 @@ class FakeHost:
             found.volumes[leg.name] = leg
         found.seqno += 1
 
+    def leave_parts(self, group: str, pool: str) -> None:
+        """Leave of a thin pool what an lvm2 leaves that dies while it activates it: its parts."""
+        made = self.lvm2.groups[group].volumes[pool]
+        assert isinstance(made, FakePool)
+        self.lvm2.deactivate(group, pool)
+        made.left = True
+
+    def half_make_pool(self, group: str, pool: str) -> None:
+        """Leave in place of an empty pool what an lvm2 leaves that dies while it makes one."""
+        found = self.lvm2.groups[group]
+        self.lvm2.deactivate(group, pool)
+        made = found.volumes[pool]
+        found.volumes[pool] = FakeVolume(pool, made.uuid, made.extents, made.tags)
+        found.spare.clear()
+        found.seqno += 1
+
     def half_open(self, device: Device) -> None:
         """Leave on an active volume what a cryptsetup leaves that dies while it opens it."""
         self.cryptsetup.leave(device.path)

@@ -266,6 +266,19 @@ class RealHost:
                 return
         raise AssertionError("lvm2 was always quicker")
 
+    def leave_parts(self, group: str, pool: str) -> None:
+        """Leave of a thin pool what an lvm2 leaves that dies while it activates it: its parts."""
+        self.deactivate(group, pool)
+        for part in ("_tdata", "_tmeta"):
+            self.lvm("lvchange", "--yes", "--activate", "y", "--", f"{group}/{pool}{part}")
+
+    def half_make_pool(self, group: str, pool: str) -> None:
+        """Leave in place of an empty pool what an lvm2 leaves that dies while it makes one."""
+        made = report.read(self.lvm).group(group).volume(pool)
+        self.lvm("lvremove", "--yes", "--", f"{group}/{pool}")
+        facts = tags.decode(made.tags)
+        volumes.create(self.lvm, group, volumes.New(pool, made.size_bytes, facts))
+
     def half_open(self, device: Device) -> None:
         """Leave on an active volume what a cryptsetup leaves that dies while it opens it."""
         name, sectors = mapping_name(device), self.kernel.device_size_bytes(device.path) // 512

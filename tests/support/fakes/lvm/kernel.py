@@ -77,7 +77,9 @@ class KernelSide(Machine):
     def active(self, group: str) -> tuple[str, ...]:
         """The seam `lvm.devices.Devices`."""
         found = self.groups[group].volumes.values() if group in self.groups else ()
-        return tuple(one.name for one in found if one.active)
+        whole = [one.name for one in found if one.active]
+        left = [one.name for one in found if isinstance(one, FakePool) and one.left]
+        return (*whole, *(f"{name}{part}" for name in left for part in ("_tdata", "_tmeta")))
 
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         """The seam `lvm.devices.Devices`."""

@@ -29,7 +29,7 @@ class FakeDisk:
 _OF_THE_KERNEL = {
     *("active", "media", "data_percent", "overflowed", "dirty_blocks", "cleaning"),
     *("failed", "health", "used_data_blocks", "used_metadata_blocks", "mode", "needs_check"),
-    *("rebuilding", "damaged", "held", "chunks"),
+    *("rebuilding", "damaged", "held", "chunks", "left"),
 }
 
 
@@ -115,6 +115,8 @@ class FakePool(FakeVolume):
     # So that thin_check(8) refuses it.
     damaged: bool = False
     chunks: Chunks = field(default_factory=Chunks)
+    # Whether its parts are active by themselves.
+    left: bool = False
     # What its metadata snapshot tells, if it has one: the blocks of each volume by its number.
     held: dict[int, dict[int, bytes]] | None = None
 

@@ -188,6 +188,12 @@ class VolumeCommands(PoolCommands):
         assert arguments.flag("--yes") == bool(policy or settings)
         tuning = tuning_in(arguments)
         path, *further = arguments.rest()
+        if activate == "n" and path.endswith("_tdata"):
+            assert further == [path.replace("_tdata", "_tmeta")]
+            pool = self._found(path.removesuffix("_tdata"))[1]
+            assert isinstance(pool, FakePool)
+            pool.left = False
+            return ""
         group, volume = self._found(path)
         assert not further or not (activate or permission or refreshed), "not needed so far"
         for _, one in map(self._found, further):
