@@ -175,13 +175,13 @@ class Group:
     def _pool_bytes(self) -> Mapping[str, int]:
         return {pool: sum(one.size_bytes for one in held) for pool, held in self._by_pool.items()}
 
-    def bare_legs(self, name: str) -> int:
-        """How many legs of a RAID have metadata that are volumes of their own.
+    def is_bare(self, name: str, legs: int) -> bool:
+        """Whether the metadata of each of a RAID's first legs are a volume of their own.
 
-        Of a RAID that lvm2 makes it is all of them until they are cleared, of one that gets another
-        leg that leg; it refuses to activate either ("with visible SubLVs").
+        Of a RAID that lvm2 makes they are until they are cleared; of one that gets another leg only
+        that leg's are. It refuses to activate either ("with visible SubLVs").
         """
-        return sum(one.startswith(f"{name}{_LEG}") for one in self.volumes)
+        return all(f"{name}{_LEG}{number}" in self.volumes for number in range(legs))
 
     def only(self, *names: str) -> "Group":
         """The same with these of its volumes: what can be kept for long, and by many."""

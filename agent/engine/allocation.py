@@ -261,7 +261,8 @@ class Thin:
     def _ensure_made(self, lvm: Lvm, group: report.Group, pool: Pool) -> None:
         if pool.data_extents:
             return
-        if pool.name in group.volumes:
+        made = group.volumes.get(pool.name)
+        if made is not None and is_half_made_pool(made):
             volumes.remove(lvm, group.name, pool.name)
         thin.create_pool(
             lvm,

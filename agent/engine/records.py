@@ -117,10 +117,13 @@ class Volume:
     def is_half_made(self) -> bool:
         """Whether it is a RAID over whose making lvm2 died: it was never active, and cannot be.
 
-        So nobody ever wrote to it. Of one that was, and gets other legs, one leg at least is whole.
+        So nobody ever wrote to it. Of one that was, and gets other legs or more, one of the first
+        is whole.
         """
         layout = self.layout
-        return layout.is_raid and self.group.bare_legs(self.name) >= layout.disks
+        if not layout.is_raid or not self.group.is_bare(self.name, layout.disks):
+            return False
+        return self.copying or not {fact.FORMATTED, fact.SEALED} & self.facts.keys()
 
     @property
     def copying(self) -> bool:

@@ -1,6 +1,7 @@
 """Device classes: a volume of each layout, made, found, grown and removed."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import chosen
@@ -13,7 +14,9 @@ from real.any import AnyHost
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
-from lvm import report
+from agent.engine.records import Volume
+from agent.ids import VolumeId
+from lvm import report, tags
 from lvm.layout import Layout, Reserve
 
 MIB = 1 << 20
@@ -270,3 +273,23 @@ def test_an_override_that_cannot_be_is_refused_by_its_name(
         client.create("pvc-1", SIZE, block(), parameters=parameters)
     with expect.code("INVALID_ARGUMENT", *words):
         client.capacity(parameters)
+
+
+def test_a_raid_in_use_that_lvm2_died_over_while_it_got_legs_is_not_made_anew(
+    client: Client, host: AnyHost, group: str
+) -> None:
+    client.create("pvc-1", SIZE, block(), parameters={"class": "raid1"})
+    found = report.read(host.lvm).group(group)
+    parts = {f"vol-pvc-1_rmeta_{number}": found.volume("vol-pvc-1") for number in range(2)}
+    first, second = parts
+    facts = tags.decode(found.volume("vol-pvc-1").tags)
+
+    def seen(*bare: str, **more: str) -> Volume:
+        within = replace(found, volumes={**found.volumes, **{one: parts[one] for one in bare}})
+        return Volume(VolumeId.of(found, "vol-pvc-1"), within, "vol-pvc-1", SIZE, {**facts, **more})
+
+    assert seen(first, second).is_half_made
+    assert not seen(first).is_half_made
+    assert not seen(second).is_half_made
+    assert not seen(first, second, formatted="ext4").is_half_made
+    assert not seen(first, second, layout="linear:1:0:0").is_half_made

@@ -262,7 +262,7 @@ class RealHost:
             leg = Path("/dev/mapper", f"{names.device(group, name)}_rmeta_0")
             with suppress(errors.LvmError):
                 volumes.create(replace(self.lvm, run=_Killing(leg)), group, new, layout=layout)
-            if report.read(self.lvm).group(group).bare_legs(name) == layout.disks:
+            if report.read(self.lvm).group(group).is_bare(name, layout.disks):
                 return
         raise AssertionError("lvm2 was always quicker")
 
