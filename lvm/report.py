@@ -34,6 +34,11 @@ _SPARE = "[lvol0_pmspare]"
 _MOVE = re.compile(r"pvmove\d+")
 
 
+def whole(part: str) -> str:
+    """The volume that a part is of, by its name; the name itself where it is no part's."""
+    return _PART.sub("", part)
+
+
 @dataclass(frozen=True)
 class PhysicalVolume:
     """A disk of a group."""
@@ -312,7 +317,7 @@ def _disks_by_volume(segments: Iterable[Row]) -> Mapping[str, set[str]]:
     """The UUIDs of the disks that each volume lies on, itself or by its RAID images."""
     found: defaultdict[str, set[str]] = defaultdict(set)
     for row in segments:
-        name = _PART.sub("", row["lv_name"].strip("[]"))
+        name = whole(row["lv_name"].strip("[]"))
         if name:
             found[name].add(row["pv_uuid"])
     return found

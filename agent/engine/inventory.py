@@ -100,26 +100,44 @@ class Inventory(Activation):
                 volumes.refresh(self._engines.lvm(group.name), group.name, logical.name)
         return known
 
-    def _let_go_of_parts(self, group: report.Group) -> None:
-        """Take away what a killed lvm2 left of a thin pool that is not active, if anything.
+    def ensure_active(
+        self, group: str, name: str, by: str = "", *, partial: bool = False
+    ) -> devices.Device:
+        """The same; where lvm2 fails at what a killed one left, once more without that."""
+        try:
+            return super().ensure_active(group, name, by, partial=partial)
+        except lvm_errors.CommandFailed:
+            if not self._let_go_of_parts(self.read(group).group(group)):
+                raise
+        return super().ensure_active(group, name, by, partial=partial)
 
-        It refuses to activate a pool while a part of it is active by itself.
+    def _let_go_of_parts(self, group: report.Group) -> bool:
+        """Take away what a killed lvm2 left of RAIDs and pools that are not active; if anything.
+
+        It refuses to activate either while a part is active by itself. One ioctl where there is
+        such a volume.
         """
-        every = (one for one in group.volumes.values() if {"thin", "pool"} <= one.layout)
-        idle = [
-            one.name for one in every if not (one.active or self.is_active(group.name, one.name))
-        ]
-        if not idle:
-            return
+        own = {
+            one.name
+            for one in group.volumes.values()
+            if not one.layout & {"linear", "striped"} and tags.decode(one.tags)
+        }
+        if not own:
+            return False
+        active = set(self._devices.active(group.name))
+        parts = {one: report.whole(one) for one in active if names.is_part(one)}
+        # A pool may be active without a device of its own name.
         left = [
-            name
-            for name in self._devices.active(group.name)
-            if names.is_part(name) and any(name.startswith(f"{pool}_") for pool in idle)
+            part
+            for part, whole in sorted(parts.items())
+            if whole in own - active and not self._devices.status(group.name, whole)
         ]
-        if left:
-            # Refused for a part of what somebody else activated meanwhile.
-            with suppress(lvm_errors.LvmError):
-                volumes.deactivate(self._engines.lvm(group.name), group.name, *sorted(left))
+        if not left:
+            return False
+        # Refused for a part of what somebody else activated meanwhile.
+        with suppress(lvm_errors.LvmError):
+            volumes.deactivate(self._engines.lvm(group.name), group.name, *left)
+        return True
 
     @contextmanager
     def holding(self, volumes: Iterable[tuple[str, str]]) -> Iterator[None]:

@@ -293,3 +293,15 @@ def test_a_raid_in_use_that_lvm2_died_over_while_it_got_legs_is_not_made_anew(
     assert not seen(second).is_half_made
     assert not seen(first, second, formatted="ext4").is_half_made
     assert not seen(first, second, layout="linear:1:0:0").is_half_made
+
+
+@pytest.mark.parametrize("is_wanted", [True, False], ids=["staged", "deleted"])
+def test_a_raid_of_which_parts_were_left_active_is_activated(
+    client: Client, host: AnyHost, group: str, free: None, is_wanted: bool
+) -> None:
+    volume = client.create("pvc-1", SIZE, block(), parameters={"class": "raid1"})
+    host.leave_parts(group, "vol-pvc-1", "_rimage_0", "_rmeta_0")
+    if is_wanted:
+        client.stage(volume, host.directory / "staging", block())
+        client.unstage(volume.volume_id, host.directory / "staging")
+    client.delete(volume.volume_id)

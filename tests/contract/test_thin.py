@@ -108,7 +108,7 @@ def test_a_pool_of_which_parts_were_left_active_is_activated(
 ) -> None:
     volume = client.create("pvc-1", 40 * MIB, block(), parameters=THIN)
     host.deactivate(group, "vol-pvc-1")
-    host.leave_parts(group, "pool-thin")
+    host.leave_parts(group, "pool-thin", "_tdata", "_tmeta")
     client.stage(volume, host.directory / "staging", block())
     client.unstage(volume.volume_id, host.directory / "staging")
 

@@ -27,6 +27,7 @@ FAULTS: tuple[Fault, ...] = (
     outside.disk_lost,
     replaced.disk_replaced,
     lvm2.lvm2_killed,
+    lvm2.lvm2_killed_in_layouts,
     lvm2.lvm2_killed_while_suspended,
     lvm2.lvm2_hangs,
     lvm2.session_killed,

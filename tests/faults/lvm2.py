@@ -3,21 +3,27 @@
 import contextlib
 import fcntl
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import grpc
 import psutil
 from faults import load
 from faults.bench import Bench
-from faults.process import Fault, Trial
+from faults.process import Fault, Process, Trial
 from model import operations as do
+from model.expected import Model
 from model.operations import MIB, Use
 
-from agent.csi.client import Client
+from agent.csi.client import Client, block
+from agent.ids import VolumeId
+from lvm import report
 from lvm.devices import Device
+from proto import csi_pb2 as csi
 
 BLOCK = Use("block", do.MULTI_WRITER)
 # A shell that was given up is followed by another a minute later, under load at the next call.
@@ -47,6 +53,81 @@ def lvm2_killed(bench: Bench) -> tuple[int, str]:
                     trial.patiently(call)
                     trial.compare(resting=True)
     return times * 6, f"{hits} lvm2 died; each call succeeded when repeated"
+
+
+def lvm2_killed_in_layouts(bench: Bench) -> tuple[int, str]:
+    """lvm2 is killed while it makes, activates or removes a RAID, a thin pool, a thin volume."""
+    times, hits = bench.times(10, 2), 0
+    for layout in ("raid1", "thin"):
+        with bench.host() as host:
+            group = host.new_group(30, 30)
+            classes = f'[[classes]]\nname = "plain"\ngroup = "{group}"\ndefault = true\n'
+            classes += f'layout = "{layout}"\n'
+            machine = Process(host, group, host.directory.parent, classes=classes, sessions=False)
+            trial = Trial(machine, Model(0))
+            try:
+                usual = [_seconds(call) for call in _life(trial)]
+                _await_empty(trial)
+                for _ in range(times):
+                    for call, seconds in zip(_life(trial), usual, strict=True):
+                        # Each starts two or three commands.
+                        delay = bench.random.uniform(0, seconds / 2)
+                        with (
+                            killing_lvm2(trial, delay) as killed,
+                            contextlib.suppress(grpc.RpcError),
+                        ):
+                            call()
+                        hits += bool(killed)
+                        _patiently(call)
+                    _await_empty(trial)
+            except Exception:
+                print(machine.said(), file=sys.stderr)
+                raise
+            finally:
+                machine.stop()
+    return 2 * 3 * times, f"{hits} lvm2 died; each call succeeded when repeated, nothing was left"
+
+
+def _life(trial: Trial) -> Iterator[Callable[[], object]]:
+    """A volume is made, staged after its device was taken away, and deleted."""
+    client, machine = trial.machine.client, trial.machine
+    identity = str(VolumeId.of(report.read(machine.host.lvm).group(machine.group), "vol-a"))
+    volume = csi.Volume(volume_id=identity)
+    yield lambda: client.create("a", 16 * MIB, block())
+    machine.host.deactivate(machine.group, "vol-a")
+    yield lambda: client.stage(volume, machine.host.directory / "staging", block())
+    yield lambda: client.delete(identity)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    started = time.monotonic()
+    call()
+    return time.monotonic() - started
+
+
+def _patiently(call: Callable[[], object]) -> None:
+    """Make a call until it succeeds, as a CO does."""
+    deadline = time.monotonic() + 90
+    while True:
+        try:
+            call()
+        except grpc.RpcError as error:
+            if time.monotonic() > deadline:
+                raise Fault(f"{error.code().name}: {error.details()}") from error
+            time.sleep(0.5)
+        else:
+            return
+
+
+def _await_empty(trial: Trial) -> None:
+    """Until all is given back; of a pool's spare lvm2 may leave a volume that nothing tells of."""
+    machine, deadline = trial.machine, time.monotonic() + 150
+    while left := set(report.read(machine.host.lvm).group(machine.group).volumes):
+        if left == {"lvol0"}:
+            machine.host.lvm("lvremove", "--yes", "--", f"{machine.group}/lvol0")
+        elif time.monotonic() > deadline:
+            raise Fault(f"{', '.join(sorted(left))} is left")
+        time.sleep(0.5)
 
 
 def lvm2_killed_while_suspended(bench: Bench) -> tuple[int, str]:

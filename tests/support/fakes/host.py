@@ -152,12 +152,10 @@ class FakeHost:
             found.volumes[leg.name] = leg
         found.seqno += 1
 
-    def leave_parts(self, group: str, pool: str) -> None:
-        """Leave of a thin pool what an lvm2 leaves that dies while it activates it: its parts."""
-        made = self.lvm2.groups[group].volumes[pool]
-        assert isinstance(made, FakePool)
-        self.lvm2.deactivate(group, pool)
-        made.left = True
+    def leave_parts(self, group: str, name: str, *parts: str) -> None:
+        """Leave of a volume what an lvm2 leaves that dies while it activates it: parts of it."""
+        self.lvm2.deactivate(group, name)
+        self.lvm2.groups[group].volumes[name].left = parts
 
     def half_make_pool(self, group: str, pool: str) -> None:
         """Leave in place of an empty pool what an lvm2 leaves that dies while it makes one."""

@@ -266,11 +266,11 @@ class RealHost:
                 return
         raise AssertionError("lvm2 was always quicker")
 
-    def leave_parts(self, group: str, pool: str) -> None:
-        """Leave of a thin pool what an lvm2 leaves that dies while it activates it: its parts."""
-        self.deactivate(group, pool)
-        for part in ("_tdata", "_tmeta"):
-            self.lvm("lvchange", "--yes", "--activate", "y", "--", f"{group}/{pool}{part}")
+    def leave_parts(self, group: str, name: str, *parts: str) -> None:
+        """Leave of a volume what an lvm2 leaves that dies while it activates it: parts of it."""
+        self.deactivate(group, name)
+        for part in parts:
+            self.lvm("lvchange", "--yes", "--activate", "y", "--", f"{group}/{name}{part}")
 
     def half_make_pool(self, group: str, pool: str) -> None:
         """Leave in place of an empty pool what an lvm2 leaves that dies while it makes one."""

@@ -78,8 +78,7 @@ class KernelSide(Machine):
         """The seam `lvm.devices.Devices`."""
         found = self.groups[group].volumes.values() if group in self.groups else ()
         whole = [one.name for one in found if one.active]
-        left = [one.name for one in found if isinstance(one, FakePool) and one.left]
-        return (*whole, *(f"{name}{part}" for name in left for part in ("_tdata", "_tmeta")))
+        return (*whole, *(f"{one.name}{part}" for one in found for part in one.left))
 
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         """The seam `lvm.devices.Devices`."""

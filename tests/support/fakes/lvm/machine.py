@@ -109,11 +109,11 @@ class Machine:
         if isinstance(volume, FakePool) and volume.damaged and not volume.active:
             path = f"{group.name}/{volume.name}"
             raise Failure(f"Check of pool {path} failed (status:64). Manual repair required!")
-        if isinstance(volume, FakePool) and volume.left:
+        if volume.left:
             path = f"{group.name}/{volume.name}"
             raise Failure(
                 f"Activation of logical volume {path} is prohibited while logical volume"
-                f" {path}_tmeta is active."
+                f" {path}{volume.left[0]} is active."
             )
         if any(one.startswith(f"{volume.name}_rmeta_") for one in group.volumes):
             path = f"{group.name}/{volume.name}"

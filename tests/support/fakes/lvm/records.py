@@ -65,6 +65,8 @@ class FakeVolume:
     failed: dict[str, Media] = field(default_factory=dict)
     # The same: which legs are not in sync yet, and for how many looks.
     rebuilding: dict[str, int] = field(default_factory=dict)
+    # What its parts have after its name, those that are active by themselves.
+    left: tuple[str, ...] = ()
 
     @property
     def is_copy_on_write(self) -> bool:
@@ -115,8 +117,6 @@ class FakePool(FakeVolume):
     # So that thin_check(8) refuses it.
     damaged: bool = False
     chunks: Chunks = field(default_factory=Chunks)
-    # Whether its parts are active by themselves.
-    left: bool = False
     # What its metadata snapshot tells, if it has one: the blocks of each volume by its number.
     held: dict[int, dict[int, bytes]] | None = None
 

@@ -19,6 +19,7 @@ from fakes.lvm.records import (
     ranges_of,
 )
 
+from lvm import report
 from lvm.tuning import PLAIN, Tuning
 
 
@@ -188,11 +189,9 @@ class VolumeCommands(PoolCommands):
         assert arguments.flag("--yes") == bool(policy or settings)
         tuning = tuning_in(arguments)
         path, *further = arguments.rest()
-        if activate == "n" and path.endswith("_tdata"):
-            assert further == [path.replace("_tdata", "_tmeta")]
-            pool = self._found(path.removesuffix("_tdata"))[1]
-            assert isinstance(pool, FakePool)
-            pool.left = False
+        if activate == "n" and (whole := report.whole(path)) != path:
+            assert {report.whole(one) for one in further} <= {whole}, "not needed so far"
+            self._found(whole)[1].left = ()
             return ""
         group, volume = self._found(path)
         assert not further or not (activate or permission or refreshed), "not needed so far"
