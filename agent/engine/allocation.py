@@ -48,12 +48,13 @@ def is_own_pool(pool: report.LogicalVolume) -> bool:
 def is_half_made_pool(pool: report.LogicalVolume) -> bool:
     """Whether it is what Carver had lvm2 make a pool, over which lvm2 died.
 
-    It has the tags of a pool of Carver's, which lvm2 commits before it is one, and nobody ever had
-    it.
+    It has all the tags of a pool of Carver's, which lvm2 commits before it is one, and nobody ever
+    had it.
     """
     facts = tags.decode(pool.tags)
+    is_told = facts.get(fact.STATE) == fact.READY and facts.get(fact.CHUNK, "").isdigit()
     is_named_so = pool.name == pool_name(facts.get(fact.CLASS, ""))
-    return is_named_so and facts.get(fact.CHUNK, "").isdigit() and pool.layout == {"linear"}
+    return is_told and is_named_so and pool.layout == {"linear"}
 
 
 def is_to_be_swept(group: report.Group, disk: report.PhysicalVolume) -> bool:

@@ -120,6 +120,7 @@ def test_a_pool_of_someone_else_is_not_made_use_of_and_not_overwritten(
 def test_a_volume_that_is_called_as_a_pool_is_not_taken_for_one(
     client: Client, fake: FakeHost
 ) -> None:
+    # All of a pool's tags but one: with that it would be what lvm2 leaves that dies over a pool.
     tags = ("--addtag", "carver.class=thin", "--addtag", "carver.chunk=65536")
     fake.lvm(
         *("lvcreate", "--yes", "--wipesignatures", "y", "--zero", "y", "--activate", "y"),
