@@ -269,8 +269,11 @@ class RealHost:
     def leave_parts(self, group: str, name: str, *parts: str) -> None:
         """Leave of a volume what an lvm2 leaves that dies while it activates it: parts of it."""
         self.deactivate(group, name)
+        # By a process: a shell refuses all changes of tags afterwards ("Cannot change LV properties
+        # when activating component LVs").
+        lvm = replace(self.lvm, run=self._lab.programs)
         for part in parts:
-            self.lvm("lvchange", "--yes", "--activate", "y", "--", f"{group}/{name}{part}")
+            lvm("lvchange", "--yes", "--activate", "y", "--", f"{group}/{name}{part}")
 
     def half_make_pool(self, group: str, pool: str) -> None:
         """Leave in place of an empty pool what an lvm2 leaves that dies while it makes one."""
