@@ -36,13 +36,7 @@ def wipe_name(device_class: str) -> str:
 
 def is_own_pool(pool: report.LogicalVolume) -> bool:
     """Whether Carver made it, as its tags and its layout tell: its name alone proves nothing."""
-    facts = tags.decode(pool.tags)
-    made_for = pool_name(facts.get(fact.CLASS, ""))
-    return (
-        pool.name == made_for
-        and facts.get(fact.CHUNK, "").isdigit()
-        and {"thin", "pool"} <= pool.layout
-    )
+    return _is_told_as_pool(pool) and {"thin", "pool"} <= pool.layout
 
 
 def is_half_made_pool(pool: report.LogicalVolume) -> bool:
@@ -51,10 +45,15 @@ def is_half_made_pool(pool: report.LogicalVolume) -> bool:
     It has all the tags of a pool of Carver's, which lvm2 commits before it is one, and nobody ever
     had it.
     """
+    is_ready = tags.decode(pool.tags).get(fact.STATE) == fact.READY
+    return is_ready and _is_told_as_pool(pool) and pool.layout == {"linear"}
+
+
+def _is_told_as_pool(pool: report.LogicalVolume) -> bool:
+    """Whether the tags say that it is a pool of Carver's, and its name is that one's."""
     facts = tags.decode(pool.tags)
-    is_told = facts.get(fact.STATE) == fact.READY and facts.get(fact.CHUNK, "").isdigit()
-    is_named_so = pool.name == pool_name(facts.get(fact.CLASS, ""))
-    return is_told and is_named_so and pool.layout == {"linear"}
+    made_for = pool_name(facts.get(fact.CLASS, ""))
+    return pool.name == made_for and facts.get(fact.CHUNK, "").isdigit()
 
 
 def is_to_be_swept(group: report.Group, disk: report.PhysicalVolume) -> bool:
