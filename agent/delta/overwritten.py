@@ -13,7 +13,8 @@ from lvm.devices import Exceptions
 
 # 32 MiB of bits: at 4 KiB a chunk, 1 TiB of the origin.
 _PART_CHUNKS = 1 << 28
-_SOME = re.compile(rb"[^\0]+")
+# Bytes of which each bit is set, as many as there are; or one with some.
+_SOME = re.compile(rb"\xff+|[^\0]")
 _ALL = 0xFF
 
 
@@ -66,6 +67,13 @@ def _marked(
     bits = bytearray(-(-chunks // 8))
     for told in table.chunks():
         check()
+        if not told:
+            continue
+        first, last = min(told) - base, max(told) - base
+        if 0 <= first <= last < chunks and last - first == len(told) - 1:
+            # Each is there once, so these are all between: written one after the other, as most is.
+            _mark(bits, first, last + 1)
+            continue
         for chunk in told:
             at = chunk - base
             if 0 <= at < chunks:
@@ -75,11 +83,20 @@ def _marked(
     return bits
 
 
+def _mark(bits: bytearray, start: int, end: int) -> None:
+    """Set the bits from one to before another."""
+    first, last = min(-(-start // 8), end // 8), end // 8
+    bits[first:last] = bytes([_ALL]) * (last - first)
+    edges = (*range(start, min(8 * first, end)), *range(max(8 * last, start), end))
+    for at in edges:
+        bits[at >> 3] |= 1 << (at & 7)
+
+
 def _runs(bits: bytearray) -> Iterator[tuple[int, int]]:
-    """The bits that are set: numbers, and how many follow each other within a byte."""
+    """The bits that are set: numbers, and how many follow each other, as far as is easily seen."""
     for some in _SOME.finditer(bits):
-        for at, byte in enumerate(some.group(), some.start()):
-            if byte == _ALL:
-                yield 8 * at, 8
-            else:
-                yield from ((8 * at + bit, 1) for bit in range(8) if byte >> bit & 1)
+        at, byte = 8 * some.start(), bits[some.start()]
+        if byte == _ALL:
+            yield at, 8 * (some.end() - some.start())
+        else:
+            yield from ((at + bit, 1) for bit in range(8) if byte >> bit & 1)

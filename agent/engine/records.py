@@ -10,6 +10,8 @@ from lvm.layout import LINEAR, Layout
 
 # What a snapshot was taken of, where neither its tags nor lvm2 know; no logical volume's name.
 UNKNOWN = "unknown"
+# What is no volume any more, or not yet.
+_UNLISTED = (fact.WIPING, fact.COPYING, fact.RECEIVING, fact.MOVED)
 
 
 @dataclass(frozen=True)
@@ -110,8 +112,7 @@ class Volume:
     @property
     def is_listed(self) -> bool:
         """Whether it is a volume for the callers of the Controller."""
-        is_here = not (self.wiping or self.copying or self.receiving or self.moved)
-        return is_here and not self.is_ephemeral
+        return self.facts.get(fact.STATE) not in _UNLISTED and not self.is_ephemeral
 
     @property
     def is_half_made(self) -> bool:

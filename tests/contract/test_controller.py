@@ -355,6 +355,28 @@ def test_volumes_are_listed_part_by_part(client: Client) -> None:
 
 
 @pytest.mark.variation
+def test_a_list_that_was_told_before_has_what_changed_since(client: Client) -> None:
+    def listed(most: int = 0) -> tuple[dict[str, int], str]:
+        part = client.controller.ListVolumes(csi.ListVolumesRequest(max_entries=most))
+        found = {one.volume.volume_id: one.volume.capacity_bytes for one in part.entries}
+        return found, part.next_token
+
+    first, second = (client.create(f"pvc-{number}", EXTENT, block()) for number in range(2))
+    all_of_it = {one.volume_id: one.capacity_bytes for one in (first, second)}
+    assert listed() == listed() == (all_of_it, "")
+    least, greatest = sorted(all_of_it)
+    assert listed(1) == ({least: EXTENT}, greatest)
+    client.expand(least, 3 * EXTENT)
+    assert listed(1) == ({least: 3 * EXTENT}, greatest)
+    client.delete(greatest)
+    assert listed(1) == listed() == ({least: 3 * EXTENT}, "")
+    client.delete(least)
+    assert listed() == ({}, "")
+    again = client.create("pvc-0", EXTENT, block())
+    assert listed() == ({again.volume_id: EXTENT}, "")
+
+
+@pytest.mark.variation
 def test_a_token_that_was_not_given_out_is_aborted(client: Client) -> None:
     with expect.code("ABORTED", "starting_token"):
         client.controller.ListVolumes(csi.ListVolumesRequest(starting_token="made-up"))  # noqa: S106

@@ -5,6 +5,7 @@ import tracemalloc
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 
@@ -94,3 +95,31 @@ def test_whoever_does_not_want_it_any_more_ends_it() -> None:
 
     with pytest.raises(Gone):
         list(overwritten.ranges(Table([1]), 0, TIB, check))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_was_written_one_after_the_other_is_told_whole(seed: int) -> None:
+    """Also where the kernel ended its copies in another order, and where stretches touch."""
+    chance = random.Random(seed)
+    numbers: list[int] = []
+    at = 0
+    while at < 20_000:
+        length = chance.choice([1, 7, 8, 9, 256, 300, 4_000])
+        stretch = list(range(at, at + length))
+        if chance.randrange(2):
+            for first in range(0, length, 16):
+                few = stretch[first : first + 16]
+                chance.shuffle(few)
+                stretch[first : first + 16] = few
+        numbers += stretch
+        at += length + chance.choice([0, 1, 8, 500])
+    # The order of stretches is that of the writes.
+    cut = chance.randrange(len(numbers))
+    found = ranges(Table(numbers[cut:] + numbers[:cut]), 0, 30_000 * CHUNK, 1 << 12)
+    told = [
+        number
+        for one in found
+        for number in range(one.offset_bytes // CHUNK, one.end_bytes // CHUNK)
+    ]
+    assert told == sorted(numbers)
+    assert all(one.end_bytes < other.offset_bytes for one, other in pairwise(found))
