@@ -8,6 +8,7 @@ writes one; mount/cryptsetup.py has cryptsetup do that.
 import hashlib
 import json
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ _BINARY_BYTES = 4096
 _CHECKSUM_AT, _CHECKSUM_BYTES = 448, 64
 _MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
 _VERSION = 2
+# How often it is looked again, and after how long, where a copy is there and none is whole.
+_LOOKS, _LOOK_SECONDS = 10, 0.02
 # The kind of area by which a re-encryption that is not done protects what it is at; and the flag
 # of the segment that it is at, which is there afterwards only if it was killed.
 _REENCRYPTION, _TORN = "reencrypt", "in-reencryption"
@@ -53,11 +56,20 @@ class Header:
 def read(kernel: Kernel, device: str) -> Header | None:
     """The header on a device, by either of its copies; None where neither is whole.
 
-    Raises OSError where the device cannot be read.
+    cryptsetup writes one copy after the other, so that one is whole at any moment; but one who
+    reads them in turn may meet each as it is written, above all of a volume that is re-encrypted.
+    That is over at the next look, and damage is not. Raises OSError where it cannot be read.
     """
-    found = (_copy(kernel, device, number) for number in range(len(_MAGICS)))
-    every = [one for one in found if one is not None]
-    return max(every, key=lambda one: one[0])[1] if every else None
+    for look in range(_LOOKS):
+        if look:
+            time.sleep(_LOOK_SECONDS)
+        found = (_copy(kernel, device, number) for number in range(len(_MAGICS)))
+        every = [one for one in found if one is not None]
+        if every:
+            return max(every, key=lambda one: one[0])[1]
+        if not bears_any(kernel, device):
+            break
+    return None
 
 
 def bears_any(kernel: Kernel, device: str) -> bool:

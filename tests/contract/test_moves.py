@@ -131,14 +131,16 @@ def test_nobody_begins_to_use_it_while_the_last_round_is_sent(
 def test_who_asks_for_a_volume_beside_another_call_asks_again(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here.service.locks.grace_seconds = 0.0
     ask = here.client.transfer
     codes: list[str] = []
     compared, kept = threading.Event(), threading.Event()
+    grace = here.service.locks.grace_seconds
 
     def meet(method: str, **words: str) -> dict[str, str]:
         if method != "HoldMove" or not compared.is_set():
             return ask(method, **words)
+        # Only then: another call that meets this one waits for it, as it would at any time.
+        monkeypatch.setattr(here.service.locks, "grace_seconds", grace if codes else 0.0)
         first = here.service.locks.hold(ids.logical_name(volume.volume_id))
         with first if not codes else nullcontext():
             try:

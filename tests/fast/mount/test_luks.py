@@ -1,10 +1,14 @@
 """LUKS2 headers, read: what cryptsetup 2.6 wrote at each stage of a re-encryption."""
 
-from typing import Any
+import json
+import struct
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 
 from mount import luks
+from mount.syscalls import Kernel
 
 OFFSET, DONE = 4194304, 553648128
 
@@ -67,3 +71,42 @@ def test_a_slot_of_no_data_opens_nothing() -> None:
     assert (found.slots, found.unbound) == ((0,), (1, 3))
     found = luks._header("u", told(STAGES["ended"][0], is_reencrypting=True))
     assert (found.slots, found.unbound) == ((0, 1), (3,))
+
+
+def copy_of(magic: bytes) -> bytes:
+    """One copy of a header, as it stands on a disk."""
+    text = json.dumps(told(STAGES["none"][0], is_reencrypting=False)).encode()
+    shape = ">6s H Q Q 48s 32s 64s 40s 48s Q"
+    names = (b"", b"sha256", bytes(64), b"own", b"", 0)
+    binary = struct.pack(shape, magic, 2, luks.METADATA_BYTES, 1, *names)
+    whole = (binary.ljust(4096, b"\0") + text).ljust(luks.METADATA_BYTES, b"\0")
+    return whole[:448] + luks.digest(whole, "sha256") + whole[512:]
+
+
+@dataclass
+class Disk:
+    """A device whose header somebody writes meanwhile: so often each copy is met half written."""
+
+    torn: int
+    reads: int = 0
+
+    def read(self, _device: str, offset: int, length: int) -> bytes:
+        data = copy_of((b"LUKS\xba\xbe", b"SKUL\xba\xbe")[offset // luks.METADATA_BYTES])
+        if length == luks.METADATA_BYTES:
+            self.reads += 1
+            if self.reads <= 2 * self.torn:
+                data = data[:4100] + bytes(len(data) - 4100)
+        return data[:length]
+
+
+@pytest.mark.parametrize("torn", [0, 1, 3])
+def test_a_header_that_is_written_meanwhile_is_whole_at_the_next_look(torn: int) -> None:
+    found = luks.read(cast(Kernel, Disk(torn)), "/dev/any")
+    assert found is not None
+    assert found.uuid == "own"
+
+
+def test_a_header_that_is_damaged_stays_so() -> None:
+    disk = Disk(torn=1000)
+    assert luks.read(cast(Kernel, disk), "/dev/any") is None
+    assert disk.reads > 2
