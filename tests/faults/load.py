@@ -165,14 +165,14 @@ class Worker:
         return answer
 
 
-def patiently(call: Callable[[], T], *codes: str) -> T:
-    """Repeat a call while nobody answers it, while an earlier one is at work, and on `codes`."""
+def patiently(call: Callable[[], T]) -> T:
+    """Repeat a call while nobody answers it, and while an earlier one is still at work."""
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
             return call()
         except grpc.RpcError as error:
-            if error.code().name not in {*GONE, "ABORTED", *codes} or time.monotonic() > deadline:
+            if error.code().name not in {*GONE, "ABORTED"} or time.monotonic() > deadline:
                 raise
         time.sleep(0.2)
 
@@ -289,10 +289,8 @@ def _look_over(client: Client, name: str, events: dict[str, str]) -> Iterator[st
         patiently(lambda: client.publish(volume, life.staging, life.target, life.capability))
         if "written" in events and life.digest() != events["written"]:
             yield f"{name}: other data"
-        # In use for a moment: another client's fsck has what is open here, until its program runs.
-        busy = "FAILED_PRECONDITION"
-        patiently(lambda: client.unpublish(volume.volume_id, life.target), busy)
-        patiently(lambda: client.unstage(volume.volume_id, life.staging), busy)
+        client.unpublish(volume.volume_id, life.target)
+        client.unstage(volume.volume_id, life.staging)
         if not life.raw:
             parsed = VolumeId.parse(volume.volume_id)
             assert parsed is not None
