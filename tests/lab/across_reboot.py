@@ -136,7 +136,7 @@ class Copy:
 
             self._until(lambda: is_over() or worker_at(path) is not None)
             worker = worker_at(path)
-            self._until(lambda: is_over() or is_reencrypting(path))
+            self._until(lambda: is_over() or header(path).is_reencrypting)
             if self.is_cut:
                 assert worker is not None
                 os.kill(worker, signal.SIGSTOP)
@@ -179,12 +179,6 @@ def header(path: str) -> luks.Header:
     found = luks.read(Kernel(), path)
     assert found is not None, path
     return found
-
-
-def is_reencrypting(path: str) -> bool:
-    """Whether the header says so; while it is written, neither of its copies may be whole."""
-    found = luks.read(Kernel(), path)
-    return found is not None and found.is_reencrypting
 
 
 def beneath(path: str) -> bytes:

@@ -372,11 +372,8 @@ def _opens(told: dict[str, Any], key: bytes, slot: str | None) -> bool:
     return any(one.get("key") == hashlib.sha256(key).hexdigest() for one in every)
 
 
-def _put(device: FakeDevice, uuid: str, told: dict[str, Any]) -> None:
-    """Both copies of a header, as they stand on a disk."""
-    slots = [one for one, how in told["keyslots"].items() if how["type"] == "luks2"]
-    bound = [one for one in slots if one not in told.get("unbound", ())]
-    told = {**told, "digests": {"0": {"keyslots": bound, "segments": ["0"]}}}
+def copies(uuid: str, told: dict[str, Any]) -> Iterator[bytes]:
+    """Both copies of a header that says so, in their order on a disk, each METADATA_BYTES long."""
     text = json.dumps(told).encode()
     assert len(text) < luks.METADATA_BYTES - BLOCK_BYTES
     for number, magic in enumerate(_MAGICS):
@@ -387,8 +384,16 @@ def _put(device: FakeDevice, uuid: str, told: dict[str, Any]) -> None:
         )
         whole = binary.ljust(BLOCK_BYTES, b"\0") + text
         whole = whole.ljust(luks.METADATA_BYTES, b"\0")
-        checksum = luks.digest(whole, "sha256")
-        device.media.write(start, whole[:448] + checksum + whole[512:])
+        yield whole[:448] + luks.digest(whole, "sha256") + whole[512:]
+
+
+def _put(device: FakeDevice, uuid: str, told: dict[str, Any]) -> None:
+    """Both copies of a header, as they stand on a disk."""
+    slots = [one for one, how in told["keyslots"].items() if how["type"] == "luks2"]
+    bound = [one for one in slots if one not in told.get("unbound", ())]
+    told = {**told, "digests": {"0": {"keyslots": bound, "segments": ["0"]}}}
+    for number, copy in enumerate(copies(uuid, told)):
+        device.media.write(number * luks.METADATA_BYTES, copy)
     device.contents = Signature("crypto_LUKS", "crypto", uuid, "carver")
 
 
