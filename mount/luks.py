@@ -56,9 +56,9 @@ class Header:
 def read(kernel: Kernel, device: str) -> Header | None:
     """The header on a device, by either of its copies; None where neither is whole.
 
-    cryptsetup writes one copy after the other, so that one is whole at any moment; but one who
-    reads them in turn may meet each as it is written, above all of a volume that is re-encrypted.
-    That is over at the next look, and damage is not. Raises OSError where it cannot be read.
+    cryptsetup writes one copy after the other, and while a volume is re-encrypted again and again:
+    who reads both in turn may meet each half written. At the next look that is over, and damage is
+    not. Raises OSError where it cannot be read.
     """
     for look in range(_LOOKS):
         if look:
