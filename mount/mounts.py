@@ -167,15 +167,27 @@ def _mount(
 
 
 def _unmount(kernel: Kernel, path: str) -> None:
+    if _is_released(kernel, path):
+        return
+    # A look at a mount, such as a statfs or a walk of a path in it, keeps it busy for a moment.
+    # Where nobody is found that moment is over, or what keeps it is another mount.
+    found = users.of(kernel, path)
+    if found or not _is_released(kernel, path):
+        raise errors.Busy(path, found)
+
+
+def _is_released(kernel: Kernel, path: str) -> bool:
+    """Unmount the topmost mount there; whether it is not busy. Raises UnmountFailed."""
     try:
         with target.unchanged(path):
             kernel.unmount(path)
     except OSError as error:
         if error.errno == errno.EBUSY:
-            raise errors.Busy(path, users.of(kernel, path)) from error
+            return False
         # EINVAL: no mount point. Someone else unmounted it meanwhile, which is as well.
         if error.errno != errno.EINVAL:
             raise errors.UnmountFailed(path, _why(error)) from error
+    return True
 
 
 def _is_mounted(mounts: table.Table, place: str, number: DeviceNumber, wanted: Set[str]) -> bool:

@@ -312,7 +312,7 @@ class Engine:
         """The seam `lvm.command.Run`: after a command that may have done anything, look anew."""
         self._require_none_stuck(words)
         try:
-            return self._run(*words)
+            result = self._run(*words)
         except lvm_errors.CommandStuck as error:
             self._sight.forget()
             with self._guard:
@@ -321,6 +321,11 @@ class Engine:
         except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
             self._sight.forget()
             raise
+        else:
+            # It may have failed half way, before a commit or after a device was suspended.
+            if result.exit_code and not only_looks(words):
+                self._sight.forget()
+            return result
         finally:
             # Not before: a look beside it may have seen what was there until then.
             if not only_looks(words):

@@ -178,6 +178,17 @@ def test_after_a_command_of_which_nobody_knows_what_it_did_it_is_asked_anew(
     assert looks(fake) == 2
 
 
+def test_after_a_change_that_failed_it_is_asked_anew_of_what_it_did(
+    fake: FakeHost, known: Engine
+) -> None:
+    known.look()
+    fake.intercept = lambda words: Result(5, "", "half way") if words[1] == "lvcreate" else None
+    with pytest.raises(lvm_errors.LvmError):
+        volumes.create(known.lvm, "data", volumes.New("a", 4 * MIB, {}))
+    known.look()
+    assert looks(fake) == 2
+
+
 def test_a_device_that_was_left_suspended_is_seen_to_be_resumed(
     fake: FakeHost, known: Engine
 ) -> None:

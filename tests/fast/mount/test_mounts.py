@@ -282,6 +282,26 @@ def test_a_mount_marked_busy_names_its_path(path: str) -> None:
     assert "by pid 7 (sh)" in str(errors.Busy(path, ["pid 7 (sh)"]))
 
 
+def test_a_mount_that_was_looked_at_for_a_moment_is_unmounted(path: str) -> None:
+    class Looked(FakeKernel):
+        """Someone's statfs of the mount is under way when it is to be unmounted first."""
+
+        looks = 1
+
+        def unmount(self, path: str) -> None:
+            if self.looks:
+                self.looks -= 1
+                raise OSError(16, "Device or resource busy", path)
+            super().unmount(path)
+
+    kernel = Looked(FakeDevices())
+    mounts.ensure_mounted(kernel, formatted(kernel, "web"), path, "ext4", NONE)
+
+    mounts.ensure_unmounted(kernel, path)
+
+    assert not table.read(kernel).at(path)
+
+
 def test_an_unmount_that_the_kernel_refuses_is_told(path: str) -> None:
     class Refusing(FakeKernel):
         """Without the capability."""
