@@ -178,6 +178,7 @@ def write_some(disk: Disk, chance: random.Random) -> None:
 
 
 @layouts
+@pytest.mark.timeout(3600)
 def test_random_histories_are_told_to_the_block(
     client: Client,
     service: Service,
