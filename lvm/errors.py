@@ -166,7 +166,7 @@ _MESSAGES: tuple[tuple[re.Pattern[str], type[CommandFailed]], ...] = (
 # What lvm2 and libdevmapper print where malloc(3) fails, and what ENOMEM is called.
 _NO_MEMORY = re.compile(
     r"out of memory|cannot allocate memory|alloc(ation)? failed"
-    r"|(could not|couldn't|failed to|unable to) allocate\b",
+    r"|(could not|couldn't|failed to|unable to) allocate\b|failed to create bcache",
     re.I,
 )
 

@@ -111,6 +111,7 @@ def test_lvm_s_messages_are_understood(stderr: str, error: type[errors.CommandFa
     [
         ("  Failed to allocate memory for a command.", True),
         ("  Couldn't allocate new snapshot segment.", True),
+        ("  Failed to create bcache with 64 cache blocks.", True),
         ("  device-mapper: reload ioctl on  (253:1) failed: Cannot allocate memory", True),
         (
             "  Insufficient suitable allocatable extents for logical volume a: 5 more required",
