@@ -167,17 +167,17 @@ def _mount(
 
 
 def _unmount(kernel: Kernel, path: str) -> None:
-    if _is_released(kernel, path):
+    if _try_to_unmount(kernel, path):
         return
     # A look at a mount, such as a statfs or a walk of a path in it, keeps it busy for a moment.
     # Where nobody is found that moment is over, or what keeps it is another mount.
     found = users.of(kernel, path)
-    if found or not _is_released(kernel, path):
+    if found or not _try_to_unmount(kernel, path):
         raise errors.Busy(path, found)
 
 
-def _is_released(kernel: Kernel, path: str) -> bool:
-    """Unmount the topmost mount there; whether it is not busy. Raises UnmountFailed."""
+def _try_to_unmount(kernel: Kernel, path: str) -> bool:
+    """Unmount the topmost mount there; False where it is busy. Raises UnmountFailed."""
     try:
         with target.unchanged(path):
             kernel.unmount(path)

@@ -311,6 +311,7 @@ class Engine:
     def _watched(self, *words: str) -> Result:
         """The seam `lvm.command.Run`: after a command that may have done anything, look anew."""
         self._require_none_stuck(words)
+        is_change = not only_looks(words)
         try:
             result = self._run(*words)
         except lvm_errors.CommandStuck as error:
@@ -323,12 +324,12 @@ class Engine:
             raise
         else:
             # It may have failed half way, before a commit or after a device was suspended.
-            if result.exit_code and not only_looks(words):
+            if result.exit_code and is_change:
                 self._sight.forget()
             return result
         finally:
             # Not before: a look beside it may have seen what was there until then.
-            if not only_looks(words):
+            if is_change:
                 self._changed = True
 
     def _require_none_stuck(self, words: tuple[str, ...]) -> None:
