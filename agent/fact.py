@@ -42,9 +42,11 @@ FROM = "from"
 BRIDGE = "bridge"
 # Of a volume that could not grow when it was asked to: the bytes that it grows to.
 WANTED = "wanted"
-# Of a snapshot: the logical volume it was taken of, and when (nanoseconds of the epoch).
+# Of a snapshot: the logical volume it was taken of, and when (nanoseconds of the epoch), which is
+# for people; and its number in the order in which the group's snapshots were taken.
 SOURCE = "source"
 TIME = "time"
+SEQUENCE = "sequence"
 # Of a snapshot of a group: the group snapshot's id, how many snapshots it has, what was asked for.
 GROUP_SNAPSHOT = "groupSnapshot"
 MEMBERS = "members"

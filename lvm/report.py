@@ -89,6 +89,9 @@ class LogicalVolume:
     read_only: bool = False
     # Its device makes whoever reads or writes there wait.
     suspended: bool = False
+    # Of a thin volume: its number in its pool. lvm2 gives a new one the number above all that are
+    # there (get_free_pool_device_id in lib/metadata/thin_manip.c), so they tell the order.
+    thin_id: int | None = None
     # Of a pool.
     metadata_size_bytes: int = 0
     # Of a volume with a cache, or a pool: the volume that its cache is.
@@ -225,8 +228,8 @@ _COLUMNS = {
     "lv_metadata_size,lv_suspended,lv_read_ahead,raid_min_recovery_rate,raid_max_recovery_rate",
     # What lies on each disk, parts of a volume by names of their own.
     "pvseg": "pv_uuid,lv_name,pvseg_size",
-    # Where each piece of a volume begins, of the volume and on a disk.
-    "seg": "lv_name,seg_start,seg_pe_ranges",
+    # Where each piece of a volume begins, of the volume and on a disk; a thin one's number.
+    "seg": "lv_name,seg_start,seg_pe_ranges,thin_id",
 }
 
 # What of lvm.conf(5) changes the rows of a JSON report with columns that are named: which of them
@@ -276,7 +279,10 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     disks = _disks_by_volume(part["pvseg"])
     cached = _cached_pools(part["pvseg"])
     ranges = _ranges(part["seg"])
-    volumes = [_logical_volume(name, volume, disks, cached, ranges) for volume in part["lv"]]
+    thin_ids = {row["lv_name"]: int(row["thin_id"]) for row in part["seg"] if row["thin_id"]}
+    volumes = [
+        _logical_volume(name, volume, disks, cached, ranges, thin_ids) for volume in part["lv"]
+    ]
     if any(one.overflowed is None for one in volumes):
         begins = _beginnings(part, int(row["vg_extent_size"]))
         volumes = [
@@ -359,6 +365,7 @@ def _logical_volume(
     disks: Mapping[str, set[str]],
     cached_pools: Mapping[str, str],
     ranges: Mapping[str, Sequence[str]],
+    thin_ids: Mapping[str, int],
 ) -> LogicalVolume:
     name = row["lv_name"]
     return LogicalVolume(
@@ -382,6 +389,7 @@ def _logical_volume(
         cachevol=f"{name}_cache_cvol" if name in cached_pools else _hidden(row["pool_lv"]),
         tuning=_tuning(row),
         ranges=tuple(ranges.get(name, ())),
+        thin_id=thin_ids.get(name),
     )
 
 

@@ -3,10 +3,11 @@
 LVM's own metadata tell where to look: a thin pool's which blocks a volume has, and has alone; a
 copy-on-write snapshot's table which chunks of its origin were overwritten since. The same bytes may
 have been written again: so what was written is compared, for whoever wants to know what changed.
+Which of two snapshots is the older one has no say in where to look: a clock may have stepped.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,12 +18,14 @@ from agent.delta import comparing, overwritten, spool
 from agent.delta.extents import Extent, Reading, clipped, merged
 from agent.delta.reservations import Reservations
 from agent.delta.spool import Spool
+from agent.engine import records
 from agent.engine.jobs import Stopping
 from agent.engine.means import Means
 from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
 from lvm import errors as lvm_errors
 from lvm import names, report, thinmaps
+from lvm.devices import Exceptions
 from lvm.thinmaps import Run
 from mount.reading import Reader
 
@@ -100,8 +103,8 @@ class Delta:
                 words = thinmaps.differing_words
                 self._spool(ranges, _pool(base), thinmaps.differing, words, check, base, target)
                 candidates = partial(clipped, ranges)
-            elif not _pool(base):
-                candidates = self._overwritten(base, check)
+            elif tables := self._tables(base, target):
+                candidates = partial(_overwritten, tables, base.size_bytes, check)
             unlike = partial(_unlike, old, base.size_bytes, new, check)
             sieve: _Sieve = unlike if is_compared else iter
             readable = self._require_readable(base, target)
@@ -177,17 +180,16 @@ class Delta:
             raise lvm_errors.Inactive(group, name)
         return number
 
-    def _overwritten(self, base: _Read, check: Callable[[], None]) -> _Candidates:
-        """What the base's origin overwrote, and what is behind the base's end."""
-        table = self._devices.exceptions(base.group.name, base.name)
+    def _tables(self, base: _Read, target: _Read) -> list[Exceptions]:
+        """The tables of which one at least has all that differs; none where there are no such.
 
-        def candidates(start: int, end: int) -> Iterator[Extent]:
-            own = min(end, base.size_bytes)
-            if start < own:
-                yield from overwritten.ranges(table, start, own, check)
-            yield from _everything(max(start, base.size_bytes), end)
-
-        return candidates
+        That of the older one has it, whichever of two snapshots that is, and all of the other's.
+        """
+        those = [base] if isinstance(target, Volume) else [base, target]
+        if any(_pool(one) for one in those):
+            return []
+        tables = [self._devices.exceptions(one.group.name, one.name) for one in those]
+        return tables if len({one.chunk_bytes for one in tables}) == 1 else []
 
     def _require_readable(self, *those: _Read) -> Callable[[], None]:
         def require() -> None:
@@ -236,7 +238,7 @@ def _require_comparable(base: _Read, target: _Read) -> None:
         raise errors.NoSuchSnapshot(str(base.id))
     if base.source_id != of:
         why = f"the one is of {base.source_id}, the other of {of}"
-    elif isinstance(target, Snapshot) and base.time_nanoseconds > target.time_nanoseconds:
+    elif records.is_older(base, target) is False:
         why = "it was taken later"
     elif base.size_bytes > target.size_bytes:
         why = f"it has {base.size_bytes} bytes, the other {target.size_bytes}"
@@ -246,6 +248,16 @@ def _require_comparable(base: _Read, target: _Read) -> None:
 
 def _pool(one: _Read) -> str:
     return one.group.volume(one.name).pool
+
+
+def _overwritten(
+    tables: Sequence[Exceptions], base_bytes: int, check: Callable[[], None], start: int, end: int
+) -> Iterator[Extent]:
+    """What the tables' origin overwrote, and what is behind the base's end."""
+    own = min(end, base_bytes)
+    if start < own:
+        yield from overwritten.ranges(tables, start, own, check)
+    yield from _everything(max(start, base_bytes), end)
 
 
 def _checked(runs: Iterable[Run], check: Callable[[], None]) -> Iterator[Extent]:

@@ -1,12 +1,13 @@
-"""Which ranges of its origin a copy-on-write snapshot has copies of, in order.
+"""Which ranges of their origin copy-on-write snapshots have copies of, in order.
 
-Its table has them in the order in which they were overwritten. Of 16 TiB in chunks of 4 KiB a list
+A table has them in the order in which they were overwritten. Of 16 TiB in chunks of 4 KiB a list
 would take gigabytes, so the table is read once for each part of the origin that has any, and a part
 is a bit for each chunk.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from agent.delta.extents import Extent, clipped, merged
 from lvm.devices import Exceptions
@@ -19,35 +20,36 @@ _ALL = 0xFF
 
 
 def ranges(
-    table: Exceptions,
+    tables: Sequence[Exceptions],
     start_bytes: int,
     end_bytes: int,
     check: Callable[[], None],
     part_chunks: int = _PART_CHUNKS,
 ) -> Iterator[Extent]:
-    """The ranges between two places, sorted and merged; `check` may end it, by an error.
+    """The ranges between two places that any table has, sorted and merged.
 
-    A part of the origin is `part_chunks` at most, a multiple of 8.
+    All tables have chunks of one size. `check` may end it, by an error. A part of the origin is
+    `part_chunks` at most, a multiple of 8.
     """
-    found = _chunks(table, start_bytes, end_bytes, check, part_chunks)
+    found = _chunks(tables, start_bytes, end_bytes, check, part_chunks)
     return clipped(merged(found), start_bytes, end_bytes)
 
 
 def _chunks(
-    table: Exceptions,
+    tables: Sequence[Exceptions],
     start_bytes: int,
     end_bytes: int,
     check: Callable[[], None],
     part_chunks: int,
 ) -> Iterator[Extent]:
-    size = table.chunk_bytes
+    size = tables[0].chunk_bytes
     last = -(-end_bytes // size)
     # The parts that are left, as far as is known: the first reading of the table tells them all.
     part, left = start_bytes // size // part_chunks, set[int]()
     while part * part_chunks < last:
         base = part * part_chunks
         chunks = min(part_chunks, last - base)
-        for number, count in _runs(_marked(table, base, chunks, part_chunks, left, check)):
+        for number, count in _runs(_marked(tables, base, chunks, part_chunks, left, check)):
             yield Extent((base + number) * size, count * size)
         left.discard(part)
         if not left:
@@ -56,7 +58,7 @@ def _chunks(
 
 
 def _marked(
-    table: Exceptions,
+    tables: Sequence[Exceptions],
     base: int,
     chunks: int,
     part_chunks: int,
@@ -65,13 +67,13 @@ def _marked(
 ) -> bytearray:
     """A bit for each chunk of a part; the parts behind it that have some are put on the list."""
     bits = bytearray(-(-chunks // 8))
-    for told in table.chunks():
+    for told in chain.from_iterable(one.chunks() for one in tables):
         check()
         if not told:
             continue
         first, last = min(told) - base, max(told) - base
         if 0 <= first <= last < chunks and last - first == len(told) - 1:
-            # Each is there once, so these are all between: written one after the other, as most is.
+            # Each once in a table, so these are all between: written one after another, as most is.
             _mark(bits, first, last + 1)
             continue
         for chunk in told:

@@ -183,6 +183,11 @@ class Snapshot:
         return is_encrypted(self.facts)
 
     @property
+    def sequence(self) -> int:
+        """Its number in the order of the group's snapshots; 0 where Carver 0.1.0 took it."""
+        return _number(self.facts, fact.SEQUENCE)
+
+    @property
     def is_thin(self) -> bool:
         """Whether it shares a pool with its source, and does not need it any more."""
         return bool(self.pool)
@@ -275,6 +280,35 @@ def snapshots_of(volume: Volume) -> Iterator[Snapshot]:
     return (one for one in every if one is not None and one.source_id == volume.id)
 
 
+def next_sequence(group: report.Group) -> int:
+    """The number of the next snapshot in a group, which the caller holds: above all that are there.
+
+    The report must be one that was read within.
+    """
+    facts = (tags.decode(one.tags) for one in group.volumes.values())
+    return 1 + max((_number(one, fact.SEQUENCE) for one in facts), default=0)
+
+
+def is_older(one: Snapshot, other: Snapshot | Volume) -> bool | None:
+    """Whether a snapshot was taken before another of its volume; None where that is not known.
+
+    The clock has no say: it may have stepped in between. Where one has no number, by 0.1.0, a pool
+    knows the order of what is in it.
+    """
+    if isinstance(other, Volume):
+        return True
+    if one.sequence and other.sequence:
+        numbers: tuple[int | None, int | None] = (one.sequence, other.sequence)
+    elif one.pool and one.pool == other.pool:
+        numbers = (_thin_id(one), _thin_id(other))
+    else:
+        return None
+    first, second = numbers
+    if first is None or second is None or first == second:
+        return None
+    return first < second
+
+
 def remains_of(snapshot: Snapshot, *, parted: bool = True) -> Volume:
     """What is left of a snapshot that is deleted: read-only, to be wiped once it is parted."""
     facts = {**snapshot.facts, fact.STATE: fact.WIPING}
@@ -324,6 +358,11 @@ def is_whole(members: Sequence[Snapshot]) -> bool:
     return bool(members) and len(members) == max(
         _number(one.facts, fact.MEMBERS) for one in members
     )
+
+
+def _thin_id(snapshot: Snapshot) -> int | None:
+    logical = snapshot.group.volumes.get(snapshot.name)
+    return None if logical is None else logical.thin_id
 
 
 def _number(facts: Mapping[str, str], key: str) -> int:

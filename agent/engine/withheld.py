@@ -11,12 +11,15 @@ from agent.engine.inventory import Inventory
 
 @dataclass(frozen=True)
 class _Lease:
-    """Held by whom, since when (epoch, nanoseconds), until when (monotonic), and what is said."""
+    """Held by whom, until when (monotonic), what is said, and what was in the group before.
+
+    That are LVM UUIDs: of what was there when nobody used it any more; None until it is known.
+    """
 
     word: str
-    since_nanoseconds: int
     until_seconds: float
     why: errors.AgentError
+    before: frozenset[str] | None = None
 
 
 class Withheld:
@@ -67,7 +70,7 @@ class Withheld:
             if (found.word if found else "") != word:
                 raise why
             if found is None:
-                found = _Lease(secrets.token_hex(8), time.time_ns(), now + seconds, why)
+                found = _Lease(secrets.token_hex(8), now + seconds, why)
             self._held[volume_id] = replace(found, until_seconds=now + seconds)
             return found.word
 
@@ -78,11 +81,23 @@ class Withheld:
             if found is not None and found.word == word:
                 del self._held[volume_id]
 
-    def held_since(self, volume_id: str, word: str) -> int | None:
-        """Since when it is held by that word, without a pause (nanoseconds of the epoch)."""
+    def note(self, volume_id: str, word: str, before: frozenset[str]) -> None:
+        """Nobody uses what is held by that word; `before` are the LVM UUIDs of what is there."""
         with self._guard:
             found = self._lease(volume_id)
-            return found.since_nanoseconds if found is not None and found.word == word else None
+            if found is not None and found.word == word and found.before is None:
+                self._held[volume_id] = replace(found, before=before)
+
+    def has_all(self, volume_id: str, word: str, snapshot_uuid: str) -> bool:
+        """Whether a snapshot was taken since it is held by that word, without a pause.
+
+        By what was there then, and not by the time: clocks step.
+        """
+        with self._guard:
+            found = self._lease(volume_id)
+            if found is None or found.word != word or found.before is None:
+                return False
+            return snapshot_uuid not in found.before
 
     def resume(self, inventory: Inventory, *groups: str) -> None:
         """See which volumes of these groups, or of all, are so by their tags."""

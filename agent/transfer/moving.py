@@ -105,6 +105,11 @@ class Mover:
         held = self._withheld.hold(volume_id, volume.facts[fact.MOVE_TO], HELD_SECONDS, word)
         try:
             users.require_unused(self._kernel, self._inventory, volume)
+            if not word:
+                with self._engines.hold(volume.group.name):
+                    known = self._inventory.awake(volume.group.name).group(volume.group.name)
+                    there = frozenset(one.uuid for one in known.volumes.values())
+                    self._withheld.note(volume_id, held, there)
         except BaseException:
             self._withheld.release(volume_id, held)
             raise
@@ -124,10 +129,10 @@ class Mover:
             volume = self._moving(volume_id)
             if volume.moved:
                 return self._departure(volume)
-            since = self._withheld.held_since(volume_id, word)
             known = self._inventory.awake(volume.group.name)
             snapshot = self._inventory.snapshot(known, snapshot_id)
-            if since is None or snapshot.time_nanoseconds < since:
+            uuid = snapshot.group.volume(snapshot.name).uuid
+            if not self._withheld.has_all(volume_id, word, uuid):
                 why = f"it may have been used since {snapshot_id} was taken; send another"
                 raise errors.NotMoved(volume_id, why)
             if snapshot.source_id != volume.id or snapshot.size_bytes != volume.size_bytes:

@@ -1,6 +1,7 @@
 """Snapshots that are sent: what a stream of one says of it, and what it can go on from."""
 
 from agent import errors, fact
+from agent.engine import records
 from agent.engine.means import Means
 from agent.engine.records import Snapshot
 from agent.ids import VolumeId, group_of
@@ -38,7 +39,9 @@ class Sender:
         base = self._ready(known, base_id)
         if base.source_id != snapshot.source_id:
             raise errors.BadField("since", f"{base_id} is of {base.source_id}, another volume")
-        if base.time_nanoseconds >= snapshot.time_nanoseconds or base.id == snapshot.id:
+        is_newer = records.is_older(base, snapshot) is False
+        # Volumes only grow.
+        if is_newer or base.id == snapshot.id or base.size_bytes > snapshot.size_bytes:
             raise errors.BadField("since", f"{base_id} is no older than {snapshot_id}")
         return Header(
             **{

@@ -75,6 +75,7 @@ class Snapshotter:
     ) -> Snapshot:
         """Take a snapshot with a logical volume's name; to be called with the group held.
 
+        `volume` is of a report that was read within, which says what number the snapshot gets.
         One of a thin volume is thin, unless it shall be `copy_on_write`. One command. Raises
         NoRoom, NotSnapshotted.
         """
@@ -87,6 +88,7 @@ class Snapshotter:
             fact.STATE: fact.READY,
             fact.SIZE: str(volume.size_bytes),
             fact.SOURCE: volume.name,
+            fact.SEQUENCE: str(records.next_sequence(group)),
             **{key: volume.facts[key] for key in _INHERITED if key in volume.facts},
         }
         if pool:

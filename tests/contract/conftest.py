@@ -1,12 +1,14 @@
 """The same tests on a machine in memory and, with --real, on this one."""
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import configured
 import nodes
 import pytest
+from clocks import Clock
 from nodes import Node
 from real.any import AnyHost
 
@@ -28,6 +30,14 @@ def little_memory_for_keys(monkeypatch: pytest.MonkeyPatch, real: bool) -> None:
     if real:
         words = ("--pbkdf-memory", "32", "--pbkdf-parallel", "1", "--pbkdf-force-iterations", "4")
         monkeypatch.setattr(cryptsetup, "_PBKDF", ("--pbkdf", "argon2id", *words))
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock that snapshots are dated by; deadlines have others (time.time, time.monotonic)."""
+    made = Clock()
+    monkeypatch.setattr(time, "time_ns", made)
+    return made
 
 
 @pytest.fixture

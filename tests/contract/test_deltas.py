@@ -12,6 +12,7 @@ import chosen
 import configured
 import expect
 import pytest
+from clocks import Clock
 from real.any import AnyHost
 
 from agent import errors, ids
@@ -292,6 +293,78 @@ def test_a_restored_volume_is_another_and_is_not_compared(disk: Disk, client: Cl
             disk.service.delta.changed(taken, one),
         ):
             pass
+
+
+# The order in which snapshots were taken, whatever the clock says.
+
+HOURS = 3600.0
+
+
+def forget_order(disk: Disk, snapshot_id: str) -> None:
+    """Have a snapshot be as Carver 0.1.0 took it: without its number."""
+    name = ids.logical_name(snapshot_id)
+    found = report.read(disk.host.lvm).group(disk.group).volume(name)
+    number = {"sequence": tags.decode(found.tags)["sequence"]}
+    volumes.mark(disk.host.lvm, disk.group, name, old=number, new={})
+
+
+@layouts
+@pytest.mark.parametrize("hours", chosen.kinds([-2, 0, 2], usual=[-2]))
+def test_a_step_of_the_clock_has_no_say_in_what_differs(
+    disk: Disk, client: Client, clock: Clock, hours: int
+) -> None:
+    disk.write(0, b"a" * 4096)
+    older = disk.snapshot()
+    clock.step(hours * HOURS)
+    disk.write(4096, b"b" * 4096)
+    newer = disk.snapshot()
+    disk.write(8192, b"c" * 4096)
+    require_exact(disk)
+    with disk.service.delta.changed(older, newer) as reading:
+        assert list(reading.extents()) == [Extent(4096, 4096)]
+    with expect.code("INVALID_ARGUMENT", "taken later"):
+        changed(client, newer, older)
+
+
+@pytest.mark.variation
+@layouts
+def test_two_snapshots_of_one_moment_are_told_apart(
+    disk: Disk, client: Client, clock: Clock
+) -> None:
+    clock.stand()
+    taken = []
+    for number in range(3):
+        disk.write(number * 4096, b"a" * 4096)
+        taken.append(disk.snapshot())
+    require_exact(disk)
+    with expect.code("INVALID_ARGUMENT", "taken later"):
+        changed(client, taken[2], taken[1])
+
+
+@layouts
+@pytest.mark.parametrize("which", chosen.kinds(["older", "newer", "both"], usual=["both"]))
+def test_snapshots_without_a_number_are_ordered_by_what_lvm_knows(
+    disk: Disk, client: Client, clock: Clock, which: str
+) -> None:
+    disk.write(0, b"a" * 4096)
+    older = disk.snapshot()
+    clock.step(-2 * HOURS)
+    disk.write(4096, b"b" * 4096)
+    newer = disk.snapshot()
+    disk.write(8192, b"c" * 4096)
+    for name, one in (("older", older), ("newer", newer)):
+        if which in (name, "both"):
+            forget_order(disk, one)
+    require_exact(disk)
+    if disk.layout == "thin":
+        with expect.code("INVALID_ARGUMENT", "taken later"):
+            changed(client, newer, older)
+    else:
+        # Nobody knows: both tables are read, and it is as exact backwards.
+        assert told(changed(client, newer, older)) == [Extent(4096, 4096)]
+    third = disk.snapshot()
+    with expect.code("INVALID_ARGUMENT", "taken later"):
+        changed(client, disk.snapshot(), third)
 
 
 # The pool's metadata snapshot.

@@ -8,6 +8,7 @@ import chosen
 import expect
 import grpc
 import pytest
+from clocks import Clock
 from nodes import MIB, SIZE, Node, Stand, volume_of, write
 
 from agent import errors, ids
@@ -184,6 +185,38 @@ def test_a_move_that_was_killed_while_it_held_the_volume_is_waited_for(
     move(here, Stand(there), volume).run()
     assert len(looks) == 3
     assert len(usable(there)) == 1
+
+
+@pytest.mark.parametrize("hours", chosen.kinds([-2, 2], usual=[-2]))
+def test_a_step_of_the_clock_does_not_stop_a_move(
+    here: Node, there: Node, volume: csi.Volume, clock: Clock, hours: int
+) -> None:
+    content = here.content("vol-db")
+    stand = Stand(there)
+    # Before each word with the other node: between rounds, and while nobody can use the volume.
+    stand.before = lambda _words: clock.step(hours * 3600)
+    move(here, stand, volume).run()
+    assert there.content("vol-db") == content
+
+
+def test_what_was_taken_before_the_last_round_began_is_not_all_whatever_the_clock_says(
+    here: Node, volume: csi.Volume, clock: Clock
+) -> None:
+    """The snapshot is of a time to come: what was written after it would be lost."""
+    identity = {"volume_id": volume.volume_id}
+    here.client.transfer("BeginMove", **identity, node="there")
+    clock.step(7200)
+    early = here.client.snapshot("early", volume.volume_id)
+    clock.step(-7200)
+    write(here, "vol-db", random.Random(3))
+    word = here.client.transfer("HoldMove", **identity)["word"]
+    with expect.code("FAILED_PRECONDITION", "send another"):
+        here.client.transfer("CommitMove", **identity, snapshot_id=early.snapshot_id, word=word)
+    clock.step(-7200)
+    last = here.client.snapshot("last", volume.volume_id)
+    here.client.transfer("HoldMove", **identity, word=word)
+    told = here.client.transfer("CommitMove", **identity, snapshot_id=last.snapshot_id, word=word)
+    assert told["state"] == "moved"
 
 
 @pytest.mark.variation

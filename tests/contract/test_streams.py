@@ -8,6 +8,7 @@ import chosen
 import expect
 import nodes
 import pytest
+from clocks import Clock
 from nodes import LAYOUTS, MIB, SIZE, Node, volume_of, write
 
 from agent import errors
@@ -254,6 +255,27 @@ def test_only_what_is_older_and_of_the_same_volume_is_a_base(here: Node) -> None
         nodes.stream(here, "a", since="d")
     with pytest.raises(errors.BadField, match="offset"):
         nodes.stream(here, "a", offset_bytes=100)
+
+
+@pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["linear"]))
+@pytest.mark.parametrize("hours", chosen.kinds([-2, 2], usual=[-2]))
+def test_a_stream_holds_the_chain_it_claims_though_the_clock_stepped(
+    here: Node, there: Node, clock: Clock, layout: str, hours: int
+) -> None:
+    chance = random.Random(20)
+    volume = volume_of(here, layout)
+    write(here, "vol-db", chance)
+    here.client.snapshot("1", volume.volume_id, ROOM)
+    clock.step(hours * 3600)
+    write(here, "vol-db", chance)
+    here.client.snapshot("2", volume.volume_id, ROOM)
+    write(here, "vol-db", chance)
+    for compare in (False, True):
+        chain = nodes.stream(here, "1") + nodes.stream(here, "2", since="1", compare=compare)
+        nodes.receive(there, f"copy-{compare}", chain, layout)
+        assert there.content(f"vol-copy-{compare}") == here.content("snap-2")
+    with expect.code("INVALID_ARGUMENT", "no older"):
+        nodes.stream(here, "1", since="2")
 
 
 @pytest.mark.variation

@@ -99,6 +99,7 @@ class Reports(KernelSide):
                     "lv_name": volume.name,
                     "seg_start": "0",
                     "seg_pe_ranges": ranges_of(group, volume),
+                    "thin_id": str(volume.number) if isinstance(volume, FakeThin) else "",
                 }
                 for volume in group.volumes.values()
             ],
