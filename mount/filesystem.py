@@ -43,6 +43,20 @@ class Run(Protocol):
         ...
 
 
+Version = tuple[int, int]
+
+OLDEST_KERNEL: Version = (4, 18)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A feature that mkfs switches on by default and kernels before `kernel` cannot mount."""
+
+    option: str
+    name: str
+    kernel: Version
+
+
 @dataclass(frozen=True)
 class FileSystem:
     """How one file system is made, and what it needs.
@@ -52,7 +66,8 @@ class FileSystem:
     `uuid` is the option that gives it one, or of a comma list the word. `duplicate_data` are mount
     options for a copy that has its origin's UUID. `check` is the program
     that looks over a file system before it is mounted, and mends what it can without asking;
-    `repair` is what a person does with one that is damaged.
+    `repair` is what a person does with one that is damaged. `features` are switched off for older
+    kernels, in the order in which mkfs learned them.
     """
 
     program: str
@@ -65,11 +80,13 @@ class FileSystem:
     uuid: tuple[str, str] = ("-U", "")
     check: tuple[str, ...] = ()
     duplicate_data: tuple[str, ...] = ()
+    features: tuple[Feature, ...] = ()
 
 
 # The features are spelled out: a file system is the same on every node, whatever its mke2fs.conf,
 # and a kernel as old as 4.18 can mount it. All are older than e2fsprogs 1.44 and xfsprogs 5.1. What
-# newer tools switch on (orphan_file, rmapbt, …) a class may ask for.
+# newer tools switch on (orphan_file, rmapbt, …) a class may ask for; `features` has what mkfs.xfs
+# switches on by itself.
 FILE_SYSTEMS: Mapping[str, FileSystem] = {
     "ext4": FileSystem(
         program="mkfs.ext4",
@@ -103,6 +120,12 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         repair="xfs_repair",
         uuid=("-m", "uuid="),
         duplicate_data=("nouuid",),
+        # mkfs.xfs(8): options since xfsprogs 5.10 and 5.19, defaults since 5.15 and 6.5.
+        features=(
+            Feature("-m", "bigtime", (5, 10)),
+            Feature("-m", "inobtcount", (5, 10)),
+            Feature("-i", "nrext64", (5, 19)),
+        ),
     ),
     "btrfs": FileSystem(
         program="mkfs.btrfs",
@@ -129,6 +152,8 @@ _REFUSED_WORDS = {
     "root_owner",
     "journal_dev",
 }
+# What mkfs.xfs says of a word that it does not know, before it opens the device.
+_UNKNOWN_OPTION = re.compile(r"unknown option (-\w) (\w+)")
 _VALUE = re.compile(r"[A-Za-z0-9_^.:+=,][A-Za-z0-9_^.:+=,-]*")
 
 
@@ -203,21 +228,35 @@ def _told(run: Run, device: str) -> Mapping[str, str]:
 
 
 def make(
-    run: Run, device: str, fs_type: str, options: Sequence[str] = (), *, uuid: str = ""
+    run: Run,
+    device: str,
+    fs_type: str,
+    options: Sequence[str] = (),
+    *,
+    uuid: str = "",
+    oldest_kernel: Version = OLDEST_KERNEL,
 ) -> None:
     """Make a file system on a device that `probe` has just found blank; with a UUID if one is told.
 
-    Options that give it one go before that.
+    Options that give it one go before that, and before what `oldest_kernel` needs switched off. A
+    mkfs too old to know such a feature makes none, and is run again without the word.
 
     Call it on the line below that check: mke2fs asks before it overwrites only on a terminal, and
     there is none. mkfs.xfs and mkfs.btrfs refuse by themselves, for they are never given -f. No
     tool touches a mounted device. Raises FormatFailed, BadOption, UnsupportedFileSystem.
     """
     file_system = known(fs_type)
-    words = _merged(file_system, check_options(fs_type, options), uuid)
-    result = run(file_system.program, "-q", *words, "--", device)
-    if result.exit_code != 0:
-        raise errors.FormatFailed(device, fs_type, result.stderr)
+    chosen = check_options(fs_type, options)
+    off: Sequence[Feature] = [one for one in file_system.features if one.kernel > oldest_kernel]
+    while True:
+        words = _merged(file_system, chosen, uuid, off)
+        result = run(file_system.program, "-q", *words, "--", device)
+        if result.exit_code == 0:
+            return
+        known_words = _without_unknown(off, result.stderr)
+        if len(known_words) == len(off):
+            raise errors.FormatFailed(device, fs_type, result.stderr)
+        off = known_words
 
 
 def check(run: Run, device: str, fs_type: str) -> None:
@@ -322,12 +361,26 @@ def gives_uuid(fs_type: str, options: Sequence[str]) -> bool:
     return told is not None and any(one.startswith(word) for one in told.split(","))
 
 
-def _merged(file_system: FileSystem, chosen: Mapping[str, str], uuid: str) -> list[str]:
-    """Carver's options with the user's over them, as words."""
+def _without_unknown(features: Sequence[Feature], said: str) -> Sequence[Feature]:
+    """The features that an mkfs knows that said this: none from the one that it does not know."""
+    unknown = _UNKNOWN_OPTION.search(said)
+    for index, one in enumerate(features):
+        if unknown is not None and unknown.groups() == (one.option, one.name):
+            return features[:index]
+    return features
+
+
+def _merged(
+    file_system: FileSystem, chosen: Mapping[str, str], uuid: str, off: Sequence[Feature] = ()
+) -> list[str]:
+    """Carver's options, with these features switched off, and the user's over them, as words."""
     options = dict(file_system.options)
+    added = [(one.option, f"{one.name}=0") for one in off]
     if uuid:
         option, word = file_system.uuid
-        options[option] = ",".join(filter(None, (options.get(option), f"{word}{uuid}")))
+        added.append((option, f"{word}{uuid}"))
+    for option, word in added:
+        options[option] = ",".join(filter(None, (options.get(option), word)))
     for option, value in chosen.items():
         if option in file_system.merged.split() and option in options:
             options[option] = _merged_list(options[option], value)

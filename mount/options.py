@@ -42,8 +42,9 @@ _ATIME = {"noatime", "relatime", "strictatime"}
 # What each file system may be told, by the kernel's Documentation/filesystems/ext4/, admin-guide/
 # xfs.rst and btrfs(5); a word that ends in "=" takes a value.
 FILE_SYSTEM_DATA = {
+    # noacl and nouser_xattr: newer kernels refuse them, in words of their own.
     "ext4": (
-        "barrier barrier= nobarrier commit= data= delalloc "
+        "acl noacl user_xattr nouser_xattr barrier barrier= nobarrier commit= data= delalloc "
         "nodelalloc discard nodiscard dioread_lock dioread_nolock auto_da_alloc noauto_da_alloc "
         "errors=continue errors=remount-ro grpquota usrquota prjquota quota noquota init_itable "
         "init_itable= noinit_itable inode_readahead_blks= journal_checksum "

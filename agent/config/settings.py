@@ -17,6 +17,7 @@ from agent.config.classes import DeviceClass
 from agent.config.groups import BackingFile, Foundation
 from agent.config.values import HALF, Address
 from lvm.layout import NO_RESERVE, Reserve
+from mount.filesystem import OLDEST_KERNEL
 
 DRIVER_NAME = "lvm.csi.carver"
 TOPOLOGY_KEY = f"topology.{DRIVER_NAME}/node"
@@ -112,6 +113,11 @@ SETTINGS: Mapping[str, Setting] = {
     "wipe": Setting(
         values.choice("zero", "none"), lambda: "zero", "what is done to a deleted volume's blocks"
     ),
+    "oldest_kernel": Setting(
+        values.parse_kernel,
+        lambda: "4.18",
+        "the oldest Linux that must be able to mount new file systems, such as 5.10",
+    ),
     "header_backups": Setting(
         lambda value: values.parse_absolute_path(value) if value else None,
         lambda: "",
@@ -169,6 +175,7 @@ class Config:
     inline_total_limit: Reserve = NO_RESERVE
     health_address: Address | None = None
     driver_name: str = DRIVER_NAME
+    oldest_kernel: tuple[int, int] = OLDEST_KERNEL
     header_backups: Path | None = None
     kubeconfig: Path | None = None
     orphan_interval_seconds: int = 0

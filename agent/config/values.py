@@ -60,6 +60,13 @@ def parse_count(value: object) -> int:
     return int(str(value))
 
 
+def parse_kernel(value: object) -> tuple[int, int]:
+    """A version of Linux, as major and minor number."""
+    if not (match := re.fullmatch(r"(\d{1,3})\.(\d{1,4})", str(value))):
+        raise ValueError('a version of Linux as text, such as "5.10"')
+    return int(match[1]), int(match[2])
+
+
 def parse_period(value: object) -> int:
     """Seconds between two deeds that cost something; 0 for none at all."""
     seconds = parse_count(value)

@@ -71,6 +71,7 @@ class Access:
         self._chores = means.chores
         # The directories in which kubelet may have volumes mounted.
         self._inside = means.config.kubelet_dir
+        self._oldest_kernel = means.config.oldest_kernel
 
     def stage(self, call: StageVolume) -> None:
         """Activate the volume; format it, once in its life, and mount it at the staging path.
@@ -332,7 +333,13 @@ class Access:
             filesystem.check_size(fs_type, volume.capacity_bytes)
             # Blank by the probe, and never formatted by the tags: only then.
             make = partial(
-                filesystem.make, self._run, device.path, fs_type, words, uuid=_own_uuid(device)
+                filesystem.make,
+                self._run,
+                device.path,
+                fs_type,
+                words,
+                uuid=_own_uuid(device),
+                oldest_kernel=self._oldest_kernel,
             )
             self._chores.do(str(volume.id), volume.group.name, "mkfs", make, look)
             return {fact.FORMATTED: fs_type}

@@ -36,6 +36,24 @@ def test_a_made_file_system_is_found_by_the_next_probe(host: Any, fs_type: str) 
     assert found.uuid
 
 
+@pytest.mark.parametrize("oldest_kernel", [(4, 18), (5, 10), (5, 19)])
+def test_xfs_is_made_for_the_oldest_kernel_and_mounts(
+    host: Any, oldest_kernel: filesystem.Version
+) -> None:
+    device = host.new_device(320 * MIB)
+
+    filesystem.make(host.run, device, "xfs", oldest_kernel=oldest_kernel)
+
+    place = str(host.directory / "mounted")
+    target.ensure_directory(host.kernel, place)
+    mounts.ensure_mounted(host.kernel, device, place, "xfs", options.Options())
+    if isinstance(host, RealHost):
+        said = host.run("xfs_info", "--", place).stdout
+        for one in filesystem.FILE_SYSTEMS["xfs"].features:
+            # Not every version of mkfs.xfs makes by default what the kernel could mount.
+            assert f"{one.name}=0" in said or one.kernel <= oldest_kernel, said
+
+
 def test_a_label_is_told_by_the_probe(host: Any) -> None:
     device = host.new_device(32 * MIB)
 

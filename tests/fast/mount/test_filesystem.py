@@ -1,6 +1,7 @@
 """What programs are run with, and what is made of their answers."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from fakes.devices import FakeDevices
@@ -120,9 +121,84 @@ def test_xfs_is_never_given_a_key_twice() -> None:
     filesystem.make(run, "/dev/x", "xfs", ["-m", "rmapbt=1", "-K", "-n", "size=8192"])
 
     words = list(run.words)
-    assert words[words.index("-m") + 1] == "crc=1,finobt=1,reflink=1,rmapbt=1"
+    metadata = "crc=1,finobt=1,reflink=1,bigtime=0,inobtcount=0,rmapbt=1"
+    assert words[words.index("-m") + 1] == metadata
     assert words[words.index("-K") + 1] != ""
     assert "size=8192" in words
+
+
+@pytest.mark.parametrize(
+    ("oldest_kernel", "off"),
+    [
+        ((4, 18), ["bigtime=0", "inobtcount=0", "nrext64=0"]),
+        ((5, 10), ["nrext64=0"]),
+        ((5, 19), []),
+        ((6, 1), []),
+    ],
+)
+def test_xfs_has_no_feature_that_the_oldest_kernel_cannot_mount(
+    oldest_kernel: tuple[int, int], off: list[str]
+) -> None:
+    run = Script()
+
+    filesystem.make(run, "/dev/x", "xfs", oldest_kernel=oldest_kernel)
+
+    said = [one for word in run.words for one in word.split(",") if one.endswith("=0")]
+    assert [one for one in said if one != "rmapbt=0"] == off
+
+
+def test_a_user_may_ask_for_a_feature_of_newer_kernels() -> None:
+    run = Script()
+
+    filesystem.make(run, "/dev/x", "xfs", ["-m", "bigtime=1"])
+
+    words = " ".join(run.words)
+    assert "bigtime=1" in words
+    assert "bigtime=0" not in words
+
+
+class OldMkfs:
+    """A mkfs.xfs that knows some features only, and says so before it opens the device."""
+
+    def __init__(self, *features: str) -> None:
+        self.features = features
+        self.calls: list[tuple[str, ...]] = []
+
+    def __call__(self, *words: str) -> Result:
+        """Refuse the first word that is not known, in the order in which options are read."""
+        self.calls.append(words)
+        for option, value in pairwise(words):
+            for one in value.split(",") if option in ("-m", "-i") else ():
+                if one.partition("=")[0] not in (*self.features, *OLDEST_FEATURES):
+                    return Result(1, "", f"unknown option {option} {one}\nUsage: mkfs.xfs\n")
+        return Result(0, "", "")
+
+
+OLDEST_FEATURES = ("crc", "finobt", "reflink", "rmapbt", "sparse")
+
+
+@pytest.mark.parametrize(
+    ("features", "calls"),
+    [((), 2), (("bigtime", "inobtcount"), 2), (("bigtime", "inobtcount", "nrext64"), 1)],
+)
+def test_an_mkfs_that_does_not_know_a_feature_is_run_without_it(
+    features: tuple[str, ...], calls: int
+) -> None:
+    run = OldMkfs(*features)
+
+    filesystem.make(run, "/dev/x", "xfs")
+
+    assert len(run.calls) == calls
+    last = " ".join(run.calls[-1])
+    assert all(f"{one}=0" in last for one in features)
+    assert last.count("=0") == 1 + len(features)  # rmapbt=0
+
+
+def test_a_users_word_that_mkfs_does_not_know_is_told() -> None:
+    run = OldMkfs()
+
+    with pytest.raises(errors.FormatFailed, match="unknown option -m bigtime=1"):
+        filesystem.make(run, "/dev/x", "xfs", ["-m", "bigtime=1"])
 
 
 @pytest.mark.parametrize(

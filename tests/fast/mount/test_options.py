@@ -24,6 +24,11 @@ def test_options_are_sorted_by_where_they_belong() -> None:
     )
 
 
+@pytest.mark.parametrize("word", ["acl", "noacl", "user_xattr", "nouser_xattr"])
+def test_ext4_may_have_acls_and_extended_attributes_or_not(word: str) -> None:
+    assert options.parse([word], "ext4").data == (word,)
+
+
 def test_no_options_are_no_options() -> None:
     assert options.parse([]) == Options()
     assert options.parse(["rw", "defaults", "async", "exec"]) == Options()
