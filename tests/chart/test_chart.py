@@ -26,6 +26,8 @@ SNAPSHOTS = "snapshot.storage.k8s.io/v1"
 every_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 Values = dict[str, Any]
+# What is given where a test is about something else: the chart asks for a choice.
+DEMO: Values = {"demo": True}
 # Values, release and API groups of the cluster in, the path of a file with the objects out.
 Template = Callable[..., Path]
 
@@ -142,16 +144,29 @@ def test_every_account_that_is_named_is_there_or_given(file: Path, template: Tem
         assert {one["roleRef"]["name"] for one in bindings} == manifest.names(made, kind)
 
 
+def test_without_a_choice_of_storage_nothing_is_installed(template: Template) -> None:
+    for values in ({}, {"settings": {"log_level": "debug"}}, {"config": "# [[classes]]\n"}):
+        with pytest.raises(Refused, match="no storage is configured: give `config` with"):
+            template(values)
+    pool: Values = {"node": {"nodeSelector": {"a": "b"}}}
+    groups = '[[groups]]\nname = "carver"\ndevices = ["/dev/sdb"]\n'
+    pools: list[Values] = [{"name": "a", "config": groups} | pool, {"name": "b"} | pool]
+    with pytest.raises(Refused, match="no storage is configured for the pool b"):
+        template({"pools": pools})
+    pools[1]["demo"] = True
+    template({"pools": pools})
+
+
 def test_a_typo_is_refused(template: Template) -> None:
     with pytest.raises(Refused, match="nodeselector"):
-        template({"node": {"nodeselector": {}}})
+        template(DEMO | {"node": {"nodeselector": {}}})
 
 
 # Without anything
 
 
 def test_the_default_comes_up_without_the_snapshot_crds(template: Template) -> None:
-    made = template()
+    made = template(DEMO)
     assert sidecars(made) == {"carver", "provisioner", "resizer"}
     assert "snapshot.storage.k8s.io" not in made.read_text()
     flags = manifest.flags(manifest.container(made, "provisioner"))
@@ -159,17 +174,17 @@ def test_the_default_comes_up_without_the_snapshot_crds(template: Template) -> N
 
 
 def test_snapshots_come_with_their_crds(template: Template) -> None:
-    made = template({}, "carver", SNAPSHOTS)
+    made = template(DEMO, "carver", SNAPSHOTS)
     assert "snapshotter" in sidecars(made)
     assert "VolumeSnapshotClass" in kinds(made)
     assert "VolumeGroupSnapshotClass" not in kinds(made)
-    off = template({"sidecars": {"snapshotter": {"enabled": False}}}, "carver", SNAPSHOTS)
+    off = template(DEMO | {"sidecars": {"snapshotter": {"enabled": False}}}, "carver", SNAPSHOTS)
     assert "snapshotter" not in sidecars(off)
 
 
 def test_group_snapshots_are_for_one_node_whose_sidecar_takes_all(template: Template) -> None:
     values = {"sidecars": {"snapshotter": {"enabled": True, "groups": True}}}
-    made = template(values)
+    made = template(DEMO | values)
     flags = manifest.flags(manifest.container(made, "snapshotter"))
     assert flags["feature-gates"] == "CSIVolumeGroupSnapshot=true"
     # With it the sidecar sees only what has a label that groups never have.
@@ -177,15 +192,15 @@ def test_group_snapshots_are_for_one_node_whose_sidecar_takes_all(template: Temp
     one = manifest.the(made, "VolumeGroupSnapshotClass")
     assert one["apiVersion"] == "groupsnapshot.storage.k8s.io/v1"
     with pytest.raises(Refused, match=r"snapshotter\.enabled"):
-        template({"sidecars": {"snapshotter": {"groups": True}}})
+        template(DEMO | {"sidecars": {"snapshotter": {"groups": True}}})
 
 
 def test_changed_blocks_are_told_by_one_node_under_the_name_of_its_certificate(
     template: Template,
 ) -> None:
-    assert "cbt.storage.k8s.io" not in template().read_text()
+    assert "cbt.storage.k8s.io" not in template(DEMO).read_text()
     needed = {"enabled": True, "tlsSecret": "changed-blocks", "caCert": "cGVt"}
-    made = template({"sidecars": {"snapshotMetadata": needed}})
+    made = template(DEMO | {"sidecars": {"snapshotMetadata": needed}})
     flags = manifest.flags(manifest.container(made, "snapshot-metadata"))
     [mount] = [
         one
@@ -268,8 +283,8 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
         }
         return found | {("path", place) for place in hosts - common - kubelet}
 
-    first = template({}, "carver", SNAPSHOTS)
-    second = template({"driverName": "two.csi.carver"}, "two", SNAPSHOTS)
+    first = template(DEMO, "carver", SNAPSHOTS)
+    second = template(DEMO | {"driverName": "two.csi.carver"}, "two", SNAPSHOTS)
     assert shared(first) & shared(second) == set()
     [(_, one)] = manifest.configurations(first, tmp_path)
     [(_, two)] = manifest.configurations(second, tmp_path)
@@ -317,14 +332,14 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
 )
 def test_what_does_not_go_together_is_told(values: Values, word: str, template: Template) -> None:
     with pytest.raises(Refused, match=re.escape(word)):
-        template(values)
+        template(DEMO | values)
 
 
 def test_the_node_may_list_the_cluster_only_where_orphans_are_looked_for(
     template: Template, tmp_path: Path
 ) -> None:
-    assert "lvm.csi.carver-orphans" not in manifest.names(template(), "ClusterRole")
-    made = template({"orphans": {"enabled": True}})
+    assert "lvm.csi.carver-orphans" not in manifest.names(template(DEMO), "ClusterRole")
+    made = template(DEMO | {"orphans": {"enabled": True}})
     roles = manifest.of_kind(made, "ClusterRole")
     [role] = [one for one in roles if one["metadata"]["name"] == "lvm.csi.carver-orphans"]
     assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"list"}
@@ -335,7 +350,7 @@ def test_the_node_may_list_the_cluster_only_where_orphans_are_looked_for(
 def test_any_setting_is_passed_through_as_what_it_is(template: Template, tmp_path: Path) -> None:
     large = 10 << 40
     values = {"settings": {"file_size": large, "wipe": "none", "devices": ["/dev/sdb"]}}
-    [(_, loaded)] = manifest.configurations(template(values), tmp_path)
+    [(_, loaded)] = manifest.configurations(template(DEMO | values), tmp_path)
     assert (loaded.wipe, loaded.devices) == ("none", ("/dev/sdb",))
     file = loaded.foundations[0].file
     assert file is not None
@@ -351,12 +366,12 @@ def test_arguments_arrive_as_they_are_given(template: Template, tmp_path: Path) 
 def test_an_image_can_be_named_by_its_digest(template: Template) -> None:
     digest = "sha256:" + "0" * 64
     values = {"sidecars": {"provisioner": {"image": {"tag": "", "digest": digest}}}}
-    name = manifest.container(template(values), "provisioner")["image"]
+    name = manifest.container(template(DEMO | values), "provisioner")["image"]
     assert name == f"registry.k8s.io/sig-storage/csi-provisioner@{digest}"
 
 
 def test_the_probes_need_no_metrics(template: Template, tmp_path: Path) -> None:
-    made = template({"metrics": {"enabled": False}})
+    made = template(DEMO | {"metrics": {"enabled": False}})
     [(_, loaded)] = manifest.configurations(made, tmp_path)
     assert loaded.metrics_address is None
     assert loaded.health_address == values.Address("", 9898)
@@ -380,7 +395,7 @@ def test_a_wanted_affinity_holds_on_the_processors_of_the_image(template: Templa
 
 
 def test_alerts_and_dashboard_are_those_of_deploy_monitoring(template: Template) -> None:
-    made = template({"prometheusRule": {"enabled": True}, "dashboard": {"enabled": True}})
+    made = template(DEMO | {"prometheusRule": {"enabled": True}, "dashboard": {"enabled": True}})
     monitoring = CHART.parents[1] / "monitoring"
     rules = manifest.the(made, "PrometheusRule")["spec"]
     assert rules == yaml.safe_load((monitoring / "alerts.yaml").read_text())

@@ -65,7 +65,7 @@ The DaemonSets that there are, each a map of its own values: one without a name,
 have from the chart's values what they do not say.
 */ -}}
 {{- define "carver.pools" -}}
-{{- $common := pick .Values "image" "lvm2" "udev" "settings" "config" "node" }}
+{{- $common := pick .Values "image" "lvm2" "udev" "settings" "config" "demo" "node" }}
 {{- $pools := list }}
 {{- range .Values.pools | default (list dict) }}
 {{- $pool := include "carver.merged" (dict "map" $common "over" .) | fromYaml }}
@@ -204,6 +204,10 @@ volumeMounts:
 {{- range include "carver.pools" . | fromYamlArray }}
 {{- if and (eq .lvm2 "host") (not .udev) }}
 {{- fail "lvm2 of the host goes with the host's udev: udev must be true" }}
+{{- end }}
+{{- if not (or .demo (regexMatch "(?m)^\\s*\\[\\[\\s*(classes|groups)\\s*\\]\\]" .config)) }}
+{{- $where := ternary "" (printf " for the pool %s" .name) (empty .name) }}
+{{- fail (printf "no storage is configured%s: give `config` with [[classes]] that name volume groups (docs/configuration.md), or, for a trial on a sparse file of each node, `demo: true`" $where) }}
 {{- end }}
 {{- range $key, $_ := .settings }}
 {{- if has $key $set }}
