@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from agent import errors, log
 from agent.cli import arguments
@@ -17,6 +18,9 @@ from agent.cli.words import Commands
 from agent.config import settings
 from lvm import errors as lvm_errors
 from mount import errors as mount_errors
+
+if TYPE_CHECKING:
+    from agent.health.preflight import Finding
 
 # Each command's function imports what it needs: gRPC takes a while, rich and shtab are for people.
 
@@ -97,6 +101,11 @@ def _add_doctor(commands: Commands) -> None:
         " is 1 if a check fails.",
     )
     doctor.add_argument("--json", action="store_true", help="one JSON object")
+    doctor.add_argument(
+        "--cluster",
+        action="store_true",
+        help="check the cluster in place of the node: by --kubeconfig, as an administrator",
+    )
     settings.add_arguments(doctor)
     doctor.set_defaults(run=_doctor)
 
@@ -158,11 +167,34 @@ def _status(parsed: argparse.Namespace) -> int:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    from agent.cli import status, terminal
-    from agent.engine.host import this_host
-    from agent.health import preflight, verdicts
+    from agent.cli import terminal
+    from agent.health import verdicts
 
     config = settings.load(parsed, os.environ)
+    found = _cluster_findings(config) if parsed.cluster else _node_findings(config)
+    well = all(one.verdict != verdicts.FAIL for one in found)
+    if parsed.json:
+        checks = [asdict(one) for one in found]
+        print(json.dumps({"well": well, "checks": checks}, indent=2, ensure_ascii=False))
+    else:
+        terminal.console().print(terminal.doctor(found))
+    return 0 if well else 1
+
+
+def _cluster_findings(config: settings.Config) -> "Sequence[Finding]":
+    from agent.cluster import access, checks
+    from agent.cluster.lists import Lists
+    from agent.cluster.objects import Objects
+
+    server = access.find(config.kubeconfig, os.environ)
+    return checks.everything(Lists(server), Objects(server))
+
+
+def _node_findings(config: settings.Config) -> "Sequence[Finding]":
+    from agent.cli import status
+    from agent.engine.host import this_host
+    from agent.health import preflight
+
     host = this_host(config)
     known = cache(lambda: status.known_to(config, host))
     node = preflight.Node(
@@ -172,14 +204,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
         lambda: known().recent()[0],
         refused=lambda: known().refused,
     )
-    found = preflight.everything(node)
-    well = all(one.verdict != verdicts.FAIL for one in found)
-    if parsed.json:
-        checks = [asdict(one) for one in found]
-        print(json.dumps({"well": well, "checks": checks}, indent=2, ensure_ascii=False))
-    else:
-        terminal.console().print(terminal.doctor(found))
-    return 0 if well else 1
+    return preflight.everything(node)
 
 
 def _orphans(parsed: argparse.Namespace) -> int:

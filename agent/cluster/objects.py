@@ -65,6 +65,10 @@ class Objects:
         """Make an object in a collection; refused where there is one of its name."""
         self._write("POST", path, made, _JSON)
 
+    def review(self, path: str, asked: Object) -> Object:
+        """What the server answers to a question that is put as an object, such as a right."""
+        return self._write("POST", path, asked, _JSON)
+
     def change(self, path: str, change: Object, version: str) -> None:
         """Merge something into the object that was read in that version."""
         about = {**change.get("metadata", {}), "resourceVersion": version}
@@ -75,7 +79,7 @@ class Objects:
         body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
         self._write("DELETE", path, body, _JSON)
 
-    def _write(self, method: str, path: str, body: Object, content: Mapping[str, str]) -> None:
+    def _write(self, method: str, path: str, body: Object, content: Mapping[str, str]) -> Object:
         try:
             status, told = self._ask(method, path, json.dumps(body).encode(), content)
         except (OSError, http.client.HTTPException, Unproved) as error:
@@ -83,6 +87,7 @@ class Objects:
             raise errors.ClusterRefused(method, path, problem) from None
         if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
             raise errors.ClusterRefused(method, path, _refusal(status, told))
+        return told
 
     def _ask(
         self,

@@ -145,9 +145,9 @@ def test_every_account_that_is_named_is_there_or_given(file: Path, template: Tem
 
 
 def test_without_a_choice_of_storage_nothing_is_installed(template: Template) -> None:
-    for values in ({}, {"settings": {"log_level": "debug"}}, {"config": "# [[classes]]\n"}):
+    for given in ({}, {"settings": {"log_level": "debug"}}, {"config": "# [[classes]]\n"}):
         with pytest.raises(Refused, match="no storage is configured: give `config` with"):
-            template(values)
+            template(given)
     pool: Values = {"node": {"nodeSelector": {"a": "b"}}}
     groups = '[[groups]]\nname = "carver"\ndevices = ["/dev/sdb"]\n'
     pools: list[Values] = [{"name": "a", "config": groups} | pool, {"name": "b"} | pool]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from cluster.kubectl import Kubectl, Object, Refused, path
 
+_DISTRIBUTED = "--enable-distributed-snapshotting"
+
 
 class Unusable(Exception):
     """The checks cannot be run at all."""
@@ -203,4 +205,26 @@ def _no_snapshots(kubectl: Kubectl, daemonsets: Sequence[Object]) -> str:
     }
     if daemonsets and not any("snapshotter" in image for image in images):
         return "Carver runs without external-snapshotter (sidecars.snapshotter.enabled)"
+    return _no_nodes_for_controller(kubectl)
+
+
+def _no_nodes_for_controller(kubectl: Kubectl) -> str:
+    """Which distributed snapshot-controller may not list nodes: it serves no driver then."""
+    for one in kubectl.all("deployments.apps"):
+        spec = one["spec"]["template"]["spec"]
+        words = [
+            word
+            for container in spec["containers"]
+            if "snapshot-controller" in container["image"].rpartition("/")[2]
+            for word in [*container.get("command", ()), *container.get("args", ())]
+        ]
+        if not {_DISTRIBUTED, f"{_DISTRIBUTED}=true"} & set(words):
+            continue
+        about = one["metadata"]
+        name = spec.get("serviceAccountName", "default")
+        account = f"system:serviceaccount:{about['namespace']}:{name}"
+        controller = f"the snapshot-controller {about['namespace']}/{about['name']}"
+        for verb in ("get", "list", "watch"):
+            if not kubectl.may(verb, "nodes", account):
+                return f"{controller} may not {verb} nodes (docs/install.md)"
     return ""

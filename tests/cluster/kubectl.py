@@ -106,6 +106,17 @@ class Kubectl:
         given = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
         self("apply", "--filename=-", stdin=json.dumps(given))
 
+    def may(self, verb: str, resource: str, user: str) -> bool:
+        """Whether a user may do something to a resource of the cluster's."""
+        attributes = {"verb": verb, "resource": resource}
+        asked = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SubjectAccessReview",
+            "spec": {"user": user, "resourceAttributes": attributes},
+        }
+        told = self("create", "--filename=-", "--output=json", stdin=json.dumps(asked))
+        return path(json.loads(told), "status", "allowed") is True
+
     def patch(self, kind: str, name: str, change: Object, namespace: str = "") -> None:
         """Change an object."""
         words = ("--type=merge", f"--patch={json.dumps(change)}")

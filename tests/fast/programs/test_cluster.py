@@ -184,6 +184,15 @@ def test_checks_that_need_snapshots_say_so_where_there_are_none(
     assert left(cluster) == []
 
 
+def test_a_distributed_snapshot_controller_must_be_allowed_to_watch_nodes(
+    cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cluster.wrong = {"nodes"}
+    assert tried(cluster, "--only", "snapshot") == run.PARTLY
+    printed = capsys.readouterr().out
+    assert "kube-system/snapshot-controller may not watch nodes" in printed
+
+
 def test_checks_that_need_the_snapshotter_say_so_where_it_is_not_installed(
     cluster: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:

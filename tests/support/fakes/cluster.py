@@ -26,6 +26,20 @@ _STUBS = {
     "df": 'echo "Filesystem 1024-blocks Used"; echo "/dev/dm-0 $KIB 0"',
     "sync": "exit 0",
 }
+_CONTROLLER = {
+    "template": {
+        "spec": {
+            "serviceAccountName": "snapshot-controller",
+            "containers": [
+                {
+                    "name": "snapshot-controller",
+                    "image": "registry.k8s.io/sig-storage/snapshot-controller:v8.7.0",
+                    "args": ["--leader-election=true", "--enable-distributed-snapshotting=true"],
+                }
+            ],
+        }
+    }
+}
 _SNAPSHOT_KINDS = ("volumesnapshots", "volumesnapshotcontents", "volumesnapshotclasses")
 
 _WIDE = frozenset({"namespaces", "nodes", "storageclasses", "volumesnapshotclasses"})
@@ -84,6 +98,7 @@ class FakeCluster:
         selector, template = {"matchLabels": {"app": "carver"}}, {"spec": pod}
         own: Object = {"selector": selector, "template": template}
         self._add("DaemonSet", "carver-node", "carver-system", spec=own)
+        self._add("Deployment", "snapshot-controller", "kube-system", spec=_CONTROLLER)
         self._serve()
 
     # kubectl
@@ -146,6 +161,14 @@ class FakeCluster:
                 one["metadata"]["uid"] = self._uid()
                 self.objects[key] = one
         return 0, "applied", ""
+
+    def _do_create(self, words: list[str], _: dict[str, str], stdin: str) -> tuple[int, str, str]:
+        assert not words
+        asked = json.loads(stdin)
+        assert asked["kind"] == "SubjectAccessReview"
+        attributes = asked["spec"]["resourceAttributes"]
+        is_refused = "nodes" in self.wrong and attributes == {"verb": "watch", "resource": "nodes"}
+        return 0, json.dumps(asked | {"status": {"allowed": not is_refused}}), ""
 
     def _do_patch(self, words: list[str], options: dict[str, str], _: str) -> tuple[int, str, str]:
         one = self.objects[self._kind(words[0]), options["namespace"], words[1]]
@@ -331,6 +354,8 @@ class FakeCluster:
         status["containerStatuses"] = [state]
 
     def _go_on_deployments(self, key: Key, one: Object) -> None:
+        if key[1] == "kube-system":
+            return
         if all("deletionTimestamp" in it["metadata"] for it in self._pods(key[1], "drain-set")):
             self._count += 1
             template = json.loads(json.dumps(one["spec"]["template"]))
