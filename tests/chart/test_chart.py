@@ -394,6 +394,23 @@ def test_a_wanted_affinity_holds_on_the_processors_of_the_image(template: Templa
     assert second["matchFields"][0]["values"] == ["node-1"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "endpoints"),
+    [
+        ("PodMonitor", "podMonitor", "podMetricsEndpoints"),
+        ("ServiceMonitor", "serviceMonitor", "endpoints"),
+    ],
+)
+def test_alerts_and_dashboard_name_the_node(
+    kind: str, value: str, endpoints: str, template: Template
+) -> None:
+    more = {"sourceLabels": ["__meta_kubernetes_pod_name"], "targetLabel": "carver"}
+    made = template(DEMO | {value: {"enabled": True, "relabelings": [more]}})
+    [endpoint] = manifest.the(made, kind)["spec"][endpoints]
+    node = {"sourceLabels": ["__meta_kubernetes_pod_node_name"], "targetLabel": "instance"}
+    assert endpoint["relabelings"] == [node, more]
+
+
 def test_alerts_and_dashboard_are_those_of_deploy_monitoring(template: Template) -> None:
     made = template(DEMO | {"prometheusRule": {"enabled": True}, "dashboard": {"enabled": True}})
     monitoring = CHART.parents[1] / "monitoring"

@@ -394,6 +394,17 @@ def test_alerts_and_dashboard_use_only_labels_that_are_there(names: dict[str, se
         assert {*chosen, *grouped} <= allowed, expression
 
 
+def test_the_alert_of_a_missing_group_outlives_a_restart_of_carver() -> None:
+    [missing] = [one for one in rules() if one["alert"] == "CarverGroupMissing"]
+    # Beside these a series has the pod's name and address, which a restart changes.
+    assert (
+        missing["expr"].count("max by (instance, group) (") == missing["expr"].count("max by") == 2
+    )
+    now, before = missing["expr"].split(" and ")
+    assert now.strip() == "max by (instance, group) (carver_group_present) == 0"
+    assert re.fullmatch(r"max by \(instance, group\) \(max_over_time\(.*\[14d\]\)\) == 1", before)
+
+
 def test_alerts_and_dashboard_ask_only_for_values_that_occur(measured: Measured) -> None:
     occurring = {
         "code": {code.name for code in grpc.StatusCode},
