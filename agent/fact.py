@@ -56,7 +56,8 @@ MEMBER_GROUPS = "memberGroups"
 COMMITTED = "committed"
 # Of a volume that came as a stream: the volume that it is of. While it comes, moreover: the chain
 # that it holds, with its bytes; the chain that it is being brought to, and up to which byte it is;
-# the digest of the word without which it is not finished; that it is being finished.
+# the digest of the word without which it is not finished; that it is being finished, which for
+# what a move left here is that it is being deleted.
 RECEIVED = "received"
 CHAIN = "chain"
 CONTENT = "content"

@@ -15,7 +15,7 @@ from typing import Any
 
 import grpc
 
-from agent import errors, ids
+from agent import errors, fact, ids
 from agent.cli import claims, streams, terminal
 from agent.cli.remote import Remote
 from agent.cli.volumes import Manual
@@ -83,39 +83,58 @@ class Move:
         here = self._caller.transfer("MoveStatus", name=self._volume_id)
         if here["state"] == MOVED:
             there = self._there()
-            if there["state"] != streams.READY or there["release"] != here["release"]:
+            is_theirs = there["release"] == here["release"]
+            if not is_theirs or there["state"] not in (streams.READY, MOVED):
                 raise errors.NotMoved(
                     self._volume_id,
-                    f"{self._remote.node} does not have it as a volume of its own yet: go on with"
-                    " the move, or --undo it",
+                    f"{self._remote.node} does not have it as a volume of its own: go on with the"
+                    " move, or --undo it. Where another node has it by now, --there-is-none and"
+                    " then `carver volume delete` remove what is here",
                 )
         self._drop(keep=())
         self._call("FinishMove")
 
-    def undo(self, *, confirmed: Callable[[], bool]) -> None:
+    def undo(self, *, confirmed: Callable[[str], bool], is_nowhere: Callable[[str], bool]) -> None:
         """Have it be this node's again, and nothing of it there.
 
         `confirmed` is asked where the other node has it in its own right: what was written there
-        is lost. Raises NotMoved, NotConfirmed.
+        is lost. `is_nowhere` is asked where that has none, and may have had it in its own right:
+        it may be another node's by now. Raises NotMoved, NotConfirmed.
         """
+        name, node = self._options.name, self._remote.node
         here = self._caller.transfer("MoveStatus", name=self._volume_id)
         if not here["node"]:
             raise errors.NotMoved(self._volume_id, "no move of it was begun")
+        if here["state"] == fact.WIPING:
+            raise errors.NotMoved(self._volume_id, "what is left of it here is being deleted")
         there = self._there()
         # Another's of that name is not touched: then ours is not there.
-        if there["state"] != streams.ABSENT and there["release"] == here["release"]:
-            if there["state"] == streams.READY:
-                if not confirmed():
-                    raise errors.NotConfirmed(self._options.name, "taken back")
-                self._ask("--withdraw", "--release", here["word"])
+        is_theirs = there["state"] != streams.ABSENT and there["release"] == here["release"]
+        if is_theirs and there["state"] == MOVED:
+            raise errors.NotMoved(
+                self._volume_id, f"{node} has moved it on; --undo that move there first"
+            )
+        if is_theirs and there["state"] == streams.READY:
+            lost = f"What was written to {name} on {node} since it moved is lost. Take it back?"
+            if not confirmed(lost):
+                raise errors.NotConfirmed(name, "taken back")
+            self._ask("--withdraw", "--release", here["word"])
+        elif here["state"] == MOVED and not (is_theirs and _was_never_ready(there)):
+            none = f"{node} has no {name} that came by this move"
+            if not is_nowhere(f"{none}. Is it on no other node either?"):
+                raise errors.NotMoved(
+                    self._volume_id,
+                    f"{none}, but may have had it, and moved it on or deleted it. Look on each"
+                    " node (`carver volume list`); where none has it, --there-is-none takes it"
+                    " back",
+                )
+        if is_theirs:
             self._ask("--abort", "--yes")
-        # First, as they go by the name that the move has.
-        self._drop(keep=())
-        self._call("UndoMove")
-        self._tell(f"{self._options.name} is this node's, and {self._remote.node} has none of it")
+        self.take_back()
+        self._tell(f"{name} is this node's, and {node} has none of it")
 
     def take_back(self) -> None:
-        """Have it be this node's again without a word with the other, which is gone for good."""
+        """Have it be this node's again; the caller knows that no other node has it."""
         # First, as they go by the name that the move has.
         self._drop(keep=())
         self._call("UndoMove")
@@ -192,7 +211,12 @@ class Move:
             raise errors.NotMoved(
                 self._volume_id,
                 f"it is {self._remote.node}'s, which does not have it any more; --undo takes it"
-                " back",
+                " back where no other node has it",
+            )
+        if there["state"] == MOVED:
+            raise errors.NotMoved(
+                self._volume_id,
+                f"{self._remote.node} has moved it on; --finish deletes what is left here",
             )
         if there["state"] != streams.READY:
             there = self._ask("--finish", "--release", begun["word"])
@@ -289,10 +313,10 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
         if cluster and (there := move.status()["there"])["release"] == found["release"]:
             place = move.place_there(there)
             claims.repoint(cluster, found["volume_id"], place, yes=parsed.yes, undo=True)
-        lost = f"What was written to {name} on {node} since it moved is lost. Take it back?"
-        move.undo(confirmed=lambda: confirmed(lost))
+        # --yes says that what is there may be lost, and not that it is nowhere.
+        move.undo(confirmed=confirmed, is_nowhere=terminal.confirmed)
     elif parsed.there_is_none:
-        if not confirmed(f"Is {node} gone for good, and {name} with it?"):
+        if not confirmed(f"Is {name} on no other node any more, {node} or another?"):
             raise errors.NotConfirmed(parsed.name, "taken back")
         move.take_back()
     else:
@@ -304,6 +328,11 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
                 claims.repoint(cluster, found["volume_id"], place, yes=parsed.yes)
             else:
                 tell(claims.steps(found, place))
+
+
+def _was_never_ready(there: Mapping[str, Any]) -> bool:
+    """Whether what is there was never a volume of that node, or is one no more by an --undo."""
+    return bool(there["state"] == streams.RECEIVING or there["finishing"])
 
 
 @contextmanager

@@ -135,7 +135,11 @@ def add_move(verbs: Commands) -> None:
         ("status", "tell how far it is, here and there"),
         ("finish", "delete what is left of it here, once the other node has it"),
         ("undo", "have it be this node's again, and remove it there"),
-        ("there-is-none", "with a node that is gone for good: have it be this node's again"),
+        (
+            "there-is-none",
+            "have it be this node's again without asking the other; say so only where no node"
+            " has it, such as after one is gone for good",
+        ),
     )
     move.add_argument("--json", action="store_true", help="as JSON, progress too")
 

@@ -129,6 +129,8 @@ class Mover:
             volume = self._moving(volume_id)
             if volume.moved:
                 return self._departure(volume)
+            if volume.facts.get(fact.STATE, fact.READY) != fact.READY:
+                raise errors.NotMoved(volume_id, "it is not this node's any more")
             known = self._inventory.awake(volume.group.name)
             snapshot = self._inventory.snapshot(known, snapshot_id)
             uuid = snapshot.group.volume(snapshot.name).uuid
@@ -156,6 +158,8 @@ class Mover:
         """It stays, or is, this node's; the caller saw to it that the other has none of it."""
         with self._engines.hold(ids.group_of(volume_id)):
             volume = self._volume(volume_id)
+            if _is_going(volume):
+                raise errors.NotMoved(volume_id, "what is left of it here is being deleted")
             if fact.MOVE_TO in volume.facts:
                 new = {fact.STATE: fact.READY} if volume.moved else {}
                 self._mark(volume, new, without=(fact.MOVE_TO, fact.MOVE_WORD))
@@ -166,12 +170,18 @@ class Mover:
 
         Raises NotMoved where it is still this node's.
         """
-        try:
-            volume = self._volume(volume_id)
-        except errors.NoSuchVolume:
-            return
-        if not (volume.moved or volume.wiping):
-            raise errors.NotMoved(volume_id, "it is still this node's")
+        with self._engines.hold(ids.group_of(volume_id)):
+            try:
+                volume = self._volume(volume_id)
+            except errors.NoSuchVolume:
+                return
+            if not (volume.moved or volume.wiping):
+                raise errors.NotMoved(volume_id, "it is still this node's")
+            if held := volume.kept_snapshots:
+                raise errors.HasSnapshots(volume_id, held, "delete them first")
+            # Before its first byte is overwritten: an undo would take back what is not whole.
+            if not _is_going(volume):
+                self._mark(volume, {fact.FINISHING: fact.WIPING})
         self._provisioner.delete(volume_id, moved=True)
         self._withheld.allow(volume_id)
 
@@ -203,7 +213,7 @@ class Mover:
         places = users.mounted_at(self._kernel, self._inventory, str(volume.id))
         return Departure(
             volume_id=str(volume.id),
-            state=facts.get(fact.STATE, fact.READY),
+            state=fact.WIPING if _is_going(volume) else facts.get(fact.STATE, fact.READY),
             node=facts.get(fact.MOVE_TO, ""),
             release=hashlib.sha256(word.encode()).hexdigest() if word else "",
             word=word if volume.moved else "",
@@ -215,3 +225,8 @@ class Mover:
         old = {key: volume.facts[key] for key in (*new, *without) if key in volume.facts}
         lvm, group = self._engines.lvm(volume.group.name), volume.group.name
         volumes.mark(lvm, group, volume.name, old=old, new=new)
+
+
+def _is_going(volume: Volume) -> bool:
+    """Whether what is left of it here is being deleted: perhaps it is not whole any more."""
+    return volume.wiping or (volume.moved and fact.FINISHING in volume.facts)

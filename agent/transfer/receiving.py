@@ -193,6 +193,9 @@ class Receiver:
             was = volume.facts.get(fact.RELEASED, "")
             if fact.RECEIVED not in volume.facts or not hmac.compare_digest(was, release):
                 raise errors.NotReceived(volume_id, "it did not come by this move")
+            if fact.MOVE_TO in volume.facts:
+                why = f"it moves on to {volume.facts[fact.MOVE_TO]}; --undo that move here first"
+                raise errors.NotReceived(volume_id, why)
             if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(volume_id, held, "delete them first")
             users.require_unused(self._kernel, self._inventory, volume)

@@ -2,24 +2,46 @@
 
 import random
 import threading
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 
 import chosen
 import expect
 import grpc
+import nodes
 import pytest
 from clocks import Clock
 from nodes import MIB, SIZE, Node, Stand, volume_of, write
+from real.any import AnyHost
 
 from agent import errors, ids
 from agent.cli import moving, streams
 from agent.cli.moving import Move, Options
+from agent.config.settings import Config
 from agent.csi.client import block, mounted
+from agent.volumes.provisioning import Provisioner
 from proto import csi_pb2 as csi
 
 
 def move(here: Node, stand: Stand, volume: csi.Volume) -> Move:
     return Move(here.at, stand, volume.volume_id, Options("db"), lambda _text: None)
+
+
+class Cut(Exception):
+    """The line, or the process, ends."""
+
+
+def yes(_question: str) -> bool:
+    return True
+
+
+def no(_question: str) -> bool:
+    return False
+
+
+def never(question: str) -> bool:
+    raise AssertionError(f"asked: {question}")
 
 
 def usable(node: Node) -> list[csi.Volume]:
@@ -241,15 +263,15 @@ def test_what_is_not_finished_is_taken_back(here: Node, there: Node, volume: csi
     going = move(here, Stand(there), volume)
     going.run()
     with pytest.raises(errors.NotConfirmed):
-        going.undo(confirmed=lambda: False)
+        going.undo(confirmed=no, is_nowhere=never)
     assert len(usable(there)) == 1
-    going.undo(confirmed=lambda: True)
+    going.undo(confirmed=yes, is_nowhere=never)
     assert there.names() == set()
     [back] = usable(here)
     assert back == volume
     assert here.content("vol-db") == content
     with pytest.raises(errors.NotMoved, match="no move"):
-        going.undo(confirmed=lambda: True)
+        going.undo(confirmed=yes, is_nowhere=never)
 
 
 @pytest.mark.variation
@@ -264,10 +286,122 @@ def test_it_is_not_taken_back_while_it_is_used_there(
     there.client.stage(moved, staging, block())
     there.client.publish(moved, staging, target, block())
     with pytest.raises(errors.NodeRefused, match="in use"):
-        going.undo(confirmed=lambda: True)
+        going.undo(confirmed=yes, is_nowhere=never)
     there.client.unpublish(moved.volume_id, target)
-    going.undo(confirmed=lambda: True)
+    going.undo(confirmed=yes, is_nowhere=never)
     assert len(usable(here)) == 1
+
+
+@pytest.fixture
+def third(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
+    """A node that the volume moves on to."""
+    with nodes.made(host, config, tmp_path, "third-node") as made:
+        yield made
+
+
+def test_what_may_have_moved_on_from_there_is_taken_back_only_by_the_word_for_it(
+    here: Node, there: Node, third: Node, volume: csi.Volume
+) -> None:
+    going = move(here, Stand(there), volume)
+    going.run()
+    [arrived] = there.client.volumes()
+    on = Move(there.at, Stand(third), arrived.volume_id, Options("db"), lambda _text: None)
+    on.run()
+    # Its own word tells it from what never was there.
+    with pytest.raises(errors.NotMoved, match="moved it on"):
+        going.undo(confirmed=yes, is_nowhere=yes)
+    with pytest.raises(errors.NotMoved, match="moved it on"):
+        going.run()
+    on.finish()
+    asked: list[str] = []
+
+    def doubt(question: str) -> bool:
+        asked.append(question)
+        return False
+
+    with pytest.raises(errors.NotMoved, match="--there-is-none"):
+        going.undo(confirmed=yes, is_nowhere=doubt)
+    assert "on no other node" in asked[0]
+    with pytest.raises(errors.NotMoved, match="--there-is-none"):
+        going.finish()
+    assert (usable(here), usable(there), len(usable(third))) == ([], [], 1)
+    streams.show(going.status(), as_json=True)
+    # It is gone there, too; whoever knows that says so.
+    third.client.delete(usable(third)[0].volume_id)
+    going.undo(confirmed=never, is_nowhere=yes)
+    assert usable(here) == [volume]
+
+
+@pytest.mark.variation
+def test_what_moves_on_from_there_is_not_taken_back_under_way(
+    here: Node, there: Node, third: Node, volume: csi.Volume
+) -> None:
+    going = move(here, Stand(there), volume)
+    going.run()
+    [arrived] = there.client.volumes()
+    stand = Stand(third)
+    on = Move(there.at, stand, arrived.volume_id, Options("db"), lambda _text: None)
+
+    def before(words: Sequence[str]) -> None:
+        with pytest.raises(errors.AgentError, match=r"moves on to|has moved it on"):
+            going.undo(confirmed=yes, is_nowhere=never)
+
+    stand.before = before
+    on.run()
+    # What is there is only its quarantine: what is here need not be kept for it.
+    going.finish()
+    assert (here.names(), usable(there), len(usable(third))) == (set(), [], 1)
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("state", ["nothing", "some", "withdrawn"])
+def test_what_was_never_usable_there_is_taken_back_unasked(
+    here: Node, there: Node, volume: csi.Volume, state: str
+) -> None:
+    stand = Stand(there)
+    going = move(here, stand, volume)
+
+    def cut(words: Sequence[str]) -> None:
+        if (state == "nothing" and "--json" not in words) or "--finish" in words:
+            raise Cut
+
+    stand.before = cut
+    with pytest.raises(Cut):
+        going.run()
+    if state == "withdrawn":
+        # An undo was cut off where all that is left there is overwritten.
+        word = here.client.transfer("MoveStatus", name="db")["word"]
+        stand.before = lambda _words: None
+        going.run()
+        streams.withdraw(there.at, "db", word)
+    going.undo(confirmed=never, is_nowhere=never)
+    assert usable(here) == [volume]
+    assert there.names() == set()
+
+
+@pytest.mark.variation
+def test_what_is_being_deleted_here_is_not_taken_back(
+    here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    going = move(here, Stand(there), volume)
+    going.run()
+    content = there.content("vol-db")
+
+    def cut(*_: object, **__: object) -> None:
+        # From here on it is overwritten.
+        raise Cut
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Provisioner, "_delete", cut)
+        with pytest.raises(grpc.RpcError):
+            going.finish()
+    with pytest.raises(errors.NotMoved, match="being deleted"):
+        going.undo(confirmed=yes, is_nowhere=yes)
+    with expect.code("FAILED_PRECONDITION", "being deleted"):
+        going.take_back()
+    assert there.content("vol-db") == content
+    going.finish()
+    assert (here.names(), len(usable(there))) == (set(), 1)
 
 
 @pytest.mark.variation
@@ -277,7 +411,7 @@ def test_another_volume_of_that_name_is_left_alone(
     other = there.client.create("db", SIZE, block())
     with pytest.raises(errors.NotMoved, match="--as"):
         move(here, Stand(there), volume).run()
-    move(here, Stand(there), volume).undo(confirmed=lambda: True)
+    move(here, Stand(there), volume).undo(confirmed=yes, is_nowhere=never)
     assert [one.volume_id for one in usable(there)] == [other.volume_id]
     assert usable(here) == [volume]
 
@@ -347,10 +481,6 @@ def test_a_word_that_is_not_its_source_s_finishes_nothing(
     assert usable(here) == [volume]
 
 
-class Cut(Exception):
-    """The line, or the process, ends."""
-
-
 @pytest.mark.variation
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("step", range(12))
@@ -387,7 +517,7 @@ def test_wherever_the_line_is_cut_one_is_usable_in_the_end(
         move(here, stand, volume).finish()
         assert here.names() == set()
     else:
-        move(here, stand, volume).undo(confirmed=lambda: True)
+        move(here, stand, volume).undo(confirmed=yes, is_nowhere=never)
         assert (len(usable(here)), len(usable(there))) == (1, 0)
         assert here.content("vol-db") == content
         assert there.names() == set()

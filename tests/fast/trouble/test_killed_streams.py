@@ -30,6 +30,10 @@ LAYOUTS = [nodes.PLAIN, pytest.param(nodes.THIN, marks=pytest.mark.long)]
 DIED = (grpc.RpcError, errors.AgentError)
 
 
+def yes(_question: str) -> bool:
+    return True
+
+
 class Trial:
     """Two nodes, and a volume with two snapshots on the first."""
 
@@ -173,7 +177,7 @@ def test_a_move_whose_service_was_killed_at_any_step_leaves_one_usable(
                     assert made.here.names() == set()
                 else:
                     with suppress(errors.NotMoved):
-                        made.move().undo(confirmed=lambda: True)
+                        made.move().undo(confirmed=yes, is_nowhere=yes)
                     assert (usable(made.here), usable(made.there)) == (1, 0)
                     assert made.here.content("vol-db") == content
                     assert made.there.names() == set()
@@ -192,7 +196,7 @@ def test_the_end_of_a_move_that_was_killed_at_any_step_comes_by_the_same_words(
         if deed == "finish":
             made.move().finish()
         else:
-            made.move().undo(confirmed=lambda: True)
+            made.move().undo(confirmed=yes, is_nowhere=yes)
 
     for step in itertools.count():
         ended = False
@@ -278,7 +282,7 @@ def test_a_move_whose_own_command_was_killed_at_any_step_is_taken_up_or_undone(
             assert usable(made.here) + usable(made.there) <= 1, step
             if undone:
                 with suppress(errors.NotMoved):
-                    made.move().undo(confirmed=lambda: True)
+                    made.move().undo(confirmed=yes, is_nowhere=yes)
             else:
                 made.move().run()
             kept, gone = (made.here, made.there) if undone else (made.there, made.here)
