@@ -6,10 +6,12 @@ choice left, and the arithmetic is exact.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
+from lvm import raid
+from lvm.raid import RaidLevel
 from lvm.report import Group, LogicalVolume, PhysicalVolume
 
 # lvcreate(8), --chunksize: the least there is, so that little is copied for a little write.
@@ -22,25 +24,25 @@ _POWER_OF_TWO_PAGES = frozenset(4096 << shift for shift in range(20))
 
 @dataclass(frozen=True)
 class _Kind:
-    """What one of lvmraid(7)'s types, or `linear` and `striped`, needs."""
+    """What a layout without images needs; of those with images see lvm/raid.py."""
 
     least_stripes: int = 1
     striped: bool = False
     mirrored: bool = False
     parity: int = 0
-    # lvm2 gives each image of a RAID volume one extent of metadata (RAID_METADATA_AREA_LEN).
     metadata_extents: int = 0
+    # Linear and striped are in device-mapper itself.
+    module: str = ""
 
 
-_KINDS = {
+# The RAID levels that Carver makes.
+RAIDS = ("raid1", "raid5", "raid6", "raid10")
+_KINDS: Mapping[str, _Kind | RaidLevel] = {
     "linear": _Kind(),
     "striped": _Kind(least_stripes=2, striped=True),
-    "raid1": _Kind(mirrored=True, metadata_extents=1),
-    "raid5": _Kind(least_stripes=2, striped=True, parity=1, metadata_extents=1),
-    "raid6": _Kind(least_stripes=3, striped=True, parity=2, metadata_extents=1),
-    "raid10": _Kind(least_stripes=2, striped=True, mirrored=True, metadata_extents=1),
+    **{name: raid.LEVELS[name] for name in RAIDS},
     # In a pool, which lies on the disks: lvm/pools.py.
-    "thin": _Kind(),
+    "thin": _Kind(module="dm-thin-pool"),
 }
 KINDS = tuple(_KINDS)
 
@@ -51,6 +53,11 @@ class Impossible(ValueError):
     def __init__(self, part: str, why: str) -> None:
         super().__init__(why)
         self.part = part
+
+
+def is_mirrored(kind: str) -> bool:
+    """Whether volumes of that kind have further copies, as many as their layout's `mirrors`."""
+    return _KINDS[kind].mirrored
 
 
 @dataclass(frozen=True)
@@ -100,13 +107,12 @@ class Layout:
     @property
     def is_raid(self) -> bool:
         """Whether a volume has copies or parity, and is brought in sync again after a loss."""
-        return _KINDS[self.kind].metadata_extents > 0
+        return self.kind in RAIDS
 
     @property
-    def redundancy(self) -> int:
-        """How many disks may be lost, whichever they are, and nothing of a volume with them."""
-        kind = _KINDS[self.kind]
-        return self.mirrors if kind.mirrored else kind.parity
+    def module(self) -> str:
+        """The kernel module that it needs; empty for none."""
+        return _KINDS[self.kind].module
 
     @property
     def metadata_extents(self) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from lvm import errors
+from lvm import errors, raid
 from lvm.lvm2 import Lvm
 from lvm.tuning import AUTO, PLAIN, Tuning
 
@@ -24,6 +24,8 @@ Row = Mapping[str, str]
 # cache.
 _PART = re.compile(r"(_r(image|meta)_\d+|_t(data|meta)|_w?corig|_cache_cvol)+$")
 _LEG = "_rmeta_"
+# The data of a RAID's image, or its metadata: the volume and the image's number.
+_IMAGE = re.compile(r"(.+)_r(?:image|meta)_(\d+)")
 # What a pool's data are called below a cache of either kind.
 _BELOW_CACHE = {"_tdata_corig": "cache", "_tdata_wcorig": "writecache"}
 # The tag of a disk on which nothing but caches is made (pvchange(8)).
@@ -101,6 +103,9 @@ class LogicalVolume:
     # the last of each piece. Of what lies on disks itself.
     ranges: tuple[str, ...] = ()
 
+    # Of a RAID: the UUIDs of the disks that each image lies on, in the order of the images.
+    images: tuple[frozenset[str], ...] = ()
+
     @property
     def is_copy_on_write(self) -> bool:
         """Whether it is a snapshot that keeps what its origin overwrites; a thin one shares."""
@@ -131,6 +136,16 @@ class Group:
     def is_one_node_s(self) -> bool:
         """Whether it is not exported, and no lock manager shares it with others."""
         return not self.exported and self.lock_type in ("", "none")
+
+    def lost_images(self, volume: LogicalVolume) -> tuple[bool, ...]:
+        """Which images of a RAID lie on missing disks, in the order of the images."""
+        gone = {disk.uuid for disk in self.disks if disk.missing}
+        return tuple(bool(image & gone) for image in volume.images)
+
+    def survives(self, volume: LogicalVolume) -> bool:
+        """Whether it is a RAID, and has all that it lost with missing disks on other disks."""
+        level = raid.level(volume.layout)
+        return level is not None and level.survives(self.lost_images(volume))
 
     @property
     def extents(self) -> int:
@@ -280,8 +295,10 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     cached = _cached_pools(part["pvseg"])
     ranges = _ranges(part["seg"])
     thin_ids = {row["lv_name"]: int(row["thin_id"]) for row in part["seg"] if row["thin_id"]}
+    images = _images(part["pvseg"])
     volumes = [
-        _logical_volume(name, volume, disks, cached, ranges, thin_ids) for volume in part["lv"]
+        _logical_volume(name, volume, disks, cached, ranges, thin_ids, images)
+        for volume in part["lv"]
     ]
     if any(one.overflowed is None for one in volumes):
         begins = _beginnings(part, int(row["vg_extent_size"]))
@@ -329,6 +346,18 @@ def _disks_by_volume(segments: Iterable[Row]) -> Mapping[str, set[str]]:
     return found
 
 
+def _images(segments: Iterable[Row]) -> Mapping[str, tuple[frozenset[str], ...]]:
+    """The UUIDs of the disks that each image of each RAID lies on, in order."""
+    found: defaultdict[str, defaultdict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for row in segments:
+        if named := _IMAGE.fullmatch(row["lv_name"].strip("[]")):
+            found[named[1]][int(named[2])].add(row["pv_uuid"])
+    return {
+        name: tuple(frozenset(images.get(number, ())) for number in range(max(images) + 1))
+        for name, images in found.items()
+    }
+
+
 def _ranges(segments: Iterable[Row]) -> Mapping[str, list[str]]:
     """The pieces of each volume on disks, in the order in which they make it up."""
     found: defaultdict[str, list[str]] = defaultdict(list)
@@ -366,6 +395,7 @@ def _logical_volume(
     cached_pools: Mapping[str, str],
     ranges: Mapping[str, Sequence[str]],
     thin_ids: Mapping[str, int],
+    images: Mapping[str, tuple[frozenset[str], ...]],
 ) -> LogicalVolume:
     name = row["lv_name"]
     return LogicalVolume(
@@ -390,6 +420,7 @@ def _logical_volume(
         tuning=_tuning(row),
         ranges=tuple(ranges.get(name, ())),
         thin_id=thin_ids.get(name),
+        images=images.get(name, ()),
     )
 
 

@@ -123,7 +123,7 @@ def _class(source: str, where: str, table: dict[str, Any]) -> DeviceClass:
         raise errors.BadConfig(source, f"{where}.{key}", str(error)) from None
     one = DeviceClass(**table)
     if not shape.is_raid and table.keys() & {"repair", "repair_after_seconds"}:
-        why = "is for layouts with copies or parity: raid1, raid5, raid6 and raid10"
+        why = f"is for layouts with copies or parity: {', '.join(layout.RAIDS)}"
         raise errors.BadConfig(source, f"{where}.repair", why)
     if shape.is_thin and "zero" in table:
         why = "is for layouts with extents of their own: a thin pool zeroes what it gives out"
@@ -144,7 +144,7 @@ def _layout(table: dict[str, Any]) -> Layout:
     return Layout(
         kind,
         stripes=table.pop("stripes", 1),
-        mirrors=table.pop("mirrors", 1 if kind in {"raid1", "raid10"} else 0),
+        mirrors=table.pop("mirrors", int(layout.is_mirrored(kind))),
         stripe_size_bytes=table.pop("stripe_size", 0),
     )
 

@@ -16,7 +16,7 @@ from agent.engine.records import Volume
 from agent.health import reasons
 from agent.health.reasons import Condition, Reason
 from agent.requests.capabilities import BLOCK
-from lvm import caches, pools, report, tags
+from lvm import caches, pools, raid, report, tags
 from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 from lvm.devices import Device, Devices
 from mount import health, table
@@ -266,11 +266,10 @@ def overflowed(snapshot: records.Snapshot) -> Condition:
 
 
 def _of_missing(volume: Volume) -> Reason:
-    layout = volume.layout
-    if not layout.is_raid:
+    holder = volume.on_disks
+    if raid.level(holder.layout) is None:
         return Reason.DISK_MISSING
-    survives = len(volume.missing_disks) <= layout.redundancy
-    return Reason.RAID_DEGRADED if survives else Reason.RAID_FAILED
+    return Reason.RAID_DEGRADED if volume.group.survives(holder) else Reason.RAID_FAILED
 
 
 def _missing(volume: Volume) -> str:
@@ -334,39 +333,30 @@ def by_device_mapper(
                 )
 
 
-def _of_raid(name: str, raid: Raid) -> Iterator[Condition]:
-    lost = sum(one in "D-" for one in raid.health)
+def _of_raid(name: str, seen: Raid) -> Iterator[Condition]:
+    lost = sum(one in "D-" for one in seen.health)
     if lost:
-        reason = Reason.RAID_DEGRADED if _survives(raid) else Reason.RAID_FAILED
+        level = raid.level([seen.kind])
+        survives = level is not None and level.survives([one in "D-" for one in seen.health])
+        reason = Reason.RAID_DEGRADED if survives else Reason.RAID_FAILED
         yield Condition(
             reason,
-            f"logical volume {name} is degraded: {lost} of the {len(raid.health)} images of its"
-            f" {raid.kind} failed; attach the disk again and run `lvchange --refresh {name}`, or"
+            f"logical volume {name} is degraded: {lost} of the {len(seen.health)} images of its"
+            f" {seen.kind} failed; attach the disk again and run `lvchange --refresh {name}`, or"
             f" replace it: `vgextend`, then `lvconvert --repair {name}`",
         )
-    elif "a" in raid.health:
+    elif "a" in seen.health:
         yield Condition(
             Reason.RAID_RESYNCING,
-            f"logical volume {name} is resyncing ({raid.action}, {raid.synced_percent:.0f} % done):"
+            f"logical volume {name} is resyncing ({seen.action}, {seen.synced_percent:.0f} % done):"
             " until it is in sync the loss of a disk may lose data; nothing is to be done but wait",
         )
-    if raid.mismatches:
+    if seen.mismatches:
         yield Condition(
             Reason.RAID_MISMATCHES,
-            f"the copies of logical volume {name} differ in {raid.mismatches} sectors; run"
+            f"the copies of logical volume {name} differ in {seen.mismatches} sectors; run"
             f" `lvchange --syncaction repair {name}`",
         )
-
-
-def _survives(raid: Raid) -> bool:
-    """Whether nothing is lost with the images that failed; by dm-raid.rst's names of kinds."""
-    gone = [one in "D-" for one in raid.health]
-    if raid.kind.startswith("raid10"):
-        # lvm2 has two copies, one beside the other ("near").
-        return not any(all(both) for both in zip(gone[::2], gone[1::2], strict=False))
-    if raid.kind == "raid1":
-        return not all(gone)
-    return sum(gone) <= {"raid4": 1, "raid5": 1, "raid6": 2}.get(raid.kind[:5], 0)
 
 
 def _of_pool(pool: ThinPool, named: str, *, has_all: bool) -> Iterator[Condition]:

@@ -26,16 +26,6 @@ from mount.syscalls import Kernel
 # lvm2 2.03.12 brought --devices, by which Carver confines it (WHATS_NEW of lvm2).
 LEAST_LVM2 = (2, 3, 12)
 _CAP_SYS_ADMIN = 21  # linux/capability.h
-# The kernel's module that carves each layout; linear and striped are in device-mapper itself.
-_MODULES = {
-    "linear": "",
-    "striped": "",
-    "raid1": "dm-raid",
-    "raid5": "dm-raid",
-    "raid6": "dm-raid",
-    "raid10": "dm-raid",
-    "thin": "dm-thin-pool",
-}
 _FOR_SNAPSHOTS = "dm-snapshot"
 _THIN_PROGRAMS = ("thin_check", "thin_repair", "thin_dump")
 
@@ -229,7 +219,7 @@ def _kernel(node: Node) -> Iterator[Seen]:
 
 
 def _modules(node: Node) -> Iterator[Seen]:
-    needed = {_MODULES[one.layout.kind]: one.name for one in node.settings.classes}
+    needed = {one.layout.module: one.name for one in node.settings.classes}
     needed |= {f"dm-{one.cache.kind}": one.name for one in node.settings.classes if one.cache}
     wanted = {_FOR_SNAPSHOTS: "snapshots"} | {
         module: f"class {name}" for module, name in needed.items() if module

@@ -16,7 +16,7 @@ from agent import errors, fact
 from agent.engine.allocation import is_own_pool
 from agent.engine.means import Means
 from agent.workers import giving_up
-from agent.workers.repairing import Progress, Repairer, has_redundancy, rebuilding
+from agent.workers.repairing import Progress, Repairer, rebuilding
 from lvm import groups, pools, repairs, report, tags
 from lvm.devicemapper import Mirror
 from lvm.labels import PhysicalLabel
@@ -131,7 +131,7 @@ class Replacement:
             holder = group.volumes.get(one.pool, one)
             if leaving.uuid not in holder.disks:
                 continue
-            if "raid" in holder.layout and has_redundancy(group, holder):
+            if group.survives(holder):
                 continue
             inside = pools.members(group, name)
             if inside and is_own_pool(one):

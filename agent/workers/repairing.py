@@ -18,9 +18,6 @@ from lvm import errors as lvm_errors
 from lvm import pools, repairs, report, tags, volumes
 from lvm.devicemapper import Raid
 
-# How many images of a RAID may be lost; of raid1 all but one.
-_SPARES = {"raid4": 1, "raid5": 1, "raid6": 2, "raid10": 1}
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -28,20 +25,6 @@ class Progress:
 
     done: bool
     message: str
-
-
-def lost_images(group: report.Group, logical: report.LogicalVolume) -> int:
-    """How many images of a RAID lie on missing disks."""
-    gone = {disk.uuid for disk in group.disks if disk.missing}
-    return len(logical.disks & gone)
-
-
-def has_redundancy(group: report.Group, logical: report.LogicalVolume) -> bool:
-    """Whether what a volume lost with missing disks is on those that are there."""
-    lost = lost_images(group, logical)
-    if "raid1" in logical.layout:
-        return lost < len(logical.disks)
-    return lost <= max((_SPARES.get(one, 0) for one in logical.layout), default=0)
 
 
 def rebuilding(known: Inventory, group: report.Group) -> str:
@@ -84,7 +67,7 @@ class Repairer:
                 return self._repair_pool(volume, logical.pool, told=pool_metadata)
             if "raid" not in logical.layout:
                 return self._without_copies(volume)
-            if lost_images(volume.group, logical):
+            if any(volume.group.lost_images(logical)) and volume.group.survives(logical):
                 self._require_room(volume, logical)
             return self.mend(volume.group, volume.name, self._candidates(volume, logical))
 
@@ -95,11 +78,10 @@ class Repairer:
         """
         logical, path = group.volume(name), f"{group.name}/{name}"
         lvm = self._engines.lvm(group.name)
-        lost = lost_images(group, logical)
-        if lost and not has_redundancy(group, logical):
-            raise errors.NotRepairable(
-                path, f"{lost} of its images are on missing disks, more than it has to spare"
-            )
+        lost = sum(group.lost_images(logical))
+        if lost and not group.survives(logical):
+            why = f"{lost} of its images are on missing disks, and data are on none of the others"
+            raise errors.NotRepairable(path, why)
         if lost:
             self._inventory.ensure_active(group.name, name)
         # The kernel's word, not lvm2's of it: what a refresh mends leaves no trace in the metadata,
@@ -138,7 +120,7 @@ class Repairer:
     def _require_room(self, volume: Volume, logical: report.LogicalVolume) -> None:
         """Raise NoRoom where not every lost image has a disk, or pools would lack it."""
         group, extent = volume.group, volume.group.extent_size_bytes
-        lost, each = lost_images(group, logical), _image_extents(volume)
+        lost, each = sum(group.lost_images(logical)), _image_extents(volume)
         free = group.free_extents - self._carvings.promised_extents(group)
         room = min(len(self._candidates(volume, logical)), max(0, free) // each)
         if room < lost:

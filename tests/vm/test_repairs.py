@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,7 @@ from faults.process import Trial
 from model.operations import MIB
 from real.disks import Disk
 from real.host import RealHost
+from vm.told import Told
 
 from agent.csi.client import Client, block
 from lvm import report
@@ -29,6 +31,7 @@ DISK_BYTES = 41 * EXTENT_BYTES
 SIZE = 32 * MIB
 RAID1 = 'layout = "raid1"\n'
 RAID5 = 'layout = "raid5"\nstripes = 2\n'
+RAID10 = 'layout = "raid10"\nstripes = 2\n'
 THIN = 'layout = "thin"\n'
 PATIENCE_SECONDS = 300
 
@@ -160,6 +163,52 @@ def test_a_disk_that_was_detached_is_replaced(
         client.publish(raw.volume, staging, raw.target, block())
         raw.check()
         raw.undo()
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize(
+    ("lost", "reason"), [((0, 2), "RaidDegraded"), ((2, 3), "RaidFailed")], ids=str
+)
+def test_a_raid10_survives_the_loss_of_an_image_of_each_pair(
+    bench: Bench, host: RealHost, lost: tuple[int, ...], reason: str
+) -> None:
+    own, new = ([host.new_device(DISK_BYTES) for _ in range(number)] for number in (4, 2))
+    with served(bench, host, own, RAID10) as trial:
+        client, raw = trial.machine.client, Raw(trial, "a")
+        until_done(partial(client.repair, raw.volume.volume_id))
+        told = Told(trial.machine, "a", look=False)
+        client.unpublish(raw.volume.volume_id, raw.target)
+        trial.machine.deactivate("a")
+        paths = {uuid: path for path, uuid in own_disks(host).items()}
+        images = report.read(host.lvm).group(GROUP).volume("vol-a").images
+        gone = [next(iter(images[number])) for number in lost]
+        files = [_detached(host, paths[one]) for one in gone]
+        told.soon(reason, "vol-a", storage="DiskMissing")
+        if reason == "RaidDegraded":
+            for one, path in zip(gone, new, strict=True):
+                until_done(partial(client.replace_disk, one, path))
+        else:
+            call = partial(client.repair, raw.volume.volume_id)
+            refused(call, "FAILED_PRECONDITION", "2 of its images")
+            refused(partial(client.replace_disk, gone[0], new[0]), "FAILED_PRECONDITION", "vol-a")
+            for one, file in zip(gone, files, strict=True):
+                host.kernel.loop_configure(
+                    paths[one], file, read_only=False, direct_io=False, name=file
+                )
+            told.well()
+        staging = trial.machine.place("staging-a")
+        client.stage(raw.volume, staging, block())
+        client.publish(raw.volume, staging, raw.target, block())
+        raw.check()
+        raw.undo()
+
+
+def _detached(host: RealHost, device: str) -> str:
+    """A loop device let go of; the file that it was on."""
+    file = Path("/sys/block", Path(device).name, "loop/backing_file").read_text().strip()
+    loop.detach(host.kernel, device)
+    host._own.remove(device)
+    return file
 
 
 @pytest.mark.variation

@@ -119,6 +119,8 @@ def test_what_is_wrong_is_told_with_what_to_do(
         ("raid5_ls", "ADA", "DDA"),
         ("raid6_zr", "DADAA", "DDDAA"),
         ("raid10", "DAAD", "DDAA"),
+        ("raid10", "DADA", "AADD"),
+        ("raid10_near", "ADAD", "DDDA"),
     ],
 )
 def test_a_raid_is_degraded_as_long_as_nothing_is_lost_with_its_disks(

@@ -20,7 +20,7 @@ from agent.engine.host import Host
 from agent.health import preflight
 from agent.health.preflight import Finding, Node
 from agent.health.verdicts import FAIL, PASS, WARN
-from lvm import groups, layout, lvm2, report
+from lvm import groups, lvm2, report
 from lvm.caches import Cache
 from lvm.command import Result
 from lvm.layout import Layout
@@ -458,10 +458,6 @@ def test_the_tools_of_thin_pools_are_asked_for_where_a_class_is_thin(place: Plac
 def test_a_node_that_can_encrypt_passes(place: Place) -> None:
     encrypted(place)
     assert {one.verdict for one in place.of("encryption")} == {PASS}
-
-
-def test_every_layout_has_a_module_to_look_for() -> None:
-    assert set(preflight._MODULES) >= set(layout.KINDS)
 
 
 def test_the_kernel_s_own_answer_about_its_mount_calls() -> None:

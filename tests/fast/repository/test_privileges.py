@@ -7,7 +7,7 @@ from container import deeds as deeds_of_pod
 from container import pod
 from vm import deeds
 
-from agent.health import preflight
+from lvm import layout
 
 ROOT = Path(__file__).parents[3]
 UNIT = ROOT / "systemd" / "carver.service"
@@ -89,6 +89,7 @@ def test_the_targets_that_lvm2_would_load_are_loaded_before_the_service_starts()
         for key in ("Wants", "After")
     )
     assert wanted == after
-    named = {one.replace("-", "_") for one in preflight._MODULES.values() if one}
+    modules = {one.module for one in layout._KINDS.values()}
+    named = {one.replace("-", "_") for one in modules if one}
     # pvmove's, and those of caches.
     assert wanted == named | {"dm_snapshot", "dm_mirror", "dm_cache", "dm_writecache"}

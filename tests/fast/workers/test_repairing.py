@@ -25,6 +25,7 @@ EXTENT = 4 * MIB
 def fake(tmp_path: Path) -> FakeHost:
     host = FakeHost(tmp_path)
     host.lvm2.add_group("data", [60, 50, 40])
+    host.lvm2.add_group("wide", [60] * 6)
     return host
 
 
@@ -35,6 +36,7 @@ def config(tmp_path: Path) -> Config:
         DeviceClass("plain", "data", default=True),
         DeviceClass("raid", "data", layout=raid),
         DeviceClass("auto", "data", layout=raid, repair="auto", repair_after_seconds=600),
+        DeviceClass("raid10", "wide", layout=Layout("raid10", stripes=2, mirrors=1)),
         DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy()),
     )
     return configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
@@ -122,6 +124,72 @@ def test_a_leg_that_lvm2_told_of_is_brought_in_though_nothing_of_that_is_in_the_
     make(client, "b", "raid")
     repaired(client, volume)
     assert not fake.lvm2.groups["data"].volumes["vol-a"].failed
+
+
+@pytest.fixture
+def striped(client: Client, fake: FakeHost, service: Service) -> str:
+    """A raid10 of four images on six disks: 0 and 1 are a pair, and so are 2 and 3."""
+    volume = make(client, "a", "raid10", 8)
+    assert len(images(fake)) == 4
+    return volume
+
+
+def images(fake: FakeHost) -> list[str]:
+    return list(fake.lvm2.groups["wide"].volumes["vol-a"].extents)
+
+
+def lose_images(fake: FakeHost, *numbers: int) -> list[str]:
+    """The UUIDs of the disks that these images were on."""
+    group, lies_on = fake.lvm2.groups["wide"], images(fake)
+    lost = [[one.name for one in group.disks].index(lies_on[number]) for number in numbers]
+    for one in lost:
+        fake.lose_disk("wide", one)
+    return [group.disks[one].uuid for one in lost]
+
+
+@pytest.mark.parametrize("lost", [(0, 2), (0, 3), (1, 2), (1, 3), (2,)])
+def test_a_raid10_that_lost_an_image_of_each_pair_is_degraded_and_repaired(
+    client: Client, fake: FakeHost, striped: str, lost: tuple[int, ...]
+) -> None:
+    before = images(fake)
+    lose_images(fake, *lost)
+    assert reasons(client, striped) == {"RaidDegraded"}
+    repaired(client, striped)
+    after = images(fake)
+    assert [one for one in range(4) if after[one] != before[one]] == list(lost)
+    assert reasons(client, striped) == set()
+
+
+@pytest.mark.parametrize("lost", [(0, 1), (2, 3), (0, 1, 2)])
+def test_a_raid10_that_lost_both_images_of_a_pair_has_failed_and_is_not_repaired(
+    client: Client, fake: FakeHost, striped: str, lost: tuple[int, ...]
+) -> None:
+    before = images(fake)
+    first, *_ = lose_images(fake, *lost)
+    assert reasons(client, striped) == {"RaidFailed"}
+    with expect.code("FAILED_PRECONDITION", f"{len(lost)} of its images"):
+        client.repair(striped)
+    with expect.code("FAILED_PRECONDITION", "vol-a"):
+        client.replace_disk(first, fake.new_device(61 * EXTENT))
+    assert images(fake) == before
+
+
+def test_the_disks_of_an_image_of_each_pair_are_replaced(
+    client: Client, fake: FakeHost, striped: str
+) -> None:
+    lost = lose_images(fake, 0, 2)
+    for uuid in lost:
+        new = fake.new_device(61 * EXTENT)
+        for _ in range(20):
+            if client.replace_disk(uuid, new)[0]:
+                break
+    group = fake.lvm2.groups["wide"]
+    assert not {one.uuid for one in group.disks} & set(lost)
+    assert reasons(client, striped) == set()
+
+
+def reasons(client: Client, volume_id: str) -> set[str]:
+    return {one.reason for one in client.volume_health(volume_id).health_statuses}
 
 
 def test_copies_that_differ_are_made_alike(

@@ -22,11 +22,14 @@ def repair(lvm: Machine, group: FakeGroup, volume: FakeVolume, disks: Sequence[s
     missing = {disk.name for disk in group.disks if disk.missing}
     extents: dict[str, int] = {}
     for disk, length in volume.extents.items():
-        chosen = disk if disk not in missing else _another(group, volume, extents, length, disks)
-        extents[chosen] = length
-        if chosen != disk:
+        chosen = _another(group, volume, extents, length, disks) if disk in missing else disk
+        extents[chosen or disk] = length
+        if chosen and chosen != disk:
             volume.rebuilding[chosen] = LOOKS
-    volume.extents, volume.health = extents, ""
+    # Where not all lost images have room, lvm2 replaces as many as have (lv_raid_replace).
+    if not volume.rebuilding:
+        raise Failure(f"Insufficient suitable allocatable extents for logical volume {volume.name}")
+    volume.extents, volume.health = extents, "partial" if missing & set(extents) else ""
     return f"  Faulty devices in {path} successfully replaced.\n"
 
 
@@ -36,16 +39,14 @@ def _another(
     taken: dict[str, int],
     length: int,
     disks: Sequence[str],
-) -> str:
+) -> str | None:
     for disk in group.disks:
         is_named = disk.name in disks or not disks
         usable = is_named and disk.allocatable and not disk.missing
         has_none = disk.name not in volume.extents and disk.name not in taken
         if usable and has_none and group.free(disk) >= length:
             return disk.name
-    raise Failure(
-        f"Insufficient suitable allocatable extents for logical volume {volume.name}: {length}"
-    )
+    return None
 
 
 def _repair_pool(lvm: Machine, group: FakeGroup, pool: FakePool) -> str:
