@@ -62,8 +62,9 @@ class Wiper:
         self.emptied: Callable[[Volume], object] = lambda _volume: None
         self.given_up: Callable[[str], object] = lambda _group: None
         self.grace_seconds = 2.0
-        # How often a cache that is written back is looked at.
-        self.look_seconds = 1.0
+        # How long a worker waits for a cache that is written back, and how often it looks.
+        self.write_back_seconds = 2.0
+        self.look_seconds = 0.5
         self.jobs = Jobs(
             "wipe",
             self._work,
@@ -291,7 +292,9 @@ class Wiper:
         """Have a cache written back before it is parted, while nobody is kept waiting.
 
         lvm2 would do that itself, but within its command and so under the group's lock: hours,
-        where much is dirty and the disk is slow.
+        where much is dirty and the disk is slow. No worker waits so long either: raises
+        NotOverwritten, the kernel writes on, and the job is tried again with other volumes' jobs
+        done meanwhile.
         """
         group, name = volume.group.name, volume.name
         if caches.is_clean(self._inventory.status(group, name)):
@@ -302,8 +305,11 @@ class Wiper:
         except lvm_errors.CommandFailed as error:
             _log.warning("the cache of %s is written back while it is parted: %s", volume.id, error)
             return
+        deadline_seconds = time.monotonic() + self.write_back_seconds
         while not caches.is_clean(self._inventory.status(group, name)):
             self.jobs.check(job)
+            if time.monotonic() >= deadline_seconds:
+                raise errors.NotOverwritten(str(volume.id), _about_cache(volume))
             time.sleep(self.look_seconds)
 
     def _wipe(self, job: _Wipe, volume: Volume) -> bool:
@@ -413,6 +419,15 @@ def _about_disks(volume: Volume) -> str:
         f"a part of it lies on the missing disk {', '.join(volume.missing_disks)}. It goes on when"
         " the disk is back, or the volume is repaired. If the disk is lost for good, give that part"
         f" up: `lvchange --addtag {tags.format_one(fact.GIVEN_UP, 'yes')} {path}`"
+    )
+
+
+def _about_cache(volume: Volume) -> str:
+    path = f"{volume.group.name}/{volume.name}"
+    return (
+        "its cache is written back first, and it is tried again each minute. Where the dirty blocks"
+        f" do not become fewer (`dmsetup status /dev/{path}`), look at `dmesg`, and mend or replace"
+        " the disk"
     )
 
 

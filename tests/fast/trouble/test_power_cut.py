@@ -103,7 +103,7 @@ def test_a_dirty_cache_is_written_back_before_it_is_parted_and_nobody_waits_for_
 ) -> None:
     config = configured.carver(tmp_path, kubelet_dir=("/",), classes=(DIRTY[kind],))
     running = serving.start(config, fake, wiper=0)
-    running.wiper.look_seconds = 0.01
+    running.wiper.look_seconds, running.wiper.write_back_seconds = 0.01, 60
     with Client(config.endpoint) as client:
         volume = client.create("pvc-1", SIZE, block())
         write(fake, "vol-pvc-1")
@@ -118,6 +118,38 @@ def test_a_dirty_cache_is_written_back_before_it_is_parted_and_nobody_waits_for_
         wait([one.ended for one in list(running.wiper.jobs._jobs.values())], 20)
         assert set(fake.lvm2.groups["data"].volumes) == {"vol-pvc-2"}
         assert MARKER not in fake.freed_bytes("data")
+    running.stop()
+
+
+@pytest.mark.parametrize("kind", DIRTY)
+def test_caches_that_are_never_written_back_keep_no_other_volume_from_being_wiped(
+    tmp_path: Path, fake: FakeHost, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    classes = (DIRTY[kind], DeviceClass("linear", "data"))
+    config = configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
+    running = serving.start(config, fake, wiper=0)
+    running.wiper.look_seconds = running.wiper.write_back_seconds = 0.01
+    with Client(config.endpoint) as client:
+        stuck = [client.create(f"pvc-{number}", SIZE, block()) for number in range(3)]
+        other = client.create("other", SIZE, block(), parameters={"class": "linear"})
+        volumes = fake.lvm2.groups["data"].volumes
+        held = [volumes[f"vol-pvc-{number}"] for number in range(3)]
+        for one in held:
+            one.dirty_blocks = 10**9
+        for made in (*stuck, other):
+            client.delete(made.volume_id)
+        for _ in range(3):
+            jobs = running.wiper.jobs
+            _, waiting = wait([job.ended for job in list(jobs._jobs.values())], 20)
+            assert not waiting
+            jobs._look_again(*jobs._jobs.values())
+        assert "vol-other" not in volumes
+        told = [one for one in caplog.messages if "dmsetup status /dev/data/" in one]
+        assert len(told) == len(stuck), "once for each, not each minute"
+        for one in held:
+            one.dirty_blocks = 0
+        serving.again(running)
+        assert volumes == {}
     running.stop()
 
 
