@@ -36,6 +36,8 @@ class _Known:
     location: Location
     fingerprint: Fingerprint
     time_seconds: float
+    # The generation that the look which read it began in.
+    generation: object
 
 
 class Sight:
@@ -65,6 +67,8 @@ class Sight:
         # When its disks were looked for last (monotonic, seconds).
         self._located = 0.0
         self._known: _Known | None = None
+        # Replaced by forget(): what a look of an earlier generation read is not used again.
+        self._generation = object()
 
     @property
     def lvm(self) -> Lvm:
@@ -82,8 +86,11 @@ class Sight:
         return self._location is not None and disk in self._location.disks
 
     def forget(self) -> None:
-        """A command may have done anything: what is known of the group is true no more."""
-        self._known = None
+        """A command may have done anything: what is known of the group is true no more.
+
+        Nor is what a look finds that is under way.
+        """
+        self._generation = object()
 
     def look(self, *, is_refused: bool) -> report.Group | None:
         """The group as it is now; None where it is not on this node.
@@ -91,7 +98,9 @@ class Sight:
         One command where what is known of it may be true no more, else none. `is_refused`: it was
         when it was looked at last. Raises LvmError, GroupRefused, GroupSilent.
         """
-        known, self._known = self._known, None
+        known, self._known, generation = self._known, None, self._generation
+        if known is not None and known.generation is not generation:
+            known = None
         if known is not None and not self._may_have_moved(known):
             mark = self._fingerprint(known.location)
             if self._still_holds(known, mark):
@@ -100,7 +109,7 @@ class Sight:
             group = None if mark is None else self._shown(known.location)
             # What was exported meanwhile it shows too; the disks tell whose it is then.
             if group is not None and group.is_one_node_s and _is_whole_on(group, known.location):
-                return self._remembered(group, known.location, mark)
+                return self._remembered(group, known.location, mark, generation)
         location = self._locate()
         if location is None:
             return None
@@ -114,7 +123,7 @@ class Sight:
             group = self._shown(location)
         if group is None:
             raise errors.GroupRefused(self._name, _why_hidden(location))
-        return self._remembered(group, location, mark)
+        return self._remembered(group, location, mark, generation)
 
     def _may_have_moved(self, known: _Known) -> bool:
         """Whether disks of the group may have come or gone since it was looked at."""
@@ -155,11 +164,15 @@ class Sight:
         return group if group is not None and group.uuid == location.uuid else None
 
     def _remembered(
-        self, group: report.Group, location: Location, mark: Fingerprint | None
+        self,
+        group: report.Group,
+        location: Location,
+        mark: Fingerprint | None,
+        generation: object,
     ) -> report.Group:
         """The group, which is known from now on if nothing was committed while lvm2 read it."""
         if mark is not None and mark == self._fingerprint(location) and not _suspended(group):
-            self._known = _Known(group, location, mark, time.monotonic())
+            self._known = _Known(group, location, mark, time.monotonic(), generation)
         return group
 
     def _fingerprint(self, location: Location) -> Fingerprint | None:

@@ -3,7 +3,7 @@
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from agent.engine.engines import Engines
 from lvm import errors as lvm_errors
 from lvm import report, volumes
 from lvm.command import Result, time_limit
-from lvm.disks import Found, Unanswered
+from lvm.disks import Fingerprint, Found, Unanswered
 from lvm.labels import PhysicalLabel
 from lvm.metadata import Group
 
@@ -242,6 +242,34 @@ def test_udev_s_word_has_the_disks_looked_at_at_once(fake: FakeHost, known: Engi
     del fake.lvm2.groups["twin"]
     assert known.look() is not None
     assert known.state == "ready"
+
+
+@pytest.mark.parametrize("is_read_anew", [False, True], ids=["still known", "read anew"])
+def test_forget_during_a_look_has_the_next_one_ask_lvm2(
+    fake: FakeHost, known: Engine, monkeypatch: pytest.MonkeyPatch, is_read_anew: bool
+) -> None:
+    create(fake, "a")
+    known.look()
+    if is_read_anew:
+        create(fake, "b")
+    real, calls = fake.disks.fingerprint, itertools.count()
+
+    def fingerprint(paths: Collection[str], patience_seconds: float = 1.0) -> Fingerprint | None:
+        mark = real(paths, patience_seconds)
+        # In the second the report was read already, and is about to be kept.
+        if next(calls) == is_read_anew:
+            # Another call's lvm2 is killed over a change: no commit tells of the suspended device.
+            fake.suspend("data", "a")
+            known._sight.forget()
+        return mark
+
+    monkeypatch.setattr(fake.disks, "fingerprint", fingerprint)
+    known.look()
+    before = looks(fake)
+    found = known.look()
+    assert found is not None
+    assert found.volumes["a"].suspended
+    assert looks(fake) == before + 1
 
 
 # A group that does not answer
