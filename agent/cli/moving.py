@@ -5,6 +5,7 @@ after a crash of either. docs/decisions/29-streams.md has the table of states.
 """
 
 import argparse
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -154,16 +155,17 @@ class Move:
                 f"{self._remote.node} has another volume {self._options.name!r}; name it otherwise:"
                 " --as NAME",
             )
-        if there["into"] in own:
+        base = own.get(there["chain"], "")
+        has_base = bool(base) or not there["chain"]
+        if there["into"] in own and has_base:
             # A round was cut off: its snapshot is still there, and what is there of it, too.
-            base = own.get(there["chain"], "")
             self._send(own[there["into"]], base, release, there["offset_bytes"])
             return None
-        if there["into"] or (there["chain"] and there["chain"] not in own):
+        if there["into"] or not has_base:
+            # Such as after a snapshot's area was full.
             self._tell("what was sent cannot be gone on from; all is sent anew")
             self._ask("--abort", "--yes")
             return None
-        base = own.get(there["chain"], "")
         self._drop(keep=(base,))
         if not base:
             self._tell("sending all of it")
@@ -174,9 +176,15 @@ class Move:
         return self._last(base, release)
 
     def _waits(self, base: str, release: str) -> bool:
-        """Wait while the volume is used; True where it was, and a round was sent since."""
+        """Wait while the volume is used; True where another round is due before the last.
+
+        It was used, and one was sent since; or the base is lost, as more was written than its area
+        has room for.
+        """
         for look in range(_LOOKS):
             here = self._caller.transfer("MoveStatus", name=self._volume_id)
+            if base not in self._own().values():
+                return True
             if here["in_use"] != "True":
                 return False
             if not look:
@@ -246,29 +254,37 @@ class Move:
         self._remote.feed(*words, write=write)
 
     def _take(self) -> str:
-        """A snapshot as it is now."""
-        begun = self._caller.transfer("MoveStatus", name=self._volume_id)
-        number = 1 + max((int(one.rpartition("-")[2]) for one in self._numbers()), default=0)
-        name = f"{_PREFIX}{begun['release'][:_PREFIX_CHARACTERS]}-{number}"
-        return self._caller.snapshot(name, self._volume_id).snapshot_id
+        """A snapshot as it is now, of a name that none had before: they may still be wiped."""
+        return self._caller.snapshot(
+            f"{self._prefix()}{secrets.token_hex(4)}", self._volume_id
+        ).snapshot_id
 
-    def _numbers(self) -> list[str]:
+    def _prefix(self) -> str:
+        """What the names of this move's snapshots begin with."""
         begun = self._caller.transfer("MoveStatus", name=self._volume_id)
-        wanted = f"{_PREFIX}{begun['release'][:_PREFIX_CHARACTERS]}-"
+        return f"{_PREFIX}{begun['release'][:_PREFIX_CHARACTERS]}-"
+
+    def _snapshots(self) -> list[str]:
+        """The ids of this move's snapshots."""
+        prefix = self._prefix()
         found = (one.snapshot_id for one in self._caller.snapshots(volume_id=self._volume_id))
-        return [one for one in found if wanted in one]
+        return [one for one in found if prefix in one]
 
     def _own(self) -> dict[str, str]:
-        """The snapshots of this move, by their chains."""
+        """Those of them that can be read, by their chains."""
         found = {}
-        for one in self._numbers():
-            with streams.outgoing(self._at, one) as source:
-                found[source.header.chain] = one
+        for one in self._snapshots():
+            try:
+                with streams.outgoing(self._at, one) as source:
+                    found[source.header.chain] = one
+            except grpc.RpcError:
+                if streams.is_ready(self._at, one):
+                    raise
         return found
 
     def _drop(self, keep: tuple[str, ...]) -> None:
         """Delete the snapshots of this move but for some."""
-        for one in self._numbers():
+        for one in self._snapshots():
             if one not in keep:
                 self._caller.delete_snapshot(one)
 

@@ -85,9 +85,14 @@ class Outgoing:
     def _prove(self) -> None:
         """Raise SourceLost where what was read may not be what the snapshot held."""
         snapshot_id = self.header.snapshot_id
-        found = self.at.caller.snapshots(snapshot_id=snapshot_id)
-        if not found or not found[0].ready_to_use:
+        if not is_ready(self.at, snapshot_id):
             raise errors.SourceLost(snapshot_id, "it was lost while it was read")
+
+
+def is_ready(at: Manual, snapshot_id: str) -> bool:
+    """Whether a snapshot is there, and holds what it held."""
+    found = at.caller.snapshots(snapshot_id=snapshot_id)
+    return bool(found) and found[0].ready_to_use
 
 
 @contextmanager

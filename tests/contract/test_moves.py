@@ -209,6 +209,86 @@ def test_a_move_that_was_killed_while_it_held_the_volume_is_waited_for(
     assert len(usable(there)) == 1
 
 
+class Overwriting:
+    """A workload that writes more than the area of a snapshot holds, so often, and then ends."""
+
+    def __init__(self, here: Node, volume: csi.Volume, times: int) -> None:
+        self._here, self._volume = here, volume
+        self._times, self._looks = times, 0
+        self._target, self._staging = here.directory / "raw", here.directory / "staging"
+        here.client.publish(volume, self._staging, self._target, block())
+        self._chance = random.Random(7)
+
+    def look(self, _seconds: float) -> None:
+        self._looks += 1
+        if self._times:
+            self._times -= 1
+            path = self._here.device("vol-db")
+            for at in range(0, SIZE, MIB):
+                self._here.host.write_bytes(path, at, self._chance.randbytes(MIB))
+        else:
+            self.end()
+
+    def end(self) -> None:
+        self._here.client.unpublish(self._volume.volume_id, self._target)
+        self._here.client.unstage(self._volume.volume_id, self._staging)
+
+
+@pytest.mark.parametrize("times", chosen.kinds([1, 3], usual=[1]))
+def test_a_base_whose_area_was_full_is_made_up_for_by_a_round_of_all(
+    here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    write_over = Overwriting(here, volume, times)
+    monkeypatch.setattr(moving, "sleep", write_over.look)
+    stand, wholes = Stand(there), []
+    stand.before = lambda words: wholes.append(words) if "--abort" in words else None
+    move(here, stand, volume).run()
+    assert len(wholes) == times
+    assert here.names() == {"vol-db"}
+    [moved] = usable(there)
+    there.client.stage(moved, there.directory / "staging", block())
+    assert there.content("vol-db") == here_content(here)
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("when", ["after a round", "within a round", "within its rest"])
+def test_a_move_that_ended_goes_on_after_the_area_of_its_snapshot_was_full(
+    here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    writer = Overwriting(here, volume, 9)
+
+    def stop(_seconds: float) -> None:
+        raise Cut
+
+    monkeypatch.setattr(moving, "sleep", stop)
+    for _ in range(2):
+        stand = Stand(there)
+        if when == "within a round":
+            stand.most_bytes = 4 * MIB
+        with pytest.raises((Cut, errors.NodeRefused)):
+            move(here, stand, volume).run()
+        if when == "within its rest":
+            # There it is the next round that was begun, and here the base is lost, and only that.
+            [base] = [one.snapshot_id for one in here.client.snapshots()]
+            here.host.write_bytes(here.device("vol-db"), 0, random.Random(4).randbytes(MIB))
+            with monkeypatch.context() as patched:
+                patched.setattr(moving, "_LOOKS", 0)
+                stand.most_bytes = 100_000
+                with pytest.raises(errors.NodeRefused):
+                    move(here, stand, volume).run()
+            assert len(here.client.snapshots()) == 2
+            here.client.delete_snapshot(base)
+        else:
+            writer.look(0)
+            assert not any(one.ready_to_use for one in here.client.snapshots())
+    writer.end()
+    move(here, Stand(there), volume).run()
+    assert here.names() == {"vol-db"}
+    [moved] = usable(there)
+    there.client.stage(moved, there.directory / "staging", block())
+    assert there.content("vol-db") == here_content(here)
+
+
 @pytest.mark.parametrize("hours", chosen.kinds([-2, 2], usual=[-2]))
 def test_a_step_of_the_clock_does_not_stop_a_move(
     here: Node, there: Node, volume: csi.Volume, clock: Clock, hours: int
