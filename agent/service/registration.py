@@ -38,7 +38,7 @@ class State(StrEnum):
     OFF = "off"
     # Another process, such as a node-driver-registrar, serves the socket.
     TAKEN = "taken"
-    # The socket is there; kubelet has not answered yet.
+    # The socket is served under its name; kubelet has not answered yet.
     WAITING = "waiting"
     REGISTERED = "registered"
     REFUSED = "refused"
@@ -66,6 +66,8 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self._retry_at: float | None = None
         self._server: grpc.Server | None = None
         self._inode: tuple[int, int] | None = None
+        # Kubelet may answer before `_serve` has noted that it waits for that.
+        self._answering = threading.Lock()
         self._problem = ""
         self._stopping = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="registration", daemon=True)
@@ -107,20 +109,21 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self, request: kubelet.RegistrationStatus, context: grpc.ServicerContext
     ) -> kubelet.RegistrationStatusResponse:
         """What kubelet made of it."""
-        if request.plugin_registered:
-            self._retry_at, self._retry = None, self._first_retry
-            self.state = State.REGISTERED
-            _log.info("kubelet has registered %s", self._name)
-        else:
-            self._retry_at = time.monotonic() + self._retry
-            self.state = State.REFUSED
-            _log.error(
-                "kubelet has refused %s: %s; again in %.0f s",
-                self._name,
-                request.error,
-                self._retry,
-            )
-            self._retry = min(self._retry * 2, _LONGEST_RETRY_SECONDS)
+        with self._answering:
+            if request.plugin_registered:
+                self._retry_at, self._retry = None, self._first_retry
+                self.state = State.REGISTERED
+                _log.info("kubelet has registered %s", self._name)
+            else:
+                self._retry_at = time.monotonic() + self._retry
+                self.state = State.REFUSED
+                _log.error(
+                    "kubelet has refused %s: %s; again in %.0f s",
+                    self._name,
+                    request.error,
+                    self._retry,
+                )
+                self._retry = min(self._retry * 2, _LONGEST_RETRY_SECONDS)
         return kubelet.RegistrationStatusResponse()
 
     def _watch(self) -> None:
@@ -164,8 +167,9 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         server.start()
         self._inode = sockets.inode(hidden)
         self._retry_at = None
-        self.state = State.WAITING
-        hidden.rename(self.socket)
+        with self._answering:
+            hidden.rename(self.socket)
+            self.state = State.WAITING
         self._problem = ""
         _log.info("waiting for kubelet at %s", self.socket)
 

@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import expect
 import pytest
 from fakes.kubelet import FakeKubelet, asked
 
-from agent import errors
+from agent import errors, sockets
 from agent.config.settings import DRIVER_NAME
 from agent.service.registration import Registration, State
 from proto import pluginregistration_pb2 as wire
@@ -29,18 +30,20 @@ def registry(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def start(registry: Path) -> Iterator[Start]:
-    started: list[Registration] = []
+def registration(registry: Path) -> Iterator[Registration]:
+    """Not started yet."""
+    made = Registration(registry, ENDPOINT, interval_seconds=0.02, retry_seconds=0.05)
+    yield made
+    made.stop()
 
-    def one() -> Registration:
-        registration = Registration(registry, ENDPOINT, interval_seconds=0.02, retry_seconds=0.05)
+
+@pytest.fixture
+def start(registration: Registration) -> Start:
+    def started() -> Registration:
         registration.start()
-        started.append(registration)
         return registration
 
-    yield one
-    for registration in started:
-        registration.stop()
+    return started
 
 
 def notify(registration: Registration, *, error: str = "") -> None:
@@ -50,7 +53,7 @@ def notify(registration: Registration, *, error: str = "") -> None:
 
 
 def waiting(registration: Registration) -> Callable[[], bool]:
-    return lambda: registration.state is State.WAITING and registration.socket.exists()
+    return lambda: registration.state is State.WAITING
 
 
 def test_kubelet_is_told_a_csi_driver_with_its_name_endpoint_and_version(start: Start) -> None:
@@ -129,7 +132,7 @@ def test_readiness_waits_for_kubelet_s_answer(start: Start, registry: Path, tmp_
     with pytest.raises(errors.NotReady, match=r"has not registered lvm\.csi\.carver \(waiting"):
         registration.check()
     notify(registration, error="no such path")
-    with pytest.raises(errors.NotReady, match=r"refused|waiting"):
+    with pytest.raises(errors.NotReady, match=r"has not registered"):
         registration.check()
     expect.soon(waiting(registration))
     notify(registration)
@@ -160,6 +163,45 @@ def test_a_stale_socket_is_replaced(start: Start, registry: Path) -> None:
     registration = start()
     expect.soon(waiting(registration))
     notify(registration)
+    assert registration.state is State.REGISTERED
+
+
+def test_waiting_is_said_only_when_the_socket_is_served(
+    registration: Registration, registry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A socket that another process left is there before, and nothing can be said over it."""
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(registry / f"{DRIVER_NAME}-reg.sock"))
+    said: list[tuple[State, bool]] = []
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> None:
+        said.append((registration.state, sockets.is_served(target)))
+        real(self, target)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    registration.start()
+    expect.soon(waiting(registration))
+    assert said == [(State.OFF, False)]
+    notify(registration)
+
+
+def test_an_answer_that_comes_as_soon_as_the_socket_is_there_is_kept(
+    registration: Registration, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[threading.Thread] = []
+    real = Path.rename
+
+    def rename(self: Path, target: Path) -> None:
+        real(self, target)
+        answers.append(threading.Thread(target=notify, args=[registration]))
+        answers[0].start()
+        answers[0].join(0.5)
+
+    monkeypatch.setattr(Path, "rename", rename)
+    registration.start()
+    expect.soon(lambda: answers and registration.state is not State.OFF)
+    answers[0].join()
     assert registration.state is State.REGISTERED
 
 
