@@ -409,13 +409,25 @@ def test_a_volume_that_was_left_suspended_is_inaccessible_until_it_is_resumed(
 
 
 def test_a_volume_that_is_held_for_a_group_snapshot_or_for_a_moment_is_well(
-    client: Client, service: Service, fake: FakeHost, volume: csi.Volume
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    volume: csi.Volume,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake.suspend("data", "vol-pvc-1")
     with service.inventory.holding([("data", "vol-pvc-1")]):
         assert client.unhealthy() == []
-    service.diagnosis.settling_seconds = 0.5
-    threading.Timer(0.1, fake.devices.resume, ("data", "vol-pvc-1")).start()
+    service.diagnosis.settling_seconds = moment = 0.5
+    real = time.sleep
+
+    def sleep(seconds: float) -> None:
+        if seconds == moment:
+            fake.devices.resume("data", "vol-pvc-1")
+        else:
+            real(seconds)
+
+    monkeypatch.setattr(time, "sleep", sleep)
     assert client.unhealthy() == []
 
 

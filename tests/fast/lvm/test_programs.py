@@ -4,11 +4,11 @@ import gc
 import io
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import expect
 import grpc
 import pytest
 
@@ -65,15 +65,12 @@ def test_a_program_that_does_not_end_when_it_is_told_to_gives_its_caller_up(
 ) -> None:
     monkeypatch.setattr(programs, "_GRACE_SECONDS", 0.1)
     go_on = tmp_path / "go on"
-    with command.time_limit(0.2), pytest.raises(errors.CommandStuck) as caught:
+    # As long as a shell may take to set its trap on a busy machine.
+    with command.time_limit(2), pytest.raises(errors.CommandStuck) as caught:
         Programs()("sh", "-c", f"trap '' TERM; until [ -e '{go_on}' ]; do sleep 0.05; done")
     assert not caught.value.ended()
     go_on.touch()
-    for _ in range(200):
-        if caught.value.ended():
-            break
-        time.sleep(0.05)
-    assert caught.value.ended()
+    expect.soon(caught.value.ended)
 
 
 def test_no_program_is_started_when_no_time_is_left(tmp_path: Path) -> None:

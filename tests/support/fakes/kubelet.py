@@ -1,8 +1,9 @@
 """Kubelet, as a plugin sees it: it finds sockets, asks who is there, and says what became of it.
 
 After kubernetes/pkg/kubelet/pluginmanager and pkg/volume/csi: names that begin with a dot are
-passed over, a socket is asked once for each time that it appears, GetInfo has one second, and a
-refused plugin is not asked again before its socket appears anew.
+passed over, a socket is asked once for each time that it appears, GetInfo has one second and is
+tried again where that was not enough, and a refused plugin is not asked again before its socket
+appears anew.
 """
 
 import errno
@@ -54,8 +55,10 @@ class FakeKubelet:
                 self._seen[path] = one
                 try:
                     self._register(path)
-                except grpc.RpcError:
-                    if _socket(path) == one:
+                except grpc.RpcError as error:
+                    if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
+                        del self._seen[path]
+                    elif _socket(path) == one:
                         raise
         return sorted(self.drivers)
 
@@ -65,7 +68,7 @@ class FakeKubelet:
             info = plugin.GetInfo(wire.InfoRequest(), timeout=1, wait_for_ready=True)
             problem = self.refusal or self._take(path, info)
             status = wire.RegistrationStatus(plugin_registered=not problem, error=problem)
-            plugin.NotifyRegistrationStatus(status, timeout=5)
+            plugin.NotifyRegistrationStatus(status, timeout=20)
 
     def _take(self, path: Path, info: wire.PluginInfo) -> str:
         if info.type != "CSIPlugin":

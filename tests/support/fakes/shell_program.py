@@ -152,9 +152,9 @@ def hang(line: str, reports: TextIO) -> None:
 
 def wait_for_lock(line: str, reports: TextIO) -> None:
     """As lvm2 does that waits for a lock: TERM has it give that up, and live."""
-    note("hangs")
     given_up = []
     before = signal.signal(signal.SIGTERM, lambda *_: given_up.append(1))
+    note("hangs")
     while not given_up:
         time.sleep(0.01)
     signal.signal(signal.SIGTERM, before)
@@ -163,8 +163,8 @@ def wait_for_lock(line: str, reports: TextIO) -> None:
 
 def hold_lock(line: str, reports: TextIO) -> None:
     """As lvm2 does that holds a lock: TERM waits until it lets go."""
-    note("hangs")
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    note("hangs")
     while not (HERE / "let go").exists():
         time.sleep(0.01)
     did(line)
