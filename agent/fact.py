@@ -32,6 +32,11 @@ HEADER = "header"
 SEALED = "sealed"
 # The same: copies get a master key of their own.
 REENCRYPT = "reencrypt"
+# The same: the word by which its secret calls the key that opens it, and no other key does but
+# those for recovery; and, from before its key is changed until that is proved, ROTATING.
+KEY_GENERATION = "keyGeneration"
+ROTATING = "rotating"
+OF_KEYS = (KEY_GENERATION, ROTATING)
 # Of one that was copied, and has its source's master key still: it is to get its own.
 SHARED_KEY = "sharedKey"
 # The same, of a copied btrfs: it has an id of its own.

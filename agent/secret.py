@@ -9,6 +9,8 @@ docs/encryption.md tells what holds.
 
 import contextlib
 import ctypes
+import hmac
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from agent import errors
 # What CSI and cryptsetup have room for.
 MOST_BYTES = 2048
 _PR_SET_DUMPABLE = 4
+# Never on a disk: without it a digest of a key says nothing.
+_SALT = os.urandom(32)
 # Of a text with other than ASCII characters: here two, and an end, of two bytes each.
 _WIDE_HEADER_BYTES = sys.getsizeof(chr(0x100) * 2) - 3 * 2
 
@@ -48,6 +52,14 @@ class Keys:
 
     present: Key | None = None
     previous: Key | None = None
+    # What the secret calls the present one; no key, and kept in the clear.
+    generation: str = ""
+
+    def digests(self) -> tuple[object, ...]:
+        """By which this process, and nobody else, tells the same keys again."""
+        both = (self.present, self.previous)
+        told = (one and hmac.digest(_SALT, one.data, "sha256") for one in both)
+        return (*told, self.generation)
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:

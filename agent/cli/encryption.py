@@ -33,9 +33,12 @@ class Headers:
         device: Device,
         program: Cryptsetup,
         copies: HeaderCopies,
+        forget_key: Callable[[], None],
     ) -> None:
         self._name = name
         self._copies = copies
+        # Takes from the volume what its key is called: it is to have another.
+        self._forget_key = forget_key
         self._kernel = kernel
         self._device = device
         self._program = program
@@ -71,6 +74,7 @@ class Headers:
             # Meanwhile it may have been staged, and a copy be given a master key of its own.
             if self._doubt_of(file, is_open) != doubt:
                 raise errors.NotConfirmed(self._name, "changed")
+        self._forget_key()
         self._program.restore(self._device.path, file)
         print(f"{self._name} has the header of {file}")
 
@@ -110,6 +114,7 @@ class Headers:
                 self._put_recovery(slots, old, new)
             else:
                 device = self._device.path
+                self._forget_key()
                 opening.change(self._program, slots, device, old, new)
         self._copies.keep(self._device, anew=True)
         print(f"{self._name} has {'a recovery' if recovery else 'a new'} key")

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 import grpc
 
-from agent import errors, ids, secret, sockets
-from agent.cli import encryption, terminal
+from agent import errors, fact, ids, secret, sockets
+from agent.cli import encryption, status, terminal
 from agent.cli.encryption import Headers
 from agent.config.settings import Config
 from agent.csi import client
@@ -95,9 +95,10 @@ class Manual:
         ill = {one.volume_id: one for one in self._unhealthy(found)}
         health = [ill.get(one.volume_id, csi.VolumeHealth()) for one in found]
         if as_json:
-            print(_json([_told(*one) for one in zip(found, health, strict=True)]))
+            every = zip(found, health, strict=True)
+            print(_json([_told(*one) | _key(one[0].volume_id, here.keys) for one in every]))
         else:
-            titles = ("VOLUME", "SIZE", "GROUP", "CLASS", "ENCRYPTION", "HEALTH")
+            titles = ("VOLUME", "SIZE", "GROUP", "CLASS", "ENCRYPTION", "KEY", "HEALTH")
             made = terminal.table(*titles, right=("SIZE",))
             for volume, told in zip(found, health, strict=True):
                 group = ids.group_of(volume.volume_id)
@@ -107,6 +108,7 @@ class Manual:
                     group,
                     volume.volume_context.get("carver/class", ""),
                     volume.volume_context.get("carver/encryption", ""),
+                    here.keys.get(volume.volume_id, ""),
                     "\n".join(_words(told)),
                 )
             terminal.console().print(made)
@@ -190,11 +192,18 @@ class Manual:
 
     def headers(self, name: str) -> Headers:
         """The header of an encrypted volume; raises NotStaged where the volume is not active."""
+        volume = VolumeId.parse(self.find(name).volume_id)
         device = self._device(name)
         waits = cryptsetup.has_udev()
         program = Cryptsetup(self.host.run, waits_for_udev=waits)
         copies = HeaderCopies(self.settings.header_backups, program)
-        return Headers(name, self.host.kernel, device, program, copies)
+
+        def forget_key() -> None:
+            if volume is not None:
+                known = status.known_to(self.settings, self.host)
+                known.replace_facts(volume.group, volume.name, fact.OF_KEYS, {})
+
+        return Headers(name, self.host.kernel, device, program, copies, forget_key)
 
     def is_open(self, name: str) -> bool:
         """Whether an encrypted volume is open."""
@@ -268,17 +277,19 @@ class Manual:
         """Show all snapshots."""
         here = self.caller.snapshots_here()
         _tell_away(here.away)
-        found = [_told_snapshot(one) for one in here.entries]
+        found = [_told_snapshot(one) | _key(one.snapshot_id, here.keys) for one in here.entries]
         if names_only:
             print(*(one["name"] for one in found), sep="\n")
         elif as_json:
             print(_json(found))
         else:
-            made = terminal.table("SNAPSHOT", "VOLUME", "TAKEN", "SIZE", "READY", right=("SIZE",))
+            titles = ("SNAPSHOT", "VOLUME", "TAKEN", "SIZE", "READY", "KEY")
+            made = terminal.table(*titles, right=("SIZE",))
             for one in found:
                 ready = "yes" if one["ready"] else "no"
                 size = terminal.human(one["size_bytes"])
-                made.add_row(one["name"], one["volume"], one["taken"], size, ready)
+                key = one.get("key_generation", "")
+                made.add_row(one["name"], one["volume"], one["taken"], size, ready, key)
             terminal.console().print(made)
 
     def drop(self, name: str, *, confirmed: bool) -> None:
@@ -425,6 +436,11 @@ def _words(health: csi.VolumeHealth) -> list[str]:
         f"{csi.VolumeHealthErrorType.Name(one.status)} {one.reason}: {one.message}"
         for one in health.health_statuses
     ]
+
+
+def _key(identity: str, keys: Mapping[str, str]) -> dict[str, str]:
+    """What its key is called, of what is encrypted."""
+    return {"key_generation": keys[identity]} if identity in keys else {}
 
 
 def _told_snapshot(snapshot: csi.Snapshot) -> dict[str, Any]:

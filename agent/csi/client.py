@@ -32,12 +32,14 @@ _OPTIONS = (
 class Here(Generic[M]):
     """What is in the groups that are here, and by their names why others are away.
 
-    `claims` are those that volumes were made for, by the volumes' ids.
+    `claims` are those that volumes were made for, by the volumes' ids; `keys` what the keys of
+    what is encrypted are called (`agent.engine.records.key_generation`).
     """
 
     entries: Sequence[M]
     away: Mapping[str, str]
     claims: Mapping[str, str]
+    keys: Mapping[str, str]
 
 
 def mounted(
@@ -288,6 +290,7 @@ class Client:
         staging_path: Path | str,
         target_path: Path | str,
         capability: csi.VolumeCapability | None = None,
+        secrets: Mapping[str, str] | None = None,
         *,
         read_only: bool = False,
     ) -> None:
@@ -299,6 +302,7 @@ class Client:
             volume_capability=capability or mounted(),
             volume_context=volume.volume_context,
             readonly=read_only,
+            secrets=secrets or {},
         )
         self.node.NodePublishVolume(request, timeout=self._timeout)
 
@@ -361,7 +365,7 @@ class Client:
         answer = self._own[method](Struct(), timeout=self._timeout)
         told: dict[str, Any] = json_format.MessageToDict(answer)
         entries = [json_format.ParseDict(one, kind()) for one in told["entries"]]
-        return Here(entries, told["away"], told.get("claims", {}))
+        return Here(entries, told["away"], told.get("claims", {}), told.get("keys", {}))
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> tuple[bool, str]:
         """Go on with a volume's repair: whether all is done, and what was, or is waited for."""

@@ -69,7 +69,8 @@ class Node(csi_pb2_grpc.NodeServicer):
                 self._ephemeral.publish(inline)
             return csi.NodePublishVolumeResponse()
         call = node.PublishVolume.from_proto(request)
-        with self._locks.hold(ids.logical_name(call.volume_id), call.target_path):
+        held = self._locks.hold(ids.logical_name(call.volume_id), call.target_path)
+        with call.keys.used(), held:
             self._access.publish(call)
         return csi.NodePublishVolumeResponse()
 

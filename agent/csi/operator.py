@@ -12,6 +12,8 @@ from google.protobuf.struct_pb2 import Struct
 
 from agent import errors, ids
 from agent.csi import answers, own
+from agent.engine import records
+from agent.engine.records import Snapshot, Volume
 from agent.locks import VolumeLocks
 from agent.volumes.listing import Listing
 from agent.workers.disk_replacement import Replacement
@@ -54,16 +56,19 @@ class Operator:
         return _answer(self._replacement.replace(old, new))
 
     def volumes_here(self, request: Struct, context: grpc.ServicerContext) -> Struct:
-        """The volumes of the groups that are here with their claims, and why others are not."""
+        """The volumes of the groups that are here: claims, names of keys; why others are not."""
         found = self._listing.volumes()
         made = _list((answers.volume(one, self._here) for one in found.entries), found.away)
         made.update({"claims": {str(one.id): one.claim for one in found.entries if one.claim}})
+        made.update({"keys": _keys(found.entries)})
         return made
 
     def snapshots_here(self, request: Struct, context: grpc.ServicerContext) -> Struct:
         """The same of snapshots."""
         found = self._listing.snapshots()
-        return _list((answers.snapshot(one, self._here) for one in found.entries), found.away)
+        made = _list((answers.snapshot(one, self._here) for one in found.entries), found.away)
+        made.update({"keys": _keys(found.entries)})
+        return made
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a server is given."""
@@ -92,6 +97,11 @@ def _answer(progress: Progress) -> Struct:
     made = Struct()
     made.update({"done": progress.done, "message": progress.message})
     return made
+
+
+def _keys(found: Iterable[Volume | Snapshot]) -> dict[str, str]:
+    """What the keys of those that are encrypted are called, by their ids."""
+    return {str(one.id): records.key_generation(one.facts) for one in found if one.is_encrypted}
 
 
 def _list(entries: Iterable[Message], away: Mapping[str, str]) -> Struct:

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 
@@ -406,6 +406,20 @@ class Inventory(Activation):
     def require(self, volume_id: str) -> Volume:
         """The volume of that id, as it is now; one that was deleted is not there."""
         return self.usable(self.awake(ids.group_of(volume_id)), volume_id)
+
+    def replace_facts(
+        self, group: str, name: str, keys: Collection[str], new: Mapping[str, str]
+    ) -> None:
+        """Have a volume's tags say `new` under these keys, and nothing else: one command, or none.
+
+        Takes the group, and looks at it first. Raises what `read` raises, VolumeMissing.
+        """
+        with self._engines.hold(group):
+            told = tags.decode(self.awake(group).group(group).volume(name).tags)
+            has = {key: told[key] for key in keys if key in told}
+            old, added = dict(has.items() - new.items()), dict(new.items() - has.items())
+            if old or added:
+                volumes.mark(self._engines.lvm(group), group, name, old=old, new=added)
 
     def usable(self, known: report.Report, volume_id: str) -> Volume:
         """The volume of that id, as CreateVolume made it; one that was deleted is not there.

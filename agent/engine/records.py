@@ -218,6 +218,13 @@ class Snapshot:
         )
 
 
+def key_generation(facts: Mapping[str, str]) -> str:
+    """The name of the only key that opens what is encrypted; in brackets, why there is none."""
+    if fact.ROTATING in facts:
+        return "(rotating)"
+    return facts.get(fact.KEY_GENERATION, "(unnamed)")
+
+
 def is_encrypted(facts: Mapping[str, str]) -> bool:
     """Whether the facts are of what lies encrypted; also where one that says so is lost."""
     return bool({fact.ENCRYPTION, fact.HEADER, fact.SEALED} & facts.keys())

@@ -241,6 +241,13 @@ def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Conditi
             " grow to: in use it does not grow while it has copy-on-write snapshots. It grows when"
             " it is staged next, if its group has room then: restart its pod",
         )
+    if fact.ROTATING in volume.facts:
+        yield Condition(
+            Reason.KEY_ROTATION_PENDING,
+            f"encrypted volume {name} may still open by the key before, or by none that its secret"
+            " has: keep the old key, and have the volume published or staged with both"
+            " (docs/encryption.md, Rotation)",
+        )
     for snapshot in records.snapshots_of(volume):
         if snapshot.problem:
             yield overflowed(snapshot)

@@ -39,6 +39,7 @@ class Reason(enum.Enum):
     CACHE_FAILING = "CacheFailing", DEGRADED, ""
     FILE_SYSTEM_ERRORS = "FileSystemErrors", DEGRADED, ""
     EXPANSION_PENDING = "ExpansionPending", DEGRADED, ""
+    KEY_ROTATION_PENDING = "KeyRotationPending", DEGRADED, ""
     ENCRYPTION_LEFT_OPEN = "EncryptionLeftOpen", DEGRADED, ""
     LVM_REPORTS = "LvmReports", DEGRADED, ""
 

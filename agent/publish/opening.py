@@ -11,11 +11,16 @@
 
 A volume's own header has a UUID that is made of the logical volume's. What was copied has the
 header of what it was copied from.
+
+A key is changed in steps, each of which may be the last: the tag `rotating`, the new key in a free
+slot, a proof that it opens that slot, the old slot killed, the tag gone. The tag `keyGeneration` is
+there only while the key of that name is the only one of the usual slots.
 """
 
+import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from agent import errors, fact
@@ -33,7 +38,11 @@ from mount import btrfs, cryptsetup, ends, filesystem, luks
 from mount import errors as mount_errors
 from mount.luks import Header
 
+_log = logging.getLogger(__name__)
+
 _LARGE_SECTOR_BYTES = 4096
+_PENDING = {fact.ROTATING: "yes"}
+_USUAL = tuple(one for one in cryptsetup.SLOTS if one != cryptsetup.RECOVERY)
 
 
 class Opening:
@@ -46,6 +55,8 @@ class Opening:
         self._mappings = mappings
         self._reencrypter = reencrypter
         self._cryptsetup = mappings.cryptsetup
+        # The keys that each open volume is known to have, as digests.
+        self._known: dict[str, tuple[object, ...]] = {}
 
     def check_keys(self, volume_id: str, device_class: str, keys: Keys, *, encrypted: bool) -> None:
         """Raise KeyMissing, and BadField where a key is given for what is not encrypted.
@@ -100,6 +111,34 @@ class Opening:
             tags[fact.RENEWED] = "yes"
         return mapping, tags
 
+    def follow(self, volume_id: str, mapping: Device, keys: Keys) -> None:
+        """Have an open volume take the key that its secret has now, in place of the one before.
+
+        Nothing where this process knows that it has it, or where no key came. What fails is
+        logged, and tried again at the next call: the volume is in use, and stays so.
+        """
+        if mapping.below is None or keys.present is None:
+            return
+        if self._known.get(volume_id) == keys.digests():
+            return
+        device = mapping.logical
+        try:
+            volume = self._inventory.require(volume_id)
+            try:
+                is_changed = self._rotate(volume, device, keys, keys.present)
+            except mount_errors.WrongKey:
+                self._record(volume, _PENDING)
+                raise
+            self._mappings.copies.keep(device, anew=is_changed)
+        except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError, OSError) as error:
+            _log.warning("volume %s does not have the key of its secret: %s", volume_id, error)
+        else:
+            self._known[volume_id] = keys.digests()
+
+    def forget(self, volume_id: str) -> None:
+        """Nothing is known any more of the keys of a volume."""
+        self._known.pop(volume_id, None)
+
     def fill(self, volume_id: str, mapping: Device, keys: Keys, *, if_possible: bool) -> None:
         """Have an open volume be as large as its logical volume, less the header.
 
@@ -119,6 +158,7 @@ class Opening:
             if if_possible:
                 return
             raise errors.GrowsWithKey(volume_id)
+        self.follow(volume_id, mapping, keys)
         with self._key(volume_id, called, keys) as key:
             self._cryptsetup.grow(logical.path, key.data, mapping.name)
 
@@ -162,17 +202,70 @@ class Opening:
 
         Whether its keys changed.
         """
-        previous = keys.previous
-        if not previous or previous.data == key.data:
+        previous = _other(keys.previous, key)
+        is_changed = is_unknown = False
+        if previous or fact.ROTATING in volume.facts or _is_newer(volume, keys):
+            try:
+                is_changed = self._rotate(volume, device, keys, key)
+            except (errors.AgentError, lvm_errors.LvmError) as error:
+                # Nothing can be put on record now. It is opened by the key that it has.
+                is_unknown = True
+                _log.warning("volume %s keeps the key that it has: %s", volume.id, error)
+        try:
             self._open(volume, device, key)
-            return False
-        before = self._slots(volume, device)
-        if not self._cryptsetup.check(device.path, key.data):
-            change(self._cryptsetup, before, device.path, previous, key)
-        else:
-            retire(self._cryptsetup, before, device.path, previous, key)
-        self._open(volume, device, key)
-        return self._slots(volume, device) != before
+        except mount_errors.WrongKey:
+            if previous is None:
+                raise
+            self._open(volume, device, previous)
+        if not (is_unknown or volume.is_ephemeral):
+            self._known[str(volume.id)] = keys.digests()
+        return is_changed
+
+    def _rotate(self, volume: Volume, device: Device, keys: Keys, key: Key) -> bool:
+        """Have a key be the volume's, and the one before none of it; whether its header changed.
+
+        Open or not. Killed anywhere, it opens by one of the two, and the next call does the rest.
+        Raises WrongKey where neither opens it; then nothing is changed.
+        """
+        slots, path = self._slots(volume, device), device.path
+        previous = _other(keys.previous, key)
+        fits = next((one for one in slots if self._cryptsetup.check(path, key.data, one)), None)
+        if fits is None:
+            if previous is None or not self._cryptsetup.check(path, previous.data):
+                raise mount_errors.WrongKey(path)
+            self._record(volume, _PENDING)
+            fits = change(self._cryptsetup, slots, path, previous, key)
+        elif old := self._old_slots(volume, path, slots, fits, previous):
+            self._record(volume, _PENDING)
+            for one in old:
+                self._cryptsetup.kill(path, key.data, one)
+        left = self._slots(volume, device)
+        is_changed, is_alone = left != slots, {*left} & {*_USUAL} <= {fits}
+        if is_alone and (is_changed or fact.ROTATING in volume.facts or _is_newer(volume, keys)):
+            named = {fact.KEY_GENERATION: keys.generation} if keys.generation else {}
+            self._record(volume, named)
+        return is_changed
+
+    def _old_slots(
+        self,
+        volume: Volume,
+        path: str,
+        slots: tuple[int, ...],
+        fits: int,
+        previous: Key | None,
+    ) -> list[int]:
+        """The slots that a change of keys left, beside the one that the present key opens."""
+        was_begun = bool(previous) or fact.ROTATING in volume.facts
+        others = [one for one in slots if one not in (fits, cryptsetup.RECOVERY)]
+        return [
+            one
+            for one in others
+            if (was_begun and {one, fits} <= {*_USUAL})
+            or (previous and self._cryptsetup.check(path, previous.data, one))
+        ]
+
+    def _record(self, volume: Volume, new: Mapping[str, str]) -> None:
+        self._inventory.replace_facts(volume.group.name, volume.name, fact.OF_KEYS, new)
 
     def _open(self, volume: Volume, device: Device, key: Key) -> None:
         found = self._classes(volume.facts.get(fact.CLASS, ""))
@@ -259,33 +352,37 @@ def read_key(path: str) -> Key:
 
 def change(
     program: cryptsetup.Cryptsetup, slots: tuple[int, ...], device: str, old: Key, new: Key
-) -> None:
-    """Give a volume another key in place of its own, by that or by the one for recovery.
+) -> int:
+    """Give a volume another key in place of its own, by that or by the one for recovery; its slot.
 
-    Killed in between, it has both, and `retire` does the rest. Raises WrongKey.
+    Killed in between, it has both. Raises WrongKey.
     """
-    usual = [one for one in cryptsetup.SLOTS if one != cryptsetup.RECOVERY]
-    free = next((one for one in usual if one not in slots), None)
+    free = next((one for one in _USUAL if one not in slots), None)
     if free is None:
         # A change was not brought to its end before the next one: one of them is older than `old`,
         # which opens another by this check.
-        others = (one for one in usual if not program.check(device, old.data, one))
-        free = next(others, usual[-1])
+        others = (one for one in _USUAL if not program.check(device, old.data, one))
+        free = next(others, _USUAL[-1])
         program.kill(device, old.data, free)
     program.add(device, old.data, new.data, free)
-    for slot in usual:
-        if slot in slots and slot != free:
-            program.kill(device, new.data, slot)
-    retire(program, tuple(one for one in slots if one not in usual), device, old, new)
-
-
-def retire(
-    program: cryptsetup.Cryptsetup, slots: tuple[int, ...], device: str, old: Key, new: Key
-) -> None:
-    """Have a key be none any more of a volume that has another; the recovery slot stays."""
+    if not program.check(device, new.data, free):
+        raise mount_errors.CryptFailed("luksAddKey", device, f"the new key opens no slot {free}")
     for slot in slots:
-        if slot != cryptsetup.RECOVERY and program.check(device, old.data, slot):
+        if slot in (free, cryptsetup.RECOVERY):
+            continue
+        if slot in _USUAL or program.check(device, old.data, slot):
             program.kill(device, new.data, slot)
+    return free
+
+
+def _other(previous: Key | None, present: Key) -> Key | None:
+    """The key before, where it is another."""
+    return previous if previous and previous.data != present.data else None
+
+
+def _is_newer(volume: Volume, keys: Keys) -> bool:
+    """Whether a call's key has a name that the volume's tags do not say."""
+    return keys.generation not in ("", volume.facts.get(fact.KEY_GENERATION))
 
 
 def _check(volume: Volume, header: Header, expected: str) -> None:

@@ -90,6 +90,12 @@ class Access:
             volume = self._expander.catch_up(volume)
             _, tags = self._opening.opened(volume, self._activate(volume), call.keys)
             self._promise(volume, tags)
+        self._follow(call.volume_id, call.keys)
+
+    def _follow(self, volume_id: str, keys: Keys) -> None:
+        """Have an encrypted volume that stays open take the key that its secret has now."""
+        if keys.present and (device := self._inventory.device(volume_id)) is not None:
+            self._opening.follow(volume_id, device, keys)
 
     def _is_ready(self, call: StageVolume, device: Device) -> bool:
         """Whether an active raw block volume is as large as is on record, and open or plain."""
@@ -182,6 +188,7 @@ class Access:
         re-encrypted goes on when it is staged next.
         """
         self._ensure_unmounted(replace(call, path=self.place(call.path)))
+        self._opening.forget(call.volume_id)
         with self._reencrypter.halted(call.volume_id):
             self._mappings.close_unused(call.volume_id)
 
@@ -200,6 +207,7 @@ class Access:
             self._publish_device(call, device)
         else:
             self._publish_directory(call, device)
+        self._follow(call.volume_id, call.keys)
 
     def _publish_directory(self, call: PublishVolume, device: Device) -> None:
         known = table.read(self._kernel)

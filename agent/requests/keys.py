@@ -34,5 +34,7 @@ INLINE_PARAMETERS = (*STORAGE_CLASS_PARAMETERS, SIZE)
 EPHEMERAL = "csi.storage.k8s.io/ephemeral"
 # What a secret may hold: the volume's key, and the one that it had before.
 PASSPHRASE, PREVIOUS_PASSPHRASE = "passphrase", "previousPassphrase"
+# And a name for the key, which is no secret: it is kept in the clear.
+GENERATION = "passphraseGeneration"
 # What a VolumeSnapshotClass may say.
 SNAPSHOT_PARAMETERS = (SIZE,)

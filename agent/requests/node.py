@@ -1,5 +1,6 @@
 """The Node's requests, read from the wire and checked once."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Self
@@ -12,6 +13,8 @@ from agent.requests.capabilities import READER_ONLY, Capability
 from agent.requests.parameters import Parameters
 from agent.secret import Keys
 from proto import csi_pb2 as csi
+
+_GENERATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class PublishVolume:
     capability: Capability
     parameters: Parameters
     read_only: bool
+    keys: Keys = secret.NONE
 
     @classmethod
     def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
@@ -60,6 +64,7 @@ class PublishVolume:
             capability=capability,
             parameters=Parameters.from_context(wire.volume_context),
             read_only=wire.readonly or capability.read_only,
+            keys=keys_of(wire.secrets),
         )
 
 
@@ -152,11 +157,30 @@ def keys_of(secrets: Mapping[str, str]) -> Keys:
 
     Each look into the map makes a new text, which is overwritten at once.
     """
-    found = (
+    present, previous = (
         secret.of_text(f"secrets[{name}]", secrets[name]) if name in secrets else None
         for name in (keys.PASSPHRASE, keys.PREVIOUS_PASSPHRASE)
     )
-    return Keys(*found)
+    made = Keys(present, previous, secrets.get(keys.GENERATION, ""))
+    try:
+        _check_generation(made)
+    except errors.BadField:
+        with made.used():
+            raise
+    return made
+
+
+def _check_generation(told: Keys) -> None:
+    """Raise BadField for a name of a key that cannot be kept, or is the key itself."""
+    field = f"secrets[{keys.GENERATION}]"
+    if told.generation and not _GENERATION.fullmatch(told.generation):
+        raise errors.BadField(
+            field,
+            "must be 1 to 63 letters, digits, '.', '_' and '-', and begin with no sign",
+        )
+    name = told.generation.encode()
+    if any(one is not None and one.data == name for one in (told.present, told.previous)):
+        raise errors.BadField(field, "is the key itself, and is kept in the clear; give it a name")
 
 
 def _capability(wire: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest) -> Capability:

@@ -25,6 +25,7 @@ from prometheus_client.registry import Collector
 
 from agent.admission import Admission
 from agent.config.classes import DeviceClass
+from agent.engine import records
 from agent.engine.allocation import Carvings
 from agent.engine.inventory import Inventory
 from agent.engine.rounds import Rounds
@@ -263,6 +264,11 @@ class _Gauges(Collector):
         missing = _of_group("missing_disks", "The group's disks that are not there.")
         volumes = _of_group("volumes", "Carver's volumes, with those that are being wiped.")
         encrypted = _of_group("encrypted_volumes", "Those of them that are encrypted.")
+        generations = GaugeMetricFamily(
+            "carver_key_generation_volumes",
+            "Encrypted volumes and snapshots, by the name of the only key that opens them.",
+            labels=["group", "generation"],
+        )
         health = GaugeMetricFamily(
             "carver_volume_health",
             "1 for each thing that is wrong with a volume.",
@@ -273,7 +279,10 @@ class _Gauges(Collector):
             "How full a copy-on-write snapshot's area is; at 1 the snapshot is lost.",
             labels=["snapshot"],
         )
+        named = Counts[tuple[str, str]]()
         for snapshot in self._parts.inventory.all_snapshots(known):
+            if snapshot.is_encrypted:
+                named[snapshot.group.name, records.key_generation(snapshot.facts)] += 1
             percent = snapshot.group.volume(snapshot.name).data_percent
             if percent is not None and not snapshot.is_thin:
                 fullness.add_metric([str(snapshot.id)], percent / 100)
@@ -283,9 +292,13 @@ class _Gauges(Collector):
         for volume in self._parts.inventory.present(known):
             held[volume.group.name] += 1
             sealed[volume.group.name] += volume.is_encrypted
+            if volume.is_encrypted and not volume.wiping:
+                named[volume.group.name, records.key_generation(volume.facts)] += 1
             for told in self._parts.diagnosis.of(volume, mounts, until_seconds=until):
                 labels = [str(volume.id), told.reason.of_volume, told.reason.word]
                 health.add_metric(labels, 1)
+        for label_values, count in named.items():
+            generations.add_metric(label_values, count)
         for name in dict.fromkeys(one.group for one in self._parts.classes):
             group = known.groups.get(name)
             present.add_metric([name], group is not None)
@@ -299,7 +312,8 @@ class _Gauges(Collector):
         # What does not answer by then is left out; `carver_storage_health` tells of it.
         with command.time_limit(conditions.PATIENCE_SECONDS):
             asked = (self._of_classes(known), *self._of_pools(known))
-        return present, size, free, missing, volumes, encrypted, health, fullness, *asked
+        of_volumes = (volumes, encrypted, generations, health, fullness)
+        return present, size, free, missing, *of_volumes, *asked
 
     def _of_pools(self, known: report.Report) -> Iterable[Metric]:
         size = _of_pool("size_bytes", "The data that the pool has now.")

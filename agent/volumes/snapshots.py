@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 # What a volume that is made of a snapshot must know of the snapshot's origin.
 _INHERITED = (
     *(fact.ACCESS, fact.FORMATTED, fact.CLASS, fact.FS_TYPE),
-    *(fact.ENCRYPTION, fact.HEADER, fact.SEALED),
+    *(fact.ENCRYPTION, fact.HEADER, fact.SEALED, fact.KEY_GENERATION),
 )
 
 

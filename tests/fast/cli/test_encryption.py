@@ -123,6 +123,22 @@ def test_only_a_header_of_the_volume_is_put_back(shell: Shell, db: Path, tmp_pat
     assert "is no backup" in shell("header restore db /nowhere --yes", 1)
 
 
+@pytest.mark.parametrize("by", ["rekey", "header"])
+def test_a_key_that_was_changed_by_hand_is_not_called_as_before(
+    shell: Shell, fake: FakeHost, db: Path, tmp_path: Path, by: str
+) -> None:
+    file, new = tmp_path / "db.header", shell.key("new", "new one")
+    shell(f"header backup db {file}")
+    fake.lvm("lvchange", "--addtag", "carver.keyGeneration=2026-11", "--", "data/vol-db")
+    assert "2026-11" in shell("list")
+    if by == "rekey":
+        shell(f"rekey db --key-file {db} --new-key-file {new}")
+    else:
+        shell("unpublish db")
+        shell(f"header restore db {file} --yes")
+    assert "(unnamed)" in shell("list")
+
+
 def test_a_volume_gets_another_key_and_one_for_recovery(
     shell: Shell, fake: FakeHost, db: Path, tmp_path: Path
 ) -> None:

@@ -150,6 +150,28 @@ def test_a_command_that_never_ended_well_is_counted_and_still_raises() -> None:
 # Measured
 
 
+def test_encrypted_volumes_and_snapshots_are_counted_by_what_their_keys_are_called(
+    measured: Measured, tmp_path: Path
+) -> None:
+    client, how = measured.client, {"carver/encryption": "luks2"}
+    old = {"passphrase": "old key", "passphraseGeneration": "1"}
+    new = {"passphrase": "new key", "previousPassphrase": "old key", "passphraseGeneration": "2"}
+    made = [client.create(f"pvc-{n}", 40 * MIB, block(), parameters=how) for n in range(3)]
+    for number, one in enumerate(made[:2]):
+        client.stage(one, tmp_path / str(number), block(), old)
+    client.snapshot("snap-1", made[0].volume_id)
+
+    def named() -> dict[str, float]:
+        family = "carver_key_generation_volumes"
+        client.capacity()  # someone looks
+        return {key[1]: n for key, n in measured.samples().items() if key[0] == family}
+
+    # Samples have labels in the order of their names.
+    assert named() == {"1": 3, "(unnamed)": 1}
+    client.publish(made[0], tmp_path / "0", tmp_path / "a", block(), new)
+    assert named() == {"2": 1, "1": 2, "(unnamed)": 1}
+
+
 def test_a_group_is_measured_as_capacity_is(measured: Measured) -> None:
     measured.client.create("pvc-1", 40 * MIB, block())
     free = measured.client.capacity().available_capacity
@@ -330,7 +352,8 @@ def exported(measured: Measured) -> dict[str, set[str]]:
     """Every sample's name that a scrape can have, with its labels."""
     volume = measured.client.create("pvc-1", 4 * MIB, block())
     measured.client.snapshot("1", volume.volume_id)
-    measured.client.create("pvc-2", 4 * MIB, block(), parameters={"class": "thin"})
+    how = {"class": "thin", "carver/encryption": "luks2"}
+    measured.client.create("pvc-2", 4 * MIB, block(), parameters=how)
     measured.host.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
     measured.host.lvm2.groups["data"].disks[1].missing = True
     measured.client.capacity()

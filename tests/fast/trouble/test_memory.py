@@ -52,6 +52,8 @@ def set_by_the_unit() -> dict[str, str]:
 def test_no_key_is_left_when_the_volume_is_closed(tmp_path: Path, kind: str) -> None:
     rest = secrets.token_hex(16)
     secret = {"passphrase": f"{kind}-{rest}"}
+    newer = {"passphrase": f"{kind}-{rest}-2", "previousPassphrase": secret["passphrase"]}
+    older = {**secret, "previousPassphrase": newer["passphrase"]}
     # As it is sent and used, and as Python has a text with such characters.
     needles = [rest.encode(form) for form in ("utf-8", "utf-16-le", "utf-32-le")]
     with serving(tmp_path, **set_by_the_unit()) as pid:
@@ -67,6 +69,10 @@ def test_no_key_is_left_when_the_volume_is_closed(tmp_path: Path, kind: str) -> 
                 staging = tmp_path / f"staging-{number}"
                 client.stage(volume, staging, mounted("ext4"), secret)
                 client.node_expand(volume.volume_id, staging, (64 + number) * MIB, secret)
+                # The key changes while it is in use, and back.
+                for each in (newer, older):
+                    client.publish(volume, staging, tmp_path / "target", mounted("ext4"), each)
+                client.unpublish(volume.volume_id, tmp_path / "target")
                 client.unstage(volume.volume_id, staging)
         with Client(tmp_path / "csi.sock") as client:
             client.capacity()

@@ -1,0 +1,362 @@
+"""Keys that change while a volume stays in use: who may open it when, and what is said of that."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import chosen
+import configured
+import expect
+import grpc
+import pytest
+from model.stopping import Switch
+from nodes import Node
+from real.any import AnyHost
+
+from agent.config.classes import DeviceClass
+from agent.config.settings import Config
+from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
+from agent.engine.inventory import Inventory
+from agent.service.server import Service
+from lvm import errors, report, tags
+from lvm.layout import Layout
+from lvm.pools import Policy
+from mount import luks
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+SHARED = csi.VolumeCapability.AccessMode.SINGLE_NODE_MULTI_WRITER
+OLD = {"passphrase": "correct horse battery staple"}
+NEW = {"passphrase": "Tr0ub4dor&3"}
+BOTH = {**NEW, "previousPassphrase": OLD["passphrase"]}
+NAMED = {**BOTH, "passphraseGeneration": "2026-11"}
+
+
+@pytest.fixture
+def config(host: AnyHost, tmp_path: Path) -> Config:
+    group = host.new_group(100, 100)
+    thin = Layout("thin")
+    every = (
+        DeviceClass("linear", group, default=True, encryption="luks2"),
+        DeviceClass("thin", group, layout=thin, pool=Policy(), encryption="luks2"),
+        DeviceClass("own", group, encryption="luks2", reencrypt=True),
+    )
+    return configured.carver(tmp_path, group, classes=every)
+
+
+@dataclass
+class Used:
+    """A volume that is staged by the old key, and published for one pod."""
+
+    client: Client
+    host: AnyHost
+    volume: csi.Volume
+    how: csi.VolumeCapability
+    config: Config
+
+    @property
+    def group(self) -> str:
+        return self.config.classes[0].group
+
+    @property
+    def staging(self) -> Path:
+        return self.host.directory / "staging"
+
+    def at(self, pod: str) -> Path:
+        return self.host.directory / pod
+
+    def stage(self, secrets: dict[str, str]) -> None:
+        self.client.stage(self.volume, self.staging, self.how, secrets)
+
+    def publish(self, pod: str, secrets: dict[str, str] | None = None) -> None:
+        self.client.publish(self.volume, self.staging, self.at(pod), self.how, secrets)
+
+    def unpublish(self, pod: str) -> None:
+        self.client.unpublish(self.volume.volume_id, self.at(pod))
+
+    def unstage(self) -> None:
+        self.client.unstage(self.volume.volume_id, self.staging)
+
+    def slots(self) -> tuple[int, ...]:
+        device = self.host.devices.find(self.group, "vol-pvc-1")
+        assert device is not None
+        header = luks.read(self.host.kernel, device.path)
+        assert header is not None
+        return header.slots
+
+    def facts(self, name: str = "vol-pvc-1") -> dict[str, str]:
+        found = report.read(self.host.lvm).group(self.group).volume(name).tags
+        told = tags.decode(found)
+        return {one: told[one] for one in ("rotating", "keyGeneration") if one in told}
+
+    def reasons(self) -> set[str]:
+        told = self.client.volume_health(self.volume.volume_id)
+        return {one.reason for one in told.health_statuses}
+
+    def keys(self) -> dict[str, str]:
+        """What `carver volume list` and `carver snapshot list` call each key."""
+        here = (self.client.volumes_here(), self.client.snapshots_here())
+        return {one.rpartition("/")[2]: key for told in here for one, key in told.keys.items()}
+
+    def opens_by(self, secrets: dict[str, str]) -> None:
+        """Nobody uses it any more, and it is staged by these alone, and by no old key."""
+        self.unstage()
+        if secrets is not OLD:
+            with expect.code("UNAUTHENTICATED"):
+                self.stage(OLD)
+        self.stage(secrets)
+        assert len(self.slots()) == 1
+
+
+KINDS = ("linear-ext4", "linear-block", "thin-ext4", "thin-block")
+
+
+@pytest.fixture(params=chosen.kinds(KINDS, usual=["linear-ext4", "thin-block"]))
+def used(request: pytest.FixtureRequest, client: Client, host: AnyHost, config: Config) -> Used:
+    name, kind = request.param.split("-")
+    how = block(mode=SHARED) if kind == "block" else mounted(kind, mode=SHARED)
+    volume = client.create("pvc-1", 48 * MIB, how, parameters={"class": name})
+    made = Used(client, host, volume, how, config)
+    made.stage(OLD)
+    made.publish("a")
+    return made
+
+
+def test_a_key_rotates_while_pods_follow_each_other_and_the_volume_stays_staged(
+    used: Used,
+) -> None:
+    """A Deployment's rollout: the new pod comes before the old one goes, so nothing is unstaged."""
+    used.publish("b", BOTH)
+    used.unpublish("a")
+    assert len(used.slots()) == 1
+    used.unpublish("b")
+    used.opens_by(NEW)
+
+
+def test_a_key_rotates_at_a_repeated_stage(used: Used) -> None:
+    """As a kubelet that was restarted asks for it."""
+    used.stage(BOTH)
+    used.publish("b")
+    used.unpublish("a")
+    used.unpublish("b")
+    used.opens_by(NEW)
+
+
+@pytest.mark.variation
+def test_a_key_rotates_when_the_volume_grows_in_use(used: Used) -> None:
+    client, volume = used.client, used.volume
+    grown = client.node_expand(volume.volume_id, used.at("a"), 96 * MIB, BOTH)
+    assert grown.capacity_bytes == 96 * MIB
+    used.unpublish("a")
+    used.opens_by(NEW)
+
+
+@pytest.mark.variation
+def test_it_is_told_which_volumes_and_snapshots_have_the_key_of_a_name(used: Used) -> None:
+    before = used.client.snapshot("before", used.volume.volume_id)
+    assert set(used.keys().values()) == {"(unnamed)"}
+    used.publish("b", NAMED)
+    after = used.client.snapshot("after", used.volume.volume_id)
+    assert used.facts() == {"keyGeneration": "2026-11"}
+    told = [used.client.snapshots_here().keys[one.snapshot_id] for one in (before, after)]
+    assert told == ["(unnamed)", "2026-11"]
+    # What has the old key is told so until it is staged by the new one, which it does not have.
+    copies = [
+        used.client.create(name, 0, used.how, source=of_snapshot(one.snapshot_id), parameters=like)
+        for name, one in (("c1", before), ("c2", after))
+        for like in ({"class": used.volume.volume_context["carver/class"]},)
+    ]
+    assert {used.client.volumes_here().keys[one.volume_id] for one in copies} == {"(unnamed)"}
+    there = used.host.directory / "copy"
+    with expect.code("UNAUTHENTICATED"):
+        used.client.stage(copies[0], there, used.how, NEW)
+    for one in copies:
+        used.client.stage(one, there, used.how, NAMED)
+        used.client.unstage(one.volume_id, there)
+    assert {used.client.volumes_here().keys[one.volume_id] for one in copies} == {"2026-11"}
+    # The next key, and nobody says what it is called.
+    used.publish("c", {"passphrase": "third", "previousPassphrase": NEW["passphrase"]})
+    assert used.facts() == {}
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("named", [True, False])
+def test_a_new_volume_is_known_to_have_the_key_of_a_name(
+    client: Client, host: AnyHost, config: Config, named: bool
+) -> None:
+    volume = client.create("pvc-1", 48 * MIB, block())
+    secret = {**NEW, "passphraseGeneration": "first"} if named else NEW
+    client.stage(volume, host.directory / "staging", block(), secret)
+    used = Used(client, host, volume, block(), config)
+    assert used.facts() == ({"keyGeneration": "first"} if named else {})
+
+
+@pytest.mark.parametrize("previous", [{}, {"previousPassphrase": "another"}])
+def test_a_key_that_is_none_of_the_volume_s_stops_no_pod_and_is_told(
+    used: Used, previous: dict[str, str]
+) -> None:
+    """The old pod uses it still: whoever looks can give the key that it has."""
+    assert "KeyRotationPending" not in used.reasons()
+    used.publish("b", {**NEW, **previous, "passphraseGeneration": "2"})
+    assert used.facts() == {"rotating": "yes"}
+    assert set(used.keys().values()) == {"(rotating)"}
+    assert "KeyRotationPending" in used.reasons()
+    assert used.slots() == (0,)
+    used.publish("c", NAMED)
+    assert used.facts() == {"keyGeneration": "2026-11"}
+    assert set(used.keys().values()) == {"2026-11"}
+    assert "KeyRotationPending" not in used.reasons()
+
+
+@pytest.mark.variation
+def test_who_goes_back_to_the_old_key_has_it(used: Used) -> None:
+    used.publish("b", NAMED)
+    back = {**OLD, "previousPassphrase": NEW["passphrase"], "passphraseGeneration": "2026-10"}
+    used.publish("c", back)
+    assert used.facts() == {"keyGeneration": "2026-10"}
+    for pod in "abc":
+        used.unpublish(pod)
+    used.opens_by(OLD)
+
+
+@pytest.mark.variation
+def test_a_key_that_a_volume_is_known_to_have_costs_nothing_again(
+    node: Node, host: AnyHost
+) -> None:
+    used = begun(node)
+
+    def cost() -> list[str]:
+        run = [words[2:] if words[0] == "env" else words for words in used.host.commands]
+        used.host.commands.clear()
+        return [words[1] for words in run if words[0] == "cryptsetup"]
+
+    cost()
+    used.stage(OLD)
+    used.publish("b", OLD)
+    assert cost() == []
+    used.publish("c", NAMED)
+    # No slot opens by the new one; the old key does; the new one's is proved, then the old killed.
+    assert cost() == ["open", "open", "luksAddKey", "open", "luksKillSlot"]
+    for pod in "abc":
+        used.publish(pod, NAMED)
+    used.stage(NAMED)
+    assert cost() == []
+    # Another process asks once.
+    node.restart()
+    used.client = node.client
+    cost()
+    used.publish("a", NAMED)
+    used.publish("b", NAMED)
+    assert cost() == ["open"]
+
+
+@pytest.mark.variation
+def test_a_volume_whose_group_lacks_a_disk_is_used_by_the_key_that_it_has(
+    used: Used, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lvm2 writes no tag then, and without one no key is changed."""
+    used.unpublish("a")
+    used.unstage()
+    real = Inventory.replace_facts
+
+    def refuse(*_: object) -> None:
+        raise errors.CommandFailed(("lvm", "lvchange"), 5, "a disk is missing")
+
+    monkeypatch.setattr(Inventory, "replace_facts", refuse)
+    used.stage(NAMED)
+    assert used.slots() == (0,)
+    used.publish("a", NAMED)
+    assert used.slots() == (0,)
+    monkeypatch.setattr(Inventory, "replace_facts", real)
+    used.publish("b", NAMED)
+    assert used.facts() == {"keyGeneration": "2026-11"}
+    used.unpublish("a")
+    used.unpublish("b")
+    used.opens_by(NEW)
+
+
+@pytest.mark.variation
+def test_a_copy_that_gets_a_master_key_of_its_own_has_the_new_key_too(
+    client: Client, host: AnyHost, config: Config, service: Service
+) -> None:
+    source = client.create("source", 48 * MIB, block(), parameters={"class": "own"})
+    staging = host.directory / "staging"
+    client.stage(source, staging, block(), OLD)
+    client.unstage(source.volume_id, staging)
+    copy = client.create(
+        "pvc-1", 0, block(), parameters={"class": "own"}, source=of_volume(source.volume_id)
+    )
+    service.reencrypter.grace_seconds = 0.0
+    used = Used(client, host, copy, block(), config)
+    with host.slow_reencryption():
+        with expect.code("ABORTED"):
+            used.stage(NAMED)
+        with expect.code("FAILED_PRECONDITION"):
+            used.publish("a", NAMED)
+        assert used.facts() == {}
+    expect.soon(lambda: not service.reencrypter.counts()["running"])
+    used.stage(NAMED)
+    assert used.facts() == {"keyGeneration": "2026-11"}
+    used.opens_by(NEW)
+
+
+@pytest.fixture
+def node(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
+    """A service that can be killed."""
+    made = Node(host, config, config.classes[0].group, tmp_path)
+    made.start()
+    yield made
+    made.stop()
+
+
+def begun(node: Node) -> Used:
+    """A volume of a node, used by the old key."""
+    volume = node.client.create("pvc-1", 48 * MIB, block())
+    used = Used(node.client, node.host, volume, block(mode=SHARED), node.config)
+    used.stage(OLD)
+    used.publish("a")
+    return used
+
+
+CALLS = {
+    "stage": lambda used: used.stage(NAMED),
+    "publish": lambda used: used.publish("b", NAMED),
+    "expand": lambda used: used.client.node_expand(
+        used.volume.volume_id, used.at("a"), 96 * MIB, NAMED
+    ),
+}
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rotation_that_was_killed_at_any_step_is_brought_to_its_end(
+    node: Node, name: str
+) -> None:
+    taken, stop_at = 1, -1
+    while stop_at < taken:
+        for before in (True, False):
+            used = begun(node)
+            switch = Switch(stop_at, before=before)
+            node.restart(switch)
+            used.client = node.client
+            if stop_at < 0:
+                CALLS[name](used)
+                taken = len(switch.taken)
+            else:
+                with suppress(grpc.RpcError):
+                    CALLS[name](used)
+                assert switch.dead.wait(10)
+                node.kill()
+                used.client = node.client
+                # One of the two is a key of it, whatever the kill left; and that is told.
+                assert set(used.slots()) & {0, 1}
+                CALLS[name](used)
+            assert used.facts() == {"keyGeneration": "2026-11"}, (stop_at, before)
+            for pod in "ab":
+                used.unpublish(pod)
+            used.opens_by(NEW)
+            used.unstage()
+            node.client.delete(used.volume.volume_id)
+        stop_at += 1
+    assert taken > 5
