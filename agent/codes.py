@@ -61,6 +61,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.BadStream, Code.INVALID_ARGUMENT),
     (agent.errors.SourceLost, Code.FAILED_PRECONDITION),
     (agent.errors.NotComparable, Code.INVALID_ARGUMENT),
+    (agent.errors.BlocksUnknown, Code.FAILED_PRECONDITION),
     (agent.errors.NotBeyond, Code.OUT_OF_RANGE),
     (agent.errors.MetadataReserved, Code.FAILED_PRECONDITION),
     (agent.errors.NotWanted, Code.CANCELLED),

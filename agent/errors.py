@@ -484,6 +484,16 @@ class NotComparable(AgentError):
         super().__init__(f"what changed from {base_id!r} to {target_id!r} cannot be told: {why}")
 
 
+class BlocksUnknown(AgentError):
+    """An encrypted volume of which nobody can tell which blocks its user sees changed."""
+
+    def __init__(self, identity: str, why: str, remedy: str) -> None:
+        super().__init__(
+            f"cannot tell which blocks of {identity!r}, which is encrypted, are allocated or"
+            f" changed: {why}; {remedy}"
+        )
+
+
 class NotBeyond(AgentError):
     """Ranges shall be told from a place on where there is nothing."""
 

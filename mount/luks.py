@@ -51,6 +51,9 @@ class Header:
     is_reencrypting: bool = False
     renewed_bytes: int = 0
     is_torn: bool = False
+    # A digest of how ciphertext and plaintext belong together: the segments, and the digests of
+    # their master key, which cryptsetup makes anew for each key. Keys that open it are no part.
+    reading: str = ""
 
 
 def read(kernel: Kernel, device: str) -> Header | None:
@@ -120,7 +123,14 @@ def _header(uuid: str, told: Mapping[str, Any]) -> Header:
         is_reencrypting,
         int(first["size"]) if is_begun else 0,
         any(_TORN in _flags(one) for one in data),
+        _reading(data, [one for one in told["digests"].values() if one["segments"]]),
     )
+
+
+def _reading(segments: Sequence[Mapping[str, Any]], digests: Sequence[Mapping[str, Any]]) -> str:
+    """The digest of what a reader goes by; which slots have the master key is none of it."""
+    keys = [{name: one[name] for name in one if name != "keyslots"} for one in digests]
+    return hashlib.sha256(json.dumps([segments, keys], sort_keys=True).encode()).hexdigest()
 
 
 def _is_data(segment: Mapping[str, Any]) -> bool:

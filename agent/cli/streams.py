@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 from agent import errors, ids
 from agent.cli import progress, terminal
 from agent.cli.volumes import Manual
-from agent.delta.extents import Extent
+from agent.delta.extents import LogicalOffset
 from agent.ids import VolumeId
 from agent.streams import applying, checksum, form, reading, sending
 from agent.streams.applying import Target
@@ -51,10 +51,13 @@ class Outgoing:
         if offset_bytes % form.SECTOR_BYTES or not 0 <= offset_bytes <= header.size_bytes:
             why = f"is no place in it: a multiple of {form.SECTOR_BYTES} up to {header.size_bytes}"
             raise errors.BadField("offset", why)
-        found = self.at.caller.blocks(
-            header.snapshot_id, header.base_snapshot_id, offset_bytes, is_compared=compare
+        # In the logical volume's offsets: the header of an encrypted volume is sent, too.
+        extents = self.at.caller.logical_blocks(
+            header.snapshot_id,
+            header.base_snapshot_id,
+            LogicalOffset(offset_bytes),
+            is_compared=compare,
         )
-        extents = (Extent(*one) for one in found)
         what = f"sending {_short(header.snapshot_id)}"
         with progress.shown(what, offset_bytes, header.size_bytes, as_json=as_json) as tell:
             totals = sending.send(

@@ -12,6 +12,14 @@ from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
 from agent.csi import own
+from agent.delta.extents import (
+    LOGICAL_START,
+    USER_START,
+    Extent,
+    LogicalOffset,
+    UserExtent,
+    UserOffset,
+)
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -89,7 +97,8 @@ class Client:
         self.node = csi_pb2_grpc.NodeStub(self._channel)
         self.snapshot_metadata = csi_pb2_grpc.SnapshotMetadataStub(self._channel)
         self._own = own.stubs(self._channel)
-        self._written = own.written(self._channel)
+        self._written = own.ranges(self._channel, own.WRITTEN)
+        self._differing = own.ranges(self._channel, own.DIFFERING)
 
     def __enter__(self) -> Self:
         return self
@@ -394,33 +403,40 @@ class Client:
         self,
         snapshot_id: str,
         base_snapshot_id: str = "",
-        offset_bytes: int = 0,
-        *,
-        is_compared: bool = True,
-    ) -> Iterator[tuple[int, int]]:
-        """What a snapshot holds, or how it differs from an older one: offsets and lengths.
+        starting_offset: UserOffset = USER_START,
+    ) -> Iterator[UserExtent]:
+        """What a snapshot holds, or how it differs from an older one, as the volume's user sees it.
 
-        Where that is not compared, it is all that was written, or was since.
+        That is CSI's.
         """
         answers: Iterable[csi.GetMetadataAllocatedResponse | csi.GetMetadataDeltaResponse]
-        if base_snapshot_id or not is_compared:
-            ask = self.snapshot_metadata.GetMetadataDelta if is_compared else self._written
-            answers = ask(
-                csi.GetMetadataDeltaRequest(
-                    base_snapshot_id=base_snapshot_id,
-                    target_snapshot_id=snapshot_id,
-                    starting_offset=offset_bytes,
-                )
+        if base_snapshot_id:
+            answers = self.snapshot_metadata.GetMetadataDelta(
+                _delta(snapshot_id, base_snapshot_id, starting_offset)
             )
         else:
             answers = self.snapshot_metadata.GetMetadataAllocated(
                 csi.GetMetadataAllocatedRequest(
-                    snapshot_id=snapshot_id, starting_offset=offset_bytes
+                    snapshot_id=snapshot_id, starting_offset=starting_offset
                 )
             )
-        for answer in answers:
-            for one in answer.block_metadata:
-                yield one.byte_offset, one.size_bytes
+        return (UserExtent(UserOffset(at), length) for at, length in _told(answers))
+
+    def logical_blocks(
+        self,
+        snapshot_id: str,
+        base_snapshot_id: str = "",
+        starting_offset: LogicalOffset = LOGICAL_START,
+        *,
+        is_compared: bool = False,
+    ) -> Iterator[Extent]:
+        """What of a snapshot's logical volume was written, at all or since an older one.
+
+        Or what differs, where that is to be compared, which takes a base.
+        """
+        ask = self._differing if is_compared else self._written
+        answers = ask(_delta(snapshot_id, base_snapshot_id, starting_offset))
+        return (Extent(at, length) for at, length in _told(answers))
 
     def node_expand(
         self,
@@ -437,3 +453,22 @@ class Client:
             secrets=secrets or {},
         )
         return self.node.NodeExpandVolume(request, timeout=self._timeout)
+
+
+def _delta(
+    snapshot_id: str, base_snapshot_id: str, starting_offset: int
+) -> csi.GetMetadataDeltaRequest:
+    return csi.GetMetadataDeltaRequest(
+        base_snapshot_id=base_snapshot_id,
+        target_snapshot_id=snapshot_id,
+        starting_offset=starting_offset,
+    )
+
+
+def _told(
+    answers: Iterable[csi.GetMetadataAllocatedResponse | csi.GetMetadataDeltaResponse],
+) -> Iterator[tuple[int, int]]:
+    """The ranges of all answers: where each begins, and how long it is."""
+    for answer in answers:
+        for one in answer.block_metadata:
+            yield one.byte_offset, one.size_bytes

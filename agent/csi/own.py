@@ -30,8 +30,8 @@ _TRANSFER_CALLS = (
     *("OpenReceived", "AbortReceive", "WithdrawReceive"),
     *("MoveStatus", "BeginMove", "HoldMove", "ReleaseMove", "CommitMove", "UndoMove", "FinishMove"),
 )
-# One of these, answered by a stream.
-WRITTEN = "GetWritten"
+# Two of these, answered by a stream.
+WRITTEN, DIFFERING = "GetWritten", "GetDiffering"
 
 # Those that are answered once.
 _CALLS = {
@@ -68,12 +68,12 @@ def stubs(channel: grpc.Channel) -> "dict[str, grpc.UnaryUnaryMultiCallable[Stru
     }
 
 
-def written(
-    channel: grpc.Channel,
+def ranges(
+    channel: grpc.Channel, method: str
 ) -> "grpc.UnaryStreamMultiCallable[csi.GetMetadataDeltaRequest, csi.GetMetadataDeltaResponse]":
-    """What a caller has for WRITTEN."""
+    """What a caller has for WRITTEN, or DIFFERING."""
     return channel.unary_stream(
-        f"/{TRANSFER}/{WRITTEN}",
+        f"/{TRANSFER}/{method}",
         csi.GetMetadataDeltaRequest.SerializeToString,
         csi.GetMetadataDeltaResponse.FromString,
     )

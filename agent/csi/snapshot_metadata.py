@@ -1,7 +1,7 @@
 """CSI SnapshotMetadata: which ranges of a snapshot are allocated, or changed since another."""
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from typing import TypeVar
 
@@ -10,13 +10,15 @@ import grpc
 from agent import errors, ids
 from agent.delta.comparing import TOLD_BYTES
 from agent.delta.delta import Delta
-from agent.delta.extents import Extent, Reading
+from agent.delta.extents import Extent, LogicalOffset, Reading, UserExtent, UserOffset
 from agent.requests.snapshots import GetMetadata
 from lvm import names
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
 T = TypeVar("T")
+# How large it is, and its ranges.
+_Told = tuple[int, Iterator[Extent | UserExtent]]
 
 # Where the caller sets no bound: some 30 KiB in an answer.
 _RESULTS = 1024
@@ -40,7 +42,7 @@ class SnapshotMetadata(csi_pb2_grpc.SnapshotMetadataServicer):
         call = GetMetadata.from_proto(request)
         _require_snapshots(call.snapshot_id)
         reading = self._delta.allocated(call.snapshot_id, context.is_active)
-        return _answers(reading, call, csi.GetMetadataAllocatedResponse)
+        return _answers(_to_user(reading, call), call, csi.GetMetadataAllocatedResponse)
 
     def GetMetadataDelta(  # noqa: N802
         self, request: csi.GetMetadataDeltaRequest, context: grpc.ServicerContext
@@ -49,28 +51,45 @@ class SnapshotMetadata(csi_pb2_grpc.SnapshotMetadataServicer):
         call = GetMetadata.from_proto(request)
         _require_snapshots(call.base_id, call.snapshot_id)
         reading = self._delta.changed(call.base_id, call.snapshot_id, context.is_active)
-        return _answers(reading, call, csi.GetMetadataDeltaResponse)
+        return _answers(_to_user(reading, call), call, csi.GetMetadataDeltaResponse)
 
     def written(
         self, request: csi.GetMetadataDeltaRequest, context: grpc.ServicerContext
     ) -> Generator[csi.GetMetadataDeltaResponse, None, None]:
-        """The ranges that were written between the two, or at all: no device is read for it.
+        """The ranges of a logical volume that were written between the two, or at all.
 
-        None of CSI's, whose base must be named: agent/csi/transfer.py has a name for it.
+        No device is read for it. None of CSI's, whose base must be named, and which names what the
+        volume's user sees: agent/csi/transfer.py has names for this and the next.
         """
-        delta, wanted, answer = self._delta, context.is_active, csi.GetMetadataDeltaResponse
-        if not request.base_snapshot_id:
-            whole = csi.GetMetadataAllocatedRequest(
-                snapshot_id=request.target_snapshot_id, starting_offset=request.starting_offset
-            )
-            call = GetMetadata.from_proto(whole)
-            _require_snapshots(call.snapshot_id)
-            held = delta.allocated(call.snapshot_id, wanted, is_compared=False)
-            return _answers(held, call, answer)
+        if request.base_snapshot_id:
+            return self._of_logical(request, context, is_compared=False)
+        whole = csi.GetMetadataAllocatedRequest(
+            snapshot_id=request.target_snapshot_id, starting_offset=request.starting_offset
+        )
+        call = GetMetadata.from_proto(whole)
+        _require_snapshots(call.snapshot_id)
+        reading = self._delta.allocated(call.snapshot_id, context.is_active, is_compared=False)
+        return _answers(_to_logical(reading, call), call, csi.GetMetadataDeltaResponse)
+
+    def differing(
+        self, request: csi.GetMetadataDeltaRequest, context: grpc.ServicerContext
+    ) -> Generator[csi.GetMetadataDeltaResponse, None, None]:
+        """The ranges of a logical volume in which the two differ."""
+        return self._of_logical(request, context, is_compared=True)
+
+    def _of_logical(
+        self,
+        request: csi.GetMetadataDeltaRequest,
+        context: grpc.ServicerContext,
+        *,
+        is_compared: bool,
+    ) -> Generator[csi.GetMetadataDeltaResponse, None, None]:
         call = GetMetadata.from_proto(request)
         _require_snapshots(call.base_id, call.snapshot_id)
-        changed = delta.changed(call.base_id, call.snapshot_id, wanted, is_compared=False)
-        return _answers(changed, call, answer)
+        reading = self._delta.changed(
+            call.base_id, call.snapshot_id, context.is_active, is_compared=is_compared
+        )
+        return _answers(_to_logical(reading, call), call, csi.GetMetadataDeltaResponse)
 
 
 def _require_snapshots(*identities: str) -> None:
@@ -80,17 +99,31 @@ def _require_snapshots(*identities: str) -> None:
             raise errors.NoSuchSnapshot(one)
 
 
+@contextmanager
+def _to_user(held: AbstractContextManager[Reading], call: GetMetadata) -> Iterator[_Told]:
+    """A reading from the call's offset on, as CSI has it: of the device that the user reads."""
+    with held as reading:
+        seen = reading.for_user()
+        yield seen.size_bytes, seen.extents(UserOffset(call.starting_offset))
+
+
+@contextmanager
+def _to_logical(held: AbstractContextManager[Reading], call: GetMetadata) -> Iterator[_Told]:
+    """The same as streams have it: of the logical volume, whose header is sent, too."""
+    with held as reading:
+        yield reading.size_bytes, reading.extents(LogicalOffset(call.starting_offset))
+
+
 def _answers(
-    reading: AbstractContextManager[Reading], call: GetMetadata, answer: Callable[..., T]
+    told: AbstractContextManager[_Told], call: GetMetadata, answer: Callable[..., T]
 ) -> Generator[T, None, None]:
     """The ranges, so many at a time; one answer without any where there is none."""
-    with reading as opened:
-        extents = opened.extents(call.starting_offset)
+    with told as (size_bytes, extents):
         piece = _piece(extents, call)
         while True:
             yield answer(
                 block_metadata_type=_STYLE,
-                volume_capacity_bytes=opened.size_bytes,
+                volume_capacity_bytes=size_bytes,
                 block_metadata=piece,
             )
             piece = _piece(extents, call)
@@ -98,7 +131,7 @@ def _answers(
                 return
 
 
-def _piece(extents: Iterator[Extent], call: GetMetadata) -> list[csi.BlockMetadata]:
+def _piece(extents: Iterator[Extent | UserExtent], call: GetMetadata) -> list[csi.BlockMetadata]:
     """So many ranges as one answer may have; fewer, where they tell of much to be fetched."""
     piece, told_bytes = [], 0
     for one in islice(extents, min(call.maximum_results or _RESULTS, _RESULTS)):

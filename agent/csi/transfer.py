@@ -3,7 +3,8 @@
 On the same socket as CSI, which only root can open; beside it the command reads and writes the
 devices itself. Numbers are texts in the requests and answers (agent/csi/own.py): a Struct's are
 floating-point, and a size may be larger than these are exact. What was written between two
-snapshots is asked for and told as CSI's GetMetadataDelta has it.
+snapshots, or differs, is asked for and told in CSI's messages for GetMetadataDelta, but in offsets
+of the logical volume: a stream has an encrypted volume as it lies, with its header.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +65,8 @@ class Transfer:
             "FinishMove": self._finish_move,
         }
         once = {name: _call(act) for name, act in calls.items()}
-        return own.handler(own.TRANSFER, once, {own.WRITTEN: self._metadata.written})
+        streams = {own.WRITTEN: self._metadata.written, own.DIFFERING: self._metadata.differing}
+        return own.handler(own.TRANSFER, once, streams)
 
     def _open(self, told: Told) -> object:
         snapshot_id = _of(told, "snapshot_id")

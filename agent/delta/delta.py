@@ -11,11 +11,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import BinaryIO
 
 from agent import errors, ids
-from agent.delta import comparing, overwritten, spool
-from agent.delta.extents import Extent, Reading, clipped, merged
+from agent.delta import comparing, headers, overwritten, spool
+from agent.delta.extents import (
+    LOGICAL_START,
+    Extent,
+    LogicalOffset,
+    Reading,
+    UserReading,
+    clipped,
+    merged,
+)
 from agent.delta.reservations import Reservations
 from agent.delta.spool import Spool
 from agent.engine import records
@@ -60,13 +69,15 @@ class Delta:
     ) -> Iterator[Reading]:
         """What is not zero, or may not be; whatever it does not name reads as zeroes.
 
-        Where it is not compared with zeroes a thick volume is all of it. Raises NoSuchSnapshot,
-        NoSuchVolume, OtherGroup, Copying, SourceLost, MetadataReserved.
+        Where it is not compared with zeroes a thick volume is all of it; so is an encrypted one,
+        whose zeroes are noise to its user. Raises NoSuchSnapshot, NoSuchVolume, OtherGroup,
+        Copying, SourceLost, MetadataReserved.
         """
         check = self._check(identity, is_wanted)
         with ExitStack() as ending:
             [(of, reader)] = self._opened(ending, identity)
-            sieve: _Sieve = partial(_unlike_zeroes, reader, check) if is_compared else iter
+            compares = is_compared and not of.is_encrypted
+            sieve: _Sieve = partial(_unlike_zeroes, reader, check) if compares else iter
             candidates: _Candidates = _everything
             if pool := _pool(of):
                 ranges = ending.enter_context(spool.opened(self._directory))
@@ -74,7 +85,7 @@ class Delta:
                 self._spool(ranges, pool, thinmaps.mapped, words, check, of)
                 # Whether a block that is given out has zeroes is not looked at.
                 sieve, candidates = iter, partial(clipped, ranges)
-            yield _Reading(of, reader.device, candidates, sieve, self._require_readable(of))
+            yield self._reading([(of, reader)], candidates, sieve)
 
     @contextmanager
     def changed(
@@ -88,8 +99,9 @@ class Delta:
         """Where two snapshots of a volume, or one and the volume as it is, differ: block by block.
 
         Each block that it names differs, each that it does not name is equal. A base that is
-        smaller is taken to read as zeroes behind its end. Raises the same, and NotComparable for
-        those that are not of one volume, for a base that is larger, or was taken later.
+        smaller is taken to read as zeroes behind its end; what an encrypted volume has there is
+        named as `allocated` names it. Raises the same, and NotComparable for those that are not of
+        one volume, for a base that is larger, or was taken later.
 
         Where they are not compared it names all that was written, and neither is read for it. Of a
         thick volume that is more from one call to the next: what was written since the target, too.
@@ -105,14 +117,24 @@ class Delta:
                 candidates = partial(clipped, ranges)
             elif tables := self._tables(base, target):
                 candidates = partial(_overwritten, tables, base.size_bytes, check)
-            unlike = partial(_unlike, old, base.size_bytes, new, check)
+            unlike: _Sieve = partial(_unlike, old, base.size_bytes, new, check)
+            if target.is_encrypted:
+                unlike = partial(_up_to, base.size_bytes, unlike)
             sieve: _Sieve = unlike if is_compared else iter
-            readable = self._require_readable(base, target)
-            yield _Reading(target, new.device, candidates, sieve, readable)
+            yield self._reading([(base, old), (target, new)], candidates, sieve)
 
     def stop(self) -> None:
         """End what is read at the next piece, or block of a table."""
         self._stopping.set()
+
+    def _reading(
+        self, those: list[tuple[_Read, Reader]], candidates: _Candidates, sieve: _Sieve
+    ) -> "_Reading":
+        of, reader = those[-1]
+        places = [(one, opened.device) for one, opened in those]
+        readable = self._require_readable(*(one for one, _ in those))
+        user_start = partial(headers.user_start, self._kernel, places)
+        return _Reading(of, reader.device, candidates, sieve, readable, user_start)
 
     def _opened(self, ending: ExitStack, *identities: str) -> list[tuple[_Read, Reader]]:
         """What has these ids, and their devices, open; a command for each that is not active."""
@@ -210,22 +232,34 @@ class _Reading:
     candidates: _Candidates
     sieve: _Sieve
     require_readable: Callable[[], None]
+    user_start: Callable[[], LogicalOffset]
 
     @property
     def size_bytes(self) -> int:
         return self.of.size_bytes
 
-    def extents(self, starting_offset: int = 0) -> Iterator[Extent]:
+    def for_user(self) -> UserReading:
+        with self._proved():
+            begins = self.user_start()
+        return UserReading(self, begins)
+
+    def extents(self, starting_offset: LogicalOffset = LOGICAL_START) -> Iterator[Extent]:
         if not 0 <= starting_offset <= self.size_bytes:
             raise errors.NotBeyond(starting_offset, self.size_bytes)
         return self._extents(starting_offset)
 
     def _extents(self, start: int) -> Iterator[Extent]:
-        try:
+        with self._proved():
             found = self.sieve(self.candidates(start, self.size_bytes))
             # A block is compared whole, wherever in it one begins.
             yield from clipped(found, start, self.size_bytes)
-        except OSError:
+
+    @contextmanager
+    def _proved(self) -> Iterator[None]:
+        """What is read inside was not lost meanwhile; raises SourceLost."""
+        try:
+            yield
+        except (OSError, errors.BlocksUnknown):
             self.require_readable()
             raise
         self.require_readable()
@@ -279,6 +313,23 @@ def _unlike(
     extents: Iterable[Extent],
 ) -> Iterator[Extent]:
     return comparing.differing(base, base_bytes, target, extents, check)
+
+
+def _up_to(end_bytes: int, sieve: _Sieve, extents: Iterable[Extent]) -> Iterator[Extent]:
+    """What a sieve leaves of what lies before a place, and all that lies behind."""
+    left, behind = iter(extents), list[Extent]()
+
+    def before() -> Iterator[Extent]:
+        for one in left:
+            if one.end_bytes > end_bytes:
+                behind.append(one)
+            yield from clipped([one], 0, end_bytes)
+            if behind:
+                return
+
+    yield from sieve(before())
+    for one in chain(behind, left):
+        yield from clipped([one], end_bytes, one.end_bytes)
 
 
 def _unlike_zeroes(

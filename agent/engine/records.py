@@ -175,7 +175,12 @@ class Snapshot:
     @property
     def capacity_bytes(self) -> int:
         """How large the volume was to who used it."""
-        return self.size_bytes - _number(self.facts, fact.HEADER)
+        return self.size_bytes - self.header_bytes
+
+    @property
+    def header_bytes(self) -> int:
+        """How much of it is the volume's header, by its tags."""
+        return _number(self.facts, fact.HEADER)
 
     @property
     def is_encrypted(self) -> bool:

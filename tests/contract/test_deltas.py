@@ -1,36 +1,40 @@
 """What is allocated in a snapshot and what changed since another: exactly that, and told by CSI.
 
-CARVER_DELTAS=seed=7,histories=50 asks for other random histories, and more of them, of each layout;
-with --every there are 50.
+CARVER_DELTAS=seed=7,histories=50 asks for other random histories, and more of them, of each kind;
+on real LVM with --every there are 17.
 """
 
 import random
 import time
+import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import chosen
 import configured
 import expect
 import pytest
 from clocks import Clock
+from fakes.cryptsetup import copies
+from histories import KEY, KIB, MIB, SEALED, SIZE, Disk, live
 from real.any import AnyHost
 
 from agent import errors, ids
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, block, of_snapshot
-from agent.delta.extents import BLOCK_BYTES, Extent
+from agent.delta.extents import BLOCK_BYTES, Extent, LogicalOffset, UserExtent
 from agent.service import server
 from agent.service.server import Service
 from lvm import errors as lvm_errors
 from lvm import report, tags, volumes
 from lvm.layout import Reserve
 from lvm.pools import Policy
+from mount import cryptsetup, luks
+from mount.cryptsetup import Cryptsetup
 from mount.reading import Reader
 from proto import csi_pb2 as csi
 
-KIB, MIB = 1 << 10, 1 << 20
-SIZE = 16 * MIB
 LAYOUTS = configured.layouts("linear", "striped", "raid1", "thin")
 
 
@@ -52,67 +56,14 @@ def config(config: Config, group: str) -> Config:
         )
         for name, layout in LAYOUTS.items()
     )
-    return Config(**{**vars(config), "classes": classes})
+    sealed = tuple(
+        replace(one, name=f"{SEALED}{one.name}", default=False, encryption="luks2", discard=True)
+        for one in classes
+    )
+    return Config(**{**vars(config), "classes": (*classes, *sealed)})
 
 
 layouts = pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["linear", "thin"]))
-
-
-class Disk:
-    """A raw volume that is written to, and what it and its snapshots must hold."""
-
-    def __init__(self, client: Client, service: Service, host: AnyHost, layout: str) -> None:
-        self.client, self.service, self.host = client, service, host
-        made = client.create("pvc-1", SIZE, block(), parameters={"class": layout})
-        self.id = made.volume_id
-        self.group, self.name = ids.group_of(self.id), ids.logical_name(self.id)
-        self.layout = layout
-        self.held = bytearray()
-        self.clear(made.capacity_bytes)
-        # What each snapshot held when it was taken.
-        self.snapshots: dict[str, bytes] = {}
-
-    def device(self, identity: str) -> str:
-        name = ids.logical_name(identity)
-        if self.host.devices.find(self.group, name) is None:
-            volumes.activate(self.host.lvm, self.group, name)
-        found = self.host.devices.find(self.group, name)
-        assert found is not None
-        return found.path
-
-    def read(self, identity: str, size_bytes: int) -> bytes:
-        return self.host.read_bytes(self.device(identity), 0, size_bytes)
-
-    def write(self, at: int, data: bytes) -> None:
-        self.host.write_bytes(self.device(self.id), at, data)
-        self.held[at : at + len(data)] = data
-
-    def snapshot(self) -> str:
-        taken = self.client.snapshot(f"s-{len(self.snapshots)}", self.id)
-        self.snapshots[taken.snapshot_id] = bytes(self.held)
-        return taken.snapshot_id
-
-    def grow(self) -> None:
-        # As much more as its layout needs.
-        size = self.client.expand(self.id, len(self.held) + 4 * MIB).capacity_bytes
-        self.clear(size)
-
-    def clear(self, size_bytes: int) -> None:
-        """What it has new holds zeroes: of a thick one it is what was there before."""
-        new = bytes(size_bytes - len(self.held))
-        if self.layout != "thin":
-            self.host.write_bytes(self.device(self.id), len(self.held), new)
-        self.held += new
-
-    def deactivate(self) -> None:
-        """As a reboot does: what is needed is activated again."""
-        for name in sorted({self.name, *map(ids.logical_name, self.snapshots)}):
-            found = report.read(self.host.lvm).group(self.group).volume(name)
-            if self.host.devices.find(self.group, name) and not found.is_copy_on_write:
-                self.host.deactivate(self.group, name)
-
-    def holds(self, identity: str) -> bytes:
-        return self.snapshots.get(identity) or bytes(self.held)
 
 
 @pytest.fixture
@@ -120,15 +71,16 @@ def disk(client: Client, service: Service, host: AnyHost, layout: str) -> Disk:
     return Disk(client, service, host, layout)
 
 
-def blocks_of(extents: Iterable[Extent], size_bytes: int) -> set[int]:
+def blocks_of(extents: Iterable[Extent | UserExtent], size_bytes: int) -> set[int]:
     """The numbers of the blocks that ranges name, which are in order, and whole blocks."""
     found: set[int] = set()
     end = -1
     for one in extents:
-        assert end <= one.offset_bytes < one.end_bytes <= size_bytes, one
-        assert not (one.offset_bytes | one.length_bytes) % BLOCK_BYTES, one
-        found |= set(range(one.offset_bytes // BLOCK_BYTES, one.end_bytes // BLOCK_BYTES))
-        end = one.end_bytes
+        start = one.offset_bytes
+        assert end <= start < start + one.length_bytes <= size_bytes, one
+        assert not (start | one.length_bytes) % BLOCK_BYTES, one
+        end = start + one.length_bytes
+        found |= set(range(start // BLOCK_BYTES, end // BLOCK_BYTES))
     return found
 
 
@@ -142,72 +94,93 @@ def unlike(one: bytes, other: bytes) -> set[int]:
     }
 
 
-def require_exact(disk: Disk) -> None:
-    """Each snapshot and the volume hold what they must, and so do all deltas between them."""
+def require_exact(disk: Disk, some: random.Random | None = None) -> None:
+    """Each snapshot and the volume hold what they must, and so do all deltas between them.
+
+    Of many pairs `some` are looked at: of each with the one before, and another.
+    """
     those = [*disk.snapshots, disk.id]
     for number, target in enumerate(those):
         held = disk.holds(target)
+        assert disk.read(target) == held
         with disk.service.delta.allocated(target) as reading:
-            assert reading.size_bytes == len(held)
-            assert disk.host.read_bytes(reading.device, 0, len(held)) == held
-            named = blocks_of(reading.extents(), len(held))
-            assert unlike(b"", held) <= named
-        for base in those[:number]:
-            with disk.service.delta.changed(base, target) as reading:
-                assert disk.host.read_bytes(reading.device, 0, len(held)) == held
-                differing = blocks_of(reading.extents(), len(held))
-                assert differing == unlike(disk.holds(base), held)
-            with disk.service.delta.changed(base, target, is_compared=False) as reading:
-                assert differing <= blocks_of(reading.extents(), len(held))
+            seen = reading.for_user()
+            assert seen.size_bytes == len(held)
+            allocated = blocks_of(seen.extents(), len(held))
+            # What nobody wrote to an encrypted volume is noise, which is no zeroes.
+            assert (disk.has_written(target) if disk.is_sealed else unlike(b"", held)) <= allocated
+            logical = blocks_of(reading.extents(), reading.size_bytes)
         with disk.service.delta.allocated(target, is_compared=False) as reading:
-            assert named <= blocks_of(reading.extents(), len(held))
+            assert logical <= blocks_of(reading.extents(), reading.size_bytes)
+        bases = those[:number]
+        if some is not None and len(bases) > 2:
+            bases = [bases[-1], some.choice(bases[:-1])]
+        for base in bases:
+            require_exact_delta(disk, base, target)
 
 
-def write_some(disk: Disk, chance: random.Random) -> None:
-    """Writes as programs make them: here and there, in a row, zeroes, and the same once more."""
-    for _ in range(chance.randint(0, 12)):
-        count = chance.choice((1, 1, 1, 2, 16, 17, 100))
-        at = chance.randrange(0, len(disk.held) - count * BLOCK_BYTES, BLOCK_BYTES)
-        length = count * BLOCK_BYTES
-        kind = chance.choice(("new", "new", "zeroes", "same"))
-        data = {
-            "new": chance.randbytes(length),
-            "zeroes": bytes(length),
-            "same": bytes(disk.held[at : at + length]),
-        }[kind]
-        disk.write(at, data)
+def require_exact_delta(disk: Disk, base: str, target: str) -> None:
+    """What differs is named, to the user and in the logical volume, and nothing else is."""
+    old, new = disk.holds(base), disk.holds(target)
+    with disk.service.delta.changed(base, target) as reading:
+        named = blocks_of(reading.for_user().extents(), len(new))
+        logical = blocks_of(reading.extents(), reading.size_bytes)
+        lies = disk.host.read_bytes(reading.device, 0, reading.size_bytes)
+    with disk.service.delta.changed(base, target, is_compared=False) as reading:
+        assert logical <= blocks_of(reading.extents(), reading.size_bytes)
+    if not disk.is_sealed:
+        assert named == logical == unlike(old, new)
+        return
+    # What it grew by is not compared, as there are no zeroes to compare it with.
+    was = len(old) // BLOCK_BYTES
+    assert {one for one in named if one < was} == unlike(old, new[: len(old)])
+    assert {one for one in disk.has_written(target) if one >= was} <= named
+    before = disk.host.read_bytes(disk.logical(base), 0, reading.size_bytes - len(new) + len(old))
+    end = len(before) // BLOCK_BYTES
+    assert {one for one in logical if one < end} == unlike(before, lies[: len(before)])
 
 
-@layouts
-@pytest.mark.timeout(3600)
+def require_backups_hold_all(disk: Disk) -> None:
+    """A full backup and what changed since, put on zeroes, hold what was written."""
+    kept, base = bytearray(), ""
+    for target in disk.snapshots:
+        held = disk.holds(target)
+        kept += bytes(len(held) - len(kept))
+        for one in disk.client.blocks(target, base):
+            start, end = one.offset_bytes, one.offset_bytes + one.length_bytes
+            kept[start:end] = held[start:end]
+        base = target
+        if disk.is_sealed:
+            assert not unlike(bytes(kept), held) & disk.has_written(target)
+        else:
+            assert kept == held
+
+
+@pytest.mark.parametrize(
+    "layout",
+    chosen.kinds(
+        [*LAYOUTS, *(f"{SEALED}{name}" for name in LAYOUTS)], usual=["linear", "sealed-thin"]
+    ),
+)
+@pytest.mark.timeout(7200)
 def test_random_histories_are_told_to_the_block(
     client: Client,
     service: Service,
     host: AnyHost,
     layout: str,
+    clock: Clock,
     real: bool,
     request: pytest.FixtureRequest,
 ) -> None:
     every = real and request.config.getoption("--every")
-    asked = chosen.numbers("CARVER_DELTAS", seed=1, histories=50 if every else 1)
+    asked = chosen.numbers("CARVER_DELTAS", seed=1, histories=17 if every else 1)
     for number in range(asked["histories"]):
         chance = random.Random(f"{asked['seed']} {layout} {number}")
         disk = Disk(client, service, host, layout)
-        for _ in range(chance.randint(3, 7)):
-            match chance.choice(("snapshot", "snapshot", "write", "write", "grow", "reboot")):
-                case "snapshot":
-                    disk.snapshot()
-                case "grow":
-                    disk.grow()
-                case "reboot":
-                    disk.deactivate()
-            write_some(disk, chance)
-        if chance.random() < 0.5:
-            disk.deactivate()
-        require_exact(disk)
-        for one in disk.snapshots:
-            client.delete_snapshot(one)
-        client.delete(disk.id)
+        live(disk, clock, chance)
+        require_exact(disk, chance)
+        require_backups_hold_all(disk)
+        disk.end()
 
 
 @layouts
@@ -221,12 +194,12 @@ def test_what_was_written_between_two_snapshots_is_named_and_nothing_else(disk: 
     with disk.service.delta.changed(older, newer) as reading:
         assert list(reading.extents()) == [Extent(4096, 4096), Extent(8 * MIB, 4096)]
         # From within a range on, from its end, from the end of all.
-        assert list(reading.extents(8 * MIB)) == [Extent(8 * MIB, 4096)]
-        assert list(reading.extents(8 * MIB + 512)) == [Extent(8 * MIB + 512, 3584)]
-        assert list(reading.extents(8 * MIB + 4096)) == []
-        assert list(reading.extents(SIZE)) == []
+        assert list(reading.extents(LogicalOffset(8 * MIB))) == [Extent(8 * MIB, 4096)]
+        assert list(reading.extents(LogicalOffset(8 * MIB + 512))) == [Extent(8 * MIB + 512, 3584)]
+        assert list(reading.extents(LogicalOffset(8 * MIB + 4096))) == []
+        assert list(reading.extents(LogicalOffset(SIZE))) == []
         with pytest.raises(errors.NotBeyond):
-            reading.extents(SIZE + 1)
+            reading.extents(LogicalOffset(SIZE + 1))
     with disk.service.delta.changed(newer, disk.id) as reading:
         assert list(reading.extents()) == [Extent(12 * MIB, 4096)]
 
@@ -300,14 +273,6 @@ def test_a_restored_volume_is_another_and_is_not_compared(disk: Disk, client: Cl
 HOURS = 3600.0
 
 
-def forget_order(disk: Disk, snapshot_id: str) -> None:
-    """Have a snapshot be as Carver 0.1.0 took it: without its number."""
-    name = ids.logical_name(snapshot_id)
-    found = report.read(disk.host.lvm).group(disk.group).volume(name)
-    number = {"sequence": tags.decode(found.tags)["sequence"]}
-    volumes.mark(disk.host.lvm, disk.group, name, old=number, new={})
-
-
 @layouts
 @pytest.mark.parametrize("hours", chosen.kinds([-2, 0, 2], usual=[-2]))
 def test_a_step_of_the_clock_has_no_say_in_what_differs(
@@ -331,11 +296,11 @@ def test_a_step_of_the_clock_has_no_say_in_what_differs(
 def test_two_snapshots_of_one_moment_are_told_apart(
     disk: Disk, client: Client, clock: Clock
 ) -> None:
-    clock.stand()
-    taken = []
-    for number in range(3):
-        disk.write(number * 4096, b"a" * 4096)
-        taken.append(disk.snapshot())
+    with clock.standing():
+        taken = []
+        for number in range(3):
+            disk.write(number * 4096, b"a" * 4096)
+            taken.append(disk.snapshot())
     require_exact(disk)
     with expect.code("INVALID_ARGUMENT", "taken later"):
         changed(client, taken[2], taken[1])
@@ -354,7 +319,7 @@ def test_snapshots_without_a_number_are_ordered_by_what_lvm_knows(
     disk.write(8192, b"c" * 4096)
     for name, one in (("older", older), ("newer", newer)):
         if which in (name, "both"):
-            forget_order(disk, one)
+            disk.forget_order(one)
     require_exact(disk)
     if disk.layout == "thin":
         with expect.code("INVALID_ARGUMENT", "taken later"):
@@ -365,6 +330,161 @@ def test_snapshots_without_a_number_are_ordered_by_what_lvm_knows(
     third = disk.snapshot()
     with expect.code("INVALID_ARGUMENT", "taken later"):
         changed(client, disk.snapshot(), third)
+
+
+# Encrypted volumes, as their users see them.
+
+OTHER = {"passphrase": "Tr0ub4dor&3", "previousPassphrase": KEY["passphrase"]}
+sealed = pytest.mark.parametrize(
+    "layout",
+    chosen.kinds([f"{SEALED}{one}" for one in LAYOUTS], usual=["sealed-linear", "sealed-thin"]),
+)
+
+
+@sealed
+def test_blocks_of_an_encrypted_volume_are_those_that_its_user_reads(
+    disk: Disk, client: Client, host: AnyHost
+) -> None:
+    disk.write(0, b"a" * 4096)
+    older = disk.snapshot()
+    disk.write(4 * MIB, b"b" * 4096)
+    disk.write(len(disk.held) - 4096, b"c" * 4096)
+    newer = disk.snapshot()
+    wanted = [Extent(4 * MIB, 4096), Extent(len(disk.held) - 4096, 4096)]
+    answers = changed(client, older, newer)
+    assert {one.volume_capacity_bytes for one in answers} == {disk.volume.capacity_bytes}
+    assert told(answers) == wanted
+    assert told(changed(client, older, newer, 4 * MIB + 1)) == [
+        Extent(4 * MIB + 1, 4095),
+        wanted[1],
+    ]
+    whole = allocated(client, newer)
+    assert {one.volume_capacity_bytes for one in whole} == {disk.volume.capacity_bytes}
+    last = len(disk.held) // BLOCK_BYTES - 1
+    assert {0, MIB // 1024, last} <= blocks_of(told(whole), len(disk.held))
+    with expect.code("OUT_OF_RANGE", str(len(disk.held))):
+        allocated(client, newer, len(disk.held) + 1)
+    # What a backup program reads: volumes that were made of the snapshots.
+    held = []
+    for number, one in enumerate((older, newer)):
+        restored = client.create(
+            f"r-{number}",
+            0,
+            block(),
+            parameters={"class": disk.device_class},
+            source=of_snapshot(one),
+        )
+        place = host.directory / f"r-{number}"
+        client.stage(restored, place, block(), KEY)
+        below = host.devices.find(disk.group, f"vol-r-{number}")
+        assert below is not None
+        opened = host.devices.mapping(below)
+        assert opened is not None
+        held.append(host.read_bytes(opened.path, 0, restored.capacity_bytes))
+        client.unstage(restored.volume_id, place)
+    # Their ends are blank where nobody wrote.
+    inside = set(range(64, last - 63)) | {0, last}
+    assert unlike(*held) & inside == blocks_of(wanted, len(disk.held))
+
+
+@sealed
+def test_another_passphrase_changes_no_block(disk: Disk, client: Client, host: AnyHost) -> None:
+    disk.write(MIB, b"a" * 4096)
+    older = disk.snapshot()
+    client.unstage(disk.id, host.directory / "staging")
+    client.stage(disk.volume, host.directory / "staging", block(), OTHER)
+    disk.write(2 * MIB, b"b" * 4096)
+    newer = disk.snapshot()
+    # Its ends may have been written when it was opened.
+    [one] = [one for one in told(changed(client, older, newer)) if one.offset_bytes >= MIB]
+    assert one == Extent(2 * MIB, 4096)
+    # The header is another, which a stream has.
+    assert any(one.offset_bytes < 4 * MIB for one in client.logical_blocks(newer, older))
+
+
+def made_anew(disk: Disk, host: AnyHost, offset_bytes: int) -> None:
+    """Another header than the volume's, and so another master key, or data elsewhere."""
+    program = Cryptsetup(host.run, waits_for_udev=cryptsetup.has_udev())
+    device, key = disk.logical(disk.id), bytearray(KEY["passphrase"].encode())
+    own = str(uuid.uuid4())
+    program.make(device, key, uuid=own, offset_bytes=offset_bytes, sector_bytes=512)
+
+
+def says(disk: Disk, host: AnyHost, offset_bytes: int, *areas: str) -> None:
+    """A header that cryptsetup could have written."""
+    shape = {"type": "crypt", "offset": str(offset_bytes), "size": "dynamic", "sector_size": 512}
+    slots = [{"type": one, "kdf": {"type": "argon2id"}} for one in ("luks2", *areas)]
+    header = {
+        "segments": {"0": {**shape, "encryption": "aes-xts-plain64", "iv_tweak": "0"}},
+        "keyslots": {str(number): one for number, one in enumerate(slots)},
+        "digests": {"0": {"keyslots": ["0"], "segments": ["0"]}},
+    }
+    put(disk, host, *copies(str(uuid.uuid4()), header))
+
+
+def put(disk: Disk, host: AnyHost, *both: bytes) -> None:
+    """What stands where a header's two copies do."""
+    for number, one in enumerate(both):
+        host.write_bytes(disk.logical(disk.id), number * len(one), one)
+
+
+NOTHING, HALF = bytes(16 * KIB), b"LUKS\xba\xbe".ljust(16 * KIB, b"\0")
+Spoil = Callable[[Disk, AnyHost, int], None]
+# What is done to a volume, why it cannot be told, and whether it can be read by itself.
+SPOILT: dict[str, tuple[Spoil, str, bool]] = {
+    "another master key": (made_anew, "another master key", True),
+    "data elsewhere": (lambda disk, host, at: made_anew(disk, host, 2 * at), "elsewhere", True),
+    "amidst a block": (lambda disk, host, at: says(disk, host, at + 512), "amidst a block", False),
+    "amidst a re-encryption": (
+        lambda disk, host, at: says(disk, host, at, "reencrypt"),
+        "amidst a re-encryption",
+        False,
+    ),
+    "no header": (lambda disk, host, _: put(disk, host, NOTHING, NOTHING), "not there", False),
+    "half a header": (lambda disk, host, _: put(disk, host, HALF, NOTHING), "not whole", False),
+}
+
+
+@pytest.mark.parametrize("how", chosen.kinds(SPOILT, usual=["another master key", "no header"]))
+@pytest.mark.parametrize("layout", [f"{SEALED}linear"])
+def test_what_the_user_of_an_encrypted_volume_sees_is_told_or_refused(
+    disk: Disk, client: Client, host: AnyHost, how: str
+) -> None:
+    spoil, word, is_readable = SPOILT[how]
+    disk.write(MIB, b"a" * 4096)
+    older = disk.snapshot()
+    header = luks.read(host.kernel, disk.logical(disk.id))
+    assert header is not None
+    client.unstage(disk.id, host.directory / "staging")
+    spoil(disk, host, header.offset_bytes)
+    newer = client.snapshot("newer", disk.id).snapshot_id
+    with expect.code("FAILED_PRECONDITION", word):
+        changed(client, older, newer)
+    if is_readable:
+        allocated(client, newer)
+    else:
+        with expect.code("FAILED_PRECONDITION", word):
+            allocated(client, newer)
+    # Each by itself is as before, and so is the logical volume.
+    assert told(allocated(client, older))
+    assert list(client.logical_blocks(newer, older))
+
+
+@pytest.mark.variation
+@sealed
+def test_an_encrypted_volume_that_nobody_used_has_a_size_and_is_no_base(
+    client: Client, host: AnyHost, layout: str
+) -> None:
+    volume = client.create("pvc-1", SIZE, block(), parameters={"class": layout})
+    unused = client.snapshot("unused", volume.volume_id).snapshot_id
+    again = client.snapshot("again", volume.volume_id).snapshot_id
+    for answers in (allocated(client, unused), changed(client, unused, again)):
+        assert {one.volume_capacity_bytes for one in answers} == {volume.capacity_bytes}
+    client.stage(volume, host.directory / "staging", block(), KEY)
+    used = client.snapshot("used", volume.volume_id).snapshot_id
+    with expect.code("FAILED_PRECONDITION", "full backup"):
+        changed(client, unused, used)
+    assert allocated(client, used)
 
 
 # The pool's metadata snapshot.
@@ -427,7 +547,7 @@ def test_what_a_kill_left_is_released_by_the_next_start(
         disk.deactivate()
         disk.host.deactivate(disk.group, "pool-thin")
     server.resume(disk.service)
-    disk.device(disk.id)
+    disk.logical(disk.id)
     assert not is_reserved(disk)
     assert not has_mark(disk)
     with disk.service.delta.allocated(taken) as reading:
@@ -494,12 +614,12 @@ def test_what_was_written_is_told_without_a_look_at_it(
         raise AssertionError("it was read")
 
     monkeypatch.setattr(Reader, "read", refuse)
-    [(at, length)] = client.blocks(newer, older, is_compared=False)
-    assert at == MIB
-    assert length in (4096, 64 * KIB)
-    covered = [Extent(*one) for one in client.blocks(newer, is_compared=False)]
+    [one] = client.logical_blocks(newer, older)
+    assert one.offset_bytes == MIB
+    assert one.length_bytes in (4096, 64 * KIB)
+    covered = client.logical_blocks(newer)
     assert MIB // BLOCK_BYTES in blocks_of(covered, SIZE)
-    assert list(client.blocks(newer, older, MIB + length, is_compared=False)) == []
+    assert list(client.logical_blocks(newer, older, LogicalOffset(one.end_bytes))) == []
 
 
 @pytest.mark.variation

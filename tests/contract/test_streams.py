@@ -396,6 +396,41 @@ def test_an_encrypted_volume_is_opened_by_its_key_where_it_came_to(
     assert there.names() == set()
 
 
+@pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["thin"]))
+def test_an_increment_of_an_encrypted_volume_has_its_header_and_all_that_changed(
+    here: Node, there: Node, layout: str
+) -> None:
+    """A stream is of the logical volume, whatever the offsets that CSI tells of."""
+    place, chance = here.directory / "staging", random.Random(21)
+    parameters = {**SEALED, "class": layout}
+    volume = here.client.create("db", SIZE, block(), parameters=parameters)
+    keys = [KEY, {"passphrase": "Tr0ub4dor&3", "previousPassphrase": KEY["passphrase"]}]
+    for number, key in enumerate(keys):
+        here.client.stage(volume, place, block(), key)
+        below = here.host.devices.find(here.group, "vol-db")
+        assert below is not None
+        opened = here.host.devices.mapping(below)
+        assert opened is not None
+        for _ in range(8):
+            offset = 4096 * chance.randrange(volume.capacity_bytes // 4096)
+            here.host.write_bytes(opened.path, offset, chance.randbytes(4096))
+        here.client.unstage(volume.volume_id, place)
+        here.client.snapshot(str(number), volume.volume_id, ROOM)
+    size = here.host.kernel.device_size_bytes(here.device("vol-db"))
+    whole = nodes.stream(here, "0")
+    for compare in (False, True):
+        name = f"copy-{compare}"
+        nodes.receive(
+            there, name, whole + nodes.stream(here, "1", since="0", compare=compare), layout
+        )
+        assert there.content(f"vol-{name}", size) == here.content("snap-1", size)
+        assert streams.received_checksum(there.at, name) == streams.checksum_of(here.at, "1")
+    streams.finish(there.at, name)
+    [copy] = there.client.volumes()
+    there.client.stage(copy, there.directory / "staging", block(), {"passphrase": "Tr0ub4dor&3"})
+    there.client.unstage(copy.volume_id, there.directory / "staging")
+
+
 @pytest.mark.variation
 def test_an_encrypted_volume_that_was_never_used_gets_its_header_where_it_came_to(
     here: Node, there: Node

@@ -1,6 +1,8 @@
 """A wall clock that steps, as NTP or an operator has it."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Clock:
@@ -15,9 +17,12 @@ class Clock:
         """Step it, forward or back."""
         self._ahead += int(seconds * 10**9)
 
-    def stand(self) -> None:
-        """Have it not go on: all is of one moment."""
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """Inside it does not go on: all is of one moment."""
         self._stands_at = self._read()
+        yield
+        self._stands_at = None
 
     def __call__(self) -> int:
         return (self._stands_at or self._read()) + self._ahead

@@ -1,12 +1,23 @@
-"""Ranges: merged, clipped, kept for a while."""
+"""Ranges: merged, clipped, kept for a while; and whose offsets they have."""
 
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from agent.delta import spool as spools
-from agent.delta.extents import Extent, clipped, merged
+from agent.delta.extents import (
+    Extent,
+    LogicalOffset,
+    Reading,
+    UserExtent,
+    UserOffset,
+    UserReading,
+    clipped,
+    merged,
+)
 
 
 def test_ranges_that_touch_or_overlap_are_one() -> None:
@@ -56,3 +67,30 @@ def test_what_does_not_fit_into_memory_is_in_a_file_that_nobody_sees(
         spool.fill(Extent(2 * number, 1) for number in range(300_000))
         assert list(tmp_path.iterdir()) == []
         assert sum(one.length_bytes for one in spool) == 300_000
+
+
+class Logical:
+    """What a logical volume with a header of 4 MiB was written at."""
+
+    size_bytes = 16 << 20
+
+    def extents(self, starting_offset: LogicalOffset) -> Iterator[Extent]:
+        return clipped(
+            [Extent(0, 6 << 20), Extent(8 << 20, 4096)], starting_offset, self.size_bytes
+        )
+
+
+def test_offsets_of_the_logical_volume_and_of_its_user_are_not_taken_for_each_other() -> None:
+    """An ignored error that mypy does not find is one: so it goes on refusing each of these."""
+    logical = cast(Reading, Logical())
+    user = UserReading(logical, LogicalOffset(4 << 20))
+    assert user.size_bytes == 12 << 20
+    found = list(user.extents())
+    assert found == [UserExtent(UserOffset(0), 2 << 20), UserExtent(UserOffset(4 << 20), 4096)]
+    assert list(user.extents(UserOffset(4 << 20))) == found[1:]
+
+    user.extents(LogicalOffset(0))  # type: ignore[arg-type]
+    logical.extents(UserOffset(0))  # type: ignore[arg-type]
+    UserExtent(LogicalOffset(0), 1)  # type: ignore[arg-type]
+    merged(found)  # type: ignore[arg-type]
+    clipped(user.extents(), 0, 1)  # type: ignore[arg-type]

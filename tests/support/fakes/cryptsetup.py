@@ -46,6 +46,7 @@ class Sealed(Media):
     outer: Media = field(default_factory=Media)
     first_block: int = 0
     master: bytes = b""
+    passes_discards: bool = False
 
     def copy(self) -> Media:
         # Of what holds it; only what is told of the file system comes along.
@@ -67,6 +68,10 @@ class Sealed(Media):
         # Zeroes are written as anything else is.
         for start in range(offset_bytes, offset_bytes + length_bytes, BLOCK_BYTES):
             self.write(start, bytes(BLOCK_BYTES))
+
+    def forget(self, offset_bytes: int, length_bytes: int) -> None:
+        """Have what is below be as if nothing had been written there."""
+        self.outer.erase(offset_bytes + self.first_block * BLOCK_BYTES, length_bytes)
 
     @property
     def looks_like(self) -> Signature | None:
@@ -165,6 +170,7 @@ class FakeCryptsetup:
         facts = (was.contents, was.fs_size_bytes, was.damage, was.errors)
         inner = Sealed(*facts, outer=device.media, first_block=offset // BLOCK_BYTES)
         inner.master = bytes.fromhex(told["master"])
+        inner.passes_discards = "--allow-discards" in options
         if device.media.inner is None:
             # It came as bytes alone, as streams do.
             filesystems.restore(inner, inner.read(0, BLOCK_BYTES))
@@ -391,7 +397,10 @@ def _put(device: FakeDevice, uuid: str, told: dict[str, Any]) -> None:
     """Both copies of a header, as they stand on a disk."""
     slots = [one for one, how in told["keyslots"].items() if how["type"] == "luks2"]
     bound = [one for one in slots if one not in told.get("unbound", ())]
-    told = {**told, "digests": {"0": {"keyslots": bound, "segments": ["0"]}}}
+    # Made of nothing else, so it is as good as a master key's own name.
+    master = hashlib.sha256(told["master"].encode()).hexdigest()
+    digest = {"type": "pbkdf2", "keyslots": bound, "segments": ["0"], "digest": master}
+    told = {**told, "digests": {"0": digest}}
     for number, copy in enumerate(copies(uuid, told)):
         device.media.write(number * luks.METADATA_BYTES, copy)
     device.contents = Signature("crypto_LUKS", "crypto", uuid, "carver")

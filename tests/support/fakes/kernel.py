@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from fakes import filesystems
+from fakes.cryptsetup import Sealed
 from fakes.devices import (
     BLOCK_BYTES,
     BTRFS_SUPERBLOCK_AT,
@@ -285,6 +286,13 @@ class FakeKernel(Kernel):
             found.contents = None
 
     def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
+        found = self._present(device)
+        if isinstance(found.media, Sealed):
+            # As dm-crypt has it: what is below forgets it, and there noise is read.
+            if not found.media.passes_discards:
+                _fail(errno.EOPNOTSUPP, device)
+            found.media.forget(offset_bytes, length_bytes)
+            return
         self.zero_out(device, offset_bytes, length_bytes)
 
     def flush(self, device: str) -> None:
