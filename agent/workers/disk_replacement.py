@@ -17,6 +17,7 @@ from agent.engine.allocation import is_own_pool
 from agent.engine.means import Means
 from agent.workers import giving_up
 from agent.workers.repairing import Progress, Repairer, rebuilding
+from lvm import errors as lvm_errors
 from lvm import groups, pools, repairs, report, tags
 from lvm.devicemapper import Mirror
 from lvm.labels import PhysicalLabel
@@ -218,7 +219,7 @@ class Replacement:
         giving_up.drop(lvm, group)
         for name, one in sorted(group.volumes.items()):
             if "raid" in one.layout and leaving.uuid in one.disks:
-                told.append(self._repairer.mend(group, name, [coming.name]).message)
+                told.append(self._mend(group, name, coming))
         if leaving.uuid in group.spare_disks:
             repairs.remove_spare(lvm, group.name)
         group = self._look(group.name)
@@ -234,6 +235,21 @@ class Replacement:
         repairs.reduce_missing(lvm, group.name)
         self._engines.outdate()
         return self._settled(self._look(group.name))
+
+    def _mend(self, group: report.Group, name: str, coming: report.PhysicalVolume) -> str:
+        """Go on with a RAID volume of which images are lost; how far it is.
+
+        Of several that are lost lvm2 builds any on the new disk, and a disk has one image only.
+        """
+        own, disks = group.volume(name).disks, [coming.name]
+        if coming.uuid in own:
+            disks += [one.name for one in group.disks if one.uuid not in own and one.free_extents]
+        try:
+            return self._repairer.mend(group, name, disks).message
+        except lvm_errors.NoSpace:
+            if coming.uuid not in own:
+                raise
+        return f"{group.name}/{name} lacks more than one disk: replace each, then this one again"
 
     def _settled(self, group: report.Group) -> Progress:
         """The old disk is out; whether another may be lost by now."""

@@ -177,13 +177,15 @@ def test_a_raid10_that_lost_both_images_of_a_pair_has_failed_and_is_not_repaired
 def test_the_disks_of_an_image_of_each_pair_are_replaced(
     client: Client, fake: FakeHost, striped: str
 ) -> None:
-    lost = lose_images(fake, 0, 2)
-    for uuid in lost:
-        new = fake.new_device(61 * EXTENT)
-        for _ in range(20):
-            if client.replace_disk(uuid, new)[0]:
-                break
     group = fake.lvm2.groups["wide"]
+    group.disks = [one for one in group.disks if one.name in images(fake)]
+    pairs = [(one, fake.new_device(61 * EXTENT)) for one in lose_images(fake, 0, 2)]
+    lost = [one for one, _ in pairs]
+    told = [client.replace_disk(*pairs[0])[1] for _ in range(10)]
+    assert "replace each" in told[-1], "its disk has the other lost image, and takes no second one"
+    for pair in pairs * 10:
+        client.replace_disk(*pair)
+    assert all(client.replace_disk(*pair)[0] for pair in pairs)
     assert not {one.uuid for one in group.disks} & set(lost)
     assert reasons(client, striped) == set()
 

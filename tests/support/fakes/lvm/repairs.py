@@ -1,6 +1,6 @@
 """What the fake lvm2 does about disks: new images for lost ones, extents moved, disks taken out."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fakes.lvm.machine import Machine
 from fakes.lvm.records import Failure, FakeDisk, FakeGroup, FakePool, FakeVolume
@@ -20,31 +20,32 @@ def repair(lvm: Machine, group: FakeGroup, volume: FakeVolume, disks: Sequence[s
     if volume.rebuilding:
         raise Failure(f"Unable to replace devices in {path} while it is not in-sync.")
     missing = {disk.name for disk in group.disks if disk.missing}
-    extents: dict[str, int] = {}
-    for disk, length in volume.extents.items():
-        chosen = _another(group, volume, extents, length, disks) if disk in missing else disk
-        extents[chosen or disk] = length
-        if chosen and chosen != disk:
-            volume.rebuilding[chosen] = LOOKS
-    # Where not all lost images have room, lvm2 replaces as many as have (lv_raid_replace).
-    if not volume.rebuilding:
+    # Where not all lost images have room, lvm2 replaces as many as have, and the last ones first
+    # (lv_raid_replace, _raid_extract_images).
+    chosen: dict[str, str] = {}
+    for disk in reversed(volume.extents):
+        if disk in missing and (new := _another(group, volume, chosen, disk, disks)):
+            chosen[disk] = new
+    if not chosen:
         raise Failure(f"Insufficient suitable allocatable extents for logical volume {volume.name}")
-    volume.extents, volume.health = extents, "partial" if missing & set(extents) else ""
+    volume.extents = {chosen.get(one, one): length for one, length in volume.extents.items()}
+    volume.rebuilding = dict.fromkeys(chosen.values(), LOOKS)
+    volume.health = "partial" if missing & set(volume.extents) else ""
     return f"  Faulty devices in {path} successfully replaced.\n"
 
 
 def _another(
     group: FakeGroup,
     volume: FakeVolume,
-    taken: dict[str, int],
-    length: int,
+    chosen: Mapping[str, str],
+    lost: str,
     disks: Sequence[str],
 ) -> str | None:
     for disk in group.disks:
         is_named = disk.name in disks or not disks
         usable = is_named and disk.allocatable and not disk.missing
-        has_none = disk.name not in volume.extents and disk.name not in taken
-        if usable and has_none and group.free(disk) >= length:
+        has_none = disk.name not in volume.extents and disk.name not in chosen.values()
+        if usable and has_none and group.free(disk) >= volume.extents[lost]:
             return disk.name
     return None
 
