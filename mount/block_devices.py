@@ -94,7 +94,7 @@ class BlockDevices(Calls):
     def zero_out(
         self, device: str, offset_bytes: int, length_bytes: int, *, held: bool = False
     ) -> None:
-        """BLKZEROOUT: the range reads as zeroes afterwards. EBUSY while mounted or held.
+        """The range reads as zeroes afterwards (blocks.zero_out). EBUSY while mounted or held.
 
         With `held` also where the kernel holds it, as device-mapper does what a device stands on.
 
@@ -129,8 +129,8 @@ class BlockDevices(Calls):
     def flush(self, device: str) -> None:
         """fsync(2): what was written or zeroed stays so when the power fails.
 
-        BLKZEROOUT returns while that may be in the disk's volatile cache, or, under a loop device,
-        in the memory of the file's own file system.
+        Zeroing returns while that may be in the disk's volatile cache, or, under a loop device, in
+        the memory of the file's own file system.
         """
         # Not to write by: its close would have udev look at the device once more.
         descriptor = os.open(device, os.O_RDONLY | os.O_CLOEXEC)
@@ -159,8 +159,8 @@ class BlockDevices(Calls):
     ) -> None:
         """Copy a part of one block device to the same place on another; it is on the disk then.
 
-        Where the source has zeroes nothing is written: the target is zeroed there by BLKZEROOUT, or
-        left alone where it is `blank`. EBUSY while the target is mounted or held.
+        Where the source has zeroes nothing is written: the target is zeroed there, or left alone
+        where it is `blank`. EBUSY while the target is mounted or held.
         """
         reading = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
         with blocks.closing(reading):

@@ -8,11 +8,14 @@ import fcntl
 import itertools
 import mmap
 import os
+import stat
 import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+
+from mount import calls
 
 # <linux/fs.h>, by <asm-generic/ioctl.h>.
 _BLKZEROOUT = 0x127F
@@ -68,13 +71,24 @@ def write(descriptor: int, device: str, offset_bytes: int, data: Bytes) -> None:
 
 
 def zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int) -> None:
-    """BLKZEROOUT; nothing where the range is empty."""
-    if length_bytes:
-        span = struct.pack("=2Q", offset_bytes, length_bytes)
-        try:
-            fcntl.ioctl(descriptor, _BLKZEROOUT, bytearray(span))
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, device) from error
+    """Have a range of a block device read as zeroes; nothing where the range is empty.
+
+    By a hole where the device guarantees that it reads as zeroes: nothing is written to flash, and
+    the file below a loop device gets its blocks back. Else, and where that fails, by BLKZEROOUT.
+    Either drops the range from the page cache, and is on the disk after fsync(2).
+    """
+    if not length_bytes:
+        return
+    # Of a file the hole would be made whatever it is.
+    if stat.S_ISBLK(os.fstat(descriptor).st_mode):
+        with suppress(OSError):
+            calls.punch_hole(descriptor, device, offset_bytes, length_bytes)
+            return
+    span = struct.pack("=2Q", offset_bytes, length_bytes)
+    try:
+        fcntl.ioctl(descriptor, _BLKZEROOUT, bytearray(span))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, device) from error
 
 
 class Opened:
@@ -130,7 +144,7 @@ class Opened:
                 write(self._descriptor, self._device, offset_bytes - begun, around)
 
     def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
-        """Have a range read as zeroes (BLKZEROOUT)."""
+        """Have a range read as zeroes, as `zero_out` does."""
         zero_out(self._descriptor, self._device, offset_bytes, length_bytes)
 
     def flush(self) -> None:

@@ -8,10 +8,9 @@ import ctypes
 import errno
 import os
 
-from mount import blocks
-
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
+_libc.fallocate64.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64
 
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
 _FSOPEN_CLOEXEC = 1
@@ -19,6 +18,8 @@ _FSMOUNT_CLOEXEC = 1
 # FSCONFIG_*: what a file system that is being configured is told.
 SET_FLAG, SET_STRING, CREATE = 0, 1, 6
 _UMOUNT_NOFOLLOW = 8
+# FALLOC_FL_* of <linux/falloc.h>.
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
 
 
 class Calls:
@@ -84,6 +85,17 @@ def syncfs(descriptor: int, path: str) -> None:
         raise _error(path)
 
 
+def punch_hole(descriptor: int, path: str, offset_bytes: int, length_bytes: int) -> None:
+    """Have a range read as zeroes without them being written (fallocate(2), FALLOC_FL_PUNCH_HOLE).
+
+    EOPNOTSUPP for a block device that does not guarantee those zeroes (write_zeroes_max_bytes is 0
+    in sysfs); the kernel writes none in its place (BLKDEV_ZERO_NOFALLBACK, block/fops.c).
+    """
+    mode = _PUNCH_HOLE | _KEEP_SIZE
+    if _libc.fallocate64(descriptor, mode, offset_bytes, length_bytes) == -1:
+        raise _error(path)
+
+
 def ioctl_number(direction: int, kind: int, number: int, size: int) -> int:
     """An ioctl number by <asm-generic/ioctl.h>; direction is 0 none, 1 write, 2 read, 3 both."""
     return direction << 30 | size << 16 | kind << 8 | number
@@ -92,12 +104,14 @@ def ioctl_number(direction: int, kind: int, number: int, size: int) -> int:
 def ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDONLY) -> bytes:
     """Ask a freshly opened file one thing; the kernel's copy of the argument comes back."""
     descriptor = os.open(path, mode | os.O_CLOEXEC)
-    with blocks.closing(descriptor):
+    try:
         # Not fcntl.ioctl, which keeps all threads waiting where the argument has over 1024 bytes.
         buffer = ctypes.create_string_buffer(argument, len(argument))
         if _libc.ioctl(descriptor, ctypes.c_ulong(request), buffer if argument else None) == -1:
             raise _error(path)
         return buffer.raw
+    finally:
+        os.close(descriptor)
 
 
 def _error(path: str, other: str | None = None) -> OSError:

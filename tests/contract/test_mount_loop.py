@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real.host import RealHost
 
 from mount import errors, filesystem, loop, mounts, table, target, usage
 from mount.options import Options
@@ -84,6 +85,22 @@ def test_a_mounted_loop_device_is_not_detached(host: Any, file: str) -> None:
         loop.detach(host.kernel, device)
 
     mounts.ensure_unmounted(host.kernel, path)
+
+
+def test_a_range_that_is_zeroed_is_a_hole_in_the_file(host: Any, file: str) -> None:
+    device = loop.attach(host.kernel, file)
+    for offset in range(0, 32 * MIB, MIB):
+        host.kernel.write(device, offset, b"x" * MIB)
+    before = Path(file).stat().st_blocks
+
+    host.kernel.zero_out(device, 4 * MIB, 8 * MIB)
+    host.kernel.flush(device)
+
+    for offset in range(0, 32 * MIB, MIB):
+        byte = bytes(1) if 4 * MIB <= offset < 12 * MIB else b"x"
+        assert host.kernel.read(device, offset, MIB) == byte * MIB
+    if isinstance(host, RealHost):
+        assert before - Path(file).stat().st_blocks == 8 * MIB // 512
 
 
 def test_a_loop_device_grows_with_its_file(host: Any, file: str) -> None:

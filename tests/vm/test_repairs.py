@@ -185,6 +185,8 @@ def test_a_raid10_survives_the_loss_of_an_image_of_each_pair(
         files = [_detached(host, paths[one]) for one in gone]
         told.soon(reason, "vol-a", storage="DiskMissing")
         if reason == "RaidDegraded":
+            for one in gone:
+                host._own.remove(paths[one])
             pairs = list(zip(gone, new, strict=True))
             until_done(lambda: min(client.replace_disk(*pair) for pair in pairs))
         else:
@@ -207,7 +209,6 @@ def _detached(host: RealHost, device: str) -> str:
     """A loop device let go of; the file that it was on."""
     file = Path("/sys/block", Path(device).name, "loop/backing_file").read_text().strip()
     loop.detach(host.kernel, device)
-    host._own.remove(device)
     return file
 
 

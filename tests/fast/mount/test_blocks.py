@@ -1,10 +1,13 @@
 """Devices that are kept open: read and written past the page cache, wherever one begins."""
 
+import errno
 import mmap
+import os
 from pathlib import Path
 
 import pytest
 
+from mount import calls
 from mount.syscalls import Kernel
 
 KIB = 1 << 10
@@ -49,4 +52,57 @@ def test_what_is_behind_the_end_is_neither_read_nor_written(disk: Path) -> None:
                 opened.read(offset, 1000)
         with pytest.raises(OSError, match="Invalid argument"):
             opened.write(SIZE - 100, b"x" * 1000)
+    assert disk.read_bytes() == before
+
+
+class Zeroing:
+    """A block device, by what the kernel is asked to do with it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, hole: int, zeroes: int = 0) -> None:
+        self.asked: list[str] = []
+        monkeypatch.setattr("mount.blocks.stat.S_ISBLK", lambda _mode: True)
+        monkeypatch.setattr(calls, "punch_hole", lambda *_: self._ask("hole", hole))
+        monkeypatch.setattr("mount.blocks.fcntl.ioctl", lambda *_: self._ask("zeroes", zeroes))
+
+    def _ask(self, what: str, failure: int) -> None:
+        self.asked.append(what)
+        if failure:
+            raise OSError(failure, os.strerror(failure))
+
+
+def zero_out(disk: Path) -> None:
+    with Kernel().opened(str(disk), to_write=True) as opened:
+        opened.zero_out(0, 4096)
+
+
+def test_a_device_that_guarantees_zeroes_in_a_hole_gets_none_written(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = Zeroing(monkeypatch, 0)
+    zero_out(disk)
+    assert device.asked == ["hole"]
+
+
+@pytest.mark.parametrize("failure", [errno.EOPNOTSUPP, errno.EINVAL, errno.EREMOTEIO])
+def test_any_other_device_has_zeroes_written(
+    disk: Path, monkeypatch: pytest.MonkeyPatch, failure: int
+) -> None:
+    device = Zeroing(monkeypatch, failure)
+    zero_out(disk)
+    assert device.asked == ["hole", "zeroes"]
+
+
+def test_a_device_that_takes_neither_is_told_of(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Zeroing(monkeypatch, errno.EOPNOTSUPP, errno.EIO)
+    with pytest.raises(OSError, match="disk") as told:
+        zero_out(disk)
+    assert told.value.errno == errno.EIO
+
+
+def test_nothing_but_a_block_device_is_zeroed(disk: Path) -> None:
+    before = disk.read_bytes()
+    with pytest.raises(OSError, match="disk"):
+        zero_out(disk)
     assert disk.read_bytes() == before
