@@ -268,7 +268,7 @@ class Access:
 
     def statistics(self, call: VolumeAt) -> Statistics:
         """How large and how full the volume is where it is staged or published."""
-        device, mounted = self._find(call, table.read(self._kernel))
+        device, mounted = self._at(call, table.read(self._kernel))
         seen = mounted if mounted.device == device.number else None
         if seen is not None:
             with suppress(mount_errors.TargetError):  # it does not answer, as its health says
@@ -288,8 +288,8 @@ class Access:
             raise errors.Copying(volume_id, "it is not complete")
 
     def size_bytes(self, call: VolumeAt) -> int:
-        """The device's size, if the volume is staged or published at the path."""
-        device, _ = self._find(call, table.read(self._kernel))
+        """The device's size, if the volume is staged or published, at the path or elsewhere."""
+        device, _ = self._anywhere(call, table.read(self._kernel))
         return usage.device_size_bytes(self._kernel, device.path)
 
     def fill_device(
@@ -300,7 +300,7 @@ class Access:
         Of an encrypted volume that grew, a command with its key; raises GrowsWithKey without.
         """
         known = table.read(self._kernel)
-        device, mounted = self._find(call, known)
+        device, mounted = self._anywhere(call, known)
         if device.below is not None:
             self._opening.fill(call.volume_id, device, keys, if_possible=if_possible)
         for read_only in loop.over(self._kernel, device.number):
@@ -391,7 +391,22 @@ class Access:
                 " allows one target",
             )
 
-    def _find(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
+    def _anywhere(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
+        """The volume's device, and its mount at the path or else any; raises NoSuchPath.
+
+        For growth: of a raw block volume that several pods have, kubelet tells the path of the one
+        that came last, also after that pod ended (DevicePath in its actual state of the world).
+        """
+        try:
+            return self._at(call, known)
+        except (errors.NoSuchPath, errors.NotStaged):
+            device = self._inventory.device(call.volume_id)
+            found = [] if device is None else users.places(self._kernel, known, device)
+            if device is None or not found:
+                raise
+            return device, found[0]
+
+    def _at(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
         """The volume's device and its mount at the path; raises NoSuchPath."""
         inline = ids.is_inline(call.volume_id)
         device = (self._inventory.device if inline else self._device)(call.volume_id)

@@ -38,6 +38,8 @@ class Kubelet:
         # What was done, or may have been: volumes and the pods that they are published to.
         self._staged: dict[str, PersistentVolume] = {}
         self._published: dict[Pod, PersistentVolume] = {}
+        # Where the pod that came last has each raw block volume.
+        self._mapped: dict[str, str] = {}
 
     def step(self) -> None:
         """Do what is due for the pods of this node, and let go of volumes that none of them has."""
@@ -167,6 +169,7 @@ class Kubelet:
             return False
         if _is_block(volume):
             self._directories.take(path)
+            self._mapped[volume.name] = path
         return True
 
     def _grow(self, pod: Pod) -> bool:
@@ -180,7 +183,9 @@ class Kubelet:
             return True
         request = csi.NodeExpandVolumeRequest(
             volume_id=volume.id,
-            volume_path=self.target(pod, volume),
+            # Of a device it knows one path, also after that pod ended (DevicePath in its actual
+            # state of the world).
+            volume_path=self._mapped.get(volume.name, self.target(pod, volume)),
             capacity_range=csi.CapacityRange(required_bytes=volume.size_bytes),
             staging_target_path=self._staging(volume),
             volume_capability=volume.capability,

@@ -83,6 +83,22 @@ def test_a_claim_is_used_by_two_pods_grown_and_gone_without_an_error(
     end(cluster, machine)
 
 
+def test_a_shared_raw_claim_grows_after_the_pod_that_came_last_ended(
+    cluster: Cluster, machine: Machine
+) -> None:
+    claim = cluster.claim("plain", capability=RAW)
+    pods = []
+    for _ in range(2):
+        pods.append(cluster.pod(claim))
+        assert settled(cluster), cluster.told()
+    pods[1].is_deleted = True
+    assert settled(cluster), cluster.told()
+    cluster.expand(claim, claim.size_bytes + 16 * MIB)
+    grown = cluster.run_until(lambda: claim.capacity_bytes == claim.size_bytes, seconds=600)
+    assert grown, cluster.told()
+    end(cluster, machine)
+
+
 @pytest.mark.parametrize("kind", chosen.kinds(("mounted", "raw"), usual=["raw"]))
 @pytest.mark.parametrize("event", chosen.kinds(("kubelet", "carver", "node"), usual=["node"]))
 def test_pods_run_on_after_a_restart(

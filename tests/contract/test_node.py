@@ -349,6 +349,35 @@ def test_publishing_where_something_else_lies_is_refused(
     assert target.read_text() == "data"
 
 
+@pytest.mark.parametrize("kind", ["raw", "ext4"])
+def test_a_volume_in_use_grows_whatever_path_the_caller_has_for_it(
+    client: Client, host: AnyHost, staging: Path, target: Path, kind: str
+) -> None:
+    shared = Mode.SINGLE_NODE_MULTI_WRITER
+    how = block(mode=shared) if kind == "raw" else mounted(kind, mode=shared)
+    volume, other = client.create("pvc-1", 64 * MIB, how), client.create("pvc-2", 64 * MIB)
+    elsewhere = host.directory / "elsewhere"
+    client.stage(other, elsewhere)
+    client.stage(volume, staging, how)
+    gone = host.directory / "gone"
+    for path in (target, gone):
+        client.publish(volume, staging, path, how)
+    client.unpublish(volume.volume_id, gone)
+    size = 64 * MIB
+    # Of the pod that ended, of none, of another volume, and what can be no path of a volume.
+    for any_path in (gone, "/never", elsewhere, "relative"):
+        size += 4 * MIB
+        assert client.node_expand(volume.volume_id, any_path, size).capacity_bytes == size
+    assert client.stats(volume.volume_id, target).usage[0].total > 70 * MIB
+    assert client.stats(other.volume_id, elsewhere).usage[0].total <= 64 * MIB
+    with expect.code("NOT_FOUND"):
+        client.stats(volume.volume_id, gone)
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    with expect.code("NOT_FOUND", str(target)):
+        client.node_expand(volume.volume_id, target, size + 4 * MIB)
+
+
 @pytest.mark.variation
 def test_statistics_are_of_the_volume_at_that_path_only(
     client: Client, host: AnyHost, volume: csi.Volume, staging: Path

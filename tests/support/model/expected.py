@@ -552,7 +552,11 @@ class Model:
     def _node_expand(self, call: do.NodeExpand) -> int:
         if 0 < call.limit_bytes < call.required_bytes:
             _refuse("INVALID_ARGUMENT")
-        place = self._at(call.volume, call.path)
+        # At any place of it: kubelet's path may be a pod's that ended.
+        every = self.of(call.volume)
+        place = every.get(call.path) or next(iter(every.values()), None)
+        if place is None:
+            _refuse("NOT_FOUND")
         volume = self.volumes[call.volume]
         told = volume.open_bytes or volume.size_bytes
         enough = call.required_bytes <= told
