@@ -1,8 +1,9 @@
 """Volume ids: `group@uuid/name`, enough to find a volume and to know another node's.
 
-And the names of logical volumes, which are their last part.
+And the names of logical volumes, which are their last part, and of nodes in the topology.
 """
 
+import hashlib
 import re
 from dataclasses import dataclass
 from typing import Self
@@ -26,6 +27,9 @@ GROWTH_PREFIX = "grow"
 BRIDGE_PREFIX = "copy"
 
 _UUID_CHARACTERS = 8
+# CSI spec, Topology; Kubernetes has the values as labels of its nodes.
+_MOST_SEGMENT_CHARACTERS = 63
+_DIGEST_CHARACTERS = 16
 _FORM = re.compile(
     rf"(?P<group>[A-Za-z0-9_+.][A-Za-z0-9_+.-]*)"
     rf"@(?P<uuid>[A-Za-z0-9]{{{_UUID_CHARACTERS}}})"
@@ -86,6 +90,14 @@ def readable_name(volume_id: str) -> str:
 def is_inline(volume_id: str) -> bool:
     """Whether the id can be an inline volume's only: such ids are the CO's, not Carver's."""
     return names.is_of(INLINE_PREFIX, logical_name(volume_id))
+
+
+def node_segment(node_id: str) -> str:
+    """The value of the topology key for a node: its name, shortened by a digest if over 63."""
+    if len(node_id) <= _MOST_SEGMENT_CHARACTERS:
+        return node_id
+    digest = hashlib.sha256(node_id.encode()).hexdigest()[:_DIGEST_CHARACTERS]
+    return f"{node_id[: _MOST_SEGMENT_CHARACTERS - 1 - len(digest)]}-{digest}"
 
 
 def _start(uuid: str) -> str:

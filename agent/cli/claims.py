@@ -66,7 +66,7 @@ def steps(claim: Mapping[str, str], place: Place) -> str:
         name=claim["volume_id"],
         new=new,
         pv_filter=_PV_FILTER.format(
-            new=new, handle=place.handle, key=place.topology_key, node=place.node
+            new=new, handle=place.handle, key=place.topology_key, node=place.segment
         ),
         pvc_filter=_PVC_FILTER.format(new=new),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
+from agent import ids
 from agent.cluster.objects import Object
 
 VOLUMES, NODES = "/api/v1/persistentvolumes", "/api/v1/nodes"
@@ -28,7 +29,7 @@ _MOST_CHARACTERS = 230
 
 @dataclass(frozen=True)
 class Place:
-    """Where a volume is: its id there, the node by the topology's label, the driver's name."""
+    """Where a volume is: its id there, the node's name, the driver's name."""
 
     handle: str
     node: str
@@ -40,9 +41,14 @@ class Place:
         return f"topology.{self.driver}/node"
 
     @property
+    def segment(self) -> str:
+        """The value of that label on the node."""
+        return ids.node_segment(self.node)
+
+    @property
     def affinity(self) -> dict[str, Any]:
         """What a PersistentVolume says that is for this node alone."""
-        wanted = {"key": self.topology_key, "operator": "In", "values": [self.node]}
+        wanted = {"key": self.topology_key, "operator": "In", "values": [self.segment]}
         return {"required": {"nodeSelectorTerms": [{"matchExpressions": [wanted]}]}}
 
     @property

@@ -116,7 +116,8 @@ def digest(volume_handle: str) -> str:
 
 def _names_of_nodes(items: Any, topology_key: str) -> Iterator[str]:
     for one in items:
-        yield one["metadata"]["name"]
+        yield (name := one["metadata"]["name"])
+        yield ids.node_segment(name)
         labels = _table(_table(one, "metadata"), "labels")
         # A node that was named anew for Carver has that in the label that kubelet made.
         yield from (str(labels[key]) for key in (topology_key, _HOSTNAME) if key in labels)

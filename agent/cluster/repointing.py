@@ -215,8 +215,9 @@ class Repointing:
         if list(manifests.wanted_labels(old)) != [key]:
             raise state.refused(f"{name} is not for a node by {key} alone; re-point it by hand")
         nodes = self._lists.whole(manifests.NODES, "NodeList").items
-        if self._place.node not in (manifests.at(one, "metadata", "labels", key) for one in nodes):
-            why = f"no node has the label {key}={self._place.node}; does Carver run there?"
+        wanted = self._place.segment
+        if wanted not in (manifests.at(one, "metadata", "labels", key) for one in nodes):
+            why = f"no node has the label {key}={wanted}; does Carver run there?"
             raise state.refused(why)
 
     def _check_unused(self, state: _State) -> None:

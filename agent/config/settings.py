@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agent import errors
+from agent import errors, ids
 from agent.config import classes, groups, tables, values
 from agent.config.classes import DeviceClass
 from agent.config.groups import BackingFile, Foundation
@@ -191,7 +191,7 @@ class Config:
     @property
     def here(self) -> dict[str, str]:
         """The segments of this node's topology."""
-        return {self.topology_key: self.node_id}
+        return {self.topology_key: ids.node_segment(self.node_id)}
 
     @property
     def topology_key(self) -> str:

@@ -10,8 +10,8 @@ from lvm import layout, names, pools, tuning
 from lvm.layout import NO_RESERVE, Reserve
 
 HALF = "half"
-# CSI spec, "Size Limits": a string is at most 128 bytes; a node id too.
-_MAXIMUM_NODE_ID = 128
+# RFC 1123, and so a node of Kubernetes; CSI spec, NodeGetInfoResponse: at most 256 bytes.
+_MAXIMUM_NODE_ID = 253
 # CSI spec, GetPluginInfoResponse: a domain name of at most 63 characters.
 _MAXIMUM_DRIVER_NAME = 63
 _MAXIMUM_PORT = 65535

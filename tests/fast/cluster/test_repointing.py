@@ -12,7 +12,8 @@ import pytest
 from api_server import CLAIMS, NODES, VOLUMES, Object, kubeconfig
 from binding import DRIVER, KEY, Cluster
 
-from agent import errors
+from agent import errors, ids
+from agent.cli import claims
 from agent.cluster import access
 from agent.cluster.lists import Lists
 from agent.cluster.manifests import Place
@@ -108,6 +109,26 @@ def test_it_moves_on_to_a_third_node_under_a_name_of_no_greater_length(
     assert len(first) == len(second)
     assert cluster.volume(second)["spec"]["csi"]["volumeHandle"] == "data@z/vol-pvc-1"
     require_safe(cluster)
+
+
+def test_a_claim_moves_between_nodes_whose_names_no_label_can_hold(tmp_path: Path) -> None:
+    a, b = (f"{one}.{'n' * 63}.{'o' * 63}" for one in "ab")
+    there = ids.node_segment(b)
+    with binding.running(Cluster(nodes=(ids.node_segment(a), there))) as cluster:
+        repointing(cluster, tmp_path, Place(IS, b, DRIVER)).run(
+            lambda _text: True, lambda _text: None
+        )
+        cluster.settle()
+        [volume] = cluster.objects[VOLUMES]
+        [term] = volume["spec"]["nodeAffinity"]["required"]["nodeSelectorTerms"]
+        assert term == {"matchExpressions": [{"key": KEY, "operator": "In", "values": [there]}]}
+        assert cluster.claim["status"]["phase"] == "Bound"
+        require_safe(cluster)
+    told = claims.steps(
+        {"pv": "pvc-1", "pvc": "data", "namespace": "shop", "volume_id": WAS},
+        Place(IS, b, DRIVER),
+    )
+    assert f'"values": ["{there}"]' in told
 
 
 @pytest.mark.parametrize("at", range(6))

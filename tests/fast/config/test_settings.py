@@ -344,7 +344,7 @@ CLASS = "classes = [{name = 'n', group = 'g'}]\n"
         ),
         ("colour = 1", "colour", ["not a setting", "node_id", "classes"]),
         ('node_id = "a b"', "node_id", ["'a b'", "letters"]),
-        (f'node_id = "{"n" * 129}"', "node_id", ["128"]),
+        (f'node_id = "{"n" * 254}"', "node_id", ["253"]),
         ('endpoint = "relative"', "endpoint", ["'relative'", "absolute"]),
         ('registration = "both"', "registration", ["'both'", "self, none"]),
         ('metrics_address = "localhost"', "metrics_address", ["'localhost'", ":9898"]),

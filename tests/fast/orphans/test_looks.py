@@ -26,7 +26,7 @@ from api_server import (
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
-from agent import errors
+from agent import errors, ids
 from agent.cli import orphans
 from agent.cluster import access, needs
 from agent.cluster.lists import Lists
@@ -380,6 +380,25 @@ def test_objects_of_nodes_that_are_gone_are_told_of_and_not_touched(node: Node) 
         with pytest.raises(errors.NoOrphan, match="kubectl delete"):
             node.delete(name)
     assert node.api.methods == {"GET"}
+
+
+def test_objects_of_nodes_with_long_names_are_their_node_s_though_it_lost_its_label(
+    node: Node,
+) -> None:
+    here, there, gone = (f"{one}.{'n' * 63}.{'o' * 63}" for one in ("here", "there", "gone"))
+    node.config = replace(node.config, node_id=here)
+    node.api.add(NODES, here)
+    node.api.add(NODES, there, metadata={"labels": {KEY: ids.node_segment(there)}})
+    for name in (here, there, gone):
+        place = ids.node_segment(name)
+        about = {"namespace": "carver-system"}
+        topology = {"matchLabels": {KEY: place}}
+        node.api.add(CAPACITIES, f"csisc-{name[:4]}", nodeTopology=topology, metadata=about)
+        node.named(f"x@00000000/{name[:4]}", f"pv-{name[:4]}", nodeAffinity=affinity(place))
+    assert node.after_a_grace() == {
+        "carver-system/csisc-gone": Kind.CAPACITY,
+        "pv-gone": Kind.PERSISTENT_VOLUME,
+    }
 
 
 # What proves nothing

@@ -1,0 +1,103 @@
+"""Nodes with names as long as Kubernetes allows: what is told of them is what a label can hold."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import expect
+import pytest
+import serving
+from fakes.host import FakeHost
+
+from agent import ids
+from agent.config.settings import TOPOLOGY_KEY, Config
+from agent.csi.client import Client, block
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+# Labels of a domain name have at most 63 characters each, the whole 253.
+LONGEST = ".".join(["n" * 62, "o" * 62, "p" * 62, "q" * 62, "r"])
+# As apimachinery has it, IsValidLabelValue.
+LABEL = re.compile(r"(([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9])?")
+NAMES = {
+    "64": "n" * 64,
+    "a dot where it is cut": f"{'n' * 45}.{'o' * 40}",
+    "128": "n" * 128,
+    "253": LONGEST,
+}
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return NAMES[request.param]
+
+
+@pytest.fixture
+def client(config: Config, fake: FakeHost, name: str) -> Iterator[Client]:
+    running = serving.start(replace(config, node_id=name), fake)
+    with Client(config.endpoint) as made:
+        yield made
+    running.stop()
+
+
+def here(client: Client) -> csi.Topology:
+    return client.node.NodeGetInfo(csi.NodeGetInfoRequest()).accessible_topology
+
+
+def create(client: Client, where: csi.Topology) -> csi.Volume:
+    """As external-provisioner asks for it."""
+    return client.controller.CreateVolume(
+        csi.CreateVolumeRequest(
+            name="pvc-1",
+            capacity_range=csi.CapacityRange(required_bytes=4 * MIB),
+            volume_capabilities=[block()],
+            accessibility_requirements=csi.TopologyRequirement(
+                requisite=[where], preferred=[where]
+            ),
+        )
+    ).volume
+
+
+def test_a_long_node_name_is_told_whole_and_as_a_value_that_a_label_can_hold(
+    client: Client, name: str
+) -> None:
+    info = client.node.NodeGetInfo(csi.NodeGetInfoRequest())
+    assert info.node_id == name
+    assert len(info.node_id.encode()) <= 256
+    [(key, value)] = info.accessible_topology.segments.items()
+    assert key == TOPOLOGY_KEY
+    assert len(value) <= 63
+    assert LABEL.fullmatch(value)
+
+
+def test_volumes_and_snapshots_are_made_where_the_label_names_such_a_node(client: Client) -> None:
+    where = here(client)
+    volume = create(client, where)
+    assert list(volume.accessible_topology) == [where]
+    taken = client.controller.CreateSnapshot(
+        csi.CreateSnapshotRequest(
+            name="snap",
+            source_volume_id=volume.volume_id,
+            accessibility_requirements=csi.TopologyRequirement(requisite=[where]),
+        )
+    ).snapshot
+    assert list(taken.accessible_topology) == [where]
+    request = csi.GetCapacityRequest(accessible_topology=where)
+    assert client.controller.GetCapacity(request).available_capacity > 0
+
+
+def test_a_node_whose_name_begins_with_the_same_63_characters_is_another(
+    client: Client, name: str
+) -> None:
+    there = csi.Topology(segments={TOPOLOGY_KEY: ids.node_segment(f"{name[:-1]}x")})
+    assert there != here(client)
+    with expect.code("RESOURCE_EXHAUSTED", "topologies"):
+        create(client, there)
+    request = csi.GetCapacityRequest(accessible_topology=there)
+    assert client.controller.GetCapacity(request).available_capacity == 0
+
+
+def test_the_value_never_changes_from_one_version_to_the_next() -> None:
+    """The volumes' PersistentVolumes have it; docs/configuration.md says how it is made."""
+    assert ids.node_segment("n" * 63) == "n" * 63
+    assert ids.node_segment("n" * 64) == f"{'n' * 46}-ce068a195ab380a8"
