@@ -8,6 +8,7 @@ import argparse
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from mount.blocks import Bytes
 # written meanwhile is sent: the last round is to be short.
 _LOOK_SECONDS = 2.0
 _LOOKS = 150
+_OLD_SECONDS = _LOOKS * _LOOK_SECONDS
 # The service lets go of what nobody asked for during 30 s (agent.transfer.moving).
 _KEEP_SECONDS = 8.0
 # So often it is looked for whoever holds it to let go: longer than that for one that was killed.
@@ -63,6 +65,12 @@ class Move:
         self._volume_id = volume_id
         self._options = options
         self._tell = tell
+        # Whether the other node's Carver takes --verify; the snapshot of which both were seen to
+        # hold the same; when each was taken (monotonic). By this command: of what an earlier one
+        # did nothing of it is known.
+        self._verifies = False
+        self._proved = ""
+        self._taken: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
         """Have it be the other node's; what it is there. The volume here stays under quarantine.
@@ -155,6 +163,7 @@ class Move:
                 f"{self._remote.node} has another volume {self._options.name!r}; name it otherwise:"
                 " --as NAME",
             )
+        self._verifies = bool(there.get("verifies"))
         base = own.get(there["chain"], "")
         has_base = bool(base) or not there["chain"]
         if there["into"] in own and has_base:
@@ -169,11 +178,23 @@ class Move:
         self._drop(keep=(base,))
         if not base:
             self._tell("sending all of it")
-            self._send(self._take(), "", release, 0)
+            self._send(self._take(), "", release)
+            return None
+        if self._verifies and base != self._proved:
+            self._tell("comparing what both hold")
+            self._compare(base)
+        if self._is_old(base):
+            # The last round is to be short.
+            self._send(self._take(), base, release)
             return None
         if self._waits(base, release):
             return None
         return self._last(base, release)
+
+    def _is_old(self, base: str) -> bool:
+        """Whether much may have changed since a snapshot was taken."""
+        taken = self._taken.get(base)
+        return taken is None or time.monotonic() - taken > _OLD_SECONDS
 
     def _waits(self, base: str, release: str) -> bool:
         """Wait while the volume is used; True where another round is due before the last.
@@ -190,7 +211,7 @@ class Move:
             if not look:
                 self._tell("it is in use: stop what uses it; meanwhile what changes is sent")
             sleep(_LOOK_SECONDS)
-        self._send(self._take(), base, release, 0)
+        self._send(self._take(), base, release)
         return True
 
     def _last(self, base: str, release: str) -> dict[str, str] | None:
@@ -198,19 +219,30 @@ class Move:
         self._tell("it is not in use: sending what changed since, while nobody can use it")
         with _kept(self._caller, self._volume_id) as word:
             snapshot_id = self._take()
-            self._send(snapshot_id, base, release, 0)
-            with streams.outgoing(self._at, snapshot_id) as source:
-                here = source.checksum(as_json=self._options.as_json)
-            there = self._ask("--checksum")
-            if there["sha256"] != here:
-                self._ask("--abort", "--yes")
-                raise errors.NotMoved(
-                    self._volume_id,
-                    f"{self._remote.node} holds something else than was sent, and it was removed"
-                    " there; look for a disk or memory with errors, then call again",
-                )
-            self._tell(f"both hold the same: {here}")
+            self._send(snapshot_id, base, release)
+            if self._proved != snapshot_id:
+                # Of 0.1.0.
+                self._tell(f"Carver on {self._remote.node} is older: now both read all of it")
+                self._compare(snapshot_id)
+            self._tell("both hold the same")
             return self._call("CommitMove", snapshot_id=snapshot_id, word=word)
+
+    def _compare(self, snapshot_id: str) -> None:
+        """See that both hold the same, all of which they read; raises NotMoved."""
+        with streams.outgoing(self._at, snapshot_id) as source:
+            here = source.checksum(as_json=self._options.as_json)
+        self._require_same(here, self._ask("--checksum")["sha256"])
+        self._proved = snapshot_id
+
+    def _require_same(self, here: str, there: str) -> None:
+        if here == there:
+            return
+        self._ask("--abort", "--yes")
+        raise errors.NotMoved(
+            self._volume_id,
+            f"{self._remote.node} holds something else than was sent, and it was removed"
+            " there; look for a disk or memory with errors, then call again",
+        )
 
     def _complete(self, begun: dict[str, str]) -> dict[str, Any]:
         """It is the other node's: have it be a volume there."""
@@ -235,29 +267,48 @@ class Move:
         )
         return there
 
-    def _send(self, snapshot_id: str, base: str, release: str, offset_bytes: int) -> None:
+    def _send(self, snapshot_id: str, base: str, release: str, offset_bytes: int = 0) -> None:
+        """Have the other node hold what a snapshot does, on what it has of its base.
+
+        Where both are known to hold the same of that, both read again what was sent, and nothing
+        else: then they are known to hold the same of this. Raises NotMoved where they do not.
+        """
         options = self._options
         words = ["volume", "receive", options.name]
         if options.device_class:
             words += ["--class", options.device_class]
+        is_verified = self._verifies and base in ("", self._proved) and not offset_bytes
+        if is_verified:
+            words += ["--verify"]
+        self._proved = ""
+        with (
+            streams.outgoing(self._at, snapshot_id, base) as source,
+            streams.opened_spool(self._at) as parts,
+        ):
 
-        def write(put: Callable[[Bytes], object]) -> None:
-            with streams.outgoing(self._at, snapshot_id, base) as source:
+            def write(put: Callable[[Bytes], object]) -> None:
                 source.send(
                     put,
                     offset_bytes=offset_bytes,
                     release=release,
                     compress=options.compress,
+                    note=parts.add,
                     as_json=options.as_json,
                 )
 
-        self._remote.feed(*words, write=write)
+            told = self._remote.feed(*words, write=write)
+            if is_verified and told.get("verified"):
+                self._require_same(source.checksum_of(parts), told["verified"])
+                self._proved = snapshot_id
 
     def _take(self) -> str:
         """A snapshot as it is now, of a name that none had before: they may still be wiped."""
-        return self._caller.snapshot(
+        begun = time.monotonic()
+        taken = self._caller.snapshot(
             f"{self._prefix()}{secrets.token_hex(4)}", self._volume_id
         ).snapshot_id
+        self._taken[taken] = begun
+        return taken
 
     def _prefix(self) -> str:
         """What the names of this move's snapshots begin with."""

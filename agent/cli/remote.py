@@ -30,8 +30,13 @@ class Remote(Protocol):
         """Run `carver` with these words; what it prints, which is JSON."""
         ...
 
-    def feed(self, *words: str, write: Callable[[Callable[[Bytes], object]], object]) -> None:
-        """Run `carver` with these words while `write` writes what it reads."""
+    def feed(
+        self, *words: str, write: Callable[[Callable[[Bytes], object]], object]
+    ) -> dict[str, Any]:
+        """Run `carver` with these words while `write` writes what it reads.
+
+        What it prints, where that is JSON.
+        """
         ...
 
 
@@ -46,16 +51,15 @@ class Ssh:
     def ask(self, *words: str) -> dict[str, Any]:
         """Run `carver` there; what it prints."""
         ended = self._run(words)
-        try:
-            told = json.loads(ended.stdout)
-        except ValueError:
-            raise self._refused(words, "it answers no JSON; is it this version?") from None
-        if not isinstance(told, dict):
-            raise self._refused(words, "it answers no table")
+        told = _table(ended.stdout)
+        if told is None:
+            raise self._refused(words, "it answers no JSON; is it this version?")
         return told
 
-    def feed(self, *words: str, write: Callable[[Callable[[Bytes], object]], object]) -> None:
-        """Run `carver` there while `write` writes to it."""
+    def feed(
+        self, *words: str, write: Callable[[Callable[[Bytes], object]], object]
+    ) -> dict[str, Any]:
+        """Run `carver` there while `write` writes to it; what it prints, where that is JSON."""
         with self._started(words) as running:
             stdin, running.stdin = running.stdin, None
             problem: BaseException | None = None
@@ -69,11 +73,12 @@ class Ssh:
                 problem = error
                 # What is cut off has no end mark, and is taken up again.
                 running.terminate()
-            _, said = running.communicate()
+            printed, said = running.communicate()
         if problem is not None:
             raise problem
         if running.returncode:
             raise self._refused(words, _text(said) or f"exit {running.returncode}")
+        return _table(printed) or {}
 
     def _run(self, words: Sequence[str]) -> "subprocess.CompletedProcess[bytes]":
         try:
@@ -90,7 +95,7 @@ class Ssh:
             running = subprocess.Popen(
                 self._line(words),
                 stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
             )
         except OSError as error:
@@ -104,6 +109,15 @@ class Ssh:
 
     def _refused(self, words: Sequence[str], why: str) -> errors.NodeRefused:
         return errors.NodeRefused(self.node, shlex.join(("carver", *words)), why)
+
+
+def _table(output: bytes) -> dict[str, Any] | None:
+    """What was printed as JSON; None where it is none."""
+    try:
+        told = json.loads(output)
+    except ValueError:
+        return None
+    return told if isinstance(told, dict) else None
 
 
 def _text(output: bytes) -> str:

@@ -5,14 +5,16 @@ import fcntl
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
 from agent import errors, ids
 from agent.cli import progress, terminal
 from agent.cli.volumes import Manual
-from agent.delta.extents import LogicalOffset
+from agent.delta import spool
+from agent.delta.extents import Extent, LogicalOffset
+from agent.delta.spool import Spool
 from agent.ids import VolumeId
 from agent.streams import applying, checksum, form, reading, sending
 from agent.streams.applying import Target
@@ -40,6 +42,7 @@ class Outgoing:
         release: str = "",
         compare: bool = False,
         compress: bool = False,
+        note: Callable[[Extent], None] = lambda _part: None,
         as_json: bool = False,
     ) -> dict[str, Any]:
         """Send it from an offset on; what was sent. Raises SourceLost, TransferFailed.
@@ -67,6 +70,7 @@ class Outgoing:
                 extents,
                 compress=compress,
                 prove=self._prove,
+                note=note,
                 tell=tell,
             )
             tell(header.size_bytes)
@@ -82,6 +86,13 @@ class Outgoing:
         """The checksum of all that it holds."""
         with _told(f"reading {_short(self.header.snapshot_id)}"):
             found = _checksum(self.device, self.header.size_bytes, "checking", as_json=as_json)
+            self._prove()
+            return found
+
+    def checksum_of(self, parts: Spool) -> str:
+        """The checksum of what a stream of it named, all of which is read again."""
+        with _told(f"reading {_short(self.header.snapshot_id)}"):
+            found = checksum.of_parts(self.device, self.header, parts)
             self._prove()
             return found
 
@@ -119,7 +130,14 @@ def received(at: Manual, parsed: argparse.Namespace, source: BinaryIO) -> dict[s
         return withdraw(at, name, parsed.release)
     if parsed.abort:
         return abort(at, name, confirmed=parsed.yes)
-    return receive(at, name, source, device_class=parsed.device_class, as_json=parsed.json)
+    return receive(
+        at,
+        name,
+        source,
+        device_class=parsed.device_class,
+        verify=parsed.verify,
+        as_json=parsed.json,
+    )
 
 
 def show(told: dict[str, Any], *, as_json: bool) -> None:
@@ -177,21 +195,47 @@ def checksum_of(at: Manual, name: str, *, as_json: bool = False) -> dict[str, An
 
 
 def receive(
-    at: Manual, name: str, source: BinaryIO, *, device_class: str = "", as_json: bool = False
+    at: Manual,
+    name: str,
+    source: BinaryIO,
+    *,
+    device_class: str = "",
+    verify: bool = False,
+    as_json: bool = False,
 ) -> dict[str, Any]:
-    """Apply the streams that come one after another; how far the volume is then."""
+    """Apply the streams that come one after another; how far the volume is then.
+
+    With `verify` moreover the checksum of what the last one named, read from the disk again; empty
+    where it was there before.
+    """
     if source.isatty():
         raise errors.TransferFailed("a stream does not come from a terminal", "use < or |")
     widen(source)
     # What typing.BinaryIO lacks is there in each file that is read as binary.
+    verified = ""
     for reader in reading.streams(cast("Source", source)):
-        _receive_one(at, name, device_class, reader, as_json=as_json)
-    return status(at, name)
+        with opened_spool(at) as parts:
+            verified = _receive_one(
+                at, name, device_class, reader, parts if verify else None, as_json=as_json
+            )
+    return {**status(at, name), **({"verified": verified} if verify else {})}
+
+
+def opened_spool(at: Manual) -> AbstractContextManager[Spool]:
+    """A place for the parts of a stream."""
+    return spool.opened(at.settings.endpoint.parent)
 
 
 def _receive_one(
-    at: Manual, name: str, device_class: str, reader: Reader, *, as_json: bool
-) -> None:
+    at: Manual,
+    name: str,
+    device_class: str,
+    reader: Reader,
+    parts: Spool | None,
+    *,
+    as_json: bool,
+) -> str:
+    """Apply a stream; the checksum of its parts, if they are asked for and it was not there."""
     header = reader.header
     told = form.text_of(header).decode()
     begun = at.caller.transfer(
@@ -202,7 +246,7 @@ def _receive_one(
         # It is there. Whoever sends it shall come to an end all the same.
         for _ in reader.frames():
             pass
-        return
+        return ""
     path = _device(at, volume_id)
     kernel = at.host.kernel
     with _told(f"receiving {name}"), kernel.opened(path, to_write=True) as device:
@@ -224,10 +268,17 @@ def _receive_one(
         what = f"receiving {name}"
         with progress.shown(what, start, header.size_bytes, as_json=as_json) as tell:
             applying.apply(
-                reader, target, record=record, tell=tell, record_seconds=applying.RECORD_SECONDS
+                reader,
+                target,
+                record=record,
+                note=(lambda _part: None) if parts is None else parts.add,
+                tell=tell,
+                record_seconds=applying.RECORD_SECONDS,
             )
             tell(header.size_bytes)
-    at.caller.transfer("EndReceive", volume_id=volume_id, header=told)
+        at.caller.transfer("EndReceive", volume_id=volume_id, header=told)
+        # While it is open to write nobody else does.
+        return "" if parts is None else checksum.of_parts(device, header, parts)
 
 
 def status(at: Manual, name: str) -> dict[str, Any]:
@@ -235,7 +286,8 @@ def status(at: Manual, name: str) -> dict[str, Any]:
     told = at.caller.transfer("ReceiveStatus", name=name)
     numbers = {key: int(told[key]) for key in ("offset_bytes", "content_bytes")}
     flags = {key: told[key] == "True" for key in ("finishing", "blank")}
-    return {**told, **numbers, **flags, "name": name}
+    # What 0.1.0 lacks: it takes --verify.
+    return {**told, **numbers, **flags, "name": name, "verifies": True}
 
 
 def received_checksum(at: Manual, name: str, *, as_json: bool = False) -> dict[str, Any]:

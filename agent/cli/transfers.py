@@ -30,6 +30,11 @@ def add_receive(verbs: Commands) -> None:
         ("withdraw", "of a move that is undone: have it be none any more"),
         ("abort", "overwrite and remove what was received"),
     )
+    receive.add_argument(
+        "--verify",
+        action="store_true",
+        help="read what the stream brought from the disk again, and tell its checksum, as JSON",
+    )
     receive.add_argument("--release", default="", help="the word by which its source lets it go")
     _add_kubeconfig(
         receive, "with --finish: re-point the claim of the volume that it is of, step by step"
@@ -55,7 +60,7 @@ def _receive(verbs: "Manual", parsed: argparse.Namespace) -> None:
 
     if not parsed.kubeconfig:
         told = streams.received(verbs, parsed, sys.stdin.buffer)
-        streams.show(told, as_json=parsed.json)
+        streams.show(told, as_json=parsed.json or parsed.verify)
         return
     if not parsed.finish:
         raise errors.BadField("--kubeconfig", "goes with --finish")

@@ -32,6 +32,10 @@ class Spool:
                 piece.clear()
         self._file.write(piece)
 
+    def add(self, extent: Extent) -> None:
+        """Put one range behind those that are there."""
+        self._file.write(_RECORD.pack(extent.offset_bytes, extent.length_bytes))
+
     def __iter__(self) -> Iterator[Extent]:
         at = 0
         while True:

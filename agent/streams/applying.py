@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from agent import errors
+from agent.delta.extents import Extent
 from agent.streams import pipeline
 from agent.streams.form import Frame, Header
 from agent.streams.reading import Reader
@@ -33,13 +34,15 @@ def apply(
     target: Target,
     *,
     record: Callable[[int], None],
+    note: Callable[[Extent], None] = lambda _part: None,
     tell: Callable[[int], None] = lambda _offset_bytes: None,
     record_seconds: float = RECORD_SECONDS,
 ) -> None:
     """Apply all of a stream; when this returns, it is on the disk.
 
-    `record` is told up to which byte of the volume it is on the disk, from time to time; `tell` up
-    to which it was written. Nothing is written that was not proved. Raises BadStream, OSError.
+    `record` is told up to which byte of the volume it is on the disk, from time to time; `note` of
+    each part that the stream names, `tell` up to which it was written. Nothing is written that was
+    not proved. Raises BadStream, OSError.
     """
     device, header = target.device, reader.header
 
@@ -50,10 +53,15 @@ def apply(
             device.write(frame.offset_bytes, frame.data())
         return frame
 
+    def noted() -> Iterator[Frame]:
+        for frame in reader.frames():
+            note(Extent(frame.offset_bytes, frame.length_bytes))
+            yield frame
+
     state = _Progress(device, header.offset_bytes, header.size_bytes, record)
     due = time.monotonic() + record_seconds
     try:
-        for frame in pipeline.ordered(write, _parts(reader.frames(), target, header)):
+        for frame in pipeline.ordered(write, _parts(noted(), target, header)):
             state.end_bytes = frame.end_bytes
             tell(min(frame.end_bytes, header.size_bytes))
             if time.monotonic() >= due:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
-from agent.delta.extents import Extent
+from agent.delta.extents import Extent, clipped
 from agent.streams import form, pipeline
 from agent.streams.form import Header, Packed, Totals
 from agent.streams.writing import Writer
@@ -32,11 +32,13 @@ def send(
     *,
     compress: bool = False,
     prove: Callable[[], None] = lambda: None,
+    note: Callable[[Extent], None] = lambda _part: None,
     tell: Callable[[int], None] = lambda _offset_bytes: None,
 ) -> Totals:
     """Send parts of a device, in the order in which they lie; what the stream had.
 
-    `tell` is told how far it is in the volume. What lies before the header's offset is left out.
+    `note` is told of each part, `tell` how far it is in the volume. What lies before the header's
+    offset is left out.
     `prove` is asked when all was read, and raises where that was not what it should have been: then
     there is no end mark. Raises OSError.
     """
@@ -54,7 +56,7 @@ def send(
 
     writer = Writer(write, header)
     zeroes = Extent(0, 0)
-    pieces = pipeline.lent(_pieces(extents, header), READ_BYTES)
+    pieces = pipeline.lent(_pieces(extents, header, note), READ_BYTES)
     for parts in pipeline.ordered(read, pieces):
         for extent, packed in parts:
             if packed is None and extent.offset_bytes == zeroes.end_bytes:
@@ -103,8 +105,10 @@ def _put(writer: Writer, zeroes: Extent) -> None:
         writer.zeroes(zeroes.offset_bytes, zeroes.length_bytes)
 
 
-def _pieces(extents: Iterable[Extent], header: Header) -> Iterator[Extent]:
+def _pieces(
+    extents: Iterable[Extent], header: Header, note: Callable[[Extent], None]
+) -> Iterator[Extent]:
     """The same in what is read at once, from the header's offset on."""
-    for one in extents:
-        start = max(one.offset_bytes, header.offset_bytes)
-        yield from pieces(start, min(one.end_bytes, header.size_bytes), READ_BYTES)
+    for one in clipped(extents, header.offset_bytes, header.size_bytes):
+        note(one)
+        yield from pieces(one.offset_bytes, one.end_bytes, READ_BYTES)

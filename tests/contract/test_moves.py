@@ -2,9 +2,10 @@
 
 import random
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import chosen
 import expect
@@ -20,7 +21,9 @@ from agent.cli import moving, streams
 from agent.cli.moving import Move, Options
 from agent.config.settings import Config
 from agent.csi.client import block, mounted
+from agent.streams import applying
 from agent.volumes.provisioning import Provisioner
+from mount.blocks import Bytes, Opened
 from proto import csi_pb2 as csi
 
 
@@ -42,6 +45,24 @@ def no(_question: str) -> bool:
 
 def never(question: str) -> bool:
     raise AssertionError(f"asked: {question}")
+
+
+def is_last(here: Node, words: Sequence[str]) -> bool:
+    """Whether what is asked there is of the last round, while nobody can use the volume here."""
+    return "--verify" in words and bool(here.service.withheld._held)
+
+
+def cut_before_the_last(here: Node, there: Node, volume: csi.Volume) -> None:
+    """A command that ends when the other node holds all but what changed last."""
+    stand = Stand(there)
+
+    def cut(words: Sequence[str]) -> None:
+        if is_last(here, words):
+            raise Cut
+
+    stand.before = cut
+    with pytest.raises(Cut):
+        move(here, stand, volume).run()
 
 
 def usable(node: Node) -> list[csi.Volume]:
@@ -116,7 +137,7 @@ def test_rounds_are_sent_while_it_is_used_and_the_last_one_when_it_is_not(
     stand.before = lambda words: sent.append(words[-1])
     move(here, stand, volume).run()
     # All, two rounds while it was used, the last.
-    assert sent.count("db") == 4
+    assert sent.count("--verify") == 4
     [moved] = usable(there)
     there.client.stage(moved, there.directory / "staging", block())
     assert there.content("vol-db") == here_content(here)
@@ -137,15 +158,15 @@ def test_nobody_begins_to_use_it_while_the_last_round_is_sent(
 ) -> None:
     stand, refused = Stand(there), []
 
-    def before(words: tuple[str, ...]) -> None:
-        if words[-2:] == ("--checksum", "--json"):
+    def before(words: Sequence[str]) -> None:
+        if is_last(here, words):
             with expect.code("FAILED_PRECONDITION", "last time"):
                 here.client.stage(volume, here.directory / "staging", block())
             with expect.code("FAILED_PRECONDITION", "last time"):
                 here.client.delete(volume.volume_id)
             refused.append(words)
 
-    stand.before = before  # type: ignore[assignment]
+    stand.before = before
     move(here, stand, volume).run()
     assert refused
 
@@ -175,15 +196,15 @@ def test_who_asks_for_a_volume_beside_another_call_asks_again(
         kept.set()
         return told
 
-    def wait(words: tuple[str, ...]) -> None:
-        if words[-2:] == ("--checksum", "--json"):
+    def wait(words: Sequence[str]) -> None:
+        if is_last(here, words):
             compared.set()
             assert kept.wait(60)
 
     monkeypatch.setattr(here.client, "transfer", meet)
     monkeypatch.setattr(moving, "_KEEP_SECONDS", 0.01)
     stand = Stand(there)
-    stand.before = wait  # type: ignore[assignment]
+    stand.before = wait
     assert move(here, stand, volume).run()["state"] == streams.READY
     assert codes[:2] == ["ABORTED", "OK"]
 
@@ -524,20 +545,123 @@ class expect_kept:  # noqa: N801 - reads as a phrase
 def test_what_differs_is_not_handed_over(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand, wrong = Stand(there), ["once"]
-
-    def before(words: tuple[str, ...]) -> None:
-        if "--checksum" in words and wrong:
-            wrong.clear()
-            path = there.device("vol-db")
-            there.host.write_bytes(path, 4096, b"x" * 4096)
-
-    stand.before = before  # type: ignore[assignment]
+    cut_before_the_last(here, there, volume)
+    # What is there was not seen to be the same by the command that goes on.
+    there.host.write_bytes(there.device("vol-db"), 4096, b"x" * 4096)
+    stand = Stand(there)
     with pytest.raises(errors.NotMoved, match="something else"):
         move(here, stand, volume).run()
     assert there.names() == set()
     assert usable(here) == [volume]
+    # A part that does not get to the disk, in any round.
+    parts = applying._parts
+    monkeypatch.setattr(applying, "_parts", lambda *given: list(parts(*given))[1:])
+    with pytest.raises(errors.NotMoved, match="something else"):
+        move(here, stand, volume).run()
+    monkeypatch.undo()
+    assert there.names() == set()
+    assert usable(here) == [volume]
     move(here, stand, volume).run()
+    assert len(usable(there)) == 1
+
+
+class Counted(Opened):
+    """A device that is open, and tells how much is read of it."""
+
+    def __init__(self, device: Opened, count: Callable[[int], None]) -> None:
+        super().__init__("counted", -1)
+        self._real, self._count = device, count
+
+    def read_into(self, offset_bytes: int, place: memoryview) -> None:
+        self._count(len(place))
+        self._real.read_into(offset_bytes, place)
+
+    def write(self, offset_bytes: int, data: Bytes) -> None:
+        self._real.write(offset_bytes, data)
+
+    def zero_out(self, offset_bytes: int, length_bytes: int) -> None:
+        self._real.zero_out(offset_bytes, length_bytes)
+
+    def flush(self) -> None:
+        self._real.flush()
+
+
+@pytest.mark.parametrize("layout", chosen.kinds(["linear", "thin"], usual=["linear"]))
+@pytest.mark.parametrize("begun", chosen.kinds(["now", "before"], usual=["now"]))
+def test_while_nobody_can_use_it_only_what_changed_last_is_read(
+    here: Node, there: Node, monkeypatch: pytest.MonkeyPatch, layout: str, begun: str
+) -> None:
+    volume = volume_of(here, layout)
+    target, staging = here.directory / "raw", here.directory / "staging"
+    here.client.publish(volume, staging, target, block())
+    chance, reads = random.Random(5), {True: 0, False: 0}
+    write(here, "vol-db", chance)
+    opened = here.host.kernel.opened
+
+    def count(length: int) -> None:
+        reads[bool(here.service.withheld._held)] += length
+
+    @contextmanager
+    def counting(device: str, *, to_write: bool = False) -> Iterator[Opened]:
+        with opened(device, to_write=to_write) as found:
+            yield Counted(found, count)
+
+    monkeypatch.setattr(here.host.kernel, "opened", counting)
+
+    def end(_seconds: float) -> None:
+        write(here, "vol-db", chance, 5, (1,))
+        here.client.unpublish(volume.volume_id, target)
+        here.client.unstage(volume.volume_id, staging)
+
+    if begun == "before":
+
+        def stop(_seconds: float) -> None:
+            raise Cut
+
+        monkeypatch.setattr(moving, "sleep", stop)
+        with pytest.raises(Cut):
+            move(here, Stand(there), volume).run()
+        reads[False] = 0
+    monkeypatch.setattr(moving, "sleep", end)
+    move(here, Stand(there), volume).run()
+    # Before: all of both.
+    assert reads[False] >= 2 * SIZE
+    # Five blocks of the pool at most, or chunks: sent, and read again here and there.
+    assert 0 < reads[True] <= 3 * 5 * (64 << 10)
+    [moved] = usable(there)
+    there.client.stage(moved, there.directory / "staging", block())
+    assert there.content("vol-db") == here_content(here)
+
+
+class Older(Stand):
+    """Carver 0.1.0 in the other node's place."""
+
+    def ask(self, *words: str) -> dict[str, Any]:
+        told = super().ask(*words)
+        told.pop("verifies", None)
+        return told
+
+    def feed(self, *words: str, **more: Any) -> dict[str, Any]:
+        if "--verify" in words:
+            raise errors.NodeRefused(self.node, " ".join(words), "unrecognized arguments")
+        super().feed(*words, **more)
+        return {}
+
+
+def test_to_an_older_carver_a_volume_moves_as_it_did(
+    here: Node, there: Node, volume: csi.Volume
+) -> None:
+    content = here.content("vol-db")
+    stand, compared = Older(there), []
+
+    def before(words: Sequence[str]) -> None:
+        if "--checksum" in words:
+            compared.append(bool(here.service.withheld._held))
+
+    stand.before = before
+    move(here, stand, volume).run()
+    assert compared == [True]
+    assert there.content("vol-db") == content
     assert len(usable(there)) == 1
 
 
@@ -545,15 +669,7 @@ def test_what_differs_is_not_handed_over(
 def test_a_word_that_is_not_its_source_s_finishes_nothing(
     here: Node, there: Node, volume: csi.Volume
 ) -> None:
-    stand = Stand(there)
-
-    def before(words: tuple[str, ...]) -> None:
-        if "--checksum" in words:
-            raise ConnectionError("the line is cut")
-
-    stand.before = before  # type: ignore[assignment]
-    with pytest.raises(ConnectionError):
-        move(here, stand, volume).run()
+    cut_before_the_last(here, there, volume)
     for word in ("", "guessed"):
         with expect.code("FAILED_PRECONDITION", "has not released"):
             streams.finish(there.at, "db", word)
@@ -582,7 +698,7 @@ def test_wherever_the_line_is_cut_one_is_usable_in_the_end(
     except Cut:
         pass
     else:
-        assert step >= 7
+        assert step >= 6
     steps[0] = 1000
     assert len(usable(here)) + len(usable(there)) <= 1
     if step % 2:

@@ -187,16 +187,19 @@ class Stand:
             return {"node": self.node, "driver": self._there.config.driver_name}
         return self._carry_out(words, io.BytesIO())
 
-    def feed(self, *words: str, write: Callable[[Callable[[Bytes], object]], object]) -> None:
+    def feed(
+        self, *words: str, write: Callable[[Callable[[Bytes], object]], object]
+    ) -> dict[str, Any]:
         out = io.BytesIO()
         problem = None
         try:
             write(out.write)
         except Exception as error:
             problem = error
-        self._carry_out(words, io.BytesIO(out.getvalue()[: self.most_bytes]))
+        told = self._carry_out(words, io.BytesIO(out.getvalue()[: self.most_bytes]))
         if problem is not None:
             raise problem
+        return told
 
     def _carry_out(self, words: Sequence[str], source: BinaryIO) -> dict[str, Any]:
         parsed = command_line().parse_args(words)

@@ -50,8 +50,13 @@ def test_a_stream_goes_there_to_its_end(remote: Ssh, tmp_path: Path) -> None:
     (tmp_path / "carver.py").write_text(
         f"import sys\nopen({str(told)!r}, 'w').write(str(len(sys.stdin.buffer.read())))\n"
     )
-    remote.feed("volume", "receive", "db", write=lambda put: put(b"x" * (3 << 20)))
+    assert remote.feed("volume", "receive", "db", write=lambda put: put(b"x" * (3 << 20))) == {}
     assert int(told.read_text()) == 3 << 20
+
+
+def test_what_is_said_of_a_stream_is_read_where_it_is_json(remote: Ssh) -> None:
+    told = remote.feed("volume", "receive", "db", "--verify", write=lambda put: put(b"x" * 4096))
+    assert told["read"] == 4096
 
 
 def test_what_fails_here_ends_what_runs_there(remote: Ssh) -> None:

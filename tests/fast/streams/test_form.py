@@ -329,6 +329,37 @@ def test_any_content_has_the_same_checksum_wherever_it_lies(parts: list[tuple[in
     assert checksum.of(Memory(bytes(content)), 4 * MIB) != here
 
 
+@given(
+    st.lists(st.integers(0, 63), unique=True, max_size=12).map(sorted),
+    st.integers(0, MIB // 512),
+    st.integers(0, 2 * MIB // 512 - 1),
+)
+def test_what_both_have_of_a_stream_is_compared_and_nothing_else(
+    blocks: list[int], grown: int, altered: int
+) -> None:
+    """Of sixty-four blocks some changed, and it grew; then a sector there is another."""
+    size = MIB + grown * 512
+    header = replace(LATER, size_bytes=size, base_size_bytes=MIB)
+    before, now = b"a" * MIB, bytearray(b"a" * size)
+    for one in blocks:
+        now[one * 16384 : (one + 1) * 16384] = bytes([one]) * 16384
+    extents = [Extent(one * 16384, 16384) for one in blocks]
+    if grown:
+        extents.append(Extent(MIB, grown * 512))
+    notes: list[Extent] = []
+    out, parts = io.BytesIO(), list[Extent]()
+    sending.send(out.write, header, Memory(bytes(now)), extents, note=notes.append)
+    device = Memory(before + bytes(size - MIB))
+    reader = Reader(io.BytesIO(out.getvalue()))
+    applying.apply(reader, Target(device, size, False), record=ignored, note=parts.append)
+    here = checksum.of_parts(Memory(bytes(now)), header, notes)
+    assert checksum.of_parts(device, header, parts) == here
+    at = min(altered * 512, size - 512)
+    device.content[at] ^= 1
+    is_part = at >= MIB or at // 16384 in blocks
+    assert (checksum.of_parts(device, header, parts) != here) == is_part
+
+
 # What is read at once is not what is looked at for zeroes
 
 # Of each mebibyte of a volume, whether it holds zeroes.
