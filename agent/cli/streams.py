@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, BinaryIO, cast
 
 from agent import errors, ids
@@ -55,12 +56,16 @@ class Outgoing:
             why = f"is no place in it: a multiple of {form.SECTOR_BYTES} up to {header.size_bytes}"
             raise errors.BadField("offset", why)
         # In the logical volume's offsets: the header of an encrypted volume is sent, too.
-        extents = self.at.caller.logical_blocks(
+        found = self.at.caller.logical_blocks(
             header.snapshot_id,
             header.base_snapshot_id,
             LogicalOffset(offset_bytes),
             is_compared=compare,
         )
+        first = next(found, None)
+        # The service has the base open by now: it is the one that the header names, or was not.
+        self.require_same()
+        extents = found if first is None else chain([first], found)
         what = f"sending {_short(header.snapshot_id)}"
         with progress.shown(what, offset_bytes, header.size_bytes, as_json=as_json) as tell:
             totals = sending.send(
@@ -96,6 +101,14 @@ class Outgoing:
             self._prove()
             return found
 
+    def require_same(self) -> None:
+        """Raise SourceLost where what is open is not what the header names: of the same name."""
+        was = self.header
+        now = _header(self.at, was.snapshot_id, was.base_snapshot_id)
+        if (now.chain, now.base_chain) != (was.chain, was.base_chain):
+            why = "it, or its base, was deleted and taken anew; send it again"
+            raise errors.SourceLost(was.snapshot_id, why)
+
     def _prove(self) -> None:
         """Raise SourceLost where what was read may not be what the snapshot held."""
         snapshot_id = self.header.snapshot_id
@@ -112,9 +125,17 @@ def is_ready(at: Manual, snapshot_id: str) -> bool:
 @contextmanager
 def outgoing(at: Manual, snapshot_id: str, base_id: str = "") -> Iterator[Outgoing]:
     """Have a snapshot open; raises what the service says."""
-    answer = at.caller.transfer("OpenSnapshot", snapshot_id=snapshot_id, base_snapshot_id=base_id)
+    header = _header(at, snapshot_id, base_id)
     with at.host.kernel.opened(_device(at, snapshot_id)) as device:
-        yield Outgoing(at, form.header_of(answer["header"]), device)
+        source = Outgoing(at, header, device)
+        source.require_same()
+        yield source
+
+
+def _header(at: Manual, snapshot_id: str, base_id: str) -> Header:
+    """What a stream begins with; the snapshot is active then."""
+    answer = at.caller.transfer("OpenSnapshot", snapshot_id=snapshot_id, base_snapshot_id=base_id)
+    return form.header_of(answer["header"])
 
 
 def received(at: Manual, parsed: argparse.Namespace, source: BinaryIO) -> dict[str, Any]:

@@ -8,15 +8,15 @@ import random
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
 import chosen
 import configured
 import expect
+import histories
 import pytest
 from clocks import Clock
 from fakes.cryptsetup import copies
-from histories import KEY, KIB, MIB, SEALED, SIZE, Disk, live
+from histories import KEY, KIB, MIB, SEALED, SIZE, Disk, live, unlike
 from real.any import AnyHost
 
 from agent import errors, ids
@@ -56,11 +56,7 @@ def config(config: Config, group: str) -> Config:
         )
         for name, layout in LAYOUTS.items()
     )
-    sealed = tuple(
-        replace(one, name=f"{SEALED}{one.name}", default=False, encryption="luks2", discard=True)
-        for one in classes
-    )
-    return Config(**{**vars(config), "classes": (*classes, *sealed)})
+    return Config(**{**vars(config), "classes": histories.sealed(classes)})
 
 
 layouts = pytest.mark.parametrize("layout", chosen.kinds(LAYOUTS, usual=["linear", "thin"]))
@@ -82,16 +78,6 @@ def blocks_of(extents: Iterable[Extent | UserExtent], size_bytes: int) -> set[in
         end = start + one.length_bytes
         found |= set(range(start // BLOCK_BYTES, end // BLOCK_BYTES))
     return found
-
-
-def unlike(one: bytes, other: bytes) -> set[int]:
-    """The numbers of the blocks in which the second differs; the first is zeroes behind its end."""
-    one = one.ljust(len(other), b"\0")
-    return {
-        at // BLOCK_BYTES
-        for at in range(0, len(other), BLOCK_BYTES)
-        if one[at : at + BLOCK_BYTES] != other[at : at + BLOCK_BYTES]
-    }
 
 
 def require_exact(disk: Disk, some: random.Random | None = None) -> None:
@@ -125,7 +111,7 @@ def require_exact_delta(disk: Disk, base: str, target: str) -> None:
     with disk.service.delta.changed(base, target) as reading:
         named = blocks_of(reading.for_user().extents(), len(new))
         logical = blocks_of(reading.extents(), reading.size_bytes)
-        lies = disk.host.read_bytes(reading.device, 0, reading.size_bytes)
+        lies = disk.lies(target, reading.size_bytes)
     with disk.service.delta.changed(base, target, is_compared=False) as reading:
         assert logical <= blocks_of(reading.extents(), reading.size_bytes)
     if not disk.is_sealed:
@@ -135,9 +121,10 @@ def require_exact_delta(disk: Disk, base: str, target: str) -> None:
     was = len(old) // BLOCK_BYTES
     assert {one for one in named if one < was} == unlike(old, new[: len(old)])
     assert {one for one in disk.has_written(target) if one >= was} <= named
-    before = disk.host.read_bytes(disk.logical(base), 0, reading.size_bytes - len(new) + len(old))
+    before = disk.lies(base, reading.size_bytes - len(new) + len(old))
     end = len(before) // BLOCK_BYTES
-    assert {one for one in logical if one < end} == unlike(before, lies[: len(before)])
+    differing = unlike(before, lies[: len(before)])
+    assert {one for one in logical if one < end} == differing, (base, target, [*disk.snapshots])
 
 
 def require_backups_hold_all(disk: Disk) -> None:

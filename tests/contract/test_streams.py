@@ -6,14 +6,16 @@ from dataclasses import replace
 
 import chosen
 import expect
+import histories
 import nodes
 import pytest
 from clocks import Clock
 from nodes import LAYOUTS, MIB, SIZE, Node, volume_of, write
 
-from agent import errors
+from agent import errors, ids
 from agent.cli import streams
 from agent.csi.client import block, mounted
+from agent.delta.extents import BLOCK_BYTES
 
 # A snapshot's, for all that changes here after it.
 ROOM = {"size": str(SIZE)}
@@ -49,6 +51,49 @@ def test_a_chain_of_one_full_and_five_incrementals_is_equal_to_the_byte(
     assert streams.finish(there.at, "copy")["state"] == streams.READY
     [volume] = there.client.volumes()
     assert volume.volume_context["carver/class"] == other
+
+
+@pytest.mark.parametrize(
+    "layout",
+    chosen.kinds(
+        [*LAYOUTS, *(f"{histories.SEALED}{one}" for one in LAYOUTS)],
+        usual=["raid1", "sealed-linear"],
+    ),
+)
+@pytest.mark.timeout(7200)
+def test_random_histories_are_sent_to_the_byte(
+    here: Node, there: Node, layout: str, clock: Clock, real: bool, request: pytest.FixtureRequest
+) -> None:
+    every = real and request.config.getoption("--every")
+    asked = chosen.numbers("CARVER_STREAMS", seed=1, histories=5 if every else 1)
+    for number in range(asked["histories"]):
+        chance = random.Random(f"{asked['seed']} {layout} {number}")
+        disk = histories.Disk(here.client, here.service, here.host, layout, "db")
+        histories.live(disk, clock, chance)
+        since = ""
+        for one in disk.snapshots:
+            name = ids.readable_name(one)
+            compare = bool(since) and chance.random() < 0.5
+            stream = nodes.stream(here, name, since=since, compare=compare)
+            nodes.receive(there, "copy", stream, chance.choice(list(LAYOUTS)) if not since else "")
+            assert streams.received_checksum(there.at, "copy") == streams.checksum_of(here.at, name)
+            since = name
+        held = disk.holds(one)
+        streams.finish(there.at, "copy")
+        [copy] = there.client.volumes()
+        assert copy.capacity_bytes >= len(held)
+        place = there.directory / "staging"
+        there.client.stage(copy, place, block(), histories.KEY if disk.is_sealed else {})
+        below = there.host.devices.find(there.group, "vol-copy")
+        assert below is not None
+        opened = there.host.devices.mapping(below) or below
+        found = there.host.read_bytes(opened.path, 0, len(held))
+        # Its ends are blank where nobody wrote.
+        inside = disk.has_written(one) if disk.is_sealed else set(range(len(held) // BLOCK_BYTES))
+        assert not histories.unlike(found, held) & inside
+        there.client.unstage(copy.volume_id, place)
+        there.client.delete(copy.volume_id)
+        disk.end()
 
 
 def test_a_file_system_is_looked_over_and_used_where_it_came_to(here: Node, there: Node) -> None:
@@ -276,6 +321,33 @@ def test_a_stream_holds_the_chain_it_claims_though_the_clock_stepped(
         assert there.content(f"vol-copy-{compare}") == here.content("snap-2")
     with expect.code("INVALID_ARGUMENT", "no older"):
         nodes.stream(here, "1", since="2")
+
+
+@pytest.mark.parametrize("which", ["snapshot", "base"])
+def test_what_was_taken_anew_by_the_same_name_is_not_sent_as_what_it_was(
+    here: Node, which: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two of the command's calls; so it is for those that 0.1.0 took."""
+    disk = histories.Disk(here.client, here.service, here.host, "linear", "db")
+    for number in range(2):
+        disk.write(number * MIB, b"a" * 4096)
+        disk.forget_order(disk.snapshot())
+    base, target = disk.snapshots
+    disk.write(4 * MIB, b"b" * 4096)
+    name = "transfer" if which == "snapshot" else "logical_blocks"
+    ask, taken = getattr(here.client, name), [target if which == "snapshot" else base]
+
+    def meet(*words: str, **more: str) -> object:
+        found = ask(*words, **more) if which == "snapshot" else None
+        if taken:
+            gone = taken.pop()
+            here.client.delete_snapshot(gone)
+            here.client.snapshot(ids.logical_name(gone).removeprefix("snap-"), disk.id, ROOM)
+        return found or ask(*words, **more)
+
+    monkeypatch.setattr(here.client, name, meet)
+    with pytest.raises(errors.SourceLost, match="taken anew"):
+        nodes.stream(here, "s-1", since="s-0")
 
 
 @pytest.mark.variation

@@ -7,13 +7,15 @@ an encrypted volume is another than its logical volume.
 import errno
 import random
 import uuid
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
+from dataclasses import replace
 
 from clocks import Clock
 from real.any import AnyHost
 
 from agent import ids
+from agent.config.classes import DeviceClass
 from agent.csi.client import Client, block
 from agent.delta.extents import BLOCK_BYTES
 from agent.service.server import Service
@@ -26,10 +28,23 @@ SIZE = 16 * MIB
 KEY = {"passphrase": "correct horse battery staple"}
 # Of an encrypted volume of a layout: the class, whose volumes pass discards on.
 SEALED = "sealed-"
+
 _STEP_SECONDS = 7200
 _END_BYTES = 256 << 10
+# A snapshot's, for all that changes after it.
+_ROOM = {"size": "100%"}
 # What a snapshot's number is kept as.
 _NUMBER = "sequence"
+
+
+def sealed(classes: Iterable[DeviceClass]) -> tuple[DeviceClass, ...]:
+    """The same classes, and each once more for encrypted volumes."""
+    plain = tuple(classes)
+    changed = (
+        replace(one, name=f"{SEALED}{one.name}", default=False, encryption="luks2", discard=True)
+        for one in plain
+    )
+    return (*plain, *changed)
 
 
 class Disk:
@@ -112,6 +127,11 @@ class Disk:
         with self.opened(identity) as device:
             return self.host.read_bytes(device, 0, len(self.holds(identity)))
 
+    def lies(self, identity: str, size_bytes: int) -> bytes:
+        """What a logical volume holds: past the page cache, as what is written through a key is."""
+        with self.host.kernel.opened(self.logical(identity)) as opened:
+            return b"".join(opened.read(at, MIB) for at in range(0, size_bytes, MIB))
+
     def write(self, at: int, data: bytes) -> None:
         self.host.write_bytes(self.device, at, data)
         # Noise that is written back where it was read is as good as never written.
@@ -136,8 +156,8 @@ class Disk:
         self.held[at : at + length] = self.host.read_bytes(device, at, length)
         self.written -= _blocks(at, length)
 
-    def snapshot(self, size: Mapping[str, str] | None = None) -> str:
-        taken = self.client.snapshot(f"s-{len(self.snapshots)}", self.id, size)
+    def snapshot(self) -> str:
+        taken = self.client.snapshot(f"s-{len(self.snapshots)}", self.id, _ROOM)
         self.snapshots[taken.snapshot_id] = bytes(self.held)
         self.written_at[taken.snapshot_id] = frozenset(self.written)
         return taken.snapshot_id
@@ -240,6 +260,16 @@ def live(disk: Disk, clock: Clock, chance: random.Random) -> None:
         disk.deactivate()
         # Opened anew, which may write at its ends.
         disk.read(disk.id)
+
+
+def unlike(one: bytes, other: bytes) -> set[int]:
+    """The numbers of the blocks in which the second differs; the first is zeroes behind its end."""
+    one = one.ljust(len(other), b"\0")
+    return {
+        at // BLOCK_BYTES
+        for at in range(0, len(other), BLOCK_BYTES)
+        if one[at : at + BLOCK_BYTES] != other[at : at + BLOCK_BYTES]
+    }
 
 
 def _somewhere(disk: Disk, chance: random.Random, lengths: tuple[int, ...]) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 
 import configured
 import grpc
+import histories
 from model.machine import bury, die
 from model.stopping import Switch
 from real.any import AnyHost, device
@@ -127,7 +128,7 @@ def made(host: AnyHost, config: Config, directory: Path, name: str) -> Iterator[
     group = host.new_group(60, 60 + len(name))
     own_directory = directory / name
     own_directory.mkdir()
-    classes = configured.classes(group, LAYOUTS)
+    classes = histories.sealed(configured.classes(group, LAYOUTS))
     changes = {"classes": classes, "kubelet_dir": (str(directory),), "node_id": name}
     node = Node(host, Config(**{**vars(config), **changes}), group, own_directory)
     node.start()
