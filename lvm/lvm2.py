@@ -101,7 +101,11 @@ _SOUND = ("global/test=0", "global/activation=1", "activation/read_only_volume_l
 # looks at by lvm2 commands of its own, which hold the group's lock and look at every disk of the
 # machine; and an extension of a pool waits for these 8 s, while the pool's writers wait for it.
 _UNWATCHED = ("activation/monitoring=0",)
-_NEEDED = (*_SOUND, *_UNWATCHED)
+# Of each change lvm2 archives the group's metadata as they were, and by default keeps that for 30
+# days, however many there are. It removes what is older than `retain_days`, but never the last
+# `retain_min` (_remove_expired() in lib/format_text/archive.c): so these are all it keeps.
+_ARCHIVES = ("backup/retain_min=50", "backup/retain_days=0")
+_NEEDED = (*_SOUND, *_UNWATCHED, *_ARCHIVES)
 
 # What nsenter(1), as a shell, ends with where there is no such program.
 _NOT_FOUND = 127

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import configured
@@ -12,7 +13,7 @@ from real.any import AnyHost
 from agent.csi.client import Client, block
 from agent.engine.host import Host
 from agent.service.server import Service
-from lvm import report
+from lvm import groups, report
 from lvm.lvm2 import Lvm
 
 MIB = 1 << 20
@@ -65,3 +66,19 @@ def test_a_volume_that_lvm_conf_keeps_inactive_is_refused_and_why_is_said(
     ):
         client.create("pvc-1", SIZE, block())
     assert not report.read(host.lvm).group(group).volumes
+
+
+@pytest.mark.variation
+def test_of_the_metadata_before_each_change_lvm2_keeps_a_bounded_number_of_copies(
+    host: AnyHost, tmp_path: Path
+) -> None:
+    group, archive = host.new_group(20), tmp_path / "archive"
+    archive.mkdir()
+    for number in range(70):
+        (archive / f"{group}_{number:05}-1.vg").touch()
+    kept = ("backup/archive=1", f'backup/archive_dir="{archive}"', "backup/backup=0")
+    groups.mark(replace(host.lvm, settings=(*host.lvm.settings, *kept)), group, new={"x": "y"})
+    groups.mark(host.lvm, group, old={"x": "y"})
+    found = sorted(one.name for one in archive.iterdir())
+    assert len(found) == 50
+    assert found[0] == f"{group}_00021-1.vg"

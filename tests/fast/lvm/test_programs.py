@@ -108,7 +108,7 @@ def test_lvm_is_confined_to_its_devices_and_told_where_udev_is_missing() -> None
 
     needed = (
         "global/test=0 global/activation=1 activation/read_only_volume_list=[] "
-        "activation/monitoring=0"
+        "activation/monitoring=0 backup/retain_min=50 backup/retain_days=0"
     )
     lvm = Lvm(run, ("/dev/a", "/dev/b"), ("activation/udev_sync=0", "activation/udev_rules=0"))
     assert lvm("lvs", "x") == "out"

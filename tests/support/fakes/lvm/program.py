@@ -1,6 +1,7 @@
 """The program `lvm`: which command is meant, whether it may be carried out, what it changed."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from fakes.lvm.arguments import Arguments, settings_in
 from fakes.lvm.groups import GroupCommands
@@ -92,6 +93,17 @@ class FakeLvm(Reports, GroupCommands, VolumeCommands):
         for group in self.groups.values():
             if group.name in names_of_groups or any(disk.name in named for disk in group.disks):
                 group.seqno += 1
+                if self._settings.get("backup/archive") == "1":
+                    self._archive(group.name)
+
+    def _archive(self, group: str) -> None:
+        """Keep a copy of a group's metadata; of the others those that are new, and the last."""
+        directory = Path(self._settings["backup/archive_dir"])
+        kept = sorted(directory.glob(f"{group}_*.vg"))
+        (directory / f"{group}_{len(kept):05}-1.vg").touch()
+        if self._settings.get("backup/retain_days") == "0":
+            for old in kept[: max(0, len(kept) + 1 - int(self._settings["backup/retain_min"]))]:
+                old.unlink()
 
     def _version(self, arguments: Arguments) -> str:
         return f"  LVM version:     {self.version}\n  Driver version:  4.47.0\n"
