@@ -108,7 +108,7 @@ class Elsewhere(AgentError):
 
 
 class GroupBusy(AgentError):
-    """Another call is at work on a volume group, and this one's time is over, or too many wait."""
+    """Another call is at work on a volume group all the time, too many wait, or none answers."""
 
     def __init__(self, what: str, problem: str) -> None:
         super().__init__(f"{what}: {problem}; call again")

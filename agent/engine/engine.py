@@ -7,9 +7,10 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from agent import errors
@@ -28,11 +29,15 @@ _log = logging.getLogger(__name__)
 
 State = Literal["unknown", "ready", "partial", "absent", "refused"]
 
-# How long those wait for it who have to do with another group, and how long then not again.
-_GLANCE_SECONDS = 5.0
+# How long those wait for it who have to do with another group, or make a list of all, and how long
+# then not again.
+_GLANCE_SECONDS = 3.0
 _REST_SECONDS = 60.0
-# How long those wait who make a list, where their callers say nothing.
-_LIST_SECONDS = 10.0
+# What a look raises that proves nothing, and may be had again.
+_SILENCE = (
+    *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited),
+    lvm_errors.OutcomeUnknown,
+)
 # What is looked at behind everyone's back keeps nobody waiting.
 _BEHIND_SECONDS = 60.0
 
@@ -87,6 +92,8 @@ class Engine:
         self._looks = Queue(f"volume group {name}", MOST_LOOKING)
         self._guard = threading.Lock()
         self._looking: Future[None] | None = None
+        # A look that has not begun yet.
+        self._next: Future[report.Group | None] | None = None
         # All that have not ended, the oldest first.
         self._stuck: tuple[_Stuck, ...] = ()
         # The tags that volumes shall bear, by the volumes' UUIDs, until they are written.
@@ -94,6 +101,8 @@ class Engine:
         self._behind = Behind(name, self.settle)
         # Whether a command that changes it ended since a look at it began.
         self._changed = False
+        # Whether `last` lacks what such a command did.
+        self._is_stale = False
         # Until when nobody waits for it who does not need it (monotonic, seconds).
         self._rests_until = 0.0
 
@@ -145,25 +154,29 @@ class Engine:
         Raises LvmError, GroupRefused, GroupSilent, GroupAwaited, GroupBusy.
         """
         with self._looks.turn():
-            before, self._changed = self.state, False
-            # Before the look: what is written meanwhile is in it, or still here.
-            promised = dict(self._promised)
-            try:
-                self.last = _with_tags(self._look(), promised)
-            except errors.GroupRefused as error:
-                self.last, self.problem, self.time_seconds = None, error, time.time()
-                raise
-            except Exception as error:
-                self.problem = error
-                raise
-            else:
-                self.problem, self.time_seconds, self._rests_until = None, time.time(), 0.0
-                if self.last is not None:
-                    self.seen, self.seen_seconds = self.last, self.time_seconds
-            finally:
-                self.tried_seconds = time.time()
-                self._tell(before)
-            return self.last
+            return self._look_in_turn()
+
+    def _look_in_turn(self) -> report.Group | None:
+        before, self._changed = self.state, False
+        # Before the look: what is written meanwhile is in it, or still here.
+        promised = dict(self._promised)
+        try:
+            self.last = _with_tags(self._look(), promised)
+        except errors.GroupRefused as error:
+            self.last, self.problem, self.time_seconds = None, error, time.time()
+            raise
+        except Exception as error:
+            self.problem = error
+            raise
+        else:
+            self.problem, self.time_seconds, self._rests_until = None, time.time(), 0.0
+            self._is_stale = self._changed
+            if self.last is not None:
+                self.seen, self.seen_seconds = self.last, self.time_seconds
+        finally:
+            self.tried_seconds = time.time()
+            self._tell(before)
+        return self.last
 
     def glance(self) -> report.Group | None:
         """The same, or what it was when it was looked at last, where that would take long.
@@ -183,28 +196,53 @@ class Engine:
             self._rests_until = time.monotonic() + _REST_SECONDS
         return self.last
 
-    def look_or_last(self) -> report.Group | None:
-        """The same as `look`; of a group that does not answer, what it was last, if it was seen.
+    def begin_list(self) -> "Future[report.Group | None] | None":
+        """The look that a list waits for; None where it waits for none.
 
-        For lists: while a group does not answer nobody changes it. Waits for half of the caller's
-        time at most, and then for nothing for a while.
+        It begins after now, as a list must have what was made before. Who asks before it begins has
+        the same one.
         """
-        if self._rests and self.last is not None:
+        if self._rests and self.last is not None and not self._is_stale:
+            return None
+        with self._guard:
+            if self._next is None:
+                self._next = threads.begin("look", self._look_next)
+            return self._next
+
+    def end_list(self, looking: "Future[report.Group | None] | None") -> report.Group | None:
+        """The group after that wait; as it was last where it did not answer.
+
+        Raises what keeps a list from being whole: GroupBusy, GroupSilent, GroupAwaited where the
+        group was never seen, or not since something was changed in it; GroupRefused, LvmError.
+        """
+        if looking is None:
             return self.last
-        remaining = command.remaining_seconds()
+        if looking.done() and not isinstance(looking.exception(), _SILENCE):
+            return looking.result()
+        self._rests_until = time.monotonic() + _REST_SECONDS
+        if self.last is None or self._is_stale:
+            raise self.silence
+        return self.last
+
+    @property
+    def silence(self) -> Exception:
+        """Why it does not answer, for callers to repeat."""
+        if self.problem is None or isinstance(self.problem, lvm_errors.OutcomeUnknown):
+            why = str(self.problem or "it has not answered")
+            return errors.GroupBusy(f"volume group {self.name}", why)
+        return self.problem.with_traceback(None)
+
+    def _look_next(self) -> report.Group | None:
         try:
-            with command.time_limit(_LIST_SECONDS if remaining is None else remaining / 2):
-                return self.look()
-        except (
-            errors.GroupBusy,
-            errors.GroupSilent,
-            errors.GroupAwaited,
-            lvm_errors.OutcomeUnknown,
-        ):
-            self._rests_until = time.monotonic() + _REST_SECONDS
-            if self.last is None:
-                raise
-            return self.last
+            with command.time_limit(_BEHIND_SECONDS), self._looks.turn():
+                self._forget_next()
+                return self._look_in_turn()
+        finally:
+            self._forget_next()
+
+    def _forget_next(self) -> None:
+        with self._guard:
+            self._next = None
 
     def promise(self, name: str, facts: Mapping[str, str]) -> None:
         """Have a volume bear facts: from now on for whoever looks, and on disk soon.
@@ -330,7 +368,7 @@ class Engine:
         finally:
             # Not before: a look beside it may have seen what was there until then.
             if is_change:
-                self._changed = True
+                self._changed = self._is_stale = True
 
     def _require_none_stuck(self, words: tuple[str, ...]) -> None:
         """Raise StillRunning for a change while any command does not end.
@@ -363,6 +401,19 @@ class Glances:
         patience = max(0.0, left if remaining is None else min(left, remaining))
         wait([looking for _, looking in self._begun if looking is not None], patience)
         return {one.name: one.end_glance(looking) for one, looking in self._begun}
+
+
+def listed(engines: Iterable[Engine]) -> Iterator[tuple[str, Callable[[], report.Group | None]]]:
+    """The names of groups, and what tells of each for a list (`Engine.end_list`).
+
+    All are looked at at once. Those that hang are waited for together, for three seconds, or half
+    of the caller's time.
+    """
+    begun = [(one, one.begin_list()) for one in engines]
+    remaining = command.remaining_seconds()
+    patience = _GLANCE_SECONDS if remaining is None else min(_GLANCE_SECONDS, remaining / 2)
+    wait([looking for _, looking in begun if looking is not None], patience)
+    return ((one.name, partial(one.end_list, looking)) for one, looking in begun)
 
 
 def _with_tags(

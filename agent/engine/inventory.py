@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from agent import admission, errors, fact, ids
 from agent.engine import records, sources
 from agent.engine.activation import Activation
-from agent.engine.engine import Engine, Glances
+from agent.engine.engine import Engine, Glances, listed
 from agent.engine.engines import Engines
 from agent.engine.records import Snapshot, Volume
 from agent.engine.sources import Foundations
@@ -62,12 +62,11 @@ class Inventory(Activation):
     def listed(self) -> report.Report:
         """What is in all groups now; of one that does not answer what was seen there last.
 
-        Raises what `read` raises for one that was never seen: a list that lacks a group's volumes
-        would say they are gone.
+        Raises what `read` raises for one that was never seen, or not since something was changed:
+        a list that lacks a volume would say it is gone.
         """
         admission.enter()
-        told = {one.name: one.look_or_last() for one in self._engines}
-        return _of_those_here(told)
+        return _of_those_here({name: told() for name, told in listed(self._engines)})
 
     def seek(self, find: Callable[[report.Report], Volume | None]) -> Volume | None:
         """What `find` finds now in the group that has it; in all, where none seems to.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
 from agent import admission, errors, ids
-from agent.engine.engine import Engine
+from agent.engine.engine import Engine, Glances
 from agent.engine.engines import Engines
 from agent.engine.inventory import Inventory
 from agent.engine.records import Volume
@@ -103,8 +103,8 @@ class VolumesHealth:
         pages.check(page)
         self._inventory.leave_word()
         every: list[tuple[str, Engine, Volume]] = []
+        self._require_seen(*self._engines)
         for engine in self._engines:
-            self._require_seen(engine)
             every += [(str(one.id), engine, one) for one in self._volumes(engine)]
         rest = sorted((one for one in every if one[0] >= page.starting_token), key=itemgetter(0))
         return pages.first(self._ill(rest), page, attrgetter("size_bytes"))
@@ -246,15 +246,16 @@ class VolumesHealth:
             return self._inventory.named(known, volume_id, ids.INLINE_PREFIX)
         return self._reported(group, volume_id)
 
-    def _require_seen(self, engine: Engine) -> None:
-        """Have a group looked at that this process never saw; raises what keeps it from that."""
-        if engine.state == "unknown":
-            admission.enter(engine.name)
-            engine.glance()
-        if engine.state == "unknown":
-            raise engine.problem or errors.GroupBusy(
-                f"volume group {engine.name}", "it has not answered yet"
-            )
+    def _require_seen(self, *engines: Engine) -> None:
+        """Have groups looked at that this process never saw; raises what keeps it from that."""
+        unknown = [one for one in engines if one.state == "unknown"]
+        if not unknown:
+            return
+        admission.enter(*(one.name for one in unknown))
+        Glances(unknown).end()
+        for one in unknown:
+            if one.state == "unknown":
+                raise one.silence
 
     def _gone(self, places: Iterable[str]) -> Iterable[Condition]:
         mounts = table.read(self._kernel)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from agent import admission, errors
+from agent.engine.engine import listed
 from agent.engine.means import Means
 from agent.engine.records import Snapshot, Volume
 from lvm import errors as lvm_errors
@@ -54,14 +55,12 @@ class Listing:
         admission.enter()
         here: dict[str, Group] = {}
         away: dict[str, str] = {}
-        for engine in self._engines:
+        for name, told in listed(self._engines):
             try:
-                group = engine.look_or_last()
-                if group is None:
-                    # Of one that Carver could not make this says why.
-                    group = self._inventory.group(Report({}), engine.name)
+                # Of one that Carver could not make the second says why.
+                group = told() or self._inventory.group(Report({}), name)
             except _NO_ANSWER as error:
-                away[engine.name] = str(error)
+                away[name] = str(error)
             else:
-                here[engine.name] = group
+                here[name] = group
         return Report(here), away

@@ -1,6 +1,7 @@
 """Two volume groups, one of which does not answer: nobody notices who has to do with the other."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -401,36 +402,74 @@ def test_a_wipe_that_hangs_keeps_no_other_group_s_waiting(
 # Those who look at all groups
 
 
-def test_a_list_has_what_was_seen_last_of_a_group_that_hangs(
+LISTS: dict[str, Callable[[Client], object]] = {
+    "volumes": Client.volumes,
+    "snapshots": Client.snapshots,
+    "health": Client.unhealthy,
+    "here": Client.volumes_here,
+    "capacity": lambda client: client.capacity(parameters=SOUND),
+}
+
+
+@pytest.mark.parametrize("kind", LISTS)
+def test_a_list_waits_three_seconds_for_all_groups_that_hang_and_has_what_was_seen_last(
+    client: Client, fake: FakeHost, of_both: tuple[csi.Volume, csi.Volume], kind: str
+) -> None:
+    before = LISTS[kind](client)
+    fake.lvm2.groups["a"].seqno += 1
+    trouble = Trouble(fake, ends_in_time=False)
+    began = time.monotonic()
+    assert LISTS[kind](client) == before
+    assert time.monotonic() - began < 4.5
+    trouble.over.set()
+
+
+@pytest.mark.parametrize("kind", ["volumes", "snapshots", "health"])
+def test_a_list_that_would_lack_a_group_is_unavailable_and_names_the_group(
     client: Client,
-    config: Config,
+    service: Service,
     fake: FakeHost,
     of_both: tuple[csi.Volume, csi.Volume],
     monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
-    monkeypatch.setattr(engine, "_LIST_SECONDS", 0.1)
-    ids = sorted(one.volume_id for one in of_both)
-    assert sorted(one.volume_id for one in client.volumes()) == ids
+    monkeypatch.setattr(engine, "_GLANCE_SECONDS", 0.1)
+    group = service.engines._engines["a"]
+    group.last, group.time_seconds = None, 0.0
     fake.lvm2.groups["a"].seqno += 1
-    trouble = Trouble(fake, ends_in_time=True)
-    with Client(config.endpoint, timeout_seconds=2) as hasty:
-        assert sorted(one.volume_id for one in hasty.volumes()) == ids
-        assert hasty.snapshots() == []
+    trouble = Trouble(fake, ends_in_time=False)
+    with expect.code("UNAVAILABLE", "volume group a"):
+        LISTS[kind](client)
     trouble.over.set()
 
 
-def test_a_list_that_would_lack_a_group_is_none(
-    client: Client, config: Config, service: Service, fake: FakeHost
+def test_a_list_never_lacks_a_volume_that_was_made_just_before_its_group_hung(
+    client: Client, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service.engines._engines["a"].last = None
-    fake.lvm2.groups["a"].seqno += 1
-    trouble = Trouble(fake, ends_in_time=True)
-    with (
-        Client(config.endpoint, timeout_seconds=1) as hasty,
-        expect.code("DEADLINE_EXCEEDED"),
-    ):
-        hasty.volumes()
-    trouble.over.set()
+    monkeypatch.setattr(engine, "_GLANCE_SECONDS", 0.1)
+    assert client.volumes() == []
+    trouble: list[Trouble] = []
+
+    def hang_after_creation(words: Sequence[str]) -> Result | None:
+        if words[1] != "lvcreate":
+            return None
+        ended = fake.lvm2(words)
+        trouble.append(Trouble(fake, ends_in_time=False))
+        return ended
+
+    fake.intercept = hang_after_creation
+    made = client.create("of-a", 16 * MIB, block(), parameters=SICK)
+    with expect.code("UNAVAILABLE", "volume group a"):
+        client.volumes()
+    trouble[0].over.set()
+    expect.soon(lambda: _ids(client) == [made.volume_id])
+
+
+def _ids(client: Client) -> list[str]:
+    try:
+        return [one.volume_id for one in client.volumes()]
+    except grpc.RpcError:
+        return []
 
 
 def scraped(service: Service, config: Config, directory: Path) -> dict[tuple[str, ...], float]:
