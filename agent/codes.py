@@ -81,6 +81,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.TransferFailed, Code.INTERNAL),
     (agent.errors.NodeRefused, Code.FAILED_PRECONDITION),
     (agent.errors.NotServed, Code.FAILED_PRECONDITION),
+    (agent.errors.NotPermitted, Code.FAILED_PRECONDITION),
     (agent.errors.PerhapsAway, Code.FAILED_PRECONDITION),
     (agent.errors.CallRefused, Code.FAILED_PRECONDITION),
     (agent.errors.NotPublished, Code.FAILED_PRECONDITION),

@@ -587,6 +587,13 @@ class NotServed(AgentError):
         )
 
 
+class NotPermitted(AgentError):
+    """The user may not do what the command does."""
+
+    def __init__(self, what: str, otherwise: str = "") -> None:
+        super().__init__(f"only root may {what}: run it as root (sudo){otherwise}")
+
+
 class CallRefused(AgentError):
     """The service said no to a call that a person made."""
 

@@ -5,12 +5,17 @@ from pathlib import Path
 
 
 def is_stale(path: Path) -> bool:
-    """Whether a socket lies there that no process serves; what is no socket is not stale."""
+    """Whether a socket lies there that no process serves; what is no socket is not stale.
+
+    Raises PermissionError for who may not know.
+    """
     if not path.is_socket():
         return False
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
+        except PermissionError:
+            raise
         except OSError:
             return True
     return False

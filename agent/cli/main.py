@@ -1,15 +1,18 @@
 """The command `carver`."""
 
 import argparse
+import io
 import json
 import os
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from agent import errors, log
 from agent.cli import arguments
@@ -27,19 +30,50 @@ if TYPE_CHECKING:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command; 0 is success, 1 a failure that is told, 2 a wrong command line."""
+    for name in ("stdout", "stderr"):
+        if (stream := getattr(sys, name)) is getattr(sys, f"__{name}__") and stream is not None:
+            setattr(sys, name, _Output(stream))
     parsed = parser().parse_args(words)
     try:
         return int(parsed.run(parsed))
     except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError, OSError) as error:
         # An OSError names its file.
-        print(f"carver: {error}", file=sys.stderr)
+        hint = isinstance(error, PermissionError) and os.geteuid() != 0
+        print(f"carver: {error}{'; run it as root (sudo)' * hint}", file=sys.stderr)
     except KeyboardInterrupt:
         return 130
-    if os.geteuid() != 0:
-        print(
-            "carver: LVM, mounts and the socket are root's alone: run it as root", file=sys.stderr
-        )
     return 1
+
+
+class _Output(io.TextIOWrapper):
+    """Standard output or error: what its reader, such as head(1), does not want goes nowhere.
+
+    The command goes on, and its exit code is what it found.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        line_buffering = isinstance(stream, io.TextIOWrapper) and stream.line_buffering
+        super().__init__(
+            stream.buffer, stream.encoding, stream.errors, line_buffering=line_buffering
+        )
+
+    def write(self, text: str) -> int:
+        with self._unread():
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with self._unread():
+            super().flush()
+
+    @contextmanager
+    def _unread(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            # What is in the buffers is written there, too, and so Python's end meets no error.
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.fileno())
 
 
 def parser() -> argparse.ArgumentParser:
@@ -155,6 +189,7 @@ def _status(parsed: argparse.Namespace) -> int:
     from agent.cli import status, terminal
     from agent.engine.host import this_host
 
+    _require_root()
     config = settings.load(parsed, os.environ)
     host = this_host(config)
     if parsed.json:
@@ -170,6 +205,8 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from agent.cli import terminal
     from agent.health import verdicts
 
+    if not parsed.cluster:
+        _require_root()
     config = settings.load(parsed, os.environ)
     found = _cluster_findings(config) if parsed.cluster else _node_findings(config)
     well = all(one.verdict != verdicts.FAIL for one in found)
@@ -211,6 +248,7 @@ def _orphans(parsed: argparse.Namespace) -> int:
     from agent.cli import orphans
     from agent.engine.host import this_host
 
+    _require_root()
     config = settings.load(parsed, os.environ)
     host = this_host(config)
     seeker = orphans.seeker(config, host)
@@ -226,6 +264,12 @@ def _completion(parsed: argparse.Namespace) -> int:
 
     print(shtab.complete(parser(), shell=parsed.shell, preamble=vocabulary.SHELLS[parsed.shell]))
     return 0
+
+
+def _require_root() -> None:
+    """Raise NotPermitted for who would be told that what he may not see is not there."""
+    if os.geteuid() != 0:
+        raise errors.NotPermitted("look at disks, LVM and mounts")
 
 
 def _seconds(text: str) -> float:

@@ -3,7 +3,6 @@
 import argparse
 import fcntl
 import json
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -390,8 +389,6 @@ def _told(what: str) -> Iterator[None]:
     try:
         yield
     except BrokenPipeError:
-        # At its end Python writes out what it has, and would fail once more.
-        sys.stdout = None
         raise errors.TransferFailed(what, "whoever it goes to has ended") from None
     except OSError as error:
         raise errors.TransferFailed(what, str(error)) from error

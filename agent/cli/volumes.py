@@ -334,8 +334,13 @@ class Manual:
 
 @contextmanager
 def connected(settings: Config, host: Host) -> Iterator[Manual]:
-    """The verbs on the service that runs; raises NotServed, CallRefused."""
-    if not sockets.is_served(settings.endpoint):
+    """The verbs on the service that runs; raises NotServed, NotPermitted, CallRefused."""
+    try:
+        is_served = sockets.is_served(settings.endpoint)
+    except PermissionError:
+        what, group = f"use {settings.endpoint}", ", or as one who may write to that socket"
+        raise errors.NotPermitted(what, group) from None
+    if not is_served:
         raise errors.NotServed(str(settings.endpoint))
     with Client(settings.endpoint) as caller:
         try:

@@ -1,5 +1,6 @@
 """A service on a machine in memory, and its caller, for the tests that want no other."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,12 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("the-same")
+
+
+@pytest.fixture(autouse=True)
+def as_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands are for root, these tests for anyone."""
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
 
 
 @pytest.fixture

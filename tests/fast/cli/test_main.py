@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from fakes.host import FakeHost
 
 from agent.cli import main as cli
 from agent.cli import status, terminal
+from agent.config import settings
 from agent.engine.host import Host
 
 MIB = 1 << 20
@@ -69,24 +71,156 @@ def test_a_watch_that_nobody_can_follow_is_refused(seconds: str) -> None:
         cli.main(["status", "--watch", seconds])
 
 
-@pytest.mark.parametrize(("user", "hint"), [(0, False), (1000, True)])
-def test_a_failure_is_told_in_a_sentence_and_others_than_root_are_told_why(
+@pytest.mark.parametrize("words", ["status", "status --json", "doctor", "doctor --json", "orphans"])
+def test_who_is_not_root_is_told_so_in_one_line_and_nothing_is_looked_at(
+    words: str,
+    fake: FakeHost,
+    file: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Who may not read a disk would be told that its group is not there."""
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert cli.main([*words.split(), "--config", file]) == 1
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err == (
+        "carver: only root may look at disks, LVM and mounts: run it as root (sudo)\n"
+    )
+    assert fake.commands == []
+
+
+@pytest.mark.parametrize("words", ["volume list", "volume create db --size 1GiB", "snapshot list"])
+@pytest.mark.parametrize("refused", ["directory", "socket"])
+def test_who_may_not_use_the_socket_is_told_so_in_one_line(
+    words: str,
+    refused: str,
+    fake: FakeHost,
+    file: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As root nothing is refused: the kernel's answers are put in its place."""
+    endpoint = tmp_path / "csi.sock"
+
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with socket.socket(socket.AF_UNIX) as served:
+        served.bind(str(endpoint))
+        served.listen()
+        if refused == "directory":
+            monkeypatch.setattr(Path, "is_socket", refuse)
+        else:
+            monkeypatch.setattr(socket.socket, "connect", refuse)
+        assert cli.main([*words.split(), "--config", file, "--endpoint", str(endpoint)]) == 1
+    assert capsys.readouterr().err == (
+        f"carver: only root may use {endpoint}: run it as root (sudo), or as one who may write to"
+        " that socket\n"
+    )
+
+
+@pytest.mark.parametrize(("user", "hint"), [(0, ""), (1000, "; run it as root (sudo)")])
+def test_what_is_refused_later_is_told_in_one_line_too(
     user: int,
-    hint: bool,
+    hint: str,
     fake: FakeHost,
     file: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(*_: object) -> None:
-        raise PermissionError(13, "Permission denied", "/run/lock/lvm")
+        raise PermissionError(13, "Permission denied", "/etc/carver")
 
-    monkeypatch.setattr(status, "read", refuse)
+    monkeypatch.setattr(settings, "load", refuse)
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    assert cli.main(["status", "--config", file]) == 1
-    told = capsys.readouterr().err
-    assert "carver: [Errno 13] Permission denied: '/run/lock/lvm'" in told
-    assert ("run it as root" in told) is hint
+    assert cli.main(["volume", "list", "--config", file]) == 1
+    assert capsys.readouterr().err == (
+        f"carver: [Errno 13] Permission denied: '/etc/carver'{hint}\n"
+    )
+
+
+# A process that prints so many lines as a check does, and has found that well or not.
+PRINTING = """
+import sys
+from agent.cli import main
+from agent.health.preflight import Finding
+lines, verdict, *words = sys.argv[1:]
+main.os.geteuid = lambda: 0
+main._node_findings = lambda _config: [Finding("lvm2", verdict, "as it is")] * int(lines)
+sys.exit(main.main(words))
+"""
+
+
+@pytest.mark.starts_programs
+@pytest.mark.parametrize(
+    ("lines", "form", "verdict", "code", "closed"),
+    [
+        (1, [], "pass", 0, "stdout"),
+        (1, ["--json"], "fail", 1, "stdout"),
+        (3000, [], "pass", 0, "both"),
+        (3000, ["--json"], "pass", 0, "stdout"),
+        (3000, ["--json"], "fail", 1, "stdout"),
+    ],
+)
+def test_a_reader_that_wants_no_more_is_no_failure_of_a_check(
+    file: str, lines: int, form: list[str], verdict: str, code: int, closed: str
+) -> None:
+    """As in `carver doctor | true`; 3000 checks are more than a pipe holds."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [str(lines), verdict, "doctor", "--config", file, *form]
+    with os.fdopen(writing, "wb") as pipe:
+        ended = subprocess.run(
+            [sys.executable, "-c", PRINTING, *words],
+            stdout=pipe,
+            stderr=pipe if closed == "both" else subprocess.PIPE,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr or b"") == (code, b"")
+
+
+# What `carver snapshot send` does, without a snapshot.
+SENDING = """
+import sys
+from agent.cli import main, streams
+def send(_parsed):
+    with streams._told("sending monday"):
+        sys.stdout.buffer.write(b"x" * int(sys.argv[1]))
+        sys.stdout.buffer.flush()
+main._completion = send
+sys.exit(main.main(["completion", "bash"]))
+"""
+
+
+@pytest.mark.starts_programs
+@pytest.mark.parametrize("size", [1, 1 << 20])
+def test_a_stream_whose_reader_ends_is_a_failure_that_is_told(size: int) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        ended = subprocess.run(
+            [sys.executable, "-c", SENDING, str(size)],
+            stdout=pipe,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 1
+    [line] = ended.stderr.splitlines()
+    assert "whoever it goes to has ended" in line
+
+
+@pytest.mark.starts_programs
+def test_a_reader_of_one_line_gets_that_line(file: str) -> None:
+    line = '"$@" | head -1; echo "${PIPESTATUS[0]}"'
+    words = [sys.executable, "-c", PRINTING, "3000", "pass", "doctor", "--json", "--config", file]
+    ended = subprocess.run(
+        ["bash", "-c", line, "bash", *words], capture_output=True, text=True, check=True
+    )
+    assert (ended.stdout, ended.stderr) == ("{\n0\n", "")
 
 
 def test_what_the_kernel_refuses_is_told_with_its_file(
