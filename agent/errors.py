@@ -2,6 +2,11 @@
 
 from collections.abc import Iterable
 
+# A new pod that comes before the old one is gone, as in a rollout, unstages nothing.
+UNSTAGE = (
+    "scale what uses it to 0 and wait until it is unstaged (by hand: `carver volume unpublish`)"
+)
+
 
 class AgentError(Exception):
     """Any refusal that this package decides."""
@@ -266,8 +271,7 @@ class GrowsLater(AgentError):
         super().__init__(
             f"volume {volume_id!r} has the snapshots {', '.join(snapshots)}, and with them it grows"
             f" only while it is not in use ({users}). {wanted_bytes} bytes are on record: it grows"
-            " when it is staged next, so restart its pod, or unpublish and publish it; or delete"
-            " the snapshots and expand it again"
+            f" when it is staged next, so {UNSTAGE}; or delete the snapshots and expand it again"
         )
 
 
@@ -355,7 +359,7 @@ class GrowsWithKey(AgentError):
             f"volume {volume_id!r} is encrypted, and grows in use with its key only: have the"
             " StorageClass name a secret for that, too (csi.storage.k8s.io/node-expand-secret-name"
             " and -namespace), or by hand `carver volume expand --key-file`. It grows in any case"
-            " when it is staged next: restart its pod, or unpublish and publish it"
+            f" when it is staged next: {UNSTAGE}"
         )
 
 

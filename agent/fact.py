@@ -41,6 +41,9 @@ OF_KEYS = (KEY_GENERATION, ROTATING)
 SHARED_KEY = "sharedKey"
 # The same, of a copied btrfs: it has an id of its own.
 RENEWED = "renewed"
+# Of a volume whose file system met an error: it is unmounted, checked and mounted anew where it is
+# staged, and nobody uses it until that is done.
+REMOUNT = "remount"
 # Of a volume that was made of something: the id of that.
 FROM = "from"
 # Of one that was copied from a snapshot taken for just that: when it was (as TIME).

@@ -65,8 +65,14 @@ _COUNTED = {
 }
 
 
+def is_over_when_mounted_anew(kernel: Kernel, mounts: table.Table, mount: Mount) -> bool:
+    """Whether something is wrong that a check and a new mount may mend."""
+    found = problems(kernel, mounts, mount)
+    return any(one.kind is not Kind.MEDIUM_ERRORS for one in found)
+
+
 def _turned_read_only(mounts: table.Table, mount: Mount) -> bool:
-    """Whether the superblock is read-only though one of its mounts was made for writing."""
-    return "ro" in mount.super_options and any(
+    """Whether the superblock takes no writes though one of its mounts was made for writing."""
+    return mount.takes_no_writes and any(
         "rw" in one.options for one in mounts.of_device(mount.device)
     )

@@ -17,6 +17,9 @@ _OCTAL = re.compile(r"\\([0-3][0-7]{2})")
 # What may be written otherwise than it is (show_mountinfo in fs/proc_namespace.c).
 _ESCAPED = re.compile(r"[ \t\n\\#]")
 _BTRFS = " - btrfs "
+# What ext4 has after an error: "ro", and since Linux 6.14 one of the others (ext4_emergency_ro and
+# ext4_forced_shutdown in fs/ext4/super.c); from 6.12 on, in between, only its count of errors.
+_NO_WRITES = frozenset({"ro", "emergency_ro", "shutdown"})
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,12 @@ class Mount:
     @property
     def read_only(self) -> bool:
         """Whether nothing can be written through this mount, by its own or the superblock's ro."""
-        return "ro" in self.options or "ro" in self.super_options
+        return "ro" in self.options or self.takes_no_writes
+
+    @property
+    def takes_no_writes(self) -> bool:
+        """Whether the superblock is read-only, as it was mounted or after an error."""
+        return not _NO_WRITES.isdisjoint(self.super_options)
 
     @property
     def is_stale_node(self) -> bool:

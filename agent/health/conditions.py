@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from agent import fact, ids
+from agent import errors, fact, ids
 from agent.engine import records
 from agent.engine.inventory import Inventory
 from agent.engine.looks import Looks
@@ -239,7 +239,7 @@ def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Conditi
             Reason.EXPANSION_PENDING,
             f"logical volume {name} is smaller than the {volume.wanted_bytes} bytes that it shall"
             " grow to: in use it does not grow while it has copy-on-write snapshots. It grows when"
-            " it is staged next, if its group has room then: restart its pod",
+            f" it is staged next, if its group has room then: {errors.UNSTAGE}",
         )
     if fact.ROTATING in volume.facts:
         yield Condition(
@@ -385,6 +385,6 @@ def _of_pool(pool: ThinPool, named: str, *, has_all: bool) -> Iterator[Condition
     if pool.mode != "rw":
         yield Condition(
             Reason.POOL_READ_ONLY if pool.mode == "ro" else Reason.POOL_FULL,
-            f"{named} takes no more writes ({pool.mode}): make room as for a full one, then take"
-            " the volume out of use and into use again",
+            f"{named} takes no more writes ({pool.mode}): make room as for a full one, then"
+            f" {errors.UNSTAGE}",
         )

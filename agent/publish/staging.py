@@ -4,8 +4,9 @@ Publishing, unpublishing, unstaging and statistics start no process: the kernel'
 sysfs say all that they need.
 """
 
+import logging
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +30,9 @@ from lvm import errors as lvm_errors
 from lvm import tags as lvm_tags
 from lvm.devices import Device
 from mount import errors as mount_errors
-from mount import filesystem, loop, mounts, nodes, options, table, target, usage
+from mount import filesystem, health, loop, mounts, nodes, options, table, target, usage
+
+_log = logging.getLogger(__name__)
 
 DEFAULT_FS_TYPE = "ext4"
 _NAMESPACE = uuid.UUID("0c0a7d0e-1f9b-4b52-9d37-5b8b6f0a2e61")
@@ -188,9 +191,17 @@ class Access:
         re-encrypted goes on when it is staged next.
         """
         self._ensure_unmounted(replace(call, path=self.place(call.path)))
+        self._forget_remount(call.volume_id)
         self._opening.forget(call.volume_id)
         with self._reencrypter.halted(call.volume_id):
             self._mappings.close_unused(call.volume_id)
+
+    def _forget_remount(self, volume_id: str) -> None:
+        """What is unstaged is not mounted anew by a publish; a command where that was begun."""
+        seen = self._inventory.glimpse(volume_id)
+        if seen is not None and fact.REMOUNT in seen.facts:
+            with suppress(errors.AgentError, lvm_errors.LvmError):
+                self._mark_remount(seen, {})
 
     def publish(self, call: PublishVolume) -> None:
         """Bind the staged file system, or the device itself, to the target path."""
@@ -210,14 +221,16 @@ class Access:
         self._follow(call.volume_id, call.keys)
 
     def _publish_directory(self, call: PublishVolume, device: Device) -> None:
-        known = table.read(self._kernel)
+        known = self._mounted_well(call, device, table.read(self._kernel))
         staged = known.top(call.staging_path)
         if staged is None or staged.device != device.number:
             raise errors.NotStaged(call.volume_id, f"it is not at {call.staging_path}")
         flags = options.parse(call.capability.mount_flags)
         asked = {*flags.attributes, *call.parameters.mount_options}
         if staged.read_only and not call.read_only and "ro" not in asked:
-            raise errors.NotStaged(call.volume_id, f"{call.staging_path} is read-only: {staged}")
+            raise errors.NotStaged(
+                call.volume_id, f"{call.staging_path} is read-only: {staged}", errors.UNSTAGE
+            )
         mounted = known.top(call.target_path)
         if mounted is None or mounted.device != device.number:
             self._require_single(call, device, known)
@@ -225,6 +238,56 @@ class Access:
         mounts.ensure_bound(
             self._kernel, call.staging_path, call.target_path, flags, call.read_only, known
         )
+
+    def _mounted_well(self, call: PublishVolume, device: Device, known: table.Table) -> table.Table:
+        """Have the staged file system mounted anew after an error, where nobody uses it.
+
+        Kubelet stages nothing anew when one pod follows another. The mount table, as it is then.
+        Raises what staging raises; it is unmounted then, and the next call goes on.
+        """
+        everywhere = known.of_device(device.number)
+        mounted = next((one for one in everywhere if one.path == call.staging_path), None)
+        if mounted is None and not everywhere:
+            volume = self._begun_to_remount(call.volume_id, device)
+            if volume is None:
+                return known
+            fs_type = volume.facts.get(fact.FORMATTED) or call.capability.fs_type or DEFAULT_FS_TYPE
+        elif mounted is None or len(everywhere) > 1:
+            return known
+        elif health.is_over_when_mounted_anew(self._kernel, known, mounted):
+            fs_type = mounted.fs_type
+            try:
+                volume = self._inventory.require(call.volume_id)
+                # By this the next call goes on, where this one ends between two steps.
+                self._mark_remount(volume, {fact.REMOUNT: "yes"})
+                mounts.ensure_unmounted(self._kernel, call.staging_path, [device.number])
+            except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError) as error:
+                _log.warning("volume %s is not mounted anew: %s", call.volume_id, error)
+                return known
+        else:
+            return known
+        _log.warning("volume %s had errors: it is checked and mounted anew", volume.id)
+        # It was mounted: what is blank now was lost.
+        volume = replace(volume, facts={**volume.facts, fact.FORMATTED: fs_type})
+        again = StageVolume(call.volume_id, call.staging_path, call.capability, call.parameters)
+        self._chores.finish(call.volume_id)
+        self._ensure_formatted(again, volume, device, fs_type)
+        self._mount(again, device, fs_type)
+        with suppress(errors.AgentError, lvm_errors.LvmError):
+            self._mark_remount(volume, {})
+        return table.read(self._kernel)
+
+    def _begun_to_remount(self, volume_id: str, device: Device) -> Volume | None:
+        """The volume, where an earlier call unmounted it to mount it anew."""
+        try:
+            volume = self._inventory.require(volume_id)
+        except (errors.AgentError, lvm_errors.LvmError):
+            return None
+        is_open = device.below is not None or not volume.is_encrypted
+        return volume if is_open and fact.REMOUNT in volume.facts else None
+
+    def _mark_remount(self, volume: Volume, new: Mapping[str, str]) -> None:
+        self._inventory.replace_facts(volume.group.name, volume.name, (fact.REMOUNT,), new)
 
     def _require_plain(self, volume_id: str) -> None:
         """Raise NotStaged where a device is that of a volume that is encrypted, and not open.

@@ -83,6 +83,32 @@ def test_a_claim_is_used_by_two_pods_grown_and_gone_without_an_error(
     end(cluster, machine)
 
 
+def test_a_claim_with_a_snapshot_grows_when_it_is_unstaged_and_not_by_a_rollout(
+    cluster: Cluster, machine: Machine
+) -> None:
+    claim = cluster.claim("plain")
+    old = cluster.pod(claim)
+    assert settled(cluster), cluster.told()
+    snapshot = cluster.snapshot(claim)
+    assert settled(cluster), cluster.told()
+    before = claim.capacity_bytes
+    cluster.expand(claim, before + 16 * MIB)
+    for _ in range(2):
+        new = cluster.pod(claim)
+        assert settled(cluster), cluster.told()
+        old.is_deleted = True
+        assert settled(cluster), cluster.told()
+        old = new
+    assert claim.capacity_bytes == before
+    # Scaled to 0, until it is unstaged, and back.
+    old.is_deleted = True
+    assert cluster.run_until(machine.node.kubelet.knows_nothing, seconds=600)
+    cluster.pod(claim)
+    grown = cluster.run_until(lambda: claim.capacity_bytes == claim.size_bytes, seconds=600)
+    assert grown, cluster.told()
+    assert snapshot in cluster.snapshots
+
+
 def test_a_shared_raw_claim_grows_after_the_pod_that_came_last_ended(
     cluster: Cluster, machine: Machine
 ) -> None:

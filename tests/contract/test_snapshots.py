@@ -383,7 +383,7 @@ def test_a_volume_with_snapshots_grows_while_it_is_not_in_use(
     volume = client.create("pvc-1", 16 * MIB, mounted("ext4"))
     client.stage(volume, staging, mounted("ext4"))
     snapshot = client.snapshot("1", volume.volume_id)
-    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id, "restart its pod, or unpublish"):
+    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id, "scale what uses it to 0"):
         client.expand(volume.volume_id, 48 * MIB)
     client.unstage(volume.volume_id, staging)
     host.commands.clear()
@@ -397,12 +397,12 @@ def test_a_volume_with_snapshots_grows_while_it_is_not_in_use(
 
 
 def stage_again(client: Client, volume: csi.Volume, staging: Path) -> None:
-    """What the restart of its pod does."""
+    """What kubelet does where no pod of the node has it any more, and one comes again."""
     client.unstage(volume.volume_id, staging)
     client.stage(volume, staging, mounted("ext4"))
 
 
-def test_a_volume_in_use_with_snapshots_grows_when_its_pod_is_restarted(
+def test_a_volume_in_use_with_snapshots_grows_when_it_is_staged_again(
     client: Client, host: AnyHost, group: str
 ) -> None:
     staging = host.directory / "staging"
@@ -410,7 +410,7 @@ def test_a_volume_in_use_with_snapshots_grows_when_its_pod_is_restarted(
     client.stage(volume, staging, mounted("ext4"))
     snapshot = client.snapshot("1", volume.volume_id)
     host.commands.clear()
-    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id, str(32 * MIB), "restart"):
+    with expect.code("FAILED_PRECONDITION", snapshot.snapshot_id, str(32 * MIB), "staged next"):
         client.node_expand(volume.volume_id, staging, 31 * MIB)
     assert lvm2_commands(host) == ["fullreport", "lvchange", "fullreport"]
     host.commands.clear()
@@ -425,7 +425,7 @@ def test_a_volume_in_use_with_snapshots_grows_when_its_pod_is_restarted(
         [pending] = health.health_statuses
         assert pending.reason == "ExpansionPending"
         assert str(32 * MIB) in pending.message
-        assert "restart its pod" in pending.message
+        assert "scale what uses it to 0" in pending.message
 
     host.commands.clear()
     stage_again(client, volume, staging)
@@ -442,7 +442,7 @@ def test_a_volume_in_use_with_snapshots_grows_when_its_pod_is_restarted(
 
 
 @pytest.mark.variation
-def test_a_raw_block_volume_in_use_with_snapshots_grows_when_its_pod_is_restarted(
+def test_a_raw_block_volume_in_use_with_snapshots_grows_when_it_is_staged_again(
     client: Client, host: AnyHost, group: str
 ) -> None:
     staging, target = host.directory / "staging", host.directory / "target"
@@ -451,7 +451,7 @@ def test_a_raw_block_volume_in_use_with_snapshots_grows_when_its_pod_is_restarte
     client.publish(volume, staging, target, block())
     host.write_bytes(device(host, group, "vol-pvc-1"), 8 * MIB, data := b"contents" * 512)
     client.snapshot("1", volume.volume_id)
-    with expect.code("FAILED_PRECONDITION", "restart its pod"):
+    with expect.code("FAILED_PRECONDITION", "scale what uses it to 0"):
         client.node_expand(volume.volume_id, target, 32 * MIB)
     client.unpublish(volume.volume_id, target)
     client.unstage(volume.volume_id, staging)

@@ -37,12 +37,8 @@ def test_a_file_system_whose_disk_has_errors(bench: Bench, host: RealHost, disks
         told.soon("FileSystemErrors|FileSystemReadOnly", "ext4", "kernel log")
         told.meanwhile = lambda: None
         disks[0].mend()
-        for call in (
-            do.Unpublish("a", "target"),
-            do.Unstage("a", "staging"),
-            do.Stage("a", "staging", EXT4),
-            do.Publish("a", "staging", "target", EXT4),
-        ):
+        # Kubelet stages nothing anew where the next pod comes soon; it has one that was checked.
+        for call in (do.Unpublish("a", "target"), do.Publish("a", "staging", "target", EXT4)):
             trial.make(call)
         told.well()
         write(target / "file")

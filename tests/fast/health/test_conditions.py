@@ -87,10 +87,11 @@ def test_a_volume_in_order_says_so(client: Client, staged: csi.Volume, tmp_path:
     assert client.unhealthy() == []
 
 
+@pytest.mark.parametrize("words", [("ro",), ("rw", "emergency_ro"), ("rw", "shutdown")])
 def test_a_file_system_that_turned_read_only_is_told(
-    client: Client, staged: csi.Volume, kernel: Kernel, tmp_path: Path
+    client: Client, staged: csi.Volume, kernel: Kernel, tmp_path: Path, words: tuple[str, ...]
 ) -> None:
-    kernel.remount_read_only("/dev/mapper/data-vol--pvc--1")
+    kernel.remount_read_only("/dev/mapper/data-vol--pvc--1", *words)
     found = seen(client, staged.volume_id, "FileSystemReadOnly", csi.INACCESSIBLE)
     assert "turned read-only" in found
     assert client.stats(staged.volume_id, tmp_path / "staging").usage

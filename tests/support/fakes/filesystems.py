@@ -104,6 +104,7 @@ def fsck(words: Sequence[str], devices: FakeDevices) -> Result:
     if device.media.damage == "much":
         return Result(4, f"{path}: UNEXPECTED INCONSISTENCY; RUN fsck MANUALLY.\n")
     mended, device.media.damage = bool(device.media.damage), ""
+    device.media.errors = 0
     return Result(int(mended), f"{path}: {'mended' if mended else 'clean'}\n")
 
 

@@ -26,6 +26,7 @@ from lvm.disks import Disks
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.session import Session
+from mount import table
 from mount.filesystem import Signature
 from mount.syscalls import Kernel
 
@@ -169,6 +170,14 @@ class FakeHost:
     def half_open(self, device: Device) -> None:
         """Leave on an active volume what a cryptsetup leaves that dies while it opens it."""
         self.cryptsetup.leave(device.path)
+
+    def break_file_system(self, device: str) -> None:
+        """Have a mounted ext4 meet an error: it is counted, and with errors=remount-ro the end."""
+        self.block.get(device).media.errors += 1
+        mounted = [one for one in table.read(self.kernel).mounts if one.source == device]
+        if any("errors=remount-ro" in one.super_options for one in mounted):
+            assert isinstance(self.kernel, FakeKernel)
+            self.kernel.remount_read_only(device)
 
     def suspend(self, group: str, name: str) -> None:
         """Have whoever uses a volume wait, as lvm2 does while it changes the volume."""

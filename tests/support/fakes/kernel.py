@@ -416,10 +416,13 @@ class FakeKernel(Kernel):
 
     # What the tests set up
 
-    def remount_read_only(self, device: str) -> None:
-        """As a file system does by itself after an error: the superblock, not its mounts."""
+    def remount_read_only(self, device: str, *words: str) -> None:
+        """As a file system does by itself after an error: the superblock, not its mounts.
+
+        Since Linux 6.14 ext4 has other `words` for it.
+        """
         self.mounts = [
-            replace(mount, super_options=("ro", *mount.super_options[1:]))
+            replace(mount, super_options=(*(words or ["ro"]), *mount.super_options[1:]))
             if mount.source == device and mount.fs_type != "devtmpfs"
             else mount
             for mount in self.mounts

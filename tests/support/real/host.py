@@ -292,6 +292,11 @@ class RealHost:
         if table:
             self._dmsetup("load", dm_name, "--table", table)
 
+    def break_file_system(self, device: str) -> None:
+        """Have a mounted ext4 meet an error (Documentation/ABI/testing/sysfs-fs-ext4)."""
+        name = Path(device).resolve().name
+        Path(f"/sys/fs/ext4/{name}/trigger_fs_error").write_text("by a test")
+
     def suspend(self, group: str, name: str) -> None:
         """Have whoever uses a volume wait, as lvm2 does while it changes the volume."""
         ended = self._lab.programs("dmsetup", "suspend", names.device(group, name))
