@@ -150,7 +150,8 @@ def _add_orphans(commands: Commands) -> None:
         help="show what nobody needs any more, and delete one of it by its name",
         description="Show what the cluster does not need any more: volumes that no"
         " PersistentVolume names, inline volumes of pods that are gone, what was left half-made,"
-        " directories without a volume, objects of nodes that are gone. What was seen twice, a"
+        " directories without a volume, objects of nodes that are gone, claims that wait for"
+        " one. What was seen twice, a"
         " grace apart, counts. Asks the API server, and changes nothing there. The exit code is 1"
         " where that is not known.",
     )

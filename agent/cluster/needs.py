@@ -13,6 +13,13 @@ from agent.cluster.lists import Lists
 _PROVISIONED = "pvc-"
 _STATIC_POD = "kubernetes.io/config.hash"
 _HOSTNAME = "kubernetes.io/hostname"
+# A claim's annotations: the node that the scheduler chose for it, and whose driver is to make its
+# volume, which the controller-manager notes (component-helpers, storage/volume/pv_helpers.go).
+_SELECTED_NODE = "volume.kubernetes.io/selected-node"
+_PROVISIONERS = (
+    "volume.kubernetes.io/storage-provisioner",
+    "volume.beta.kubernetes.io/storage-provisioner",
+)
 
 
 @dataclass(frozen=True)
@@ -39,19 +46,31 @@ class Capacity:
 
 
 @dataclass(frozen=True)
+class WaitingClaim:
+    """A claim that a node is to make a volume for, and no other does; `name` is namespace/name."""
+
+    name: str
+    uid: str
+    node: str
+
+
+@dataclass(frozen=True)
 class Needs:
     """All of it. `versions` are of each list's moment.
 
+    `unready` are the nodes that the cluster says it does not hear of, or that say so themselves.
     `spoken_for` are names that a volume may have: those of PersistentVolumes, what their handles
     call the logical volume, those of claims' volumes, bound or not yet.
     """
 
     volumes: tuple[PersistentVolume, ...]
     capacities: tuple[Capacity, ...]
+    waiting_claims: tuple[WaitingClaim, ...]
     spoken_for: frozenset[str]
     handle_digests: frozenset[str]
     pods: frozenset[str]
     nodes: frozenset[str]
+    unready: frozenset[str]
     versions: Mapping[str, str]
 
     def names(self, *names: str) -> bool:
@@ -90,6 +109,7 @@ def _read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> Ne
             if csi.get("driver") == driver_name
         ),
         capacities=tuple(_capacities(capacities.items, topology_key)),
+        waiting_claims=tuple(_waiting_claims(claims.items, driver_name)),
         spoken_for=frozenset(
             # Whatever the driver: an object of one that was renamed speaks for its volume, too.
             {one["metadata"]["name"] for one in volumes.items}
@@ -99,6 +119,7 @@ def _read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> Ne
         handle_digests=frozenset(digest(one) for one in handles),
         pods=frozenset(_uids_of_pods(pods.items)),
         nodes=known,
+        unready=frozenset(one["metadata"]["name"] for one in nodes.items if _is_unready(one)),
         versions={
             "nodes": nodes.version,
             "pods": pods.version,
@@ -128,6 +149,22 @@ def _names_of_claims(items: Any) -> Iterator[str]:
         yield f"{_PROVISIONED}{one['metadata']['uid']}"
         if name := _table(one, "spec").get("volumeName"):
             yield str(name)
+
+
+def _is_unready(node: Mapping[str, Any]) -> bool:
+    """Whether its condition says so; one without the condition is new."""
+    conditions = _table(node, "status").get("conditions") or ()
+    return any(one.get("type") == "Ready" and one.get("status") != "True" for one in conditions)
+
+
+def _waiting_claims(items: Any, driver_name: str) -> Iterator[WaitingClaim]:
+    for one in items:
+        about = one["metadata"]
+        said = _table(about, "annotations")
+        node, is_own = said.get(_SELECTED_NODE), driver_name in map(said.get, _PROVISIONERS)
+        if node and is_own and _table(one, "status").get("phase") == "Pending":
+            name = f"{about.get('namespace', '')}/{about['name']}"
+            yield WaitingClaim(name, about["uid"], str(node))
 
 
 def _uids_of_pods(items: Any) -> Iterator[str]:

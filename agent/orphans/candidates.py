@@ -26,6 +26,7 @@ class Kind(StrEnum):
     TARGET = "target"
     CAPACITY = "capacity"
     PERSISTENT_VOLUME = "persistentvolume"
+    CLAIM = "claim"
 
 
 _DELETE = "carver orphans --delete {name} --yes"
@@ -39,6 +40,8 @@ REMEDIES = {
     Kind.CAPACITY: "kubectl delete csistoragecapacities --namespace {namespace} {object}",
     Kind.PERSISTENT_VOLUME: "kubectl delete pv {object}, once its data are given up:"
     " docs/operations.md",
+    Kind.CLAIM: "if the node does not come back: kubectl annotate persistentvolumeclaim"
+    " --namespace {namespace} {object} volume.kubernetes.io/selected-node-",
 }
 
 
@@ -102,7 +105,10 @@ def of_volumes(inventory: Inventory, known: report.Report, needs: "Needs") -> It
 
 
 def of_objects(needs: "Needs") -> Iterator[Candidate]:
-    """The cluster's objects of the driver's, of nodes that are gone."""
+    """The cluster's objects of the driver's, of nodes that are gone; claims also of unready ones.
+
+    No other node's provisioner takes up a claim that is to be made on a node.
+    """
     for one in needs.capacities:
         if one.node not in needs.nodes:
             yield Candidate(Kind.CAPACITY, one.name, one.uid, f"of {one.node}, which is gone")
@@ -111,6 +117,11 @@ def of_objects(needs: "Needs") -> Iterator[Candidate]:
             where = ", ".join(sorted(volume.nodes))
             about = f"of {where}, which is gone{_of_claim(volume.claim)}"
             yield Candidate(Kind.PERSISTENT_VOLUME, volume.name, volume.uid, about)
+    for claim in needs.waiting_claims:
+        is_gone = claim.node not in needs.nodes
+        if is_gone or claim.node in needs.unready:
+            about = f"waits for {claim.node}, which is {'gone' if is_gone else 'not ready'}"
+            yield Candidate(Kind.CLAIM, claim.name, f"{claim.uid}@{claim.node}", about)
 
 
 def pod_of(target_path: str) -> str:

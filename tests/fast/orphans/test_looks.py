@@ -401,6 +401,79 @@ def test_objects_of_nodes_with_long_names_are_their_node_s_though_it_lost_its_la
     }
 
 
+WAITING = {
+    "volume.kubernetes.io/selected-node": "gone",
+    "volume.kubernetes.io/storage-provisioner": "lvm.csi.carver",
+}
+
+
+def claim(
+    node: Node, name: str = "data", phase: str = "Pending", **annotations: str | None
+) -> api_server.Object:
+    """A claim that waits; `annotations` are others than usual, by what their keys end with."""
+    said = {
+        key: annotations.get(key.rpartition("/")[2].replace("-", "_"), WAITING[key])
+        for key in WAITING
+    }
+    about = {"namespace": "shop", "annotations": {k: v for k, v in said.items() if v}}
+    return node.api.add(CLAIMS, name, metadata=about, status={"phase": phase})
+
+
+def ready(status: str) -> dict[str, object]:
+    others = {"type": "MemoryPressure", "status": "False"}
+    return {"conditions": [others, {"type": "Ready", "status": status}]}
+
+
+@pytest.mark.parametrize("state", ["gone", "False", "Unknown"])
+def test_a_claim_that_waits_for_a_node_that_died_is_told_of_with_what_to_do(
+    node: Node, state: str
+) -> None:
+    if state != "gone":
+        node.api.add(NODES, "gone", status=ready(state))
+    claim(node)
+    assert node.after_a_grace() == {"shop/data": Kind.CLAIM}
+    [found] = node.look()
+    assert found.candidate.about == (
+        f"waits for gone, which is {'gone' if state == 'gone' else 'not ready'}"
+    )
+    with pytest.raises(errors.NoOrphan) as refused:
+        node.delete("shop/data")
+    command = "kubectl annotate persistentvolumeclaim --namespace shop data"
+    assert f"{command} volume.kubernetes.io/selected-node-" in str(refused.value)
+    assert node.api.methods == {"GET"}
+
+
+def test_a_claim_is_no_orphan_that_has_a_volume_or_waits_for_a_node_that_lives(node: Node) -> None:
+    node.api.add(NODES, "well", status=ready("True"))
+    node.api.add(NODES, "new")
+    claim(node, "bound", phase="Bound")
+    claim(node, "of-a-living-node", selected_node="well")
+    claim(node, "of-a-new-node", selected_node="new")
+    claim(node, "of-this-node", selected_node="here")
+    claim(node, "not-chosen-yet", selected_node=None)
+    claim(node, "of-another-driver", storage_provisioner="other.csi")
+    claim(node, "of-no-driver", storage_provisioner=None)
+    assert node.after_a_grace() == {}
+
+
+def test_a_claim_that_another_node_is_chosen_for_or_whose_node_comes_back_begins_anew(
+    node: Node,
+) -> None:
+    claim(node)
+    node.look()
+    node.seconds += GRACE
+    [waiting] = node.api.objects[CLAIMS]
+    waiting["metadata"]["annotations"]["volume.kubernetes.io/selected-node"] = "gone too"
+    assert node.sure() == {}
+    node.api.add(NODES, "gone too", status=ready("True"))
+    assert node.look() == []
+    node.api.objects[NODES][-1]["status"] = ready("Unknown")
+    node.seconds += GRACE
+    assert node.sure() == {}
+    node.seconds += GRACE
+    assert node.sure() == {"shop/data": Kind.CLAIM}
+
+
 # What proves nothing
 
 
