@@ -120,11 +120,13 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         repair="xfs_repair",
         uuid=("-m", "uuid="),
         duplicate_data=("nouuid",),
-        # mkfs.xfs(8): options since xfsprogs 5.10 and 5.19, defaults since 5.15 and 6.5.
+        # mkfs.xfs(8): options since xfsprogs 5.10, 5.19, 6.10, defaults since 5.15, 6.5, 6.18.
         features=(
             Feature("-m", "bigtime", (5, 10)),
             Feature("-m", "inobtcount", (5, 10)),
             Feature("-i", "nrext64", (5, 19)),
+            Feature("-i", "exchange", (6, 10)),
+            Feature("-n", "parent", (6, 10)),
         ),
     ),
     "btrfs": FileSystem(

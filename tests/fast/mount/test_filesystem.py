@@ -124,16 +124,17 @@ def test_xfs_is_never_given_a_key_twice() -> None:
     metadata = "crc=1,finobt=1,reflink=1,bigtime=0,inobtcount=0,rmapbt=1"
     assert words[words.index("-m") + 1] == metadata
     assert words[words.index("-K") + 1] != ""
-    assert "size=8192" in words
+    assert words[words.index("-n") + 1].endswith("size=8192")
 
 
 @pytest.mark.parametrize(
     ("oldest_kernel", "off"),
     [
-        ((4, 18), ["bigtime=0", "inobtcount=0", "nrext64=0"]),
-        ((5, 10), ["nrext64=0"]),
-        ((5, 19), []),
-        ((6, 1), []),
+        ((4, 18), ["bigtime=0", "inobtcount=0", "nrext64=0", "exchange=0", "parent=0"]),
+        ((5, 10), ["nrext64=0", "exchange=0", "parent=0"]),
+        ((5, 19), ["exchange=0", "parent=0"]),
+        ((6, 9), ["exchange=0", "parent=0"]),
+        ((6, 10), []),
     ],
 )
 def test_xfs_has_no_feature_that_the_oldest_kernel_cannot_mount(
@@ -168,7 +169,7 @@ class OldMkfs:
         """Refuse the first word that is not known, in the order in which options are read."""
         self.calls.append(words)
         for option, value in pairwise(words):
-            for one in value.split(",") if option in ("-m", "-i") else ():
+            for one in value.split(",") if option in ("-m", "-i", "-n") else ():
                 if one.partition("=")[0] not in (*self.features, *OLDEST_FEATURES):
                     return Result(1, "", f"unknown option {option} {one}\nUsage: mkfs.xfs\n")
         return Result(0, "", "")
@@ -179,7 +180,12 @@ OLDEST_FEATURES = ("crc", "finobt", "reflink", "rmapbt", "sparse")
 
 @pytest.mark.parametrize(
     ("features", "calls"),
-    [((), 2), (("bigtime", "inobtcount"), 2), (("bigtime", "inobtcount", "nrext64"), 1)],
+    [
+        ((), 2),
+        (("bigtime", "inobtcount"), 2),
+        (("bigtime", "inobtcount", "nrext64"), 2),
+        (("bigtime", "inobtcount", "nrext64", "exchange", "parent"), 1),
+    ],
 )
 def test_an_mkfs_that_does_not_know_a_feature_is_run_without_it(
     features: tuple[str, ...], calls: int
