@@ -9,6 +9,7 @@ may, also where the file's own file system is on a volume: only the node's root 
 import enum
 import fcntl
 import os
+import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,10 +17,14 @@ from functools import cached_property
 from pathlib import Path
 
 from lvm import sysfs
+from lvm.labels import Kind, dashed
 
 _VOLUME_UUID = "LVM-"
 # Documentation/admin-guide/devices.txt: floppy disks, CD-ROMs.
 _REMOVABLE_MAJORS = {"2", "11"}
+# Devices that other storage drivers and hypervisors give to pods and guests.
+_FOREIGN = ("rbd", "nbd", "drbd", "zd")
+_SESSION = re.compile(r"session\d+")
 _LOOP_GET_STATUS64 = 0x4C05
 # struct loop_info64: lo_device, lo_inode, lo_rdevice.
 _LOOP_INFO = struct.Struct("=3Q208x")
@@ -103,6 +108,15 @@ class BlockDevices:
         """
         return dict(self._judged(backings))
 
+    def kind(self, name: str, backings: Mapping[str, int]) -> Kind:
+        """Who may have written a device: told by all that it stands on."""
+        return max(one.kind for one in _Stacks(self._devices, backings).every(name))
+
+    def active_groups(self, name: str) -> frozenset[str]:
+        """The UUIDs of the groups that have active volumes directly on a device."""
+        holders = (self._devices.get(one) for one in self._devices[name].holders)
+        return frozenset(one.group_uuid for one in holders if one and one.is_volume)
+
     def _judged(self, backings: Mapping[str, int]) -> Iterator[tuple[str, Excluded]]:
         partitioned = {one.disk for one in self._devices.values() if one.disk}
         stacks = _Stacks(self._devices, backings)
@@ -145,6 +159,20 @@ class _Device:
     @cached_property
     def is_volume(self) -> bool:
         return self.name.startswith("dm-") and self._word("dm/uuid").startswith(_VOLUME_UUID)
+
+    @property
+    def group_uuid(self) -> str:
+        """The group's, which lvm2 puts before a logical volume's own (build_dm_uuid())."""
+        return dashed(self._word("dm/uuid").removeprefix(_VOLUME_UUID)[:32])
+
+    @cached_property
+    def kind(self) -> Kind:
+        """Who may have written it, by itself."""
+        if self.name.startswith(_FOREIGN):
+            return Kind.FOREIGN
+        # iSCSI: /sys/devices/platform/hostN/sessionN/…
+        is_iscsi = any(_SESSION.fullmatch(part) for part in self._place.resolve().parts)
+        return Kind.ATTACHED if self.is_loop or is_iscsi else Kind.LOCAL
 
     @cached_property
     def mapper_name(self) -> str:
@@ -206,14 +234,16 @@ class _Stacks:
 
     def first(self, name: str, wanted: Callable[[_Device], bool]) -> _Device | None:
         """The first such device in the stack, from the top."""
+        return next(filter(wanted, self.every(name)), None)
+
+    def every(self, name: str) -> Iterator[_Device]:
+        """A device, and all that it stands on, from the top."""
         stack, seen = [self._devices[name]], {name}
         for one in stack:
-            if wanted(one):
-                return one
+            yield one
             new = [other for other in self.below(one) if other.name not in seen]
             seen |= {other.name for other in new}
             stack += new
-        return None
 
     def is_opaque(self, device: _Device) -> bool:
         """A loop device of which it is not known, or no longer to be seen, what it is over."""

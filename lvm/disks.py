@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -109,6 +109,12 @@ class KernelDisks:
             paths[name]: one for name, one in devices.excluded(known).items() if name in paths
         }
         found |= self._each(labels.read, paths.values() - found.keys(), end)
+        names = {path: name for name, path in paths.items()}
+        for path, one in found.items():
+            if isinstance(one, PhysicalLabel):
+                kind = devices.kind(names[path], known)
+                groups = devices.active_groups(names[path])
+                found[path] = replace(one, kind=kind, active_groups=groups)
         return {path: one for path, one in found.items() if one is not None}
 
     def fingerprint(

@@ -10,6 +10,7 @@ device from being detached and a disk from being removed. It is opened for readi
 udev's watch, which waits for writers to close, is not woken.
 """
 
+import enum
 import errno
 import itertools
 import mmap
@@ -76,6 +77,17 @@ class Mark:
     texts: tuple[Position, ...]
 
 
+class Kind(enum.IntEnum):
+    """Who may have written a disk, the most trusted first; by that disks are told apart."""
+
+    # The node's own, or one that the operator named.
+    LOCAL = 0
+    # Of a file or a network, perhaps for a tenant: loop devices, iSCSI.
+    ATTACHED = 1
+    # A volume of another driver or a guest: rbd, nbd, drbd, zvols.
+    FOREIGN = 2
+
+
 @dataclass(frozen=True)
 class PhysicalLabel:
     """A disk that is a physical volume.
@@ -91,6 +103,9 @@ class PhysicalLabel:
     group: Group | None
     # What is wrong with it, though lvm2 may have another copy.
     damage: tuple[str, ...] = ()
+    # From the kernel: its kind, and the UUIDs of the groups that have active volumes on it.
+    kind: Kind = Kind.LOCAL
+    active_groups: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -313,7 +328,12 @@ def _dashed(uuid: bytes) -> str:
     text = uuid.decode("ascii", "replace")
     if not _UUID.fullmatch(text):
         raise Damage("the label has no UUID")
-    return "-".join(text[start:end] for start, end in itertools.pairwise(_UUID_CUTS))
+    return dashed(text)
+
+
+def dashed(uuid: str) -> str:
+    """A UUID of 32 characters as lvm2 writes it everywhere but in labels and in the kernel."""
+    return "-".join(uuid[start:end] for start, end in itertools.pairwise(_UUID_CUTS))
 
 
 def _checksum(data: bytes) -> int:

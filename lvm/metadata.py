@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lvm import tags
+
 # lvm2's form of configuration (lvm.conf(5)): `name { … }` and `name = value`, where a value is a
 # number, a string or a list. Nothing here goes back to try again, so that no text takes long.
 _BLANK = r"(?:\s|\#[^\n]*+)*+"
@@ -35,6 +37,8 @@ class Group:
     status: frozenset[str] = frozenset()
     system_id: str = ""
     lock_type: str = ""
+    # Whether it, or something in it, bears a tag of Carver's.
+    has_own_tags: bool = False
 
     @property
     def is_exported(self) -> bool:
@@ -49,32 +53,33 @@ class Group:
 
 def group(text: str) -> Group:
     """What the beginning of the metadata says, which is of the group and its disks; or Damage."""
-    name, settings = "", dict[tuple[str, ...], str]()
-    for place, value in _settings(text):
+    name, found = "", dict[tuple[str, ...], str]()
+    for place, value in settings(text):
         name = name or place[0]
         if place[1:2] == ("logical_volumes",):
             break
         if place[0] == name:
-            settings[place[1:]] = value
+            found[place[1:]] = value
     try:
         return Group(
             name,
-            _string(settings["id",]),
-            int(settings["seqno",]),
+            _string(found["id",]),
+            int(found["seqno",]),
             tuple(
                 _string(value)
-                for place, value in settings.items()
+                for place, value in found.items()
                 if place[0] == "physical_volumes" and place[2:] == ("id",)
             ),
-            frozenset(map(_string, _STRINGS.findall(settings.get(("status",), "")))),
-            _string(settings.get(("system_id",), "")),
-            _string(settings.get(("lock_type",), "")),
+            frozenset(strings(found.get(("status",), ""))),
+            _string(found.get(("system_id",), "")),
+            _string(found.get(("lock_type",), "")),
+            f'"{tags.PREFIX}' in text,
         )
     except (KeyError, ValueError):
         raise Damage("the metadata tell of no group") from None
 
 
-def _settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
+def settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
     """Each setting with the sections that it is in, in the order of the text; or Damage."""
     sections: list[str] = []
     at = 0
@@ -91,6 +96,11 @@ def _settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
             raise Damage("the metadata end what was not begun")
     if sections or not _NOTHING_MORE.fullmatch(text, at):
         raise Damage("the metadata are not in lvm2's form")
+
+
+def strings(value: str) -> list[str]:
+    """The strings in a list."""
+    return [_string(one) for one in _STRINGS.findall(value)]
 
 
 def _string(value: str) -> str:

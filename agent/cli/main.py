@@ -241,6 +241,7 @@ def _node_findings(config: settings.Config) -> "Sequence[Finding]":
         host.run,
         lambda: known().recent()[0],
         refused=lambda: known().refused,
+        ignored=lambda: known().ignored,
     )
     return preflight.everything(node)
 

@@ -4,7 +4,7 @@ Read from LVM and the kernel with the service's own modules, so it is true wheth
 service runs. One lvm2 command; nothing is changed.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -55,6 +55,8 @@ class Group:
     missing_disks: int = 0
     # Why it is not used though it is here.
     problem: str = ""
+    # The disks that claim to be its own and are not, and why.
+    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def read(settings: Config, host: Host) -> Overview:
         endpoint=str(settings.endpoint),
         serving=sockets.is_served(settings.endpoint),
         classes=tuple(_class(one, now, carvings) for one in settings.classes),
-        groups=tuple(_group(name, now, known.refused) for name in settings.groups),
+        groups=tuple(_group(name, now, known) for name in settings.groups),
         pools=tuple(_pools(known.own_groups(now))),
         volumes=tuple(
             _volume(host.kernel, mounts, one, known.device(str(one.id)), diagnosis.of(one, mounts))
@@ -172,7 +174,15 @@ def read(settings: Config, host: Host) -> Overview:
 def known_to(settings: Config, host: Host) -> Inventory:
     """The inventory that the service has, with its own lvm2; raises NotReady."""
     lvm = sources.look(host.run, host.kernel, settings)
-    return Inventory(Engines(lvm, host.disks, host.devices, settings.groups), host.devices)
+    devices = sources.found(host.kernel, settings)
+    engines = Engines(
+        lvm,
+        host.disks,
+        host.devices,
+        settings.groups,
+        listed=lambda name: devices.get(name, ()),
+    )
+    return Inventory(engines, host.devices)
 
 
 def _class(one: DeviceClass, now: report.Report, carvings: Carvings) -> Class:
@@ -183,10 +193,10 @@ def _class(one: DeviceClass, now: report.Report, carvings: Carvings) -> Class:
     return Class(one.name, one.group, one.layout.kind, one.fs_type, one.default, largest)
 
 
-def _group(name: str, now: report.Report, refused: Mapping[str, errors.GroupRefused]) -> Group:
+def _group(name: str, now: report.Report, known: Inventory) -> Group:
     group = now.groups.get(name)
     if group is None:
-        return Group(name, present=False, problem=str(refused.get(name, "")))
+        return Group(name, present=False, problem=str(known.refused.get(name, "")))
     return Group(
         name,
         present=True,
@@ -194,6 +204,7 @@ def _group(name: str, now: report.Report, refused: Mapping[str, errors.GroupRefu
         free_bytes=group.free_extents * group.extent_size_bytes,
         disks=len(group.disks),
         missing_disks=group.missing_disks,
+        ignored=tuple(known.ignored.get(name, ())),
     )
 
 

@@ -161,6 +161,9 @@ def _details(seen: Overview) -> Iterable[RenderableType]:
         for at in one.places
     ]
     lines += [Text(one.problem, style="bold red") for one in seen.groups if one.problem]
+    lines += [
+        Text(f"{one.name}: {told}", style="bold red") for one in seen.groups for told in one.ignored
+    ]
     troubles = [(one.name, one.health) for one in seen.volumes]
     troubles += [(one.name, one.health) for one in seen.snapshots]
     lines += [

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from functools import partial
@@ -59,8 +59,8 @@ class _Stuck:
 class Engine:
     """A volume group by its name. `node` is how lvm2 is called on this node.
 
-    `scan` tells of the node's disks. `run` runs lvm2 for this group: by a session, if any, which
-    `renew` has another shell for.
+    `scan` tells of the node's disks, `listed` which of them the operator named for the group. `run`
+    runs lvm2 for this group: by a session, if any, which `renew` has another shell for.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Engine:
         devices: Devices,
         scan: Callable[[], Mapping[str, Found]],
         renew: Callable[[], None] | None = None,
+        listed: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.name = name
         self.queue = Queue(f"volume group {name}")
@@ -87,7 +88,8 @@ class Engine:
         self.tried_seconds = 0.0
         self.problem: Exception | None = None
         self._run = run
-        self._sight = Sight(name, replace(node, run=self._watched), disks, devices, scan, renew)
+        node = replace(node, run=self._watched)
+        self._sight = Sight(name, node, disks, devices, scan, renew, listed)
         # Who looks: one at a time.
         self._looks = Queue(f"volume group {name}", MOST_LOOKING)
         self._guard = threading.Lock()
@@ -133,6 +135,11 @@ class Engine:
     def is_changed(self) -> bool:
         """Whether something may have changed it since it was looked at with success."""
         return self._changed or bool(self._stuck) or self.problem is not None
+
+    @property
+    def ignored(self) -> Sequence[tuple[str, str]]:
+        """The disks that claim to be the group's and are not, each with the reason."""
+        return self._sight.ignored
 
     @property
     def is_outdated(self) -> bool:

@@ -6,16 +6,18 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
 
 from agent import admission
 from agent.ending import side_by_side
 from agent.engine.disks import names_of
 from agent.engine.engine import Engine
-from lvm import command, lvm2
+from lvm import command, filters, lvm2
 from lvm import errors as lvm_errors
 from lvm.devices import Devices
 from lvm.disks import PATIENCE_SECONDS, Disks, Found
-from lvm.labels import PhysicalLabel
+from lvm.labels import Kind, PhysicalLabel
 from lvm.lvm2 import Lvm
 from lvm.session import Session
 
@@ -55,7 +57,8 @@ class Turns:
 class Engines:
     """One for each group that the configuration names, and for others that ids name.
 
-    `session` makes the `Run` by which an engine talks to lvm2.
+    `session` makes the `Run` by which an engine talks to lvm2. `listed` has the devices of a group
+    that Carver makes.
     """
 
     def __init__(
@@ -65,12 +68,14 @@ class Engines:
         devices: Devices,
         names: Sequence[str],
         session: Callable[[str], Session] | None = None,
+        listed: Callable[[str], Sequence[str]] = lambda _name: (),
     ) -> None:
         self.names = tuple(names)
         self.node = node
         self._disks = disks
         self._devices = devices
         self._session = session
+        self._listed = listed
         self._guard = threading.Lock()
         self._engines: dict[str, Engine] = {}
         self._sessions: list[Session] = []
@@ -145,12 +150,19 @@ class Engines:
         paths = {os.path.realpath(one) for one in self.node.devices}
         found = self._disks.scan(patience, paths)
         if paths:
-            return found
+            return {path: _trusted(one) for path, one in found.items()}
         root = self.node.root
-        listed = None if root is None else lvm2.listed_disks(root)
-        if listed is None:
+        if root is None:
             return found
-        return {path: one for path, one in found.items() if _is_listed(one, listed)}
+        if (listed := lvm2.listed_disks(root)) is not None:
+            # lvm2 heeds no filter then.
+            return {p: _trusted(one) for p, one in found.items() if _is_listed(one, listed)}
+        accepts = filters.read(root)
+        return {p: one for p, one in found.items() if accepts(p)} if accepts else found
+
+    def listed(self, name: str) -> frozenset[str]:
+        """The disks that the operator named for a group, by their own paths."""
+        return frozenset(os.path.realpath(one) for one in self._listed(name))
 
     def promise(self, group: str, name: str, facts: Mapping[str, str]) -> None:
         """Have a volume bear facts as tags, soon (`Engine.promise`)."""
@@ -200,7 +212,16 @@ class Engines:
             session = self._session(name)
             self._sessions.append(session)
             run, renew = session, session.renew
-        made = Engine(name, self.node, run, self._disks, self._devices, self.scan, renew)
+        made = Engine(
+            name,
+            self.node,
+            run,
+            self._disks,
+            self._devices,
+            self.scan,
+            renew,
+            partial(self.listed, name),
+        )
         self._engines[name] = made
         return made
 
@@ -211,6 +232,11 @@ def _when_done(awaited: Sequence[Future[None]], turn: ExitStack) -> None:
         awaited[0].add_done_callback(lambda _: _when_done(awaited[1:], turn))
     else:
         turn.close()
+
+
+def _trusted(found: Found) -> Found:
+    """A disk that the operator allowed by name, whatever kind it is of."""
+    return replace(found, kind=Kind.LOCAL) if isinstance(found, PhysicalLabel) else found
 
 
 def _is_listed(found: Found, listed: frozenset[str]) -> bool:

@@ -187,6 +187,14 @@ class Inventory(Activation):
         return {name: one for name, one in told.items() if isinstance(one, errors.GroupRefused)}
 
     @property
+    def ignored(self) -> Mapping[str, Sequence[str]]:
+        """The disks that claim to be a group's and are not, by the groups, as it was seen last."""
+        return {
+            engine.name: tuple(f"{path} is not used: it {why}" for path, why in engine.ignored)
+            for engine in self._engines
+        }
+
+    @property
     def problem(self) -> Exception | None:
         """Why lvm2 gave no report of a group when it was asked last; no command."""
         return next((one.problem for one in self._engines if one.problem is not None), None)

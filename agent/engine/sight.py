@@ -9,8 +9,9 @@ and when it is old. What the metadata do not say, such as whether a volume is ac
 the kernel.
 """
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from agent import errors
@@ -19,6 +20,8 @@ from lvm import command, devicemapper, report
 from lvm.devices import Devices
 from lvm.disks import Disks, Fingerprint, Found
 from lvm.lvm2 import Lvm
+
+_log = logging.getLogger(__name__)
 
 # What is wrong without a trace in the metadata is found out this late.
 _LASTS_SECONDS = 600.0
@@ -43,7 +46,8 @@ class _Known:
 class Sight:
     """Looks at one group; one look at a time. `node` is how lvm2 is called for it.
 
-    `scan` tells of the node's disks; `renew` has a session with lvm2, if any, begun anew.
+    `scan` tells of the node's disks, `listed` which of them the operator named for the group;
+    `renew` has a session with lvm2, if any, begun anew.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Sight:
         devices: Devices,
         scan: Callable[[], Mapping[str, Found]],
         renew: Callable[[], None] | None = None,
+        listed: Callable[[], Collection[str]] = tuple,
     ) -> None:
         # Whether a disk came, went or moved, perhaps.
         self.is_outdated = True
@@ -64,6 +69,9 @@ class Sight:
         self._scan = scan
         self._renew = renew
         self._location: Location | None = None
+        # Where it was when it was here last: what is no more than called like it is not believed.
+        self._before: Location | None = None
+        self._listed = listed
         # When its disks were looked for last (monotonic, seconds).
         self._located = 0.0
         self._known: _Known | None = None
@@ -84,6 +92,11 @@ class Sight:
     def has(self, disk: str) -> bool:
         """Whether that path was a disk of the group when it was looked at last."""
         return self._location is not None and disk in self._location.disks
+
+    @property
+    def ignored(self) -> Sequence[tuple[str, str]]:
+        """The disks that claim to be the group's and are not, each with the reason."""
+        return () if self._before is None else self._before.ignored
 
     def forget(self) -> None:
         """A command may have done anything: what is known of the group is true no more.
@@ -146,7 +159,7 @@ class Sight:
         # Before the look: what changes meanwhile may be in it, or not.
         self.is_outdated, self._located = False, time.monotonic()
         try:
-            found = locate(self._scan(), self._name)
+            found = locate(self._scan(), self._name, self._before, self._listed())
         except errors.GroupRefused:
             self.is_outdated, self._location = True, None
             raise
@@ -155,7 +168,15 @@ class Sight:
             raise
         # In one step: a command that others begin meanwhile sees the disks as they were.
         self._location = found
+        if found is not None:
+            self._tell(found)
+            self._before = found
         return found
+
+    def _tell(self, found: Location) -> None:
+        """Log once which disks only claim to be the group's."""
+        for path, why in set(found.ignored) - set(self.ignored):
+            _log.warning("volume group %s: %s is ignored: it %s", self._name, path, why)
 
     def _shown(self, location: Location) -> report.Group | None:
         """What lvm2 says of the group there; None where it says of none, or of one on others."""

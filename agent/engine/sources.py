@@ -74,6 +74,10 @@ class Foundations:
                 " rename it (`vgrename`), or correct the list",
             )
 
+    def listed(self, group: str) -> Sequence[str]:
+        """The devices that Carver makes a group of; none where it does not make it."""
+        return self.devices.get(group, ())
+
     def absent(self, group: report.Group) -> list[str]:
         """The devices that are listed for a group, and are none of its disks."""
         there = self._numbers(disk.name for disk in group.disks)
@@ -124,7 +128,7 @@ def lay(lvm: Lvm, laid: Foundations, config: Config, engines: Engines, name: str
     kernel, is_here = laid.kernel, True
     with _noted(laid.failures, name):
         _found_on(lvm, laid, config, one, _devices(kernel, one))
-        is_here = locate(engines.scan(), name) is not None
+        is_here = locate(engines.scan(), name, listed=engines.listed(name)) is not None
     if not is_here:
         own = _seeing(lvm, kernel, laid.devices[name])
         known = report.read(own)
@@ -165,8 +169,13 @@ def _found_on(
 
 def look(run: Run, kernel: Kernel, config: Config) -> Lvm:
     """lvm2 as `lay` would have it called, without making anything; raises NotReady."""
-    devices = {one.group: _found(kernel, one) for one in config.foundations}
+    devices = found(kernel, config)
     return replace(on_node(run, config), devices=_confined(kernel, config, devices))
+
+
+def found(kernel: Kernel, config: Config) -> Mapping[str, Sequence[str]]:
+    """The devices of each group that Carver makes, without making anything; raises NotReady."""
+    return {one.group: _found(kernel, one) for one in config.foundations}
 
 
 @contextmanager

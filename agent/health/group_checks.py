@@ -1,6 +1,6 @@
 """What is wrong with the groups that classes name: not here, not whole, or kept from this node."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from agent.engine import sources
 from agent.engine.sources import Foundations
 from agent.health.verdicts import FAIL, PASS, WARN, Seen
 from lvm import errors as lvm_errors
-from lvm import lvm2, report
+from lvm import filters, lvm2, report
 from lvm.command import Run
 from lvm.report import Group, Report
 from mount.syscalls import Kernel
@@ -27,14 +27,16 @@ class Node:
     known: Report
     # Of groups that the report lacks though they are here.
     refused: Mapping[str, errors.GroupRefused]
+    # The disks that claim to be a group's and are not, each as a sentence.
+    ignored: Mapping[str, Sequence[str]]
     root: Path
 
 
 def every(node: Node) -> Iterator[Seen]:
-    """What there is to say of each group. Where a devices file may hide some, one command."""
+    """What there is to say of each group; a command where filters or a devices file hide some."""
     listed = {one.group: one.devices for one in node.settings.foundations if one.devices}
     foundations = sources.Foundations(node.kernel, listed)
-    unfiltered = _without_devices_file(node)
+    unfiltered = _unfiltered(node)
     for name in node.settings.groups:
         group, whole = node.known.groups.get(name), unfiltered.get(name)
         if (refusal := node.refused.get(name)) is not None:
@@ -43,6 +45,9 @@ def every(node: Node) -> Iterator[Seen]:
             yield _hidden(name, group, node.root)
         elif group is not None:
             yield from _present(node, foundations, group)
+            for told in node.ignored.get(name, ()):
+                remedy = "detach it, or rename its group (`vgrename UUID NAME`)"
+                yield WARN, f"volume group {name}: {told}", remedy
         elif name in listed:
             yield (
                 WARN,
@@ -91,9 +96,14 @@ def _present(node: Node, foundations: Foundations, group: Group) -> Iterator[See
 
 
 def _hidden(name: str, group: Group | None, root: Path) -> Seen:
-    file = lvm2.devices_file(root)
-    listing = f"the node's devices file does not list (/{file.relative_to(root) if file else ''})"
-    remedy = f"`vgimportdevices {name}` on the node, if it shall be used; see lvmdevices(8)"
+    if (file := lvm2.devices_file(root)) is not None:
+        listing = f"the node's devices file does not list (/{file.relative_to(root)})"
+        remedy = f"`vgimportdevices {name}` on the node, if it shall be used; see lvmdevices(8)"
+    else:
+        listing = (
+            "the filters in the node's lvm.conf reject (devices/filter, devices/global_filter)"
+        )
+        remedy = "correct the filter, or name the disks in the setting `devices`"
     if group is None:
         told = f"is on disks that {listing}, so lvm2 does not use it, and its classes have no room"
         return WARN, f"volume group {name} {told}", remedy
@@ -113,15 +123,17 @@ def _blocks(kernel: Kernel, group: Group) -> Mapping[int, list[str]]:
     return found
 
 
-def _without_devices_file(node: Node) -> Mapping[str, Group]:
-    """The groups as they would be without the node's devices file: a command, where it matters."""
+def _unfiltered(node: Node) -> Mapping[str, Group]:
+    """The groups without the node's devices file and filters: a command, where it matters."""
     named = node.settings.groups
     there = [node.known.groups[one] for one in named if one in node.known.groups]
     is_well = len(there) == len(named) and not any(one.missing_disks for one in there)
-    # `devices` outweighs such a file: it is not heeded then.
-    if is_well or node.settings.devices or lvm2.devices_file(node.root) is None:
+    has_any = lvm2.devices_file(node.root) is not None or filters.read(node.root) is not None
+    # `devices` outweighs both: they are not heeded then.
+    if is_well or node.settings.devices or not has_any:
         return {}
-    settings = (*lvm2.without_udev(), "devices/use_devicesfile=0")
+    everything = ('devices/filter=["a|.*|"]', 'devices/global_filter=["a|.*|"]')
+    settings = (*lvm2.without_udev(), "devices/use_devicesfile=0", *everything)
     try:
         return report.read(lvm2.Lvm(node.run, settings=settings)).groups
     except lvm_errors.LvmError:

@@ -51,6 +51,8 @@ class Node:
     root: Path = Path("/")
     # Of groups that the last report lacks though they are here.
     refused: Callable[[], Mapping[str, errors.GroupRefused]] = dict
+    # The disks that claim to be a group's and are not, each as a sentence.
+    ignored: Callable[[], Mapping[str, Sequence[str]]] = dict
 
     def at(self, path: str) -> Path:
         """A path of the machine's."""
@@ -202,7 +204,9 @@ def _groups(node: Node) -> Iterator[Seen]:
         yield FAIL, str(error), "mend that first; the groups cannot be looked at without it"
         return
     root = node.at(str(node.settings.lvm_root))
-    seen = group_checks.Node(node.settings, node.kernel, node.run, known, node.refused(), root)
+    seen = group_checks.Node(
+        node.settings, node.kernel, node.run, known, node.refused(), node.ignored(), root
+    )
     yield from group_checks.every(seen)
 
 

@@ -60,6 +60,7 @@ class Reason(enum.Enum):
     WRITE_CACHE_ERRORS = "WriteCacheErrors", DATA_LOSS, ""
     MEDIUM_ERRORS = "MediumErrors", DATA_LOSS, STORAGE_DEGRADED
 
+    DISK_IGNORED = "DiskIgnored", "", STORAGE_DEGRADED
     FILE_SYSTEM_TOOLS_MISSING = "FileSystemToolsMissing", "", STORAGE_DEGRADED, "mount"
     LOOP_DEVICES_MISSING = "LoopDevicesMissing", "", STORAGE_DEGRADED, "block"
     DISK_NOT_RESPONDING = "DiskNotResponding", "", STORAGE_UNREACHABLE

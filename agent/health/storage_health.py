@@ -59,6 +59,13 @@ class StorageHealth:
 
     def _of_engine(self, engine: Engine, until_seconds: float) -> Iterator[Condition]:
         named, problem = f"volume group {engine.name}", engine.problem
+        for path, why in engine.ignored:
+            yield Condition(
+                Reason.DISK_IGNORED,
+                f"{path} is not used for {named}: it {why}. Detach it, or rename its group"
+                " (`vgrename UUID NAME`)",
+                engine.time_seconds,
+            )
         if isinstance(problem, errors.GroupRefused):
             yield Condition(Reason.GROUP_REFUSED, str(problem), engine.time_seconds)
             return

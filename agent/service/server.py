@@ -85,7 +85,14 @@ class Service:
         foundations: Foundations = sources.NONE,
     ) -> None:
         sessions = _sessions(config, host, lvm.run, host.converse) if host.converse else None
-        engines = self.engines = Engines(lvm, host.disks, host.devices, config.groups, sessions)
+        engines = self.engines = Engines(
+            lvm,
+            host.disks,
+            host.devices,
+            config.groups,
+            sessions,
+            listed=foundations.listed,
+        )
         known = self.inventory = Inventory(engines, host.devices, foundations)
         self.node = preflight.Node(
             config,
@@ -93,6 +100,7 @@ class Service:
             host.run,
             lambda: known.recent()[0],
             refused=lambda: known.refused,
+            ignored=lambda: known.ignored,
         )
         self.admission = Admission()
         self.readiness = Readiness(known, self.node, self.admission)

@@ -192,6 +192,7 @@ def test_the_doctor_tells_of_a_group_that_was_mixed_by_force(
         host.run,
         report.read(host.lvm),
         {},
+        {},
         tmp_path,
     )
     (verdict, message, remedy), (whole, *_) = group_checks.every(node)

@@ -181,7 +181,7 @@ def test_of_disks_those_are_used_that_the_node_s_devices_file_lists(
         known = report.read(node)
         assert (group in known.groups) == (listed > 0), "as lvm2 has it"
         looked = group_checks.Node(
-            configured.carver(tmp_path, group), host.kernel, host.run, known, {}, root
+            configured.carver(tmp_path, group), host.kernel, host.run, known, {}, {}, root
         )
         [(found, message, remedy)] = group_checks.every(looked)
         assert found == verdict

@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from agent import errors
 from agent.engine import engine as module
 from agent.engine import sight
-from agent.engine.disks import locate
+from agent.engine.disks import Location, locate
 from agent.engine.engine import Engine
 from agent.engine.engines import Engines
 from lvm import errors as lvm_errors
 from lvm import report, volumes
 from lvm.command import Result, time_limit
 from lvm.disks import Fingerprint, Found, Unanswered
-from lvm.labels import PhysicalLabel
+from lvm.labels import Kind, PhysicalLabel
 from lvm.metadata import Group
 
 MIB = 1 << 20
@@ -227,18 +227,34 @@ def test_a_disk_that_came_or_went_is_seen_without_udev(
     twin = fake.lvm2.add_group("twin", [10])
     twin.name = "data"
     known.look()
+    assert not known.ignored
     now += sight._BLIND_SECONDS
-    with pytest.raises(errors.GroupRefused):
-        known.look()
-    assert known.state == "refused"
+    known.look()
+    [ignored] = known.ignored
+    assert ignored[0] == twin.disks[0].name
+    assert "another group of that name" in ignored[1]
 
 
 def test_udev_s_word_has_the_disks_looked_at_at_once(fake: FakeHost, known: Engine) -> None:
     known.look()
     fake.lvm2.add_group("twin", [10]).name = "data"
     known.outdate()
+    assert known.look() is not None
+    assert len(known.ignored) == 1
+    del fake.lvm2.groups["twin"]
+    known.outdate()
+    assert known.look() is not None
+    assert known.state == "ready"
+    assert not known.ignored
+
+
+def test_twins_that_nothing_tells_apart_are_refused_until_one_is_gone(
+    fake: FakeHost, known: Engine
+) -> None:
+    fake.lvm2.add_group("twin", [10]).name = "data"
     with pytest.raises(errors.GroupRefused):
         known.look()
+    assert not known.answers
     del fake.lvm2.groups["twin"]
     assert known.look() is not None
     assert known.state == "ready"
@@ -409,10 +425,16 @@ def told(
     seqno: int = 1,
     status: frozenset[str] = frozenset(),
     lock_type: str = "",
+    kind: Kind = Kind.LOCAL,
+    active: bool = False,
+    own: bool = False,
 ) -> PhysicalLabel:
     """A disk whose metadata tell of a group."""
-    group = Group(name, uuid, seqno, disks or (disk,), status, lock_type=lock_type)
-    return PhysicalLabel(disk, 1 << 30, True, group)
+    group = Group(
+        name, uuid, seqno, disks or (disk,), status, lock_type=lock_type, has_own_tags=own
+    )
+    groups = frozenset({uuid} if active else ())
+    return PhysicalLabel(disk, 1 << 30, True, group, kind=kind, active_groups=groups)
 
 
 def bare(disk: str) -> PhysicalLabel:
@@ -474,6 +496,121 @@ def test_what_nobody_can_tell_apart_or_use_is_refused_and_told(case: str) -> Non
         locate(found, "data")
     for one in words:
         assert one in str(refused.value)
+
+
+OTHER = "BBBBBB"
+BEFORE = Location(DATA, ("/dev/sda", "/dev/sdb"), disk_uuids=("1", "2"))
+INTRUDERS: dict[str, PhysicalLabel] = {
+    "the name": told("9", uuid=OTHER, seqno=99),
+    "name and UUID": told("9", seqno=99),
+    "name and UUID, and says that the group's disks are its own": told(
+        "9", "1", "2", "9", seqno=99
+    ),
+    "a whole copy": told("1", "1", "2", seqno=99),
+    "a copy that has another disk": told("1", "1", "9", seqno=99),
+}
+
+
+def own(kind: Kind = Kind.LOCAL, *, active: bool = False, own: bool = False) -> dict[str, Found]:
+    """The group's own two disks."""
+    return {
+        "sda": told("1", "1", "2", kind=kind, active=active, own=own),
+        "sdb": told("2", "1", "2", kind=kind, active=active, own=own),
+    }
+
+
+@pytest.mark.parametrize("intruder", INTRUDERS)
+@pytest.mark.parametrize("kind", Kind)
+def test_a_group_that_is_known_keeps_its_disks(intruder: str, kind: Kind) -> None:
+    found = at(**own(), zzz=replace(INTRUDERS[intruder], kind=kind))
+    located = locate(found, "data", BEFORE)
+    assert located == BEFORE
+    assert [path for path, _ in located.ignored] == ["/dev/zzz"]
+
+
+PROVED: dict[str, tuple[dict[str, Found], Kind]] = {
+    "loop": (own(), Kind.ATTACHED),
+    "rbd": (own(), Kind.FOREIGN),
+    "rbd beside loop": (own(Kind.ATTACHED), Kind.FOREIGN),
+    "local, not active": (own(active=True), Kind.LOCAL),
+    "local, without tags": (own(own=True), Kind.LOCAL),
+    "loop beside loop, not active": (own(Kind.ATTACHED, active=True), Kind.ATTACHED),
+}
+
+
+@pytest.mark.parametrize(
+    ("intruder", "case"),
+    [
+        (intruder, case)
+        for intruder in INTRUDERS
+        for case in PROVED
+        # Of two disks of one kind, each may tell of the other: as after a vgextend by hand.
+        if "says that" not in intruder or case in ("loop", "rbd", "rbd beside loop")
+    ],
+)
+def test_at_a_start_the_better_proved_disks_are_the_group_s(intruder: str, case: str) -> None:
+    ours, theirs = PROVED[case]
+    found = at(**ours, zzz=replace(INTRUDERS[intruder], kind=theirs))
+    located = locate(found, "data")
+    assert located is not None
+    assert located.disks == ("/dev/sda", "/dev/sdb")
+    assert [path for path, _ in located.ignored] == ["/dev/zzz"]
+
+
+@pytest.mark.parametrize("intruder", INTRUDERS)
+def test_a_group_is_on_the_disks_that_the_operator_listed(intruder: str) -> None:
+    found = at(**own(Kind.ATTACHED), zzz=INTRUDERS[intruder])
+    located = locate(found, "data", listed=("/dev/sda", "/dev/sdb"))
+    assert located is not None
+    assert located.disks == ("/dev/sda", "/dev/sdb")
+
+
+@pytest.mark.parametrize("intruder", INTRUDERS)
+def test_another_driver_s_disk_is_never_a_group_by_itself(intruder: str) -> None:
+    found = at(zzz=replace(INTRUDERS[intruder], kind=Kind.FOREIGN))
+    assert locate(found, "data") is None
+    assert locate(found, "data", listed=("/dev/sda",)) is None
+    assert locate(found, "data", listed=("/dev/zzz",)) is not None
+
+
+def test_a_group_that_went_is_not_replaced_by_one_without_a_disk_in_common() -> None:
+    assert locate(at(zzz=INTRUDERS["the name"]), "data", BEFORE) is None
+    assert locate(at(zzz=INTRUDERS["name and UUID"]), "data", BEFORE) is None
+    # As where it comes back on another path.
+    located = locate(at(sdx=told("1", "1", "2"), sdy=told("2", "1", "2")), "data", BEFORE)
+    assert located is not None
+    assert located.disks == ("/dev/sdx", "/dev/sdy")
+
+
+def test_a_known_group_follows_what_is_done_to_it_by_hand() -> None:
+    grown = (told("1", "1", "2", "3", seqno=2), told("2", "1", "2", "3", seqno=2))
+    new = told("3", "1", "2", "3", seqno=2)
+    located = locate(at(sda=grown[0], sdb=grown[1], sdc=new), "data", BEFORE)
+    assert located is not None
+    assert located.disks == ("/dev/sda", "/dev/sdb", "/dev/sdc")
+    # One was taken out; it is no physical volume of any group then.
+    less = told("2", "2", seqno=5)
+    located = locate(at(sda=replace(bare("1"), is_used=False), sdb=less), "data", BEFORE)
+    assert located is not None
+    assert located.disks == ("/dev/sdb",)
+    # It was removed, and made anew of other disks.
+    gone = replace(bare("1"), is_used=False)
+    located = locate(at(sda=gone, sdc=told("3", uuid=OTHER)), "data", BEFORE)
+    assert located is not None
+    assert located.uuid == OTHER
+    # It was renamed, and another has the name since.
+    renamed = {"sda": told("1", name="old"), "sdc": told("3", uuid=OTHER)}
+    located = locate(at(**renamed), "data", BEFORE)
+    assert located is not None
+    assert located.uuid == OTHER
+
+
+def test_a_foreign_disk_that_hangs_is_no_reason_to_wait_for_a_known_group() -> None:
+    before = Location(DATA, ("/dev/sda",), frozenset({"2"}), disk_uuids=("1",))
+    found = at(sda=told("1", "1", "2"), rbd0=Unanswered())
+    assert locate(found, "data", before) == before
+    with pytest.raises(errors.GroupSilent):
+        locate(at(sda=told("1", "1", "2"), rbd0=Unanswered()), "data", BEFORE)
 
 
 def test_a_disk_that_does_not_answer_leaves_open_whether_a_group_is_here() -> None:

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +139,7 @@ def test_a_group_that_no_class_names_and_that_is_not_here_proves_nothing(client:
 def test_a_group_that_is_refused_is_told_with_why(
     client: Client, service: Service, fake: FakeHost, volume: csi.Volume
 ) -> None:
-    data = fake.lvm2.groups["data"]
-    disk = replace(data.disks[0], name="/dev/fake-twin-0")
-    fake.lvm2.groups["twin"] = replace(data, disks=[disk])
+    fake.lvm2.groups["data"].exported = True
     service.inventory.outdate()
     with pytest.raises(GroupRefused):
         engine(service).look()

@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
-from fakes.sysfs import Sysfs
+from fakes.sysfs import GROUP_OF_VOLUMES, Sysfs
 
 from lvm.blockdevices import BlockDevices, Excluded, Why
+from lvm.labels import Kind
 
 
 @pytest.fixture
@@ -30,6 +31,34 @@ def test_disks_partitions_and_loop_devices_over_files_may_be_physical_volumes(
         "loop1": Excluded(Why.EMPTY),
         "nvme0n1": Excluded(Why.PARTITIONED),
     }
+
+
+def test_who_may_have_written_a_disk_is_told_by_all_that_it_stands_on(sysfs: Sysfs) -> None:
+    foreign = ("rbd0", "nbd3", "drbd1000", "zd16")
+    for number, name in enumerate(foreign):
+        sysfs.add(name, f"24{number}:0")
+    sysfs.add("rbd0p1", "240:1", disk="rbd0")
+    sysfs.add("loop0", "7:0")
+    sysfs.add("dm-0", "253:0", on=("sda",), dm__uuid="CRYPT-LUKS2-x")
+    sysfs.add("dm-1", "253:1", on=("loop0",), dm__uuid="CRYPT-LUKS2-y")
+    sysfs.add("md0", "9:0", on=("sda", "nbd3"))
+    sysfs.add("sdb", "8:16", above="platform/host3/session1/target3:0:0/3:0:0:1/block")
+    devices = BlockDevices(sysfs.root)
+    kinds = {name: devices.kind(name, {"loop0": 0}) for name in devices.names}
+    assert kinds == {
+        **dict.fromkeys((*foreign, "rbd0p1", "md0"), Kind.FOREIGN),
+        **dict.fromkeys(("loop0", "dm-1", "sdb"), Kind.ATTACHED),
+        **dict.fromkeys(("sda", "dm-0"), Kind.LOCAL),
+    }
+
+
+def test_the_groups_with_active_volumes_on_a_disk_are_told_by_the_kernel(sysfs: Sysfs) -> None:
+    sysfs.add("sdb", "8:16")
+    sysfs.volume("dm-0", "253:0", "sda")
+    sysfs.add("dm-1", "253:1", on=("sdb",), dm__uuid="CRYPT-LUKS2-x")
+    devices = BlockDevices(sysfs.root)
+    assert devices.active_groups("sda") == {GROUP_OF_VOLUMES}
+    assert devices.active_groups("sdb") == frozenset()
 
 
 def test_a_disk_that_volumes_are_on_stays_one_and_the_volumes_are_none(sysfs: Sysfs) -> None:

@@ -53,7 +53,7 @@ def test_a_label_tells_of_the_disk_and_of_its_group(tmp_path: Path) -> None:
     status = frozenset({"RESIZEABLE", "READ", "WRITE", "EXPORTED"})
     text = metadata(7, ', "EXPORTED"', **added)
     label = look(tmp_path, Image([Area(text=text)]))
-    group = Group("data", GROUP_UUID, 7, DASHED, status, **added)
+    group = Group("data", GROUP_UUID, 7, DASHED, status, "node 1", "sanlock", has_own_tags=True)
     assert label == PhysicalLabel(DASHED[0], DISK_BYTES, True, group)
     assert label.group is not None
     assert label.group.is_exported

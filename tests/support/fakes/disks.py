@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from fakes.devices import DEVICE_MAPPER_MAJOR, FakeDevices
 from fakes.lvm import FakeDisk, FakeGroup, FakeLvm
 
+from lvm import tags
 from lvm.blockdevices import Excluded, Why
 from lvm.disks import PATIENCE_SECONDS, Fingerprint, Found, Unanswered
 from lvm.labels import Mark, PhysicalLabel, Position
@@ -74,6 +75,7 @@ def _label(group: FakeGroup, disk: FakeDisk) -> PhysicalLabel:
     if not group.system_id:
         # Else it is a flag that an lvm2 which knows of no system ids does not know either.
         status.add("WRITE")
+    every_tags = [group.tags, *(one.tags for one in group.volumes.values())]
     told = Group(
         group.name,
         group.uuid,
@@ -82,5 +84,11 @@ def _label(group: FakeGroup, disk: FakeDisk) -> PhysicalLabel:
         frozenset(status),
         group.system_id,
         group.lock_type,
+        has_own_tags=any(tags.decode(frozenset(one)) for one in every_tags),
     )
-    return PhysicalLabel(disk.uuid, size_bytes, True, told)
+    is_active = any(
+        one.active and (disk.name in one.extents or not one.extents)
+        for one in group.volumes.values()
+    )
+    groups = frozenset({group.uuid} if is_active else ())
+    return PhysicalLabel(disk.uuid, size_bytes, True, told, active_groups=groups)

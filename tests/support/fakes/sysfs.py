@@ -8,6 +8,8 @@ from pathlib import Path
 from lvm.blockdevices import BlockDevices, Excluded
 
 LVM = "LVM-" + "g" * 32 + "v" * 32
+# The UUID of the group in that, as lvm2 writes it.
+GROUP_OF_VOLUMES = "gggggg-gggg-gggg-gggg-gggg-gggg-gggggg"
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,11 @@ class Sysfs:
         on: tuple[str, ...] = (),
         disk: str = "",
         size: str = "8192",
+        above: str = "pci0/block",
         **more: str,
     ) -> None:
         """A device; what it stands on bears it as a holder. `more` are files: dm__uuid."""
-        above = self._place(disk) if disk else self.root / "devices/pci0/block"
-        place = above / name
+        place = (self._place(disk) if disk else self.root / "devices" / above) / name
         for one in ("slaves", "holders"):
             (place / one).mkdir(parents=True)
         for file, text in {"dev": number, "size": size, **more}.items():
