@@ -30,9 +30,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.WouldBeLost, Code.FAILED_PRECONDITION),
     (agent.errors.NotRepairable, Code.FAILED_PRECONDITION),
     (agent.errors.InlineTotal, Code.RESOURCE_EXHAUSTED),
-    # Of these only kubelet lets a pod start, with the volume as it is: of OUT_OF_RANGE, not of
-    # RESOURCE_EXHAUSTED.
-    (agent.errors.CannotGrow, Code.OUT_OF_RANGE),
+    # Only after this code kubelet lets a pod start with the volume as it is.
+    (agent.errors.CannotGrow, Code.FAILED_PRECONDITION),
     (agent.errors.VolumeInUse, Code.FAILED_PRECONDITION),
     (agent.errors.NotOverwritten, Code.FAILED_PRECONDITION),
     (agent.errors.NotSwept, Code.FAILED_PRECONDITION),
@@ -137,7 +136,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (mount.errors.TargetInUse, Code.FAILED_PRECONDITION),
     (mount.errors.TargetError, Code.INTERNAL),
     (mount.errors.RenewFailed, Code.INTERNAL),
-    (mount.errors.GrowFailed, Code.INTERNAL),
+    # As for CannotGrow: the pod starts with the file system as it is.
+    (mount.errors.GrowFailed, Code.FAILED_PRECONDITION),
     (mount.errors.LoopFailed, Code.INTERNAL),
     # CSI spec, "Error Scheme": the secrets of the call are not valid.
     (mount.errors.WrongKey, Code.UNAUTHENTICATED),

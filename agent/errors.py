@@ -228,7 +228,9 @@ class CannotGrow(AgentError):
 
     def __init__(self, volume_id: str, problem: str) -> None:
         super().__init__(
-            f"volume {volume_id!r} cannot grow here: {problem}. Ask for less, or make room"
+            f"cannot grow volume {volume_id!r}: {problem}; it stays as large as it is. Make room,"
+            " and have it unstaged and staged again (scale to 0 and wait), or lower the claim's"
+            " request"
         )
 
 

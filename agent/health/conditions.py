@@ -234,7 +234,15 @@ def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Conditi
     elif volume.health and not kernel_tells:
         reason, remedy = _reported(volume)
         yield Condition(reason, f"logical volume {name} is {volume.health}: {remedy.format(name)}")
-    if volume.wanted_bytes:
+    if volume.wanted_bytes and not volume.copy_on_write_snapshots:
+        yield Condition(
+            Reason.EXPANSION_PENDING,
+            f"logical volume {name} is smaller than the {volume.wanted_bytes} bytes that its claim"
+            f" asks for: volume group {volume.group.name}, or its pool, had no room for that. Make"
+            " room (`vgextend`), and scale its workload to 0 until it is unstaged; or lower the"
+            " claim's request",
+        )
+    elif volume.wanted_bytes:
         yield Condition(
             Reason.EXPANSION_PENDING,
             f"logical volume {name} is smaller than the {volume.wanted_bytes} bytes that it shall"

@@ -49,6 +49,9 @@ class Statistics:
     usage: usage.Usage | None
 
 
+_log = logging.getLogger(__name__)
+
+
 class Access:
     """Carries out the Node's calls."""
 
@@ -152,7 +155,11 @@ class Access:
         if _may_be_larger(seen) and not call.capability.read_only:
             # Each time, also where it is mounted: an earlier call may have ended before this.
             at = VolumeAt(call.volume_id, call.staging_path)
-            self.fill_device(at, call.keys, if_possible=True)
+            try:
+                self.fill_device(at, call.keys, if_possible=True)
+            except mount_errors.GrowFailed as error:
+                # A pod shall start with what there is; NodeExpandVolume tells why it is no more.
+                _log.warning("volume %s is staged as it is: %s", call.volume_id, error)
 
     def _mount(
         self, call: StageVolume, device: Device, fs_type: str, before: table.Table | None = None

@@ -3,10 +3,11 @@
 lvm2 extends the origin of copy-on-write snapshots only while it is not active. A cluster asks a
 node to expand a volume when a pod has it, so that moment would never come by itself. What was asked
 for is put on record then, as a tag, and the call is FAILED_PRECONDITION: of this code kubelet lets
-the pod go on, or start, and asks again when the volume is mounted next
-(pkg/volume/util/operationexecutor/node_expander.go). OK with the present size would not do, for
-kubelet reads no size in the answer and notes the claim as grown. The next stage finds the record
-and grows the volume while it is nobody's: it is deactivated, extended, and activated as ever.
+the pod go on, or start, and asks again when the volume is mounted next (expandOnPlugin in
+pkg/volume/util/operationexecutor/node_expander.go). So it is where there is no room: after any
+other code the pod does not start. OK with the present size would not do, for kubelet reads no size
+in the answer and notes the claim as grown. The next stage finds the record and grows the volume
+while it is nobody's: it is deactivated, extended, and activated as ever.
 
 A wish that the volume's size meets is none, so it needs no step of its own to be dropped. Killed
 before the tag is written, the caller calls again; killed after it, or between deactivation and
@@ -16,6 +17,7 @@ it is, for a pod shall start, and the wish stays.
 """
 
 import logging
+from contextlib import suppress
 from dataclasses import replace
 
 from agent import errors, fact, ids
@@ -71,18 +73,37 @@ class Expander:
                     held = volume.copy_on_write_snapshots
                     raise errors.GrowsLater(call.volume_id, wanted, held, str(error)) from None
             if volume.wanted_bytes > wanted and call.size.required_bytes:
-                self._mark(volume, {})
+                self._record(volume, {})
         return replace(volume, size_bytes=max(wanted, volume.size_bytes))
 
     def expand_in_use(self, call: ExpandVolume) -> Volume:
-        """The same where the volume is used; raises CannotGrow where there is no room.
+        """Expand a volume that a pod has, or is about to have; one command more where it fails.
 
-        A pod shall have what there is, as it cannot be anywhere else.
+        Raises CannotGrow where there is no room, or lvm2 refuses: the pod shall have what there is,
+        as it cannot be anywhere else. What was asked for is on record then, and tried again at the
+        next stage.
         """
         try:
             return self.expand(call)
-        except (errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull) as error:
+        except (
+            errors.NoRoom,
+            lvm_errors.NoSpace,
+            lvm_errors.MetadataFull,
+            lvm_errors.CommandFailed,
+        ) as error:
+            # A full group may have no room for the record either.
+            with suppress(lvm_errors.LvmError):
+                self._require_later(call)
             raise errors.CannotGrow(call.volume_id, str(error)) from None
+
+    def _require_later(self, call: ExpandVolume) -> None:
+        """Put on record what is asked for, where the volume is smaller."""
+        group = ids.group_of(call.volume_id)
+        with self._engines.hold(group):
+            volume = self._inventory.usable(self._inventory.read(group), call.volume_id)
+            wanted = _wanted_bytes(volume, call.size)
+            if wanted > volume.size_bytes:
+                self._put_on_record(volume, wanted)
 
     def is_due(self, volume_id: str) -> bool:
         """Whether a volume is smaller than is on record, by the last report; no command."""
@@ -145,15 +166,15 @@ class Expander:
 
     def _put_on_record(self, volume: Volume, size_bytes: int) -> None:
         if volume.wanted_bytes != size_bytes:
-            self._mark(volume, {fact.WANTED: str(size_bytes)})
-            # So that those who only glimpse, as staging of a raw block volume does, know of it.
-            self._inventory.read(volume.group.name)
+            self._record(volume, {fact.WANTED: str(size_bytes)})
 
-    def _mark(self, volume: Volume, new: dict[str, str]) -> None:
+    def _record(self, volume: Volume, new: dict[str, str]) -> None:
         old = {key: volume.facts[key] for key in (fact.WANTED,) if key in volume.facts}
         volumes.mark(
             self._engines.lvm(volume.group.name), volume.group.name, volume.name, old=old, new=new
         )
+        # So that those who only glimpse, as staging of a raw block volume does, know of it.
+        self._inventory.read(volume.group.name)
 
 
 def _wanted_bytes(volume: Volume, size: SizeRange) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from callers.directories import Directories
 from callers.objects import PersistentVolume, Pod
 from callers.plugin import Answer, Plugin
-from callers.rules import Reaction
+from callers.rules import NOT_FINAL, Reaction
 
 from agent.config.settings import DRIVER_NAME
 from agent.csi.client import Mode, mounted
@@ -40,6 +40,10 @@ class Kubelet:
         self._published: dict[Pod, PersistentVolume] = {}
         # Where the pod that came last has each raw block volume.
         self._mapped: dict[str, str] = {}
+        # The names of volumes whose growth is not tried before they are unmounted, and of those of
+        # which it failed for good (actual_state_of_world.go).
+        self._in_use: set[str] = set()
+        self._failed: set[str] = set()
 
     def step(self) -> None:
         """Do what is due for the pods of this node, and let go of volumes that none of them has."""
@@ -58,6 +62,8 @@ class Kubelet:
 
     def restart(self) -> None:
         """Find in the directory what was published, and mount what pods have once more."""
+        self._in_use.clear()
+        self._failed.clear()
         for pod in self._published:
             pod.is_running = False
 
@@ -173,12 +179,19 @@ class Kubelet:
         return True
 
     def _grow(self, pod: Pod) -> bool:
-        """Expand what is smaller than its PersistentVolume; whether the pod can go on."""
+        """Expand what is smaller than its PersistentVolume; whether the pod can go on.
+
+        After an infeasible error, too, the mount fails: only a later try lets the pod pass, if the
+        claim is marked still (`node_expander.go`, expandOnPlugin).
+        """
         claim = pod.claim
         volume = claim.volume
         assert volume is not None
         if claim.is_infeasible or claim.capacity_bytes >= volume.size_bytes or pod.read_only:
             return True
+        if volume.name in self._in_use:
+            return True
+        has_changed = claim.size_bytes != volume.size_bytes and volume.name in self._failed
         if not self._backoff.is_due(self, claim):
             return True
         request = csi.NodeExpandVolumeRequest(
@@ -193,11 +206,16 @@ class Kubelet:
         answer = self._plugin.ask("NodeExpandVolume", request)
         if answer.reaction is Reaction.GOES_ON:
             claim.capacity_bytes = volume.size_bytes
+            self._failed.discard(volume.name)
             self._backoff.succeeded(self, claim)
             return True
-        claim.is_infeasible = answer.reaction is Reaction.INFEASIBLE
+        if answer.code not in NOT_FINAL:
+            self._failed.add(volume.name)
+            claim.is_infeasible = answer.reaction is Reaction.MARKS or has_changed
         self._backoff.failed(self, claim)
-        return answer.reaction in (Reaction.INFEASIBLE, Reaction.WAITS)
+        if answer.reaction is Reaction.WAITS:
+            self._in_use.add(volume.name)
+        return answer.reaction is Reaction.WAITS
 
     def _end(self, pod: Pod) -> None:
         pod.is_running = False
@@ -226,6 +244,7 @@ class Kubelet:
             self._backoff.succeeded(self, volume.name)
             self._directories.remove(path)
             del self._staged[volume.name]
+            self._in_use.discard(volume.name)
         else:
             self._backoff.failed(self, volume.name)
 

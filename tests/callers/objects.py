@@ -48,8 +48,6 @@ class Claim:
     volume: PersistentVolume | None = None
     # What the pod can write: less than the volume's size until the node has grown it.
     capacity_bytes: int = 0
-    # The size that the resizer has seen.
-    asked_bytes: int = 0
     is_infeasible: bool = False
     is_deleted: bool = False
     # CreateVolume may still be at work: it is called until the answer is final.

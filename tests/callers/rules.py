@@ -25,6 +25,7 @@ class Reaction(enum.Enum):
     FORGETS = "takes it for not done; repeats it while it is wanted, and undoes nothing"
     BLOCKS = "repeats it; a pod that starts waits for it in ContainerCreating"
     INFEASIBLE = "marks the claim, and goes on without"
+    MARKS = "marks the claim; a pod that starts waits, as the resizer takes the mark away"
     WAITS = "waits until the volume is out of use"
     KEEPS = "keeps the capacity object as it is, or has none"
     ENDS = "ends, and is started again"
@@ -239,10 +240,11 @@ RULES = (
     Rule(
         KUBELET,
         "NodeExpandVolume",
-        "kubernetes `pkg/volume/csi/expander.go` nodeExpandWithClient",
+        "kubernetes `pkg/volume/csi/expander.go` nodeExpandWithClient;"
+        " `pkg/volume/util/operationexecutor/node_expander.go` expandOnPlugin",
         Reaction.BLOCKS,
         _each(NOT_FINAL, Reaction.REPEATS)
-        | _each(NEVER, Reaction.INFEASIBLE)
+        | _each(NEVER, Reaction.MARKS)
         | {"FAILED_PRECONDITION": Reaction.WAITS},
         "VolumeResizeFailed",
         ("volume_id", "volume_path", "capacity_range", "staging_target_path", "volume_capability"),

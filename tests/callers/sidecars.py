@@ -121,7 +121,6 @@ class Provisioner(Sidecar):
             context=dict(made.volume_context),
         )
         claim.capacity_bytes = made.capacity_bytes
-        claim.asked_bytes = claim.size_bytes
         self._sync_capacities()
 
     def _delete(self, volume: PersistentVolume) -> None:

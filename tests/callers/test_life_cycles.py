@@ -4,6 +4,7 @@ What was recorded of real callers has neither xfs and btrfs nor thin volumes, in
 snapshots, changes of a VolumeAttributesClass, nor a kubelet or a node that is started anew.
 """
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import configured
 import pytest
 from callers.cluster import Cluster
 from callers.machines import Machine
-from callers.objects import StorageClass
+from callers.objects import Claim, Pod, StorageClass
 from callers.rules import Reaction
 from real.any import AnyHost
 
@@ -227,21 +228,86 @@ def test_a_group_snapshot_is_taken_asked_for_again_and_deleted(
     end(cluster, machine)
 
 
-def test_growth_without_room_lets_the_pod_run_and_is_taken_back(
-    cluster: Cluster, machine: Machine
+def replace_pod(cluster: Cluster, claim: Claim) -> Pod:
+    """A person scales to 0 and back: the volume is unstaged between."""
+    for pod in cluster.pods:
+        pod.is_deleted = True
+    assert cluster.run_until(lambda: not cluster.pods, seconds=600)
+    return cluster.pod(claim)
+
+
+def runs(cluster: Cluster) -> bool:
+    return cluster.run_until(lambda: all(one.is_running for one in cluster.pods), seconds=600)
+
+
+def expansions(cluster: Cluster) -> int:
+    """How often a node was asked to expand a volume."""
+    return sum(one.rule.method == "NodeExpandVolume" for one in cluster.answers)
+
+
+def health(machine: Machine, claim: Claim) -> dict[str, str]:
+    """What is said against a claim's volume, by the reason."""
+    assert claim.volume is not None
+    request = csi.NodeGetVolumeHealthRequest(volume_id=claim.volume.id)
+    found = machine.plugin.ask("NodeGetVolumeHealth", request).response.volume_health
+    return {one.reason: one.message for one in found.health_statuses}
+
+
+@pytest.mark.parametrize("running", [True, False], ids=["its pod runs", "it has no pod"])
+@pytest.mark.parametrize("storage_class", ["plain", "thin"])
+def test_a_claim_that_cannot_grow_has_its_pod_run_and_is_set_right_when_it_is_made_smaller(
+    storage_class: str, running: bool, cluster: Cluster, machine: Machine
 ) -> None:
+    claim = cluster.claim(storage_class)
+    cluster.pod(claim)
+    assert settled(cluster), cluster.told()
+    if running:
+        cluster.expand(claim, 10**12)
+        assert cluster.run_until(lambda: "ExpansionPending" in health(machine, claim), seconds=60)
+    pod = replace_pod(cluster, claim)
+    cluster.expand(claim, 10**12)
+    assert runs(cluster), cluster.told()
+    assert "had no room" in health(machine, claim)["ExpansionPending"]
+    # Nobody asks again and again.
+    asked = expansions(cluster)
+    cluster.run_until(lambda: False, seconds=3600)
+    assert expansions(cluster) == asked
+    assert pod.is_running
+    cluster.expand(claim, 48 * MIB)
+    for _ in range(2):
+        replace_pod(cluster, claim)
+        assert runs(cluster), cluster.told()
+    assert settled(cluster), cluster.told()
+    assert claim.capacity_bytes == 48 * MIB
+    assert health(machine, claim) == {}
+    in_use = [one for one in cluster.answers if one.reaction is Reaction.WAITS]
+    assert {one.code for one in in_use} == {"FAILED_PRECONDITION"}
+    cluster.answers[:] = [one for one in cluster.answers if one not in in_use]
+    end(cluster, machine)
+
+
+def test_a_file_system_that_cannot_grow_has_its_pod_run(
+    cluster: Cluster, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     claim = cluster.claim("plain")
     cluster.pod(claim)
     assert settled(cluster), cluster.told()
-    cluster.expand(claim, 4096 * MIB)
-    assert cluster.run_until(lambda: claim.is_infeasible, seconds=60)
-    # Its next pod starts all the same.
-    cluster.pods[0].is_deleted = True
-    late = cluster.pod(claim)
-    assert cluster.run_until(lambda: late.is_running, seconds=600)
-    cluster.expand(claim, 48 * MIB)
+    with monkeypatch.context() as refusing:
+        refusing.setattr(machine.host.kernel, "grow_ext4", refuse)
+        cluster.expand(claim, 48 * MIB)
+        for _ in range(2):
+            replace_pod(cluster, claim)
+            assert runs(cluster), cluster.told()
+        assert claim.capacity_bytes == 32 * MIB
+    replace_pod(cluster, claim)
     assert settled(cluster), cluster.told()
-    cluster.answers[:] = [one for one in cluster.answers if one.code != "OUT_OF_RANGE"]
+    assert claim.capacity_bytes == 48 * MIB
+    in_use = [one for one in cluster.answers if one.reaction is Reaction.WAITS]
+    assert all("No space left on device" in one.message for one in in_use)
+    cluster.answers[:] = [one for one in cluster.answers if one not in in_use]
     end(cluster, machine)
 
 

@@ -428,12 +428,21 @@ def test_node_expansion_below_the_present_size_keeps_it(
 
 
 @pytest.mark.variation
-def test_node_expansion_without_room_is_infeasible_and_a_smaller_one_succeeds(
+def test_node_expansion_without_room_is_on_record_and_a_smaller_one_succeeds(
     client: Client, volume: csi.Volume, staging: Path
 ) -> None:
     client.stage(volume, staging)
     room = client.capacity().available_capacity
-    with expect.code("OUT_OF_RANGE", str(room), "make room"):
+    for _ in range(2):
+        with expect.code("FAILED_PRECONDITION", str(room), "Make room"):
+            client.node_expand(volume.volume_id, staging, 68 * MIB + room)
+    [told] = client.node_health(volume.volume_id).health_statuses
+    assert told.reason == "ExpansionPending"
+    assert "had no room" in told.message
+    # A smaller claim withdraws it, also one that the volume's size meets already.
+    client.node_expand(volume.volume_id, staging, 64 * MIB)
+    assert not client.node_health(volume.volume_id).health_statuses
+    with expect.code("FAILED_PRECONDITION"):
         client.node_expand(volume.volume_id, staging, 68 * MIB + room)
     assert client.node_expand(volume.volume_id, staging, 72 * MIB).capacity_bytes == 72 * MIB
     # RecoverVolumeExpansionFailure: a claim that is lowered is less than the volume has by then.

@@ -373,8 +373,11 @@ class Model:
         if call.limit_bytes and wanted - header > call.limit_bytes:
             _refuse("OUT_OF_RANGE")
         if wanted - volume.size_bytes > self.free_bytes:
-            # Kubelet takes OUT_OF_RANGE for infeasible, and keeps a pod waiting on the other.
-            _refuse("RESOURCE_EXHAUSTED" if isinstance(call, do.Expand) else "OUT_OF_RANGE")
+            if isinstance(call, do.Expand):
+                _refuse("RESOURCE_EXHAUSTED")
+            # Kubelet lets a pod start after this only; it grows at a later stage, if it can.
+            volume.wanted_bytes = wanted
+            _refuse("FAILED_PRECONDITION")
         if wanted > volume.size_bytes and volume.active and self.has_snapshots(call.volume):
             if self.of(call.volume):
                 volume.wanted_bytes = wanted
@@ -560,7 +563,8 @@ class Model:
         volume = self.volumes[call.volume]
         told = volume.open_bytes or volume.size_bytes
         enough = call.required_bytes <= told
-        if not enough or (call.limit_bytes and told > call.limit_bytes):
+        is_due = volume.wanted_bytes > volume.size_bytes
+        if is_due or not enough or (call.limit_bytes and told > call.limit_bytes):
             self._grow(call)
             told = volume.capacity_bytes
         self._grow_open(volume, call.key)
@@ -568,7 +572,8 @@ class Model:
             mine = [one for one in self.of(call.volume).values() if one.kind == "fs"]
             full = volume.contents == "xfs" and volume.fs_bytes == volume.capacity_bytes
             if all(one.read_only for one in mine) and not full:
-                _refuse("INTERNAL")  # the kernel grows no file system through a read-only mount
+                # The kernel grows no file system through a read-only mount.
+                _refuse("FAILED_PRECONDITION")
             volume.fs_bytes = volume.capacity_bytes
         return told
 
