@@ -98,8 +98,8 @@ class Opening:
             tags = self._sealed(volume, device, key)
             if self._has_now_its_own(volume, device, keys, key):
                 tags = {}
-            is_changed = self._unlock(volume, device, keys, key)
-        self._mappings.copies.keep(device, anew=is_changed)
+            self._unlock(volume, device, keys, key)
+        self._mappings.copies.keep(device)
         mapping = self._inventory.mapping(volume)
         if mapping is None:
             raise lvm_errors.Inactive(volume.group.name, mapping_name(device))
@@ -125,11 +125,10 @@ class Opening:
         try:
             volume = self._inventory.require(volume_id)
             try:
-                is_changed = self._rotate(volume, device, keys, keys.present)
+                self._rotate(volume, device, keys, keys.present)
             except mount_errors.WrongKey:
                 self._record(volume, _PENDING)
                 raise
-            self._mappings.copies.keep(device, anew=is_changed)
         except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError, OSError) as error:
             _log.warning("volume %s does not have the key of its secret: %s", volume_id, error)
         else:
@@ -197,16 +196,13 @@ class Opening:
         if not volume.header_bytes:
             raise errors.HeaderDamaged(str(volume.id), f"its tag `{fact.HEADER}` is lost")
 
-    def _unlock(self, volume: Volume, device: Device, keys: Keys, key: Key) -> bool:
-        """Open it by the key, or by the one before, which is no key of it afterwards.
-
-        Whether its keys changed.
-        """
+    def _unlock(self, volume: Volume, device: Device, keys: Keys, key: Key) -> None:
+        """Open it by the key, or by the one before, which is no key of it afterwards."""
         previous = _other(keys.previous, key)
-        is_changed = is_unknown = False
+        is_unknown = False
         if previous or fact.ROTATING in volume.facts or _is_newer(volume, keys):
             try:
-                is_changed = self._rotate(volume, device, keys, key)
+                self._rotate(volume, device, keys, key)
             except (errors.AgentError, lvm_errors.LvmError) as error:
                 # Nothing can be put on record now. It is opened by the key that it has.
                 is_unknown = True
@@ -219,10 +215,9 @@ class Opening:
             self._open(volume, device, previous)
         if not (is_unknown or volume.is_ephemeral):
             self._known[str(volume.id)] = keys.digests()
-        return is_changed
 
-    def _rotate(self, volume: Volume, device: Device, keys: Keys, key: Key) -> bool:
-        """Have a key be the volume's, and the one before none of it; whether its header changed.
+    def _rotate(self, volume: Volume, device: Device, keys: Keys, key: Key) -> None:
+        """Have a key be the volume's, and the one before none of it, nor of the header's copy.
 
         Open or not. Killed anywhere, it opens by one of the two, and the next call does the rest.
         Raises WrongKey where neither opens it; then nothing is changed.
@@ -240,11 +235,13 @@ class Opening:
             for one in old:
                 self._cryptsetup.kill(path, key.data, one)
         left = self._slots(volume, device)
-        is_changed, is_alone = left != slots, {*left} & {*_USUAL} <= {fits}
-        if is_alone and (is_changed or fact.ROTATING in volume.facts or _is_newer(volume, keys)):
+        is_changed = left != slots or fact.ROTATING in volume.facts
+        if is_changed:
+            # The copy opens by the old key.
+            self._mappings.copies.keep(device, anew=True)
+        if {*left} & {*_USUAL} <= {fits} and (is_changed or _is_newer(volume, keys)):
             named = {fact.KEY_GENERATION: keys.generation} if keys.generation else {}
             self._record(volume, named)
-        return is_changed
 
     def _old_slots(
         self,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import chosen
@@ -23,6 +23,7 @@ from lvm import errors, report, tags
 from lvm.layout import Layout
 from lvm.pools import Policy
 from mount import luks
+from mount.syscalls import Kernel
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -237,7 +238,8 @@ def test_a_key_that_a_volume_is_known_to_have_costs_nothing_again(
     assert cost() == []
     used.publish("c", NAMED)
     # No slot opens by the new one; the old key does; the new one's is proved, then the old killed.
-    assert cost() == ["open", "open", "luksAddKey", "open", "luksKillSlot"]
+    added = ["open", "open", "luksAddKey", "open", "luksKillSlot"]
+    assert cost() == [*added, "luksHeaderBackup"]
     for pod in "abc":
         used.publish(pod, NAMED)
     used.stage(NAMED)
@@ -304,6 +306,7 @@ def test_a_copy_that_gets_a_master_key_of_its_own_has_the_new_key_too(
 @pytest.fixture
 def node(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
     """A service that can be killed."""
+    config = replace(config, header_backups=tmp_path / "headers")
     made = Node(host, config, config.classes[0].group, tmp_path)
     made.start()
     yield made
@@ -353,6 +356,12 @@ def test_a_rotation_that_was_killed_at_any_step_is_brought_to_its_end(
                 assert set(used.slots()) & {0, 1}
                 CALLS[name](used)
             assert used.facts() == {"keyGeneration": "2026-11"}, (stop_at, before)
+            # Nor does the copy of the header that is kept open by the old key.
+            assert node.config.header_backups is not None
+            [kept] = node.config.header_backups.iterdir()
+            backup = luks.read(Kernel(), str(kept))
+            assert backup is not None
+            assert backup.slots == used.slots(), (stop_at, before)
             for pod in "ab":
                 used.unpublish(pod)
             used.opens_by(NEW)
