@@ -1,5 +1,7 @@
 """The facts that are kept as tags: their names, as LVM's metadata have them."""
 
+from lvm import report
+
 # NAME is on every volume of Carver's, and on no other.
 NAME = "name"
 STATE = "state"
@@ -80,11 +82,8 @@ MOVE_TO = "moveTo"
 MOVE_WORD = "moveWord"
 # Put there by an operator: what of a deleted volume lies on missing disks is not waited for.
 GIVEN_UP = "givenUp"
-# Of a group: its free extents hold what is to be overwritten before anyone gets them.
-SWEEP = "sweep"
-# The same of these disks alone: their UUIDs, and what is between them.
-SWEEP_DISKS = "sweepDisks"
-BETWEEN = "+"
+# Of a group: see lvm.report, which tells by them which disks are unclean.
+SWEEP, SWEEP_DISKS, BETWEEN = report.SWEEP, report.SWEEP_DISKS, report.BETWEEN
 
 # What STATE may say.
 READY = "ready"

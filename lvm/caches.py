@@ -184,6 +184,7 @@ def _with_mode(lvm: Lvm, cache: Cache) -> Lvm:
 
 
 def _on_fast(group: Group, extents: int) -> Sequence[str]:
-    disks = [disk.name for disk in group.disks if disk.fast and disk.unallocated_extents]
+    usable = (disk for disk in group.disks if disk.fast and not disk.unclean)
+    disks = [disk.name for disk in usable if disk.unallocated_extents]
     named = [word for disk in disks for word in ("--cachedevice", disk)]
     return (*named, "--cachesize", f"{extents * group.extent_size_bytes}b")

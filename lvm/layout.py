@@ -193,13 +193,16 @@ def growth_placement(group: Group, volume: LogicalVolume, layout: Layout) -> tup
 
 
 def anywhere(group: Group) -> tuple[str, ...]:
-    """The disks to name for what may lie on any but the fast ones; none where all are alike.
+    """The disks to name for what may lie on any but fast or unclean ones; none where all may do.
 
-    Full ones are among them: with none named, lvm2 would take the fast ones.
+    Full ones are among them: with none named, lvm2 would take the others.
     """
-    if not any(disk.fast for disk in group.disks):
+    if not any(disk.fast or disk.unclean for disk in group.disks):
         return ()
-    return tuple(disk.name for disk in group.disks if not (disk.fast or disk.missing))
+    left_out = (disk.fast or disk.unclean or disk.missing for disk in group.disks)
+    return tuple(
+        disk.name for disk, is_out in zip(group.disks, left_out, strict=True) if not is_out
+    )
 
 
 def copy_on_write_bytes(origin_bytes: int, wish: "Reserve", group: Group) -> int:
@@ -244,5 +247,9 @@ def parse_percent(text: str) -> float | None:
 
 def _roomiest(disks: Sequence[PhysicalVolume], count: int) -> list[PhysicalVolume]:
     """The usable disks with the most free extents, roomiest first; of equals, the first."""
-    usable = [disk for disk in disks if disk.allocatable and not (disk.missing or disk.fast)]
+    usable = [
+        disk
+        for disk in disks
+        if disk.allocatable and not (disk.missing or disk.fast or disk.unclean)
+    ]
     return sorted(usable, key=lambda disk: -disk.free_extents)[:count]

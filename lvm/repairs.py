@@ -28,6 +28,11 @@ def close(lvm: Lvm, disk: str) -> None:
     lvm("pvchange", "--allocatable", "n", "--", disk)
 
 
+def reopen(lvm: Lvm, disk: str) -> None:
+    """Have new volumes made on a disk again, on which nothing new was made (pvchange(8))."""
+    lvm("pvchange", "--allocatable", "y", "--", disk)
+
+
 def replace_images(lvm: Lvm, group: str, name: str, disks: Sequence[str]) -> None:
     """Give a RAID volume new images for those on missing disks, on these disks (lvconvert(8)).
 

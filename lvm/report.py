@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from lvm import errors, raid
+from lvm import errors, raid, tags
 from lvm.lvm2 import Lvm
 from lvm.tuning import AUTO, PLAIN, Tuning
 
@@ -30,6 +30,9 @@ _IMAGE = re.compile(r"(.+)_r(?:image|meta)_(\d+)")
 _BELOW_CACHE = {"_tdata_corig": "cache", "_tdata_wcorig": "writecache"}
 # The tag of a disk on which nothing but caches is made (pvchange(8)).
 FAST = "carver.fast"
+# The facts of a group by which its free extents, or those of these disks by their UUIDs, are to be
+# overwritten before anyone gets them.
+SWEEP, SWEEP_DISKS, BETWEEN = "sweep", "sweepDisks", "+"
 # lib/metadata/pool_manip.c of lvm2: the one spare of a group.
 _SPARE = "[lvol0_pmspare]"
 # tools/pvmove.c of lvm2.
@@ -52,6 +55,8 @@ class PhysicalVolume:
     missing: bool
     allocatable: bool
     fast: bool = False
+    # What is free on it holds data that are to be overwritten before anyone gets it.
+    unclean: bool = False
 
     @property
     def unallocated_extents(self) -> int:
@@ -61,7 +66,12 @@ class PhysicalVolume:
 
     @property
     def free_extents(self) -> int:
-        """Extents that new volumes may use: none of a disk that is for caches."""
+        """Extents that new volumes may use: none of a disk that is for caches, or unclean."""
+        return 0 if self.unclean else self.image_extents
+
+    @property
+    def image_extents(self) -> int:
+        """Extents that images of RAIDs may be built anew on, by which they are overwritten."""
         return 0 if self.fast else self.unallocated_extents
 
 
@@ -160,7 +170,8 @@ class Group:
     @property
     def fast_free_extents(self) -> int:
         """Extents that new caches may use."""
-        return sum(disk.unallocated_extents for disk in self.disks if disk.fast)
+        usable = (disk for disk in self.disks if disk.fast and not disk.unclean)
+        return sum(disk.unallocated_extents for disk in usable)
 
     def copy_on_write_of(self, origin: str) -> list[LogicalVolume]:
         """The copy-on-write snapshots of a volume. Without it they are nothing."""
@@ -291,6 +302,8 @@ def read(lvm: Lvm, overflowed: Overflowed = lambda _disk, _offset_bytes: None) -
 def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     (row,) = part["vg"]
     name = row["vg_name"]
+    facts = tags.decode(_words(row["vg_tags"]))
+    unclean = facts.get(SWEEP_DISKS, "").split(BETWEEN)
     disks = _disks_by_volume(part["pvseg"])
     cached = _cached_pools(part["pvseg"])
     ranges = _ranges(part["seg"])
@@ -316,7 +329,10 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
         missing_disks=int(row["vg_missing_pv_count"]),
         exported=bool(row["vg_exported"]),
         lock_type=row["vg_lock_type"],
-        disks=tuple(_physical_volume(disk) for disk in part["pv"]),
+        disks=tuple(
+            _physical_volume(disk, SWEEP in facts or disk["pv_uuid"] in unclean)
+            for disk in part["pv"]
+        ),
         volumes={volume.name: volume for volume in volumes},
         spare_extents=sum(int(r["pvseg_size"]) for r in part["pvseg"] if r["lv_name"] == _SPARE),
         spare_disks=frozenset(r["pv_uuid"] for r in part["pvseg"] if r["lv_name"] == _SPARE),
@@ -324,7 +340,7 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     )
 
 
-def _physical_volume(row: Row) -> PhysicalVolume:
+def _physical_volume(row: Row, unclean: bool) -> PhysicalVolume:
     return PhysicalVolume(
         name=row["pv_name"],
         uuid=row["pv_uuid"],
@@ -333,6 +349,7 @@ def _physical_volume(row: Row) -> PhysicalVolume:
         missing=bool(row["pv_missing"]),
         allocatable=bool(row["pv_allocatable"]),
         fast=FAST in _words(row["pv_tags"]),
+        unclean=unclean,
     )
 
 

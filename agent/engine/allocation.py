@@ -56,12 +56,6 @@ def _is_told_as_pool(pool: report.LogicalVolume) -> bool:
     return pool.name == made_for and facts.get(fact.CHUNK, "").isdigit()
 
 
-def is_to_be_swept(group: report.Group, disk: report.PhysicalVolume) -> bool:
-    """Whether what is free on a disk is to be overwritten before anyone gets it."""
-    facts = tags.decode(group.tags)
-    return fact.SWEEP in facts or disk.uuid in facts.get(fact.SWEEP_DISKS, "").split(fact.BETWEEN)
-
-
 def closed(group: report.Group) -> str:
     """Why nothing is made or extended in a group now, whatever is free; empty where it is.
 
@@ -69,8 +63,9 @@ def closed(group: report.Group) -> str:
     missing"), also on the disks that are there.
     """
     if not group.missing_disks:
-        is_dirty = any(is_to_be_swept(group, disk) for disk in group.disks)
-        return "while what is free in it is being overwritten" * is_dirty
+        usable = [disk for disk in group.disks if disk.allocatable and not disk.fast]
+        is_unclean = bool(usable) and all(disk.unclean for disk in usable)
+        return "while what is free in it is being overwritten" * is_unclean
     gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
     return f"while its disk {gone} is missing; see `A disk is replaced` in docs/operations.md"
 
@@ -128,7 +123,9 @@ class Thick:
         if why := closed(group):
             return why
         disks = sum(1 for disk in group.disks if disk.free_extents)
-        return f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room"
+        unclean = ", ".join(disk.name for disk in group.disks if disk.unclean)
+        beside = f" ({unclean} is overwritten first where it is free)" if unclean else ""
+        return f"for {self.layout.kind} on {self.layout.disks} of {disks} disks with room{beside}"
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
         """One command."""

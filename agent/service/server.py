@@ -143,6 +143,7 @@ class Service:
         repairer.freed = self.giving_up.start
         self.auto_repair = AutoRepair(means, repairer)
         self.replacement = Replacement(means, repairer)
+        self.replacement.freed = self.giving_up.start
         operator = Operator(repairer, self.replacement, Listing(means), locks, config.here)
         self.ephemeral = Ephemeral(means, provision, access, locks)
         self.orphans = _orphans(config, host, known)

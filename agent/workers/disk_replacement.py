@@ -10,11 +10,13 @@ is made once more than needed finds all done. What runs behind it the kernel doe
 """
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 
 from agent import errors, fact
 from agent.engine.allocation import is_own_pool
 from agent.engine.means import Means
+from agent.engine.records import is_encrypted
 from agent.workers import giving_up
 from agent.workers.repairing import Progress, Repairer, rebuilding
 from lvm import errors as lvm_errors
@@ -38,6 +40,12 @@ class Replacement:
         self._engines, self._kernel, self._run = means.engines, means.kernel, means.run
         self._inventory = means.inventory
         self._repairer = repairer
+        self._zero = means.config.wipe == "zero"
+        # Told of a group in which extents are freed.
+        self.freed: Callable[[str], object] = lambda _group: None
+        # What a disk has once all of another lies on it, by the UUIDs of both, where nothing but
+        # that was ever moved to it: what is free on it then is as it was.
+        self._filled: dict[tuple[str, str], int] = {}
         # When a move was begun, or gone on with, by this process (monotonic, seconds).
         self._watched: dict[str, float] = {}
 
@@ -185,16 +193,35 @@ class Replacement:
         leaving: report.PhysicalVolume,
         coming: report.PhysicalVolume,
     ) -> Progress:
-        """Empty a disk that is there."""
+        """Empty a disk that is there.
+
+        What a move frees holds tenants' data: on the old disk, and where the move is broken off on
+        the new one. So both are on record before, and nobody gets what is free there. While the old
+        one is closed nothing is overwritten either; if the replacement is given up, it is.
+        """
         lvm = self._engines.lvm(group.name)
+        pair = leaving.uuid, coming.uuid
         if leaving.allocatable:
             repairs.close(lvm, leaving.name)
+        if leaving.allocated_extents or not coming.allocatable:
+            is_owed = self._zero or any(map(_is_encrypted, group.volumes.values()))
+            if is_owed and giving_up.owe(lvm, group, set(pair)):
+                self.freed(group.name)
+        if not coming.allocatable:
+            # It was to be replaced, by the other one perhaps.
+            repairs.reopen(lvm, coming.name)
         if leaving.allocated_extents:
+            if not (group.moves or coming.unclean):
+                self._filled[pair] = leaving.allocated_extents + coming.allocated_extents
+            elif not group.moves:
+                self._filled.pop(pair, None)
             since = time.monotonic() - self._watched.get(leaving.uuid, -_WATCH_SECONDS)
             if not group.moves or since >= _WATCH_SECONDS:
                 repairs.move(lvm, leaving.name, coming.name)
                 self._watched[leaving.uuid] = time.monotonic()
             return Progress(False, f"{leaving.name} is moved: {self._how_far(group)}")
+        if self._filled.pop(pair, None) == coming.allocated_extents:
+            giving_up.take_off(lvm, group, coming.uuid)
         repairs.reduce(lvm, group.name, leaving.name)
         self._engines.outdate()
         return self._settled(self._look(group.name))
@@ -243,7 +270,7 @@ class Replacement:
         """
         own, disks = group.volume(name).disks, [coming.name]
         if coming.uuid in own:
-            disks += [one.name for one in group.disks if one.uuid not in own and one.free_extents]
+            disks += [one.name for one in group.disks if one.uuid not in own and one.image_extents]
         try:
             return self._repairer.mend(group, name, disks).message
         except lvm_errors.NoSpace:
@@ -255,7 +282,12 @@ class Replacement:
         """The old disk is out; whether another may be lost by now."""
         # A change of the group behind the answer might meet that other disk's loss, and have lvm2
         # take the disk for missing for good.
-        giving_up.settle(self._engines.lvm(group.name), group)
+        if not giving_up.settle(self._engines.lvm(group.name), group):
+            self.freed(group.name)
         if told := rebuilding(self._inventory, group):
             return Progress(False, f"volumes are rebuilt: {told}")
         return Progress(True, f"{group.name} is whole")
+
+
+def _is_encrypted(logical: report.LogicalVolume) -> bool:
+    return is_encrypted(tags.decode(logical.tags))

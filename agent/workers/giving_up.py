@@ -8,9 +8,9 @@ missing any more, all its free extents are taken by a logical volume, which is o
 removed; then the tag goes.
 
 What is freed on a missing disk alone is free, with what it held, once that disk is back: lvm2 sees
-a disk as whole by itself that nothing lies on. So another tag names such disks (`sweepDisks`). Of
-those that are back the free extents are overwritten; where none is in the group any more, there is
-nothing to do.
+a disk as whole by itself that nothing lies on. So another tag names such disks (`sweepDisks`), and
+those that extents are moved between. Of those that are there the free extents are overwritten, and
+until then nobody gets any; where none is in the group any more, there is nothing to do.
 
 Killed at any moment the tag, and that volume, tell the next start what is left. The volume bears
 nothing of anyone's: while a disk is missing it is removed, and made anew when none is.
@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import Future
 
 from agent import errors, fact, ids
-from agent.engine.allocation import is_own_pool, is_to_be_swept
+from agent.engine.allocation import is_own_pool
 from agent.engine.jobs import Job, Jobs
 from agent.engine.mappings import Mappings
 from agent.engine.means import Means
@@ -41,21 +41,32 @@ def is_given_up(logical: report.LogicalVolume) -> bool:
     return fact.GIVEN_UP in tags.decode(logical.tags)
 
 
-def owe(lvm: Lvm, group: report.Group, disks: Collection[str] = ()) -> None:
+def owe(lvm: Lvm, group: report.Group, disks: Collection[str] = ()) -> bool:
     """Have what is free on these disks, by their UUIDs, overwritten before anyone gets it.
 
     On all where none is named. To be called before it is freed, with the group held, and a report
-    that was read within; one command, none where it is on record already.
+    that was read within; one command, none where it is on record already: whether it was put there.
     """
     told = _owed(group)
     if fact.SWEEP in told:
-        return
-    named = filter(None, told.get(fact.SWEEP_DISKS, "").split(fact.BETWEEN))
-    every = fact.BETWEEN.join(sorted({*named, *disks}))
+        return False
+    every = fact.BETWEEN.join(sorted({*_named(told), *disks}))
     is_named = bool(disks) and tags.fits(fact.SWEEP_DISKS, every)
     new = {fact.SWEEP_DISKS: every} if is_named else _SWEEP
-    if new != told:
-        groups.mark(lvm, group.name, old=told, new=new)
+    if new == told:
+        return False
+    groups.mark(lvm, group.name, old=told, new=new)
+    return True
+
+
+def take_off(lvm: Lvm, group: report.Group, disk: str) -> None:
+    """Take a disk off the record, by its UUID, on which nothing was freed. Call it as `owe`."""
+    told = _owed(group)
+    if disk not in _named(told):
+        return
+    left = fact.BETWEEN.join(sorted({*_named(told)} - {disk}))
+    rest = {key: one for key, one in told.items() if key != fact.SWEEP_DISKS}
+    groups.mark(lvm, group.name, old=told, new={**rest, fact.SWEEP_DISKS: left} if left else rest)
 
 
 def drop(lvm: Lvm, group: report.Group) -> None:
@@ -75,7 +86,7 @@ def settle(lvm: Lvm, group: report.Group) -> bool:
     """
     if not (owed := _owed(group)):
         return True
-    if group.missing_disks or is_sweep(group, ids.SWEEP) or any(_to_sweep(group)):
+    if group.moves or group.missing_disks or is_sweep(group, ids.SWEEP) or any(_to_sweep(group)):
         return False
     groups.mark(lvm, group.name, old=owed)
     return True
@@ -169,6 +180,9 @@ class GivingUp:
                 volumes.remove(lvm, name, ids.SWEEP)
             gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
             raise errors.NotSwept(name, f"its disk {gone} is missing; replace it, or attach it")
+        if group.moves:
+            why = "extents are moved (`pvmove`), and what they leave is overwritten afterwards"
+            raise errors.NotSwept(name, why)
         meant = list(_to_sweep(group))
         if closed := ", ".join(one.name for one in meant if not one.allocatable):
             why = f"its disk {closed} takes nothing new; open it (pvchange(8)), or take it out"
@@ -209,7 +223,7 @@ class GivingUp:
 def _to_sweep(group: report.Group) -> Iterator[report.PhysicalVolume]:
     """The disks with free extents that are to be overwritten."""
     for one in group.disks:
-        if one.extents > one.allocated_extents and is_to_be_swept(group, one):
+        if one.extents > one.allocated_extents and one.unclean:
             yield one
 
 
@@ -217,6 +231,11 @@ def _owed(group: report.Group) -> Mapping[str, str]:
     """What is on record of what is to be overwritten; empty where nothing is."""
     facts = tags.decode(group.tags)
     return {key: facts[key] for key in (fact.SWEEP, fact.SWEEP_DISKS) if key in facts}
+
+
+def _named(told: Mapping[str, str]) -> list[str]:
+    """The disks that are on record by their UUIDs."""
+    return [one for one in told.get(fact.SWEEP_DISKS, "").split(fact.BETWEEN) if one]
 
 
 def _roots(group: report.Group) -> Iterator[report.LogicalVolume]:

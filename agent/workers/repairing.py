@@ -114,14 +114,15 @@ class Repairer:
         return [
             disk.name
             for disk in volume.group.disks
-            if disk.uuid not in logical.disks and disk.free_extents >= _image_extents(volume)
+            if disk.uuid not in logical.disks and disk.image_extents >= _image_extents(volume)
         ]
 
     def _require_room(self, volume: Volume, logical: report.LogicalVolume) -> None:
         """Raise NoRoom where not every lost image has a disk, or pools would lack it."""
         group, extent = volume.group, volume.group.extent_size_bytes
         lost, each = sum(group.lost_images(logical)), _image_extents(volume)
-        free = group.free_extents - self._carvings.promised_extents(group)
+        free = sum(disk.image_extents for disk in group.disks)
+        free -= self._carvings.promised_extents(group)
         room = min(len(self._candidates(volume, logical)), max(0, free) // each)
         if room < lost:
             raise errors.NoRoom(

@@ -7,16 +7,19 @@ import chosen
 import configured
 import expect
 import pytest
+import serving
 from real.any import AnyHost
 
 from agent.config.settings import Config
 from agent.csi.client import Client, block
+from agent.service.server import Service
 from lvm import report
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
 SIZE = 24 * MIB
 GROUP = "carver_replaced"
+MARKER = b"what a tenant wrote".ljust(4096, b"!")
 LAYOUTS = configured.layouts("linear", "striped", "raid1", "raid5", "thin")
 
 
@@ -55,12 +58,7 @@ def test_a_volume_is_moved_with_its_snapshot_while_it_is_in_use(
     for offset in (0, SIZE - len(data)):
         host.write_bytes(device.path, offset, data)
     snapshot = client.snapshot("1", volume.volume_id)
-    for _ in range(600):
-        done, told = client.replace_disk(disks[0], disks[3])
-        if done:
-            break
-        sleep(0.05)
-    assert done, told
+    until_replaced(client, disks[0], disks[3])
     assert names(host) == {*disks[1:4]}
     for offset in (0, SIZE - len(data)):
         assert host.read_bytes(device.path, offset, len(data)) == data
@@ -69,6 +67,50 @@ def test_a_volume_is_moved_with_its_snapshot_while_it_is_in_use(
     assert grown.capacity_bytes == 2 * SIZE
     client.unstage(volume.volume_id, host.directory / "staging")
     client.delete(volume.volume_id)
+
+
+@pytest.mark.parametrize("is_taken_back", [False, True])
+def test_a_replacement_that_is_given_up_shows_nobody_what_was_moved(
+    client: Client, service: Service, host: AnyHost, disks: list[str], is_taken_back: bool
+) -> None:
+    volume = client.create("pvc-1", SIZE, block())
+    client.stage(volume, host.directory / "staging", block())
+    device = host.devices.find(GROUP, "vol-pvc-1")
+    assert device is not None
+    for offset in range(0, SIZE, MIB):
+        host.write_bytes(device.path, offset, MARKER)
+    old = report.read(host.lvm).group(GROUP).volume("vol-pvc-1").ranges[0].partition(":")[0]
+    client.replace_disk(old, disks[3])
+    group = report.read(host.lvm).group(GROUP)
+    assert {one.name for one in group.disks if one.unclean} >= {disks[3]}
+    host.lvm("pvmove", "--abort", "--")
+    if is_taken_back:
+        until_replaced(client, disks[3], old)
+    elif old in names(host):
+        host.lvm("pvchange", "--allocatable", "y", "--", old)
+    serving.again(service)
+    group = report.read(host.lvm).group(GROUP)
+    assert not [one.name for one in group.disks if one.unclean or not one.allocatable]
+    assert set(group.volumes) == {"vol-pvc-1"}
+    every = client.create("pvc-2", client.capacity().available_capacity, block())
+    assert every.capacity_bytes == (sum(one.extents for one in group.disks) * EXTENT) - SIZE
+    client.stage(every, host.directory / "other", block())
+    other = host.devices.find(GROUP, "vol-pvc-2")
+    assert other is not None
+    for offset in range(0, every.capacity_bytes, EXTENT):
+        assert MARKER not in host.read_bytes(other.path, offset, EXTENT)
+    for one, staging in ((volume, "staging"), (every, "other")):
+        client.unstage(one.volume_id, host.directory / staging)
+        client.delete(one.volume_id)
+
+
+def until_replaced(client: Client, old: str, new: str) -> None:
+    for _ in range(600):
+        done, told = client.replace_disk(old, new)
+        if done:
+            return
+        sleep(0.05)
+    raise AssertionError(told)
 
 
 def test_a_disk_that_is_too_small_or_holds_something_is_refused(

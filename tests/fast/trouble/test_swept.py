@@ -117,9 +117,9 @@ def test_what_a_replaced_image_left_on_a_lost_disk_is_overwritten_when_the_disk_
     assert group.volumes == {}
     fake.bring_disk("data", 0)
     serving.again(service)
-    assert client.capacity().available_capacity == 0
-    with expect.code("RESOURCE_EXHAUSTED", "overwritten"):
-        make(client, "b", "plain")
+    assert client.capacity().available_capacity == 180 * EXTENT, "of the other disks"
+    with expect.code("RESOURCE_EXHAUSTED", group.disks[0].name, "overwritten first"):
+        client.create("b", 181 * EXTENT, block())
     failing.fails = False
     serving.again(service)
     assert (group.tags, group.volumes) == (set(), {})

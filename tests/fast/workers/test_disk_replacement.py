@@ -1,5 +1,8 @@
 """A disk in another's place: what is moved and rebuilt, what is refused; kills at every step."""
 
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import configured
@@ -8,6 +11,7 @@ import grpc
 import pytest
 import serving
 from fakes.host import FakeHost
+from fakes.lvm.records import FakeGroup
 from model import operations as do
 from model.machine import Machine
 from model.operations import Use
@@ -18,6 +22,7 @@ from agent.config.settings import Config
 from agent.csi.client import Client, block
 from agent.service.server import Service
 from lvm import report
+from lvm.command import Result
 from lvm.layout import Layout
 from lvm.pools import Policy
 
@@ -113,7 +118,7 @@ def test_nothing_new_lies_on_a_disk_that_is_being_emptied(
     make(client, fake, "a", "plain")
     new = fake.new_device(61 * EXTENT)
     client.replace_disk(OLD, new)
-    make(client, fake, "b", "plain", 100)
+    make(client, fake, "b", "plain", 90)
     assert OLD not in fake.lvm2.groups["data"].volumes["vol-b"].extents
     replaced(client, OLD, new)
 
@@ -275,6 +280,143 @@ def test_a_replacement_that_is_killed_at_any_step_is_gone_on_with(
             for call in (PLAIN, RAID):
                 volume = trial.group.volumes.get(f"vol-{call.volume}")
                 assert volume is None or trial.old not in volume.extents
+            trial.machine.stop()
+        stop_at += 1
+
+
+ABORT = ("pvmove", "--abort", "--")
+OPEN = ("pvchange", "--allocatable", "y", "--")
+
+
+def shown(client: Client, fake: FakeHost, name: str = "data") -> bytes:
+    """What a new volume shows that takes all that the group has."""
+    client.create("all", client.capacity().available_capacity, block())
+    blocks = fake.lvm2.groups[name].volumes["vol-all"].media.blocks
+    return b"".join(blocks.values())
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30])
+def test_a_replacement_that_is_abandoned_leaves_nothing_that_a_new_volume_shows(
+    client: Client, fake: FakeHost, service: Service, steps: int
+) -> None:
+    make(client, fake, "a", "plain")
+    group, new = fake.lvm2.groups["data"], fake.new_device(61 * EXTENT)
+    fake.intercept = lambda words: Result(5, "", "no\n") if words[1] == "vgreduce" else None
+    for _ in range(steps):
+        with suppress(grpc.RpcError):
+            client.replace_disk(OLD, new)
+    fake.lvm(*ABORT)
+    fake.lvm(*OPEN, OLD)
+    assert group.stale, "there is something to be seen"
+    before = client.capacity().available_capacity
+    assert MARKER not in shown(client, fake)
+    others = 90 if steps < 30 else 90 + 60 - 4
+    assert before == others * EXTENT, "the other disks are had meanwhile, and one that is filled"
+    client.delete(client.volumes()[-1].volume_id)
+    serving.again(service)
+    assert (group.tags, set(group.volumes), group.stale) == (set(), {"vol-a"}, {})
+    assert client.capacity().available_capacity == (60 + 50 + 40 + 60 - 4) * EXTENT
+    assert MARKER not in shown(client, fake)
+
+
+def test_a_replacement_is_taken_back_by_its_reverse(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    make(client, fake, "a", "plain")
+    group, new = fake.lvm2.groups["data"], fake.new_device(61 * EXTENT)
+    client.replace_disk(OLD, new)
+    fake.lvm(*ABORT)
+    replaced(client, new, OLD)
+    assert new not in disks(fake)
+    serving.again(service)
+    assert (group.tags, group.stale.keys() - {new}) == (set(), set())
+    assert MARKER not in shown(client, fake)
+
+
+def test_a_disk_that_was_filled_without_a_pause_is_not_overwritten(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    make(client, fake, "a", "plain")
+    group, new = fake.lvm2.groups["data"], fake.new_device(61 * EXTENT)
+    replaced(client, OLD, new)
+    assert (group.tags, group.swept) == (set(), [])
+    assert client.capacity().available_capacity == (50 + 40 + 60 - 4) * EXTENT
+
+
+def test_one_that_a_move_to_was_broken_off_is_overwritten_where_it_is_free(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    make(client, fake, "a", "plain")
+    group, new = fake.lvm2.groups["data"], fake.new_device(61 * EXTENT)
+    client.replace_disk(OLD, new)
+    fake.lvm(*ABORT)
+    replaced(client, OLD, new)
+    serving.again(service)
+    assert (group.tags, group.stale.keys() - {OLD}) == (set(), set())
+    assert swept_extents(group) == 56
+
+
+def test_a_move_that_an_earlier_version_began_is_put_on_record(
+    client: Client, fake: FakeHost, service: Service
+) -> None:
+    make(client, fake, "a", "plain")
+    group, new = fake.lvm2.groups["data"], fake.new_device(61 * EXTENT)
+    client.replace_disk(OLD, new)
+    group.tags.clear()
+    client.replace_disk(OLD, new)
+    assert group.tags == {f"carver.sweepDisks={'+'.join(sorted(map(uuid_of(group), (OLD, new))))}"}
+
+
+def test_where_nothing_is_overwritten_nothing_is_put_on_record(
+    fake: FakeHost, config: Config
+) -> None:
+    running = serving.start(replace(config, wipe="none"), fake)
+    with Client(config.endpoint) as client:
+        make(client, fake, "a", "plain")
+        client.replace_disk(OLD, fake.new_device(61 * EXTENT))
+    running.stop()
+    assert fake.lvm2.groups["data"].tags == set()
+
+
+def swept_extents(group: FakeGroup) -> int:
+    return sum(end - start for start, end in group.swept) // EXTENT
+
+
+def uuid_of(group: FakeGroup) -> Callable[[str], str]:
+    return lambda name: next(one.uuid for one in group.disks if one.name == name)
+
+
+def test_a_replacement_that_is_killed_at_any_step_and_abandoned_shows_nothing(
+    tmp_path: Path,
+) -> None:
+    stop_at, taken = 0, 1
+    while stop_at < taken:
+        for before in (True, False):
+            trial = _Trial(tmp_path / f"{stop_at}{before}", False)
+            for volume in trial.group.volumes.values():
+                volume.media.write(0, MARKER)
+            switch = Switch(stop_at, before=before)
+            trial.run(switch)
+            if stop_at == 0 and before:
+                whole = _Trial(tmp_path / "whole", False)
+                counting = Switch()
+                whole.run(counting)
+                whole.machine.stop()
+                taken = len(counting.taken)
+            assert switch.dead.wait(10), (stop_at, switch.taken)
+            trial.machine.client.__exit__(None, None, None)
+            trial.host.lvm(*ABORT)
+            trial.host.lvm(*OPEN, trial.old)
+            trial.machine.start(Switch())
+            client, name = trial.machine.client, trial.group.name
+            assert MARKER not in shown(client, trial.host, name), (stop_at, before)
+            all_of_it = next(one for one in client.volumes() if one.volume_id.endswith("vol-all"))
+            client.delete(all_of_it.volume_id)
+            serving.again(trial.machine.service)
+            is_there = {one.name for one in trial.group.disks}
+            assert not is_there & trial.group.stale.keys(), (stop_at, before)
+            assert trial.group.tags == set(), (stop_at, before)
+            assert MARKER not in shown(client, trial.host, name), (stop_at, before)
             trial.machine.stop()
         stop_at += 1
 

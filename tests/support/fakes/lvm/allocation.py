@@ -1,9 +1,11 @@
 """Which extents a new volume, or a part of one, gets."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fakes.devices import BLOCK_BYTES
 from fakes.lvm.records import Failure, FakeDisk, FakeGroup, FakeVolume
+
+NOTHING: Mapping[str, int] = {}
 
 
 def require_new(group: FakeGroup, name: str) -> None:
@@ -59,11 +61,15 @@ def _spread(group: FakeGroup, volume: FakeVolume, extents: int, usable: Sequence
         volume.extents[disk.name] = volume.extents.get(disk.name, 0) + on_each
 
 
-def uncover(group: FakeGroup, volume: FakeVolume, first_extent: int) -> None:
-    """What was on the extents that a volume has new is on it."""
-    if not group.old:
+def uncover(
+    group: FakeGroup, volume: FakeVolume, first_extent: int, before: Mapping[str, int] = NOTHING
+) -> None:
+    """What was on the extents that a volume has new is on it; it had those `before`."""
+    new_on = {disk for disk, extents in volume.extents.items() if extents > before.get(disk, 0)}
+    stale = [data for disk, data in group.stale.items() if disk in new_on]
+    if not group.old and not stale:
         return
     blocks = group.extent_size_bytes // BLOCK_BYTES
-    block = group.old.ljust(BLOCK_BYTES, b"\0")
+    block = (group.old or stale[0]).ljust(BLOCK_BYTES, b"\0")
     new = range(first_extent * blocks, volume.length * blocks)
     volume.media.blocks |= dict.fromkeys(new, block)

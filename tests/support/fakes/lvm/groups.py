@@ -36,6 +36,9 @@ class GroupCommands(Machine):
         return FakeDisk(path, self._uuid(), extents)
 
     def _pvmove(self, arguments: Arguments) -> str:
+        if arguments.flag("--abort"):
+            assert not arguments.rest()
+            return repairs.abort(self)
         assert arguments.flag("--background"), "it would wait for hours"
         assert self._settings["global/use_lvmpolld"] == "0", "that would look at all disks"
         disks = arguments.rest()

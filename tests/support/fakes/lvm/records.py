@@ -169,6 +169,8 @@ class FakeGroup:
     freed: list[Media] = field(default_factory=list)
     # What every free extent holds, and so what a new volume shows; empty for zeroes.
     old: bytes = b""
+    # The same by disk: what was moved from there, or was to be moved there.
+    stale: dict[str, bytes] = field(default_factory=dict)
     # What was overwritten of a volume that had all that was free.
     swept: list[tuple[int, int]] = field(default_factory=list)
     # Of the extents that a volume had which was overwritten: they hold zeroes.

@@ -91,7 +91,23 @@ def moved(group: FakeGroup) -> None:
     if old in group.spare:
         group.spare[new] = group.spare.pop(old)
     group.moving = None
+    group.stale[old] = _moved_data(group)
     group.seqno += 1
+
+
+def abort(lvm: Machine) -> str:
+    """What pvmove does with --abort: all is as before, but that its copies are where they were."""
+    for group in lvm.groups.values():
+        if group.moving is not None:
+            group.stale[group.moving[1]] = _moved_data(group)
+            group.moving = None
+            group.seqno += 1
+    return ""
+
+
+def _moved_data(group: FakeGroup) -> bytes:
+    every = [data for one in group.volumes.values() for data in one.media.blocks.values()]
+    return next(iter(every), b"moved")
 
 
 def reduce_missing(group: FakeGroup) -> str:

@@ -273,12 +273,12 @@ class VolumeCommands(PoolCommands):
         else:
             # What is in it stays, and is a lesser part of it.
             volume.data_percent *= volume.length / extents
-            before = volume.length
+            before, had = volume.length, dict(volume.extents)
             named = {one for one in disks if ":" in one}
             disks = [one.partition(":")[0] for one in disks]
             allocate(group, volume, extents - volume.length, disks)
             if not named or not named <= group.clean:
-                uncover(group, volume, before)
+                uncover(group, volume, before, had)
             group.clean -= named
         if volume.active:
             self._watch(volume)
@@ -339,3 +339,5 @@ class VolumeCommands(PoolCommands):
             group.freed += gone.failed.values()
             if gone.name == "sweep":
                 group.swept += [(at, at + size) for at, size in gone.media.zeroed]
+                for disk in gone.extents if not gone.media.blocks else ():
+                    group.stale.pop(disk, None)
