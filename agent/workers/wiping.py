@@ -16,6 +16,7 @@ operator gives that part up: then what can be reached is overwritten, and the lo
 
 import errno
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import wait
@@ -30,7 +31,7 @@ from agent.engine.mappings import Mappings
 from agent.engine.means import Means
 from agent.engine.records import Snapshot, Volume
 from agent.workers import giving_up
-from lvm import caches, names, snapshots, tags, volumes
+from lvm import caches, names, report, snapshots, tags, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import Raid
 
@@ -39,6 +40,8 @@ _log = logging.getLogger(__name__)
 # Small enough to stop soon when the service stops, large enough to cost nothing.
 _CHUNK_BYTES = 128 << 20
 _WORKERS = 2
+# A look at all groups serves those that wait for a disk for so long.
+_GLANCE_SECONDS = 1.0
 
 
 @dataclass(kw_only=True)
@@ -62,6 +65,7 @@ class Wiper:
         self.emptied: Callable[[Volume], object] = lambda _volume: None
         self.given_up: Callable[[str], object] = lambda _group: None
         self.grace_seconds = 2.0
+        self._glanced = -math.inf, report.Report({})
         # How long a worker waits for a cache that is written back, and how often it looks.
         self.write_back_seconds = 2.0
         self.look_seconds = 0.5
@@ -156,9 +160,14 @@ class Wiper:
         return job
 
     def _find(self, volume_id: str) -> _Wipe:
-        # Those that wait for a disk share what is known, however many they are.
-        for volume in self._inventory.doomed(self._inventory.glance()):
-            if str(volume.id) == volume_id and _waits_for_disk(volume):
+        # Those that wait for a disk share one look, however many they are.
+        seen_seconds, known = self._glanced
+        if time.monotonic() - seen_seconds > _GLANCE_SECONDS:
+            known = self._inventory.glance()
+            self._glanced = time.monotonic(), known
+        with suppress(errors.NoSuchVolume, errors.OtherGroup):
+            volume = self._inventory.doomed_one(known, volume_id)
+            if _waits_for_disk(volume):
                 return _wipe_of(volume)
         return _wipe_of(
             self._inventory.doomed_one(self._inventory.awake(ids.group_of(volume_id)), volume_id)

@@ -2,20 +2,25 @@
 
 import errno
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import configured
 import expect
 import pytest
 import serving
 from fakes.host import FakeHost
+from fakes.lvm.records import FakeVolume
 
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, block
+from agent.engine import records
 from agent.service.server import Service
+from lvm import report
 from lvm.command import Result
 from lvm.layout import Layout
 from proto import csi_pb2 as csi
@@ -101,6 +106,40 @@ def test_a_volume_on_a_missing_disk_is_deleted_and_stays_on_record(
     assert "lvchange --addtag carver.givenUp=yes data/vol-pvc-1" in told[0]
     client.delete(volume.volume_id)
     assert names(fake) == {"vol-pvc-1"}
+
+
+def test_what_waits_for_a_disk_is_tried_again_at_a_cost_for_each_that_does_not_grow_with_all(
+    service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, number = fake.lvm2.groups["data"], 100
+    for name in (f"vol-{one}" for one in range(number)):
+        facts = {f"carver.name={name}", "carver.state=wiping"}
+        group.volumes[name] = FakeVolume(
+            name, f"{len(group.volumes)}-0", {group.disks[0].name: 1}, facts
+        )
+    group.disks[0].extents = number
+    fake.lose_disk("data", 0)
+    assert service.wiper.resume() == number
+    jobs = service.wiper.jobs
+    wait([job.ended for job in jobs._jobs.values()], 60)
+    made, make = Counter[str](), records._as_volume
+
+    def counted(*words: Any) -> records.Volume:
+        made["volumes"] += 1
+        return make(*words)
+
+    def glance() -> report.Report:
+        made["looks"] += 1
+        return look()
+
+    look = service.inventory.glance
+    monkeypatch.setattr(service.inventory, "glance", glance)
+    monkeypatch.setattr(records, "_as_volume", counted)
+    jobs._look_again(*jobs._jobs.values())
+    wait([job.ended for job in list(jobs._jobs.values())], 60)
+    assert len(jobs._jobs) == number
+    assert made["volumes"] <= 5 * number
+    assert made["looks"] <= 10
 
 
 def test_it_goes_on_when_the_disk_is_back(
