@@ -29,6 +29,8 @@ class Volume:
     fs_type: str
     formatted: str = ""
     contents: str = ""
+    # Whether that was written behind Carver's back: a file system that is not known by its UUID.
+    is_foreign: bool = False
     fs_bytes: int = 0
     superblock_read_only: bool = False
     active: bool = True
@@ -487,6 +489,8 @@ class Model:
     def _format(self, volume: Volume, fs_type: str) -> None:
         if volume.contents not in ("", fs_type):
             _refuse("FAILED_PRECONDITION")
+        if volume.is_foreign and not volume.formatted and volume.source == do.NO_SOURCE:
+            _refuse("FAILED_PRECONDITION")
         if not volume.contents:
             if volume.formatted:
                 _refuse("FAILED_PRECONDITION")
@@ -586,7 +590,7 @@ class Model:
     def overwrite(self, volume: str, contents: str) -> None:
         """Something else is written on a volume that is nowhere in use: nothing, or a new ext4."""
         one = self.volumes[volume]
-        one.contents, one.fs_bytes = contents, one.size_bytes
+        one.contents, one.fs_bytes, one.is_foreign = contents, one.size_bytes, bool(contents)
 
     def reboot(self) -> None:
         """No mount and no device outlives the kernel; directories and files do."""
