@@ -145,7 +145,9 @@ def test_every_account_that_is_named_is_there_or_given(file: Path, template: Tem
 
 
 def test_without_a_choice_of_storage_nothing_is_installed(template: Template) -> None:
-    for given in ({}, {"settings": {"log_level": "debug"}}, {"config": "# [[classes]]\n"}):
+    texts = ("# [[classes]]\n", "classes = []\n", 'devices = ["/dev/sdb"]\n')
+    nothing: list[Values] = [{}, {"settings": {"log_level": "debug"}}]
+    for given in nothing + [{"config": one} for one in texts]:
         with pytest.raises(Refused, match="no storage is configured: give `config` with"):
             template(given)
     pool: Values = {"node": {"nodeSelector": {"a": "b"}}}
@@ -155,6 +157,7 @@ def test_without_a_choice_of_storage_nothing_is_installed(template: Template) ->
         template({"pools": pools})
     pools[1]["demo"] = True
     template({"pools": pools})
+    template({"config": 'classes = [\n  {name = "fast", group = "nvme", default = true},\n]\n'})
 
 
 def test_a_typo_is_refused(template: Template) -> None:

@@ -205,7 +205,7 @@ volumeMounts:
 {{- if and (eq .lvm2 "host") (not .udev) }}
 {{- fail "lvm2 of the host goes with the host's udev: udev must be true" }}
 {{- end }}
-{{- if not (or .demo (regexMatch "(?m)^\\s*\\[\\[\\s*(classes|groups)\\s*\\]\\]" .config)) }}
+{{- if not (or .demo (regexMatch "(?m)^\\s*(\\[\\[\\s*(classes|groups)\\s*\\]\\]|(classes|groups)\\s*=\\s*\\[\\s*\\{)" .config)) }}
 {{- $where := ternary "" (printf " for the pool %s" .name) (empty .name) }}
 {{- fail (printf "no storage is configured%s: give `config` with [[classes]] that name volume groups (docs/configuration.md), or, for a trial on a sparse file of each node, `demo: true`" $where) }}
 {{- end }}
