@@ -221,10 +221,9 @@ def _no_nodes_for_controller(kubectl: Kubectl) -> str:
         if not {_DISTRIBUTED, f"{_DISTRIBUTED}=true"} & set(words):
             continue
         about = one["metadata"]
-        name = spec.get("serviceAccountName", "default")
-        account = f"system:serviceaccount:{about['namespace']}:{name}"
+        account = spec.get("serviceAccountName", "default")
         controller = f"the snapshot-controller {about['namespace']}/{about['name']}"
         for verb in ("get", "list", "watch"):
-            if not kubectl.may(verb, "nodes", account):
+            if not kubectl.may(verb, "nodes", about["namespace"], account):
                 return f"{controller} may not {verb} nodes (docs/install.md)"
     return ""

@@ -106,13 +106,16 @@ class Kubectl:
         given = {"apiVersion": "v1", "kind": "List", "items": list(objects)}
         self("apply", "--filename=-", stdin=json.dumps(given))
 
-    def may(self, verb: str, resource: str, user: str) -> bool:
-        """Whether a user may do something to a resource of the cluster's."""
+    def may(self, verb: str, resource: str, namespace: str, account: str) -> bool:
+        """Whether a service account may do something to a resource of the cluster's."""
+        user = f"system:serviceaccount:{namespace}:{account}"
+        everyone = "system:serviceaccounts"
+        groups = [everyone, f"{everyone}:{namespace}", "system:authenticated"]
         attributes = {"verb": verb, "resource": resource}
         asked = {
             "apiVersion": "authorization.k8s.io/v1",
             "kind": "SubjectAccessReview",
-            "spec": {"user": user, "resourceAttributes": attributes},
+            "spec": {"user": user, "groups": groups, "resourceAttributes": attributes},
         }
         told = self("create", "--filename=-", "--output=json", stdin=json.dumps(asked))
         return path(json.loads(told), "status", "allowed") is True

@@ -167,6 +167,7 @@ class FakeCluster:
         asked = json.loads(stdin)
         assert asked["kind"] == "SubjectAccessReview"
         attributes = asked["spec"]["resourceAttributes"]
+        assert "system:serviceaccounts:kube-system" in asked["spec"]["groups"]
         is_refused = "nodes" in self.wrong and attributes == {"verb": "watch", "resource": "nodes"}
         return 0, json.dumps(asked | {"status": {"allowed": not is_refused}}), ""
 
