@@ -14,6 +14,7 @@ from agent.config.settings import Config
 from agent.csi.client import Client, block
 from agent.service.server import Service
 from lvm import report
+from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -88,20 +89,34 @@ def test_a_replacement_that_is_given_up_shows_nobody_what_was_moved(
         until_replaced(client, disks[3], old)
     elif old in names(host):
         host.lvm("pvchange", "--allocatable", "y", "--", old)
+    require_nothing_shown(client, host, client.create("pvc-2", meanwhile(client), block()))
     serving.again(service)
     group = report.read(host.lvm).group(GROUP)
     assert not [one.name for one in group.disks if one.unclean or not one.allocatable]
     assert set(group.volumes) == {"vol-pvc-1"}
     every = client.create("pvc-2", client.capacity().available_capacity, block())
     assert every.capacity_bytes == (sum(one.extents for one in group.disks) * EXTENT) - SIZE
-    client.stage(every, host.directory / "other", block())
-    other = host.devices.find(GROUP, "vol-pvc-2")
-    assert other is not None
-    for offset in range(0, every.capacity_bytes, EXTENT):
-        assert MARKER not in host.read_bytes(other.path, offset, EXTENT)
-    for one, staging in ((volume, "staging"), (every, "other")):
-        client.unstage(one.volume_id, host.directory / staging)
-        client.delete(one.volume_id)
+    require_nothing_shown(client, host, every)
+    client.unstage(volume.volume_id, host.directory / "staging")
+    client.delete(volume.volume_id)
+
+
+def meanwhile(client: Client) -> int:
+    """The room on the disks beside those that are overwritten first; at least on one."""
+    room = client.capacity().available_capacity
+    assert room >= 31 * EXTENT
+    return room
+
+
+def require_nothing_shown(client: Client, host: AnyHost, volume: csi.Volume) -> None:
+    """That a new volume shows nothing of what was moved; it is deleted."""
+    client.stage(volume, host.directory / "other", block())
+    device = host.devices.find(GROUP, "vol-pvc-2")
+    assert device is not None
+    for offset in range(0, volume.capacity_bytes, EXTENT):
+        assert MARKER not in host.read_bytes(device.path, offset, EXTENT)
+    client.unstage(volume.volume_id, host.directory / "other")
+    client.delete(volume.volume_id)
 
 
 def until_replaced(client: Client, old: str, new: str) -> None:
