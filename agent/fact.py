@@ -92,6 +92,9 @@ WIPING = "wiping"
 RECEIVING = "receiving"
 MOVED = "moved"
 
+# Of a thin snapshot: Carver activated it to be read, and deactivates it afterwards.
+ACTIVATED = "activated"
+
 # Of a pool, beside its state and its class; it has no name of a caller's.
 CHUNK = "chunk"
 # Of a pool: its metadata snapshot, if it has one, is Carver's.

@@ -326,8 +326,7 @@ class Move:
         found = {}
         for one in self._snapshots():
             try:
-                with streams.outgoing(self._at, one) as source:
-                    found[source.header.chain] = one
+                found[streams.chain_of(self._at, one)] = one
             except grpc.RpcError:
                 if streams.is_ready(self._at, one):
                     raise

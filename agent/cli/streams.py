@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, BinaryIO, cast
 
+import grpc
+
 from agent import errors, ids
 from agent.cli import progress, terminal
 from agent.cli.volumes import Manual
@@ -102,9 +104,9 @@ class Outgoing:
 
     def require_same(self) -> None:
         """Raise SourceLost where what is open is not what the header names: of the same name."""
-        was = self.header
-        now = _header(self.at, was.snapshot_id, was.base_snapshot_id)
-        if (now.chain, now.base_chain) != (was.chain, was.base_chain):
+        was, base_id = self.header, self.header.base_snapshot_id
+        now = chain_of(self.at, was.snapshot_id)
+        if now != was.chain or (base_id and chain_of(self.at, base_id) != was.base_chain):
             why = "it, or its base, was deleted and taken anew; send it again"
             raise errors.SourceLost(was.snapshot_id, why)
 
@@ -124,17 +126,22 @@ def is_ready(at: Manual, snapshot_id: str) -> bool:
 @contextmanager
 def outgoing(at: Manual, snapshot_id: str, base_id: str = "") -> Iterator[Outgoing]:
     """Have a snapshot open; raises what the service says."""
-    header = _header(at, snapshot_id, base_id)
-    with at.host.kernel.opened(_device(at, snapshot_id)) as device:
-        source = Outgoing(at, header, device)
-        source.require_same()
-        yield source
-
-
-def _header(at: Manual, snapshot_id: str, base_id: str) -> Header:
-    """What a stream begins with; the snapshot is active then."""
     answer = at.caller.transfer("OpenSnapshot", snapshot_id=snapshot_id, base_snapshot_id=base_id)
-    return form.header_of(answer["header"])
+    try:
+        with at.host.kernel.opened(_device(at, snapshot_id)) as device:
+            source = Outgoing(at, form.header_of(answer["header"]), device)
+            source.require_same()
+            yield source
+    finally:
+        if word := answer["word"]:
+            # Else it is deactivated after another reading, or by the next start.
+            with suppress(grpc.RpcError):
+                at.caller.transfer("CloseSnapshot", snapshot_id=snapshot_id, word=word)
+
+
+def chain_of(at: Manual, snapshot_id: str) -> str:
+    """The name of exactly what a snapshot holds; it need not be active."""
+    return at.caller.transfer("SnapshotChain", snapshot_id=snapshot_id)["chain"]
 
 
 def received(at: Manual, parsed: argparse.Namespace, source: BinaryIO) -> dict[str, Any]:

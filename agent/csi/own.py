@@ -25,7 +25,7 @@ VOLUMES_HERE, SNAPSHOTS_HERE = "VolumesHere", "SnapshotsHere"
 # Volumes that come and go as streams: agent/csi/transfer.py
 TRANSFER = "carver.v1.Transfer"
 _TRANSFER_CALLS = (
-    "OpenSnapshot",
+    *("OpenSnapshot", "CloseSnapshot", "SnapshotChain"),
     *("ReceiveStatus", "BeginReceive", "RecordReceive", "EndReceive", "FinishReceive"),
     *("OpenReceived", "AbortReceive", "WithdrawReceive"),
     *("MoveStatus", "BeginMove", "HoldMove", "ReleaseMove", "CommitMove", "UndoMove", "FinishMove"),

@@ -48,6 +48,8 @@ class Transfer:
         """What a server is given."""
         calls: Mapping[str, Callable[[Told], object]] = {
             "OpenSnapshot": self._open,
+            "CloseSnapshot": self._close,
+            "SnapshotChain": self._chain,
             "ReceiveStatus": self._receive_status,
             "BeginReceive": self._begin_receive,
             "RecordReceive": self._record_receive,
@@ -70,8 +72,14 @@ class Transfer:
 
     def _open(self, told: Told) -> object:
         snapshot_id = _of(told, "snapshot_id")
-        header = self._sender.open(snapshot_id, told.get("base_snapshot_id", ""))
-        return {"header": form.text_of(header).decode()}
+        header, word = self._sender.open(snapshot_id, told.get("base_snapshot_id", ""))
+        return {"header": form.text_of(header).decode(), "word": word}
+
+    def _close(self, told: Told) -> None:
+        self._sender.close(_of(told, "snapshot_id"), _of(told, "word"))
+
+    def _chain(self, told: Told) -> object:
+        return {"chain": self._sender.chain(_of(told, "snapshot_id"))}
 
     def _receive_status(self, told: Told) -> object:
         found = self._receiver.status(_of(told, "name"))

@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from agent import errors, ids
 from agent.delta import comparing, headers, overwritten, spool
+from agent.delta.activations import Activations
 from agent.delta.extents import (
     LOGICAL_START,
     Extent,
@@ -61,6 +62,7 @@ class Delta:
         self._kernel, self._devices, self._stream = means.kernel, means.devices, means.stream
         self._directory = means.config.endpoint.parent
         self.reservations = Reservations(means)
+        self.activations = Activations(means)
         self._stopping = threading.Event()
 
     @contextmanager
@@ -147,7 +149,10 @@ class Delta:
             found = [self._found(known, one) for one in identities]
             if len(found) > 1:
                 _require_comparable(*found)
-            readers = [self._kernel.reader(self._activate(one)) for one in found]
+            if thin := sorted({one.group.name for one in found if _pool(one)}):
+                # Last, once all is closed.
+                ending.callback(self.activations.end, *thin)
+            readers = [self._kernel.reader(self._activate(ending, one)) for one in found]
             # What is open cannot be removed from here on.
             return [
                 (one, ending.enter_context(reader))
@@ -173,9 +178,9 @@ class Delta:
 
         return check
 
-    def _activate(self, one: _Read) -> str:
+    def _activate(self, ending: ExitStack, one: _Read) -> str:
         if isinstance(one, Snapshot):
-            return self._inventory.activate_snapshot(one).path
+            return ending.enter_context(self.activations.held(one)).path
         return self._inventory.activate(one).path
 
     def _spool(

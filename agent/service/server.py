@@ -129,7 +129,7 @@ class Service:
         self.delta = Delta(means)
         metadata = SnapshotMetadata(self.delta)
         transfer = Transfer(
-            Sender(means),
+            Sender(means, self.delta.activations),
             Receiver(means, provision, self.reclaimer, withheld),
             Mover(means, provision, withheld),
             metadata,
@@ -246,6 +246,7 @@ def resume(service: Service, *groups: str) -> bool:
         "half-made group snapshots": service.group_snapshotter.resume,
         "copies": service.copier.resume,
         "metadata snapshots": service.delta.reservations.resume,
+        "snapshots that were read": service.delta.activations.resume,
     }
     for what, step in steps.items():
         try:

@@ -1,6 +1,7 @@
 """Snapshots that are sent: what a stream of one says of it, and what it can go on from."""
 
 from agent import errors, fact
+from agent.delta.activations import Activations
 from agent.engine import records
 from agent.engine.means import Means
 from agent.engine.records import Snapshot
@@ -14,18 +15,32 @@ from lvm import report
 class Sender:
     """Says what a stream of a snapshot begins with."""
 
-    def __init__(self, means: Means) -> None:
+    def __init__(self, means: Means, activations: Activations) -> None:
         self._engines, self._inventory = means.engines, means.inventory
+        self._activations = activations
 
-    def open(self, snapshot_id: str, base_id: str = "") -> Header:
+    def open(self, snapshot_id: str, base_id: str = "") -> tuple[Header, str]:
         """Have a snapshot's device there, and say what it is; since another, if one is named.
 
-        A command where it is not active. Raises NoSuchSnapshot, OtherGroup, SourceLost, BadField.
+        With the word to close it by. At most two commands. Raises NoSuchSnapshot, OtherGroup,
+        SourceLost, BadField.
         """
         with self._engines.hold(group_of(snapshot_id)):
             known = self._inventory.awake(group_of(snapshot_id))
             snapshot = self._ready(known, snapshot_id)
-            self._inventory.activate_snapshot(snapshot)
+            header = self._header(known, snapshot, base_id)
+            return header, self._activations.lease(snapshot)
+
+    def close(self, snapshot_id: str, word: str) -> None:
+        """The snapshot is not read any more."""
+        self._activations.end_lease(group_of(snapshot_id), word)
+
+    def chain(self, snapshot_id: str) -> str:
+        """The name of exactly what a snapshot holds; it need not be active. The same errors."""
+        known = self._inventory.read(group_of(snapshot_id))
+        return chain_of(self._ready(known, snapshot_id))
+
+    def _header(self, known: report.Report, snapshot: Snapshot, base_id: str) -> Header:
         header = Header(
             volume_id=str(snapshot.source_id),
             snapshot_id=str(snapshot.id),
@@ -42,7 +57,7 @@ class Sender:
         is_newer = records.is_older(base, snapshot) is False
         # Volumes only grow.
         if is_newer or base.id == snapshot.id or base.size_bytes > snapshot.size_bytes:
-            raise errors.BadField("since", f"{base_id} is no older than {snapshot_id}")
+            raise errors.BadField("since", f"{base_id} is no older than {snapshot.id}")
         return Header(
             **{
                 **vars(header),

@@ -796,13 +796,18 @@ def test_a_call_costs_what_the_design_says(disk: Disk, client: Client, layout: s
     started(disk)
     allocated(client, newer)
     mark, look = "lvm lvchange", "lvm fullreport"
-    activate = [mark] if layout == "thin" else []
-    is_thin = layout == "thin"
-    assert started(disk) == [look, *activate, *([mark, "thin_dump", mark] if is_thin else [])]
+    if layout != "thin":
+        assert started(disk) == [look]
+        changed(client, older, newer)
+        assert started(disk) == []
+        return
+    # A tag, and it is active; what the tag changed is looked at, as is what the pool's changed.
+    activate, deactivate = [mark, mark], [look, mark, mark]
+    read = [look, mark, "thin_dump", mark]
+    assert started(disk) == [look, *activate, *read, *deactivate]
     changed(client, older, newer)
-    # What the mark changed is looked at, and the older one is activated.
-    of_thin = [look, *activate, mark, "thin_delta", mark]
-    assert started(disk) == (of_thin if is_thin else [])
+    read = [look, mark, "thin_delta", mark]
+    assert started(disk) == [look, *activate, *activate, *read, *deactivate]
 
 
 @thin

@@ -149,6 +149,45 @@ def test_a_receiver_that_was_killed_at_any_step_goes_on_or_leaves_nothing(
             return
 
 
+@pytest.mark.parametrize("deed", ["send", "compare"])
+def test_a_reading_that_was_killed_at_any_step_leaves_no_snapshot_active(
+    deed: str, tmp_path: Path
+) -> None:
+    def act(made: Trial) -> Any:
+        if deed == "send":
+            return nodes.stream(made.here, "2", since="1")
+        first, second = (one.snapshot_id for one in made.here.client.snapshots())
+        return list(made.here.client.blocks(second, first))
+
+    for step in itertools.count():
+        ended = False
+        for is_before in (True, False):
+            with trial(tmp_path / f"{step}{is_before}", nodes.THIN) as made:
+                made.streams()
+                was = act(made)
+                switch = Switch(step, before=is_before)
+                made.here.restart(switch)
+                with suppress(*DIED, StopIteration):
+                    act(made)
+                    ended = not is_over(switch)
+                if is_over(switch):
+                    made.here.kill()
+                require_inactive(made.here)
+                if deed == "compare":
+                    assert act(made) == was
+                require_inactive(made.here)
+        if ended:
+            assert step > 7
+            return
+
+
+def require_inactive(node: Node) -> None:
+    """No snapshot is active, nor said to be."""
+    found = node.service.inventory.read(node.group).group(node.group).volumes.values()
+    assert not [one.name for one in found if "carver.activated=reading" in one.tags]
+    assert not [one for one in node.host.devices.active(node.group) if one.startswith("snap-")]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("who", [pytest.param("here", marks=pytest.mark.long), "there"])
 def test_a_move_whose_service_was_killed_at_any_step_leaves_one_usable(

@@ -194,7 +194,8 @@ class VolumeCommands(PoolCommands):
             self._found(whole)[1].left = ()
             return ""
         group, volume = self._found(path)
-        assert not further or not (activate or permission or refreshed), "not needed so far"
+        assert not further or not (permission or refreshed), "not needed so far"
+        assert not further or activate != "y", "not needed so far"
         for _, one in map(self._found, further):
             one.tags = (one.tags - set(removed)) | set(added)
         self._tune(group, volume, tuning)
@@ -219,8 +220,7 @@ class VolumeCommands(PoolCommands):
         volume.tags -= set(removed)
         volume.tags |= set(added)
         if activate == "n":
-            self._refuse_open(group, volume)
-            self.deactivate(group.name, volume.name)
+            self._deactivate_all(path, *further)
         elif activate:
             assert activate == "y"
             # "Change of snapshot will also change its origin. Proceed?"
@@ -235,6 +235,18 @@ class VolumeCommands(PoolCommands):
             if ignored or not volume.activation_skipped:
                 self._activate(group, volume)
         return ""
+
+    def _deactivate_all(self, *paths: str) -> None:
+        """Each that can be; the others are told of in the end."""
+        refused: list[Failure] = []
+        for group, volume in map(self._found, paths):
+            try:
+                self._refuse_open(group, volume)
+                self.deactivate(group.name, volume.name)
+            except Failure as failure:
+                refused.append(failure)
+        if refused:
+            raise refused[0]
 
     def _tune(self, group: FakeGroup, volume: FakeVolume, tuning: Tuning) -> None:
         """All of it, or nothing."""

@@ -1,0 +1,235 @@
+"""Thin snapshots that Carver activates to read them: inactive again when nobody reads them."""
+
+import threading
+from contextlib import ExitStack
+
+import grpc
+import nodes
+import pytest
+from histories import Disk
+from nodes import MIB, Node
+
+from agent import ids
+from agent.cli import streams
+from agent.csi.client import block, of_snapshot
+from agent.service import server
+from lvm import report, tags, volumes
+
+TAG = "activated"
+
+
+@pytest.fixture
+def disk(here: Node) -> Disk:
+    made = Disk(here.client, here.service, here.host, "thin")
+    made.write(0, b"a" * 4096)
+    return made
+
+
+def active(disk: Disk) -> list[str]:
+    """The snapshots that are active."""
+    return sorted(one for one in disk.host.devices.active(disk.group) if one.startswith("snap-"))
+
+
+def tagged(disk: Disk) -> list[str]:
+    """Those that Carver says it activated."""
+    found = report.read(disk.host.lvm).group(disk.group).volumes.values()
+    return sorted(one.name for one in found if TAG in tags.decode(one.tags))
+
+
+def require_left_alone(disk: Disk, *names: str) -> None:
+    """These are active, and no others; of none Carver says that it is to be deactivated."""
+    assert active(disk) == sorted(names)
+    assert tagged(disk) == []
+
+
+def name_of(snapshot_id: str) -> str:
+    return ids.logical_name(snapshot_id)
+
+
+def test_a_backup_leaves_no_snapshot_active(disk: Disk) -> None:
+    base = ""
+    for number in range(4):
+        disk.write(number * MIB, b"b" * 4096)
+        taken = disk.snapshot()
+        with disk.service.delta.allocated(taken) as reading:
+            assert active(disk) == tagged(disk) == [name_of(taken)]
+            assert list(reading.extents())
+        require_left_alone(disk)
+        if base:
+            assert list(disk.client.blocks(taken, base))
+            require_left_alone(disk)
+        base = taken
+
+
+@pytest.mark.variation
+def test_what_was_active_before_stays_active(disk: Disk) -> None:
+    older, newer = disk.snapshot(), disk.snapshot()
+    path = disk.logical(older)
+    with disk.service.delta.changed(older, newer):
+        assert tagged(disk) == [name_of(newer)]
+    require_left_alone(disk, name_of(older))
+    server.resume(disk.service)
+    require_left_alone(disk, name_of(older))
+    assert disk.logical(older) == path
+
+
+@pytest.mark.variation
+def test_what_two_read_at_once_is_deactivated_after_the_last(disk: Disk) -> None:
+    one, two, three = (disk.snapshot() for _ in range(3))
+    with ExitStack() as ending:
+        ending.enter_context(disk.service.delta.changed(two, three))
+        with disk.service.delta.changed(one, two) as reading:
+            assert len(active(disk)) == 3
+            assert list(reading.extents()) == []
+        assert active(disk) == [name_of(two), name_of(three)]
+        # A look of a start that comes meanwhile, as for a group that was away.
+        disk.service.delta.activations.resume()
+        assert active(disk) == [name_of(two), name_of(three)]
+    require_left_alone(disk)
+
+
+@pytest.mark.variation
+def test_many_readings_at_once_leave_none_active_and_each_is_whole(disk: Disk) -> None:
+    taken = [disk.snapshot() for _ in range(3)]
+    problems: list[BaseException] = []
+
+    def read(number: int) -> None:
+        try:
+            for turn in range(3):
+                base, target = taken[0], taken[1 + (number + turn) % 2]
+                assert list(disk.client.blocks(target, base)) == []
+        except BaseException as error:
+            problems.append(error)
+
+    threads = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert problems == []
+    require_left_alone(disk)
+
+
+@pytest.mark.variation
+def test_what_a_user_has_open_is_deactivated_after_a_later_reading(disk: Disk) -> None:
+    taken, other = disk.snapshot(), disk.snapshot()
+    with ExitStack() as user:
+        with disk.service.delta.allocated(taken) as reading:
+            user.enter_context(disk.host.kernel.opened(reading.device))
+        assert active(disk) == tagged(disk) == [name_of(taken)]
+        with disk.service.delta.allocated(other):
+            pass
+        assert active(disk) == [name_of(taken)]
+    with disk.service.delta.allocated(other):
+        pass
+    require_left_alone(disk)
+
+
+@pytest.mark.variation
+def test_a_volume_that_is_staged_while_it_is_read_stays_as_it_is(disk: Disk, here: Node) -> None:
+    taken, staging = disk.snapshot(), here.directory / "staging"
+    here.host.deactivate(disk.group, disk.name)
+    with disk.service.delta.changed(taken, disk.id):
+        disk.client.stage(disk.volume, staging, block())
+    require_left_alone(disk)
+    assert disk.host.devices.find(disk.group, disk.name) is not None
+    disk.client.unstage(disk.id, staging)
+
+
+@pytest.mark.variation
+@pytest.mark.parametrize("step", ["tagged", "activated", "deactivated"])
+def test_what_a_kill_left_is_deactivated_by_the_next_start(disk: Disk, step: str) -> None:
+    taken, own = disk.snapshot(), disk.snapshot()
+    disk.logical(own)
+    name = name_of(taken)
+    volumes.mark(disk.host.lvm, disk.group, name, old={}, new={TAG: "reading"})
+    if step != "tagged":
+        disk.logical(taken)
+    if step == "deactivated":
+        disk.host.deactivate(disk.group, name)
+    server.resume(disk.service)
+    require_left_alone(disk, name_of(own))
+
+
+def test_a_stream_leaves_no_snapshot_active(
+    disk: Disk, here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older, newer = disk.snapshot(), disk.snapshot()
+    nodes.stream(here, "s-1", since="s-0")
+    require_left_alone(disk)
+    ask = here.client.transfer
+
+    def killed(method: str, **words: str) -> dict[str, str]:
+        """The command ends before it says that it does."""
+        if method == "CloseSnapshot":
+            raise KeyboardInterrupt
+        return ask(method, **words)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(here.client, "transfer", killed)
+        with pytest.raises(KeyboardInterrupt):
+            nodes.stream(here, "s-0")
+    assert tagged(disk) == [name_of(older)]
+    # It may not have opened it yet, as far as anyone knows.
+    with disk.service.delta.allocated(newer):
+        pass
+    assert active(disk) == [name_of(older)]
+    # Its time is over.
+    leases = here.service.delta.activations._leases
+    leases.update({word: (key, 0.0) for word, (key, _) in leases.items()})
+    with disk.service.delta.allocated(newer):
+        pass
+    require_left_alone(disk)
+
+
+@pytest.mark.variation
+def test_what_a_command_reads_is_not_deactivated_by_another(disk: Disk, here: Node) -> None:
+    taken = disk.snapshot()
+    with streams.outgoing(here.at, taken) as first:
+        with streams.outgoing(here.at, taken):
+            pass
+        with disk.service.delta.allocated(taken):
+            pass
+        assert active(disk) == [name_of(taken)]
+        # Of a service that knows nothing of it.
+        here.restart()
+        assert active(disk) == [name_of(taken)]
+        assert first.device.read(0, 4096) == b"a" * 4096
+        first.at.caller = here.client
+    require_left_alone(disk)
+
+
+@pytest.mark.variation
+def test_what_is_copied_is_not_deactivated_meanwhile(
+    disk: Disk, here: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy has its source open for a moment at a time."""
+    taken, jobs = disk.snapshot(), here.service.copier.jobs
+    begun, ended = threading.Event(), threading.Event()
+    codes: list[grpc.StatusCode] = []
+
+    def between_two_pieces(_job: object) -> None:
+        begun.set()
+        assert ended.wait(60)
+
+    def restore() -> None:
+        source, wanted = of_snapshot(taken), {"class": "linear"}
+        try:
+            here.client.create("copy", len(disk.held), block(), source=source, parameters=wanted)
+        except grpc.RpcError as error:
+            codes.append(error.code())
+
+    monkeypatch.setattr(jobs, "check", between_two_pieces)
+    monkeypatch.setattr(here.service.copier, "grace_seconds", 60)
+    restoring = threading.Thread(target=restore)
+    with disk.service.delta.allocated(taken):
+        restoring.start()
+        assert begun.wait(60)
+    assert active(disk) == [name_of(taken)]
+    ended.set()
+    restoring.join()
+    assert codes == []
+    assert here.content("vol-copy", len(disk.held)) == disk.held
+    with disk.service.delta.allocated(taken):
+        pass
+    require_left_alone(disk)
