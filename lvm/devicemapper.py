@@ -10,7 +10,7 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +25,10 @@ _CONTROL = Path("/dev/mapper/control")
 _HEADER = struct.Struct("=3I I I I i I I I Q 128s 129s 7x")
 _DATA_SIZE_AT, _DATA_START_AT, _TARGET_COUNT_AT, _OPEN_COUNT_AT, _FLAGS_AT = 12, 16, 20, 24, 28
 _DEVICE_AT = 40
-# struct dm_name_list: dev, next; the name follows.
+# struct dm_name_list: dev, next; the name follows, and where it ends, in whole eights of bytes, the
+# number of events.
 _NAME = struct.Struct("=Q I")
+_EVENTS = struct.Struct("=I")
 # struct dm_target_msg: the sector that it is for; the message follows.
 _MESSAGE = struct.Struct("=Q")
 # struct dm_target_spec: sector_start, length, status, next, target_type; the line follows.
@@ -204,6 +206,9 @@ class Mirror:
         return cls(size_bytes, *_fraction(words[1 + int(words[0])]))
 
 
+# A device's number, and how many events it had. A snapshot that is lost has one more
+# (__invalidate_snapshot in drivers/md/dm-snap.c), one that only fills up has not.
+Events = tuple[int, int]
 Status = ThinPool | Snapshot | Raid | Cache | WriteCache | Mirror
 _KINDS: dict[str, type[Status]] = {
     "thin-pool": ThinPool,
@@ -230,14 +235,18 @@ class DeviceMapper:
     ) -> None:
         self._control = control
         self._ioctl = ioctl or _ioctl
+        # What the last list of all devices took, so that the next is had at once.
+        self._list_bytes = _FIRST_BUFFER_BYTES
 
-    def names(self) -> tuple[str, ...]:
-        """The names of all devices; empty where there is no answer."""
+    def events(self) -> Mapping[str, Events]:
+        """The events of all devices, by their names; empty where there is no answer. One ioctl."""
         try:
             with self._opened() as control:
-                return tuple(_names(self._ask(control, _LIST_DEVICES, "", 0)))
+                told = self._ask(control, _LIST_DEVICES, "", 0, size_bytes=self._list_bytes)
         except OSError:
-            return ()
+            return {}
+        self._list_bytes = len(told)
+        return dict(_listed(told))
 
     def status(self, name: str) -> tuple[Status, ...]:
         """What stands out in a device and in all that it stands on, from above to below.
@@ -248,6 +257,14 @@ class DeviceMapper:
         try:
             with self._opened() as control:
                 return tuple(self._walk(control, name=name))
+        except OSError:
+            return ()
+
+    def own_status(self, name: str) -> tuple[Status, ...]:
+        """The same of the device alone, not of what it stands on. One ioctl."""
+        try:
+            with self._opened() as control:
+                return tuple(_records(self._ask(control, _TABLE_STATUS, name, 0)))
         except OSError:
             return ()
 
@@ -343,15 +360,20 @@ class DeviceMapper:
             if error.errno == errno.ENXIO and not name:
                 return
             raise
-        for kind, size_bytes, line in _targets(lines):
-            if (record := _KINDS.get(kind)) is not None:
-                yield record.parse(size_bytes, line)
+        yield from _records(lines)
         for one in _dependencies(below):
             yield from self._walk(control, device=one)
 
-    def _ask(self, control: int, request: int, name: str, device: int, flags: int = 0) -> bytearray:
+    def _ask(
+        self,
+        control: int,
+        request: int,
+        name: str,
+        device: int,
+        flags: int = 0,
+        size_bytes: int = _FIRST_BUFFER_BYTES,
+    ) -> bytearray:
         """The driver's answer, in a buffer that is large enough for it."""
-        size_bytes = _FIRST_BUFFER_BYTES
         while True:
             buffer = _request(size_bytes, _NO_FLUSH | flags, name, device)
             self._ioctl(control, request, buffer)
@@ -380,16 +402,25 @@ def _request(size_bytes: int, flags: int, name: str, device: int) -> bytearray:
     return buffer
 
 
-def _names(buffer: bytearray) -> Iterator[str]:
+def _listed(buffer: bytearray) -> Iterator[tuple[str, Events]]:
     at = _number(buffer, _DATA_START_AT)
     while True:
         device, following = _NAME.unpack_from(buffer, at)
         # Where there is none, there is one that is 0.
         if device:
-            yield _text(buffer[at + _NAME.size :])
+            begin = at + _NAME.size
+            end = buffer.index(b"\0", begin)
+            (events,) = _EVENTS.unpack_from(buffer, end + 1 + -(end + 1) % 8)
+            yield buffer[begin:end].decode(), (device, events)
         if not following:
             return
         at += following
+
+
+def _records(buffer: bytearray) -> Iterator[Status]:
+    for kind, size_bytes, line in _targets(buffer):
+        if (record := _KINDS.get(kind)) is not None:
+            yield record.parse(size_bytes, line)
 
 
 def _targets(buffer: bytearray) -> Iterator[tuple[str, int, str]]:

@@ -6,6 +6,7 @@ sysfs is read as it is: pyudev's Context looks for its library by starting ldcon
 
 import os
 import stat
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Protocol
 from lvm import areas, errors, names, sysfs
 from lvm.areas import Exceptions as Exceptions
 from lvm.devicemapper import DeviceMapper
+from lvm.devicemapper import Events as Events
 from lvm.devicemapper import Status as Status
 
 _SYS_BLOCK = Path("/sys/block")
@@ -33,6 +35,8 @@ _OWN_CRYPT_PREFIX = "CRYPT-TEMP-"
 # The same for a copy-on-write snapshot's store; and what a pool's data and metadata are called.
 _STORE_LAYER = "-cow"
 _DATA_PART, _METADATA_PART = "_tdata", "_tmeta"
+# The number of a snapshot's store, and the sectors that were written there.
+Written = tuple[tuple[int, int], int] | None
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,23 @@ class Devices(Protocol):
         """The names of a group's active volumes."""
         ...
 
+    def events(self, group: str) -> Mapping[str, Events]:
+        """The events that a group's active volumes had, by their names."""
+        ...
+
+    def written(self, group: str) -> Mapping[str, Written]:
+        """How much was written to the areas of a group's active copy-on-write snapshots.
+
+        While that is equal, they are as full. None where it is not known.
+        """
+        ...
+
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         """What device-mapper says of an active volume and of all that it stands on."""
+        ...
+
+    def own_status(self, group: str, name: str) -> tuple[Status, ...]:
+        """The same of the volume alone."""
         ...
 
     def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
@@ -181,8 +200,31 @@ class KernelDevices:
 
     def active(self, group: str) -> tuple[str, ...]:
         """The names of a group's active volumes, of lvm2's own parts of volumes too. One ioctl."""
-        found = (names.of_device(group, one) for one in self._mapper.names())
-        return tuple(one for one in found if one)
+        return tuple(self.events(group))
+
+    def events(self, group: str) -> Mapping[str, Events]:
+        """The events that a group's active volumes had, by their names. One ioctl."""
+        prefix = names.device(group, "")
+        every = self._mapper.events()
+        own = ((names.of_device(group, one), every[one]) for one in every if one.startswith(prefix))
+        return {name: told for name, told in own if name}
+
+    def written(self, group: str) -> Mapping[str, Written]:
+        """How much was written to the areas of a group's active copy-on-write snapshots.
+
+        One ioctl and one file, however many there are.
+        """
+        prefix, areas_of = names.device(group, ""), {}
+        for name, (device, _) in self._mapper.events().items():
+            if name.startswith(prefix) and name.endswith(_STORE_LAYER):
+                snapshot = names.of_device(group, name.removesuffix(_STORE_LAYER))
+                areas_of[snapshot] = (os.major(device), os.minor(device))
+        sectors = sysfs.written_sectors() if areas_of else {}
+        return {
+            one: (number, sectors[number]) if number in sectors else None
+            for one, number in areas_of.items()
+            if one
+        }
 
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         """What device-mapper says of an active volume and of all that it stands on.
@@ -192,6 +234,10 @@ class KernelDevices:
         """
         dm_name = names.device(group, name)
         return self._mapper.status(dm_name) or self._mapper.status(dm_name + _POOL_LAYER)
+
+    def own_status(self, group: str, name: str) -> tuple[Status, ...]:
+        """What device-mapper says of an active volume alone. One ioctl."""
+        return self._mapper.own_status(names.device(group, name))
 
     def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
         """Whether the copy-on-write snapshot whose area begins there is lost; None: unknown."""

@@ -177,6 +177,12 @@ class Group:
         """The copy-on-write snapshots of a volume. Without it they are nothing."""
         return [one for one in self.made_of(origin) if one.is_copy_on_write]
 
+    @cached_property
+    def readable_copy_on_write(self) -> Sequence[str]:
+        """The names of all copy-on-write snapshots that were not lost."""
+        every = self.volumes.values()
+        return tuple(one.name for one in every if one.is_copy_on_write and not one.overflowed)
+
     def made_of(self, origin: str) -> Sequence[LogicalVolume]:
         """The snapshots of a volume, those that share a pool with it too."""
         return self._by_origin.get(origin, ())

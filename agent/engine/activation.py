@@ -144,5 +144,5 @@ class Activation:
 
     def has_overflowed(self, snapshot: Snapshot) -> bool:
         """Whether an active snapshot was lost until now, as device-mapper says; no command."""
-        told = self.status(snapshot.group.name, snapshot.name)
+        told = self._devices.own_status(snapshot.group.name, snapshot.name)
         return devicemapper.has_overflowed(told)

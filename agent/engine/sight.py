@@ -12,12 +12,12 @@ the kernel.
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from agent import errors
 from agent.engine.disks import Location, locate
 from lvm import command, devicemapper, report
-from lvm.devices import Devices
+from lvm.devices import Devices, Events
 from lvm.disks import Disks, Fingerprint, Found
 from lvm.lvm2 import Lvm
 
@@ -41,6 +41,8 @@ class _Known:
     time_seconds: float
     # The generation that the look which read it began in.
     generation: object
+    # Of copy-on-write snapshots that were whole then: the events that they had had before.
+    whole: dict[str, Events] = field(default_factory=dict)
 
 
 class Sight:
@@ -74,6 +76,8 @@ class Sight:
         self._listed = listed
         # When its disks were looked for last (monotonic, seconds).
         self._located = 0.0
+        # Of its devices, before the last report was read.
+        self._events: Mapping[str, Events] = {}
         self._known: _Known | None = None
         # Replaced by forget(): what a look of an earlier generation read is not used again.
         self._generation = object()
@@ -116,8 +120,8 @@ class Sight:
             known = None
         if known is not None and not self._may_have_moved(known):
             mark = self._fingerprint(known.location)
-            if self._still_holds(known, mark):
-                return self._as_it_is(known)
+            if (kept := self._kept(known, mark)) is not None:
+                return kept
             # lvm2 sees these disks only: after a commit that was about disks it shows others.
             group = None if mark is None else self._shown(known.location)
             # What was exported meanwhile it shows too; the disks tell whose it is then.
@@ -127,8 +131,10 @@ class Sight:
         if location is None:
             return None
         mark = self._fingerprint(location)
-        if known is not None and location == known.location and self._still_holds(known, mark):
-            return self._as_it_is(known)
+        if known is not None and location == known.location:
+            kept = self._kept(known, mark)
+            if kept is not None:
+                return kept
         group = self._shown(location)
         if group is None and self._renew and not is_refused:
             # The disks bear it: before a shell is believed that it is not, another is asked.
@@ -143,17 +149,44 @@ class Sight:
         is_old = time.monotonic() - self._located >= _BLIND_SECONDS
         return self.is_outdated or is_old or bool(known.location.missing)
 
-    def _still_holds(self, known: _Known, mark: Fingerprint | None) -> bool:
-        """Whether what is known of the group is true, where its disks have that proof."""
-        is_old = time.monotonic() - known.time_seconds >= _LASTS_SECONDS
-        return mark == known.fingerprint and not is_old and self._can_be_asked(known.group)
+    def _kept(self, known: _Known, mark: Fingerprint | None) -> report.Group | None:
+        """The group that is known, with what came over its snapshots since, without a commit.
 
-    def _can_be_asked(self, group: report.Group) -> bool:
-        """Whether the kernel tells of all snapshots whether they are lost: of inactive ones not."""
-        every = group.volumes.values()
-        return all(
-            self._devices.find(self._name, one.name) for one in every if one.is_copy_on_write
-        )
+        None where it may be true no more: its disks have not that proof, it is old, or the kernel
+        does not tell of a snapshot, as of inactive ones.
+        """
+        is_old = time.monotonic() - known.time_seconds >= _LASTS_SECONDS
+        lost = None if mark != known.fingerprint or is_old else self._lost(known)
+        if lost is None:
+            return None
+        if lost:
+            group = known.group
+            changed = {one: replace(group.volumes[one], overflowed=True) for one in lost}
+            known = replace(known, group=replace(group, volumes={**group.volumes, **changed}))
+        self._known = known
+        return known.group
+
+    def _lost(self, known: _Known) -> list[str] | None:
+        """The snapshots that were lost since; None where the kernel does not tell of all.
+
+        One ioctl for all, and one for each of which an event came.
+        """
+        if not known.group.readable_copy_on_write:
+            return []
+        events, lost = self._devices.events(self._name), []
+        for name in known.group.readable_copy_on_write:
+            if (had := events.get(name)) is None:
+                return None
+            if known.whole.get(name) == had:
+                continue
+            told = self._devices.own_status(self._name, name)
+            if not told:
+                return None
+            if devicemapper.has_overflowed(told):
+                lost.append(name)
+            else:
+                known.whole[name] = had
+        return lost
 
     def _locate(self) -> Location | None:
         # Before the look: what changes meanwhile may be in it, or not.
@@ -180,6 +213,8 @@ class Sight:
 
     def _shown(self, location: Location) -> report.Group | None:
         """What lvm2 says of the group there; None where it says of none, or of one on others."""
+        # What is lost while lvm2 asks is in the report, or has one event more.
+        self._events = self._devices.events(self._name)
         told = report.read(self._lvm_at(location), self._devices.overflowed)
         group = told.groups.get(self._name)
         return group if group is not None and group.uuid == location.uuid else None
@@ -193,7 +228,12 @@ class Sight:
     ) -> report.Group:
         """The group, which is known from now on if nothing was committed while lvm2 read it."""
         if mark is not None and mark == self._fingerprint(location) and not _suspended(group):
-            self._known = _Known(group, location, mark, time.monotonic(), generation)
+            whole = {
+                one: self._events[one]
+                for one in group.readable_copy_on_write
+                if one in self._events and group.volumes[one].active
+            }
+            self._known = _Known(group, location, mark, time.monotonic(), generation, whole)
         return group
 
     def _fingerprint(self, location: Location) -> Fingerprint | None:
@@ -201,20 +241,6 @@ class Sight:
         if remaining is None:
             return self._disks.fingerprint(location.disks)
         return self._disks.fingerprint(location.disks, remaining)
-
-    def _as_it_is(self, known: _Known) -> report.Group:
-        """The group that is known, with what came over its snapshots since, without a commit."""
-        self._known, group = known, known.group
-        lost = {
-            one.name: replace(one, overflowed=True)
-            for one in group.volumes.values()
-            if one.is_copy_on_write and not one.overflowed and self._has_overflowed(one.name)
-        }
-        return replace(group, volumes={**group.volumes, **lost}) if lost else group
-
-    def _has_overflowed(self, name: str) -> bool:
-        told = self._devices.status(self._name, name)
-        return devicemapper.has_overflowed(told)
 
     def _lvm_at(self, location: Location | None) -> Lvm:
         disks = (_NO_DISK,) if location is None else location.disks

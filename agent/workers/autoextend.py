@@ -1,10 +1,11 @@
 """What fills up by itself is extended before it is full: pools, and the areas of snapshots.
 
 Each group has a thread that looks every two seconds, by ioctl only: an idle node runs no command,
-and a group that hangs keeps no other's pools from growing. Past its threshold a pool's data or
-metadata, or a snapshot's area, is extended by its share, or by as much more as brings it below the
-threshold, within what the group has beside the class's reserve. A crash in between harms nothing:
-each step is one lvextend.
+and a group that hangs keeps no other's pools from growing. Of snapshots, however many, those are
+asked to whose areas something was written, which one file tells of all. Past its threshold a pool's
+data or metadata, or a snapshot's area, is extended by its share, or by as much more as brings it
+below the threshold, within what the group has beside the class's reserve. A crash in between harms
+nothing: each step is one lvextend.
 
 Where it cannot be, a warning is logged once, and it is tried again every ten seconds: the kernel
 has who writes to a full pool wait for a minute, and what was in the way may pass within it.
@@ -22,9 +23,10 @@ from agent import errors, ids
 from agent.engine.allocation import Carvings, pool_name
 from agent.engine.means import Means
 from agent.engine.rounds import Rounds
-from lvm import command, layout, pools, report, volumes
+from lvm import command, layout, names, pools, report, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import Snapshot, Status, ThinPool
+from lvm.devices import Written
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
 from lvm.pools import Policy
@@ -38,6 +40,8 @@ _PATIENCE_SECONDS = 60.0
 # A service that ends waits so long for what is under way.
 _ENDING_SECONDS = 10.0
 _FAILURE = "volume group %s: how full its pools and snapshots are is not known: %s"
+# So often all snapshots are asked: an operator may have the kernel count nothing (queue/iostats).
+_ALL_SECONDS = 60.0
 # Classes do not say when their snapshots grow.
 _OF_SNAPSHOTS = Policy()
 _ALL_OF_IT = Reserve(percent=1000)
@@ -64,16 +68,28 @@ class _Part:
         return f"the {self.kind} of {self.group}/{self.name}"
 
 
+@dataclass
+class _Areas:
+    """How full the areas of a group's snapshots were, and what had been written there by then."""
+
+    percents: dict[str, float] = field(default_factory=dict)
+    written: Mapping[str, Written] = field(default_factory=dict)
+    # When all were asked last (monotonic, seconds).
+    asked_seconds: float = float("-inf")
+
+
 class Grower:
     """Extends what fills up."""
 
     def __init__(self, means: Means) -> None:
         self._engines, self._inventory = means.engines, means.inventory
+        self._devices = means.devices
         self._carvings = Carvings(means.config.classes, means.inventory)
         self._counting = threading.Lock()
         self._counts = Counter({(kind, outcome): 0 for kind in KINDS for outcome in OUTCOMES})
         # When lvm2 is asked again for what could not grow (monotonic, seconds), by the groups.
         self._later: dict[str, dict[_Part, float]] = {one: {} for one in means.engines.names}
+        self._areas: dict[str, _Areas] = {one: _Areas() for one in means.engines.names}
         self.rounds = Rounds("grow", means.engines.names, self.look, _FAILURE)
 
     def start(self) -> None:
@@ -100,27 +116,43 @@ class Grower:
 
         A writer that fills what was just added is kept pace with by looking again at once.
         """
-        grown, parts, before = False, list(self._parts(group)), self._later[group]
-        later = self._later[group] = {part: before[part] for part in parts if part in before}
-        for part in parts:
-            percent = _percent(part.kind, self._inventory.status(part.group, part.name))
-            if percent <= part.policy.autoextend_threshold:
-                later.pop(part, None)
-            elif part not in later or later[part] <= clock():
+        grown, full, before = False, dict(self._full(group, clock)), self._later[group]
+        later = self._later[group] = {part: before[part] for part in full if part in before}
+        for part, percent in full.items():
+            if part not in later or later[part] <= clock():
                 grown |= self._extend(part, percent, clock)
         return grown
 
-    def _parts(self, group: str) -> Iterator[_Part]:
-        """What can fill up in a group."""
-        for prefix in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX):
-            for _, name in self._inventory.active(prefix, group):
-                how = partial(self._extend_area, group, name)
-                yield _Part(group, name, AREA, _OF_SNAPSHOTS, how)
+    def _full(self, group: str, clock: Callable[[], float]) -> Iterator[tuple[_Part, float]]:
+        """What is too full in a group."""
+        for name, percent in self._full_areas(group, clock()):
+            how = partial(self._extend_area, group, name)
+            yield _Part(group, name, AREA, _OF_SNAPSHOTS, how), percent
         for one in self._carvings.thin(group):
             pool = pool_name(one.device_class)
+            told = self._inventory.status(group, pool)
             for kind, extend in ((DATA, one.extend_data), (METADATA, one.extend_metadata)):
-                how = partial(self._extend_pool, one.group, extend)
-                yield _Part(one.group, pool, kind, one.policy, how)
+                how, percent = partial(self._extend_pool, one.group, extend), _percent(kind, told)
+                if percent > one.policy.autoextend_threshold:
+                    yield _Part(one.group, pool, kind, one.policy, how), percent
+
+    def _full_areas(self, group: str, now_seconds: float) -> Iterator[tuple[str, float]]:
+        """The snapshots whose areas are too full. Those that are, are asked each time."""
+        seen, threshold = self._areas[group], _OF_SNAPSHOTS.autoextend_threshold
+        if now_seconds - seen.asked_seconds >= _ALL_SECONDS:
+            seen = _Areas(asked_seconds=now_seconds)
+        # Before the snapshots are asked: what is written meanwhile has them asked again.
+        written, percents = self._devices.written(group), dict[str, float]()
+        for name, so_much in written.items():
+            if not any(names.is_of(one, name) for one in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX)):
+                continue
+            percent = seen.percents.get(name, threshold + 1)
+            if percent > threshold or so_much is None or seen.written.get(name) != so_much:
+                percent = _percent(AREA, self._devices.own_status(group, name))
+            percents[name] = percent
+            if percent > threshold:
+                yield name, percent
+        self._areas[group] = _Areas(percents, written, seen.asked_seconds)
 
     def _extend(self, part: _Part, percent: float, clock: Callable[[], float]) -> bool:
         later = self._later[part.group]

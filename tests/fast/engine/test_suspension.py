@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import expect
@@ -12,7 +13,7 @@ from agent import errors
 from agent.engine import suspension
 from agent.engine.suspension import Release, Standstill
 from lvm.devicemapper import Status
-from lvm.devices import Device, Exceptions
+from lvm.devices import Device, Events, Exceptions, Written
 
 
 @dataclass
@@ -41,6 +42,15 @@ class Devices:
         raise NotImplementedError
 
     def status(self, group: str, name: str) -> tuple[Status, ...]:
+        raise NotImplementedError
+
+    def own_status(self, group: str, name: str) -> tuple[Status, ...]:
+        raise NotImplementedError
+
+    def events(self, group: str) -> Mapping[str, Events]:
+        raise NotImplementedError
+
+    def written(self, group: str) -> Mapping[str, Written]:
         raise NotImplementedError
 
     def overflowed(self, disk: str, offset_bytes: int) -> bool | None:

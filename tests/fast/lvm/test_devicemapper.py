@@ -72,6 +72,7 @@ class Mapped:
     suspended: bool = False
     table: Sequence[tuple[str, str]] = ()
     heard: list[str] = field(default_factory=list)
+    events: int = 0
 
 
 @dataclass
@@ -80,6 +81,7 @@ class Driver:
 
     devices: dict[str, Mapped] = field(default_factory=dict)
     asked: list[int] = field(default_factory=list)
+    lists: int = 0
 
     def __call__(self, descriptor: int, request: int, buffer: bytearray) -> int:
         assert os.fstat(descriptor)
@@ -92,6 +94,7 @@ class Driver:
             assert flags & 1 << 11, "a look must not have the target flush"
         name = buffer[48:176].partition(b"\0")[0].decode()
         if request & 0xFF == 2:
+            self.lists += 1
             return self._fill(self._list(), 0, buffer)
         for known, one in list(self.devices.items()):
             if (name and known == name) or (not name and one.number == number):
@@ -148,6 +151,8 @@ class Driver:
         for index, (name, one) in enumerate(self.devices.items()):
             text = name.encode() + b"\0"
             text += b"\0" * (-(12 + len(text)) % 8)
+            # Since 4.43 flags follow the number of events, and the UUID.
+            text += struct.pack("=II", one.events, 2)
             following = 0 if index == last else 12 + len(text)
             data += struct.pack("=QI", one.number, following) + text
         return data or bytes(16)
@@ -211,7 +216,7 @@ def test_every_target_of_a_device_is_read_however_many_there_are(
 def test_a_device_is_taken_away(driver: Driver, mapper: DeviceMapper) -> None:
     driver.devices |= {"data-web": Mapped(1), "data-other": Mapped(2)}
     mapper.remove("data-web")
-    assert mapper.names() == ("data-other",)
+    assert list(mapper.events()) == ["data-other"]
     with pytest.raises(OSError, match="No such device"):
         mapper.remove("data-web")
 
@@ -240,13 +245,50 @@ def test_what_is_not_there_has_no_status(mapper: DeviceMapper) -> None:
 
 def test_no_control_node_is_no_status_and_no_name(tmp_path: Path) -> None:
     assert DeviceMapper(tmp_path / "none").status("data-web") == ()
-    assert DeviceMapper(tmp_path / "none").names() == ()
+    assert DeviceMapper(tmp_path / "none").own_status("data-web") == ()
+    assert DeviceMapper(tmp_path / "none").events() == {}
 
 
-def test_all_devices_are_named(driver: Driver, mapper: DeviceMapper) -> None:
-    assert mapper.names() == ()
-    driver.devices |= {f"data-web{number}": Mapped(number + 1) for number in range(1000)}
-    assert mapper.names() == tuple(driver.devices)
+def test_all_devices_tell_of_their_events_at_once(driver: Driver, mapper: DeviceMapper) -> None:
+    assert mapper.events() == {}
+    driver.devices |= {f"data-web{n}": Mapped(n + 1, events=n % 7) for n in range(1000)}
+    told = {name: (one.number, one.events) for name, one in driver.devices.items()}
+    assert mapper.events() == told
+    lists = driver.lists
+    assert mapper.events() == told
+    assert driver.lists == lists + 1, "the size of the answer is known by then"
+
+
+def test_a_device_alone_is_asked_by_one_ioctl(driver: Driver, mapper: DeviceMapper) -> None:
+    driver.devices |= {
+        "data-snap": Mapped(3, [1, 2], [("snapshot", "16/8192 16")]),
+        "data-vol-real": Mapped(1, [0x801], [("linear", "")]),
+        "data-snap-cow": Mapped(2, [0x801], [("linear", "")]),
+    }
+    assert mapper.own_status("data-snap") == (Snapshot(SIZE, "", 16, 8192, 16),)
+    assert len(driver.asked) == 1
+
+
+def test_what_was_written_to_the_areas_of_snapshots_is_told_of_all_at_once(
+    driver: Driver, mapper: DeviceMapper, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    statistics = tmp_path / "diskstats"
+    statistics.write_text(
+        " 253       2 dm-2 1 0 8 4 5 0 4096 7 0 8 9 0 0 0 0 0 0\n"
+        " 253       3 dm-3 1 0 8 4 5 0 16 7\n short\n"
+    )
+    monkeypatch.setattr(sysfs, "_STATISTICS", str(statistics))
+    driver.devices |= {
+        "data-snap--1": Mapped(0xFD01),
+        "data-snap--1-cow": Mapped(0xFD02),
+        "data-snap--2-cow": Mapped(0xFD07),
+        "data-vol--1": Mapped(0xFD03),
+        "other-snap--1-cow": Mapped(0xFD03),
+    }
+    told = KernelDevices(mapper).written("data")
+    assert told == {"snap-1": ((253, 2), 4096), "snap-2": None}
+    statistics.unlink()
+    assert KernelDevices(mapper).written("data") == {"snap-1": None, "snap-2": None}
 
 
 @pytest.mark.parametrize(

@@ -315,7 +315,7 @@ def test_looks_that_nobody_asked_for_are_counted_where_they_fail(
         raise RuntimeError("a mistake")
 
     monkeypatch.setattr("agent.workers.autoextend._LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(measured.service.grower, "_parts", broken)
+    monkeypatch.setattr(measured.service.grower, "_full", broken)
     assert measured.samples()["carver_round_failures_total", "data", "grow"] == 0
     measured.service.grower.start()
     expect.soon(lambda: measured.samples()["carver_round_failures_total", "data", "grow"] > 1)

@@ -3,7 +3,7 @@
 import errno
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from fakes.devices import BLOCK_BYTES, LEFTOVER, FakeDevice, Media
@@ -20,7 +20,7 @@ from fakes.lvm.records import (
 
 from lvm import errors as lvm_errors
 from lvm.devicemapper import Cache, Mirror, Raid, Snapshot, Status, WriteCache
-from lvm.devices import Device, Exceptions, mapping_name
+from lvm.devices import Device, Events, Exceptions, Written, mapping_name
 
 
 @dataclass
@@ -79,6 +79,24 @@ class KernelSide(Machine):
         found = self.groups[group].volumes.values() if group in self.groups else ()
         whole = [one.name for one in found if one.active]
         return (*whole, *(f"{one.name}{part}" for one in found for part in one.left))
+
+    def events(self, group: str) -> Mapping[str, Events]:
+        """The seam `lvm.devices.Devices`."""
+        found = self.groups[group].volumes if group in self.groups else {}
+        return {
+            one: (number, int(one in found and found[one].overflowed))
+            for number, one in enumerate(self.active(group))
+        }
+
+    def written(self, group: str) -> Mapping[str, Written]:
+        """The seam `lvm.devices.Devices`."""
+        found = self.groups[group].volumes if group in self.groups else {}
+        snapshots = (one for one in found.values() if one.is_copy_on_write and one.active)
+        return {one.name: ((253, 0), int(1000 * one.data_percent)) for one in snapshots}
+
+    def own_status(self, group: str, name: str) -> tuple[Status, ...]:
+        """The seam `lvm.devices.Devices`."""
+        return self.status(group, name)
 
     def status(self, group: str, name: str) -> tuple[Status, ...]:
         """The seam `lvm.devices.Devices`."""
