@@ -158,6 +158,9 @@ class Access:
             try:
                 self.fill_device(at, call.keys, if_possible=True)
             except mount_errors.GrowFailed as error:
+                # Of a copy nobody would ask again why it is smaller than its claim.
+                if seen is None or seen.is_copied:
+                    raise
                 # A pod shall start with what there is; NodeExpandVolume tells why it is no more.
                 _log.warning("volume %s is staged as it is: %s", call.volume_id, error)
 

@@ -167,14 +167,14 @@ class Expander:
     def _put_on_record(self, volume: Volume, size_bytes: int) -> None:
         if volume.wanted_bytes != size_bytes:
             self._record(volume, {fact.WANTED: str(size_bytes)})
+            # So that those who only glimpse, as staging of a raw block volume does, know of it.
+            self._inventory.read(volume.group.name)
 
     def _record(self, volume: Volume, new: dict[str, str]) -> None:
         old = {key: volume.facts[key] for key in (fact.WANTED,) if key in volume.facts}
         volumes.mark(
             self._engines.lvm(volume.group.name), volume.group.name, volume.name, old=old, new=new
         )
-        # So that those who only glimpse, as staging of a raw block volume does, know of it.
-        self._inventory.read(volume.group.name)
 
 
 def _wanted_bytes(volume: Volume, size: SizeRange) -> int:

@@ -441,6 +441,7 @@ def test_node_expansion_without_room_is_on_record_and_a_smaller_one_succeeds(
     assert "had no room" in told.message
     # A smaller claim withdraws it, also one that the volume's size meets already.
     client.node_expand(volume.volume_id, staging, 64 * MIB)
+    assert [one.volume_id for one in client.volumes()] == [volume.volume_id]
     assert not client.node_health(volume.volume_id).health_statuses
     with expect.code("FAILED_PRECONDITION"):
         client.node_expand(volume.volume_id, staging, 68 * MIB + room)

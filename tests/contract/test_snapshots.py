@@ -475,7 +475,7 @@ def test_a_volume_is_staged_as_it_is_where_there_is_no_room_for_what_is_on_recor
     other = client.create("pvc-2", client.capacity().available_capacity, block())
     stage_again(client, volume, staging)
     # Of this code kubelet lets the pod start.
-    with expect.code("OUT_OF_RANGE"):
+    with expect.code("FAILED_PRECONDITION", "Make room"):
         client.node_expand(volume.volume_id, staging, 32 * MIB)
     client.delete(other.volume_id)
     stage_again(client, volume, staging)

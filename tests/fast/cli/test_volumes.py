@@ -412,10 +412,9 @@ class TestWhereAGroupIsAway:
         assert engine is not None
 
         def look() -> Group | None:
-            engine.problem = errors.GroupSilent("fast", ["/dev/sdx"])
-            raise engine.problem
+            raise errors.GroupSilent("fast", ["/dev/sdx"])
 
-        monkeypatch.setattr(engine, "look", look)
+        monkeypatch.setattr(engine, "_look", look)
         engine.last, engine.time_seconds = None, 0.0
         assert "db" in shell("list")
         assert "/dev/sdx" in shell.complaint

@@ -548,9 +548,11 @@ def take(fake: FakeHost) -> Callable[[], object]:
 
 
 def double(fake: FakeHost) -> Callable[[], object]:
-    """Another group of the name: as it is in the fake by a second name for it."""
+    """Another group of the name, which nothing tells apart."""
+    fake.deactivate("a", "vol-deleted-sick")
     twin = fake.lvm2.add_group("twin", [10])
     twin.name = "a"
+    twin.tags.add("carver.made=yes")
     return lambda: fake.lvm2.groups.pop("twin", None)
 
 

@@ -313,7 +313,7 @@ def test_a_larger_copy_whose_file_system_did_not_grow_is_grown_by_the_next_stage
         broken.setattr(fake.kernel, "grow_ext4", fails)
         # Not once: it is not OK as long as the file system is too small.
         for _ in range(2):
-            with expect.code("INTERNAL", "Input/output error"):
+            with expect.code("FAILED_PRECONDITION", "Input/output error"):
                 client.stage(copy, staging, mounted("ext4"))
     assert client.stats(copy.volume_id, staging).usage[0].total == 64 * MIB
     fake.commands.clear()
