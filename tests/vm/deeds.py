@@ -160,8 +160,8 @@ def serve_metrics_on_a_low_port(client: Client, directory: Path) -> None:
     assert "carver_build_info" in _page("127.0.0.1", LOW_PORT)
 
 
-def refuse_a_group_that_came_twice(client: Client, directory: Path) -> None:
-    """Choose between no two disks that bear the same group, once the second is there."""
+def tell_of_a_disk_that_came(client: Client, directory: Path) -> None:
+    """Tell of a copy of a group's disk, soon after it is there."""
     kernel = Kernel()
     files = directory / "disk", directory / "twin"
     devices = []
@@ -172,12 +172,13 @@ def refuse_a_group_that_came_twice(client: Client, directory: Path) -> None:
         devices.append(loop.attach(kernel, str(files[0])))
         words = ["vgcreate", "--devices", devices[0], "--yes", GROUP, devices[0]]
         subprocess.run(words, check=True, capture_output=True)
-        within(NOTICED_SECONDS, lambda: not _is_refused(client), "the group was not found")
+        within(NOTICED_SECONDS, lambda: _has_room(client), "the group was not found")
         # Its metadata.
         with files[1].open("r+b") as twin:
             twin.write(kernel.read(devices[0], 0, 2 * MIB))
         devices.append(loop.attach(kernel, str(files[1])))
-        within(NOTICED_SECONDS, lambda: _is_refused(client), "the twin was not noticed")
+        within(NOTICED_SECONDS, lambda: _tells(client, devices[1]), "the copy was not noticed")
+        assert _has_room(client)
     finally:
         for device in reversed(devices):
             if device == devices[0]:
@@ -186,9 +187,15 @@ def refuse_a_group_that_came_twice(client: Client, directory: Path) -> None:
             loop.detach(kernel, device)
 
 
-def _is_refused(client: Client) -> bool:
-    """Whether nothing can be made in the group."""
-    return not client.capacity().available_capacity
+def _has_room(client: Client) -> bool:
+    """Whether something can be made in the group."""
+    return bool(client.capacity().available_capacity)
+
+
+def _tells(client: Client, disk: str) -> bool:
+    """Whether the storage's health names a disk, after a look."""
+    client.capacity()
+    return any(disk in one.message for one in client.storage_health())
 
 
 def within(seconds: float, is_so: Callable[[], bool], otherwise: str) -> None:
@@ -267,7 +274,7 @@ CASES = (
     Case(
         "AF_NETLINK",
         "RestrictAddressFamilies=~AF_NETLINK",
-        refuse_a_group_that_came_twice,
+        tell_of_a_disk_that_came,
         f"ExecStart=\nExecStart=/opt/carver/venv/bin/carver serve --config {CONFIGURATION}",
         f'[[classes]]\nname = "default"\ngroup = "{GROUP}"\ndefault = true\n',
     ),

@@ -306,7 +306,7 @@ def test_a_file_system_that_found_errors(bench: Bench, host: RealHost, disks: Di
 # Groups, lvm2, the node
 
 
-def test_a_group_that_is_there_twice(bench: Bench, host: RealHost) -> None:
+def test_a_copy_of_a_group_s_disk(bench: Bench, host: RealHost) -> None:
     disk, twin = (host.new_device(41 * EXTENT_BYTES) for _ in range(2))
     with served(bench, host, (disk,)) as trial:
         client = trial.machine.client
@@ -316,9 +316,27 @@ def test_a_group_that_is_there_twice(bench: Bench, host: RealHost) -> None:
         # lvm2's label, and its metadata.
         host.write_bytes(twin, 0, host.read_bytes(disk, 0, MIB))
         try:
-            told.soon("GroupRefused", GROUP, storage="GroupRefused")
+            until(lambda: twin in told.storage().get("DiskIgnored", ""), told.storage)
+            # The volume itself is as it was.
+            assert not any(one.health_statuses for one in told.now().values())
         finally:
             host.write_bytes(twin, 0, bytes(MIB))
+        told.well()
+        client.delete(volume.volume_id)
+
+
+def test_a_group_that_is_exported(bench: Bench, host: RealHost, disks: Disks) -> None:
+    with served(bench, host, paths(disks)) as trial:
+        client = trial.machine.client
+        volume = client.create("a", SIZE, block())
+        told = Told(trial.machine, "a")
+        told.well()
+        host.deactivate(GROUP, "vol-a")
+        host.lvm("vgexport", "--", GROUP)
+        try:
+            told.soon("GroupRefused", GROUP, storage="GroupRefused")
+        finally:
+            host.lvm("vgimport", "--", GROUP)
         told.well()
         client.delete(volume.volume_id)
 
