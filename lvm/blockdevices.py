@@ -112,6 +112,13 @@ class BlockDevices:
         """Who may have written a device: told by all that it stands on."""
         return max(one.kind for one in _Stacks(self._devices, backings).every(name))
 
+    def sequence(self, name: str) -> str:
+        """By which number a device was attached: another each time; empty where it is not there."""
+        device = self._devices.get(name)
+        if device is None or not device.has_size:
+            return ""
+        return self._devices.get(device.disk, device).sequence
+
     def active_groups(self, name: str) -> frozenset[str]:
         """The UUIDs of the groups that have active volumes directly on a device."""
         holders = (self._devices.get(one) for one in self._devices[name].holders)
@@ -159,6 +166,11 @@ class _Device:
     @cached_property
     def is_volume(self) -> bool:
         return self.name.startswith("dm-") and self._word("dm/uuid").startswith(_VOLUME_UUID)
+
+    @property
+    def sequence(self) -> str:
+        # Linux before 5.15 has none.
+        return self._word("diskseq") or "unknown"
 
     @property
     def group_uuid(self) -> str:

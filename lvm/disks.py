@@ -72,6 +72,13 @@ class Disks(Protocol):
         """
         ...
 
+    def sequences(self, paths: Collection[str]) -> Mapping[str, str]:
+        """By which number each of these disks was attached, of those that are there.
+
+        It is another each time (sysfs `diskseq`, Linux 5.15; "unknown" before). No disk is read.
+        """
+        ...
+
 
 class KernelDisks:
     """The real `Disks`."""
@@ -114,7 +121,9 @@ class KernelDisks:
             if isinstance(one, PhysicalLabel):
                 kind = devices.kind(names[path], known)
                 groups = devices.active_groups(names[path])
-                found[path] = replace(one, kind=kind, active_groups=groups)
+                found[path] = replace(
+                    one, kind=kind, active_groups=groups, sequence=devices.sequence(names[path])
+                )
         return {path: one for path, one in found.items() if one is not None}
 
     def fingerprint(
@@ -125,6 +134,13 @@ class KernelDisks:
         proof = tuple(one for one in marks.values() if isinstance(one, Mark))
         whole = len(proof) == len(marks) and any(one.texts for one in proof)
         return proof if whole else None
+
+    def sequences(self, paths: Collection[str]) -> Mapping[str, str]:
+        """By which number each of these disks was attached, of those that are there."""
+        devices = BlockDevices(self._sysfs)
+        names = {path: path.removeprefix(f"{self._dev}/").replace("/", "!") for path in paths}
+        found = {path: devices.sequence(name) for path, name in names.items()}
+        return {path: sequence for path, sequence in found.items() if sequence}
 
     def _each(
         self, look: Callable[[str], _T], paths: Iterable[str], end: float

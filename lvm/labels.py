@@ -103,8 +103,10 @@ class PhysicalLabel:
     group: Group | None
     # What is wrong with it, though lvm2 may have another copy.
     damage: tuple[str, ...] = ()
-    # From the kernel: its kind, and the UUIDs of the groups that have active volumes on it.
+    # From the kernel: its kind, by which number it was attached
+    # (Disks.sequences), and the UUIDs of the groups that have active volumes on it.
     kind: Kind = Kind.LOCAL
+    sequence: str = ""
     active_groups: frozenset[str] = frozenset()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lvm import errors
+from lvm import errors, metadata
 from lvm.command import Run
 
 _UDEV_CONTROL = Path("/run/udev/control")
@@ -75,6 +75,20 @@ def listed_disks(root: Path) -> frozenset[str] | None:
     if file is None or _said(root, _USE_DEVICES_FILE) == "0":
         return None
     return frozenset(_LISTED.findall(_text(file)))
+
+
+def backed_up(root: Path | None, group: str) -> str:
+    """The UUID of the group of that name that lvm2 wrote to on this node last.
+
+    By its own copy of what it wrote (vgcfgbackup(8)); empty where there is none.
+    """
+    if root is None:
+        return ""
+    try:
+        told = metadata.settings(_text(root / _LVM / "backup" / group))
+        return next((value.strip('"') for place, value in told if place == (group, "id")), "")
+    except (OSError, metadata.Damage):
+        return ""
 
 
 def _said(root: Path, setting: re.Pattern[str]) -> str | None:

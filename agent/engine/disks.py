@@ -2,19 +2,22 @@
 
 A group is its UUID. Disks of other drivers, of guests and of other nodes may bear its name, its
 UUID, or a copy of one of its disks. Which is meant is told by proofs, in this order: what was known
-of the group before, what the operator listed, who may have written the disk, active volumes,
-Carver's tags. Whatever loses is ignored and told. Only where all proofs are the same is neither
-used.
+of the group before, what the operator listed, who may have written the disk, active volumes, lvm2's
+own copy of the metadata, Carver's tags. Whatever loses is ignored and told. Only where all proofs
+are the same is neither used.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from agent import errors
-from lvm.disks import Found, Unanswered
-from lvm.labels import Kind, PhysicalLabel
+from lvm.disks import Found, Unanswered, Unreadable
+from lvm.labels import Damaged, Kind, PhysicalLabel
 from lvm.metadata import Group
+
+# Of a disk: who may have written it, and by which number it was attached.
+_Attached = tuple[Kind, str]
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,19 @@ class Location:
     disk_uuids: tuple[str, ...] = ()
     # The paths of disks that claim to be the group's and are not, each with the reason.
     ignored: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    # How its disks are attached, or were before they went, by their UUIDs.
+    attached: Mapping[str, _Attached] = field(default_factory=dict, compare=False)
 
-    def has(self, path: str, uuid: str) -> bool:
-        """Whether the disk at that path was this physical volume of the group."""
-        return (path, uuid) in zip(self.disks, self.disk_uuids, strict=False)
+    def has(self, path: str, label: PhysicalLabel) -> bool:
+        """Whether that is the very device at which this physical volume of the group was."""
+        now = (label.kind, label.sequence)
+        is_at = (path, label.uuid) in zip(self.disks, self.disk_uuids, strict=False)
+        return is_at and self.attached.get(label.uuid, now) == now
+
+    def kind_of(self, uuid: str) -> Kind:
+        """Who may have written a disk; of one that was never there, whoever wrote the others."""
+        kinds = {one: kind for one, (kind, _) in self.attached.items()}
+        return kinds.get(uuid, max(kinds.values(), default=Kind.FOREIGN))
 
 
 def names_of(found: Mapping[str, Found]) -> set[str]:
@@ -42,35 +54,56 @@ def names_of(found: Mapping[str, Found]) -> set[str]:
     return {one.group.name for one in _labels(found).values() if one.group is not None}
 
 
+def claims(found: Mapping[str, Found], name: str) -> Iterator[tuple[str, str]]:
+    """The disks that claim to be a group's of which `locate` says that it is not here."""
+    for path, one in _labels(found).items():
+        if one.group is not None and one.group.name == name:
+            yield (
+                path,
+                "bears its name, and nothing else tells that it is: if it is meant, name it in"
+                " `devices`, or restart Carver where the group moved to other disks",
+            )
+
+
 def locate(
     found: Mapping[str, Found],
     name: str,
     known: Location | None = None,
     listed: Collection[str] = (),
+    *,
+    sequences: Callable[[Collection[str]], Mapping[str, str]] = lambda _paths: {},
+    backed_up: Callable[[], str] = lambda: "",
 ) -> Location | None:
     """Where the group of that name is; None where it is not on this node.
 
     `known` is where it was when it was here last, `listed` the disks that the operator named for
-    it. Raises GroupRefused where it may not be used, and GroupSilent where a disk does not answer
-    that may be its.
+    it; `sequences` is `lvm.disks.Disks.sequences`, `backed_up` tells the UUID that a group of that
+    name has in lvm2's own copies. Raises GroupRefused where it may not be used, and GroupSilent
+    where a disk does not answer that may be its.
     """
     silent = sorted(path for path, one in found.items() if isinstance(one, Unanswered))
-    told = _Told(_labels(found), name, known, frozenset(listed))
+    if known is not None and _was_given_up(found, name, known, sequences):
+        known = None
+    told = _Told(_labels(found), name, known, frozenset(listed), backed_up)
     if (group := told.group()) is None:
         if silent:
             raise errors.GroupSilent(name, silent)
         return None
     _require_usable(group)
-    disks = dict(
-        sorted((told.disk(uuid, group), uuid) for uuid in group.disk_uuids if told.has(uuid))
-    )
+    disks = told.disks(group)
     missing = frozenset(group.disk_uuids) - set(disks.values())
     was_missing = known is not None and missing <= known.missing
     if missing and silent and not (was_missing and not set(silent) & set(_paths(known))):
         raise errors.GroupSilent(name, silent)
-    ignored = tuple(told.ignored(group, disks))
-    uuids = tuple(disks.values())
-    return Location(group.uuid, tuple(disks), missing, group.system_id, uuids, ignored)
+    return Location(
+        group.uuid,
+        tuple(disks),
+        missing,
+        group.system_id,
+        tuple(disks.values()),
+        tuple(told.ignored(group, disks)),
+        told.attached(group, disks),
+    )
 
 
 def _labels(found: Mapping[str, Found]) -> dict[str, PhysicalLabel]:
@@ -82,7 +115,9 @@ def _paths(known: Location | None) -> Iterable[str]:
 
 
 # The less, the better is the proof.
-_Rank = tuple[bool, bool, Kind, bool, bool]
+_Rank = tuple[bool, bool, Kind, bool, bool, bool]
+# So many of them say who may have written the metadata.
+_TRUST = 3
 
 
 class _Told:
@@ -94,10 +129,11 @@ class _Told:
         name: str,
         known: Location | None,
         listed: frozenset[str],
+        backed_up: Callable[[], str],
     ) -> None:
         self._labels = labels
         self._name = name
-        self._known = None if known is None or _was_given_up(labels, name, known) else known
+        self._known = known
         self._listed = listed
         self._texts = {
             path: one.group
@@ -106,7 +142,8 @@ class _Told:
             if one.group and one.group.name == name and one.uuid in one.group.disk_uuids
         }
         uuids = {one.uuid for one in self._texts.values()}
-        self._ranks = {path: self._rank(path, one, uuids) for path, one in labels.items()}
+        own = backed_up() if len(uuids) > 1 else ""
+        self._ranks = {path: self._rank(path, one, uuids, own) for path, one in labels.items()}
         bearers: defaultdict[str, list[str]] = defaultdict(list)
         for path, one in labels.items():
             bearers[one.uuid].append(path)
@@ -123,8 +160,8 @@ class _Told:
             return None
         best = min(map(self._rank_of, families))
         meant = [one for one in families if self._rank_of(one) == best]
-        texts = [self._texts[path] for family in meant for path in self._trusted(family)]
-        if len({one.uuid for one in texts}) > 1:
+        trusted = [path for family in meant for path in self._trusted(family)]
+        if len({self._texts[path].uuid for path in trusted}) > 1:
             places: defaultdict[str, list[str]] = defaultdict(list)
             for path in sorted(path for family in meant for path in family):
                 places[self._texts[path].uuid].append(path)
@@ -132,46 +169,122 @@ class _Told:
             raise errors.GroupRefused(
                 self._name,
                 f"there are {len(places)} of that name: {said}. Rename the one that is not meant"
-                " (`vgrename UUID NAME`), or detach its disks",
+                f" (`vgrename UUID NAME`), detach its disks, or keep lvm2 from them {_FILTER}",
             )
         # A disk that was away may bear older metadata.
-        return max(texts, key=lambda group: group.seqno)
+        newest = max(trusted, key=lambda path: self._texts[path].seqno)
+        if self._known is None and best[_TRUST - 1] > Kind.LOCAL:
+            self._require_agreed(newest, trusted)
+        return self._texts[newest]
 
-    def has(self, uuid: str) -> bool:
-        """Whether a physical volume of the group is there."""
-        return uuid in self._bearers
+    def _require_agreed(self, newest: str, trusted: Iterable[str]) -> None:
+        """Raise GroupRefused where one of these disks does not know of the one that is newest.
 
-    def disk(self, uuid: str, group: Group) -> str:
-        """Where it is; raises GroupRefused where that cannot be told."""
-        at = self._bearers[uuid]
-        if len(at) > 1:
-            # What was copied was changed since, or its origin was.
-            at = tuple(path for path in at if self._texts.get(path) == group) or at
-        if len(at) > 1:
+        To disks of the node's own nobody else writes: there the newest counts, as for lvm2.
+        """
+        last = self._texts[newest]
+        for path in trusted:
+            text = self._texts[path]
+            is_named = text.seqno < last.seqno and self._labels[newest].uuid in text.disk_uuids
+            if text != last and not is_named:
+                raise errors.GroupRefused(
+                    self._name,
+                    f"{path} and {newest} claim to be its disks, and contradict each other. Detach"
+                    f" the one that is not meant, or keep lvm2 from it {_FILTER}",
+                )
+
+    def disks(self, group: Group) -> Mapping[str, str]:
+        """The disks that are there, in order, each with its UUID; raises GroupRefused."""
+        found, unclear = dict[str, str](), dict[str, tuple[str, ...]]()
+        for uuid in group.disk_uuids:
+            at = self._claims(uuid, group)
+            if len(at) == 1:
+                found[at[0]] = uuid
+            elif at:
+                unclear[uuid] = at
+        # What works is not refused for what is not known to be its.
+        if unclear and (self._known is None or not found):
+            uuid, at = next(iter(unclear.items()))
             raise errors.GroupRefused(
                 self._name,
                 f"{' and '.join(at)} are both its physical volume {uuid}, and one is a copy of the"
-                " other. Detach the copy, or give it an identity of its own (`vgimportclone`)",
+                " other. Detach the copy, give it an identity of its own (`vgimportclone`), or keep"
+                f" lvm2 from it {_FILTER}",
             )
-        return at[0]
+        return dict(sorted(found.items()))
 
-    def ignored(self, group: Group, disks: Collection[str]) -> Iterator[tuple[str, str]]:
+    def ignored(self, group: Group, disks: Mapping[str, str]) -> Iterator[tuple[str, str]]:
         """The disks that claim to be the group's and are not among these, with the reason."""
+        paths = {uuid: path for path, uuid in disks.items()}
         for path, one in self._labels.items():
             if path in disks:
                 continue
-            if one.uuid in group.disk_uuids:
-                yield path, f"is a copy of {self.disk(one.uuid, group)}"
+            if one.uuid in paths:
+                yield path, f"is a copy of {paths[one.uuid]}"
+            elif one.uuid in group.disk_uuids:
+                told = "and is attached otherwise, or its metadata are newer than the group's"
+                yield path, f"claims to be the missing disk {one.uuid}, {told}"
             elif one.group is not None and one.group.uuid == group.uuid:
                 yield path, "has the group's UUID, and the group does not have it"
             elif one.group is not None and one.group.name == group.name:
                 yield path, f"is of another group of that name ({one.group.uuid})"
 
-    def _rank(self, path: str, label: PhysicalLabel, uuids: Collection[str]) -> _Rank:
-        is_known = self._known is not None and self._known.has(path, label.uuid)
-        is_active = not label.active_groups.isdisjoint(uuids)
-        is_own = label.group is not None and label.group.has_own_tags
-        return (not is_known, path not in self._listed, label.kind, not is_active, not is_own)
+    def attached(self, group: Group, disks: Mapping[str, str]) -> Mapping[str, _Attached]:
+        """How the group's disks are attached, or were before they went."""
+        before = {} if self._known is None else self._known.attached
+        kept = {uuid: one for uuid, one in before.items() if uuid in group.disk_uuids}
+        labels = [self._labels[path] for path in disks]
+        return {**kept, **{one.uuid: (one.kind, one.sequence) for one in labels}}
+
+    def _claims(self, uuid: str, group: Group) -> tuple[str, ...]:
+        """The disks that may be a physical volume of the group, the best proved of them."""
+        every = [path for path, one in self._labels.items() if one.uuid == uuid]
+        may_be = [path for path in every if self._may_be_of(group, path)]
+        if not may_be:
+            return ()
+        at = self._best(may_be)
+        single = [one[0] for one in self._bearers.values() if len(one) == 1]
+        if len(at) == 1 or not any(self._texts.get(path) == group for path in single):
+            return at
+        # The group's other disks were written to with it, and not with the copy.
+        return tuple(path for path in at if self._texts.get(path) == group) or at
+
+    def _may_be_of(self, group: Group, path: str) -> bool:
+        """Whether a disk may be one of the group's, by what it says itself and how it is attached.
+
+        lvm2 would believe the newest metadata that it is shown. This node writes to all disks that
+        are there: what is newer than those was written elsewhere.
+        """
+        label, text = self._labels[path], self._labels[path].group
+        if self._known is not None and self._known.has(path, label):
+            return True
+        if text is not None and (text.name, text.uuid) != (group.name, group.uuid):
+            return False
+        is_newer = text is not None and text.seqno > group.seqno
+        if self._known is None:
+            return not (is_newer and label.kind is Kind.FOREIGN)
+        return not is_newer and (label.uuid not in self._before or self._may_return(path))
+
+    @property
+    def _before(self) -> Collection[str]:
+        """The UUIDs of the disks that the group had."""
+        return () if self._known is None else {*self._known.disk_uuids, *self._known.missing}
+
+    def _may_return(self, path: str) -> bool:
+        """Whether a disk may be one that the group had, which was attached no less safely."""
+        label = self._labels[path]
+        return self._known is not None and label.kind <= self._known.kind_of(label.uuid)
+
+    def _rank(self, path: str, label: PhysicalLabel, uuids: Collection[str], own: str) -> _Rank:
+        group = label.group
+        return (
+            self._known is None or not self._known.has(path, label),
+            path not in self._listed,
+            label.kind,
+            label.active_groups.isdisjoint(uuids),
+            group is None or group.uuid != own,
+            group is None or not group.has_own_tags,
+        )
 
     def _best(self, paths: Sequence[str]) -> tuple[str, ...]:
         best = min(self._ranks[path] for path in paths)
@@ -197,38 +310,77 @@ class _Told:
             return True
         if self._known is not None:
             # Another group may have taken its name, or a tenant written it.
-            before = {*self._known.disk_uuids, *self._known.missing}
-            return any(self._labels[path].uuid in before for path in family)
+            return any(
+                self._known.has(path, self._labels[path])
+                or (
+                    self._texts[path].uuid == self._known.uuid
+                    and self._labels[path].uuid in self._before
+                    and self._may_return(path)
+                )
+                for path in family
+            )
         worst = Kind.LOCAL if self._listed else Kind.ATTACHED
         return any(self._labels[path].kind <= worst for path in family)
 
     def _rank_of(self, family: Collection[str]) -> _Rank:
         ranks = [self._ranks[path] for path in family]
-        known, listed, kind, active, own = zip(*ranks, strict=True)
-        return (min(known), min(listed), min(kind), min(active), min(own))
+        known, listed, kind, active, backed, own = zip(*ranks, strict=True)
+        return (min(known), min(listed), min(kind), min(active), min(backed), min(own))
 
     def _trusted(self, family: Collection[str]) -> list[str]:
         """Those whose metadata count: one that anybody wrote may name itself among the others.
 
-        A disk with active volumes may bear older metadata, and counts more only beside copies.
+        Where others may write, or there are copies, which say nothing then, those with active
+        volumes come first, and then the disks that these name.
         """
-        has_copies = any(len(self._bearers[self._labels[path].uuid]) > 1 for path in family)
-        proofs = 4 if has_copies else 3
-        best = min(self._ranks[path][:proofs] for path in family)
-        return [path for path in family if self._ranks[path][:proofs] == best]
+        best = min(self._ranks[path][:_TRUST] for path in family)
+        trusted = [path for path in family if self._ranks[path][:_TRUST] == best]
+        copied = [path for path in trusted if len(self._bearers[self._labels[path].uuid]) > 1]
+        if not copied and best[-1] is Kind.LOCAL:
+            return trusted
+        trusted = [path for path in trusted if path not in copied] or trusted
+        first = min(self._ranks[path][: _TRUST + 1] for path in trusted)
+        named = [path for path in trusted if self._ranks[path][: _TRUST + 1] == first]
+        left = [path for path in trusted if path not in named]
+        while joining := [path for path in left if self._is_named(path, named)]:
+            named += joining
+            left = [path for path in left if path not in joining]
+        return named
+
+    def _is_named(self, path: str, by: Iterable[str]) -> bool:
+        return any(self._labels[path].uuid in self._texts[one].disk_uuids for one in by)
 
 
-def _was_given_up(labels: Mapping[str, PhysicalLabel], name: str, known: Location) -> bool:
-    """Whether disks that were the group's are where they were, and are its no more.
+# What to do about a disk that is ignored; its contents are somebody's, and stay as they are.
+REMEDY = "detach it, or keep lvm2 from it (`global_filter` in lvm.conf(5), or lvmdevices(8))"
+_FILTER = "(`global_filter` in lvm.conf(5), or lvmdevices(8))"
 
-    It was renamed or removed, or they were taken out, by hand.
+
+def _was_given_up(
+    found: Mapping[str, Found],
+    name: str,
+    known: Location,
+    sequences: Callable[[Collection[str]], Mapping[str, str]],
+) -> bool:
+    """Whether the disks that were the group's are still there, and are its no more.
+
+    It was renamed or removed, or they were taken out, by hand. One that is blank says so, too; one
+    that cannot be read, or went, does not.
     """
-    there = [labels[path] for path in known.disks if path in labels]
-    own = [one.group for one in there if one.uuid in known.disk_uuids and one.group is not None]
-    if own:
-        return not any(group.name == name and group.uuid == known.uuid for group in own)
-    # Else it may be another's disk that has the path by now.
-    return any(one.kind is Kind.LOCAL for one in there)
+    labels, there = _labels(found), sequences(known.disks)
+    away = False
+    for path, uuid in zip(known.disks, known.disk_uuids, strict=False):
+        _, sequence = known.attached.get(uuid, (None, there.get(path)))
+        if path not in there or there[path] != sequence:
+            away = True
+            continue
+        away = away or isinstance(found.get(path), Unreadable | Damaged)
+        label = labels.get(path)
+        if label is None or label.group is None or label.group.uuid != known.uuid:
+            continue
+        # Its own metadata say what it is called now.
+        return label.group.name != name
+    return not away
 
 
 def _require_usable(group: Group) -> None:

@@ -121,9 +121,18 @@ class Engines:
         return self.node if found is None or is_listed else found.lvm_with(disk)
 
     def allows(self, disk: str) -> bool:
-        """Whether lvm2 may see a disk, by the configuration."""
-        allowed = {os.path.realpath(one) for one in self.node.devices}
-        return not allowed or os.path.realpath(disk) in allowed
+        """Whether lvm2 may see a disk, by the configuration, or where it is silent by lvm.conf.
+
+        A disk that a filter rejects would be a group's, and missing from it at the next look.
+        """
+        path = os.path.realpath(disk)
+        if allowed := {os.path.realpath(one) for one in self.node.devices}:
+            return path in allowed
+        root = self.node.root
+        accepts = None
+        if root is not None and lvm2.listed_disks(root) is None:
+            accepts = filters.read(root)
+        return accepts is None or accepts(path) or path in self._every_listed()
 
     @contextmanager
     def hold(self, *names: str) -> Iterator[Turns]:
@@ -150,15 +159,22 @@ class Engines:
         paths = {os.path.realpath(one) for one in self.node.devices}
         found = self._disks.scan(patience, paths)
         if paths:
-            return {path: _trusted(one) for path, one in found.items()}
+            return {path: _trusted(one, Kind.LOCAL) for path, one in found.items()}
         root = self.node.root
         if root is None:
             return found
         if (listed := lvm2.listed_disks(root)) is not None:
-            # lvm2 heeds no filter then.
-            return {p: _trusted(one) for p, one in found.items() if _is_listed(one, listed)}
-        accepts = filters.read(root)
-        return {p: one for p, one in found.items() if accepts(p)} if accepts else found
+            # lvm2 heeds no filter then. A copy has the UUID that the file lists, too.
+            every = {p: one for p, one in found.items() if _is_listed(one, listed)}
+            return {p: _trusted(one, Kind.ATTACHED) for p, one in every.items()}
+        if (accepts := filters.read(root)) is None:
+            return found
+        own = self._every_listed()
+        return {p: one for p, one in found.items() if p in own or accepts(p)}
+
+    def _every_listed(self) -> frozenset[str]:
+        """The disks that the operator named for any group: no filter keeps these from Carver."""
+        return frozenset[str]().union(*map(self.listed, self.names))
 
     def listed(self, name: str) -> frozenset[str]:
         """The disks that the operator named for a group, by their own paths."""
@@ -234,9 +250,11 @@ def _when_done(awaited: Sequence[Future[None]], turn: ExitStack) -> None:
         turn.close()
 
 
-def _trusted(found: Found) -> Found:
-    """A disk that the operator allowed by name, whatever kind it is of."""
-    return replace(found, kind=Kind.LOCAL) if isinstance(found, PhysicalLabel) else found
+def _trusted(found: Found, kind: Kind) -> Found:
+    """A disk that the operator allowed: of that kind at least."""
+    if not isinstance(found, PhysicalLabel):
+        return found
+    return replace(found, kind=min(found.kind, kind))
 
 
 def _is_listed(found: Found, listed: frozenset[str]) -> bool:

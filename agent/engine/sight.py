@@ -11,12 +11,12 @@ the kernel.
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from agent import errors
-from agent.engine.disks import Location, locate
-from lvm import command, devicemapper, report
+from agent.engine.disks import Location, claims, locate
+from lvm import command, devicemapper, lvm2, report
 from lvm.devices import Devices, Events
 from lvm.disks import Disks, Fingerprint, Found
 from lvm.lvm2 import Lvm
@@ -73,6 +73,8 @@ class Sight:
         self._location: Location | None = None
         # Where it was when it was here last: what is no more than called like it is not believed.
         self._before: Location | None = None
+        # The disks that claim to be the group's and are not, each with the reason.
+        self.ignored: Sequence[tuple[str, str]] = ()
         self._listed = listed
         # When its disks were looked for last (monotonic, seconds).
         self._located = 0.0
@@ -96,11 +98,6 @@ class Sight:
     def has(self, disk: str) -> bool:
         """Whether that path was a disk of the group when it was looked at last."""
         return self._location is not None and disk in self._location.disks
-
-    @property
-    def ignored(self) -> Sequence[tuple[str, str]]:
-        """The disks that claim to be the group's and are not, each with the reason."""
-        return () if self._before is None else self._before.ignored
 
     def forget(self) -> None:
         """A command may have done anything: what is known of the group is true no more.
@@ -192,7 +189,15 @@ class Sight:
         # Before the look: what changes meanwhile may be in it, or not.
         self.is_outdated, self._located = False, time.monotonic()
         try:
-            found = locate(self._scan(), self._name, self._before, self._listed())
+            disks = self._scan()
+            found = locate(
+                disks,
+                self._name,
+                self._before,
+                self._listed(),
+                sequences=self._disks.sequences,
+                backed_up=lambda: lvm2.backed_up(self._node.root, self._name),
+            )
         except errors.GroupRefused:
             self.is_outdated, self._location = True, None
             raise
@@ -201,15 +206,16 @@ class Sight:
             raise
         # In one step: a command that others begin meanwhile sees the disks as they were.
         self._location = found
-        if found is not None:
-            self._tell(found)
-            self._before = found
+        self._ignore(claims(disks, self._name) if found is None else found.ignored)
+        self._before = found or self._before
         return found
 
-    def _tell(self, found: Location) -> None:
+    def _ignore(self, found: Iterable[tuple[str, str]]) -> None:
         """Log once which disks only claim to be the group's."""
-        for path, why in set(found.ignored) - set(self.ignored):
-            _log.warning("volume group %s: %s is ignored: it %s", self._name, path, why)
+        before, self.ignored = set(self.ignored), tuple(found)
+        for path, why in self.ignored:
+            if (path, why) not in before:
+                _log.warning("volume group %s: %s is ignored: it %s", self._name, path, why)
 
     def _shown(self, location: Location) -> report.Group | None:
         """What lvm2 says of the group there; None where it says of none, or of one on others."""
@@ -227,6 +233,9 @@ class Sight:
         generation: object,
     ) -> report.Group:
         """The group, which is known from now on if nothing was committed while lvm2 read it."""
+        if group.missing_disks != len(location.missing):
+            # The labels were read while they were written, or lvm2 misses more.
+            self.is_outdated = True
         if mark is not None and mark == self._fingerprint(location) and not _suspended(group):
             whole = {
                 one: self._events[one]

@@ -8,6 +8,7 @@ from pathlib import Path
 from agent import errors
 from agent.config.settings import Config
 from agent.engine import sources
+from agent.engine.disks import REMEDY
 from agent.engine.sources import Foundations
 from agent.health.verdicts import FAIL, PASS, WARN, Seen
 from lvm import errors as lvm_errors
@@ -46,8 +47,7 @@ def every(node: Node) -> Iterator[Seen]:
         elif group is not None:
             yield from _present(node, foundations, group)
             for told in node.ignored.get(name, ()):
-                remedy = "detach it, or rename its group (`vgrename UUID NAME`)"
-                yield WARN, f"volume group {name}: {told}", remedy
+                yield WARN, f"volume group {name}: {told}", REMEDY
         elif name in listed:
             yield (
                 WARN,

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from agent import errors
 from agent.admission import Admission
+from agent.engine.disks import REMEDY
 from agent.engine.engine import Engine
 from agent.engine.engines import Engines
 from agent.engine.inventory import Inventory
@@ -62,8 +63,7 @@ class StorageHealth:
         for path, why in engine.ignored:
             yield Condition(
                 Reason.DISK_IGNORED,
-                f"{path} is not used for {named}: it {why}. Detach it, or rename its group"
-                " (`vgrename UUID NAME`)",
+                f"{path} is not used for {named}: it {why}; {REMEDY}",
                 engine.time_seconds,
             )
         if isinstance(problem, errors.GroupRefused):

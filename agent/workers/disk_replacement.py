@@ -155,7 +155,10 @@ class Replacement:
     def _take_in(self, group: report.Group, leaving: report.PhysicalVolume, new: str) -> None:
         """Make a vacant disk the group's."""
         if not self._engines.allows(new):
-            raise errors.BadField("new_disk", f"{new} is not among the configured `devices`")
+            raise errors.BadField(
+                "new_disk",
+                f"{new} is not among the configured `devices`, or a filter of lvm.conf rejects it",
+            )
         vacancy.require_unused(self._kernel, new)
         path = self._kernel.real_path(new)
         label = self._engines.scan().get(path)

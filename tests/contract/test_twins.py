@@ -153,7 +153,7 @@ def test_a_twin_that_comes_while_the_group_is_in_use_is_reported_and_ignored(
     assert [one.volume_id for one in client.volumes()] == [volume.volume_id]
     message = told(client)["DiskIgnored"]
     assert "is not used for volume group" in message
-    assert "vgrename" in message
+    assert "global_filter" in message
     take_away()
     service.engines.outdate()
     client.delete(volume.volume_id)

@@ -595,12 +595,14 @@ def test_a_known_group_follows_what_is_done_to_it_by_hand() -> None:
     assert located.disks == ("/dev/sdb",)
     # It was removed, and made anew of other disks.
     gone = replace(bare("1"), is_used=False)
-    located = locate(at(sda=gone, sdc=told("3", uuid=OTHER)), "data", BEFORE)
+    found = at(sda=gone, sdc=told("3", uuid=OTHER))
+    # The second one is blank.
+    located = locate(found, "data", BEFORE, sequences=lambda paths: dict.fromkeys(paths, ""))
     assert located is not None
     assert located.uuid == OTHER
     # It was renamed, and another has the name since.
     renamed = {"sda": told("1", name="old"), "sdc": told("3", uuid=OTHER)}
-    located = locate(at(**renamed), "data", BEFORE)
+    located = locate(at(**renamed), "data", BEFORE, sequences=lambda _paths: {"/dev/sda": ""})
     assert located is not None
     assert located.uuid == OTHER
 
@@ -803,3 +805,21 @@ def test_a_shell_that_does_not_show_a_group_is_not_believed_before_another_was_a
         with pytest.raises(errors.GroupRefused, match="does not show it"):
             engine.look()
     assert len(renewed) == 2
+
+
+def test_a_filter_keeps_no_disk_away_that_the_operator_named_and_no_other_joins(
+    fake: FakeHost, tmp_path: Path
+) -> None:
+    conf = tmp_path / "root/etc/lvm/lvm.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text('devices { global_filter = [ "r|.*|" ] }')
+    node, own = replace(fake.lvm, root=tmp_path / "root"), fake.lvm2.groups["data"].disks[0].name
+    rejected = Engines(node, fake.disks, fake.devices, ["data"])
+    assert rejected.scan() == {}
+    assert not rejected.allows(own)
+    named = Engines(node, fake.disks, fake.devices, ["data"], listed=lambda _name: [own])
+    assert list(named.scan()) == [own]
+    assert named.allows(own)
+    assert not named.allows("/dev/other")
+    conf.write_text("")
+    assert rejected.allows("/dev/other")

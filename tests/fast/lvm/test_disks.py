@@ -81,10 +81,10 @@ def test_a_scan_tells_of_all_devices_but_blank_ones(machine: Machine) -> None:
     label = labels.read(data)
     assert isinstance(label, PhysicalLabel)
     assert found == {
-        data: replace(label, active_groups=frozenset({GROUP_OF_VOLUMES})),
+        data: replace(label, active_groups=frozenset({GROUP_OF_VOLUMES}), sequence="unknown"),
         damaged: Damaged("the label has no UUID"),
         gone: Unreadable("No such file or directory"),
-        odd: PhysicalLabel(DASHED[0], Image().size, True, None),
+        odd: PhysicalLabel(DASHED[0], Image().size, True, None, sequence="unknown"),
         str(machine.dev / "dm-0"): Excluded(Why.VOLUME, "data-dm-0"),
     }
 
@@ -178,3 +178,23 @@ def test_a_mistake_of_ours_is_not_taken_for_a_disk_s(
     monkeypatch.setattr(labels, "mark", lambda path: path.nothing)
     with pytest.raises(AttributeError):
         machine.disks.fingerprint([path])
+
+
+def test_a_disk_is_told_from_another_that_has_its_name_later(machine: Machine) -> None:
+    disk, other, array = machine.add("sda", Image()), machine.add("sdb", None), "cciss/c0d0"
+    (machine.sysfs.root / "class/block/sda/diskseq").write_text("7\n")
+    machine.sysfs.add("cciss!c0d0", "104:0", diskseq="3")
+    machine.sysfs.add("sdb1", "8:17", disk="sdb")
+    machine.sysfs.add("loop0", "7:0", size="0", diskseq="9")
+    part, empty = (str(machine.dev / one) for one in ("sdb1", "loop0"))
+    paths = [disk, other, part, empty, str(machine.dev / array), "/dev/none"]
+    assert machine.disks.sequences(paths) == {
+        disk: "7",
+        # Linux before 5.15.
+        other: "unknown",
+        part: "unknown",
+        str(machine.dev / array): "3",
+    }
+    found = machine.disks.scan()[disk]
+    assert isinstance(found, PhysicalLabel)
+    assert found.sequence == "7"

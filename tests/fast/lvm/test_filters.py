@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
+from fakes.images import GROUP_UUID, metadata
 
-from lvm import filters
+from lvm import filters, lvm2
 
 
 def accepted(root: Path, text: str, *paths: str, local: str = "") -> set[str]:
@@ -56,3 +57,15 @@ def test_one_name_that_is_accepted_is_enough() -> None:
     patterns = tuple(filters._patterns('["a|^/dev/disk/by-id/nvme|", "r|.*|"]'))
     assert filters._accepts(patterns, ["/dev/nvme0n1", "/dev/disk/by-id/nvme-x"])
     assert not filters._accepts(patterns, ["/dev/nvme0n1"])
+
+
+def test_lvm2_s_own_copy_tells_the_uuid_of_a_group(tmp_path: Path) -> None:
+    copy = tmp_path / "etc/lvm/backup/data"
+    assert lvm2.backed_up(tmp_path, "data") == ""
+    copy.parent.mkdir(parents=True)
+    about = 'contents = "Text Format Volume Group"\nversion = 1\n\n'
+    copy.write_text(about + metadata().decode().rstrip("\0"))
+    assert lvm2.backed_up(tmp_path, "data") == GROUP_UUID
+    assert lvm2.backed_up(None, "data") == ""
+    copy.write_text("data { id = ")
+    assert lvm2.backed_up(tmp_path, "data") == ""

@@ -63,6 +63,12 @@ class FakeDisks:
         whole = paths and not self.hanging.intersection(paths) and marks.keys() >= set(paths)
         return tuple(marks[path] for path in sorted(paths)) if whole else None
 
+    def sequences(self, paths: Collection[str]) -> Mapping[str, str]:
+        """By which number each of these disks was attached, of those that are there."""
+        there = {one.path for one in list(self._devices)}
+        there |= {disk.name for _, disk in self._there()}
+        return dict.fromkeys(there.intersection(paths), "")
+
     def _there(self) -> list[tuple[FakeGroup, FakeDisk]]:
         groups = [one for one in list(self._lvm2.groups.values()) if one.name not in self.lost]
         return [(group, disk) for group in groups for disk in group.disks if not disk.missing]
