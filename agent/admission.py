@@ -26,8 +26,13 @@ from lvm import command
 # 110 pods, and after a boot most of their volumes are staged at once, or unstaged as it is drained.
 PLACES = 112
 _OTHERS = 128
+# How many may wait for a copy, which is made behind the answers, and ask for nothing meanwhile.
+_ASIDE = 128
 # Some calls name no volume.
-THREADS = PLACES + _OTHERS + 16
+THREADS = PLACES + _OTHERS + _ASIDE + 16
+# Of those, what may wait for another call to end; each has one of the threads for calls without a
+# place.
+MOST_WAITING = (_OTHERS + 16) // 2
 # Calls that ask for all groups are counted as if these were one more.
 _ALL = ""
 # A start takes a few commands; who comes a moment too early need not come again.
@@ -46,6 +51,7 @@ class Admission:
         # How many of those that are taken are with a group.
         self._with: Counter[str] = Counter()
         self._others = Shares(_OTHERS)
+        self.aside = Shares(_ASIDE)
         self._closed_at = 0.0
         self._changed = threading.Condition()
 
@@ -82,9 +88,7 @@ class Admission:
                 yield
             finally:
                 _visit.reset(token)
-                if visit.admitted:
-                    self._leave()
-                self._part(visit.groups)
+                visit.leave()
 
     def admit(self) -> None:
         """Take a place; raises TooManyCalls, Starting."""
@@ -99,7 +103,7 @@ class Admission:
         try:
             self.require_open()
         except errors.Starting:
-            self._leave()
+            self.leave()
             raise
 
     def join(self, group: str) -> None:
@@ -115,11 +119,13 @@ class Admission:
         if not self.is_open:
             raise errors.Starting(time.monotonic() - self._closed_at, self.problem)
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Give a place back."""
         with self._changed:
             self._free += 1
 
-    def _part(self, groups: set[str]) -> None:
+    def part(self, groups: set[str]) -> None:
+        """Count a call among these groups' no more."""
         with self._changed:
             self._with.subtract(groups)
             # Ids name groups as their callers like.
@@ -135,6 +141,29 @@ class _Visit:
         self.share = share
         self.admitted = False
         self.groups: set[str] = set()
+
+    def leave(self) -> None:
+        """Give its place back, if it has one: it asks for no group any more, or enters anew."""
+        if self.admitted:
+            self.admission.leave()
+            self.admitted = False
+        self.admission.part(self.groups)
+        self.groups.clear()
+
+
+@contextmanager
+def aside(group: str) -> Iterator[None]:
+    """Inside, a call waits for what is done behind the answers, and another has its place.
+
+    It asks for no group inside. Raises TooManyCalls where too many wait so.
+    """
+    visit = _visit.get()
+    if visit is None:
+        yield
+        return
+    with visit.admission.aside.one(group):
+        visit.leave()
+        yield
 
 
 def enter(*groups: str) -> None:

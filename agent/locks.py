@@ -11,8 +11,7 @@ from lvm import command
 
 # A back-off of a caller that is refused begins at a second and doubles; most calls end sooner.
 GRACE_SECONDS = 5.0
-# Each has one of the threads that are there for calls that need no volume group.
-MOST_WAITING = (admission.THREADS - admission.PLACES) // 2
+MOST_WAITING = admission.MOST_WAITING
 _LOOK_SECONDS = 0.1
 
 

@@ -49,7 +49,9 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         if call.source is not None:
             names.append(ids.logical_name(call.source.id))
         with self._locks.hold(*names):
-            volume = self._provision.create(call)
+            made = self._provision.create(call)
+        # With no lock: the source is in use meanwhile, and what is on record keeps it.
+        volume = self._provision.complete(made, lambda: self._locks.hold(names[0]))
         return csi.CreateVolumeResponse(volume=self._volume(volume))
 
     def DeleteVolume(  # noqa: N802

@@ -16,7 +16,7 @@ looks for such volumes: what hangs in one is not met by another's.
 import logging
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from agent import codes, errors, fact, ids
@@ -154,10 +154,11 @@ class Ephemeral:
             attempt.looked = True
             try:
                 with self._admitted.call():
-                    return self._provision.create(wanted, admit)
+                    made = self._provision.create(wanted, admit)
             finally:
                 for one in self._sweeps.values():
                     one.may_be_some = True
+            return self._provision.complete(made, nullcontext)
 
         try:
             self._access.ensure_mounted(

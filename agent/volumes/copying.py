@@ -4,9 +4,10 @@ What is filled is filled behind the answer, whole or not at all.
 
 A copy takes as long as the disk takes. The volume is made first, on record as `copying` and of
 what; it is no volume before its last byte is on the disk and the tag says `ready`. CreateVolume
-waits a moment, then answers that it is not ready and how far it is; called again, it tells anew,
-and in the end gives the volume. Killed at any moment, the next start finds `copying` and copies
-anew, from the beginning: nothing else has to be remembered.
+waits for that as long as its caller does, with no lock and no place; then it answers that it is not
+ready and how far it is. Called again, it tells anew, and in the end gives the volume. Killed at any
+moment, the next start finds `copying` and copies anew, from the beginning: nothing else has to be
+remembered.
 
 Of a volume in use a snapshot is taken first, a bridge, so that what is copied is of one moment. It
 is made before the copy's volume and removed after it is ready. One without a volume that is being
@@ -19,11 +20,11 @@ name. There may be volumes of one name in several groups, and so may there be br
 import logging
 from collections.abc import Iterator, Mapping
 from concurrent.futures import wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent import errors, fact, ids
+from agent import admission, errors, fact, ids
 from agent.engine import records
 from agent.engine.jobs import Job, Jobs
 from agent.engine.means import Means
@@ -44,10 +45,16 @@ _CHUNK_BYTES = 64 << 20
 _WORKERS = 2
 # What groups need that have just answered.
 _LOOK_SECONDS = 10.0
+# How long a bridge that is of no use is waited for.
+_DISMISS_SECONDS = 10.0
+# So that the answer comes before the caller's time is over, and tells how far it is.
+_MARGIN_SECONDS = 1.0
 
 
 @dataclass(kw_only=True)
-class _Copy(Job):
+class Copy(Job):
+    """A volume that is being filled."""
+
     volume: Volume
     # None where the volume shares its blocks with what it is made of, or is made of nothing.
     source: Snapshot | None
@@ -69,7 +76,8 @@ class Copier:
         self._engines, self._kernel = means.engines, means.kernel
         self._inventory = means.inventory
         self._snapshotter = snapshotter
-        self.grace_seconds = 10.0
+        # At most, and of a caller who sets no deadline.
+        self.grace_seconds = 600.0
         self.jobs = Jobs(
             "copy",
             self._copy,
@@ -120,18 +128,29 @@ class Copier:
         if source.is_bridge:
             self._dismiss(source)
 
-    def fill(self, volume: Volume, source: Snapshot | None) -> Volume:
-        """Copy, or see how far it is; the volume, if it is ready within a moment.
+    def start(self, volume: Volume, source: Snapshot | None) -> Copy:
+        """Have a volume filled, behind the answer; one that is being filled already is."""
+        return self.jobs.start(self._copy_of(volume, source))
 
-        Raises Copying, which tells how far it is, or what went wrong.
+    def wait(self, job: Copy) -> Volume:
+        """The volume, once it is filled; to be called with no lock held.
+
+        Raises Copying, which tells how far it is, before the caller's time is over or where too
+        many wait; or what went wrong.
         """
-        job = self.jobs.start(self._copy_of(volume, source))
-        wait([job.ended], self._moment_seconds())
+        if not job.ended.done():
+            with suppress(errors.TooManyCalls), admission.aside(ids.group_of(job.key)):
+                wait([job.ended], self._patience_seconds())
         if not job.ended.done():
             raise errors.Copying(job.key, str(job))
         job.ended.result()
+        volume = job.volume
         facts = {**volume.facts, fact.STATE: fact.READY}
         return replace(volume, size_bytes=volume.made_bytes, facts=facts)
+
+    def is_still(self, job: Copy) -> bool:
+        """Whether a volume's filling is this one still: nobody deleted it, or began it anew."""
+        return self.jobs.of(job.key) is job
 
     def source_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
         """What a volume that is not ready is copied from; None where it has its contents.
@@ -204,18 +223,18 @@ class Copier:
         self.jobs.stop()
         self.bridges.stop()
 
-    def _copy_to(self, known: report.Report, volume: Volume) -> _Copy:
+    def _copy_to(self, known: report.Report, volume: Volume) -> Copy:
         return self._copy_of(volume, self.source_of(known, volume))
 
-    def _copy_of(self, volume: Volume, source: Snapshot | None) -> _Copy:
+    def _copy_of(self, volume: Volume, source: Snapshot | None) -> Copy:
         # Many may wait, and each would keep a report of all volumes.
         volume = replace(volume, group=volume.group.only(volume.name))
         if source is not None:
             self._unused.pop(str(source.id), None)
             source = replace(source, group=source.group.only(source.name))
-        return _Copy(key=str(volume.id), volume=volume, source=source)
+        return Copy(key=str(volume.id), volume=volume, source=source)
 
-    def _find(self, volume_id: str) -> _Copy:
+    def _find(self, volume_id: str) -> Copy:
         known = self._inventory.read(ids.group_of(volume_id))
         volume = self._inventory.get(known, volume_id)
         if not volume.copying:
@@ -250,7 +269,7 @@ class Copier:
                 return found if found is not None and str(found.id) == identity else None
         return None
 
-    def _copy(self, job: _Copy) -> None:
+    def _copy(self, job: Copy) -> None:
         if job.source is not None:
             self._copy_all(job, job.volume, job.source)
         elif not _is_overwritten(job.volume):
@@ -285,7 +304,7 @@ class Copier:
                     size_bytes=size_bytes,
                 )
 
-    def _copy_all(self, job: _Copy, volume: Volume, source: Snapshot) -> None:
+    def _copy_all(self, job: Copy, volume: Volume, source: Snapshot) -> None:
         with self._engines.hold(volume.group.name, source.group.name):
             reading = self._inventory.activate_snapshot(source).path
             writing = self._inventory.activate(volume).path
@@ -300,7 +319,7 @@ class Copier:
             # What was read just before that may have been overwritten already.
             raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
 
-    def _overwrite(self, job: _Copy, start_bytes: int) -> None:
+    def _overwrite(self, job: Copy, start_bytes: int) -> None:
         """Have zeroes on all of the new volume that nothing was copied to."""
         device = self._inventory.activate(job.volume).path
         size_bytes = job.volume.size_bytes
@@ -324,11 +343,15 @@ class Copier:
 
     def _dismiss(self, bridge: Snapshot) -> None:
         """Have a bridge taken away behind the answer, and wait a moment for it."""
-        wait([self.bridges.start(Job(str(bridge.id))).ended], self._moment_seconds())
+        remaining = command.remaining_seconds()
+        patience = _DISMISS_SECONDS if remaining is None else min(remaining, _DISMISS_SECONDS)
+        wait([self.bridges.start(Job(str(bridge.id))).ended], patience)
 
-    def _moment_seconds(self) -> float:
-        patience = command.remaining_seconds()
-        return self.grace_seconds if patience is None else min(patience, self.grace_seconds)
+    def _patience_seconds(self) -> float:
+        remaining = command.remaining_seconds()
+        if remaining is None:
+            return self.grace_seconds
+        return max(0.0, min(remaining - _MARGIN_SECONDS, self.grace_seconds))
 
     def _sweep(self, job: Job) -> None:
         """Take a bridge away that no volume is copied from; a fresh look, as one may be by now."""

@@ -1,7 +1,7 @@
 """Volumes as objects: made, found, listed, deleted. What the Controller's calls mean."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from agent import errors, fact, ids
@@ -27,7 +27,7 @@ from agent.requests.volumes import (
     Topology,
 )
 from agent.volumes import contents, matching, modifying, plan, sealing
-from agent.volumes.copying import Copier
+from agent.volumes.copying import Copier, Copy
 from agent.workers import zeroing
 from agent.workers.pool_removal import Reclaimer
 from agent.workers.reencryption import Reencrypter
@@ -44,6 +44,14 @@ class Capacity:
     available_bytes: int
     maximum_volume_bytes: int
     minimum_volume_bytes: int
+
+
+@dataclass(frozen=True)
+class Made:
+    """A volume, and what fills it, where it has not its contents yet."""
+
+    volume: Volume
+    filling: Copy | None = None
 
 
 # What no repeated call changes: the contents of a new volume cannot be had any more, or not here.
@@ -82,15 +90,15 @@ class Provisioner:
         """The logical volume's name for what the CO calls `name`."""
         return names.logical_volume(prefix, name)
 
-    def create(self, call: CreateVolume, admit: Admit | None = None) -> Volume:
-        """Make a volume, or find the one that an earlier call made.
+    def create(self, call: CreateVolume, admit: Admit | None = None) -> Made:
+        """Make a volume, or find the one that an earlier call made; `complete` has its contents.
 
         `admit` is asked before one is made; what it raises keeps it from being made.
 
         Two commands: a report, and lvcreate, which also tags and activates; for the first thin
         volume of a class two more at most, for its pool; one more where another volume is copied,
         or a RAID has a minimum rate of recovery without a maximum.
-        Raises Copying while the contents are not complete, NotHere where the class's group or the
+        Raises NotHere where the class's group or the
         source is not on this node: only of such an answer a scheduler chooses another;
         OperationPending for what is being deleted, or was in part.
         """
@@ -121,15 +129,31 @@ class Provisioner:
             else:
                 volume, source = self._make(call, one, known, prefix, undo, admit)
         if not volume.copying:
-            return volume
+            return Made(volume)
         try:
             if found is not None:
                 with _elsewhere():
                     source = self._copier.source_of(known, volume)
-            return self._copier.fill(volume, source)
         except _FOR_EVER:
             # The caller gives up on such an answer, so nothing may stay.
             self.delete(str(volume.id))
+            raise
+        return Made(volume, self._copier.start(volume, source))
+
+    def complete(self, made: Made, hold: Callable[[], AbstractContextManager[object]]) -> Volume:
+        """The volume that was made, once it has its contents; raises Copying before that.
+
+        To be called without the locks of `create`. `hold` gives the new volume's own: where the
+        contents cannot be had any more, the volume goes.
+        """
+        if made.filling is None:
+            return made.volume
+        try:
+            return self._copier.wait(made.filling)
+        except _FOR_EVER:
+            with hold():
+                if self._copier.is_still(made.filling):
+                    self.delete(made.filling.key)
             raise
 
     def _make(

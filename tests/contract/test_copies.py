@@ -1,7 +1,11 @@
 """Volumes made of snapshots and of volumes: what they hold, what they cost, what is refused."""
 
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import chosen
 import expect
@@ -12,6 +16,7 @@ from real.host import RealHost
 from agent.config.classes import DeviceClass
 from agent.config.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
+from agent.service.server import Service
 from lvm import report, tags
 from lvm.layout import Layout
 from mount import filesystem
@@ -330,3 +335,51 @@ def test_staging_a_copy_costs_what_staging_again_costs(client: Client, host: Any
     assert client.stats(copy.volume_id, staging).usage[0].total > 32 * MIB
     client.stage(copy, staging, mounted("ext4"))
     client.unstage(copy.volume_id, staging)
+
+
+def test_a_source_is_used_as_ever_while_eight_clones_of_it_wait(
+    client: Client,
+    volume: csi.Volume,
+    host: AnyHost,
+    service: Service,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The source's lock is held while a clone is made, and not while it is filled."""
+    goes_on, copy = threading.Event(), host.kernel.copy
+    staging, target = host.directory / "staging", host.directory / "target"
+
+    def waits(*words: Any, **more: Any) -> None:
+        assert goes_on.wait(300)
+        copy(*words, **more)
+
+    client.stage(volume, staging, block())
+    monkeypatch.setattr(host.kernel, "copy", waits)
+    source = of_volume(volume.volume_id)
+    service.locks.grace_seconds = 300
+    with ThreadPoolExecutor(8) as callers:
+        clones = [
+            callers.submit(client.create, f"clone-{one}", 0, block(), source=source)
+            for one in range(8)
+        ]
+        try:
+            while sum(service.copier.counts().values()) < 8:
+                time.sleep(0.1)
+            # Whoever meets another call is refused at once.
+            service.locks.grace_seconds = 0
+            client.publish(volume, staging, target, block())
+            client.unpublish(volume.volume_id, target)
+            client.unstage(volume.volume_id, staging)
+            # What is on record keeps it from being deleted, and no lock.
+            with expect.code("FAILED_PRECONDITION", "is copied from it"):
+                client.delete(volume.volume_id)
+            client.stage(volume, staging, block())
+            assert not any(one.done() for one in clones)
+        finally:
+            goes_on.set()
+        # None was told to call again.
+        made = [one.result() for one in clones]
+    for one in made:
+        assert not client.volume_health(one.volume_id).health_statuses
+        client.delete(one.volume_id)
+    client.unstage(volume.volume_id, staging)
+    client.delete(volume.volume_id)

@@ -1,6 +1,8 @@
 """Copies that take longer than the caller waits, fail, are called off, or outlive their process."""
 
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -521,3 +523,105 @@ def test_a_job_that_was_called_off_does_not_begin_before_it_is_allowed() -> None
     jobs.start(Job("one")).ended.result(20)
     assert done == ["one"]
     jobs.stop()
+
+
+def request(name: str, source: csi.VolumeContentSource) -> csi.CreateVolumeRequest:
+    return csi.CreateVolumeRequest(
+        name=name, volume_capabilities=[block()], volume_content_source=source
+    )
+
+
+def test_a_copy_is_waited_for_until_just_before_the_caller_s_time_is_over(
+    client: Client, disk: Disk, snapshot: csi.Snapshot, service: Service
+) -> None:
+    service.copier.grace_seconds = 600
+    wanted, began = request("pvc-2", of_snapshot(snapshot.snapshot_id)), time.monotonic()
+    with expect.code("ABORTED", "0 %"):
+        client.controller.CreateVolume(wanted, timeout=3)
+    assert 1.5 < time.monotonic() - began < 3
+    # One who says nothing of his time has some, too.
+    with ThreadPoolExecutor(1) as caller:
+        patient = caller.submit(client.controller.CreateVolume, wanted)
+        with suppress(TimeoutError):
+            patient.result(1)
+        disk.let()
+        assert patient.result(20).volume.capacity_bytes == SIZE
+
+
+def test_a_volume_that_is_waited_for_can_be_deleted_and_its_caller_is_told_to_call_again(
+    client: Client, disk: Disk, snapshot: csi.Snapshot, service: Service, fake: FakeHost
+) -> None:
+    service.copier.grace_seconds = 600
+    source = of_snapshot(snapshot.snapshot_id)
+    with ThreadPoolExecutor(2) as callers:
+        waiting = callers.submit(client.create, "pvc-2", 0, block(), source=source)
+        disk.wait(1)
+        deleting = callers.submit(client.delete, snapshot.source_volume_id.replace("-1", "-2"))
+        with suppress(TimeoutError):
+            deleting.result(0.5)
+        disk.let()
+        deleting.result(20)
+        with expect.code("ABORTED"):
+            waiting.result(20)
+    settle(service)
+    assert names(fake) == {"vol-pvc-1", "snap-1"}
+
+
+def test_what_cannot_be_completed_is_removed_before_the_caller_who_waited_hears_of_it(
+    client: Client, disk: Disk, snapshot: csi.Snapshot, service: Service, fake: FakeHost
+) -> None:
+    service.copier.grace_seconds = 600
+    service.locks.grace_seconds = 20
+    source = of_snapshot(snapshot.snapshot_id)
+    with ThreadPoolExecutor(2) as callers:
+        waiting = [
+            callers.submit(client.create, "pvc-2", 0, block(), source=source) for _ in range(2)
+        ]
+        disk.wait(1)
+        fake.write_bytes("/dev/mapper/data-vol--pvc--1", 0, bytes(range(256)) * 16 * 11000)
+        # All was read before, so that only the last look tells.
+        for one in fake.lvm2.groups["data"].volumes.values():
+            one.media.unreadable = False
+        disk.let()
+        for call in waiting:
+            with expect.code("FAILED_PRECONDITION", "lost"):
+                call.result(20)
+    assert names(fake) == {"vol-pvc-1", "snap-1"}
+
+
+def test_a_hundred_copies_that_wait_leave_a_group_its_places(
+    client: Client, disk: Disk, service: Service, tmp_path: Path
+) -> None:
+    service.copier.grace_seconds = 600
+    service.locks.grace_seconds = 60
+    origin = client.create("pvc-1", 4 * MIB, block())
+    source = of_snapshot(client.snapshot("1", origin.volume_id).snapshot_id)
+
+    def clone(number: int) -> str:
+        try:
+            client.create(f"clone-{number}", 0, block(), source=source)
+        except grpc.RpcError as error:
+            return str(error.code().name)
+        return "OK"
+
+    with ThreadPoolExecutor(100) as callers:
+        clones = []
+        try:
+            for number in range(100):
+                clones.append(callers.submit(clone, number))
+                while sum(service.copier.counts().values()) <= number:
+                    time.sleep(0.01)
+            began = time.monotonic()
+            client.stage(origin, tmp_path / "staging", block())
+            client.publish(origin, tmp_path / "staging", tmp_path / "target", block())
+            client.stats(origin.volume_id, tmp_path / "target")
+            assert client.capacity().available_capacity
+            late = client.create("pvc-9", 4 * MIB, block())
+            client.delete(late.volume_id)
+            assert time.monotonic() - began < 5
+        finally:
+            disk.let(200)
+        told = Counter(one.result() for one in clones)
+    # A group has three quarters of the places for those who wait; who gets none calls again.
+    assert told["OK"] >= 90
+    assert told.keys() <= {"OK", "ABORTED"}
