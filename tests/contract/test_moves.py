@@ -3,17 +3,18 @@
 import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import chosen
 import expect
 import grpc
+import histories
 import nodes
 import pytest
 from clocks import Clock
-from nodes import MIB, SIZE, Node, Stand, volume_of, write
+from nodes import LAYOUTS, MIB, SIZE, Node, Stand, volume_of, write
 from real.any import AnyHost
 
 from agent import errors, ids
@@ -29,6 +30,39 @@ from proto import csi_pb2 as csi
 
 def move(here: Node, stand: Stand, volume: csi.Volume) -> Move:
     return Move(here.at, stand, volume.volume_id, Options("db"), lambda _text: None)
+
+
+class User:
+    """Who has a volume open, and lives with it while it moves; then the line is cut at times."""
+
+    def __init__(self, disk: histories.Disk, stand: Stand, clock: Clock, seed: str) -> None:
+        self._disk, self._stand, self._clock = disk, stand, clock
+        self._chance = random.Random(seed)
+        self._left = self._chance.randint(2, 6)
+        self._open = ExitStack()
+        stand.before = self._cut
+        self._use()
+
+    def look(self, _seconds: float) -> None:
+        """What happens between two looks of the command that moves the volume."""
+        self._open.close()
+        self._left -= 1
+        if self._left > 0:
+            histories.happen(self._disk, self._clock, self._chance)
+            self._use()
+        elif self._left == 0:
+            histories.write_some(self._disk, self._chance)
+            self._disk.deactivate()
+
+    def _use(self) -> None:
+        kernel = self._disk.host.kernel
+        self._open.enter_context(kernel.opened(self._disk.device))
+
+    def _cut(self, words: Sequence[str]) -> None:
+        odds = self._chance.random()
+        self._stand.most_bytes = self._chance.randrange(1 << 22) if odds < 0.15 else 1 << 40
+        if odds > 0.95:
+            raise Cut
 
 
 class Cut(Exception):
@@ -308,6 +342,58 @@ def test_a_move_that_ended_goes_on_after_the_area_of_its_snapshot_was_full(
     [moved] = usable(there)
     there.client.stage(moved, there.directory / "staging", block())
     assert there.content("vol-db") == here_content(here)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    chosen.kinds(
+        [*LAYOUTS, *(f"{histories.SEALED}{one}" for one in LAYOUTS)],
+        usual=["raid1", "sealed-thin"],
+    ),
+)
+@pytest.mark.timeout(7200)
+def test_random_histories_move_to_the_byte(
+    here: Node,
+    there: Node,
+    layout: str,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+    real: bool,
+    request: pytest.FixtureRequest,
+) -> None:
+    every = real and request.config.getoption("--every")
+    asked = chosen.numbers("CARVER_MOVES", seed=1, histories=5 if every else 1)
+    monkeypatch.setattr(moving, "_LOOKS", 2)
+    for number in range(asked["histories"]):
+        seed = f"{asked['seed']} {layout} {number}"
+        kind = histories.SEALED if layout.startswith(histories.SEALED) else ""
+        options = Options("db", kind + random.Random(seed).choice(list(LAYOUTS)))
+        disk = histories.Disk(here.client, here.service, here.host, layout, "db")
+        stand = Stand(there)
+        user = User(disk, stand, clock, seed)
+        monkeypatch.setattr(moving, "sleep", user.look)
+        for _ in range(40):
+            going = Move(here.at, stand, disk.id, options, lambda _text: None)
+            # Also where an area was full: then the same words go on.
+            with suppress(Cut, errors.NodeRefused, errors.SourceLost, grpc.RpcError):
+                going.run()
+                break
+        else:
+            raise AssertionError(f"{seed}: the move does not come to an end")
+        stand.before = lambda _words: None
+        known = here.service.inventory.read(here.group).group(here.group)
+        size = known.volume("vol-db").size_bytes
+        assert there.content("vol-db", size) == here.content("vol-db", size), seed
+        here.host.deactivate(here.group, "vol-db")
+        [moved] = there.client.volumes()
+        place = there.directory / "staging"
+        there.client.stage(moved, place, block(), histories.KEY if kind else {})
+        there.client.unstage(moved.volume_id, place)
+        for one in disk.snapshots:
+            here.client.delete_snapshot(one)
+        going.finish()
+        there.client.delete(moved.volume_id)
+        assert (here.names(), there.names()) == (set(), set())
 
 
 @pytest.mark.parametrize("hours", chosen.kinds([-2, 2], usual=[-2]))

@@ -162,6 +162,10 @@ class Disk:
         self.written_at[taken.snapshot_id] = frozenset(self.written)
         return taken.snapshot_id
 
+    @property
+    def has_grown(self) -> bool:
+        return len(self.held) > self.volume.capacity_bytes
+
     def grow(self) -> None:
         # As much more as its layout needs.
         size = self.client.expand(self.id, len(self.held) + 4 * MIB).capacity_bytes
@@ -230,28 +234,8 @@ def write_some(disk: Disk, chance: random.Random) -> None:
 def live(disk: Disk, clock: Clock, chance: random.Random) -> None:
     """A random history: at least two snapshots, and whatever else happens to a volume."""
     disk.snapshot()
-    deeds = ["snapshot", "snapshot", "twice", "write", "grow", "discard", "clock", "reboot"]
     for _ in range(chance.randint(3, 6)):
-        match chance.choice(deeds):
-            case "snapshot":
-                disk.snapshot()
-            case "twice":
-                with clock.standing():
-                    disk.snapshot()
-                    write_some(disk, chance)
-                    disk.snapshot()
-            case "grow":
-                disk.grow()
-                # Once: it is written to, which takes room of each snapshot.
-                deeds.remove("grow")
-            case "discard":
-                for _ in range(chance.randint(1, 3)):
-                    disk.discard(*_somewhere(disk, chance, (1, 16, 64, 300)))
-            case "clock":
-                clock.step(chance.choice((-_STEP_SECONDS, _STEP_SECONDS)))
-            case "reboot":
-                disk.deactivate()
-        write_some(disk, chance)
+        happen(disk, clock, chance)
     disk.snapshot()
     write_some(disk, chance)
     if chance.random() < 0.3:
@@ -260,6 +244,30 @@ def live(disk: Disk, clock: Clock, chance: random.Random) -> None:
         disk.deactivate()
         # Opened anew, which may write at its ends.
         disk.read(disk.id)
+
+
+def happen(disk: Disk, clock: Clock, chance: random.Random) -> None:
+    """What may happen to a volume, and writes."""
+    deeds = ["snapshot", "snapshot", "twice", "write", "discard", "clock", "reboot"]
+    # Once: it is written to, which takes room of each snapshot.
+    match chance.choice(deeds if disk.has_grown else [*deeds, "grow"]):
+        case "snapshot":
+            disk.snapshot()
+        case "twice":
+            with clock.standing():
+                disk.snapshot()
+                write_some(disk, chance)
+                disk.snapshot()
+        case "grow":
+            disk.grow()
+        case "discard":
+            for _ in range(chance.randint(1, 3)):
+                disk.discard(*_somewhere(disk, chance, (1, 16, 64, 300)))
+        case "clock":
+            clock.step(chance.choice((-_STEP_SECONDS, _STEP_SECONDS)))
+        case "reboot":
+            disk.deactivate()
+    write_some(disk, chance)
 
 
 def unlike(one: bytes, other: bytes) -> set[int]:

@@ -24,6 +24,12 @@ from agent.csi.client import Client, block
 from agent.streams import reading
 from mount.blocks import Bytes, Opened
 
+# A stream whose caller died is dropped by gRPC, and what it does then may be the step that dies.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <generator object Interceptor"
+    ":pytest.PytestUnraisableExceptionWarning"
+)
+
 LAYOUTS = [nodes.PLAIN, pytest.param(nodes.THIN, marks=pytest.mark.long)]
 
 # What a command ends with when the service that it asks dies.
