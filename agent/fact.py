@@ -66,8 +66,7 @@ MEMBER_GROUPS = "memberGroups"
 COMMITTED = "committed"
 # Of a volume that came as a stream: the volume that it is of. While it comes, moreover: the chain
 # that it holds, with its bytes; the chain that it is being brought to, and up to which byte it is;
-# the digest of the word without which it is not finished; that it is being finished, which for
-# what a move left here is that it is being deleted.
+# the digest of the word without which it is not finished; that it is being finished.
 RECEIVED = "received"
 CHAIN = "chain"
 CONTENT = "content"
@@ -80,6 +79,8 @@ RELEASED = "released"
 # Of a volume that is being moved, or was: the node that it goes to, and the word that releases it.
 MOVE_TO = "moveTo"
 MOVE_WORD = "moveWord"
+# Of what such a move left here: it is being deleted, and perhaps not whole any more.
+MOVE_ENDED = "moveEnded"
 # Put there by an operator: what of a deleted volume lies on missing disks is not waited for.
 GIVEN_UP = "givenUp"
 # Of a group: see lvm.report, which tells by them which disks are unclean.

@@ -181,7 +181,7 @@ class Mover:
                 raise errors.HasSnapshots(volume_id, held, "delete them first")
             # Before its first byte is overwritten: an undo would take back what is not whole.
             if not _is_going(volume):
-                self._mark(volume, {fact.FINISHING: fact.WIPING})
+                self._mark(volume, {fact.MOVE_ENDED: fact.WIPING})
         self._provisioner.delete(volume_id, moved=True)
         self._withheld.allow(volume_id)
 
@@ -229,4 +229,4 @@ class Mover:
 
 def _is_going(volume: Volume) -> bool:
     """Whether what is left of it here is being deleted: perhaps it is not whole any more."""
-    return volume.wiping or (volume.moved and fact.FINISHING in volume.facts)
+    return volume.wiping or (volume.moved and fact.MOVE_ENDED in volume.facts)

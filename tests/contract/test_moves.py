@@ -24,6 +24,7 @@ from agent.config.settings import Config
 from agent.csi.client import block, mounted
 from agent.streams import applying
 from agent.volumes.provisioning import Provisioner
+from lvm import volumes
 from mount.blocks import Bytes, Opened
 from proto import csi_pb2 as csi
 
@@ -67,6 +68,10 @@ class User:
 
 class Cut(Exception):
     """The line, or the process, ends."""
+
+
+def die(*_: object, **__: object) -> None:
+    raise Cut
 
 
 def yes(_question: str) -> bool:
@@ -487,7 +492,11 @@ def third(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
 
 
 def test_what_may_have_moved_on_from_there_is_taken_back_only_by_the_word_for_it(
-    here: Node, there: Node, third: Node, volume: csi.Volume
+    here: Node,
+    there: Node,
+    third: Node,
+    volume: csi.Volume,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     going = move(here, Stand(there), volume)
     going.run()
@@ -499,6 +508,18 @@ def test_what_may_have_moved_on_from_there_is_taken_back_only_by_the_word_for_it
         going.undo(confirmed=yes, is_nowhere=yes)
     with pytest.raises(errors.NotMoved, match="moved it on"):
         going.run()
+    # What is left there is deleted, and is not yet gone: it was a volume of that node.
+    with monkeypatch.context() as patched:
+        patched.setattr(Provisioner, "_delete", die)
+        with pytest.raises(grpc.RpcError):
+            on.finish()
+    with pytest.raises(errors.NotMoved, match="moved it on"):
+        going.undo(confirmed=yes, is_nowhere=yes)
+    volumes.mark(
+        there.host.lvm, there.group, "vol-db", old={"state": "moved"}, new={"state": "wiping"}
+    )
+    with pytest.raises(errors.NotMoved, match="--there-is-none"):
+        going.undo(confirmed=yes, is_nowhere=no)
     on.finish()
     asked: list[str] = []
 
@@ -574,12 +595,9 @@ def test_what_is_being_deleted_here_is_not_taken_back(
     going.run()
     content = there.content("vol-db")
 
-    def cut(*_: object, **__: object) -> None:
-        # From here on it is overwritten.
-        raise Cut
-
     with monkeypatch.context() as patched:
-        patched.setattr(Provisioner, "_delete", cut)
+        # From here on it is overwritten.
+        patched.setattr(Provisioner, "_delete", die)
         with pytest.raises(grpc.RpcError):
             going.finish()
     with pytest.raises(errors.NotMoved, match="being deleted"):
