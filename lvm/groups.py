@@ -1,12 +1,62 @@
-"""Volume groups: made once, then only looked at."""
+"""Volume groups: made once, then only looked at; and the room that the text of one has."""
 
 from collections.abc import Mapping, Sequence
 
 from lvm import report, tags
 from lvm.lvm2 import Lvm
+from lvm.report import Group
+
+# What lvm2 has on a disk before its metadata area: a page with the label.
+LABEL_BYTES = 4096
+_MIB = 1 << 20
+_EXTENT_BYTES = 4 * _MIB
+# So many volumes of two images each have room, of which each takes so much of the text.
+_MOST_VOLUMES = 10_000
+_VOLUME_BYTES = 4096
+# The header of a metadata area; each of its two texts begins with a sector.
+_SECTOR_BYTES = 512
+# What no new volume gets of the room for the text: deletions, wipes and repairs write there, too.
+_RESERVE_SHARE = 16
+_LEAST_RESERVE_BYTES = 16 << 10
 
 
-def create(lvm: Lvm, name: str, devices: Sequence[str], facts: Mapping[str, str]) -> None:
+def suitable_metadata_bytes(size_bytes: int) -> int:
+    """How large a metadata area a new group of so much has on each of its disks.
+
+    lvm2 writes a new text beside the old one. A group of less than 40 GiB cannot have as many
+    volumes, and an area of 8 KiB for each extent of 4 MiB is a five hundredth of it. The label and
+    the area are whole MiB together, as lvm2 begins with the first extent there.
+    """
+    volumes = min(_MOST_VOLUMES, size_bytes // _EXTENT_BYTES)
+    whole = max(1, -(-2 * _VOLUME_BYTES * volumes // _MIB)) * _MIB
+    return whole - LABEL_BYTES
+
+
+def text_room_bytes(group: Group) -> int:
+    """The longest text that lvm2 writes into a group's metadata areas (_vg_write_raw)."""
+    return max(0, (group.metadata_bytes - _SECTOR_BYTES) // 2 - _SECTOR_BYTES)
+
+
+def text_percent(group: Group) -> float:
+    """How much of that it has."""
+    room = text_room_bytes(group)
+    return 100 * max(0, room - group.metadata_free_bytes) / room if room else 0.0
+
+
+def is_text_full(group: Group) -> bool:
+    """Whether what is left is for what must always go on, and nothing new is to be made."""
+    room = text_room_bytes(group)
+    reserve = max(room // _RESERVE_SHARE, _LEAST_RESERVE_BYTES)
+    return bool(room) and group.metadata_free_bytes < reserve
+
+
+def create(
+    lvm: Lvm,
+    name: str,
+    devices: Sequence[str],
+    facts: Mapping[str, str],
+    metadata_bytes: int = _MIB - LABEL_BYTES,
+) -> None:
     """Make a group of block devices that the caller has proved to be blank (vgcreate(8)).
 
     All of them become the group's disks by one command, or none does. Raises NameTaken when a group
@@ -14,7 +64,8 @@ def create(lvm: Lvm, name: str, devices: Sequence[str], facts: Mapping[str, str]
     """
     # --quiet twice answers no to whatever lvm2 asks (lvm(8)): it looks for signatures itself, and
     # one that came after the caller's look must not be wiped.
-    lvm("vgcreate", "--quiet", "--quiet", *tags.words("--addtag", facts), "--", name, *devices)
+    words = ("--metadatasize", f"{metadata_bytes}b", *tags.words("--addtag", facts))
+    lvm("vgcreate", "--quiet", "--quiet", *words, "--", name, *devices)
 
 
 def mark(

@@ -14,13 +14,15 @@ from lvm.lvm2 import Lvm
 _WATCHED_BY_ITSELF = ("global/use_lvmpolld=0",)
 
 
-def extend(lvm: Lvm, group: str, disk: str) -> None:
+def extend(lvm: Lvm, group: str, disk: str, metadata_bytes: int) -> None:
     """Give a group a disk that the caller has proved to be blank (vgextend(8)).
 
-    `lvm` must see the disk, beside the group's own.
+    It has a metadata area of that size: the group's text must fit into each. `lvm` must see the
+    disk, beside the group's own.
     """
     # --quiet twice answers no to whatever lvm2 asks: a signature that it finds is not wiped.
-    lvm("vgextend", "--quiet", "--quiet", "--", group, disk)
+    words = ("--quiet", "--quiet", "--metadatasize", f"{metadata_bytes}b")
+    lvm("vgextend", *words, "--", group, disk)
 
 
 def close(lvm: Lvm, disk: str) -> None:

@@ -141,6 +141,10 @@ class Group:
     # Whether it was made ready for another node (vgexport(8)), and what shares it (lvmlockd(8)).
     exported: bool = False
     lock_type: str = ""
+    # The smallest of its metadata areas, each of which has two copies of the text, and by how much
+    # the text can grow; of a group that only a test has, no size.
+    metadata_bytes: int = 0
+    metadata_free_bytes: int = 0
 
     @property
     def is_one_node_s(self) -> bool:
@@ -252,7 +256,8 @@ class Report:
 
 
 _COLUMNS = {
-    "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count,vg_exported,vg_lock_type",
+    "vg": "vg_name,vg_uuid,vg_extent_size,vg_tags,vg_missing_pv_count,vg_exported,vg_lock_type,"
+    "vg_mda_size,vg_mda_free",
     "pv": "pv_name,pv_uuid,pv_pe_count,pv_pe_alloc_count,pv_missing,pv_allocatable,pv_in_use,"
     "pv_tags,pe_start",
     "lv": "lv_name,lv_uuid,lv_size,lv_tags,lv_active,lv_layout,pool_lv,origin,"
@@ -335,6 +340,8 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
         missing_disks=int(row["vg_missing_pv_count"]),
         exported=bool(row["vg_exported"]),
         lock_type=row["vg_lock_type"],
+        metadata_bytes=int(row["vg_mda_size"]),
+        metadata_free_bytes=int(row["vg_mda_free"]),
         disks=tuple(
             _physical_volume(disk, SWEEP in facts or disk["pv_uuid"] in unclean)
             for disk in part["pv"]

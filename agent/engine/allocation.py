@@ -13,7 +13,7 @@ from agent import fact, ids
 from agent.config.classes import DeviceClass
 from agent.engine.inventory import Inventory
 from agent.engine.records import Volume
-from lvm import caches, layout, names, pools, report, tags, thin, volumes
+from lvm import caches, groups, layout, names, pools, report, tags, thin, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
@@ -70,6 +70,19 @@ def closed(group: report.Group) -> str:
     return f"while its disk {gone} is missing; see `A disk is replaced` in docs/operations.md"
 
 
+def closed_to_new(group: report.Group) -> str:
+    """Why nothing new is made in a group, and nothing grows by request; empty where it is.
+
+    What fills up by itself is extended all the same: a writer waits for that.
+    """
+    if not (why := closed(group)) and groups.is_text_full(group):
+        return (
+            f"while its metadata area is {groups.text_percent(group):.0f} % full; delete volumes or"
+            " snapshots, or see `A group's metadata area is full` in docs/operations.md"
+        )
+    return why
+
+
 class Carving(Protocol):
     """One way to take volumes from a group. Sizes are in bytes and whole extents."""
 
@@ -107,20 +120,20 @@ class Thick:
 
     def maximum_bytes(self, group: report.Group) -> int:
         """The largest volume that can be made now; one extent more cannot."""
-        if closed(group):
+        if closed_to_new(group):
             return 0
         return layout.maximum_bytes(group, self.layout, self.kept(group))
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
         """By how much a volume can grow, on its disks."""
         group, logical = volume.group, volume.group.volume(volume.name)
-        if closed(group):
+        if closed_to_new(group):
             return 0
         return layout.maximum_growth_bytes(group, logical, self.layout, self.kept(group))
 
     def purpose(self, group: report.Group) -> str:
         """The layout, and the disks it needs."""
-        if why := closed(group):
+        if why := closed_to_new(group):
             return why
         disks = sum(1 for disk in group.disks if disk.free_extents)
         unclean = ", ".join(disk.name for disk in group.disks if disk.unclean)
@@ -150,13 +163,13 @@ class Cached(Thick):
 
     def maximum_bytes(self, group: report.Group) -> int:
         """The largest volume that slow and fast disks have room for."""
-        if closed(group):
+        if closed_to_new(group):
             return 0
         return caches.maximum_bytes(group, self.cache, self.kept(group))
 
     def purpose(self, group: report.Group) -> str:
         """The tier that is beside the data's."""
-        if why := closed(group):
+        if why := closed_to_new(group):
             return why
         fast = group.fast_free_extents * group.extent_size_bytes
         return f"for linear with a {self.cache.kind} on fast disks, which have {fast} bytes free,"
@@ -283,7 +296,7 @@ class Thin:
         return {}
 
     def _refusal(self, group: report.Group) -> str:
-        if why := closed(group):
+        if why := closed_to_new(group):
             return why
         pool = self.pool(group)
         made = group.volumes.get(pool.name)
@@ -314,7 +327,7 @@ class CachedThin(Thin):
 
     def purpose(self, group: report.Group) -> str:
         """The pool, and its cache where that is what has no room."""
-        if closed(group) or caches.has_room(group, pool_name(self.device_class), self.cache):
+        if closed_to_new(group) or caches.has_room(group, pool_name(self.device_class), self.cache):
             return super().purpose(group)
         wanted, free = self.cache.of_pool(group), group.fast_free_extents
         return (

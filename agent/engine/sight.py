@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 _LASTS_SECONDS = 600.0
 # So often the disks' labels are read where udev tells of none that came or went.
 _BLIND_SECONDS = 60.0
+# What lvm2 has for all that it reads and writes if nothing is said (global/io_memory_size in
+# lvm.conf(5)), and needs beside a text: a longer one it could neither read nor write.
+_IO_BYTES, _BESIDE_TEXT_BYTES = 8 << 20, 2 << 20
 # A path that is no disk: lvm2 that is confined to it sees no group.
 _NO_DISK = "/dev/null"
 
@@ -78,6 +81,8 @@ class Sight:
         self._listed = listed
         # When its disks were looked for last (monotonic, seconds).
         self._located = 0.0
+        # How long its metadata are, as they were seen last.
+        self._text_bytes = 0
         # Of its devices, before the last report was read.
         self._events: Mapping[str, Events] = {}
         self._known: _Known | None = None
@@ -248,12 +253,29 @@ class Sight:
     def _fingerprint(self, location: Location) -> Fingerprint | None:
         remaining = command.remaining_seconds()
         if remaining is None:
-            return self._disks.fingerprint(location.disks)
-        return self._disks.fingerprint(location.disks, remaining)
+            found = self._disks.fingerprint(location.disks)
+        else:
+            found = self._disks.fingerprint(location.disks, remaining)
+        texts = [text.size_bytes for one in found or () for text in one.texts]
+        self._text_bytes = max(texts, default=self._text_bytes)
+        return found
 
     def _lvm_at(self, location: Location | None) -> Lvm:
         disks = (_NO_DISK,) if location is None else location.disks
-        return replace(self._node, devices=disks)
+        return replace(
+            self._node, devices=disks, settings=(*self._node.settings, *_memory(self._text_bytes))
+        )
+
+
+def _memory(text_bytes: int) -> tuple[str, ...]:
+    """lvm.conf(5) settings for a group whose metadata are so long, and may become twice as long.
+
+    In powers of two: with another setting lvm2's shell is begun anew.
+    """
+    needed, have = 2 * text_bytes + _BESIDE_TEXT_BYTES, _IO_BYTES
+    while have < needed:
+        have *= 2
+    return (f"global/io_memory_size={have >> 10}",) if have > _IO_BYTES else ()
 
 
 def _is_whole_on(group: report.Group, location: Location) -> bool:

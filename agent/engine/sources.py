@@ -30,8 +30,7 @@ from mount.table import DeviceNumber
 _log = logging.getLogger(__name__)
 
 _MINIMUM_BYTES = 64 << 20
-# Where lvm2 keeps a disk's label and its group's metadata (pvcreate(8), --metadatasize).
-_METADATA_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 20
 _NO_DISK = "/dev/null"
 
 # The fact that tells a group that Carver made from an operator's, whatever its disks are called.
@@ -203,15 +202,18 @@ def _make(lvm: Lvm, laid: Foundations, known: report.Report, foundation: Foundat
     if len(_numbers(kernel, devices)) < len(devices):
         raise errors.NotReady(f"two of {', '.join(devices)} are the same device; list it once")
     _require_equal_blocks(kernel, devices)
+    sizes = [kernel.device_size_bytes(device) for device in devices]
+    metadata_bytes = groups.suitable_metadata_bytes(sum(sizes))
     # Labelled by lvm2 and in no group: what vgcreate leaves when it is killed half-way.
     orphans = _numbers(kernel, known.orphans)
     for device in devices:
         if not _numbers(kernel, [device]) & orphans:
             vacancy.require_blank(lvm.run, device)
             if foundation.file is not None:
-                _fill(kernel, device)
+                _fill(kernel, device, groups.LABEL_BYTES + metadata_bytes)
     # lvm2 knows devices by the names of their nodes, not by every link that leads to them.
-    groups.create(lvm, name, [kernel.real_path(one) for one in devices], _MADE)
+    paths = [kernel.real_path(one) for one in devices]
+    groups.create(lvm, name, paths, _MADE, metadata_bytes)
     _log.info("made volume group %s on %s", name, ", ".join(devices))
 
 
@@ -230,7 +232,7 @@ def _require_equal_blocks(kernel: Kernel, devices: Sequence[str]) -> None:
         )
 
 
-def _fill(kernel: Kernel, device: str) -> None:
+def _fill(kernel: Kernel, device: str, size_bytes: int) -> None:
     """Have the part of a sparse file in which lvm2 keeps metadata on the disk.
 
     lvm2 writes there without a flush (lib/device/bcache.c). In a hole that takes a new block, and
@@ -238,7 +240,8 @@ def _fill(kernel: Kernel, device: str) -> None:
     leave a header that points to zeroes, and no group.
     """
     try:
-        kernel.write(device, 0, bytes(_METADATA_BYTES))
+        for offset in range(0, size_bytes, _PIECE_BYTES):
+            kernel.write(device, offset, bytes(min(_PIECE_BYTES, size_bytes - offset)))
     except OSError as error:
         raise errors.NotReady(f"{device} cannot be written: {error.strerror}") from None
 

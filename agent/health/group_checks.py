@@ -12,10 +12,13 @@ from agent.engine.disks import REMEDY
 from agent.engine.sources import Foundations
 from agent.health.verdicts import FAIL, PASS, WARN, Seen
 from lvm import errors as lvm_errors
-from lvm import filters, lvm2, report
+from lvm import filters, groups, lvm2, report
 from lvm.command import Run
 from lvm.report import Group, Report
 from mount.syscalls import Kernel
+
+# Above it the check of a group's metadata area warns; from 94 % on nothing new is made.
+_NEARLY_FULL_PERCENT = 80
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ def every(node: Node) -> Iterator[Seen]:
             yield (
                 WARN,
                 f"volume group {name} is not on this node, so its classes have no room here",
-                "attach its disks (`pvs --all`), make it (`vgcreate`), or correct the class",
+                "attach its disks (`pvs --all`), make it (`vgcreate --metadatasize 80m`), or"
+                " correct the class",
             )
 
 
@@ -92,7 +96,17 @@ def _present(node: Node, foundations: Foundations, group: Group) -> Iterator[See
             "attach them again, or see `A disk is replaced` in docs/operations.md",
         )
     else:
-        yield PASS, f"volume group {name} is whole, with {len(group.disks)} disks", ""
+        fill = f"{groups.text_percent(group):.0f} %"
+        told = f"is whole, with {len(group.disks)} disks; its metadata area is {fill} full"
+        yield PASS, f"volume group {name} {told}", ""
+    if groups.text_percent(group) >= _NEARLY_FULL_PERCENT:
+        yield (
+            WARN,
+            f"the metadata area of volume group {name} is {groups.text_percent(group):.0f} % full:"
+            " soon nothing new is made there",
+            "delete volumes or snapshots, or see `A group's metadata area is full` in"
+            " docs/operations.md",
+        )
 
 
 def _hidden(name: str, group: Group | None, root: Path) -> Seen:

@@ -61,6 +61,7 @@ class Reason(enum.Enum):
     MEDIUM_ERRORS = "MediumErrors", DATA_LOSS, STORAGE_DEGRADED
 
     DISK_IGNORED = "DiskIgnored", "", STORAGE_DEGRADED
+    GROUP_METADATA_FULL = "GroupMetadataFull", "", STORAGE_DEGRADED
     FILE_SYSTEM_TOOLS_MISSING = "FileSystemToolsMissing", "", STORAGE_DEGRADED, "mount"
     LOOP_DEVICES_MISSING = "LoopDevicesMissing", "", STORAGE_DEGRADED, "block"
     DISK_NOT_RESPONDING = "DiskNotResponding", "", STORAGE_UNREACHABLE

@@ -16,6 +16,7 @@ from agent.health import conditions, preflight, reasons
 from agent.health.conditions import Diagnosis
 from agent.health.reasons import Condition, Reason
 from lvm import errors as lvm_errors
+from lvm import groups
 from lvm.diskerrors import DiskErrors
 from lvm.report import Group
 
@@ -135,4 +136,11 @@ def _of_group(group: Group) -> Iterator[Condition]:
             Reason.DISK_MISSING,
             f"volume group {group.name} misses a disk ({gone}): attach it again (`pvs`), or see"
             " `A disk is replaced` in docs/operations.md. What lies on it alone cannot be used",
+        )
+    if groups.is_text_full(group):
+        yield Condition(
+            Reason.GROUP_METADATA_FULL,
+            f"the metadata area of volume group {group.name} is {groups.text_percent(group):.0f} %"
+            " full: nothing new is made there. Delete volumes or snapshots, or see `A group's"
+            " metadata area is full` in docs/operations.md",
         )

@@ -39,7 +39,7 @@ from agent.volumes.copying import Copier
 from agent.workers.autoextend import Grower
 from agent.workers.reencryption import Reencrypter
 from agent.workers.wiping import Wiper
-from lvm import command, errors, report
+from lvm import command, errors, groups, report
 from lvm.command import Finished, Result, Runner, Stream
 
 # A time of creation for each counter would be as many series again, and nobody asks for it.
@@ -262,6 +262,7 @@ class _Gauges(Collector):
             "The group's free extents on disks that may be used, the reserve included.",
         )
         missing = _of_group("missing_disks", "The group's disks that are not there.")
+        text = _of_group("metadata_used_ratio", "How full the group's metadata area is; 1 is full.")
         volumes = _of_group("volumes", "Carver's volumes, with those that are being wiped.")
         encrypted = _of_group("encrypted_volumes", "Those of them that are encrypted.")
         generations = GaugeMetricFamily(
@@ -307,13 +308,14 @@ class _Gauges(Collector):
             size.add_metric([name], group.extents * group.extent_size_bytes)
             free.add_metric([name], group.free_extents * group.extent_size_bytes)
             missing.add_metric([name], group.missing_disks)
+            text.add_metric([name], groups.text_percent(group) / 100)
             volumes.add_metric([name], held[name])
             encrypted.add_metric([name], sealed[name])
         # What does not answer by then is left out; `carver_storage_health` tells of it.
         with command.time_limit(conditions.PATIENCE_SECONDS):
             asked = (self._of_classes(known), *self._of_pools(known))
         of_volumes = (volumes, encrypted, generations, health, fullness)
-        return present, size, free, missing, *of_volumes, *asked
+        return present, size, free, missing, text, *of_volumes, *asked
 
     def _of_pools(self, known: report.Report) -> Iterable[Metric]:
         size = _of_pool("size_bytes", "The data that the pool has now.")

@@ -8,7 +8,7 @@ from dataclasses import replace
 from agent import errors, fact, ids
 from agent.config.classes import SNAPSHOT_SIZE
 from agent.engine import records, users
-from agent.engine.allocation import Carvings, closed
+from agent.engine.allocation import Carvings, closed_to_new
 from agent.engine.means import Means
 from agent.engine.records import Snapshot, Volume
 from agent.ids import VolumeId
@@ -279,9 +279,10 @@ class Snapshotter:
         wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
         group = volume.group
         area = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
-        room = max(0, self._carvings.beside_bytes(volume) - beside_bytes)
+        refusal = closed_to_new(group)
+        room = 0 if refusal else max(0, self._carvings.beside_bytes(volume) - beside_bytes)
         if area > room:
-            why = f"for a snapshot of {volume.name} {closed(group)}".rstrip()
+            why = f"for a snapshot of {volume.name} {refusal}".rstrip()
             raise errors.NoRoom(group.name, area, room, why)
         return area
 

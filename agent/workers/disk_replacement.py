@@ -27,8 +27,6 @@ from mount import errors as mount_errors
 from mount import vacancy
 from mount.table import DeviceNumber
 
-# What lvm2 has of a disk before its first extent, with its usual alignment.
-_BEFORE_BYTES = 1 << 20
 # lvm2's process that watches a move is started again so often: it may have been killed.
 _WATCH_SECONDS = 60.0
 
@@ -169,10 +167,12 @@ class Replacement:
             raise mount_errors.NotVacant(new, f"is a disk of {name}", "name another")
         self._require_equal_blocks(group, new)
         extent = group.extent_size_bytes
-        room = max(0, self._kernel.device_size_bytes(new) - _BEFORE_BYTES) // extent
+        before = groups.LABEL_BYTES + group.metadata_bytes
+        room = max(0, self._kernel.device_size_bytes(new) - before) // extent
         if room < leaving.allocated_extents:
             raise errors.DiskTooSmall(new, room * extent, leaving.allocated_extents * extent)
-        repairs.extend(self._engines.lvm_with(group.name, path), group.name, path)
+        lvm = self._engines.lvm_with(group.name, path)
+        repairs.extend(lvm, group.name, path, group.metadata_bytes)
         self._engines.outdate()
 
     def _require_equal_blocks(self, group: report.Group, new: str) -> None:

@@ -64,7 +64,8 @@ mkdir -p "$state" /run/lock/lvm
 loop=$(losetup --associated "$file" --noheadings --output NAME | head -n 1)
 [ -n "$loop" ] || loop=$(losetup --find --show "$file")
 # --devices: no other disk of this machine is looked at.
-vgs --devices "$loop" "$group" >/dev/null 2>&1 || vgcreate --devices "$loop" "$group" "$loop"
+vgs --devices "$loop" "$group" >/dev/null 2>&1 ||
+    vgcreate --devices "$loop" --metadatasize 8m "$group" "$loop"
 
 # The cluster. Its node is a container, and has this kernel: modules are loaded here or nowhere.
 for module in dm_snapshot dm_thin_pool dm_raid; do

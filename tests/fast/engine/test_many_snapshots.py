@@ -48,7 +48,7 @@ class Counting:
 @pytest.fixture
 def fake(tmp_path: Path) -> FakeHost:
     host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [10_000])
+    host.lvm2.add_group("data", [10_000]).disks[0].metadata_bytes = (8 << 20) - 4096
     host.devices = cast(Devices, Counting(host.lvm2))
     return host
 

@@ -105,7 +105,7 @@ def test_up_makes_a_cluster_with_carver_in_it(machine: Machine) -> None:
     ended = machine.run("up.sh")
     assert ended.returncode == 0, ended.stderr
     assert f"export KUBECONFIG={machine.state}/kubeconfig" in ended.stdout
-    assert f"vgcreate --devices {LOOP} carver-kind {LOOP}" in machine.asked
+    assert f"vgcreate --devices {LOOP} --metadatasize 8m carver-kind {LOOP}" in machine.asked
     assert any(one.startswith("kind load image-archive --name carver ") for one in machine.asked)
     assert (machine.state / "carver.img").stat().st_size == 10 << 30
     applied = (machine.folder / "applied").read_text()

@@ -11,8 +11,6 @@ from lvm.disks import PATIENCE_SECONDS, Fingerprint, Found, Unanswered
 from lvm.labels import Mark, PhysicalLabel, Position
 from lvm.metadata import Group
 
-_METADATA_BYTES = 1 << 20
-
 
 class FakeDisks:
     """The seam `lvm.disks.Disks`."""
@@ -57,7 +55,7 @@ class FakeDisks:
     ) -> Fingerprint | None:
         """The proof of what a group's metadata on these disks are; None where there is none."""
         marks = {
-            disk.name: Mark(disk.uuid, (Position(512, group.seqno, group.checksum),))
+            disk.name: Mark(disk.uuid, (Position(group.seqno, group.text_bytes, group.checksum),))
             for group, disk in self._there()
         }
         whole = paths and not self.hanging.intersection(paths) and marks.keys() >= set(paths)
@@ -75,7 +73,7 @@ class FakeDisks:
 
 
 def _label(group: FakeGroup, disk: FakeDisk) -> PhysicalLabel:
-    size_bytes = _METADATA_BYTES + disk.extents * group.extent_size_bytes
+    size_bytes = disk.pe_start_bytes + disk.extents * group.extent_size_bytes
     uuids = tuple(one.uuid for one in group.disks)
     status = {"RESIZEABLE", "READ"} | ({"EXPORTED"} if group.exported else set())
     if not group.system_id:

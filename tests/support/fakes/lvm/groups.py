@@ -4,9 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fakes.lvm import repairs
-from fakes.lvm.arguments import Arguments
+from fakes.lvm.arguments import Arguments, in_bytes
 from fakes.lvm.machine import LABEL, Machine
-from fakes.lvm.records import PE_START_BYTES, Failure, FakeDisk, FakeGroup, FakeVolume
+from fakes.lvm.records import (
+    LABEL_BYTES,
+    METADATA_BYTES,
+    Failure,
+    FakeDisk,
+    FakeGroup,
+    FakeVolume,
+)
 
 from mount.filesystem import Signature
 
@@ -17,23 +24,24 @@ class GroupCommands(Machine):
     def _vgcreate(self, arguments: Arguments) -> str:
         assert arguments.flag("--quiet")
         assert arguments.flag("--quiet")
+        metadata_bytes = _metadata_bytes(arguments)
         tags = set(arguments.take_all("--addtag"))
         name, *paths = arguments.rest()
         if name in self.groups:
             raise Failure(f"A volume group called {name} already exists.")
         extent = 4 << 20
-        disks = [self._labelled(path, extent) for path in paths]
+        disks = [self._labelled(path, extent, metadata_bytes) for path in paths]
         self.groups[name] = FakeGroup(name, self._uuid(), extent, disks, tags)
         return f'  Volume group "{name}" successfully created\n'
 
-    def _labelled(self, path: str, extent_size_bytes: int) -> FakeDisk:
+    def _labelled(self, path: str, extent_size_bytes: int, metadata_bytes: int) -> FakeDisk:
         """A disk that becomes one of a group's."""
         device = self.devices.get(path)
         assert device.contents is None or device.contents.fs_type == LABEL, "not blank"
         device.contents = Signature(LABEL, "raid", self._uuid())
-        # The first extent's worth holds the metadata, as with lvm2's default alignment.
-        extents = (device.size_bytes - PE_START_BYTES) // extent_size_bytes
-        return FakeDisk(path, self._uuid(), extents)
+        made = FakeDisk(path, self._uuid(), 0, metadata_bytes=metadata_bytes)
+        made.extents = (device.size_bytes - made.pe_start_bytes) // extent_size_bytes
+        return made
 
     def _pvmove(self, arguments: Arguments) -> str:
         if arguments.flag("--abort"):
@@ -129,9 +137,10 @@ class GroupCommands(Machine):
     def _vgextend(self, arguments: Arguments) -> str:
         while arguments.flag("--quiet"):
             pass
+        size = _metadata_bytes(arguments)
         name, *paths = arguments.rest()
         group = self._group(name)
-        group.disks += [self._labelled(path, group.extent_size_bytes) for path in paths]
+        group.disks += [self._labelled(path, group.extent_size_bytes, size) for path in paths]
         return ""
 
     def _vgreduce(self, arguments: Arguments) -> str:
@@ -162,3 +171,11 @@ class GroupCommands(Machine):
                     disk.allocatable = allocatable == "y" if allocatable else disk.allocatable
                     disk.tags |= set(tags)
         return ""
+
+
+def _metadata_bytes(arguments: Arguments) -> int:
+    """The size of a disk's metadata area; what lvm2 would round to is given as it is."""
+    told = arguments.take("--metadatasize")
+    size = in_bytes(told) if told else METADATA_BYTES
+    assert (LABEL_BYTES + size) % (1 << 20) == 0, size
+    return size

@@ -10,7 +10,6 @@ from fakes.devices import BLOCK_BYTES, LEFTOVER, FakeDevice, Media
 from fakes.lvm import repairs
 from fakes.lvm.machine import Machine, data_node_of, node_of
 from fakes.lvm.records import (
-    PE_START_BYTES,
     FakeGroup,
     FakePool,
     FakeThin,
@@ -155,8 +154,9 @@ class KernelSide(Machine):
         """The seam `lvm.devices.Devices`."""
         for group in self.groups.values():
             for volume in group.volumes.values():
-                begins = PE_START_BYTES + first_extent(volume) * group.extent_size_bytes
-                if disk in volume.extents and begins == offset_bytes:
+                starts = {one.name: one.pe_start_bytes for one in group.disks}
+                before = first_extent(volume) * group.extent_size_bytes
+                if disk in volume.extents and starts[disk] + before == offset_bytes:
                     return volume.overflowed
         return None
 

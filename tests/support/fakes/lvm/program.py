@@ -1,6 +1,7 @@
 """The program `lvm`: which command is meant, whether it may be carried out, what it changed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from fakes.lvm.arguments import Arguments, settings_in
@@ -14,6 +15,9 @@ from lvm.command import Result
 # Commands that change nothing, and what lvchange changes but whether a volume is active.
 _LOOKS = {"version", "fullreport", "--test", "--syncaction"}
 
+
+# What no command adds to a group's text.
+_NEAR_BYTES = 64 << 10
 
 _CHANGES = {
     *("--addtag", "--deltag", "--permission", "--cachepolicy", "--cachesettings"),
@@ -56,7 +60,8 @@ class FakeLvm(Reports, GroupCommands, VolumeCommands):
             return Result(0, "", "  TEST MODE: Metadata will NOT be updated\n")
         try:
             self._refuse_partial(words)
-            output = command(arguments)
+            with self._room_for_text():
+                output = command(arguments)
         except Failure as failure:
             return Result(5, "", f"  {failure}\n")
         arguments.require_empty(words)
@@ -80,6 +85,23 @@ class FakeLvm(Reports, GroupCommands, VolumeCommands):
                     f"Cannot change VG {group.name} while PVs are missing.\n"
                     "  See vgreduce --removemissing and vgextend --restoremissing."
                 )
+
+    @contextmanager
+    def _room_for_text(self) -> Iterator[None]:
+        """What does not fit into a group's metadata area is not committed."""
+        groups = [one for one in self.groups.values() if one.metadata_free_bytes < _NEAR_BYTES]
+        before = [{name: set(one.tags) for name, one in each.volumes.items()} for each in groups]
+        free = [each.metadata_free_bytes for each in groups]
+        yield
+        for each, tags, was in zip(groups, before, free, strict=True):
+            if each.metadata_free_bytes >= 0 or each.metadata_free_bytes >= was:
+                continue
+            for name in each.volumes.keys() - tags.keys():
+                self._deactivate_one(each, each.volumes[name])
+                del each.volumes[name]
+            for name, one in each.volumes.items():
+                one.tags = tags[name]
+            raise Failure(f"VG {each.name} metadata exceeds maximum metadata size")
 
     def _commit(self, words: Sequence[str]) -> None:
         """Groups whose metadata a command that succeeded changed have them anew."""

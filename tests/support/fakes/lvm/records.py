@@ -10,7 +10,9 @@ from lvm.devicemapper import ThinPool
 from lvm.layout import LINEAR, Layout
 from lvm.tuning import PLAIN, Tuning
 
-PE_START_BYTES = 1 << 20
+LABEL_BYTES = 4096
+# What lvm2 gives a disk where it is not told.
+METADATA_BYTES = (1 << 20) - LABEL_BYTES
 
 
 @dataclass
@@ -23,8 +25,15 @@ class FakeDisk:
     missing: bool = False
     allocatable: bool = True
     tags: set[str] = field(default_factory=set)
+    metadata_bytes: int = METADATA_BYTES
+
+    @property
+    def pe_start_bytes(self) -> int:
+        """Where its first extent begins."""
+        return LABEL_BYTES + self.metadata_bytes
 
 
+_PART_TEXT_BYTES = 420
 # What of a volume is nowhere but in the kernel, or on the volume itself.
 _OF_THE_KERNEL = {
     *("active", "media", "data_percent", "overflowed", "dirty_blocks", "cleaning"),
@@ -93,6 +102,18 @@ class FakeVolume:
             else _recorded(one)
             for one in told
         ]
+
+    @property
+    def text_bytes(self) -> int:
+        """About what it takes of the group's metadata: names, UUIDs, segments, and its tags.
+
+        A RAID has two parts for each image, and the one for its metadata has all tags, too.
+        """
+        own = _PART_TEXT_BYTES + 2 * len(self.name) + 14 + sum(len(one) + 4 for one in self.tags)
+        if self.is_copy_on_write:
+            own += _PART_TEXT_BYTES
+        images = self.layout.disks if self.layout.is_raid else 0
+        return own + images * (own + _PART_TEXT_BYTES)
 
     def taken(self, disk: str) -> int:
         """The extents that it has of a disk."""
@@ -192,6 +213,23 @@ class FakeGroup:
         told += [self.system_id, self.lock_type, self.exported]
         told += [volume.record for _, volume in sorted(self.volumes.items())]
         return zlib.crc32(repr(told).encode())
+
+    @property
+    def text_bytes(self) -> int:
+        """About how long its metadata are."""
+        # As a list: commands run meanwhile.
+        text = sum(one.text_bytes for one in list(self.volumes.values()))
+        return 1500 + text + sum(len(one) + 4 for one in self.tags)
+
+    @property
+    def metadata_bytes(self) -> int:
+        """The smallest of its metadata areas."""
+        return min((disk.metadata_bytes for disk in self.disks), default=0)
+
+    @property
+    def metadata_free_bytes(self) -> int:
+        """By how much its text can grow; below 0 lvm2 refuses."""
+        return (self.metadata_bytes - 512) // 2 - 512 - self.text_bytes
 
     def free(self, disk: FakeDisk) -> int:
         """The extents of a disk that no volume has."""

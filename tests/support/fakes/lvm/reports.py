@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from fakes.lvm.arguments import Arguments
 from fakes.lvm.kernel import KernelSide
 from fakes.lvm.machine import LABEL
-from fakes.lvm.records import PE_START_BYTES, FakeGroup, FakePool, FakeThin, FakeVolume, ranges_of
+from fakes.lvm.records import (
+    LABEL_BYTES,
+    METADATA_BYTES,
+    FakeGroup,
+    FakePool,
+    FakeThin,
+    FakeVolume,
+    ranges_of,
+)
 
 # lib/report/values.h: what stands for yes, where a column knows yes and no only.
 _BINARY = {
@@ -52,6 +60,8 @@ class Reports(KernelSide):
                     "vg_missing_pv_count": str(len(missing)),
                     "vg_exported": "exported" if group.exported else "",
                     "vg_lock_type": group.lock_type,
+                    "vg_mda_size": str(group.metadata_bytes),
+                    "vg_mda_free": str(max(0, group.metadata_free_bytes)),
                 }
             ],
             "pv": [
@@ -64,7 +74,7 @@ class Reports(KernelSide):
                     "pv_allocatable": "allocatable" if disk.allocatable else "",
                     "pv_in_use": "used",
                     "pv_tags": ",".join(sorted(disk.tags)),
-                    "pe_start": str(PE_START_BYTES),
+                    "pe_start": str(disk.pe_start_bytes),
                 }
                 for disk in group.disks
             ],
@@ -124,7 +134,7 @@ class Reports(KernelSide):
                 # A label of a group that is not there any more.
                 "pv_in_use": "used" if device.contents.label == "used" else "",
                 "pv_tags": "",
-                "pe_start": str(PE_START_BYTES),
+                "pe_start": str(LABEL_BYTES + METADATA_BYTES),
             }
             for device in self.devices
             if device.contents is not None

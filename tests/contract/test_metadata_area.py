@@ -1,0 +1,130 @@
+"""The room that a group's own metadata have: made large enough, told of, and never used up."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import expect
+import pytest
+from real.any import AnyHost
+
+from agent.csi.client import Client, block, of_volume
+from agent.engine.engines import Engines
+from agent.service.server import Service
+from lvm import groups, repairs, report
+
+MIB, GIB = 1 << 20, 1 << 30
+EXTENT = 4 * MIB
+# What a tag takes of the text beside itself, and what one says: `carver.fill0001=aaa…`.
+_TAG_BYTES, _WORD = 1000, "a" * 975
+
+
+@contextmanager
+def made(host: AnyHost, name: str, device: str, metadata_bytes: int) -> Iterator[report.Group]:
+    """A group as Carver makes one."""
+    groups.create(host.lvm, name, [device], {}, metadata_bytes)
+    try:
+        yield report.read(host.lvm).group(name)
+    finally:
+        host.lvm("vgremove", "--yes", "--", name)
+
+
+def fill(host: AnyHost, group: str, left_bytes: int) -> dict[str, str]:
+    """Have the group's text so long, by tags of its own, that so many bytes are left; the tags."""
+    free = report.read(host.lvm).group(group).metadata_free_bytes
+    facts = {f"fill{number:04}": _WORD for number in range((free - left_bytes) // _TAG_BYTES)}
+    groups.mark(host.lvm, group, new=facts)
+    return facts
+
+
+@pytest.fixture
+def filled(host: AnyHost, group: str) -> Iterator[Callable[[int], None]]:
+    """Has the group's text so long that so many bytes are left."""
+    tags: dict[str, str] = {}
+    yield lambda left_bytes: tags.update(fill(host, group, left_bytes))
+    groups.mark(host.lvm, group, old=tags)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "area_bytes"),
+    [(64 * MIB, MIB), (GIB, 2 * MIB), (40 * GIB, 79 * MIB), (400 * GIB, 79 * MIB)],
+)
+def test_a_group_that_carver_makes_has_room_for_as_many_volumes_as_it_has_extents(
+    host: AnyHost, size_bytes: int, area_bytes: int
+) -> None:
+    wanted = groups.suitable_metadata_bytes(size_bytes)
+    device = host.new_device(size_bytes)
+    with made(host, f"room_{size_bytes // MIB}", device, wanted) as group:
+        assert group.metadata_bytes == wanted == area_bytes - groups.LABEL_BYTES
+        [disk] = group.disks
+        assert disk.extents == (size_bytes - area_bytes) // EXTENT
+        volumes = min(10_000, disk.extents)
+        assert groups.text_room_bytes(group) >= 4000 * volumes
+        assert groups.text_percent(group) < 1
+
+
+def test_nothing_new_is_made_before_the_text_has_no_room_any_more(
+    host: AnyHost, group: str, client: Client, service: Service, filled: Callable[[int], None]
+) -> None:
+    volume = client.create("pvc-1", EXTENT, block())
+    filled(20 << 10)
+    told = ("RESOURCE_EXHAUSTED", "metadata area is 9", "docs/operations.md")
+    assert client.capacity().available_capacity == 0
+    with expect.code(*told):
+        client.create("pvc-2", EXTENT, block())
+    with expect.code(*told):
+        client.create("pvc-2", EXTENT, block(), source=of_volume(volume.volume_id))
+    with expect.code(*told):
+        client.snapshot("snap-1", volume.volume_id)
+    # What is there is served.
+    assert client.create("pvc-1", EXTENT, block()) == volume
+    service.inventory.read()
+    assert "GroupMetadataFull" in {one.reason for one in client.storage_health()}
+
+
+def test_a_deletion_never_wants_room_for_the_text(
+    host: AnyHost, group: str, client: Client, filled: Callable[[int], None]
+) -> None:
+    volumes = [client.create(f"pvc-{number}", EXTENT, block()) for number in range(3)]
+    snapshot = client.snapshot("snap-1", volumes[0].volume_id)
+    filled(1500)
+    client.delete_snapshot(snapshot.snapshot_id)
+    for one in volumes:
+        client.delete(one.volume_id)
+    expect.soon(lambda: not report.read(host.lvm).group(group).volumes)
+
+
+def test_there_is_room_again_when_volumes_were_deleted(
+    host: AnyHost, group: str, client: Client
+) -> None:
+    free = client.capacity().available_capacity
+    tags = fill(host, group, 20 << 10)
+    assert client.capacity().available_capacity == 0
+    groups.mark(host.lvm, group, old=tags)
+    assert client.capacity().available_capacity == free
+
+
+def test_a_disk_that_is_added_has_an_area_as_large_as_the_others(host: AnyHost) -> None:
+    area = 8 * MIB - groups.LABEL_BYTES
+    first, second = host.new_device(64 * MIB), host.new_device(64 * MIB)
+    with made(host, "room_two", first, area):
+        repairs.extend(host.lvm, "room_two", second, area)
+        found = report.read(host.lvm).group("room_two")
+        assert len(found.disks) == 2
+        assert found.metadata_bytes == area
+
+
+@pytest.mark.variation
+def test_a_text_longer_than_what_lvm2_has_for_it_is_read_and_written(host: AnyHost) -> None:
+    device = host.new_device(128 * MIB)
+    with made(host, "room_long", device, 40 * MIB - groups.LABEL_BYTES):
+        engine = Engines(host.lvm, host.disks, host.devices, ["room_long"]).of("room_long")
+        assert engine is not None
+        for part in range(12):
+            facts = {f"part{part}.{number}": _WORD for number in range(800)}
+            assert engine.look() is not None
+            groups.mark(engine.lvm, "room_long", new=facts)
+        found = engine.look()
+        assert found is not None
+        assert len(found.tags) == 12 * 800
+        if found.metadata_bytes - 2 * found.metadata_free_bytes > 16 * MIB:
+            assert "global/io_memory_size=32768" in engine.lvm.settings
