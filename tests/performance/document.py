@@ -22,7 +22,7 @@ _ROWS = {
         "properties": {
             "name": {"type": "string"},
             "beside": {"type": "string"},
-            "unit": {"enum": ["ratio", "ms", "s", "MiB", "µs", "commands"]},
+            "unit": {"enum": ["ratio", "ms", "s", "MiB", "µs", "%", "commands"]},
             "value": {"type": "number", "minimum": 0},
             "target": _NUMBER,
             "is_met": {"type": ["boolean", "null"]},

@@ -20,6 +20,13 @@ _FILE_SIZE = "8G"
 _METADATA_SIZE = "8m"
 # The digits that become a volume's number, in its name and in its tags.
 FIRST = "many-0000"
+# A volume's section of the metadata; how long a piece is, and where on the disk it begins.
+_SECTION = re.compile(r"^\t\t\S+ \{\n.*?^\t\t\}\n", re.M | re.S)
+_PIECE = re.compile(r'extent_count = (\d+).*?"pv\d+", (\d+)', re.S)
+# The same of a snapshot's name.
+SNAPSHOT = "shot-0000"
+# Behind the metadata area, and before the first extent.
+_DATA_BYTES = 16 << 20
 _LETTERS = string.digits + string.ascii_letters
 
 
@@ -28,6 +35,7 @@ class Group:
     """The group, and the directory with its file and its metadata."""
 
     directory: Path
+    disk: str
 
     def keep(self) -> None:
         """Remember its metadata, with the one volume in it."""
@@ -39,6 +47,20 @@ class Group:
         many = self.directory / f"{volumes}.vg"
         many.write_text(multiplied(self._text.read_text(), volumes))
         run("vgcfgrestore", "--yes", "--file", str(many), "--", NAME)
+
+    def multiply_snapshot(self, snapshots: int, origin: str) -> None:
+        """Have the one snapshot of a volume so many times, all of them active and empty.
+
+        Nobody else may use the group meanwhile.
+        """
+        run("vgchange", "--activate", "n", "--", NAME)
+        one, many = self.directory / "snapshot.vg", self.directory / "snapshots.vg"
+        run("vgcfgbackup", "--file", str(one), "--", NAME)
+        many.write_text(multiplied_snapshot(one.read_text(), snapshots))
+        run("vgcfgrestore", "--yes", "--force", "--file", str(many), "--", NAME)
+        # A store that begins with zeroes is a new one's (drivers/md/dm-snap-persistent.c).
+        run("blkdiscard", "--force", "--offset", str(_DATA_BYTES), self.disk)
+        run("lvchange", "--activate", "y", "--ignoreactivationskip", "--", f"{NAME}/{origin}")
 
     @property
     def _text(self) -> Path:
@@ -54,7 +76,7 @@ def made(directory: Path) -> Iterator[Group]:
     try:
         run("vgcreate", "--yes", "--metadatasize", _METADATA_SIZE, "--", NAME, disk)
         try:
-            yield Group(directory)
+            yield Group(directory, disk)
         finally:
             run("vgremove", "--force", "--force", "--yes", "--", NAME)
     finally:
@@ -75,12 +97,38 @@ def multiplied(text: str, volumes: int) -> str:
     return text[: found.end(1)] + "".join(f"\n{one}" for one in copies) + text[found.end(1) :]
 
 
-def _copy(section: str, number: int, chance: random.Random) -> str:
+def multiplied_snapshot(text: str, snapshots: int) -> str:
+    """A group's metadata with its one snapshot so many times; raises ValueError without one.
+
+    A snapshot is two sections: its area, and what ties that to the origin.
+    """
+    sections = [one for one in _SECTION.findall(text) if SNAPSHOT in one]
+    if len(sections) != 2:
+        raise ValueError(f"the metadata have no snapshot {SNAPSHOT}")
+    chance = random.Random(snapshots)
+    free = max(int(start) + int(length) for length, start in _PIECE.findall(text))
+    copies = [
+        _copy(one, number, chance, SNAPSHOT, free).replace(
+            "\t\tsnapshot0 {", f"\t\tsnapshot{number} {{"
+        )
+        for number in range(1, snapshots)
+        for one in sections
+    ]
+    end = text.index(sections[-1]) + len(sections[-1])
+    return text[:end] + "".join(f"\n{one}" for one in copies) + text[end:]
+
+
+def _copy(
+    section: str, number: int, chance: random.Random, name: str = FIRST, free: int | None = None
+) -> str:
+    """A section for another volume; its extents are that many times its own behind, or `free`."""
     extents = int(re.findall(r"extent_count = (\d+)", section)[0])
-    section = section.replace(FIRST, FIRST.replace("0000", f"{number:04}"))
+    section = section.replace(name, name.replace("0000", f"{number:04}"))
     section = re.sub(r'(\tid = )"[^"]+"', rf'\1"{_uuid(chance)}"', section, count=1)
     return re.sub(
-        r'("pv\d+", )(\d+)', lambda place: f"{place[1]}{int(place[2]) + number * extents}", section
+        r'("pv\d+", )(\d+)',
+        lambda place: f"{place[1]}{(int(place[2]) if free is None else free) + number * extents}",
+        section,
     )
 
 

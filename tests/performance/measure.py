@@ -52,6 +52,7 @@ _DELTAS_SHARE, _STREAMS_SHARE, _THROUGHPUT_SHARE = 0.05, 0.1, 0.12
 _DELTA_BYTES, _CHANGED_BYTES = 256 << 20, 64 << 20
 _EXTENT_BYTES = 4 << 20
 _FLOOR_CALLS = 50
+_IDLE_SECONDS = 20.0
 
 # A name and what it does; a step of a life has a call and the bare commands beside it.
 Question = tuple[str, Callable[[], object]]
@@ -185,6 +186,9 @@ class Pass:
                     yield from rows.of_growth(volumes, empty, full)
             if self._limit.left_seconds():
                 yield from self._at_once(own)
+            if self._limit.left_seconds():
+                full, idle_percent = self._beside_snapshots(own)
+                yield from rows.of_snapshots(empty, full, idle_percent)
         yield from rows.of_value(rows.START, self._starts)
 
     def _counted(self) -> Samples:
@@ -315,6 +319,21 @@ class Pass:
         yield from rows.of_value(rows.MEDIAN_AT_ONCE, times)
         yield from rows.of_value(rows.WORST_AT_ONCE, [max(times)])
         yield from rows.of_value(rows.RESIDENT_AFTER, [after])
+
+    def _beside_snapshots(self, own: Group) -> tuple[Samples, float]:
+        """A call in a group with many active snapshots, and how busy a service is by itself."""
+        self._say(f"among {rows.SNAPSHOTS} snapshots")
+        own.fill(1)
+        with self._served() as carver:
+            volume = carver.client.create("bench-origin", _EXTENT_BYTES, block())
+            carver.client.snapshot(group.SNAPSHOT, volume.volume_id)
+        own.multiply_snapshot(rows.SNAPSHOTS, "vol-bench-origin")
+        samples = Samples()
+        with self._served() as carver:
+            for _ in range(_ROUNDS):
+                carver.settle()
+                samples.time(rows.CAPACITY, carver.client.capacity, time.monotonic)
+            return samples, carver.busy_percent(_IDLE_SECONDS)
 
     def _live(self, client: Client, name: str, samples: Samples, guard: threading.Lock) -> None:
         life = Life(client, name, self._place)

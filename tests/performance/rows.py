@@ -66,6 +66,11 @@ BESIDE = {
     },
 }
 
+# Copy-on-write, active, of one volume; and how busy a service is beside them that nobody asks.
+SNAPSHOTS = 500
+AMONG_SNAPSHOTS = f"{CAPACITY}: growth from 0 to {SNAPSHOTS} snapshots"
+IDLE = f"processor of an idle service beside {SNAPSHOTS} snapshots"
+
 EXISTING = (100, 400)
 GROWING = (CREATE, STAGE, CAPACITY)
 
@@ -132,6 +137,8 @@ PROMISES = (
         for volumes in EXISTING
         for call in GROWING
     ),
+    Promise(AMONG_SNAPSHOTS, "the same without any", target=2),
+    Promise(IDLE, unit="%", target=3, before=_once(10)),
     Promise(PROBE, unit="ms", before=_once(450)),
     Promise(PROBE_COMMANDS, unit="commands", target=0, before=_once(1)),
     Promise(TRIVIAL, unit="ms", before=_once(18, 29)),
@@ -256,6 +263,20 @@ def of_growth(volumes: int, empty: Samples, full: Samples) -> Iterator[Row]:
                 carver_ms=full.median(call) * 1000,
                 beside_ms=full.median(LVCREATE) * 1000,
             )
+
+
+def of_snapshots(empty: Samples, full: Samples, idle_percent: float) -> Iterator[Row]:
+    """What many snapshots cost a call, and a service that nobody asks."""
+    if all(one.has(CAPACITY) for one in (empty, full)):
+        among, alone = full.median(CAPACITY), empty.median(CAPACITY)
+        promise = promised(AMONG_SNAPSHOTS)
+        yield Row(
+            *(promise.name, promise.beside, promise.unit),
+            *(among / alone, promise.target, len(full.seconds[CAPACITY])),
+            carver_ms=among * 1000,
+            beside_ms=alone * 1000,
+        )
+    yield from of_value(IDLE, [idle_percent])
 
 
 def of_value(name: str, values: Sequence[float], commands: Commands | None = None) -> Iterator[Row]:

@@ -52,6 +52,12 @@ class Served:
         """What it and the programs that it keeps open have in memory."""
         return Resident.of(self.process).all_bytes / _MIB
 
+    def busy_percent(self, seconds: float) -> float:
+        """What of one processor it takes, with all its threads and programs, in so long."""
+        before = sum(self._worked().values())
+        time.sleep(seconds)
+        return 100 * (sum(self._worked().values()) - before) / seconds
+
     def settle(self) -> None:
         """Wait until it does nothing: what goes on behind an answer is not the next one's time.
 

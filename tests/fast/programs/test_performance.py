@@ -359,6 +359,52 @@ def test_metadata_without_the_volume_are_not_multiplied() -> None:
         group.multiplied("contents = 1\n", 3)
 
 
+def test_a_snapshot_is_multiplied_with_all_its_sections() -> None:
+    area = """\t\tsnap-shot-0000 {
+\t\t\tid = "bbbbbb-0000-0000-0000-0000-0000-000000"
+\t\t\ttags = ["carver.name=shot-0000"]
+\t\t\tsegment1 {
+\t\t\t\textent_count = 1
+\t\t\t\tstripes = [
+\t\t\t\t\t"pv0", 7
+\t\t\t\t]
+\t\t\t}
+\t\t}
+"""
+    tie = """\t\tsnapshot0 {
+\t\t\tid = "cccccc-0000-0000-0000-0000-0000-000000"
+\t\t\tsegment1 {
+\t\t\t\textent_count = 2
+\t\t\t\torigin = "vol-many-0000"
+\t\t\t\tcow_store = "snap-shot-0000"
+\t\t\t}
+\t\t}
+"""
+    volume = METADATA.rindex("\t\t}\n") + len("\t\t}\n")
+    text = f"{METADATA[:volume]}\n{area}\n{tie}{METADATA[volume:]}"
+    many = group.multiplied_snapshot(text, 3)
+    for number, first in enumerate((7, 9, 10)):
+        section = many.split(f"\t\tsnap-shot-{number:04} {{")[1].split("\n\t\t}\n")[0]
+        assert f'"pv0", {first}\n' in section
+        tied = many.split(f"\t\tsnapshot{number} {{")[1].split("\n\t\t}\n")[0]
+        assert f'cow_store = "snap-shot-{number:04}"' in tied
+        assert 'origin = "vol-many-0000"' in tied
+    ids = [line for line in many.splitlines() if "id = " in line]
+    assert len(set(ids)) == len(ids)
+    with pytest.raises(ValueError, match="shot-0000"):
+        group.multiplied_snapshot(METADATA, 3)
+
+
+def test_many_snapshots_are_compared_with_none_and_with_an_idle_node() -> None:
+    empty, full = Samples(), Samples()
+    empty.seconds[rows.CAPACITY] += [0.02, 0.02]
+    full.seconds[rows.CAPACITY] += [0.03]
+    found = {one.name: one for one in rows.of_snapshots(empty, full, 4.0)}
+    assert found[rows.AMONG_SNAPSHOTS].value == pytest.approx(1.5)
+    assert found[rows.IDLE].is_met is False
+    assert tables.told(found[rows.IDLE]) == "4 %, missed"
+
+
 def test_further_passes_are_named_with_their_line_of_configuration() -> None:
     assert run.passes(['raw:wipe = "none"'])[1:] == [("raw", 'wipe = "none"')]
     with pytest.raises(ValueError, match="NAME:LINE"):
