@@ -279,7 +279,8 @@ def test_a_claim_that_cannot_grow_has_its_pod_run_and_is_set_right_when_it_is_ma
         assert runs(cluster), cluster.told()
     assert settled(cluster), cluster.told()
     assert claim.capacity_bytes == 48 * MIB
-    assert health(machine, claim) == {}
+    # What was withdrawn is told no more after the next look, which is had behind the answers.
+    assert cluster.run_until(lambda: not health(machine, claim), seconds=600)
     in_use = [one for one in cluster.answers if one.reaction is Reaction.WAITS]
     assert {one.code for one in in_use} == {"FAILED_PRECONDITION"}
     cluster.answers[:] = [one for one in cluster.answers if one not in in_use]
