@@ -147,9 +147,10 @@ class Service:
         operator = Operator(repairer, self.replacement, Listing(means), locks, config.here)
         self.ephemeral = Ephemeral(means, provision, access, locks)
         self.orphans = _orphans(config, host, known)
+        self._interceptor = Interceptor(observe, self.admission)
         self._server = grpc.server(
             ThreadPoolExecutor(admission.THREADS, thread_name_prefix="rpc"),
-            interceptors=[Interceptor(observe, self.admission)],
+            interceptors=[self._interceptor],
         )
         self._server.add_generic_rpc_handlers((operator.handler(), transfer.handler()))
         csi_pb2_grpc.add_IdentityServicer_to_server(

@@ -444,7 +444,12 @@ def die(service: Service) -> None:
 
 
 def bury(service: Service) -> None:
-    """Wait until the volumes that a dead process overwrote are closed, as by its end itself."""
+    """Wait until a dead process has closed the volumes that it read or overwrote, as its end does.
+
+    A stream that still reads would keep its snapshots from being deactivated by the next process.
+    """
+    service._server.stop(0).wait()
+    service._interceptor._streams.shutdown(wait=True)
     for jobs in _overwriting(service):
         jobs._workers.shutdown(wait=True, cancel_futures=True)
 
