@@ -30,6 +30,9 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.errors.WouldBeLost, Code.FAILED_PRECONDITION),
     (agent.errors.NotRepairable, Code.FAILED_PRECONDITION),
     (agent.errors.InlineTotal, Code.RESOURCE_EXHAUSTED),
+    # To the external-resizer RESOURCE_EXHAUSTED is an operation that may still be in progress: it
+    # would ask for the same size for ever, also after the claim was made smaller.
+    (agent.errors.TooLarge, Code.OUT_OF_RANGE),
     # Only after this code kubelet lets a pod start with the volume as it is.
     (agent.errors.CannotGrow, Code.FAILED_PRECONDITION),
     (agent.errors.VolumeInUse, Code.FAILED_PRECONDITION),

@@ -223,14 +223,24 @@ class InlineTotal(AgentError):
         )
 
 
+class TooLarge(AgentError):
+    """There is no room for a volume to grow into."""
+
+    def __init__(self, volume_id: str, problem: str) -> None:
+        self.problem = problem
+        super().__init__(
+            f"cannot grow volume {volume_id!r}: {problem}; ask for less, or make room (`vgextend`)"
+        )
+
+
 class CannotGrow(AgentError):
-    """There is no room for a volume that is in use to grow into."""
+    """A volume in use, its file system or its LUKS mapping keeps its size."""
 
     def __init__(self, volume_id: str, problem: str) -> None:
         super().__init__(
-            f"cannot grow volume {volume_id!r}: {problem}; it stays as large as it is. Make room,"
-            " and have it unstaged and staged again (scale to 0 and wait), or lower the claim's"
-            " request"
+            f"cannot grow volume {volume_id!r}: {problem}; it is used with the size that it has."
+            " Make room, or remove the cause, and have it unstaged and staged again (scale to 0 and"
+            " wait), or lower the claim's request"
         )
 
 

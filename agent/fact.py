@@ -52,6 +52,9 @@ FROM = "from"
 BRIDGE = "bridge"
 # Of a volume that could not grow when it was asked to: the bytes that it grows to.
 WANTED = "wanted"
+# The same, of one that grows when a call asks for it and not at a stage. If it has that size, its
+# file system or its open LUKS mapping does not.
+REFUSED = "refused"
 # Of a snapshot: the logical volume it was taken of, and when (nanoseconds of the epoch), which is
 # for people; and its number in the order in which the group's snapshots were taken.
 SOURCE = "source"

@@ -114,10 +114,13 @@ class Node(csi_pb2_grpc.NodeServicer):
         own = node.keys_of(request.secrets)
         with own.used(), self._locks.hold(ids.logical_name(call.volume_id)):
             size_bytes = self._access.size_bytes(at)
-            # A claim that is made smaller again withdraws what is on record.
-            if not call.size.allows(size_bytes) or self._expander.is_due(call.volume_id):
-                size_bytes = self._expander.expand_in_use(call).capacity_bytes
-            self._access.fill_device(at, own)
+            with self._expander.in_use(call.volume_id):
+                # A claim that is made smaller again withdraws what is on record.
+                if not call.size.allows(size_bytes) or self._expander.is_due(call.volume_id):
+                    size_bytes = self._expander.expand(call).capacity_bytes
+                with self._expander.filling(call.volume_id):
+                    self._access.fill_device(at, own)
+                self._expander.settle(call.volume_id)
         return csi.NodeExpandVolumeResponse(capacity_bytes=size_bytes)
 
     def NodeGetCapabilities(  # noqa: N802

@@ -79,6 +79,14 @@ class Volume:
         return wanted if wanted > self.size_bytes else 0
 
     @property
+    def refused_bytes(self) -> int:
+        """The size that the last expansion asked for and could not give; 0 where there is none.
+
+        If the volume has that size, its file system or its open LUKS mapping does not.
+        """
+        return _number(self.facts, fact.REFUSED)
+
+    @property
     def is_encrypted(self) -> bool:
         """Whether it lies encrypted in its logical volume; also where a tag of that is lost."""
         return is_encrypted(self.facts)

@@ -234,13 +234,23 @@ def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Conditi
     elif volume.health and not kernel_tells:
         reason, remedy = _reported(volume)
         yield Condition(reason, f"logical volume {name} is {volume.health}: {remedy.format(name)}")
-    if volume.wanted_bytes and not volume.copy_on_write_snapshots:
+    if volume.refused_bytes > volume.size_bytes:
         yield Condition(
             Reason.EXPANSION_PENDING,
-            f"logical volume {name} is smaller than the {volume.wanted_bytes} bytes that its claim"
-            f" asks for: volume group {volume.group.name}, or its pool, had no room for that. Make"
-            " room (`vgextend`), and scale its workload to 0 until it is unstaged; or lower the"
-            " claim's request",
+            f"logical volume {name} is smaller than the {volume.refused_bytes} bytes that its claim"
+            f" asks for: volume group {volume.group.name}, or its pool, had no room for that, or"
+            " lvm2 refused it. Make room (`vgextend`), and scale its workload to 0 until it is"
+            " unstaged; or ask for less (lower the claim's request)",
+        )
+    elif volume.wanted_bytes and not volume.copy_on_write_snapshots:
+        # Its snapshots were deleted since; or it was an earlier version that had no room for it.
+        yield Condition(
+            Reason.EXPANSION_PENDING,
+            f"logical volume {name} is smaller than the {volume.wanted_bytes} bytes that it is to"
+            f" grow to: volume group {volume.group.name}, or its pool, had no room for that, or it"
+            " was in use and had copy-on-write snapshots. It grows when it is staged next, if there"
+            " is room then: make room (`vgextend`), and scale its workload to 0 until it is"
+            " unstaged; or ask for less (lower the claim's request)",
         )
     elif volume.wanted_bytes:
         yield Condition(
@@ -248,6 +258,14 @@ def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Conditi
             f"logical volume {name} is smaller than the {volume.wanted_bytes} bytes that it shall"
             " grow to: in use it does not grow while it has copy-on-write snapshots. It grows when"
             f" it is staged next, if its group has room then: {errors.UNSTAGE}",
+        )
+    elif volume.refused_bytes:
+        mapping = ", or its LUKS mapping for want of a key," if volume.is_encrypted else ""
+        yield Condition(
+            Reason.EXPANSION_PENDING,
+            f"logical volume {name} grew to {volume.size_bytes} bytes, but its file system{mapping}"
+            " could not grow: see `journalctl -k` and Carver's log. It is tried again when it is"
+            f" staged next: {errors.UNSTAGE}",
         )
     if fact.ROTATING in volume.facts:
         yield Condition(

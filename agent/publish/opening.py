@@ -138,11 +138,11 @@ class Opening:
         """Nothing is known any more of the keys of a volume."""
         self._known.pop(volume_id, None)
 
-    def fill(self, volume_id: str, mapping: Device, keys: Keys, *, if_possible: bool) -> None:
-        """Have an open volume be as large as its logical volume, less the header.
+    def fill(self, volume_id: str, mapping: Device, keys: Keys, *, if_possible: bool) -> bool:
+        """Grow an open volume to its logical volume's size, less the header; whether it has it.
 
-        A command where it is not. Raises GrowsWithKey where nobody has the key, or nothing
-        `if_possible`.
+        One command if it is smaller. Without a key it raises GrowsWithKey or, `if_possible`,
+        returns False.
         """
         logical = mapping.logical
         header = luks.read(self._kernel, logical.path)
@@ -150,16 +150,17 @@ class Opening:
             raise errors.HeaderDamaged(volume_id, "its header is not whole")
         size_bytes = self._kernel.device_size_bytes(logical.path) - header.offset_bytes
         if self._kernel.device_size_bytes(mapping.path) >= size_bytes:
-            return
+            return True
         volume = self._inventory.glimpse(volume_id)
         called = "" if volume is None else volume.facts.get(fact.CLASS, "")
         if not keys.present and self._key_file(called) is None:
             if if_possible:
-                return
+                return False
             raise errors.GrowsWithKey(volume_id)
         self.follow(volume_id, mapping, keys)
         with self._key(volume_id, called, keys) as key:
             self._cryptsetup.grow(logical.path, key.data, mapping.name)
+        return True
 
     def _sealed(self, volume: Volume, device: Device, key: Key) -> dict[str, str]:
         """Have a header on a volume that may have one; the tags that tell of it."""

@@ -94,9 +94,19 @@ class Access:
             volume = self._inventory.require(call.volume_id)
             self._opening.check(volume, call.keys)
             volume = self._expander.catch_up(volume)
-            _, tags = self._opening.opened(volume, self._activate(volume), call.keys)
+            device, tags = self._opening.opened(volume, self._activate(volume), call.keys)
             self._promise(volume, tags)
+        if call.capability.is_block and device is not None:
+            self._settle_whole(call.volume_id, device)
         self._follow(call.volume_id, call.keys)
+
+    def _settle_whole(self, volume_id: str, device: Device) -> None:
+        """Drop a refused size from the record if all of the volume can be used by its device."""
+        seen = self._inventory.glimpse(volume_id)
+        if seen is None or not seen.refused_bytes:
+            return
+        if self._kernel.device_size_bytes(device.path) >= seen.capacity_bytes:
+            self._expander.settle(volume_id)
 
     def _follow(self, volume_id: str, keys: Keys) -> None:
         """Have an encrypted volume that stays open take the key that its secret has now."""
@@ -156,10 +166,11 @@ class Access:
             # Each time, also where it is mounted: an earlier call may have ended before this.
             at = VolumeAt(call.volume_id, call.staging_path)
             try:
-                self.fill_device(at, call.keys, if_possible=True)
+                if self.fill_device(at, call.keys, if_possible=True):
+                    self._expander.settle(call.volume_id)
             except mount_errors.GrowFailed as error:
-                # Of a copy nobody would ask again why it is smaller than its claim.
-                if seen is None or seen.is_copied:
+                # A copy that was never expanded would stay smaller than its claim unnoticed.
+                if seen is None or not {fact.WANTED, fact.REFUSED} & seen.facts.keys():
                     raise
                 # A pod shall start with what there is; NodeExpandVolume tells why it is no more.
                 _log.warning("volume %s is staged as it is: %s", call.volume_id, error)
@@ -367,21 +378,24 @@ class Access:
 
     def fill_device(
         self, call: VolumeAt, keys: Keys = secret.NONE, *, if_possible: bool = False
-    ) -> None:
+    ) -> bool:
         """Have what uses the device use all of it: ioctls only, also where it does already.
 
-        Of an encrypted volume that grew, a command with its key; raises GrowsWithKey without.
+        Of an encrypted volume that grew, a command with its key; without one it raises GrowsWithKey
+        or, `if_possible`, returns False.
         """
         known = table.read(self._kernel)
         device, mounted = self._anywhere(call, known)
+        is_whole = True
         if device.below is not None:
-            self._opening.fill(call.volume_id, device, keys, if_possible=if_possible)
+            is_whole = self._opening.fill(call.volume_id, device, keys, if_possible=if_possible)
         for read_only in loop.over(self._kernel, device.number):
             loop.grow(self._kernel, read_only)
         if mounted.device == device.number:
             # The kernel grows a file system through a writable mount only; any of them will do.
             writable = [one for one in known.of_device(device.number) if not one.read_only]
             filesystem.grow(self._kernel, (writable or [mounted])[0])
+        return is_whole
 
     def _device(self, volume_id: str) -> Device | None:
         """The device of a volume that CreateVolume made, without a command.
@@ -522,7 +536,8 @@ class Access:
 def _may_be_larger(volume: Volume | None) -> bool:
     """Whether a volume may be larger than its file system; so may one of which nothing is known."""
     # Than what was copied or sent to it, or than it was when it was staged before.
-    return volume is None or bool({fact.FROM, fact.WANTED, fact.RECEIVED} & volume.facts.keys())
+    grew = {fact.FROM, fact.WANTED, fact.REFUSED, fact.RECEIVED}
+    return volume is None or bool(grew & volume.facts.keys())
 
 
 def _own_uuid(device: Device) -> str:

@@ -14,13 +14,20 @@ before the tag is written, the caller calls again; killed after it, or between d
 growth, the next stage finds the wish; killed later, the volume is as large as wanted, and staging
 goes on as after any kill. Where there is no room by then, or lvm2 refuses, the volume is staged as
 it is, for a pod shall start, and the wish stays.
+
+Without such snapshots, a size that the volume cannot have is recorded in another tag, `refused`,
+for the volume's health. A stage does not grow the volume to it: the claim may have been made
+smaller since, a volume never shrinks, and kubelet asks for the claim's size as soon as the volume
+is mounted. The tag also marks a volume that grew while its file system, or its open LUKS mapping,
+did not. It is removed when all three have the size, or when less is asked for.
 """
 
 import logging
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
-from agent import errors, fact, ids
+from agent import codes, errors, fact, ids
 from agent.engine import users
 from agent.engine.allocation import Carving, Carvings
 from agent.engine.mappings import Mappings
@@ -30,8 +37,12 @@ from agent.requests.volumes import ExpandVolume, SizeRange
 from agent.workers.zeroing import Zeroer
 from lvm import errors as lvm_errors
 from lvm import layout, report, volumes
+from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
+
+_ON_RECORD = (fact.WANTED, fact.REFUSED)
+_NO_ROOM = (errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
 
 class Expander:
@@ -48,7 +59,8 @@ class Expander:
         """Make the volume at least as large as asked; one that already is, stays.
 
         Two commands at most; with copy-on-write snapshots one more, or two where it is in use: then
-        it raises GrowsLater. The latest call counts: a larger wish on record is withdrawn.
+        it raises GrowsLater. Raises TooLarge where there is no room; recording that takes two more.
+        The latest call counts: a larger size on record is withdrawn.
 
         Where what it grows by is overwritten first, four more, and Overwriting until that is done.
         """
@@ -72,43 +84,84 @@ class Expander:
                     self._put_on_record(volume, wanted)
                     held = volume.copy_on_write_snapshots
                     raise errors.GrowsLater(call.volume_id, wanted, held, str(error)) from None
-            if volume.wanted_bytes > wanted and call.size.required_bytes:
-                self._record(volume, {})
+                except (*_NO_ROOM, lvm_errors.CommandFailed) as error:
+                    self._refuse(volume, wanted)
+                    if not isinstance(error, _NO_ROOM):
+                        raise
+                    raise errors.TooLarge(call.volume_id, str(error)) from None
+            if call.size.required_bytes:
+                self._withdraw(volume, wanted)
         return replace(volume, size_bytes=max(wanted, volume.size_bytes))
 
-    def expand_in_use(self, call: ExpandVolume) -> Volume:
-        """Expand a volume that a pod has, or is about to have; one command more where it fails.
+    @contextmanager
+    def in_use(self, volume_id: str) -> Iterator[None]:
+        """Raise CannotGrow for each final error of lvm2, the mount or LUKS while a volume grows.
 
-        Raises CannotGrow where there is no room, or lvm2 refuses: the pod shall have what there is,
-        as it cannot be anywhere else. What was asked for is on record then, and tried again at the
-        next stage.
+        A pod must start with the size that there is, because it can run on no other node. Errors
+        after which the operation may still be in progress pass unchanged: the caller repeats the
+        call. So does a volume that is not there.
         """
         try:
-            return self.expand(call)
-        except (
-            errors.NoRoom,
-            lvm_errors.NoSpace,
-            lvm_errors.MetadataFull,
-            lvm_errors.CommandFailed,
-        ) as error:
-            # A full group may have no room for the record either.
-            with suppress(lvm_errors.LvmError):
-                self._require_later(call)
-            raise errors.CannotGrow(call.volume_id, str(error)) from None
+            yield
+        except errors.TooLarge as error:
+            raise errors.CannotGrow(volume_id, error.problem) from None
+        except (lvm_errors.LvmError, mount_errors.MountError) as error:
+            if isinstance(error, lvm_errors.VolumeMissing) or not codes.is_final(error):
+                raise
+            raise errors.CannotGrow(volume_id, str(error)) from None
 
-    def _require_later(self, call: ExpandVolume) -> None:
-        """Put on record what is asked for, where the volume is smaller."""
-        group = ids.group_of(call.volume_id)
-        with self._engines.hold(group):
-            volume = self._inventory.usable(self._inventory.read(group), call.volume_id)
-            wanted = _wanted_bytes(volume, call.size)
-            if wanted > volume.size_bytes:
-                self._put_on_record(volume, wanted)
+    @contextmanager
+    def filling(self, volume_id: str) -> Iterator[None]:
+        """Record a final error while a volume's file system or LUKS mapping grows, and raise it."""
+        try:
+            yield
+        except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError) as error:
+            if codes.is_final(error):
+                with self._logging_refusals(volume_id), self._held(volume_id) as volume:
+                    # A larger size on record has each stage grow the file system as well.
+                    if max(volume.wanted_bytes, volume.refused_bytes) <= volume.size_bytes:
+                        self._refuse(volume, volume.size_bytes)
+            raise
+
+    def settle(self, volume_id: str) -> None:
+        """Remove the tag `refused` of a volume that has that size; the caller grew all on it.
+
+        No command where there is no tag. A refusal of lvm2 is logged only: the volume is usable,
+        and the next stage or expansion tries again.
+        """
+        seen = self._inventory.glimpse(volume_id)
+        if seen is None or not seen.refused_bytes:
+            return
+        with self._logging_refusals(volume_id), self._held(volume_id) as volume:
+            if 0 < volume.refused_bytes <= volume.size_bytes:
+                self._record(volume, {})
+
+    @contextmanager
+    def _held(self, volume_id: str) -> Iterator[Volume]:
+        """Hold the group's lock; the volume by a fresh report."""
+        with self._engines.hold(group := ids.group_of(volume_id)):
+            yield self._inventory.usable(self._inventory.awake(group), volume_id)
+
+    @contextmanager
+    def _logging_refusals(self, volume_id: str) -> Iterator[None]:
+        """Log an error of a tag that is for the volume's health only, and go on.
+
+        In a full group, or one that lacks a disk, lvm2 writes no tag. A command whose outcome is
+        not known is raised, as everywhere: the caller repeats the call.
+        """
+        try:
+            yield
+        except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
+            raise
+        except (errors.AgentError, lvm_errors.LvmError) as error:
+            _log.warning(
+                "volume %s: its tag `%s` is not changed: %s", volume_id, fact.REFUSED, error
+            )
 
     def is_due(self, volume_id: str) -> bool:
-        """Whether a volume is smaller than is on record, by the last report; no command."""
+        """Whether a volume could not grow when it was asked, by the last report; no command."""
         seen = self._inventory.glimpse(volume_id)
-        return seen is not None and seen.wanted_bytes > 0
+        return seen is not None and bool(seen.wanted_bytes or seen.refused_bytes)
 
     def catch_up(self, volume: Volume) -> Volume:
         """A volume that is about to be activated, as large as is on record, if it can be.
@@ -164,14 +217,31 @@ class Expander:
                 raise errors.VolumeInUse(one, f"{', '.join(copies)} is copied from it")
         volumes.deactivate(self._engines.lvm(volume.group.name), volume.group.name, volume.name)
 
-    def _put_on_record(self, volume: Volume, size_bytes: int) -> None:
-        if volume.wanted_bytes != size_bytes:
-            self._record(volume, {fact.WANTED: str(size_bytes)})
+    def _refuse(self, volume: Volume, size_bytes: int) -> None:
+        """Record a size that a volume, or what uses it, cannot have now.
+
+        With copy-on-write snapshots only a stage can grow the volume, so that is told to.
+        """
+        is_for_stage = size_bytes > volume.size_bytes and volume.copy_on_write_snapshots
+        with self._logging_refusals(str(volume.id)):
+            self._put_on_record(volume, size_bytes, fact.WANTED if is_for_stage else fact.REFUSED)
+
+    def _withdraw(self, volume: Volume, size_bytes: int) -> None:
+        """Remove from the record a size that is more than was asked for now."""
+        if volume.wanted_bytes > size_bytes:
+            self._record(volume, {})  # else a stage would grow the volume to it
+        elif volume.refused_bytes > volume.size_bytes:
+            with self._logging_refusals(str(volume.id)):
+                self._record(volume, {})
+
+    def _put_on_record(self, volume: Volume, size_bytes: int, key: str = fact.WANTED) -> None:
+        if volume.facts.get(key) != str(size_bytes):
+            self._record(volume, {key: str(size_bytes)})
             # So that those who only glimpse, as staging of a raw block volume does, know of it.
             self._inventory.read(volume.group.name)
 
     def _record(self, volume: Volume, new: dict[str, str]) -> None:
-        old = {key: volume.facts[key] for key in (fact.WANTED,) if key in volume.facts}
+        old = {key: volume.facts[key] for key in _ON_RECORD if key in volume.facts}
         volumes.mark(
             self._engines.lvm(volume.group.name), volume.group.name, volume.name, old=old, new=new
         )

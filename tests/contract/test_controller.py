@@ -508,7 +508,7 @@ def test_a_volume_grows_and_never_shrinks(client: Client) -> None:
 def test_a_volume_does_not_grow_beyond_its_group(client: Client) -> None:
     volume = client.create("pvc-1", EXTENT, block())
     free = client.capacity().available_capacity
-    with expect.code("RESOURCE_EXHAUSTED", str(free)):
+    with expect.code("OUT_OF_RANGE", str(free)):
         client.expand(volume.volume_id, EXTENT + free + 1)
     assert client.expand(volume.volume_id, EXTENT + free).capacity_bytes == EXTENT + free
 

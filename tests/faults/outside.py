@@ -43,7 +43,7 @@ def group_full(bench: Bench) -> tuple[int, str]:
         if len(trial.model.volumes) != 5:
             raise Fault(f"{len(trial.model.volumes)} volumes in place of 5")
         trial.make(do.Capacity())
-        trial.refused(do.Expand(next(iter(trial.model.volumes)), 32 * MIB), "RESOURCE_EXHAUSTED")
+        trial.refused(do.Expand(next(iter(trial.model.volumes)), 32 * MIB), "OUT_OF_RANGE")
         trial.make(do.Delete(next(iter(trial.model.volumes))))
         trial.make(do.Create("again", 16 * MIB, 0, BLOCK))
     return 1, "8 at once: as many as fit, RESOURCE_EXHAUSTED to the others"

@@ -43,7 +43,7 @@ def test_a_group_that_lacks_a_disk_has_no_room(
     assert client.capacity({"class": name}).available_capacity == 0
     with expect.code("RESOURCE_EXHAUSTED", "disk", "is missing"):
         client.create("pvc-2", 32 * MIB, block(), parameters={"class": name})
-    with expect.code("RESOURCE_EXHAUSTED", "is missing"):
+    with expect.code("OUT_OF_RANGE", "is missing"):
         client.expand(volume.volume_id, 64 * MIB)
     with expect.code("RESOURCE_EXHAUSTED", "is missing"):
         client.snapshot("1", volume.volume_id)

@@ -309,7 +309,7 @@ def test_a_pool_that_cannot_grow_is_told_of_before_it_is_full(
     assert "vgextend" in told.message
     with expect.code("RESOURCE_EXHAUSTED", "pool-thin is 91 % full of what it can grow to"):
         client.create("pvc-2", EXTENT, block(), parameters=THIN)
-    with expect.code("RESOURCE_EXHAUSTED"):
+    with expect.code("OUT_OF_RANGE", "91 % full"):
         client.expand(volume.volume_id, 101 * EXTENT)
 
 

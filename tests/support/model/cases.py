@@ -40,6 +40,7 @@ REENCRYPTED_CLONE = replace(CLONE, parameters=REENCRYPTED)
 SEALED_RAW_STAGE = replace(RAW_STAGE, key="sesame")
 
 LATER = do.NodeExpand("a", "staging", 400 * MIB)
+TOO_LARGE = do.NodeExpand("a", "staging", 1 << 42)
 RAW_LATER = do.NodeExpand("a", "target", 64 * MIB)
 INLINE = do.PublishInline("csi-1", "target", 320 * MIB, EXT4)
 END = do.Unpublish("csi-1", "target")
@@ -89,6 +90,10 @@ CASES = {
     "delete, inactive": Case(do.Delete("a"), (CREATE,), deactivate),
     "delete, a long wipe": Case(do.Delete("a"), (CREATE,), long_wipe=True),
     "expand": Case(do.Expand("a", 400 * MIB), (CREATE,)),
+    "expand, without room": Case(do.Expand("a", 1 << 42), (CREATE,), code="OUT_OF_RANGE"),
+    "expand, by less than was refused": Case(
+        do.Expand("a", 400 * MIB), (CREATE, do.Expand("a", 1 << 42))
+    ),
     "stage": Case(STAGE, (CREATE,)),
     "stage, xfs": Case(do.Stage("a", "staging", XFS), (do.Create("a", 320 * MIB, 0, XFS),)),
     "stage, read-only": Case(do.Stage("a", "staging", READER), (CREATE,)),
@@ -116,6 +121,16 @@ CASES = {
     "expand on the node": Case(do.NodeExpand("a", "target", 400 * MIB), (CREATE, STAGE, PUBLISH)),
     "expand on the node, raw": Case(
         do.NodeExpand("a", "target", 64 * MIB), (RAW, RAW_STAGE, RAW_PUBLISH)
+    ),
+    "expand on the node, without room": Case(
+        TOO_LARGE, (CREATE, STAGE), code="FAILED_PRECONDITION"
+    ),
+    "expand on the node, by less than was refused": Case(LATER, (CREATE, STAGE, TOO_LARGE)),
+    "stage, with a size that was refused": Case(
+        STAGE, (CREATE, STAGE, TOO_LARGE, do.Unstage("a", "staging"))
+    ),
+    "stage, encrypted, after it grew without its key": Case(
+        SEALED_STAGE, (SEALED_CREATE, SEALED_STAGE, LATER, do.Unstage("a", "staging"))
     ),
     "expand, with a snapshot": Case(do.Expand("a", 400 * MIB), (CREATE, SNAPSHOT)),
     "expand on the node, in use with a snapshot": Case(

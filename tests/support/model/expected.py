@@ -38,6 +38,8 @@ class Volume:
     read_ahead: str = "auto"
     # What it was to grow to and could not, as long as nothing less is asked for.
     wanted_bytes: int = 0
+    # The same, where only a call grows it; where it has that size, what uses it has not.
+    refused_bytes: int = 0
     # Of an encrypted one: what its header takes; by which key; and how much of it is open.
     header_bytes: int = 0
     key: str = ""
@@ -375,19 +377,38 @@ class Model:
         if call.limit_bytes and wanted - header > call.limit_bytes:
             _refuse("OUT_OF_RANGE")
         if wanted - volume.size_bytes > self.free_bytes:
-            if isinstance(call, do.Expand):
-                _refuse("RESOURCE_EXHAUSTED")
-            # Kubelet lets a pod start after this only; it grows at a later stage, if it can.
-            volume.wanted_bytes = wanted
-            _refuse("FAILED_PRECONDITION")
+            held = self.has_snapshots(call.volume)
+            volume.wanted_bytes, volume.refused_bytes = (wanted, 0) if held else (0, wanted)
+            # Kubelet lets a pod start after FAILED_PRECONDITION only; the resizer takes
+            # OUT_OF_RANGE for infeasible.
+            _refuse("OUT_OF_RANGE" if isinstance(call, do.Expand) else "FAILED_PRECONDITION")
         if wanted > volume.size_bytes and volume.active and self.has_snapshots(call.volume):
             if self.of(call.volume):
-                volume.wanted_bytes = wanted
+                volume.wanted_bytes, volume.refused_bytes = wanted, 0
                 _refuse("FAILED_PRECONDITION")
             volume.active, volume.open_bytes = False, 0
-        if 0 < call.required_bytes <= wanted < volume.wanted_bytes:
-            volume.wanted_bytes = 0
+        is_void = wanted < volume.wanted_bytes or volume.size_bytes < volume.refused_bytes
+        if is_void and call.required_bytes:
+            volume.wanted_bytes = volume.refused_bytes = 0
         volume.size_bytes = wanted
+
+    @staticmethod
+    def _settle(volume: Volume) -> None:
+        """It has what was asked for, and so has what uses it."""
+        if 0 < volume.refused_bytes <= volume.size_bytes:
+            volume.wanted_bytes = volume.refused_bytes = 0
+
+    def _settle_whole(self, volume: Volume) -> None:
+        """The same at a stage, which grows no open mapping without a key."""
+        if volume.open_bytes in (0, volume.capacity_bytes):
+            self._settle(volume)
+
+    @staticmethod
+    def _stays(volume: Volume) -> NoReturn:
+        """What uses it could not be made as large as it is."""
+        if max(volume.wanted_bytes, volume.refused_bytes) <= volume.size_bytes:
+            volume.wanted_bytes, volume.refused_bytes = 0, volume.size_bytes
+        _refuse("FAILED_PRECONDITION")
 
     def _catch_up(self, name: str) -> None:
         """What is about to be staged grows to what is on record, where it can."""
@@ -406,11 +427,13 @@ class Model:
         if call.use.is_block:
             is_used = bool(volume.open_bytes and self.of(call.volume))
             if is_used and volume.wanted_bytes <= volume.size_bytes:
+                self._settle_whole(volume)
                 return
             self._check_key(volume, call.key)
             volume.active = True
             self._catch_up(call.volume)
             self._open(call.volume, call.key)
+            self._settle_whole(volume)
             return
         read_only = call.use.mode == do.READER_ONLY
         there = self.places.get(call.path)
@@ -481,10 +504,12 @@ class Model:
 
     def _fill_device(self, volume: Volume, read_only: bool, key: str) -> None:
         """At each stage, where the volume may be larger than its source, or than before."""
-        if (volume.source != do.NO_SOURCE or volume.wanted_bytes) and not read_only:
+        grew = volume.wanted_bytes or volume.refused_bytes
+        if (volume.source != do.NO_SOURCE or grew) and not read_only:
             if key:
                 self._grow_open(volume, key)
             volume.fs_bytes = volume.open_bytes or volume.size_bytes
+            self._settle_whole(volume)
 
     def _format(self, volume: Volume, fs_type: str) -> None:
         if volume.contents not in ("", fs_type):
@@ -567,18 +592,20 @@ class Model:
         volume = self.volumes[call.volume]
         told = volume.open_bytes or volume.size_bytes
         enough = call.required_bytes <= told
-        is_due = volume.wanted_bytes > volume.size_bytes
+        is_due = volume.wanted_bytes > volume.size_bytes or volume.refused_bytes > 0
         if is_due or not enough or (call.limit_bytes and told > call.limit_bytes):
             self._grow(call)
             told = volume.capacity_bytes
+        if 0 < volume.open_bytes < volume.capacity_bytes and call.key != volume.key:
+            self._stays(volume)  # of UNAUTHENTICATED kubelet would keep a pod from starting
         self._grow_open(volume, call.key)
         if place.kind == "fs":
             mine = [one for one in self.of(call.volume).values() if one.kind == "fs"]
             full = volume.contents == "xfs" and volume.fs_bytes == volume.capacity_bytes
             if all(one.read_only for one in mine) and not full:
-                # The kernel grows no file system through a read-only mount.
-                _refuse("FAILED_PRECONDITION")
+                self._stays(volume)  # the kernel grows no file system through a read-only mount
             volume.fs_bytes = volume.capacity_bytes
+        self._settle(volume)
         return told
 
     # Behind the back

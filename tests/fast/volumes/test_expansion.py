@@ -1,0 +1,323 @@
+"""Volumes that cannot grow: the answer, the record, and what later calls make of it."""
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import expect
+import pytest
+from fakes.host import FakeHost
+
+from agent.csi.client import Client, block, mounted, of_volume
+from agent.service.server import Service
+from lvm.command import Result
+from proto import csi_pb2 as csi
+
+MIB = 1 << 20
+EXTENT = 4 * MIB
+SIZE = 32 * MIB
+TOO_LARGE = 1 << 42
+ENCRYPTED = {"carver/encryption": "luks2"}
+KEY = {"passphrase": "sesame"}
+
+
+@pytest.fixture
+def staging(tmp_path: Path) -> Path:
+    return tmp_path / "staging"
+
+
+@pytest.fixture
+def volume(client: Client) -> csi.Volume:
+    return client.create("pvc-1", SIZE, mounted("ext4"))
+
+
+def record(fake: FakeHost, name: str = "vol-pvc-1") -> set[str]:
+    """The tags of a volume that are about its growth."""
+    found = fake.lvm2.groups["data"].volumes[name].tags
+    return {one for one in found if one.startswith(("carver.wanted=", "carver.refused="))}
+
+
+def put(fake: FakeHost, tag: str) -> None:
+    """Another process gives the volume a tag."""
+    fake.lvm2.groups["data"].volumes["vol-pvc-1"].tags |= {tag}
+    fake.lvm2.groups["data"].seqno += 1
+
+
+def length(fake: FakeHost) -> int:
+    return fake.lvm2.groups["data"].volumes["vol-pvc-1"].length * EXTENT
+
+
+def message(client: Client, service: Service, volume: csi.Volume) -> str:
+    """What the volume's health says of its growth."""
+    service.inventory.read()
+    every = client.volume_health(volume.volume_id).health_statuses
+    [found] = [one.message for one in every if one.reason == "ExpansionPending"]
+    return str(found)
+
+
+def refusing(*words: str) -> Callable[[Sequence[str]], Result | None]:
+    """lvm2 refuses the commands that have all of these words."""
+
+    def answer(command: Sequence[str]) -> Result | None:
+        told = " ".join(command)
+        return Result(5, "", "  It cannot be.\n") if all(one in told for one in words) else None
+
+    return answer
+
+
+def cannot_grow(*_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["in use", "not in use"])
+def test_a_size_without_room_is_infeasible_to_the_resizer_and_a_smaller_one_succeeds(
+    client: Client, service: Service, fake: FakeHost, volume: csi.Volume, staging: Path, used: bool
+) -> None:
+    if used:
+        client.stage(volume, staging)
+    for _ in range(2):
+        with expect.code("OUT_OF_RANGE", "cannot grow", "vgextend"):
+            client.expand(volume.volume_id, TOO_LARGE)
+    assert record(fake) == {f"carver.refused={TOO_LARGE}"}
+    assert "had no room" in message(client, service, volume)
+    # Also one that the volume has.
+    assert client.expand(volume.volume_id, SIZE).capacity_bytes == SIZE
+    assert record(fake) == set()
+
+
+def test_a_refused_size_is_recorded_once(
+    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    fake.commands.clear()
+    for _ in range(3):
+        with expect.code("FAILED_PRECONDITION", "Make room"):
+            client.node_expand(volume.volume_id, staging, TOO_LARGE)
+    changes = [words for words in fake.commands if "lvchange" in words]
+    assert len(changes) == 1
+
+
+def test_a_stage_does_not_grow_a_volume_to_a_refused_size(
+    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
+) -> None:
+    """Its claim may have been made smaller since, and a volume never shrinks."""
+    other = client.create("pvc-2", client.capacity().available_capacity, block())
+    client.stage(volume, staging)
+    with expect.code("FAILED_PRECONDITION"):
+        client.node_expand(volume.volume_id, staging, 64 * MIB)
+    client.unstage(volume.volume_id, staging)
+    client.delete(other.volume_id)
+    client.stage(volume, staging)
+    assert length(fake) == SIZE
+    assert client.node_expand(volume.volume_id, staging, 48 * MIB).capacity_bytes == 48 * MIB
+    assert record(fake) == set()
+
+
+def test_a_size_that_an_earlier_version_recorded_without_room_is_given_at_the_next_stage(
+    client: Client, service: Service, fake: FakeHost, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    put(fake, f"carver.wanted={64 * MIB}")
+    told = message(client, service, volume)
+    assert "had no room" in told
+    assert "while it has copy-on-write snapshots" not in told
+    client.unstage(volume.volume_id, staging)
+    client.stage(volume, staging)
+    assert length(fake) == 64 * MIB
+    assert client.stats(volume.volume_id, staging).usage[0].total > 50 * MIB
+
+
+def test_a_size_that_an_earlier_version_recorded_is_withdrawn_by_a_smaller_claim(
+    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    put(fake, f"carver.wanted={TOO_LARGE}")
+    client.volumes()
+    assert client.node_expand(volume.volume_id, staging, SIZE).capacity_bytes == SIZE
+    assert record(fake) == set()
+
+
+def test_a_size_that_an_earlier_version_recorded_is_not_taken_up_once_it_is_refused_again(
+    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    put(fake, f"carver.wanted={TOO_LARGE}")
+    client.volumes()
+    with expect.code("FAILED_PRECONDITION"):
+        client.node_expand(volume.volume_id, staging, TOO_LARGE)
+    assert record(fake) == {f"carver.refused={TOO_LARGE}"}
+
+
+@pytest.mark.parametrize("words", [("lvextend",), ("lvextend", "lvchange")], ids=["", "tags too"])
+def test_a_pod_starts_where_lvm2_refuses_to_grow_its_volume(
+    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path, words: tuple[str, ...]
+) -> None:
+    """As for a pool that is full, or a group that lacks a disk, which takes no tags either."""
+    client.stage(volume, staging)
+    answers = [refusing(one) for one in words]
+    fake.intercept = lambda command: next(filter(None, (one(command) for one in answers)), None)
+    with expect.code("FAILED_PRECONDITION", "It cannot be"):
+        client.node_expand(volume.volume_id, staging, 64 * MIB)
+    with expect.code("INTERNAL", "It cannot be"):
+        client.expand(volume.volume_id, 64 * MIB)
+    assert record(fake) == (set() if "lvchange" in words else {f"carver.refused={64 * MIB}"})
+    fake.intercept = refusing("nothing at all")
+    assert client.node_expand(volume.volume_id, staging, 64 * MIB).capacity_bytes == 64 * MIB
+    assert record(fake) == set()
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "no tag can be written"])
+def test_a_pod_starts_where_the_file_system_cannot_grow(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    volume: csi.Volume,
+    staging: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_recorded: bool,
+) -> None:
+    client.stage(volume, staging)
+    with monkeypatch.context() as failing:
+        failing.setattr(fake.kernel, "grow_ext4", cannot_grow)
+        fake.intercept = refusing(*(["nothing at all"] if is_recorded else ["lvchange"]))
+        with expect.code("FAILED_PRECONDITION", "No space left on device"):
+            client.node_expand(volume.volume_id, staging, 64 * MIB)
+        assert length(fake) == 64 * MIB
+        if not is_recorded:
+            assert record(fake) == set()
+            return
+        told = message(client, service, volume)
+        assert "its file system could not grow" in told
+        # Nor is its successor kept from starting.
+        client.unstage(volume.volume_id, staging)
+        client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
+    client.stage(volume, staging)
+    assert client.stats(volume.volume_id, staging).usage[0].total > 50 * MIB
+    assert record(fake) == set()
+
+
+def test_a_stage_does_not_fail_for_a_tag_that_cannot_be_removed(
+    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    client.unstage(volume.volume_id, staging)
+    put(fake, f"carver.refused={SIZE}")
+    fake.intercept = refusing("lvchange", "--deltag")
+    client.stage(volume, staging)
+    assert client.node_expand(volume.volume_id, staging, SIZE).capacity_bytes == SIZE
+    fake.intercept = refusing("nothing at all")
+    client.node_expand(volume.volume_id, staging, SIZE)
+    assert record(fake) == set()
+
+
+def test_a_claim_is_made_smaller_where_the_tag_cannot_be_removed(
+    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
+) -> None:
+    client.stage(volume, staging)
+    put(fake, f"carver.refused={TOO_LARGE}")
+    client.volumes()
+    fake.intercept = refusing("lvchange", "--deltag")
+    assert client.node_expand(volume.volume_id, staging, SIZE).capacity_bytes == SIZE
+
+
+def test_a_raw_volume_that_grew_before_a_kill_is_no_more_told_of_after_its_next_stage(
+    client: Client, fake: FakeHost, staging: Path
+) -> None:
+    """Killed between the growth and the removal of the tag; nobody expands it on the node."""
+    volume = client.create("pvc-1", SIZE, block())
+    put(fake, f"carver.refused={SIZE}")
+    client.volumes()
+    client.stage(volume, staging, block())
+    assert record(fake) == set()
+
+
+@pytest.mark.parametrize("capability", [mounted("ext4"), block()], ids=["ext4", "raw"])
+def test_an_encrypted_volume_without_its_key_has_its_pod_run_and_grows_at_the_next_stage(
+    client: Client,
+    service: Service,
+    fake: FakeHost,
+    staging: Path,
+    capability: csi.VolumeCapability,
+) -> None:
+    volume = client.create("pvc-1", 48 * MIB, capability, parameters=ENCRYPTED)
+    target = staging.parent / "target"
+    client.stage(volume, staging, capability, KEY)
+    client.publish(volume, staging, target, capability)
+    with expect.code("FAILED_PRECONDITION", "node-expand-secret"):
+        client.node_expand(volume.volume_id, target, 64 * MIB)
+    with expect.code("FAILED_PRECONDITION"):
+        client.node_expand(volume.volume_id, target, 64 * MIB, {"passphrase": "another"})
+    assert len(record(fake)) == 1
+    assert "LUKS mapping" in message(client, service, volume)
+    if capability == block():
+        # For a second pod; what is open of it is smaller still.
+        client.stage(volume, staging, capability, KEY)
+        assert len(record(fake)) == 1
+    client.unpublish(volume.volume_id, target)
+    client.unstage(volume.volume_id, staging)
+    client.stage(volume, staging, capability, KEY)
+    assert record(fake) == set()
+    client.publish(volume, staging, target, capability)
+    assert client.node_expand(volume.volume_id, target, 64 * MIB).capacity_bytes == 64 * MIB
+
+
+@pytest.mark.parametrize("expanded", [True, False], ids=["was expanded", "as it was made"])
+def test_only_a_copy_that_was_expanded_is_staged_with_a_file_system_that_is_too_small(
+    client: Client,
+    fake: FakeHost,
+    staging: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    expanded: bool,
+) -> None:
+    source = client.create("source", SIZE, mounted("ext4"))
+    client.stage(source, staging)
+    client.unstage(source.volume_id, staging)
+    clone = client.create("pvc-1", 48 * MIB, mounted("ext4"), source=of_volume(source.volume_id))
+    if expanded:
+        client.stage(clone, staging)
+        monkeypatch.setattr(fake.kernel, "grow_ext4", cannot_grow)
+        with expect.code("FAILED_PRECONDITION"):
+            client.node_expand(clone.volume_id, staging, 64 * MIB)
+        client.unstage(clone.volume_id, staging)
+        client.stage(clone, staging)
+        return
+    monkeypatch.setattr(fake.kernel, "grow_ext4", cannot_grow)
+    for _ in range(2):
+        with expect.code("FAILED_PRECONDITION", "No space left on device"):
+            client.stage(clone, staging)
+
+
+def test_a_size_without_room_of_a_volume_with_snapshots_is_given_by_a_stage(
+    client: Client, fake: FakeHost, volume: csi.Volume, staging: Path
+) -> None:
+    """In use it grows at no call."""
+    client.stage(volume, staging)
+    client.snapshot("1", volume.volume_id)
+    other = client.create("pvc-2", client.capacity().available_capacity, block())
+    with expect.code("FAILED_PRECONDITION", "Make room"):
+        client.node_expand(volume.volume_id, staging, 64 * MIB)
+    assert record(fake) == {f"carver.wanted={64 * MIB}"}
+    client.delete(other.volume_id)
+    client.unstage(volume.volume_id, staging)
+    client.stage(volume, staging)
+    assert length(fake) == 64 * MIB
+
+
+@pytest.mark.parametrize("tag", ["wanted", "refused"])
+def test_a_file_system_that_cannot_grow_leaves_a_larger_size_on_record(
+    client: Client,
+    fake: FakeHost,
+    volume: csi.Volume,
+    staging: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tag: str,
+) -> None:
+    client.stage(volume, staging)
+    put(fake, f"carver.{tag}={TOO_LARGE}")
+    client.volumes()
+    monkeypatch.setattr(fake.kernel, "grow_ext4", cannot_grow)
+    with expect.code("FAILED_PRECONDITION"):
+        client.node_expand(volume.volume_id, staging)
+    assert record(fake) == {f"carver.{tag}={TOO_LARGE}"}
