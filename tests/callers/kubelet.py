@@ -113,7 +113,7 @@ class Kubelet:
         assert volume is not None
         if not self._backoff.is_due(self, pod):
             return
-        if self._stage(volume) and self._publish(pod, volume) and self._grow(pod):
+        if self._stage(volume) and self._publish(pod, volume) and self._expand(pod):
             pod.is_running = True
             self._backoff.succeeded(self, pod)
             path = self.target(pod, volume)
@@ -178,22 +178,26 @@ class Kubelet:
             self._mapped[volume.name] = path
         return True
 
-    def _grow(self, pod: Pod) -> bool:
-        """Expand what is smaller than its PersistentVolume; whether the pod can go on.
+    def _grow(self, pod: Pod) -> None:
+        """Expand what a pod uses (`actual_state_of_world.go`, volumeNeedsExpansion)."""
+        volume = pod.claim.volume
+        assert volume is not None
+        if volume.name not in self._in_use and self._backoff.is_due(self, pod.claim):
+            self._expand(pod)
 
-        After an infeasible error, too, the mount fails: only a later try lets the pod pass, if the
-        claim is marked still (`node_expander.go`, expandOnPlugin).
+    def _expand(self, pod: Pod) -> bool:
+        """Expand what is smaller than its PersistentVolume; whether it can be mounted.
+
+        Each mount asks, whatever was answered before (`operation_generator.go`,
+        expandVolumeDuringMount). After an infeasible error, too, the mount fails: only a later try
+        lets the pod pass, if the claim is marked still (`node_expander.go`, expandOnPlugin).
         """
         claim = pod.claim
         volume = claim.volume
         assert volume is not None
         if claim.is_infeasible or claim.capacity_bytes >= volume.size_bytes or pod.read_only:
             return True
-        if volume.name in self._in_use:
-            return True
         has_changed = claim.size_bytes != volume.size_bytes and volume.name in self._failed
-        if not self._backoff.is_due(self, claim):
-            return True
         request = csi.NodeExpandVolumeRequest(
             volume_id=volume.id,
             # Of a device it knows one path, also after that pod ended (DevicePath in its actual
@@ -213,9 +217,9 @@ class Kubelet:
             self._failed.add(volume.name)
             claim.is_infeasible = answer.reaction is Reaction.MARKS or has_changed
         self._backoff.failed(self, claim)
-        if answer.reaction is Reaction.WAITS:
+        if answer.reaction is Reaction.STAYS:
             self._in_use.add(volume.name)
-        return answer.reaction is Reaction.WAITS
+        return answer.reaction is Reaction.STAYS
 
     def _end(self, pod: Pod) -> None:
         pod.is_running = False

@@ -21,19 +21,22 @@ class Reaction(enum.Enum):
     GOES_ON = "goes on"
     REPEATS = "repeats it, and gives up nothing"
     RESCHEDULES = "gives the node up: the scheduler chooses again"
-    STAYS = "repeats it on the same node for ever"
+    STICKS = "repeats it on the same node for ever"
     FORGETS = "takes it for not done; repeats it while it is wanted, and undoes nothing"
     BLOCKS = "repeats it; a pod that starts waits for it in ContainerCreating"
     INFEASIBLE = "marks the claim, and goes on without"
+    INSISTS = "repeats it with the same size, also after the claim was made smaller"
     MARKS = "marks the claim; a pod that starts waits, as the resizer takes the mark away"
     WAITS = "waits until the volume is out of use"
+    STAYS = "goes on with the size that there is; asks again when the volume is mounted next"
     KEEPS = "keeps the capacity object as it is, or has none"
     ENDS = "ends, and is started again"
 
     @property
     def is_a_stop(self) -> bool:
         """Whether the caller comes no further by itself to what it is for."""
-        return self not in (Reaction.GOES_ON, Reaction.REPEATS, Reaction.RESCHEDULES)
+        going_on = (Reaction.GOES_ON, Reaction.REPEATS, Reaction.RESCHEDULES, Reaction.INSISTS)
+        return self not in going_on
 
 
 # "Still in progress" to all of them: gRPC's own codes, and CSI's "operation pending for volume".
@@ -111,7 +114,7 @@ RULES = (
         PROVISIONER,
         "CreateVolume",
         "external-provisioner `pkg/controller/controller.go` checkError",
-        Reaction.STAYS,
+        Reaction.STICKS,
         _each(IN_PROGRESS, Reaction.REPEATS) | {"RESOURCE_EXHAUSTED": Reaction.RESCHEDULES},
         "ProvisioningFailed",
         (
@@ -180,7 +183,9 @@ RULES = (
         "ControllerExpandVolume",
         "external-resizer `pkg/controller/expand_and_recover.go` callResizeOnPlugin",
         Reaction.REPEATS,
-        _each(NEVER, Reaction.INFEASIBLE) | {"FAILED_PRECONDITION": Reaction.WAITS},
+        _each(NOT_FINAL, Reaction.INSISTS)
+        | _each(NEVER, Reaction.INFEASIBLE)
+        | {"FAILED_PRECONDITION": Reaction.WAITS},
         "VolumeResizeFailed",
         ("volume_id", "capacity_range", "volume_capability"),
     ),
@@ -245,7 +250,7 @@ RULES = (
         Reaction.BLOCKS,
         _each(NOT_FINAL, Reaction.REPEATS)
         | _each(NEVER, Reaction.MARKS)
-        | {"FAILED_PRECONDITION": Reaction.WAITS},
+        | {"FAILED_PRECONDITION": Reaction.STAYS},
         "VolumeResizeFailed",
         ("volume_id", "volume_path", "capacity_range", "staging_target_path", "volume_capability"),
     ),

@@ -254,12 +254,15 @@ def health(machine: Machine, claim: Claim) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("running", [True, False], ids=["its pod runs", "it has no pod"])
-@pytest.mark.parametrize("storage_class", ["plain", "thin"])
+@pytest.mark.parametrize("kind", ["plain", "thin", "raw", "two pods"])
 def test_a_claim_that_cannot_grow_has_its_pod_run_and_is_set_right_when_it_is_made_smaller(
-    storage_class: str, running: bool, cluster: Cluster, machine: Machine
+    kind: str, running: bool, cluster: Cluster, machine: Machine
 ) -> None:
-    claim = cluster.claim(storage_class)
+    more = {"capability": RAW} if kind == "raw" else {}
+    claim = cluster.claim("thin" if kind == "thin" else "plain", **more)
     cluster.pod(claim)
+    if kind == "two pods":
+        cluster.pod(claim)
     assert settled(cluster), cluster.told()
     if running:
         cluster.expand(claim, 10**12)
@@ -267,6 +270,7 @@ def test_a_claim_that_cannot_grow_has_its_pod_run_and_is_set_right_when_it_is_ma
     pod = replace_pod(cluster, claim)
     cluster.expand(claim, 10**12)
     assert runs(cluster), cluster.told()
+    machine.restart()
     assert "had no room" in health(machine, claim)["ExpansionPending"]
     # Nobody asks again and again.
     asked = expansions(cluster)
@@ -281,7 +285,7 @@ def test_a_claim_that_cannot_grow_has_its_pod_run_and_is_set_right_when_it_is_ma
     assert claim.capacity_bytes == 48 * MIB
     # What was withdrawn is told no more after the next look, which is had behind the answers.
     assert cluster.run_until(lambda: not health(machine, claim), seconds=600)
-    in_use = [one for one in cluster.answers if one.reaction is Reaction.WAITS]
+    in_use = [one for one in cluster.answers if one.reaction is Reaction.STAYS]
     assert {one.code for one in in_use} == {"FAILED_PRECONDITION"}
     cluster.answers[:] = [one for one in cluster.answers if one not in in_use]
     end(cluster, machine)
@@ -303,10 +307,11 @@ def test_a_file_system_that_cannot_grow_has_its_pod_run(
             replace_pod(cluster, claim)
             assert runs(cluster), cluster.told()
         assert claim.capacity_bytes == 32 * MIB
+        assert "file system" in health(machine, claim)["ExpansionPending"]
     replace_pod(cluster, claim)
     assert settled(cluster), cluster.told()
     assert claim.capacity_bytes == 48 * MIB
-    in_use = [one for one in cluster.answers if one.reaction is Reaction.WAITS]
+    in_use = [one for one in cluster.answers if one.reaction is Reaction.STAYS]
     assert all("No space left on device" in one.message for one in in_use)
     cluster.answers[:] = [one for one in cluster.answers if one not in in_use]
     end(cluster, machine)
@@ -337,7 +342,7 @@ def test_a_volume_with_a_snapshot_grows_at_its_next_start_while_its_pod_runs_on(
     assert told.total > 32 * MIB
     snapshot.is_deleted = True
     assert cluster.run_until(lambda: not cluster.snapshots)
-    in_use = [one for one in cluster.answers if one.reaction is Reaction.WAITS]
+    in_use = [one for one in cluster.answers if one.reaction is Reaction.STAYS]
     cluster.answers[:] = [one for one in cluster.answers if one not in in_use]
     end(cluster, machine)
 
