@@ -1,23 +1,102 @@
-"""Which block devices of this machine may be physical volumes, told from sysfs: no disk is touched.
-
-What stands on a logical volume may not: a volume's owner writes into it what he likes, also the
-metadata of somebody else's group. That is so through any stack: partitions, crypt, MD, and loop
-devices over a device, such as kubelet has over each raw volume in use. A loop device over a file
-may, also where the file's own file system is on a volume: only the node's root can attach it.
-"""
+"""Which block devices may be physical volumes: sysfs, and the filters of lvm.conf."""
 
 import enum
 import fcntl
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
-from lvm import sysfs
+from lvm import labels, sysfs
 from lvm.labels import Kind, dashed
+
+# The later file outweighs the earlier, setting by setting.
+_FILES = ("lvm.conf", "lvmlocal.conf")
+_SETTINGS = (("devices", "global_filter"), ("devices", "filter"))
+_CLOSING = {"(": ")", "[": "]", "{": "}"}
+# What udev(7) keeps of each device, beside other lines its links in /dev.
+_LINK = re.compile(r"^S:(.+)$", re.MULTILINE)
+
+# Whether a pattern accepts what it matches, and the pattern.
+Pattern = tuple[bool, re.Pattern[str]]
+
+
+def read(root: Path) -> Callable[[str], bool] | None:
+    """Whether the node's filters accept a disk of that path; None where there are none.
+
+    `root` is where lvm2's own root directory is seen. A file that is not in lvm2's form is passed
+    over: lvm2 itself then says so.
+    """
+    stamps = tuple(_stamp(root / "etc/lvm" / name) for name in _FILES)
+    filters = _parsed(root, stamps)
+    if not filters:
+        return None
+    return lambda path: all(_accepts(one, _names(root, path)) for one in filters)
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    try:
+        told = file.stat()
+    except OSError:
+        return None
+    return told.st_ino, told.st_size, told.st_mtime_ns
+
+
+# Read anew where a file has changed.
+@lru_cache(maxsize=4)
+def _parsed(root: Path, _stamps: object) -> Sequence[Sequence[Pattern]]:
+    values: dict[tuple[str, ...], str] = {}
+    for name in _FILES:
+        try:
+            text = (root / "etc/lvm" / name).read_text(errors="surrogateescape")
+            settings = dict(labels.settings(text))
+        except (OSError, labels.Damage):
+            continue
+        # `devices { filter = … }` may be written as `devices/filter = …`.
+        values |= {tuple("/".join(place).split("/")): value for place, value in settings.items()}
+    found = (values.get(one, "") for one in _SETTINGS)
+    return tuple(tuple(_patterns(one)) for one in found if one)
+
+
+def _patterns(value: str) -> Iterator[Pattern]:
+    """Each text of a list: `a` or `r`, a pattern between two characters that are not in it."""
+    for text in labels.strings(value):
+        kind, opening, rest = text[:1], text[1:2], text[2:]
+        closing = _CLOSING.get(opening, opening)
+        if kind in ("a", "r") and opening and rest.endswith(closing):
+            try:
+                yield kind == "a", re.compile(rest.removesuffix(closing))
+            except re.error:
+                continue
+
+
+def _accepts(patterns: Iterable[Pattern], names: Sequence[str]) -> bool:
+    """As lvm2 decides (lib/filters/filter-regex.c): the first pattern that matches a name counts.
+
+    One name that is accepted is enough; what no pattern matches is accepted.
+    """
+    patterns = list(patterns)
+    told = [next((ok for ok, one in patterns if one.search(name)), None) for name in names]
+    return True in told or False not in told
+
+
+def _names(root: Path, path: str) -> Sequence[str]:
+    """What a disk is called: its node, its links, its name in device-mapper."""
+    names = [path]
+    device = f"/sys/class/block/{Path(path).name}"
+    if mapper := sysfs.word(f"{device}/dm/name"):
+        names.append(f"/dev/mapper/{mapper}")
+    if number := sysfs.word(f"{device}/dev"):
+        try:
+            kept = (root / "run/udev/data" / f"b{number}").read_text(errors="replace")
+        except OSError:
+            return names
+        names += [f"/dev/{link}" for link in _LINK.findall(kept)]
+    return names
+
 
 _VOLUME_UUID = "LVM-"
 # Documentation/admin-guide/devices.txt: floppy disks, CD-ROMs.

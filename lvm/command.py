@@ -1,14 +1,35 @@
-"""What it is to run a program: the seams at which tests stand in for the machine.
-
-`Run` and its kin are protocols; lvm/programs.py has the real ones.
-"""
+"""What it is to run a program: its words, result and deadline; and a thread for what may hang."""
 
 import contextvars
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import BinaryIO, Protocol
+from typing import BinaryIO, Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+def begin(name: str, work: Callable[[], T]) -> "Future[T]":
+    """Do it, and have what comes of it in the future; the end of the process does not wait for it.
+
+    Raises RuntimeError where no thread can be had.
+    """
+    ended: Future[T] = Future()
+    threading.Thread(target=_do, args=(work, ended), name=name, daemon=True).start()
+    return ended
+
+
+def _do(work: Callable[[], T], ended: "Future[T]") -> None:
+    try:
+        value = work()
+    except BaseException as error:
+        # Whoever waits shall see it, whatever it is.
+        ended.set_exception(error)
+    else:
+        ended.set_result(value)
 
 
 @dataclass(frozen=True)

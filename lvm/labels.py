@@ -1,14 +1,4 @@
-"""What a disk says of itself as a physical volume, read from the disk: no lvm2, no process.
-
-A label in one of the first sectors names the physical volume and where its metadata areas are. Each
-area begins with a header, which says where in the ring of text behind it the group's metadata are:
-lvm2 writes new text beside the old, and then the header, by which the text is committed. All of
-that has checksums. (In lvm2's sources: lib/label/label.h, lib/format_text/layout.h.)
-
-A disk is opened for each look, which takes microseconds: an open descriptor would keep a loop
-device from being detached and a disk from being removed. It is opened for reading only, so that
-udev's watch, which waits for writers to close, is not woken.
-"""
+"""Labels of physical volumes and the text of a group's metadata, read from the disk."""
 
 import enum
 import errno
@@ -23,8 +13,109 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from lvm import metadata
-from lvm.metadata import Damage, Group
+from lvm import tags
+
+# lvm2's form of configuration (lvm.conf(5)): `name { … }` and `name = value`, where a value is a
+# number, a string or a list. Nothing here goes back to try again, so that no text takes long.
+_BLANK = r"(?:\s|\#[^\n]*+)*+"
+_WORD = r"[^\s\#{}=\"\[\],]++"
+_STRING = r"\"(?:[^\"\\]|\\.)*+\""
+_VALUE = rf"{_STRING}|\[(?:[^\"\]]|{_STRING})*+\]|{_WORD}"
+_STATEMENT = re.compile(
+    rf"{_BLANK}(?:(?P<end>\}})|(?P<word>{_WORD}){_BLANK}(?:\{{|={_BLANK}(?P<value>{_VALUE})))",
+    re.DOTALL,
+)
+_STRINGS = re.compile(_STRING, re.DOTALL)
+_NOTHING_MORE = re.compile(_BLANK)
+
+
+class Damage(Exception):
+    """What was read is not what lvm2 writes."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group, as the metadata on one of its disks tell."""
+
+    name: str
+    uuid: str
+    seqno: int
+    # Of its physical volumes.
+    disk_uuids: tuple[str, ...]
+    # Such as RESIZEABLE, READ, WRITE, EXPORTED.
+    status: frozenset[str] = frozenset()
+    system_id: str = ""
+    lock_type: str = ""
+    # Whether it, or something in it, bears a tag of Carver's.
+    has_own_tags: bool = False
+
+    @property
+    def is_exported(self) -> bool:
+        """Whether it was made ready for another machine: vgexport(8)."""
+        return "EXPORTED" in self.status
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether an lvm2 before 2.03 shared it with other nodes (clvmd)."""
+        return "CLUSTERED" in self.status
+
+
+def parse_group(text: str) -> Group:
+    """What the beginning of the metadata says, which is of the group and its disks; or Damage."""
+    name, found = "", dict[tuple[str, ...], str]()
+    for place, value in settings(text):
+        name = name or place[0]
+        if place[1:2] == ("logical_volumes",):
+            break
+        if place[0] == name:
+            found[place[1:]] = value
+    try:
+        return Group(
+            name,
+            _string(found["id",]),
+            int(found["seqno",]),
+            tuple(
+                _string(value)
+                for place, value in found.items()
+                if place[0] == "physical_volumes" and place[2:] == ("id",)
+            ),
+            frozenset(strings(found.get(("status",), ""))),
+            _string(found.get(("system_id",), "")),
+            _string(found.get(("lock_type",), "")),
+            f'"{tags.PREFIX}' in text,
+        )
+    except (KeyError, ValueError):
+        raise Damage("the metadata tell of no group") from None
+
+
+def settings(text: str) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each setting with the sections that it is in, in the order of the text; or Damage."""
+    sections: list[str] = []
+    at = 0
+    while statement := _STATEMENT.match(text, at):
+        at = statement.end()
+        word, value = statement["word"], statement["value"]
+        if value is not None:
+            yield (*sections, word), value
+        elif word is not None:
+            sections.append(word)
+        elif sections:
+            sections.pop()
+        else:
+            raise Damage("the metadata end what was not begun")
+    if sections or not _NOTHING_MORE.fullmatch(text, at):
+        raise Damage("the metadata are not in lvm2's form")
+
+
+def strings(value: str) -> list[str]:
+    """The strings in a list."""
+    return [_string(one) for one in _STRINGS.findall(value)]
+
+
+def _string(value: str) -> str:
+    """A string without its quotes."""
+    return re.sub(r"\\(.)", r"\1", value.strip('"'), flags=re.DOTALL)
+
 
 _SECTOR_BYTES = 512
 _LABEL_SECTORS = 4
@@ -157,7 +248,7 @@ def _read(path: str) -> PhysicalLabel | Damaged | None:
         for area in label.areas:
             try:
                 if text := _header(disk, area):
-                    groups.append(metadata.group(text.read(disk)))
+                    groups.append(parse_group(text.read(disk)))
             except Damage as problem:
                 damage.append(str(problem))
     # As lvm2 decides: an area that was not written has an older text.

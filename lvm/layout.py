@@ -41,7 +41,7 @@ _KINDS: Mapping[str, _Kind | RaidLevel] = {
     "linear": _Kind(),
     "striped": _Kind(least_stripes=2, striped=True),
     **{name: raid.LEVELS[name] for name in RAIDS},
-    # In a pool, which lies on the disks: lvm/pools.py.
+    # In a pool, which lies on the disks: lvm/thin.py.
     "thin": _Kind(module="dm-thin-pool"),
 }
 KINDS = tuple(_KINDS)

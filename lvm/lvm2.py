@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lvm import errors, metadata
+from lvm import errors, labels
 from lvm.command import Run
 
 _UDEV_CONTROL = Path("/run/udev/control")
@@ -85,9 +85,9 @@ def backed_up(root: Path | None, group: str) -> str:
     if root is None:
         return ""
     try:
-        told = metadata.settings(_text(root / _LVM / "backup" / group))
+        told = labels.settings(_text(root / _LVM / "backup" / group))
         return next((value.strip('"') for place, value in told if place == (group, "id")), "")
-    except (OSError, metadata.Damage):
+    except (OSError, labels.Damage):
         return ""
 
 

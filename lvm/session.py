@@ -1,19 +1,18 @@
-"""A shell of lvm2's that is kept open: started, watched, given up. It is a `Run` for one group.
+"""A shell of lvm2's, kept open for a group's commands; processes in its place where in doubt."""
 
-A new process for each command costs lvm2 most of its time. What the shell does not answer beyond
-doubt is never said to it twice: a look is taken by a process of its own instead, and of a change
-the caller is told that nobody knows. So whoever repeats a change begins with a fresh report.
-"""
-
+import json
 import logging
 import math
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
-from lvm import errors, shell
+from lvm import errors
 from lvm.command import (
     Conversation,
     ConversationOver,
@@ -23,9 +22,226 @@ from lvm.command import (
     Run,
     remaining_seconds,
 )
-from lvm.shell import Confinement, Line
 
 _log = logging.getLogger(__name__)
+
+
+PROMPT = "lvm> "
+# Names the descriptor that lvm2 reports on.
+REPORT = "LVM_REPORT_FD"
+
+_REPORTS = {"fullreport", "lvs", "pvs", "vgs"}
+_CHANGES = {
+    *("lvchange", "lvconvert", "lvcreate", "lvextend", "lvremove", "lvrename"),
+    *("pvchange", "pvcreate", "vgchange", "vgcreate", "vgextend", "vgreduce", "vgremove"),
+}
+
+# Options that a whole shell has, and not a command of it.
+OF_A_SHELL = ("--devices", "--config", "--reportformat")
+
+# tools.h: MAX_ARGS, at which lvm_split() gives up.
+_TOO_MANY_WORDS = 64
+# What the kernel takes to a terminal at once (tty_write() in drivers/tty/tty_io.c), with the end of
+# the line. Of a longer one the shell could be left with a part, and would do that.
+_LONGEST_BYTES = 2047
+# What a line of a terminal is made of; lvm_split() splits at blanks alone then.
+_PLAIN = re.compile(r"[ -~]*")
+
+# What the shell needs otherwise, to tell of each command how it ended.
+_OWN = {"log/report_command_log"}
+
+# A device's path as a part of a filter's expression and of a quoted string (lvm.conf(5)): nothing
+# there means anything else to either, but for what stands in brackets.
+_PATH = re.compile(r"/[A-Za-z0-9_/.+:@=,-]+")
+_SPECIAL, _IN_BRACKETS = re.compile(r"[.+]"), r"[\g<0>]"
+
+
+def only_looks(words: Sequence[str]) -> bool:
+    """Whether a command of lvm2's changes nothing."""
+    return words[1:2] != () and words[1] in _REPORTS
+
+
+@dataclass(frozen=True)
+class Confinement:
+    """What every command of one shell has in common: the devices that it sees, and settings."""
+
+    devices: str = ""
+    settings: str = ""
+
+    @property
+    def can_be_set(self) -> bool:
+        """Whether the devices can be told by settings alone."""
+        return all(_PATH.fullmatch(path) for path in self._paths())
+
+    def covers(self, other: "Confinement") -> bool:
+        """Whether a shell with this does what one with `other` would: it may have more settings."""
+        return self.devices == other.devices and other._pairs().items() <= self._pairs().items()
+
+    def joined(self, other: "Confinement") -> "Confinement":
+        """What covers both, where that can be; else the other."""
+        pairs = {**self._pairs(), **other._pairs()}
+        if self.devices != other.devices or not self._pairs().items() <= pairs.items():
+            return other
+        return Confinement(other.devices, " ".join(f"{key}={pairs[key]}" for key in pairs))
+
+    def lines(self) -> list[str]:
+        """The same as lines of lvm.conf(5).
+
+        The option --devices is not for a shell: lvm2 2.03.16 keeps the list's memory from one
+        command to the next after it has freed it, and crashes or loops at the third. What the
+        option overrules is overruled here too.
+        """
+        lines = [f"{key}={value}" for key, value in self._pairs().items()]
+        if paths := self._paths():
+            patterns = [f"a|^{_SPECIAL.sub(_IN_BRACKETS, path)}$|" for path in paths] + ["r|.*|"]
+            accepted = ",".join(f'"{pattern}"' for pattern in patterns)
+            lines += [
+                f"devices/global_filter=[{accepted}]",
+                'devices/filter=["a|.*|"]',
+                "devices/use_devicesfile=0",
+            ]
+        return lines
+
+    def _pairs(self) -> dict[str, str]:
+        # What lvm.lvm2 writes: settings without blanks, between blanks.
+        pairs = dict(one.split("=", 1) for one in self.settings.split())
+        return {key: value for key, value in pairs.items() if key not in _OWN}
+
+    def _paths(self) -> list[str]:
+        return self.devices.split(",") if self.devices else []
+
+
+@dataclass(frozen=True)
+class Line:
+    """A command as it is said to a shell."""
+
+    text: str
+    subcommand: str
+    confinement: Confinement
+
+    @property
+    def changes(self) -> bool:
+        """Whether it does more than to look."""
+        return self.subcommand not in _REPORTS
+
+    @classmethod
+    def of(cls, words: tuple[str, ...]) -> Self | None:
+        """The words of a `Run`, or None for what is not said to a shell, or cannot be."""
+        if words[0] != "lvm" or words[1:2] == () or words[1] not in _REPORTS | _CHANGES:
+            return None
+        kept, options = _parted(words[1:])
+        if kept[0] in _REPORTS and options.get("--reportformat") != "json":
+            return None  # the shell's reports are all of one form
+        confinement = Confinement(options.get("--devices", ""), options.get("--config", ""))
+        quoted = [one for word in kept if (one := _quoted(word))]
+        text = " ".join(quoted)
+        can_be_said = len(quoted) == len(kept) < _TOO_MANY_WORDS and len(text) <= _LONGEST_BYTES
+        return cls(text, kept[0], confinement) if can_be_said and confinement.can_be_set else None
+
+
+def _parted(words: tuple[str, ...]) -> tuple[list[str], dict[str, str]]:
+    """The words without the options that a whole shell has, and those."""
+    options = dict.fromkeys(OF_A_SHELL, "")
+    kept: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        if word == "--":
+            return [*kept, word, *rest], options
+        if word in options:
+            options[word] = next(rest, "")
+        else:
+            kept.append(word)
+    return kept, options
+
+
+def _quoted(word: str) -> str | None:
+    """A word so that lvm_split() gives it back: quotes around it count, and nothing escapes."""
+    if not _PLAIN.fullmatch(word):
+        return None
+    if word and " " not in word and word[0] not in "\"'#":
+        return word
+    return next((f"{quote}{word}{quote}" for quote in "\"'" if quote not in word), None)
+
+
+def answer(subcommand: str, reported: str) -> Result:
+    """What a command came to, as a process of its own would have told it.
+
+    Raises ValueError where that is not the one whole answer to that command.
+    """
+    try:
+        document = json.loads(reported)
+        *messages, status = document["log"]
+        whole = status["log_type"] == "status" and status["log_object_name"] == subcommand
+        code = int(status["log_ret_code"])
+        printed = _lines(messages, {"print"})
+        complaints = _lines(messages, {"fatal", "error", "warn"})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from None
+    if not whole:
+        raise ValueError(f"the answer to {subcommand} says {status}")
+    # tools/errors.h: ECMD_PROCESSED, which a process turns into 0.
+    exit_code = 0 if code == 1 else code or 5
+    return Result(exit_code, reported if "report" in document else printed, complaints)
+
+
+def _lines(messages: list[Mapping[str, str]], kinds: set[str]) -> str:
+    return "".join(f"  {one['log_message']}\n" for one in messages if one["log_type"] in kinds)
+
+
+# What the shell reads when it starts, besides the node's own settings. Of these, lvm2 takes the
+# log's and the report's from files only (CFG_DISALLOW_INTERACTIVE), and any setting that is given
+# with a command has it build all that it knows anew, twice.
+_SETTINGS = """
+# Carver's, for a shell of lvm2's that it keeps open. Written anew whenever it starts one.
+log/report_command_log=1
+log/command_log_selection="log_type!=status || log_context=shell"
+log/command_log_cols="log_seq_num,log_type,log_context,log_object_name,log_message,log_ret_code"
+log/command_log_sort="log_seq_num"
+log/command_names=0
+log/prefix=""
+# Questions are answered with no, at once.
+log/silent=1
+report/output_format="json"
+devices/hints="none"
+# To take down what asynchronous reads need, the kernel waits for each processor once a command.
+global/use_aio=0
+"""
+
+
+def environment(directory: Path) -> dict[str, str]:
+    """The variables of a shell whose system directory that is."""
+    return {
+        "LVM_SYSTEM_DIR": str(directory),
+        # No history of what was said is kept, and no line editor's settings are read.
+        **dict.fromkeys(("HOME", "EDITRC", "INPUTRC"), "/dev/null"),
+    }
+
+
+def prepare(directory: Path, root: Path, confinement: Confinement) -> None:
+    """Make the directory that a shell has in the place of /etc/lvm: that, and settings of its own.
+
+    `root` is where lvm2's own root directory is seen; `directory` has the same path there. Raises
+    OSError, also where the node has what cannot be had there too.
+    """
+    own = root / "etc/lvm"
+    settings = "lvmlocal.conf"
+    if tagged := sorted(own.glob("lvm_*.conf")):
+        raise OSError(f"{tagged[0]} would be over the shell's own settings")
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # lvm2 makes them by itself, but not through a link. Where they cannot be made it says so.
+    for name in ("archive", "backup"):
+        with suppress(OSError):
+            (own / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in own.iterdir():
+        link = directory / path.name
+        if path.name != settings and not link.is_symlink():
+            link.symlink_to(Path("/etc/lvm") / path.name)
+    local = own / settings
+    # Bytes: lvm2 asks of no encoding, and a comment may be of any.
+    text = local.read_bytes() if local.exists() else b""
+    lines = "\n".join(confinement.lines())
+    (directory / settings).write_bytes(text + f"{_SETTINGS}{lines}\n".encode())
+
 
 # It is at its prompt after some tenths of a second, on a slow machine.
 _START_SECONDS = 10.0
@@ -82,7 +298,7 @@ class Session:
         """
         line = Line.of(words)
         if line is None:
-            if not shell.only_looks(words):
+            if not only_looks(words):
                 with self._my_turn(words):
                     self._look_at_stuck(changes=True)
             return self._run(*words)
@@ -131,7 +347,7 @@ class Session:
         self._told += 1
         try:
             said = ready.exchange(line.text, remaining_seconds())
-            result = shell.answer(line.subcommand, said)
+            result = answer(line.subcommand, said)
             if result.exit_code and errors.lacks_memory(result.stderr):
                 # It would lack it at the next command, too, and a process need not.
                 raise ValueError("it lacks memory")
@@ -169,12 +385,12 @@ class Session:
         # Settings of some commands that mean nothing to others: one shell for all of them.
         self._confinement = self._confinement.joined(confinement)
         try:
-            shell.prepare(self._directory, self._root, self._confinement)
+            prepare(self._directory, self._root, self._confinement)
             self._shell = self._converse(
                 "lvm",
-                prompt=shell.PROMPT,
-                environment=shell.environment(self._directory),
-                report=shell.REPORT,
+                prompt=PROMPT,
+                environment=environment(self._directory),
+                report=REPORT,
             )
             self._shell.exchange(None, min(_START_SECONDS, limit or _START_SECONDS))
         except (OSError, ConversationOver, errors.ProgramMissing) as problem:

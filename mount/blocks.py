@@ -1,7 +1,4 @@
-"""Block devices by descriptors: opened, read, written, zeroed.
-
-Each raises OSError with the kernel's errno and the device's path.
-"""
+"""Block devices by descriptors: open, read past the page cache, write, zero."""
 
 import errno
 import fcntl
@@ -157,3 +154,44 @@ class Opened:
         blocks = -(-(begun + length_bytes) // _BLOCK_BYTES)
         found = mmap.mmap(-1, blocks * _BLOCK_BYTES)
         return memoryview(found)[: os.preadv(self._descriptor, [found], offset_bytes - begun)]
+
+
+# What direct I/O is in whole numbers of.
+_BLOCK_BYTES = 4096
+# Large enough to keep a disk at work, small enough that many may read at once. Of more than 256
+# pages the kernel puts what a snapshot's chunks part a read into together again before a disk has
+# it (block/fops.c: blk_start_plug), and that is most of what reading a snapshot costs.
+PIECE_BYTES = 2 << 20
+
+
+class Reader:
+    """A device that stays open, so that it cannot be removed meanwhile."""
+
+    def __init__(self, device: str, descriptor: int, buffer: mmap.mmap) -> None:
+        self.device = device
+        self._descriptor = descriptor
+        self._buffer = buffer
+
+    def read(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """At most PIECE_BYTES from a whole number of blocks on (preadv(2)).
+
+        What a process writes there through the page cache is written back first. Raises OSError.
+        """
+        whole = -(-length_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+        with memoryview(self._buffer) as view, view[:whole] as part:
+            found = os.preadv(self._descriptor, [part], offset_bytes)
+        if found < length_bytes:
+            told = f"{found} of {length_bytes} bytes at {offset_bytes}"
+            raise OSError(errno.EIO, told, self.device)
+        return self._buffer[:length_bytes]
+
+
+@contextmanager
+def opened(device: str) -> Iterator[Reader]:
+    """A reader of a device, which nobody is told of: it writes nothing. Raises OSError."""
+    descriptor = os.open(device, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    try:
+        with mmap.mmap(-1, PIECE_BYTES) as buffer:
+            yield Reader(device, descriptor, buffer)
+    finally:
+        os.close(descriptor)

@@ -1,6 +1,6 @@
 """What can go wrong with file systems and mounts. Each error carries its data and says what to do.
 
-Nothing here knows of gRPC: agent/codes.py maps these classes to codes.
+Nothing here knows of gRPC: agent/core/codes.py maps these classes to codes.
 """
 
 from collections.abc import Sequence

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 
 from mount import errors
-from mount.loop_devices import LoopStatus
-from mount.syscalls import Kernel
+from mount.block_devices import LoopStatus
+from mount.kernel import Kernel
 from mount.table import DeviceNumber
 
 # What tells our read-only devices from everyone else's: lo_file_name is free text, which the kernel

@@ -1,19 +1,18 @@
-"""LUKS2 headers, read as they stand on a device, without a process.
-
-The on-disk format is cryptsetup's ("LUKS2 On-Disk Format Specification", version 1.1.x, section
-2): a binary header of 4096 bytes, behind it a text in JSON, and all of that twice. Nothing here
-writes one; mount/cryptsetup.py has cryptsetup do that.
-"""
+"""LUKS2 headers, read as they stand on a device; and the blank ends of an encrypted device."""
 
 import hashlib
 import json
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-from mount.syscalls import Kernel
+from mount import errors
+from mount.blocks import Opened
+from mount.kernel import Kernel
 
 # What cryptsetup gives a header where it is not told otherwise, and Carver never does: 16 KiB each.
 METADATA_BYTES = 16 << 10
@@ -148,3 +147,61 @@ def _numbered(told: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]
 
 def _text(field: bytes) -> str:
     return field.partition(b"\0")[0].decode()
+
+
+# Signatures of few bytes stand within 64 KiB of either end (libblkid/src/superblocks).
+_END_BYTES = 256 << 10
+_BLOCK_BYTES = 4096
+_ZEROES = bytes(_BLOCK_BYTES)
+
+
+def erase(kernel: Kernel, device: str, offset_bytes: int) -> None:
+    """Zero the ends of what begins at an offset of a device that has no header yet.
+
+    What makes the header flushes it. Raises ProbeFailed.
+    """
+    with _told_of(device):
+        size_bytes = kernel.device_size_bytes(device) - offset_bytes
+        with kernel.opened(device, to_write=True) as below:
+            for start, length_bytes in _runs(below, offset_bytes, size_bytes, blank=False):
+                below.zero_out(offset_bytes + start, length_bytes)
+
+
+def blank(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
+    """Have the ends of the device that begins there, by its key, read as zeroes where none wrote.
+
+    Nothing where they are written. Raises ProbeFailed.
+    """
+    with _told_of(mapping):
+        size_bytes = kernel.device_size_bytes(mapping)
+        with kernel.opened(device) as below, kernel.opened(mapping, to_write=True) as inside:
+            for start, length_bytes in _runs(below, offset_bytes, size_bytes, blank=True):
+                inside.zero_out(start, length_bytes)
+            inside.flush()
+
+
+def _runs(
+    below: Opened, offset_bytes: int, size_bytes: int, *, blank: bool
+) -> Iterator[tuple[int, int]]:
+    """The blocks at both ends that are all zeroes, or that are not: starts and lengths."""
+    whole = size_bytes // _BLOCK_BYTES * _BLOCK_BYTES
+    first = min(_END_BYTES, whole)
+    last = max(first, whole - _END_BYTES)
+    for begin, length_bytes in ((0, first), (last, whole - last)):
+        start = begin
+        # Past the page cache, which may have what was there before.
+        data = below.read(offset_bytes + begin, length_bytes) if length_bytes else b""
+        blocks = [data[at : at + _BLOCK_BYTES] for at in range(0, length_bytes, _BLOCK_BYTES)]
+        for is_blank, run in groupby(blocks, _ZEROES.__eq__):
+            run_bytes = len(list(run)) * _BLOCK_BYTES
+            if is_blank == blank:
+                yield start, run_bytes
+            start += run_bytes
+
+
+@contextmanager
+def _told_of(device: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise errors.ProbeFailed(device, str(error.strerror)) from error

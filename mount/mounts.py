@@ -1,18 +1,13 @@
-"""Mounts and binds that are as asked, or an error. Each function looks, returns if all is so, acts.
-
-Nothing is ever mounted over something else, unmounted lazily, or unmounted by force. What counts is
-the kernel's table: it is read before, unless the caller did so just now (`before`), and after what
-was done. Paths are places that `target.resolve` gave.
-"""
+"""Mounts and binds, of directories and device nodes: as asked, or an error."""
 
 import errno
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Container, Iterator, Sequence, Set
 from contextlib import contextmanager
 
-from mount import errors, filesystem, table, target, users
+from mount import errors, filesystem, in_use, table, target
+from mount.kernel import Kernel
 from mount.options import CONTEXT, Options, is_same_context
-from mount.syscalls import Kernel
-from mount.table import DeviceNumber, Mount
+from mount.table import DeviceNumber, Mount, Table
 
 # What file systems answer to damage: EFSCORRUPTED and EFSBADCRC by their public names.
 _DAMAGE = (errno.EUCLEAN, errno.EBADMSG)
@@ -171,7 +166,7 @@ def _unmount(kernel: Kernel, path: str) -> None:
         return
     # A look at a mount, such as a statfs or a walk of a path in it, keeps it busy for a moment.
     # Where nobody is found that moment is over, or what keeps it is another mount.
-    found = users.of(kernel, path)
+    found = in_use.of(kernel, path)
     if found or not _try_to_unmount(kernel, path):
         raise errors.Busy(path, found)
 
@@ -285,3 +280,13 @@ def _why(error: OSError) -> str:
     if error.errno == errno.ENODEV:  # mount(2): the type is not configured in the kernel
         return "the kernel has no such file system (ENODEV); load its module on the node"
     return f"{error.strerror} ({errno.errorcode.get(error.errno or 0, '?')})"
+
+
+# The file systems that hold device nodes.
+_HOLDERS = frozenset({"devtmpfs", "tmpfs"})
+
+
+def bound(kernel: Kernel, known: Table, numbers: Container[DeviceNumber]) -> tuple[Mount, ...]:
+    """Every bind of a node of one of the devices."""
+    binds = (one for one in known.of_types(_HOLDERS) if one.root != "/")
+    return tuple(one for one in binds if node(kernel, one.path) in numbers)

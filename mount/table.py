@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 DeviceNumber = tuple[int, int]
 

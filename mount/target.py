@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from mount import errors, table
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 _PATH_MAX_BYTES = 4095  # PATH_MAX of <linux/limits.h> counts the closing NUL
 _NAME_MAX_BYTES = 255

@@ -12,9 +12,9 @@ from fakes.host import FakeHost
 from real.any import AnyHost
 from real.host import Lab, RealHost, lab, real_host
 
-import agent.locks
+import agent.core.locks
 import lvm.programs
-from agent.engine import behind, users
+from agent.core import background, users
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,7 +58,7 @@ def real(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(autouse=True)
 def refused_at_once(monkeypatch: pytest.MonkeyPatch, real: bool) -> None:
     """A call that meets another does not wait, unless a test is about just that."""
-    monkeypatch.setattr(agent.locks, "GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(agent.core.locks, "GRACE_SECONDS", 0.0)
     if not real:
         monkeypatch.setattr(users, "OPEN_SECONDS", 0.0)
 
@@ -70,12 +70,12 @@ def nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     Tests that are about just that have a fixture of this name of their own.
     """
 
-    def do(self: behind.Behind) -> None:
+    def do(self: background.DeferredWork) -> None:
         thread = threading.Thread(target=self._succeeds, args=[True], name="behind")
         thread.start()
         thread.join()
 
-    monkeypatch.setattr(behind.Behind, "wake", do)
+    monkeypatch.setattr(background.DeferredWork, "wake", do)
 
 
 @pytest.fixture(autouse=True)

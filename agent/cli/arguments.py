@@ -3,9 +3,9 @@
 import argparse
 from collections.abc import Mapping
 
-from agent.cli import transfers
 from agent.cli.words import Commands, add_name, verb
-from agent.config import values
+from agent.core import values
+from agent.extras.transfer import command_line
 
 
 def add_volume(commands: Commands) -> None:
@@ -158,8 +158,8 @@ def add_volume(commands: Commands) -> None:
 
     _add_header(verbs)
 
-    transfers.add_receive(verbs)
-    transfers.add_move(verbs)
+    command_line.add_receive(verbs)
+    command_line.add_move(verbs)
 
     delete = verb(
         verbs,
@@ -237,7 +237,7 @@ def add_snapshot(commands: Commands) -> None:
     )
     _add_forms(listing)
 
-    transfers.add_send(verbs)
+    command_line.add_send(verbs)
 
     delete = verb(
         verbs,

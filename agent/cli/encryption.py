@@ -8,17 +8,16 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from agent import errors
 from agent.cli import terminal
-from agent.engine.header_copies import HeaderCopies
-from agent.engine.mappings import own_uuid, progress
-from agent.publish import opening
-from agent.secret import MOST_BYTES, Key, Keys, of_text
+from agent.core import errors
+from agent.core.luks_devices import HeaderCopies, own_uuid, progress
+from agent.core.secret import MOST_BYTES, Key, Keys, of_text
+from agent.operations import encrypt
 from lvm.devices import Device
 from mount import cryptsetup, luks
 from mount.cryptsetup import Cryptsetup
+from mount.kernel import Kernel
 from mount.luks import Header
-from mount.syscalls import Kernel
 
 _STANDARD_INPUT = "-"
 
@@ -115,7 +114,7 @@ class Headers:
             else:
                 device = self._device.path
                 self._forget_key()
-                opening.change(self._program, slots, device, old, new)
+                encrypt.change(self._program, slots, device, old, new)
         self._copies.keep(self._device, anew=True)
         print(f"{self._name} has {'a recovery' if recovery else 'a new'} key")
 
@@ -152,4 +151,4 @@ def key_in(file: str, what: str = "key") -> Key:
             data[:] = bytes(len(data))
             raise errors.BadField(what, f"must have 1 to {MOST_BYTES} bytes, at standard input")
         return Key(data)
-    return opening.read_key(file)
+    return encrypt.read_key(file)

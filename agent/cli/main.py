@@ -14,16 +14,16 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from agent import errors, log
 from agent.cli import arguments
 from agent.cli import words as vocabulary
 from agent.cli.words import Commands
-from agent.config import settings
+from agent.core import errors, settings
+from agent.daemon import log
 from lvm import errors as lvm_errors
 from mount import errors as mount_errors
 
 if TYPE_CHECKING:
-    from agent.health.preflight import Finding
+    from agent.operations.preflight import Finding
 
 # Each command's function imports what it needs: gRPC takes a while, rich and shtab are for people.
 
@@ -175,8 +175,8 @@ def _add_completion(commands: Commands) -> None:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    from agent.engine.host import this_host
-    from agent.service import process
+    from agent.core.host import this_host
+    from agent.daemon import process
 
     config = settings.load(parsed, os.environ)
     log.configure(config.log_format, config.log_level)
@@ -188,7 +188,7 @@ def _serve(parsed: argparse.Namespace) -> int:
 
 def _status(parsed: argparse.Namespace) -> int:
     from agent.cli import status, terminal
-    from agent.engine.host import this_host
+    from agent.core.host import this_host
 
     _require_root()
     config = settings.load(parsed, os.environ)
@@ -204,13 +204,13 @@ def _status(parsed: argparse.Namespace) -> int:
 
 def _doctor(parsed: argparse.Namespace) -> int:
     from agent.cli import terminal
-    from agent.health import verdicts
+    from agent.operations import preflight
 
     if not parsed.cluster:
         _require_root()
     config = settings.load(parsed, os.environ)
     found = _cluster_findings(config) if parsed.cluster else _node_findings(config)
-    well = all(one.verdict != verdicts.FAIL for one in found)
+    well = all(one.verdict != preflight.FAIL for one in found)
     if parsed.json:
         checks = [asdict(one) for one in found]
         print(json.dumps({"well": well, "checks": checks}, indent=2, ensure_ascii=False))
@@ -220,9 +220,8 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 
 def _cluster_findings(config: settings.Config) -> "Sequence[Finding]":
-    from agent.cluster import access, checks
-    from agent.cluster.lists import Lists
-    from agent.cluster.objects import Objects
+    from agent.extras.kubernetes import access, checks
+    from agent.extras.kubernetes.objects import Lists, Objects
 
     server = access.find(config.kubeconfig, os.environ)
     return checks.everything(Lists(server), Objects(server))
@@ -230,8 +229,8 @@ def _cluster_findings(config: settings.Config) -> "Sequence[Finding]":
 
 def _node_findings(config: settings.Config) -> "Sequence[Finding]":
     from agent.cli import status
-    from agent.engine.host import this_host
-    from agent.health import preflight
+    from agent.core.host import this_host
+    from agent.operations import preflight
 
     host = this_host(config)
     known = cache(lambda: status.known_to(config, host))
@@ -247,17 +246,17 @@ def _node_findings(config: settings.Config) -> "Sequence[Finding]":
 
 
 def _orphans(parsed: argparse.Namespace) -> int:
-    from agent.cli import orphans
-    from agent.engine.host import this_host
+    from agent.core.host import this_host
+    from agent.extras.orphans import command
 
     _require_root()
     config = settings.load(parsed, os.environ)
     host = this_host(config)
-    seeker = orphans.seeker(config, host)
+    seeker = command.seeker(config, host)
     if parsed.delete:
-        orphans.delete(config, host.kernel, seeker, parsed.delete, confirmed=parsed.yes)
+        command.delete(config, host.kernel, seeker, parsed.delete, confirmed=parsed.yes)
     else:
-        orphans.show(seeker.look(), config.orphan_grace_seconds, as_json=parsed.json)
+        command.show(seeker.look(), config.orphan_grace_seconds, as_json=parsed.json)
     return 0
 
 

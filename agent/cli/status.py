@@ -9,22 +9,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from agent import errors, fact, ids, sockets
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
-from agent.engine import mappings, records, sources, users
-from agent.engine.allocation import Carvings
-from agent.engine.engines import Engines
-from agent.engine.host import Host
-from agent.engine.inventory import Inventory
-from agent.health import conditions
-from agent.health.conditions import Diagnosis
-from agent.health.reasons import Condition
+from agent.core import errors, group_definitions, ids, luks_devices, records, sockets, tag, users
+from agent.core.allocation import Allocators
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
+from agent.core.inventory import Inventory
+from agent.core.settings import Config
+from agent.core.volume_groups import VolumeGroups
+from agent.operations import health as conditions
+from agent.operations.health import Condition, Diagnosis
 from lvm import names, report
 from lvm.devices import Device
 from mount import errors as mount_errors
-from mount import table, usage
-from mount.syscalls import Kernel
+from mount import health as usage
+from mount import table
+from mount.kernel import Kernel
 from mount.table import Mount, Table
 
 
@@ -151,7 +150,7 @@ class Overview:
 def read(settings: Config, host: Host) -> Overview:
     """Look at everything once; raises what lvm2's report raises, and NotReady."""
     known = known_to(settings, host)
-    now, carvings = known.recent()[0], Carvings(settings.classes, known)
+    now, allocators = known.recent()[0], Allocators(settings.classes, known)
     diagnosis = Diagnosis(host.kernel, host.devices, known)
     mounts = table.read(host.kernel)
     return Overview(
@@ -160,7 +159,7 @@ def read(settings: Config, host: Host) -> Overview:
         version=version("carver"),
         endpoint=str(settings.endpoint),
         serving=sockets.is_served(settings.endpoint),
-        classes=tuple(_class(one, now, carvings) for one in settings.classes),
+        classes=tuple(_class(one, now, allocators) for one in settings.classes),
         groups=tuple(_group(name, now, known) for name in settings.groups),
         pools=tuple(_pools(known.own_groups(now))),
         volumes=tuple(
@@ -173,23 +172,23 @@ def read(settings: Config, host: Host) -> Overview:
 
 def known_to(settings: Config, host: Host) -> Inventory:
     """The inventory that the service has, with its own lvm2; raises NotReady."""
-    lvm = sources.look(host.run, host.kernel, settings)
-    devices = sources.found(host.kernel, settings)
-    engines = Engines(
+    lvm = group_definitions.look(host.run, host.kernel, settings)
+    devices = group_definitions.found(host.kernel, settings)
+    volume_groups = VolumeGroups(
         lvm,
         host.disks,
         host.devices,
         settings.groups,
         listed=lambda name: devices.get(name, ()),
     )
-    return Inventory(engines, host.devices)
+    return Inventory(volume_groups, host.devices)
 
 
-def _class(one: DeviceClass, now: report.Report, carvings: Carvings) -> Class:
+def _class(one: DeviceClass, now: report.Report, allocators: Allocators) -> Class:
     group = now.groups.get(one.group)
     largest = None
     with suppress(errors.PoolSilent):  # its volumes' health tells of it
-        largest = carvings.of(one).maximum_bytes(group) if group is not None else None
+        largest = allocators.of(one).maximum_bytes(group) if group is not None else None
     return Class(one.name, one.group, one.layout.kind, one.fs_type, one.default, largest)
 
 
@@ -221,7 +220,7 @@ def _snapshot(one: records.Snapshot) -> Snapshot:
     kept = logical.is_copy_on_write
     return Snapshot(
         id=str(one.id),
-        name=one.facts[fact.NAME],
+        name=one.facts[tag.NAME],
         volume=names.readable(ids.VOLUME_PREFIX, one.source_id.name),
         group=one.group.name,
         size_bytes=one.size_bytes,
@@ -242,32 +241,32 @@ def _volume(
     found = [] if device is None else users.places(kernel, mounts, device)
     use = _use(kernel, found)
     facts = one.facts
-    raw = "raw block" if facts.get(fact.ACCESS) == "block" else ""
+    raw = "raw block" if facts.get(tag.ACCESS) == "block" else ""
     return Volume(
         id=str(one.id),
-        name=facts[fact.NAME],
+        name=facts[tag.NAME],
         group=one.group.name,
         size_bytes=one.size_bytes,
         layout=one.layout.kind,
-        contents=raw or facts.get(fact.FORMATTED, ""),
-        state=facts.get(fact.STATE, ""),
+        contents=raw or facts.get(tag.FORMATTED, ""),
+        state=facts.get(tag.STATE, ""),
         claim=one.claim,
         places=tuple(Place(place.path, place.read_only) for place in found),
         total_bytes=use.total_bytes if use else None,
         used_bytes=use.used_bytes if use else None,
         health=tuple(_health(found_wrong)),
-        encryption=facts.get(fact.ENCRYPTION, ""),
+        encryption=facts.get(tag.ENCRYPTION, ""),
         renewal=_renewal(kernel, one, device),
     )
 
 
 def _renewal(kernel: Kernel, one: records.Volume, device: Device | None) -> str:
-    if fact.SHARED_KEY not in one.facts:
+    if tag.SHARED_KEY not in one.facts:
         return ""
     if device is None:
         return "not active"
     with suppress(OSError):  # its disk does not tell, as its health says
-        return mappings.progress(kernel, device.logical)
+        return luks_devices.progress(kernel, device.logical)
     return "unknown"
 
 

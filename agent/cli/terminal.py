@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agent.cli.status import Overview
-from agent.health import preflight, verdicts
+from agent.operations import preflight
 
 # A pipe has no width; on a terminal a line longer than that is hard to follow.
 _PIPE_COLUMNS, _MOST_COLUMNS = 100, 140
@@ -176,7 +176,7 @@ def _details(seen: Overview) -> Iterable[RenderableType]:
         yield from lines
 
 
-_VERDICTS = {verdicts.PASS: "green", verdicts.WARN: "yellow", verdicts.FAIL: "bold red"}
+_VERDICTS = {preflight.PASS: "green", preflight.WARN: "yellow", preflight.FAIL: "bold red"}
 
 
 def doctor(found: Sequence[preflight.Finding]) -> RenderableType:

@@ -10,18 +10,16 @@ from typing import Any, TypeVar
 
 import grpc
 
-from agent import errors, fact, ids, secret, sockets
 from agent.cli import encryption, status, terminal
 from agent.cli.encryption import Headers
-from agent.config.settings import Config
+from agent.core import errors, fields, ids, secret, sockets, tag, users
+from agent.core.host import Host
+from agent.core.ids import VolumeId
+from agent.core.luks_devices import HeaderCopies
+from agent.core.secret import Key
+from agent.core.settings import Config
 from agent.csi import client
 from agent.csi.client import Client, Here
-from agent.engine import users
-from agent.engine.header_copies import HeaderCopies
-from agent.engine.host import Host
-from agent.ids import VolumeId
-from agent.requests import keys
-from agent.secret import Key
 from lvm import names
 from lvm.devices import Device
 from mount import cryptsetup, table
@@ -201,7 +199,7 @@ class Manual:
         def forget_key() -> None:
             if volume is not None:
                 known = status.known_to(self.settings, self.host)
-                known.replace_facts(volume.group, volume.name, fact.OF_KEYS, {})
+                known.replace_facts(volume.group, volume.name, tag.OF_KEYS, {})
 
         return Headers(name, self.host.kernel, device, program, copies, forget_key)
 
@@ -397,7 +395,7 @@ def _secrets(key_file: str) -> Iterator[dict[str, str]]:
     if text is None:
         raise errors.BadField("--key-file", "is no UTF-8, and a secret of CSI's is text")
     try:
-        yield {keys.PASSPHRASE: text}
+        yield {fields.PASSPHRASE: text}
     finally:
         secret.wipe(text)
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.config import settings
+from agent.core import settings
 
 if TYPE_CHECKING:
     from agent.cli.volumes import Manual
@@ -53,7 +53,7 @@ def _by_hand(
     parsed: argparse.Namespace, act: Callable[["Manual", argparse.Namespace], None]
 ) -> int:
     from agent.cli import volumes
-    from agent.engine.host import this_host
+    from agent.core.host import this_host
 
     config = settings.load(parsed, os.environ)
     with volumes.connected(config, this_host(config)) as verbs:

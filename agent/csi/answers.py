@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 from google.protobuf import timestamp_pb2
 
-from agent.engine.records import Snapshot, Volume
-from agent.health.reasons import Condition
-from agent.health.volume_health import VolumeHealth
-from agent.requests import volumes
-from agent.volumes import contents, plan
+from agent.core import requests
+from agent.core.records import Snapshot, Volume
+from agent.operations import contents, plan
+from agent.operations.health import Condition
+from agent.operations.volume_health import VolumeHealth
 from proto import csi_pb2 as csi
 
 _Backend = csi.NodeGetStorageHealthResponse.StorageBackendHealth
@@ -63,7 +63,7 @@ def put_volume(message: csi.Volume, one: Volume, here: csi.Topology) -> None:
         message.volume_context[key] = value
     message.accessible_topology.append(here)
     source = contents.source_of(one.facts)
-    if source is not None and source.kind == volumes.SNAPSHOT:
+    if source is not None and source.kind == requests.SNAPSHOT:
         message.content_source.snapshot.snapshot_id = source.id
     elif source is not None:
         message.content_source.volume.volume_id = source.id

@@ -11,8 +11,7 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
-from agent.csi import own
-from agent.delta.extents import (
+from agent.core.extents import (
     LOGICAL_START,
     USER_START,
     Extent,
@@ -20,6 +19,7 @@ from agent.delta.extents import (
     UserExtent,
     UserOffset,
 )
+from agent.csi import own
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -41,7 +41,7 @@ class Here(Generic[M]):
     """What is in the groups that are here, and by their names why others are away.
 
     `claims` are those that volumes were made for, by the volumes' ids; `keys` what the keys of
-    what is encrypted are called (`agent.engine.records.key_generation`).
+    what is encrypted are called (`agent.core.records.key_generation`).
     """
 
     entries: Sequence[M]
@@ -393,7 +393,7 @@ class Client:
         return bool(answer["done"]), str(answer["message"])
 
     def transfer(self, method: str, **words: str) -> dict[str, str]:
-        """A call of agent/csi/transfer.py; what it answers."""
+        """A call of agent/extras/transfer/service.py; what it answers."""
         request = Struct()
         request.update(words)
         answer = self._own[method](request, timeout=self._timeout)

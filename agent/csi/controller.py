@@ -3,18 +3,17 @@
 import grpc
 from google.protobuf import wrappers_pb2
 
-from agent import fact, ids
-from agent.config.settings import Config
+from agent.core import fields, ids, requests, tag
+from agent.core.capabilities import BLOCK
+from agent.core.locks import VolumeLocks
+from agent.core.records import Snapshot, Volume
+from agent.core.settings import Config
 from agent.csi import answers
-from agent.engine.records import Snapshot, Volume
-from agent.health.volume_health import VolumesHealth
-from agent.locks import VolumeLocks
-from agent.requests import checks, pages, snapshots, volumes
-from agent.requests.capabilities import BLOCK
-from agent.volumes import matching, plan
-from agent.volumes.expansion import Expander
-from agent.volumes.provisioning import Provisioner
-from agent.volumes.snapshots import Snapshotter
+from agent.operations import plan
+from agent.operations.create import Provisioner
+from agent.operations.expand import Expander
+from agent.operations.snapshot import Snapshotter
+from agent.operations.volume_health import VolumesHealth
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -44,7 +43,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.CreateVolumeRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeResponse:
         """Make a volume, or find the one that an earlier call made."""
-        call = volumes.CreateVolume.from_proto(request)
+        call = requests.CreateVolume.from_proto(request)
         names = [self._provision.logical_name(call.name)]
         if call.source is not None:
             names.append(ids.logical_name(call.source.id))
@@ -58,7 +57,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.DeleteVolumeRequest, context: grpc.ServicerContext
     ) -> csi.DeleteVolumeResponse:
         """Wipe and remove a volume."""
-        volume_id = checks.volume_id(request.volume_id)
+        volume_id = fields.volume_id(request.volume_id)
         # A claim may be deleted before kubelet has unmounted its volume: only moments, as a rule.
         self._locks.wait_until(lambda: not self._provision.is_mounted(volume_id))
         with self._locks.hold(ids.logical_name(volume_id)):
@@ -69,9 +68,9 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ValidateVolumeCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ValidateVolumeCapabilitiesResponse:
         """Confirm that a volume can be used as described, or say why not."""
-        call = volumes.ValidateVolume.from_proto(request)
+        call = requests.ValidateVolume.from_proto(request)
         volume = self._provision.get(call.volume_id)
-        if refusal := call.unsupported or matching.refusal(self._config, volume, call):
+        if refusal := call.unsupported or plan.refusal(self._config, volume, call):
             return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
         confirmed = csi.ValidateVolumeCapabilitiesResponse.Confirmed(
             volume_context=plan.context_of(volume.facts),
@@ -85,7 +84,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ListVolumesRequest, context: grpc.ServicerContext
     ) -> csi.ListVolumesResponse:
         """List this node's volumes, part by part."""
-        part = self._provision.list(pages.Page.from_proto(request))
+        part = self._provision.list(requests.Page.from_proto(request))
         answer = csi.ListVolumesResponse(next_token=part.next_token)
         here = csi.Topology(segments=self._config.here)
         for volume in part.entries:
@@ -96,7 +95,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ControllerListVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.ControllerListVolumeHealthResponse:
         """List the volumes that something is known against, part by part."""
-        part = self._health.list(pages.Page.from_proto(request))
+        part = self._health.list(requests.Page.from_proto(request))
         return csi.ControllerListVolumeHealthResponse(
             entries=map(answers.volume_health, part.entries), next_token=part.next_token
         )
@@ -105,14 +104,14 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ControllerGetVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeHealthResponse:
         """What is known against one volume."""
-        found = self._health.get(checks.volume_id(request.volume_id))
+        found = self._health.get(fields.volume_id(request.volume_id))
         return csi.ControllerGetVolumeHealthResponse(volume_health=answers.volume_health(found))
 
     def GetCapacity(  # noqa: N802
         self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
     ) -> csi.GetCapacityResponse:
         """What CreateVolume with the same parameters could make now."""
-        capacity = self._provision.capacity(volumes.GetCapacity.from_proto(request))
+        capacity = self._provision.capacity(requests.GetCapacity.from_proto(request))
         return csi.GetCapacityResponse(
             available_capacity=capacity.available_bytes,
             maximum_volume_size=wrappers_pb2.Int64Value(value=capacity.maximum_volume_bytes),
@@ -123,7 +122,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ControllerGetVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeResponse:
         """One volume."""
-        volume = self._provision.get(checks.volume_id(request.volume_id))
+        volume = self._provision.get(fields.volume_id(request.volume_id))
         # The status has to be there (CSI spec), with nothing to say.
         status = csi.ControllerGetVolumeResponse.VolumeStatus()
         return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
@@ -134,19 +133,19 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """Grow the logical volume; its file system, if it has one, is the node's part."""
         if not self._config.controller_expand:
             raise NotImplementedError("ControllerExpandVolume is switched off on this node")
-        call = volumes.ExpandVolume.from_proto(request)
+        call = requests.ExpandVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             volume = self._expander.expand(call)
         return csi.ControllerExpandVolumeResponse(
             capacity_bytes=volume.capacity_bytes,
-            node_expansion_required=volume.facts.get(fact.ACCESS) != BLOCK,
+            node_expansion_required=volume.facts.get(tag.ACCESS) != BLOCK,
         )
 
     def ControllerModifyVolume(  # noqa: N802
         self, request: csi.ControllerModifyVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerModifyVolumeResponse:
         """Change a volume's mutable parameters, all that are given or none."""
-        call = volumes.ModifyVolume.from_proto(request)
+        call = requests.ModifyVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._provision.modify(call)
         return csi.ControllerModifyVolumeResponse()
@@ -155,7 +154,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.CreateSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateSnapshotResponse:
         """Take a snapshot, or find the one that an earlier call took."""
-        call = snapshots.CreateSnapshot.from_proto(request)
+        call = requests.CreateSnapshot.from_proto(request)
         name = self._snapshotter.logical_name(call.name)
         with self._locks.hold(name, ids.logical_name(call.source_id)):
             snapshot = self._snapshotter.create(call)
@@ -165,7 +164,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.DeleteSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.DeleteSnapshotResponse:
         """Wipe and remove a snapshot."""
-        snapshot_id = checks.snapshot_id(request.snapshot_id)
+        snapshot_id = fields.snapshot_id(request.snapshot_id)
         with self._locks.hold(ids.logical_name(snapshot_id)):
             self._snapshotter.delete(snapshot_id)
         return csi.DeleteSnapshotResponse()
@@ -174,7 +173,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ListSnapshotsRequest, context: grpc.ServicerContext
     ) -> csi.ListSnapshotsResponse:
         """All snapshots, or those of a volume, or one; in parts where the caller wants that."""
-        part = self._snapshotter.list(snapshots.ListSnapshots.from_proto(request))
+        part = self._snapshotter.list(requests.ListSnapshots.from_proto(request))
         entries = [
             csi.ListSnapshotsResponse.Entry(snapshot=self._snapshot(one)) for one in part.entries
         ]
@@ -184,7 +183,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.GetSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.GetSnapshotResponse:
         """One snapshot."""
-        snapshot = self._snapshotter.get(checks.snapshot_id(request.snapshot_id))
+        snapshot = self._snapshotter.get(fields.snapshot_id(request.snapshot_id))
         return csi.GetSnapshotResponse(snapshot=self._snapshot(snapshot))
 
     def ControllerGetCapabilities(  # noqa: N802

@@ -2,12 +2,11 @@
 
 import grpc
 
-from agent import ids
-from agent.config.settings import Config
+from agent.core import ids, requests
+from agent.core.locks import VolumeLocks
+from agent.core.settings import Config
 from agent.csi import answers
-from agent.locks import VolumeLocks
-from agent.requests import snapshots
-from agent.volumes.group_snapshots import GroupSnapshot, GroupSnapshotter
+from agent.operations.group_snapshot import GroupSnapshot, GroupSnapshotter
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -35,7 +34,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         self, request: csi.CreateVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeGroupSnapshotResponse:
         """Take snapshots of several volumes at one moment, or find those of an earlier call."""
-        call = snapshots.CreateGroupSnapshot.from_proto(request)
+        call = requests.CreateGroupSnapshot.from_proto(request)
         sources = map(ids.logical_name, call.source_ids)
         with self._locks.hold(self._snapshotter.logical_name(call.name), *sources):
             made = self._snapshotter.create(call)
@@ -45,7 +44,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         self, request: csi.DeleteVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.DeleteVolumeGroupSnapshotResponse:
         """Wipe and remove all snapshots of a group."""
-        call = snapshots.KnownGroupSnapshot.from_proto(request)
+        call = requests.KnownGroupSnapshot.from_proto(request)
         with self._locks.hold(*map(ids.logical_name, (call.id, *call.snapshot_ids))):
             self._snapshotter.delete(call)
         return csi.DeleteVolumeGroupSnapshotResponse()
@@ -54,7 +53,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
         self, request: csi.GetVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.GetVolumeGroupSnapshotResponse:
         """One group snapshot."""
-        found = self._snapshotter.get(snapshots.KnownGroupSnapshot.from_proto(request))
+        found = self._snapshotter.get(requests.KnownGroupSnapshot.from_proto(request))
         return csi.GetVolumeGroupSnapshotResponse(group_snapshot=self._group_snapshot(found))
 
     def _group_snapshot(self, one: GroupSnapshot) -> csi.VolumeGroupSnapshot:

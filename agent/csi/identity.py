@@ -5,7 +5,7 @@ from importlib.metadata import version
 import grpc
 from google.protobuf import wrappers_pb2
 
-from agent.health.readiness import Readiness
+from agent.operations.storage_health import Readiness
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 

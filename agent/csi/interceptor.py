@@ -1,4 +1,4 @@
-"""Around every call: its deadline, its one line in the log, and its error as a gRPC status."""
+"""Around every call: its deadline, its log line without secrets, and its error as a gRPC status."""
 
 import logging
 import time
@@ -8,14 +8,50 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import grpc
+from google.protobuf import json_format
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from agent import codes, errors, secret
-from agent.admission import Admission
-from agent.csi import redaction
-from agent.ids import VolumeId
-from agent.shares import Shares
+from agent.core import codes, errors, secret
+from agent.core.ids import VolumeId
+from agent.core.locks import Admission, Shares
 from lvm import command
+from proto import csi_pb2 as csi
+
+_log = logging.getLogger(__name__)
+
+
+STRIPPED = "***stripped***"
+
+
+def stripped(message: Message) -> dict[str, Any]:
+    """The message as a JSON object, with the values of its secrets replaced, at any depth."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    _strip(copy)
+    return json_format.MessageToDict(copy, preserving_proto_field_name=True)
+
+
+def _strip(message: Message) -> None:
+    for field, value in message.ListFields():
+        if field.GetOptions().Extensions[csi.csi_secret]:
+            _replace(message, field)
+        elif field.message_type is None or field.message_type.GetOptions().map_entry:
+            continue
+        else:
+            for one in value if field.is_repeated else [value]:
+                _strip(one)
+
+
+def _replace(message: Message, field: FieldDescriptor) -> None:
+    """Keep a secret's keys, which help to find a mistake, and none of its values."""
+    value = getattr(message, field.name)
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        for key in value:
+            value[key] = STRIPPED
+    else:
+        message.ClearField(field.name)
+
 
 _log = logging.getLogger("carver.calls")
 
@@ -31,7 +67,7 @@ _Behaviour = Callable[[Message, grpc.ServicerContext], Any]
 
 
 class Interceptor(grpc.ServerInterceptor):
-    """The only one. What a service raises becomes the code that agent/codes.py gives it.
+    """The only one. What a service raises becomes the code that agent/core/codes.py gives it.
 
     `observe` is told of each call that ended: its method, its code's name, and its seconds.
     """
@@ -203,7 +239,7 @@ def _write(
     level = logging.DEBUG if routine else logging.INFO
     _log.log(level, "call", extra={"fields": fields})
     if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("request", extra={"fields": {"method": method, **redaction.stripped(request)}})
+        _log.debug("request", extra={"fields": {"method": method, **stripped(request)}})
 
 
 # What a call is about, in the order in which a request is asked for it.

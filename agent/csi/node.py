@@ -2,16 +2,15 @@
 
 import grpc
 
-from agent import ids
-from agent.config.settings import Config
+from agent.core import ids, requests
+from agent.core.locks import VolumeLocks
+from agent.core.settings import Config
 from agent.csi import answers
-from agent.health.storage_health import StorageHealth
-from agent.health.volume_health import VolumesHealth
-from agent.locks import VolumeLocks
-from agent.publish.inline import Ephemeral
-from agent.publish.staging import Access, Statistics
-from agent.requests import node, volumes
-from agent.volumes.expansion import Expander
+from agent.operations.expand import Expander
+from agent.operations.inline import InlineVolumes
+from agent.operations.stage import NodeVolumes, Statistics
+from agent.operations.storage_health import StorageHealth
+from agent.operations.volume_health import VolumesHealth
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -25,8 +24,8 @@ class Node(csi_pb2_grpc.NodeServicer):
         self,
         config: Config,
         expander: Expander,
-        access: Access,
-        ephemeral: Ephemeral,
+        access: NodeVolumes,
+        inline_volumes: InlineVolumes,
         health: VolumesHealth,
         storage: StorageHealth,
         locks: VolumeLocks,
@@ -34,7 +33,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self._config = config
         self._expander = expander
         self._access = access
-        self._ephemeral = ephemeral
+        self._inline_volumes = inline_volumes
         self._health = health
         self._storage = storage
         self._locks = locks
@@ -43,7 +42,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeStageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeStageVolumeResponse:
         """Make the volume ready on this node: active, formatted, mounted."""
-        call = node.StageVolume.from_proto(request)
+        call = requests.StageVolume.from_proto(request)
         held = self._locks.hold(ids.logical_name(call.volume_id), call.staging_path)
         with call.keys.used(), held:
             self._access.stage(call)
@@ -53,7 +52,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeUnstageVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnstageVolumeResponse:
         """Unmount the volume's staging path."""
-        call = node.VolumeAt.from_unstage(request)
+        call = requests.VolumeAt.from_unstage(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._access.unstage(call)
         return csi.NodeUnstageVolumeResponse()
@@ -62,13 +61,13 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodePublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodePublishVolumeResponse:
         """Make the staged volume, or an inline one, appear at a workload's path."""
-        if node.PublishInline.is_meant(request):
-            inline = node.PublishInline.from_proto(request)
+        if requests.PublishInline.is_meant(request):
+            inline = requests.PublishInline.from_proto(request)
             held = self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path)
             with inline.keys.used(), held:
-                self._ephemeral.publish(inline)
+                self._inline_volumes.publish(inline)
             return csi.NodePublishVolumeResponse()
-        call = node.PublishVolume.from_proto(request)
+        call = requests.PublishVolume.from_proto(request)
         held = self._locks.hold(ids.logical_name(call.volume_id), call.target_path)
         with call.keys.used(), held:
             self._access.publish(call)
@@ -78,25 +77,25 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnpublishVolumeResponse:
         """Make the volume disappear from a workload's path; an inline one altogether."""
-        call = node.VolumeAt.from_unpublish(request)
+        call = requests.VolumeAt.from_unpublish(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._access.unpublish(call)
             if ids.is_inline(call.volume_id):
-                self._ephemeral.ensure_absent(call.volume_id)
+                self._inline_volumes.ensure_absent(call.volume_id)
         return csi.NodeUnpublishVolumeResponse()
 
     def NodeGetVolumeStats(  # noqa: N802
         self, request: csi.NodeGetVolumeStatsRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeStatsResponse:
         """Measure how large and how full the volume is."""
-        call = node.VolumeAt.from_volume_path(request)
+        call = requests.VolumeAt.from_volume_path(request)
         return csi.NodeGetVolumeStatsResponse(usage=_usage(self._access.statistics(call)))
 
     def NodeGetVolumeHealth(  # noqa: N802
         self, request: csi.NodeGetVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeHealthResponse:
         """What is known against a volume of this node's, be it in use or not."""
-        found = self._health.on_node(node.HealthAt.from_proto(request))
+        found = self._health.on_node(requests.HealthAt.from_proto(request))
         return csi.NodeGetVolumeHealthResponse(volume_health=answers.volume_health(found))
 
     def NodeGetStorageHealth(  # noqa: N802
@@ -110,8 +109,11 @@ class Node(csi_pb2_grpc.NodeServicer):
         self, request: csi.NodeExpandVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeExpandVolumeResponse:
         """Grow the volume where it is smaller than asked, then its file system, always."""
-        call, at = volumes.ExpandVolume.from_proto(request), node.VolumeAt.from_volume_path(request)
-        own = node.keys_of(request.secrets)
+        call, at = (
+            requests.ExpandVolume.from_proto(request),
+            requests.VolumeAt.from_volume_path(request),
+        )
+        own = requests.keys_of(request.secrets)
         with own.used(), self._locks.hold(ids.logical_name(call.volume_id)):
             size_bytes = self._access.size_bytes(at)
             with self._expander.in_use(call.volume_id):

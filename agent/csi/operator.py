@@ -10,14 +10,13 @@ from google.protobuf import json_format
 from google.protobuf.message import Message
 from google.protobuf.struct_pb2 import Struct
 
-from agent import errors, ids
+from agent.core import errors, ids, records
+from agent.core.locks import VolumeLocks
+from agent.core.records import Snapshot, Volume
 from agent.csi import answers, own
-from agent.engine import records
-from agent.engine.records import Snapshot, Volume
-from agent.locks import VolumeLocks
-from agent.volumes.listing import Listing
-from agent.workers.disk_replacement import Replacement
-from agent.workers.repairing import Progress, Repairer
+from agent.operations.create import Listing
+from agent.operations.repair import Progress, Repairer
+from agent.operations.replace_disk import Replacement
 
 # PATH_MAX of linux/limits.h.
 _LONGEST = 4096

@@ -22,7 +22,7 @@ OPERATOR = "carver.v1.Operator"
 REPAIR_VOLUME, REPLACE_DISK = "RepairVolume", "ReplaceDisk"
 VOLUMES_HERE, SNAPSHOTS_HERE = "VolumesHere", "SnapshotsHere"
 
-# Volumes that come and go as streams: agent/csi/transfer.py
+# Volumes that come and go as streams: agent/extras/transfer/service.py
 TRANSFER = "carver.v1.Transfer"
 _TRANSFER_CALLS = (
     *("OpenSnapshot", "CloseSnapshot", "SnapshotChain"),

@@ -9,12 +9,12 @@ from callers.directories import Directories
 from callers.plugin import Answer, Plugin
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client
-from agent.engine.host import Host
-from agent.health import preflight
-from agent.service.server import Service
+from agent.daemon.server import Service
+from agent.operations import preflight
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from fakes import kubelet
 from real import mounts
 
 from mount import loop
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from callers.objects import PersistentVolume, Pod
 from callers.plugin import Answer, Plugin
 from callers.rules import NOT_FINAL, Reaction
 
-from agent.config.settings import DRIVER_NAME
+from agent.core.settings import DRIVER_NAME
 from agent.csi.client import Mode, mounted
 from proto import csi_pb2 as csi
 

@@ -15,12 +15,12 @@ from fakes.host import FakeHost
 from model.stopping import Switch
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client
-from agent.engine.host import Host
-from agent.service import server
-from agent.service.server import Service
+from agent.daemon import server
+from agent.daemon.server import Service
 from lvm import report
 from mount import loop, table
 
@@ -48,7 +48,7 @@ class Machine:
         """End the driver."""
         self._client.__exit__(None, None, None)
         if self._switch.dead.is_set():
-            self._service.ephemeral.stop()
+            self._service.inline_volumes.stop()
         else:
             self._service.stop()
 
@@ -123,7 +123,7 @@ class Machine:
         # A deletion has ended when it is answered, however slow the disk: what is left is told. In
         # memory none is slow, and for so long the threads of a service that was killed keep Python
         # from ending: pytest-xdist waits ten seconds for that, then kills, coverage and all.
-        self._service.wiper.grace_seconds = 5 if isinstance(host, FakeHost) else 60
+        self._service.eraser.grace_seconds = 5 if isinstance(host, FakeHost) else 60
         server.resume(self._service)
         # A socket of its own: the one of a process that died may go at any moment.
         endpoint = self._config.endpoint.with_name(f"{next(self._serial)}.sock")

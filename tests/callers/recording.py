@@ -15,7 +15,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from agent.config.settings import TOPOLOGY_KEY
+from agent.core.settings import TOPOLOGY_KEY
 
 _FILE = Path(__file__).parents[1] / "data" / "real-callers.jsonl"
 KUBELET_DIRECTORY = "/var/lib/kubelet"

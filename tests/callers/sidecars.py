@@ -7,7 +7,7 @@ from callers.objects import SIDECAR_PREFIX, Claim, PersistentVolume, Snapshot
 from callers.plugin import Plugin
 from callers.rules import Reaction
 
-from agent.config.settings import TOPOLOGY_KEY
+from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import of_snapshot, of_volume
 from proto import csi_pb2 as csi
 

@@ -17,11 +17,11 @@ from callers.objects import Claim, Pod, StorageClass
 from callers.rules import Reaction
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
+from agent.core.classes import DeviceClass
 from agent.csi.client import Mode, block, mounted
 from lvm.command import Result
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -9,7 +9,7 @@ from callers.recording import Recorded
 from callers.replay import Replay
 from real.any import AnyHost
 
-from agent.config.settings import Config
+from agent.core.settings import Config
 from lvm import report
 from mount import table
 

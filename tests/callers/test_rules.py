@@ -8,7 +8,7 @@ from callers import recording, rules
 from callers.plugin import METHODS
 from callers.rules import Reaction
 
-from agent import codes
+from agent.core import codes
 
 DOCUMENT = Path(__file__).parents[2] / "docs/callers.md"
 

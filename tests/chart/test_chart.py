@@ -17,7 +17,7 @@ import yaml
 from chart import documented
 from chart.documented import CHART, Place
 
-from agent.config import groups, values
+from agent.core import settings, values
 from deploy import render
 
 FILES = sorted((Path(__file__).parent / "values").glob("*.yaml"))
@@ -111,7 +111,7 @@ def test_what_helm_makes_is_as_kubernetes_and_the_sidecars_take_it(
         [driver] = manifest.names(made, "CSIDriver")
         assert loaded.driver_name == driver
         assert (loaded.endpoint.parent.name, loaded.endpoint.name) == (driver, "csi.sock")
-        assert all(str(one.file.path).startswith("/") for one in loaded.foundations if one.file)
+        assert all(str(one.file.path).startswith("/") for one in loaded.definitions if one.file)
         address = loaded.metrics_address or loaded.health_address
         assert address is not None
         [carver] = [one for one in pod["containers"] if one["name"] == "carver"]
@@ -293,9 +293,9 @@ def test_two_releases_have_nothing_in_common(template: Template, tmp_path: Path)
     [(_, two)] = manifest.configurations(second, tmp_path)
     assert one.endpoint != two.endpoint
     assert one.topology_key != two.topology_key
-    assert [one.foundations[0].file, two.foundations[0].file] == [
-        groups.BackingFile(Path("/var/lib/carver/carver.img")),
-        groups.BackingFile(Path("/var/lib/two.csi.carver/carver.img")),
+    assert [one.definitions[0].file, two.definitions[0].file] == [
+        settings.BackingFile(Path("/var/lib/carver/carver.img")),
+        settings.BackingFile(Path("/var/lib/two.csi.carver/carver.img")),
     ]
     # In one namespace, too.
     names = [
@@ -355,7 +355,7 @@ def test_any_setting_is_passed_through_as_what_it_is(template: Template, tmp_pat
     values = {"settings": {"file_size": large, "wipe": "none", "devices": ["/dev/sdb"]}}
     [(_, loaded)] = manifest.configurations(template(DEMO | values), tmp_path)
     assert (loaded.wipe, loaded.devices) == ("none", ("/dev/sdb",))
-    file = loaded.foundations[0].file
+    file = loaded.definitions[0].file
     assert file is not None
     assert file.size_bytes == large
 

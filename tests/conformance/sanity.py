@@ -28,10 +28,10 @@ import agent  # noqa: F401  isort: skip
 
 import grpc
 
-from agent.config.settings import DEFAULT_SOCKET
+from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client
 from mount import table
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 # Specs that no driver of Carver's kind can pass, for a mistake of their own: docs/conformance.md.
 SKIPPED = (

@@ -30,10 +30,10 @@ from vm.deeds import (
     within,
 )
 
-from agent.config.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
+from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import Client, block, mounted
 from mount import table
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 from proto import pluginregistration_pb2 as kubelet
 from proto import pluginregistration_pb2_grpc as kubelet_grpc
 

@@ -12,10 +12,10 @@ from clocks import Clock
 from nodes import Node
 from real.any import AnyHost
 
-from agent.config.settings import Config
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client, mounted
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.command import Result
 from mount import cryptsetup
 from proto import csi_pb2 as csi
@@ -59,7 +59,7 @@ def service(host: AnyHost, config: Config) -> Iterator[Service]:
         config, Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream), host.lvm
     )
     # A delete has ended when it answers, however slow the disk: what is left is the test's to see.
-    running.wiper.grace_seconds = running.copier.grace_seconds = 600
+    running.eraser.grace_seconds = running.copier.grace_seconds = 600
     running.start(config.endpoint)
     yield running
     running.stop()

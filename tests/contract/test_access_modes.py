@@ -11,10 +11,10 @@ import grpc
 import pytest
 from real.any import AnyHost
 
-from agent.config.settings import Config
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client, Mode, block, mounted
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.daemon.server import Service
 from mount import filesystem, table
 from proto import csi_pb2 as csi
 

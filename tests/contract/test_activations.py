@@ -9,10 +9,10 @@ import pytest
 from histories import Disk
 from nodes import MIB, Node
 
-from agent import ids
-from agent.cli import streams
+from agent.core import ids
 from agent.csi.client import block, of_snapshot
-from agent.service import server
+from agent.daemon import server
+from agent.extras.transfer import streams_command
 from lvm import report, tags, volumes
 
 TAG = "activated"
@@ -185,8 +185,8 @@ def test_a_stream_leaves_no_snapshot_active(
 @pytest.mark.variation
 def test_what_a_command_reads_is_not_deactivated_by_another(disk: Disk, here: Node) -> None:
     taken = disk.snapshot()
-    with streams.outgoing(here.at, taken) as first:
-        with streams.outgoing(here.at, taken):
+    with streams_command.outgoing(here.at, taken) as first:
+        with streams_command.outgoing(here.at, taken):
             pass
         with disk.service.delta.allocated(taken):
             pass

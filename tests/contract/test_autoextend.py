@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import pytest
 from real.any import AnyHost, device
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -76,22 +76,22 @@ def test_a_pool_grows_while_there_is_room_and_again_when_a_disk_is_added(
             written += MIB
 
     fill(3)
-    assert service.grower.step(now)
+    assert service.autoextender.step(now)
     assert logical(host, group, "pool-thin").size_bytes == 5 * EXTENT
     # All that the group has, beside the metadata and their spare.
     for size in range(5, 15):
         fill(size * 0.75)
-        while service.grower.step(now := now + 1):
+        while service.autoextender.step(now := now + 1):
             pass
     assert logical(host, group, "pool-thin").size_bytes == 14 * EXTENT
     assert report.read(host.lvm).group(group).free_extents == 0
     fill(13)
-    assert not service.grower.step(now + 60)
-    assert service.grower.counts()["data", "no room"] == 1
+    assert not service.autoextender.step(now + 60)
+    assert service.autoextender.counts()["data", "no room"] == 1
 
     host.lvm("vgextend", "--", group, spare)
-    assert not service.grower.step(now + 61)
-    assert service.grower.step(now + 120)
+    assert not service.autoextender.step(now + 61)
+    assert service.autoextender.step(now + 120)
     assert logical(host, group, "pool-thin").size_bytes > 14 * EXTENT
     fill(14.5)
 
@@ -100,13 +100,13 @@ def test_the_metadata_of_a_pool_are_extended_with_their_spare(
     client: Client, host: AnyHost, group: str, service: Service
 ) -> None:
     client.create("pvc-1", EXTENT, block(), parameters={"class": "soon"})
-    assert not service.grower.step(0)
+    assert not service.autoextender.step(0)
     host.fill_metadata(group, "pool-soon", 60)
-    assert service.grower.step(0)
+    assert service.autoextender.step(0)
     assert logical(host, group, "pool-soon").metadata_size_bytes == 2 * EXTENT
     assert report.read(host.lvm).group(group).spare_extents == 2
-    assert service.grower.counts()["metadata", "extended"] == 1
-    assert not service.grower.step(1)
+    assert service.autoextender.counts()["metadata", "extended"] == 1
+    assert not service.autoextender.step(1)
     # And it serves.
     host.write_bytes(device(host, group, "vol-pvc-1"), 0, data := b"contents" * 512)
     assert host.read_bytes(device(host, group, "vol-pvc-1"), 0, len(data)) == data
@@ -120,10 +120,10 @@ def test_the_area_of_a_snapshot_is_extended_before_it_is_full_and_up_to_what_is_
     host.write_bytes(path, 0, b"before  " * (4 * EXTENT // 8))
     # What was written then is there before the snapshot is.
     client.snapshot("1", volume.volume_id, {"size": "4MiB"})
-    assert not service.grower.step(0)
+    assert not service.autoextender.step(0)
     for at in range(16):
         host.write_bytes(path, at * MIB, b"after   " * (MIB // 8))
-        while service.grower.step(at):
+        while service.autoextender.step(at):
             pass
     # Every chunk of the origin, and what it takes to tell where each is.
     assert logical(host, group, "snap-1").size_bytes == 5 * EXTENT
@@ -131,4 +131,4 @@ def test_the_area_of_a_snapshot_is_extended_before_it_is_full_and_up_to_what_is_
     taken = device(host, group, "snap-1")
     assert host.read_bytes(taken, 15 * MIB, 4096) == b"before  " * 512
     assert host.read_bytes(path, 15 * MIB, 4096) == b"after   " * 512
-    assert service.grower.counts()["snapshot", "extended"] >= 2
+    assert service.autoextender.counts()["snapshot", "extended"] >= 2

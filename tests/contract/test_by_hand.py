@@ -20,10 +20,10 @@ from fakes.lvm import repairs
 from real.any import AnyHost
 from real.host import RealHost
 
-from agent.config.settings import Config
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import errors, report
 
 MIB = 1 << 20
@@ -127,7 +127,7 @@ def served(host: AnyHost, config: Config) -> Iterator[Client]:
     running = Service(
         config, Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream), host.lvm
     )
-    running.wiper.grace_seconds = 600
+    running.eraser.grace_seconds = 600
     running.start(config.endpoint)
     with Client(config.endpoint) as client:
         yield client

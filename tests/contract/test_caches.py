@@ -11,13 +11,13 @@ from real.any import AnyHost, device
 from real.host import RealHost
 from tiers import FAST, SLOW, free
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from lvm import caches, report, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy
+from lvm.thin import Policy
 from mount import luks
 from proto import csi_pb2 as csi
 

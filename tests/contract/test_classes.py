@@ -11,11 +11,11 @@ import pytest
 from fakes.host import FakeHost
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.ids import VolumeId
+from agent.core.records import Volume
+from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
-from agent.engine.records import Volume
-from agent.ids import VolumeId
 from lvm import report, tags
 from lvm.layout import Layout, Reserve
 

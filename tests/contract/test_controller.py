@@ -7,7 +7,7 @@ import expect
 import pytest
 from real.any import AnyHost
 
-from agent.config.settings import TOPOLOGY_KEY
+from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import Client, Mode, block, mounted
 from lvm import report
 from proto import csi_pb2 as csi

@@ -13,10 +13,10 @@ import pytest
 from real.any import AnyHost, device
 from real.host import RealHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report, tags
 from lvm.layout import Layout
 from mount import filesystem

@@ -19,20 +19,20 @@ from fakes.cryptsetup import copies
 from histories import KEY, KIB, MIB, SEALED, SIZE, Disk, live, unlike
 from real.any import AnyHost
 
-from agent import errors, ids
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core import errors, ids
+from agent.core.classes import DeviceClass
+from agent.core.extents import BLOCK_BYTES, Extent, LogicalOffset, UserExtent
+from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot
-from agent.delta.extents import BLOCK_BYTES, Extent, LogicalOffset, UserExtent
-from agent.service import server
-from agent.service.server import Service
+from agent.daemon import server
+from agent.daemon.server import Service
 from lvm import errors as lvm_errors
 from lvm import report, tags, volumes
 from lvm.layout import Reserve
-from lvm.pools import Policy
+from lvm.thin import Policy
 from mount import cryptsetup, luks
+from mount.blocks import Reader
 from mount.cryptsetup import Cryptsetup
-from mount.reading import Reader
 from proto import csi_pb2 as csi
 
 LAYOUTS = configured.layouts("linear", "striped", "raid1", "thin")

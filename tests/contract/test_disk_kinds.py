@@ -10,13 +10,12 @@ import pytest
 from laying import lay
 from real.any import AnyHost
 
-from agent import errors
-from agent.config.groups import Foundation
-from agent.config.settings import Config
+from agent.core import errors
+from agent.core.settings import Config, GroupDefinition
 from agent.csi.client import Client, block, mounted, of_snapshot
-from agent.health import group_checks
-from agent.health.verdicts import PASS, WARN
-from agent.service.server import Service
+from agent.daemon.server import Service
+from agent.operations import preflight
+from agent.operations.preflight import PASS, WARN
 from lvm import report
 from lvm.blockdevices import Excluded, Why
 from lvm.labels import PhysicalLabel
@@ -120,7 +119,7 @@ def test_thin_volumes_on_it_share_a_pool_with_their_snapshots(
     snapshot = client.snapshot("nightly", volume.volume_id)
     client.delete_snapshot(snapshot.snapshot_id)
     client.delete(volume.volume_id)
-    service.reclaimer.give_back(group, "pool-thin").result(600)
+    service.pool_remover.give_back(group, "pool-thin").result(600)
     assert not report.read(host.lvm).group(group).volumes
 
 
@@ -145,7 +144,7 @@ def test_it_is_found_and_what_it_is_made_of_is_no_disk_itself(host: AnyHost, kin
 def test_carver_makes_a_group_of_it(host: AnyHost, tmp_path: Path, disk: str) -> None:
     name = f"kinds-made-{tmp_path.parent.name[-6:]}"
     config = configured.carver(
-        tmp_path, name, devices=(disk,), foundations=(Foundation(name, (disk,)),)
+        tmp_path, name, devices=(disk,), definitions=(GroupDefinition(name, (disk,)),)
     )
     lvm, laid = lay(host, config)
     assert laid.failures == {}
@@ -161,7 +160,7 @@ def test_a_group_is_not_made_of_disks_with_blocks_of_two_sizes(
 ) -> None:
     name = f"kinds-mixed-{tmp_path.parent.name[-6:]}"
     config = configured.carver(
-        tmp_path, name, devices=(disk, usual), foundations=(Foundation(name, (disk, usual)),)
+        tmp_path, name, devices=(disk, usual), definitions=(GroupDefinition(name, (disk, usual)),)
     )
     lvm, laid = lay(host, config)
     known = report.read(lvm)
@@ -186,7 +185,7 @@ def test_the_doctor_tells_of_a_group_that_was_mixed_by_force(
 ) -> None:
     forced = ("devices/allow_mixed_block_sizes=1",)
     host.lvm("vgextend", "--quiet", "--quiet", "--", group, usual, settings=forced)
-    node = group_checks.Node(
+    node = preflight.GroupNode(
         configured.carver(tmp_path, group),
         host.kernel,
         host.run,
@@ -195,7 +194,7 @@ def test_the_doctor_tells_of_a_group_that_was_mixed_by_force(
         {},
         tmp_path,
     )
-    (verdict, message, remedy), (whole, *_) = group_checks.every(node)
+    (verdict, message, remedy), (whole, *_) = preflight.every(node)
     assert (verdict, whole) == (WARN, PASS)
     for word in (f"512 bytes: {usual}", "4096 bytes", "pvmove"):
         assert word in message + remedy

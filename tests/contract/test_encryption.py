@@ -8,13 +8,13 @@ import expect
 import pytest
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from lvm import report, tags
 from lvm.devices import Device
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 from mount import luks, table
 from proto import csi_pb2 as csi
 

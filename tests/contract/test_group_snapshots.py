@@ -11,15 +11,15 @@ import pytest
 from fakes import kubelet
 from real.any import AnyHost, device
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import TOPOLOGY_KEY, Config
+from agent.core import quiesce
+from agent.core.classes import DeviceClass
+from agent.core.settings import TOPOLOGY_KEY, Config
 from agent.csi.client import Client, block, mounted, of_snapshot
-from agent.engine import suspension
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report, tags
 from lvm.command import Result
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -354,7 +354,7 @@ def test_what_a_killed_process_held_is_let_go_by_the_next_start(
 ) -> None:
     for name in ("vol-data", "vol-wal"):
         host.suspend(group, name)
-    with suspension.left(host.devices, [group]):
+    with quiesce.left(host.devices, [group]):
         assert is_held(host, group)
     assert not is_held(host, group)
     host.write_bytes(device(host, group, "vol-data"), 0, numbered(1))

@@ -11,11 +11,10 @@ from fakes.host import FakeHost
 from laying import lay
 from real.any import AnyHost
 
-from agent import errors
-from agent.config.classes import DeviceClass
-from agent.config.groups import BackingFile, Foundation
-from agent.config.settings import Config
-from agent.engine.sources import Foundations
+from agent.core import errors
+from agent.core.classes import DeviceClass
+from agent.core.group_definitions import GroupDefinitions
+from agent.core.settings import BackingFile, Config, GroupDefinition
 from lvm import report
 from lvm.lvm2 import Lvm
 from mount import loop
@@ -27,7 +26,7 @@ DISK = 33 * MIB
 def of_devices(tmp_path: Path, group: str, *devices: str) -> Config:
     """A group to be made of devices, to which lvm2 is confined."""
     return configured.carver(
-        tmp_path, group, devices=devices, foundations=(Foundation(group, devices),)
+        tmp_path, group, devices=devices, definitions=(GroupDefinition(group, devices),)
     )
 
 
@@ -35,7 +34,7 @@ def disks(lvm: Lvm, group: str) -> list[str]:
     return sorted(disk.name for disk in report.read(lvm).group(group).disks)
 
 
-def refusal(lvm: Lvm, laid: Foundations, group: str) -> str:
+def refusal(lvm: Lvm, laid: GroupDefinitions, group: str) -> str:
     with pytest.raises(errors.GroupRefused) as refused:
         laid.group(report.read(lvm), group)
     return str(refused.value)
@@ -195,8 +194,8 @@ def test_groups_on_files_come_back_when_their_loop_devices_are_gone(
     config = configured.carver(
         tmp_path,
         classes=tuple(DeviceClass(name=one, group=one) for one in names),
-        foundations=tuple(
-            Foundation(one, file=file) for one, file in zip(names, files, strict=True)
+        definitions=tuple(
+            GroupDefinition(one, file=file) for one, file in zip(names, files, strict=True)
         ),
     )
     lvm, laid = lay(host, config)
@@ -222,7 +221,9 @@ def test_a_file_has_blocks_of_its_own_where_lvm2_keeps_the_group(
 ) -> None:
     # A power loss takes blocks back that were given to a hole just before.
     config = configured.carver(
-        tmp_path, name, foundations=(Foundation(name, file=BackingFile(tmp_path / "f", 65 * MIB)),)
+        tmp_path,
+        name,
+        definitions=(GroupDefinition(name, file=BackingFile(tmp_path / "f", 65 * MIB)),),
     )
     lvm, laid = lay(host, config)
     [device] = lvm.devices
@@ -245,7 +246,7 @@ def test_a_group_that_cannot_be_made_leaves_the_others_alone(
             DeviceClass(name="bad", group=f"{name}-bad"),
         ),
         devices=(good, bad),
-        foundations=(Foundation(f"{name}-bad", (bad,)), Foundation(name, (good,))),
+        definitions=(GroupDefinition(f"{name}-bad", (bad,)), GroupDefinition(name, (good,))),
     )
     lvm, laid = lay(host, config)
     assert laid.group(report.read(lvm), name).name == name
@@ -256,7 +257,7 @@ def test_listed_devices_are_marked_as_fast_once(host: AnyHost, tmp_path: Path, n
     slow, fast = host.new_device(DISK), host.new_device(DISK)
     config = of_devices(tmp_path, name, slow, fast)
     lay(host, config)
-    marked = replace(config, foundations=(Foundation(name, (slow, fast), fast=(fast,)),))
+    marked = replace(config, definitions=(GroupDefinition(name, (slow, fast), fast=(fast,)),))
     for commands in (2, 1):
         host.commands.clear()
         lvm, laid = lay(host, marked)

@@ -5,7 +5,7 @@ import pytest
 from real.any import AnyHost
 
 from agent.csi.client import Client, block, mounted
-from agent.service.server import Service
+from agent.daemon.server import Service
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

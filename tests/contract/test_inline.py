@@ -15,17 +15,17 @@ import grpc
 import pytest
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client, Mode, block, mounted
-from agent.engine.host import Host
-from agent.publish.inline import Ephemeral
-from agent.service.server import Service
+from agent.daemon.server import Service
+from agent.operations.inline import InlineVolumes
 from lvm import report, tags
 from lvm.command import Result
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy
 from lvm.report import LogicalVolume
+from lvm.thin import Policy
 from mount import table
 from proto import csi_pb2 as csi
 
@@ -350,12 +350,12 @@ def test_what_kubelet_forgot_is_removed_when_it_has_had_its_time(
     client: Client, host: AnyHost, service: Service, group: str, target: Path
 ) -> None:
     forgotten(host, client, target)
-    service.ephemeral.sweep()
+    service.inline_volumes.sweep()
     assert len(volumes(host, group)) == 1
-    service.ephemeral.sweep()
+    service.inline_volumes.sweep()
     assert volumes(host, group) == []
-    assert programs(host, service.ephemeral.sweep) != []
-    assert programs(host, service.ephemeral.sweep) == []
+    assert programs(host, service.inline_volumes.sweep) != []
+    assert programs(host, service.inline_volumes.sweep) == []
 
 
 @pytest.mark.variation
@@ -363,12 +363,12 @@ def test_what_came_back_between_two_looks_stays(
     client: Client, host: AnyHost, service: Service, group: str, target: Path
 ) -> None:
     forgotten(host, client, target)
-    service.ephemeral.sweep()
+    service.inline_volumes.sweep()
     target.parent.mkdir(parents=True)
-    service.ephemeral.sweep()
+    service.inline_volumes.sweep()
     (target.parent).rmdir()
     (target.parent.parent).rmdir()
-    service.ephemeral.sweep()
+    service.inline_volumes.sweep()
     assert len(volumes(host, group)) == 1
 
 
@@ -382,7 +382,7 @@ def test_what_a_pod_has_that_is_there_stays_while_kubelet_tries_again(
     target.rmdir()
     target.parent.rmdir()
     for _ in range(3):
-        service.ephemeral.sweep()
+        service.inline_volumes.sweep()
     assert len(volumes(host, group)) == 1
     target.parent.parent.rmdir()
 
@@ -395,7 +395,7 @@ def test_what_a_pod_may_come_back_for_stays(
     host.kernel.unmount(str(target))
     host.deactivate(group, volumes(host, group)[0].name)
     for _ in range(2):
-        service.ephemeral.sweep()
+        service.inline_volumes.sweep()
     assert len(volumes(host, group)) == 1
 
 
@@ -406,7 +406,7 @@ def test_nothing_is_removed_while_the_directory_of_all_pods_is_not_there(
     forgotten(host, client, target)
     (host.directory / "pods").rmdir()
     for _ in range(2):
-        service.ephemeral.sweep()
+        service.inline_volumes.sweep()
     assert len(volumes(host, group)) == 1
 
 
@@ -417,7 +417,7 @@ def test_other_volumes_are_never_taken_for_forgotten(
     client.create("pvc-1", 16 * MIB)
     client.publish_inline(VOLUME, target, SMALL)
     for _ in range(2):
-        service.ephemeral.sweep()
+        service.inline_volumes.sweep()
     assert len(volumes(host, group)) == 2
 
 
@@ -428,42 +428,42 @@ def test_a_sweep_that_lvm2_does_not_answer_is_told_in_the_log_and_had_again(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agent.publish.inline._TURN_SECONDS", 0.001)
+    monkeypatch.setattr("agent.operations.inline._TURN_SECONDS", 0.001)
     running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     host.intercept = lambda words: Result(5, "", "no") if words[0] == "lvm" else None
     running.start(config.endpoint)
     expect.soon(lambda: "are not removed" in caplog.text)
-    assert running.ephemeral.is_alive
+    assert running.inline_volumes.is_alive
     running.stop()
-    expect.soon(lambda: not running.ephemeral.is_alive)
+    expect.soon(lambda: not running.inline_volumes.is_alive)
     host.intercept = lambda _words: None
     # It looks again, though none was known of.
-    assert programs(host, running.ephemeral.sweep) != []
-    assert programs(host, running.ephemeral.sweep) == []
+    assert programs(host, running.inline_volumes.sweep) != []
+    assert programs(host, running.inline_volumes.sweep) == []
 
 
 @pytest.mark.variation
 def test_a_service_that_ends_looks_for_nothing_more(host: AnyHost, config: Config) -> None:
     running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     running.start(config.endpoint)
-    assert running.ephemeral.is_alive
+    assert running.inline_volumes.is_alive
     running.stop()
-    expect.soon(lambda: not running.ephemeral.is_alive)
+    expect.soon(lambda: not running.inline_volumes.is_alive)
 
 
 @pytest.mark.variation
 def test_it_looks_again_and_again(
     host: AnyHost, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.publish.inline._TURN_SECONDS", 0.001)
+    monkeypatch.setattr("agent.operations.inline._TURN_SECONDS", 0.001)
     looks, enough = itertools.count(1), threading.Event()
 
-    def sweep(_: Ephemeral, group: str) -> bool:
+    def sweep(_: InlineVolumes, group: str) -> bool:
         if next(looks) == 3:
             enough.set()
         return False
 
-    monkeypatch.setattr(Ephemeral, "sweep_one", sweep)
+    monkeypatch.setattr(InlineVolumes, "sweep_one", sweep)
     running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
     running.start(config.endpoint)
     assert enough.wait(60)
@@ -573,7 +573,7 @@ def limited(host: AnyHost, config: Config) -> Iterator[Client]:
         config, inline_volume_limit=64 * MIB, inline_total_limit=Reserve(size_bytes=160 * MIB)
     )
     running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
-    running.wiper.grace_seconds = 600
+    running.eraser.grace_seconds = 600
     running.start(config.endpoint)
     with Client(config.endpoint) as caller:
         yield caller

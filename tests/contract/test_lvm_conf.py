@@ -10,9 +10,9 @@ import expect
 import pytest
 from real.any import AnyHost
 
+from agent.core.host import Host
 from agent.csi.client import Client, block
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import groups, report
 from lvm.lvm2 import Lvm
 
@@ -25,7 +25,7 @@ def serving(host: AnyHost, lvm: Lvm, group: str, directory: Path) -> Iterator[Cl
     """Carver's side of a socket, with that lvm2."""
     config = configured.carver(directory, group)
     service = Service(config, Host(host.run, host.kernel, host.devices, host.disks), lvm)
-    service.wiper.grace_seconds = 600
+    service.eraser.grace_seconds = 600
     service.start(config.endpoint)
     try:
         with Client(config.endpoint) as client:

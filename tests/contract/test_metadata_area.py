@@ -7,10 +7,10 @@ import expect
 import pytest
 from real.any import AnyHost
 
+from agent.core.volume_groups import VolumeGroups
 from agent.csi.client import Client, block, of_volume
-from agent.engine.engines import Engines
-from agent.service.server import Service
-from lvm import groups, repairs, report
+from agent.daemon.server import Service
+from lvm import groups, report
 
 MIB, GIB = 1 << 20, 1 << 30
 EXTENT = 4 * MIB
@@ -107,7 +107,7 @@ def test_a_disk_that_is_added_has_an_area_as_large_as_the_others(host: AnyHost) 
     area = 8 * MIB - groups.LABEL_BYTES
     first, second = host.new_device(64 * MIB), host.new_device(64 * MIB)
     with made(host, "room_two", first, area):
-        repairs.extend(host.lvm, "room_two", second, area)
+        groups.extend(host.lvm, "room_two", second, area)
         found = report.read(host.lvm).group("room_two")
         assert len(found.disks) == 2
         assert found.metadata_bytes == area
@@ -117,14 +117,16 @@ def test_a_disk_that_is_added_has_an_area_as_large_as_the_others(host: AnyHost) 
 def test_a_text_longer_than_what_lvm2_has_for_it_is_read_and_written(host: AnyHost) -> None:
     device = host.new_device(128 * MIB)
     with made(host, "room_long", device, 40 * MIB - groups.LABEL_BYTES):
-        engine = Engines(host.lvm, host.disks, host.devices, ["room_long"]).of("room_long")
-        assert engine is not None
+        volume_group = VolumeGroups(host.lvm, host.disks, host.devices, ["room_long"]).of(
+            "room_long"
+        )
+        assert volume_group is not None
         for part in range(12):
             facts = {f"part{part}.{number}": _WORD for number in range(800)}
-            assert engine.look() is not None
-            groups.mark(engine.lvm, "room_long", new=facts)
-        found = engine.look()
+            assert volume_group.look() is not None
+            groups.mark(volume_group.lvm, "room_long", new=facts)
+        found = volume_group.look()
         assert found is not None
         assert len(found.tags) == 12 * 800
         if found.metadata_bytes - 2 * found.metadata_free_bytes > 16 * MIB:
-            assert "global/io_memory_size=32768" in engine.lvm.settings
+            assert "global/io_memory_size=32768" in volume_group.lvm.settings

@@ -28,9 +28,9 @@ from model.machine import METADATA_EXTENTS, Machine
 from model.operations import MIB, Outcome, Use
 from real.host import Lab, real_host
 
-from agent.config.classes import DeviceClass
+from agent.core.classes import DeviceClass
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 _DISKS = (150, 100)
 _NAMES = ("a", "b", "c")

@@ -12,13 +12,13 @@ import pytest
 from real.any import AnyHost
 from real.host import RealHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from lvm import report, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 from lvm.tuning import AUTO, PLAIN, Tuning
 from proto import csi_pb2 as csi
 

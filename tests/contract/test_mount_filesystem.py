@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from real.host import RealHost
 
-from mount import errors, filesystem, mounts, options, table, target, usage
+from mount import errors, filesystem, health, mounts, options, table, target
 from mount.filesystem import Signature
 
 MIB = 1024 * 1024
@@ -131,7 +131,7 @@ def test_usage_counts_bytes_and_inodes_as_df_does(host: Any, fs_type: str) -> No
     target.ensure_directory(host.kernel, path)
     mounts.ensure_mounted(host.kernel, device, path, fs_type, options.Options())
 
-    found = usage.of(host.kernel, path)
+    found = health.of(host.kernel, path)
 
     assert 200 * MIB < found.available_bytes <= found.total_bytes <= 320 * MIB
     assert 0 < found.used_bytes < 64 * MIB
@@ -144,11 +144,11 @@ def test_growing_a_file_system_that_fills_its_device_changes_nothing(host: Any) 
     path = str(host.directory / "staging")
     target.ensure_directory(host.kernel, path)
     mounts.ensure_mounted(host.kernel, device, path, "xfs", options.Options())
-    before = usage.of(host.kernel, path)
+    before = health.of(host.kernel, path)
 
     filesystem.grow(host.kernel, table.read(host.kernel).at(path)[-1])
 
-    assert usage.of(host.kernel, path).total_bytes == before.total_bytes
+    assert health.of(host.kernel, path).total_bytes == before.total_bytes
 
 
 @pytest.mark.parametrize("fs_type", FS_TYPES)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from real.host import RealHost
 
-from mount import errors, filesystem, loop, mounts, table, target, usage
+from mount import errors, filesystem, health, loop, mounts, table, target
 from mount.options import Options
 
 MIB = 1024 * 1024
@@ -31,7 +31,7 @@ def test_a_file_is_attached_once(host: Any, file: str) -> None:
 
     assert loop.attach(host.kernel, file) == device
     assert loop.find(host.kernel, file) == device
-    assert usage.device_size_bytes(host.kernel, device) == 32 * MIB
+    assert health.device_size_bytes(host.kernel, device) == 32 * MIB
     assert not host.kernel.device_is_read_only(device)
 
 
@@ -110,7 +110,7 @@ def test_a_loop_device_grows_with_its_file(host: Any, file: str) -> None:
     loop.grow(host.kernel, device)
     loop.grow(host.kernel, device)
 
-    assert usage.device_size_bytes(host.kernel, device) == 64 * MIB
+    assert health.device_size_bytes(host.kernel, device) == 64 * MIB
 
 
 @pytest.mark.parametrize("fs_type", ["xfs", "btrfs"])
@@ -122,14 +122,14 @@ def test_a_file_system_grows_with_its_device(host: Any, file: str, fs_type: str)
     path = str(host.directory / "staging")
     target.ensure_directory(host.kernel, path)
     mounts.ensure_mounted(host.kernel, device, path, fs_type, Options())
-    before = usage.of(host.kernel, path).total_bytes
+    before = health.of(host.kernel, path).total_bytes
     os.truncate(file, 640 * MIB)
     loop.grow(host.kernel, device)
 
     for _ in range(2):
         filesystem.grow(host.kernel, table.read(host.kernel).at(path)[-1])
 
-    assert usage.of(host.kernel, path).total_bytes > before + 250 * MIB
+    assert health.of(host.kernel, path).total_bytes > before + 250 * MIB
     mounts.ensure_unmounted(host.kernel, path)
 
 

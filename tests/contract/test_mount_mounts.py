@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from mount import errors, filesystem, loop, mounts, options, table, target, usage
+from mount import errors, filesystem, health, loop, mounts, options, table, target
+from mount.kernel import Kernel
 from mount.options import Options
-from mount.syscalls import Kernel
 
 MIB = 1024 * 1024
 NONE = Options()
@@ -276,7 +276,7 @@ def test_a_device_node_is_bound_once_to_a_file(host: Any, read_only: bool) -> No
 
     assert [mount.read_only for mount in table.read(host.kernel).at(published)] == [read_only]
     assert host.kernel.device_number(published) == host.kernel.device_number(device)
-    assert usage.device_size_bytes(host.kernel, published) == 32 * MIB
+    assert health.device_size_bytes(host.kernel, published) == 32 * MIB
     target.ensure_file(host.kernel, published)
 
 

@@ -12,8 +12,8 @@ from model.stopping import Switch
 from nodes import Node
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, Mode, mounted
 from lvm import report, tags
 from mount import table

@@ -17,13 +17,13 @@ from clocks import Clock
 from nodes import LAYOUTS, MIB, SIZE, Node, Stand, volume_of, write
 from real.any import AnyHost
 
-from agent import errors, ids
-from agent.cli import moving, streams
-from agent.cli.moving import Move, Options
-from agent.config.settings import Config
+from agent.core import errors, ids
+from agent.core.settings import Config
 from agent.csi.client import block, mounted
-from agent.streams import applying
-from agent.volumes.provisioning import Provisioner
+from agent.extras.streams import reading
+from agent.extras.transfer import move_command, streams_command
+from agent.extras.transfer.move_command import Move, Options
+from agent.operations.create import Provisioner
 from lvm import volumes
 from mount.blocks import Bytes, Opened
 from proto import csi_pb2 as csi
@@ -88,7 +88,7 @@ def never(question: str) -> bool:
 
 def is_last(here: Node, words: Sequence[str]) -> bool:
     """Whether what is asked there is of the last round, while nobody can use the volume here."""
-    return "--verify" in words and bool(here.service.withheld._held)
+    return "--verify" in words and bool(here.service.holds._held)
 
 
 def cut_before_the_last(here: Node, there: Node, volume: csi.Volume) -> None:
@@ -130,7 +130,7 @@ def test_a_volume_moves_and_what_is_left_of_it_goes(
     content = here.content("vol-db")
     going = move(here, Stand(there), volume)
     told = going.run()
-    assert told["state"] == streams.READY
+    assert told["state"] == streams_command.READY
     assert usable(here) == []
     [moved] = usable(there)
     assert moved.volume_id == told["volume_id"] != volume.volume_id
@@ -144,7 +144,7 @@ def test_a_volume_moves_and_what_is_left_of_it_goes(
         here.client.publish(volume, here.directory / "staging", here.directory / "raw", block())
     # The same words again: it is so already.
     going = move(here, Stand(there), volume)
-    assert going.run()["state"] == streams.READY
+    assert going.run()["state"] == streams_command.READY
     going.finish()
     assert here.names() == set()
     assert there.names() == {"vol-db"}
@@ -170,8 +170,8 @@ def test_rounds_are_sent_while_it_is_used_and_the_last_one_when_it_is_not(
             here.client.unpublish(volume.volume_id, target)
             here.client.unstage(volume.volume_id, staging)
 
-    monkeypatch.setattr(moving, "sleep", look)
-    monkeypatch.setattr(moving, "_LOOKS", 3)
+    monkeypatch.setattr(move_command, "sleep", look)
+    monkeypatch.setattr(move_command, "_LOOKS", 3)
     stand, sent = Stand(there), []
     stand.before = lambda words: sent.append(words[-1])
     move(here, stand, volume).run()
@@ -241,10 +241,10 @@ def test_who_asks_for_a_volume_beside_another_call_asks_again(
             assert kept.wait(60)
 
     monkeypatch.setattr(here.client, "transfer", meet)
-    monkeypatch.setattr(moving, "_KEEP_SECONDS", 0.01)
+    monkeypatch.setattr(move_command, "_KEEP_SECONDS", 0.01)
     stand = Stand(there)
     stand.before = wait
-    assert move(here, stand, volume).run()["state"] == streams.READY
+    assert move(here, stand, volume).run()["state"] == streams_command.READY
     assert codes[:2] == ["ABORTED", "OK"]
 
 
@@ -263,7 +263,7 @@ def test_a_move_that_was_killed_while_it_held_the_volume_is_waited_for(
             # As its time does that is over.
             here.client.transfer("ReleaseMove", **name, **held)
 
-    monkeypatch.setattr(moving, "sleep", look)
+    monkeypatch.setattr(move_command, "sleep", look)
     move(here, Stand(there), volume).run()
     assert len(looks) == 3
     assert len(usable(there)) == 1
@@ -299,7 +299,7 @@ def test_a_base_whose_area_was_full_is_made_up_for_by_a_round_of_all(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     write_over = Overwriting(here, volume, times)
-    monkeypatch.setattr(moving, "sleep", write_over.look)
+    monkeypatch.setattr(move_command, "sleep", write_over.look)
     stand, wholes = Stand(there), []
     stand.before = lambda words: wholes.append(words) if "--abort" in words else None
     move(here, stand, volume).run()
@@ -320,7 +320,7 @@ def test_a_move_that_ended_goes_on_after_the_area_of_its_snapshot_was_full(
     def stop(_seconds: float) -> None:
         raise Cut
 
-    monkeypatch.setattr(moving, "sleep", stop)
+    monkeypatch.setattr(move_command, "sleep", stop)
     for _ in range(2):
         stand = Stand(there)
         if when == "within a round":
@@ -332,7 +332,7 @@ def test_a_move_that_ended_goes_on_after_the_area_of_its_snapshot_was_full(
             [base] = [one.snapshot_id for one in here.client.snapshots()]
             here.host.write_bytes(here.device("vol-db"), 0, random.Random(4).randbytes(MIB))
             with monkeypatch.context() as patched:
-                patched.setattr(moving, "_LOOKS", 0)
+                patched.setattr(move_command, "_LOOKS", 0)
                 stand.most_bytes = 100_000
                 with pytest.raises(errors.NodeRefused):
                     move(here, stand, volume).run()
@@ -368,7 +368,7 @@ def test_random_histories_move_to_the_byte(
 ) -> None:
     every = real and request.config.getoption("--every")
     asked = chosen.numbers("CARVER_MOVES", seed=1, histories=5 if every else 1)
-    monkeypatch.setattr(moving, "_LOOKS", 2)
+    monkeypatch.setattr(move_command, "_LOOKS", 2)
     for number in range(asked["histories"]):
         seed = f"{asked['seed']} {layout} {number}"
         kind = histories.SEALED if layout.startswith(histories.SEALED) else ""
@@ -376,7 +376,7 @@ def test_random_histories_move_to_the_byte(
         disk = histories.Disk(here.client, here.service, here.host, layout, "db")
         stand = Stand(there)
         user = User(disk, stand, clock, seed)
-        monkeypatch.setattr(moving, "sleep", user.look)
+        monkeypatch.setattr(move_command, "sleep", user.look)
         for _ in range(40):
             going = Move(here.at, stand, disk.id, options, lambda _text: None)
             # Also where an area was full: then the same words go on.
@@ -441,7 +441,7 @@ def test_who_goes_on_holding_a_volume_is_not_waited_for_for_ever(
     here.client.transfer("BeginMove", node="there", **name)
     held = here.client.transfer("HoldMove", **name)
     looks: list[float] = []
-    monkeypatch.setattr(moving, "sleep", looks.append)
+    monkeypatch.setattr(move_command, "sleep", looks.append)
     with expect.code("FAILED_PRECONDITION", "last time"):
         move(here, Stand(there), volume).run()
     assert sum(looks) > 30
@@ -533,7 +533,7 @@ def test_what_may_have_moved_on_from_there_is_taken_back_only_by_the_word_for_it
     with pytest.raises(errors.NotMoved, match="--there-is-none"):
         going.finish()
     assert (usable(here), usable(there), len(usable(third))) == ([], [], 1)
-    streams.show(going.status(), as_json=True)
+    streams_command.show(going.status(), as_json=True)
     # It is gone there, too; whoever knows that says so.
     third.client.delete(usable(third)[0].volume_id)
     going.undo(confirmed=never, is_nowhere=yes)
@@ -581,7 +581,7 @@ def test_what_was_never_usable_there_is_taken_back_unasked(
         word = here.client.transfer("MoveStatus", name="db")["word"]
         stand.before = lambda _words: None
         going.run()
-        streams.withdraw(there.at, "db", word)
+        streams_command.withdraw(there.at, "db", word)
     going.undo(confirmed=never, is_nowhere=never)
     assert usable(here) == [volume]
     assert there.names() == set()
@@ -658,8 +658,8 @@ def test_what_differs_is_not_handed_over(
     assert there.names() == set()
     assert usable(here) == [volume]
     # A part that does not get to the disk, in any round.
-    parts = applying._parts
-    monkeypatch.setattr(applying, "_parts", lambda *given: list(parts(*given))[1:])
+    parts = reading._parts
+    monkeypatch.setattr(reading, "_parts", lambda *given: list(parts(*given))[1:])
     with pytest.raises(errors.NotMoved, match="something else"):
         move(here, stand, volume).run()
     monkeypatch.undo()
@@ -703,7 +703,7 @@ def test_while_nobody_can_use_it_only_what_changed_last_is_read(
     opened = here.host.kernel.opened
 
     def count(length: int) -> None:
-        reads[bool(here.service.withheld._held)] += length
+        reads[bool(here.service.holds._held)] += length
 
     @contextmanager
     def counting(device: str, *, to_write: bool = False) -> Iterator[Opened]:
@@ -722,11 +722,11 @@ def test_while_nobody_can_use_it_only_what_changed_last_is_read(
         def stop(_seconds: float) -> None:
             raise Cut
 
-        monkeypatch.setattr(moving, "sleep", stop)
+        monkeypatch.setattr(move_command, "sleep", stop)
         with pytest.raises(Cut):
             move(here, Stand(there), volume).run()
         reads[False] = 0
-    monkeypatch.setattr(moving, "sleep", end)
+    monkeypatch.setattr(move_command, "sleep", end)
     move(here, Stand(there), volume).run()
     # Before: all of both.
     assert reads[False] >= 2 * SIZE
@@ -760,7 +760,7 @@ def test_to_an_older_carver_a_volume_moves_as_it_did(
 
     def before(words: Sequence[str]) -> None:
         if "--checksum" in words:
-            compared.append(bool(here.service.withheld._held))
+            compared.append(bool(here.service.holds._held))
 
     stand.before = before
     move(here, stand, volume).run()
@@ -776,7 +776,7 @@ def test_a_word_that_is_not_its_source_s_finishes_nothing(
     cut_before_the_last(here, there, volume)
     for word in ("", "guessed"):
         with expect.code("FAILED_PRECONDITION", "has not released"):
-            streams.finish(there.at, "db", word)
+            streams_command.finish(there.at, "db", word)
     assert usable(there) == []
     assert usable(here) == [volume]
 

@@ -12,7 +12,7 @@ import pytest
 from fakes import kubelet
 from real.any import AnyHost, device
 
-from agent.config.settings import TOPOLOGY_KEY, Config
+from agent.core.settings import TOPOLOGY_KEY, Config
 from agent.csi.client import Client, Mode, block, mounted
 from lvm import report
 from mount import filesystem, loop, table

@@ -11,7 +11,7 @@ import configured
 import pytest
 from real.any import AnyHost
 
-from agent.config.settings import Config
+from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
 from lvm import report
 from proto import csi_pb2 as csi

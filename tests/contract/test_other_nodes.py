@@ -13,13 +13,13 @@ from real.any import AnyHost
 from rich.console import Console
 
 from agent.cli import status, terminal
-from agent.config.settings import Config
+from agent.core.host import Host
+from agent.core.settings import Config
+from agent.core.volume_groups import VolumeGroups
 from agent.csi.client import Client, block
-from agent.engine.engines import Engines
-from agent.engine.host import Host
-from agent.health import group_checks, preflight
-from agent.health.verdicts import FAIL, PASS, WARN
-from agent.service.server import Service
+from agent.daemon.server import Service
+from agent.operations import preflight
+from agent.operations.preflight import FAIL, PASS, WARN
 from lvm import report
 from lvm.labels import PhysicalLabel
 
@@ -173,17 +173,17 @@ def test_of_disks_those_are_used_that_the_node_s_devices_file_lists(
     disks = [disk.name for disk in report.read(host.lvm).group(group).disks]
     root = tmp_path / "root"
     with host.listing(root, elsewhere, *disks[:listed]) as node:
-        engines = Engines(node, host.disks, host.devices, [group])
-        [engine] = engines
-        seen = engine.look()
-        assert engine.state == state
+        volume_groups = VolumeGroups(node, host.disks, host.devices, [group])
+        [volume_group] = volume_groups
+        seen = volume_group.look()
+        assert volume_group.state == state
         assert (seen is not None and len(seen.disks) - seen.missing_disks) == listed
         known = report.read(node)
         assert (group in known.groups) == (listed > 0), "as lvm2 has it"
-        looked = group_checks.Node(
+        looked = preflight.GroupNode(
             configured.carver(tmp_path, group), host.kernel, host.run, known, {}, {}, root
         )
-        [(found, message, remedy)] = group_checks.every(looked)
+        [(found, message, remedy)] = preflight.every(looked)
         assert found == verdict
         assert (f"vgimportdevices {group}" in remedy) == ("devices file" in message)
         assert ("devices file" in message) == (verdict == WARN)

@@ -9,14 +9,13 @@ import pytest
 from real.any import AnyHost
 from rich.console import Console
 
-from agent import errors
 from agent.cli import status, terminal
 from agent.cli.status import Overview, Place, Pool
-from agent.config.classes import DeviceClass
-from agent.config.groups import BackingFile, Foundation
-from agent.config.settings import Config
+from agent.core import errors
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
+from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.csi.client import Client, Mode, block, mounted
-from agent.engine.host import Host
 from lvm.lvm2 import Lvm
 
 MIB = 1 << 20
@@ -143,6 +142,6 @@ def test_a_group_that_is_not_here_is_said_to_be_missing(host: AnyHost, config: C
 def test_a_group_on_a_file_that_was_never_made_names_the_next_step(
     host: AnyHost, config: Config, tmp_path: Path
 ) -> None:
-    foundation = Foundation("carver", file=BackingFile(tmp_path / "carver.img", 64 * MIB))
+    definition = GroupDefinition("carver", file=BackingFile(tmp_path / "carver.img", 64 * MIB))
     with pytest.raises(errors.NotReady, match="start the service"):
-        look(host, replace(config, foundations=(foundation,)))
+        look(host, replace(config, definitions=(definition,)))

@@ -11,7 +11,7 @@ import pytest
 from real.any import AnyHost
 
 from agent.csi.client import Client, block, mounted
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report
 from lvm.command import Result
 from mount import table

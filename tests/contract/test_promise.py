@@ -15,15 +15,15 @@ import configured
 import pytest
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted
-from agent.engine.host import Host
-from agent.service import server
-from agent.service.server import Service
+from agent.daemon import server
+from agent.daemon.server import Service
 from lvm import report
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 DATA = Path(__file__).parents[1] / "data"
 FORMATS = sorted(DATA.glob("group-format-*.json"))
@@ -75,7 +75,7 @@ def config(host: AnyHost, group: str, tmp_path: Path) -> Config:
 def client(host: AnyHost, config: Config) -> Iterator[Client]:
     """Today's version, that went on with what was left."""
     running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
-    running.wiper.grace_seconds = running.copier.grace_seconds = 600
+    running.eraser.grace_seconds = running.copier.grace_seconds = 600
     server.resume(running)
     running.start(config.endpoint)
     with Client(config.endpoint) as caller:

@@ -11,15 +11,15 @@ import pytest
 from real.any import AnyHost
 
 from agent.cli import status
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report, tags
 from lvm.devices import Device
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 from mount import luks
 from mount.luks import Header
 from proto import csi_pb2 as csi

@@ -10,11 +10,11 @@ import pytest
 from fakes.kubelet import FakeKubelet
 from real.any import AnyHost
 
-from agent.config.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
+from agent.core.host import Host
+from agent.core.settings import DRIVER_NAME, TOPOLOGY_KEY, Config
 from agent.csi.client import Client
-from agent.engine.host import Host
-from agent.service.registration import Registration, State
-from agent.service.server import Service
+from agent.daemon.registration import Registration, State
+from agent.daemon.server import Service
 
 MIB = 1 << 20
 

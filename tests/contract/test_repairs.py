@@ -10,9 +10,9 @@ import pytest
 import serving
 from real.any import AnyHost
 
-from agent.config.settings import Config
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report
 from proto import csi_pb2 as csi
 

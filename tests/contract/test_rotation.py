@@ -14,16 +14,16 @@ from model.stopping import Switch
 from nodes import Node
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.inventory import Inventory
+from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
-from agent.engine.inventory import Inventory
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import errors, report, tags
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 from mount import luks
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

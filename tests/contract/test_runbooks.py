@@ -14,10 +14,11 @@ from binding import Cluster
 from nodes import Node, Stand
 from real.any import AnyHost
 
-from agent import errors
-from agent.cli import claims, moving, streams, terminal
-from agent.config.settings import Config
+from agent.cli import terminal
+from agent.core import errors
+from agent.core.settings import Config
 from agent.csi.client import mounted
+from agent.extras.transfer import claims, move_command, streams_command
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -57,7 +58,7 @@ def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) ->
             node.at.drop(parsed.name, confirmed=parsed.yes)
         case "snapshot", "send":
             with Path(out).open("wb") as file:
-                streams.send(
+                streams_command.send(
                     node.at, parsed.name, file, since=parsed.since or "", compress=parsed.compress
                 )
         case "volume", "receive":
@@ -65,10 +66,10 @@ def type_in(node: Node, line: str, backups: Path, stand: Stand | None = None) ->
                 if parsed.kubeconfig:
                     claims.finish(node.at, parsed)
                 else:
-                    streams.received(node.at, parsed, file)
+                    streams_command.received(node.at, parsed, file)
         case "volume", "move":
             assert stand is not None
-            moving.carry_out(node.at, parsed, lambda _node: stand)
+            move_command.carry_out(node.at, parsed, lambda _node: stand)
         case _:
             raise AssertionError(line)
 

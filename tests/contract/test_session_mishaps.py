@@ -25,12 +25,12 @@ from model.mishaps import MISHAPS, Shells
 from model.operations import MIB, Outcome
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot, of_volume
 from lvm import errors, session
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 # What a caller is told that is to call again.
 UNFINISHED = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED"}
@@ -62,16 +62,16 @@ class Place:
         arrange()
         self.settle()
         # As if someone had written to the group: calls that only look ask lvm2, too.
-        engine = self.machine.service.engines.of(self.machine.group)
-        assert engine is not None
-        engine._sight.forget()
+        volume_group = self.machine.service.volume_groups.of(self.machine.group)
+        assert volume_group is not None
+        volume_group._sight.forget()
 
     def settle(self) -> None:
         """Let what is done behind the answers come to its end, or fail."""
         for jobs in behind(self.machine.service):
             wait([job.ended for job in list(jobs._jobs.values())], _PATIENCE_SECONDS)
         with suppress(errors.LvmError):
-            self.machine.service.engines.settle()
+            self.machine.service.volume_groups.settle()
 
     def until(self, condition: Callable[[], bool], seen: Callable[[], object]) -> None:
         """What failed behind an answer is tried again."""

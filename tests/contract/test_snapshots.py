@@ -6,9 +6,9 @@ import expect
 import pytest
 from real.any import AnyHost, device
 
-from agent.config.settings import TOPOLOGY_KEY
+from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import Client, block, mounted, of_snapshot
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report, tags
 from proto import csi_pb2 as csi
 
@@ -513,7 +513,7 @@ def test_what_a_killed_lvcreate_leaves_is_no_snapshot_and_goes_at_the_next_start
     assert client.snapshots() == []
     with expect.code("ABORTED", "wiped"):
         client.snapshot("1", volume.volume_id)
-    service.wiper.resume()
-    service.wiper.jobs._workers.shutdown(wait=True)
+    service.eraser.resume()
+    service.eraser.jobs._workers.shutdown(wait=True)
     assert names(host, group) == {"vol-pvc-1"}
     assert client.snapshot("1", volume.volume_id).snapshot_id == snapshot.snapshot_id

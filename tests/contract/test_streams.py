@@ -12,10 +12,10 @@ import pytest
 from clocks import Clock
 from nodes import LAYOUTS, MIB, SIZE, Node, volume_of, write
 
-from agent import errors, ids
-from agent.cli import streams
+from agent.core import errors, ids
+from agent.core.extents import BLOCK_BYTES
 from agent.csi.client import block, mounted
-from agent.delta.extents import BLOCK_BYTES
+from agent.extras.transfer import streams_command
 
 # A snapshot's, for all that changes here after it.
 ROOM = {"size": str(SIZE)}
@@ -43,12 +43,12 @@ def test_a_chain_of_one_full_and_five_incrementals_is_equal_to_the_byte(
         since = str(number - 1) if number else ""
         chain += nodes.stream(here, str(number), since=since, compress=number % 2 == 0)
     told = nodes.receive(there, "copy", chain, other)
-    assert told["state"] == streams.RECEIVING
+    assert told["state"] == streams_command.RECEIVING
     size = SIZE + 8 * MIB
     assert there.content("vol-copy", size) == here.content("vol-db", size)
-    sums = streams.received_checksum(there.at, "copy")
-    assert sums == streams.checksum_of(here.at, "5")
-    assert streams.finish(there.at, "copy")["state"] == streams.READY
+    sums = streams_command.received_checksum(there.at, "copy")
+    assert sums == streams_command.checksum_of(here.at, "5")
+    assert streams_command.finish(there.at, "copy")["state"] == streams_command.READY
     [volume] = there.client.volumes()
     assert volume.volume_context["carver/class"] == other
 
@@ -76,10 +76,12 @@ def test_random_histories_are_sent_to_the_byte(
             compare = bool(since) and chance.random() < 0.5
             stream = nodes.stream(here, name, since=since, compare=compare)
             nodes.receive(there, "copy", stream, chance.choice(list(LAYOUTS)) if not since else "")
-            assert streams.received_checksum(there.at, "copy") == streams.checksum_of(here.at, name)
+            assert streams_command.received_checksum(
+                there.at, "copy"
+            ) == streams_command.checksum_of(here.at, name)
             since = name
         held = disk.holds(one)
-        streams.finish(there.at, "copy")
+        streams_command.finish(there.at, "copy")
         [copy] = there.client.volumes()
         assert copy.capacity_bytes >= len(held)
         place = there.directory / "staging"
@@ -104,7 +106,7 @@ def test_a_file_system_is_looked_over_and_used_where_it_came_to(here: Node, ther
     # It is no volume before it is finished.
     assert list(there.client.volumes()) == []
     there.host.commands.clear()
-    streams.finish(there.at, "copy")
+    streams_command.finish(there.at, "copy")
     assert "fsck.ext4" in {words[0] for words in there.host.commands}
     [copy] = there.client.volumes()
     assert copy.volume_id != volume.volume_id
@@ -115,7 +117,7 @@ def test_a_file_system_is_looked_over_and_used_where_it_came_to(here: Node, ther
     assert there.client.stats(copy.volume_id, place).usage[0].total > 50 * MIB
     there.client.unstage(copy.volume_id, place)
     # The second time nothing is done.
-    streams.finish(there.at, "copy")
+    streams_command.finish(there.at, "copy")
     there.client.delete(copy.volume_id)
     assert there.names() == set()
 
@@ -125,7 +127,7 @@ def test_what_is_received_is_no_volume_for_anyone(here: Node, there: Node) -> No
     volume = volume_of(here)
     here.client.snapshot("1", volume.volume_id)
     nodes.receive(there, "copy", nodes.stream(here, "1"))
-    identity = streams.status(there.at, "copy")["volume_id"]
+    identity = streams_command.status(there.at, "copy")["volume_id"]
     pretended = type(volume)(volume_id=identity)
     place = there.directory / "staging"
     for again in range(2):
@@ -143,8 +145,8 @@ def test_what_is_received_is_no_volume_for_anyone(here: Node, there: Node) -> No
             there.client.create("copy", SIZE, block())
         if not again:
             there.restart()
-    streams.abort(there.at, "copy", confirmed=True)
-    streams.abort(there.at, "copy", confirmed=True)
+    streams_command.abort(there.at, "copy", confirmed=True)
+    streams_command.abort(there.at, "copy", confirmed=True)
     assert there.names() == set()
 
 
@@ -154,29 +156,29 @@ def test_what_was_received_is_removed_only_if_somebody_says_so(here: Node, there
     here.client.snapshot("1", volume.volume_id)
     nodes.receive(there, "copy", nodes.stream(here, "1"))
     with pytest.raises(errors.NotConfirmed, match="is not removed"):
-        streams.abort(there.at, "copy", confirmed=False)
+        streams_command.abort(there.at, "copy", confirmed=False)
     assert there.names() == {"vol-copy"}
-    streams.abort(there.at, "copy", confirmed=True)
+    streams_command.abort(there.at, "copy", confirmed=True)
     assert there.names() == set()
     # There is nothing to ask about any more.
-    streams.abort(there.at, "copy", confirmed=False)
+    streams_command.abort(there.at, "copy", confirmed=False)
 
 
 def test_a_stream_that_was_cut_off_is_taken_up_where_it_was(
     here: Node, there: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.streams.applying.RECORD_SECONDS", 0.0)
+    monkeypatch.setattr("agent.extras.streams.reading.RECORD_SECONDS", 0.0)
     volume = volume_of(here)
     write(here, "vol-db", random.Random(3), 40)
     here.client.snapshot("1", volume.volume_id)
     whole = nodes.stream(here, "1")
     with pytest.raises(errors.StreamEnded, match="--status"):
         nodes.receive(there, "copy", whole[: len(whole) // 2])
-    told = streams.status(there.at, "copy")
+    told = streams_command.status(there.at, "copy")
     assert 0 < told["offset_bytes"] < SIZE
     assert not told["chain"]
     with expect.code("FAILED_PRECONDITION", "not whole"):
-        streams.finish(there.at, "copy")
+        streams_command.finish(there.at, "copy")
     there.restart()
     # What begins behind that would leave a gap.
     late = nodes.stream(here, "1", offset_bytes=told["offset_bytes"] + 4096)
@@ -222,7 +224,7 @@ def test_what_differs_alone_is_less_and_makes_the_same(
 def test_an_increment_is_taken_up_either_way_whatever_was_written_meanwhile(
     here: Node, there: Node, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.streams.applying.RECORD_SECONDS", 0.0)
+    monkeypatch.setattr("agent.extras.streams.reading.RECORD_SECONDS", 0.0)
     chance = random.Random(19)
     volume = volume_of(here, layout)
     write(here, "vol-db", chance)
@@ -236,7 +238,7 @@ def test_an_increment_is_taken_up_either_way_whatever_was_written_meanwhile(
         stream = nodes.stream(here, "2", **how)
         with pytest.raises(errors.StreamEnded):
             nodes.receive(there, "copy", stream[: len(stream) // 2], layout)
-        offset = int(str(streams.status(there.at, "copy")["offset_bytes"]))
+        offset = int(str(streams_command.status(there.at, "copy")["offset_bytes"]))
         assert offset > reached
         reached = offset
         # What the older snapshot has copies of is more from now on.
@@ -256,8 +258,8 @@ def test_an_altered_stream_changes_nothing_behind_what_was_altered(here: Node, t
     with pytest.raises(errors.BadStream, match="altered"):
         nodes.receive(there, "copy", bytes(altered))
     with expect.code("FAILED_PRECONDITION", "not whole"):
-        streams.finish(there.at, "copy")
-    streams.abort(there.at, "copy", confirmed=True)
+        streams_command.finish(there.at, "copy")
+    streams_command.abort(there.at, "copy", confirmed=True)
 
 
 @pytest.mark.variation
@@ -282,7 +284,7 @@ def test_a_stream_goes_on_from_exactly_its_base_or_is_refused(here: Node, there:
     with expect.code("FAILED_PRECONDITION", "goes on from"):
         nodes.receive(there, "copy", first)
     assert there.content("vol-copy") == here.content("snap-2")
-    streams.finish(there.at, "copy")
+    streams_command.finish(there.at, "copy")
     with expect.code("ALREADY_EXISTS", "does not come as a stream"):
         nodes.receive(there, "copy", second)
 
@@ -374,11 +376,11 @@ def test_a_volume_that_is_being_written_takes_no_other_stream(here: Node, there:
         with expect.code("FAILED_PRECONDITION", "in use"):
             nodes.receive(there, "copy", later)
         with expect.code("FAILED_PRECONDITION", "in use"):
-            streams.finish(there.at, "copy")
+            streams_command.finish(there.at, "copy")
         with expect.code("FAILED_PRECONDITION", "in use"):
-            streams.abort(there.at, "copy", confirmed=True)
+            streams_command.abort(there.at, "copy", confirmed=True)
     nodes.receive(there, "copy", later)
-    streams.abort(there.at, "copy", confirmed=True)
+    streams_command.abort(there.at, "copy", confirmed=True)
 
 
 @pytest.mark.variation
@@ -386,7 +388,7 @@ def test_a_snapshot_that_is_sent_is_not_deleted_meanwhile(here: Node) -> None:
     volume = volume_of(here)
     snapshot = here.client.snapshot("1", volume.volume_id)
     with (
-        streams.outgoing(here.at, snapshot.snapshot_id),
+        streams_command.outgoing(here.at, snapshot.snapshot_id),
         expect.code("FAILED_PRECONDITION"),
     ):
         here.client.delete_snapshot(snapshot.snapshot_id)
@@ -403,9 +405,9 @@ def test_a_stream_is_not_for_a_terminal(here: Node) -> None:
             return True
 
     with pytest.raises(errors.TransferFailed, match="terminal"):
-        streams.send(here.at, "1", Terminal())
+        streams_command.send(here.at, "1", Terminal())
     with pytest.raises(errors.TransferFailed, match="terminal"):
-        streams.receive(here.at, "copy", Terminal())
+        streams_command.receive(here.at, "copy", Terminal())
     assert here.names() == {"vol-db", "snap-1"}
 
 
@@ -427,7 +429,7 @@ def test_what_a_stream_says_of_its_volume_is_checked(
     volume = volume_of(here)
     snapshot = here.client.snapshot("1", volume.volume_id)
     out = io.BytesIO()
-    with streams.outgoing(here.at, snapshot.snapshot_id) as source:
+    with streams_command.outgoing(here.at, snapshot.snapshot_id) as source:
         header = replace(source.header, facts={**source.header.facts, **facts})
         replace(source, header=header).send(out.write)
     with expect.code("INVALID_ARGUMENT", field):
@@ -451,7 +453,7 @@ def test_an_encrypted_volume_is_opened_by_its_key_where_it_came_to(
     here.client.unstage(volume.volume_id, place)
     here.client.snapshot("1", volume.volume_id)
     nodes.receive(there, "copy", nodes.stream(here, "1"))
-    streams.finish(there.at, "copy")
+    streams_command.finish(there.at, "copy")
     [copy] = there.client.volumes()
     assert copy.capacity_bytes == volume.capacity_bytes
     assert copy.volume_context == volume.volume_context
@@ -496,8 +498,10 @@ def test_an_increment_of_an_encrypted_volume_has_its_header_and_all_that_changed
             there, name, whole + nodes.stream(here, "1", since="0", compare=compare), layout
         )
         assert there.content(f"vol-{name}", size) == here.content("snap-1", size)
-        assert streams.received_checksum(there.at, name) == streams.checksum_of(here.at, "1")
-    streams.finish(there.at, name)
+        assert streams_command.received_checksum(there.at, name) == streams_command.checksum_of(
+            here.at, "1"
+        )
+    streams_command.finish(there.at, name)
     [copy] = there.client.volumes()
     there.client.stage(copy, there.directory / "staging", block(), {"passphrase": "Tr0ub4dor&3"})
     there.client.unstage(copy.volume_id, there.directory / "staging")
@@ -513,7 +517,7 @@ def test_an_encrypted_volume_that_was_never_used_gets_its_header_where_it_came_t
     here.client.stage(volume, here.directory / "staging", block(), KEY)
     here.client.unstage(volume.volume_id, here.directory / "staging")
     nodes.receive(there, "copy", nodes.stream(here, "1"))
-    streams.finish(there.at, "copy")
+    streams_command.finish(there.at, "copy")
     [copy] = there.client.volumes()
     there.client.stage(copy, there.directory / "staging", block(), {"passphrase": "another"})
     there.client.unstage(copy.volume_id, there.directory / "staging")

@@ -7,7 +7,7 @@ import pytest
 from real.any import AnyHost
 
 from agent.csi.client import Client, block, mounted
-from agent.service.server import Service
+from agent.daemon.server import Service
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -73,7 +73,7 @@ def test_a_deletion_resumes_it_and_wipes(host: AnyHost, client: Client, volume: 
 def test_a_start_resumes_it(
     host: AnyHost, group: str, service: Service, volume: csi.Volume
 ) -> None:
-    service.wiper.resume()
+    service.eraser.resume()
     assert not host.is_suspended(group, NAME)
 
 

@@ -8,13 +8,13 @@ import expect
 import pytest
 from real.any import AnyHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -98,8 +98,8 @@ def test_a_pool_over_whose_making_lvm2_died_is_made_anew_or_removed(
         client.stage(volume, host.directory / "staging", block())
         client.unstage(volume.volume_id, host.directory / "staging")
     else:
-        assert service.reclaimer.resume() == 1
-        service.reclaimer.jobs._workers.shutdown(wait=True)
+        assert service.pool_remover.resume() == 1
+        service.pool_remover.jobs._workers.shutdown(wait=True)
         assert not report.read(host.lvm).group(group).volumes
 
 
@@ -192,7 +192,7 @@ def test_dmeventd_is_asked_to_watch_neither_a_pool_nor_the_area_of_a_snapshot(
     device = host.devices.find(group, "vol-pvc-1")
     assert device is not None
     host.write_bytes(device.path, 0, b"x" * (2 * EXTENT))
-    assert service.grower.step(0)
+    assert service.autoextender.step(0)
     assert host.watched(group) == set()
     for snapshot in snapshots:
         client.delete_snapshot(snapshot.snapshot_id)
@@ -238,7 +238,7 @@ def test_a_pool_that_leaked_a_chunk_when_its_disk_failed_is_overwritten_whole_an
     host.intercept = look
     with host.impatient():
         client.delete(last.volume_id)
-        service.reclaimer.give_back(group, "pool-twice").result(600)
+        service.pool_remover.give_back(group, "pool-twice").result(600)
     assert left == [bytes(len(left[0]))]
 
 
@@ -248,8 +248,8 @@ def test_a_pool_that_an_earlier_process_left_empty_is_given_back(
     volume = client.create("pvc-1", 8 * MIB, block(), parameters=THIN)
     host.lvm("lvremove", "--yes", "--", f"{group}/vol-pvc-1")
     service.inventory.read()
-    assert service.reclaimer.resume() == 1
-    service.reclaimer.give_back(group, "pool-thin").result(600)
+    assert service.pool_remover.resume() == 1
+    service.pool_remover.give_back(group, "pool-thin").result(600)
     assert report.read(host.lvm).group(group).free_extents == 30
     client.delete(volume.volume_id)
 

@@ -11,14 +11,14 @@ from real.any import AnyHost, device
 from real.host import RealHost
 from tiers import FAST, SLOW, free
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import caches, report, tags, volumes
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -124,7 +124,7 @@ def test_a_pool_grows_below_its_cache_and_what_was_written_stays(
     pieces = [bytes([number]) * MIB for number in range(1, 32)]
     for number, piece in enumerate(pieces):
         host.write_bytes(path, number * MIB, piece)
-    assert service.grower.step(0)
+    assert service.autoextender.step(0)
     grown = pool(host, group, name)
     assert grown.size_bytes > 40 * MIB
     assert CACHES[name].kind in grown.layout
@@ -249,7 +249,7 @@ def test_an_empty_pool_that_is_not_active_is_given_back_with_its_cache(
     host.lvm("lvremove", "--yes", "--", f"{group}/vol-pvc-1")
     host.deactivate(group, f"pool-{name}")
     service.inventory.read()
-    assert service.reclaimer.resume() == 1
-    service.reclaimer.give_back(group, f"pool-{name}").result(600)
+    assert service.pool_remover.resume() == 1
+    service.pool_remover.give_back(group, f"pool-{name}").result(600)
     assert free(host, group) == (sum(SLOW), sum(FAST))
     client.delete(volume.volume_id)

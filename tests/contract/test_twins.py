@@ -13,10 +13,10 @@ from fakes.host import FakeHost
 from fakes.images import Area, Image, metadata
 from real.any import AnyHost
 
-from agent.config.settings import Config
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report
 from lvm.lvm2 import Lvm
 from mount.filesystem import Signature
@@ -96,7 +96,7 @@ def serving(host: AnyHost, config: Config, lvm: Lvm) -> Iterator[tuple[Service, 
     """Carver as it starts, on a socket of its own."""
     machine = Host(host.run, host.kernel, host.devices, host.disks, stream=host.stream)
     service = Service(config, machine, lvm)
-    service.wiper.grace_seconds = service.copier.grace_seconds = 600
+    service.eraser.grace_seconds = service.copier.grace_seconds = 600
     service.start(config.endpoint)
     try:
         with Client(config.endpoint) as client:
@@ -142,11 +142,11 @@ def test_a_twin_that_comes_while_the_group_is_in_use_is_reported_and_ignored(
 ) -> None:
     disks = [host.new_device(480 * MIB) for _ in range(2)]
     # lvm2 may see all disks of this host that are there by now.
-    service.engines.node.devices = host.lvm.devices
+    service.volume_groups.node.devices = host.lvm.devices
     volume = client.create("kept", 16 * MIB, block())
     take_away = twin(host, group, disks)
     # As udev tells.
-    service.engines.outdate()
+    service.volume_groups.outdate()
 
     use(client, "new", tmp_path)
 
@@ -155,7 +155,7 @@ def test_a_twin_that_comes_while_the_group_is_in_use_is_reported_and_ignored(
     assert "is not used for volume group" in message
     assert "global_filter" in message
     take_away()
-    service.engines.outdate()
+    service.volume_groups.outdate()
     client.delete(volume.volume_id)
     assert "DiskIgnored" not in told(client)
 

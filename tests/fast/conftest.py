@@ -11,9 +11,9 @@ from fakes.disk import Disk
 from fakes.host import FakeHost
 from hypothesis import HealthCheck, settings
 
-from agent.config.settings import Config
+from agent.core.settings import Config
 from agent.csi.client import Client
-from agent.service.server import Service
+from agent.daemon.server import Service
 
 # The same cases everywhere, each time. A machine that is busy with other work is slow at anything,
 # and no test is about that.

@@ -5,10 +5,10 @@ import types
 import grpc
 import pytest
 
-import agent.errors
+import agent.core.errors
 import lvm.errors
 import mount.errors
-from agent import codes
+from agent.core import codes
 
 
 def errors_of(module: types.ModuleType) -> list[type[Exception]]:
@@ -21,7 +21,7 @@ def errors_of(module: types.ModuleType) -> list[type[Exception]]:
     ]
 
 
-@pytest.mark.parametrize("module", [agent.errors, lvm.errors, mount.errors])
+@pytest.mark.parametrize("module", [agent.core.errors, lvm.errors, mount.errors])
 def test_every_error_is_in_the_table(module: types.ModuleType) -> None:
     listed = {kind for kind, _ in codes.TABLE}
     assert [one.__name__ for one in errors_of(module) if one not in listed] == []

@@ -10,12 +10,11 @@ import expect
 import pytest
 from fakes.host import FakeHost
 
-from agent import admission
-from agent import locks as locks_module
+from agent.core import locks as admission
+from agent.core.errors import OperationPending
+from agent.core.locks import MOST_CALLS_WAITING, VolumeLocks
 from agent.csi.client import Client, block, mounted
-from agent.errors import OperationPending
-from agent.locks import MOST_WAITING, VolumeLocks
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import command
 from lvm.command import Result
 
@@ -33,7 +32,7 @@ def locks() -> VolumeLocks:
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(MOST_WAITING + 2) as threads:
+    with ThreadPoolExecutor(MOST_CALLS_WAITING + 2) as threads:
         yield threads
 
 
@@ -71,7 +70,7 @@ def test_the_production_s_patience_is_that_of_a_caller_s_first_back_offs(
     assert 1 < VolumeLocks().grace_seconds <= 5
     # The rest is for unpublishing, statistics and the like, whatever else is at work.
     others = admission.THREADS - admission.PLACES - admission._ASIDE
-    assert others >= 2 * locks_module.MOST_WAITING
+    assert others >= 2 * MOST_CALLS_WAITING
 
 
 def test_calls_that_meet_another_have_their_turn_in_the_order_in_which_they_came(
@@ -122,7 +121,7 @@ def test_so_many_wait_and_no_more(locks: VolumeLocks, pool: ThreadPoolExecutor) 
     calls = Calls(locks, pool)
     with ExitStack() as held:
         held.enter_context(locks.hold("a"))
-        for number in range(MOST_WAITING):
+        for number in range(MOST_CALLS_WAITING):
             calls.make(str(number), "a")
         with pytest.raises(OperationPending), locks.hold("a"):
             pass
@@ -131,7 +130,7 @@ def test_so_many_wait_and_no_more(locks: VolumeLocks, pool: ThreadPoolExecutor) 
         with locks.hold("b"):
             pass
     calls.end()
-    assert len(calls.order) == MOST_WAITING
+    assert len(calls.order) == MOST_CALLS_WAITING
 
 
 def test_what_is_waited_for_without_a_lock_may_need_the_lock(

@@ -12,10 +12,9 @@ import grpc
 import pytest
 from google.protobuf.message import Message
 
-from agent import errors, secret
+from agent.core import errors, requests, secret
+from agent.core.secret import Key, Keys
 from agent.csi.interceptor import Interceptor
-from agent.requests import node
-from agent.secret import Key, Keys
 from proto import csi_pb2 as csi
 
 
@@ -88,7 +87,7 @@ def test_a_request_s_keys_are_read_and_its_texts_overwritten(
 
     monkeypatch.setattr(secret, "wipe", wipe)
     wire = csi.NodeStageVolumeRequest(secrets={"passphrase": "hunter2", "user": "alice"})
-    keys = node.keys_of(wire.secrets)
+    keys = requests.keys_of(wire.secrets)
     assert keys.present is not None
     assert keys.present.data == b"hunter2"
     assert keys.previous is None

@@ -12,11 +12,11 @@ import pytest
 from fakes.host import FakeHost
 from fakes.kernel import _FakeReader
 
-from agent import admission, errors
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core import errors, locks
+from agent.core.classes import DeviceClass
+from agent.core.locks import Shares
+from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted
-from agent.shares import Shares
 from proto import csi_pb2 as csi
 
 EXTENT = 4 << 20
@@ -63,8 +63,8 @@ def fake(tmp_path: Path) -> FakeHost:
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
     """Of a service with so few threads that a test can have all of them wait."""
-    monkeypatch.setattr(admission, "_OTHERS", 12)
-    monkeypatch.setattr(admission, "THREADS", 16)
+    monkeypatch.setattr(locks, "_OTHERS", 12)
+    monkeypatch.setattr(locks, "THREADS", 16)
     classes = tuple(DeviceClass(one, one) for one in ("sick", "sound"))
     return configured.carver(tmp_path, classes=classes)
 

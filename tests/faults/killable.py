@@ -19,11 +19,10 @@ from unittest.mock import patch
 
 from model.stopping import Switch
 
-from agent import log
 from agent.cli import main as cli
-from agent.config import settings
-from agent.engine.host import this_host
-from agent.service import process, server
+from agent.core import settings
+from agent.core.host import this_host
+from agent.daemon import log, process, server
 from lvm.session import Session
 
 

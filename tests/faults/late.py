@@ -5,7 +5,7 @@ from faults.outside import loop_file
 from model import operations as do
 from model.operations import MIB, Use
 
-from agent import fact
+from agent.core import tag
 from agent.csi.client import Client
 from lvm import tags
 from mount import loop
@@ -26,8 +26,8 @@ def group_late(bench: Bench) -> tuple[int, str]:
             snapshot = machine.client.snapshot("1", _id(machine.client, "a"))
             machine.stop()
             # As a kill leaves it, right after the deletion was put on record.
-            (new,) = tags.encode({fact.STATE: fact.WIPING})
-            (old,) = tags.encode({fact.STATE: fact.READY})
+            (new,) = tags.encode({tag.STATE: tag.WIPING})
+            (old,) = tags.encode({tag.STATE: tag.READY})
             host.lvm("lvchange", "--addtag", new, "--deltag", old, "--", f"{group}/vol-b")
             host.lvm("vgchange", "--activate", "n", "--", group)
             trial.model.deactivate("a")

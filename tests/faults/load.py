@@ -28,12 +28,12 @@ from faults import leftovers
 from faults.bench import Bench
 from faults.process import GONE, Fault, await_begun
 
-from agent.config.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
+from agent.core.ids import VolumeId
+from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import Client, Mode, block, mounted
-from agent.ids import VolumeId
 from lvm.devices import KernelDevices
 from mount import table
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from model import operations as do
 from model.expected import Model
 from model.operations import MIB, Use
 
+from agent.core.ids import VolumeId
 from agent.csi.client import Client, block
-from agent.ids import VolumeId
 from lvm import report
 from lvm.devices import Device
 from proto import csi_pb2 as csi

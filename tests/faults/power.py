@@ -11,7 +11,7 @@ from dataclasses import asdict
 from faults import load
 from faults.process import await_begun
 
-from agent.config.settings import DEFAULT_SOCKET
+from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client
 
 _CLIENTS = 8

@@ -18,11 +18,11 @@ from pathlib import Path
 import grpc
 from lab import forged
 
-from agent import ids
-from agent.config.settings import DEFAULT_SOCKET
+from agent.core import ids
+from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client, block, mounted, of_volume
 from mount import luks, table
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

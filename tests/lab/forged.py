@@ -13,16 +13,16 @@ from pathlib import Path
 
 import configured
 
+from agent.core.host import Host
 from agent.csi.client import Client, block
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report
 from lvm.devices import KernelDevices
 from lvm.disks import KernelDisks
 from lvm.lvm2 import Lvm
 from lvm.programs import Programs
 from mount import loop
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 MIB = 1 << 20
 OPERATORS = "across_reboot"

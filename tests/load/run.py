@@ -29,7 +29,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from agent.config.settings import DEFAULT_SOCKET
+from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client
 from proto import csi_pb2 as csi
 

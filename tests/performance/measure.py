@@ -36,7 +36,7 @@ from performance.rows import Row, Samples
 from performance.service import Served
 from rich.console import Console
 
-from agent import errors
+from agent.core import errors
 from agent.csi.client import Client, block
 from proto import csi_pb2 as csi
 

@@ -37,9 +37,9 @@ from performance import document, rows, tables
 from performance.rows import Commands, Row
 from rich.console import Console
 
+from agent.core.background import DeferredWork
+from agent.core.ids import VolumeId
 from agent.csi.client import Client
-from agent.engine.behind import Behind
-from agent.ids import VolumeId
 from lvm.command import Result
 
 _GROUP = "data"
@@ -227,7 +227,7 @@ class Bench:
             after.processes - commands.processes, after.session - commands.session
         )
         # What is put off until the answer is no part of the call, nor of the next one.
-        self.service.engines.settle()
+        self.service.volume_groups.settle()
         return answer
 
     def live(self, number: int) -> None:
@@ -265,7 +265,7 @@ class Bench:
 
 def measure(rounds: int) -> list[Row]:
     """The figures of OWN, in its order."""
-    waking = mock.patch.object(Behind, "wake")
+    waking = mock.patch.object(DeferredWork, "wake")
     with TemporaryDirectory(prefix="carver-own-") as name, waking:
         bench = Bench(Path(name))
         try:

@@ -15,7 +15,7 @@ import psutil
 from performance.rows import Commands
 from resident import Resident
 
-from agent import sockets
+from agent.core import sockets
 from agent.csi.client import Client
 
 # A class whose volumes pass dm-crypt's work queues by.

@@ -14,15 +14,15 @@ from typing import Any, cast
 from performance import rows
 from performance.rows import Samples
 
-from agent.cli import streams
 from agent.cli.volumes import Manual
+from agent.core.host import Host
+from agent.core.ids import VolumeId
 from agent.csi.client import Client, block
-from agent.engine.host import Host
-from agent.ids import VolumeId
+from agent.extras.transfer import streams_command
 from lvm.devices import KernelDevices
 from lvm.disks import KernelDisks
 from lvm.programs import Programs
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 _MIB = 1 << 20
 # What changed, in one piece, and what is around it: large enough that a second of calls around
@@ -62,7 +62,7 @@ def measure(
             for name, step in reversed(steps) if number % 2 else steps:
                 if name != rows.DD:
                     # What the increment applies to, as it was.
-                    streams.abort(at, _STREAMED, confirmed=True)
+                    streams_command.abort(at, _STREAMED, confirmed=True)
                     _piped(at, base, "")
                 _forget()
                 settle()
@@ -78,7 +78,7 @@ def _made(at: Manual) -> Iterator[str]:
             made.append(at.caller.create(name, _SIZE_MIB * _MIB, block()).volume_id)
         yield made[0]
     finally:
-        streams.abort(at, _STREAMED, confirmed=True)
+        streams_command.abort(at, _STREAMED, confirmed=True)
         for one in at.caller.snapshots(volume_id=made[0]) if made else ():
             at.caller.delete_snapshot(one.snapshot_id)
         for identity in made:
@@ -98,16 +98,19 @@ class _Receiving:
 
     def __call__(self) -> None:
         with os.fdopen(self.descriptor, "rb") as source:
-            streams.receive(self.at, _STREAMED, source)
+            streams_command.receive(self.at, _STREAMED, source)
 
 
 def _piped(at: Manual, snapshot_id: str, base: str, *, compare: bool = False) -> None:
     reading, writing = os.pipe()
-    streams.widen(writing)
+    streams_command.widen(writing)
     with ThreadPoolExecutor(1) as pool:
         received = pool.submit(_Receiving(at, reading))
         try:
-            with os.fdopen(writing, "wb") as out, streams.outgoing(at, snapshot_id, base) as going:
+            with (
+                os.fdopen(writing, "wb") as out,
+                streams_command.outgoing(at, snapshot_id, base) as going,
+            ):
                 going.send(out.write, compare=compare)
         except BrokenPipeError:
             pass  # the receiver says why

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 # One of each kind that Carver knows, by its name, with as few disks as show what it is.
 LAYOUTS: Mapping[str, Layout] = {

@@ -14,11 +14,11 @@ from dataclasses import replace
 from clocks import Clock
 from real.any import AnyHost
 
-from agent import ids
-from agent.config.classes import DeviceClass
+from agent.core import ids
+from agent.core.classes import DeviceClass
+from agent.core.extents import BLOCK_BYTES
 from agent.csi.client import Client, block
-from agent.delta.extents import BLOCK_BYTES
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report, tags, volumes
 from mount import cryptsetup
 from mount.cryptsetup import Cryptsetup
@@ -88,7 +88,7 @@ class Disk:
         return opened.path
 
     def _see_ends(self) -> None:
-        """What nobody wrote at the ends has zeroes once it is open (mount/ends.py)."""
+        """What nobody wrote at the ends has zeroes once it is open (mount/luks.py)."""
         for at in {0, max(0, len(self.held) - _END_BYTES)} if self.held else ():
             found = self.host.read_bytes(self._mapping(), at, _END_BYTES)
             for number in _blocks(at, _END_BYTES) - self.written:

@@ -2,22 +2,25 @@
 
 from real.any import AnyHost
 
-from agent.config.settings import Config
-from agent.engine import sources
-from agent.engine.engines import Engines
-from agent.engine.sources import Foundations
+from agent.core import group_definitions
+from agent.core.group_definitions import GroupDefinitions
+from agent.core.settings import Config
+from agent.core.volume_groups import VolumeGroups
 from lvm.command import Run
 from lvm.lvm2 import Lvm
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 
 def lay(
     host: AnyHost, config: Config, run: Run | None = None, kernel: Kernel | None = None
-) -> tuple[Lvm, Foundations]:
+) -> tuple[Lvm, GroupDefinitions]:
     """How lvm2 is called from then on, and what came of it."""
-    lvm, laid = sources.on_node(run or host.run, config), Foundations(kernel or host.kernel)
-    engines = Engines(lvm, host.disks, host.devices, config.groups)
-    sources.begin(lvm, laid, config, engines)
+    lvm, laid = (
+        group_definitions.on_node(run or host.run, config),
+        GroupDefinitions(kernel or host.kernel),
+    )
+    volume_groups = VolumeGroups(lvm, host.disks, host.devices, config.groups)
+    group_definitions.begin(lvm, laid, config, volume_groups)
     for group in config.groups:
-        sources.lay(lvm, laid, config, engines, group)
+        group_definitions.lay(lvm, laid, config, volume_groups, group)
     return lvm, laid

@@ -9,7 +9,7 @@ import kubernetes_validate
 import yaml
 
 from agent.cli import main as cli
-from agent.config import settings
+from agent.core import settings
 
 # The newest that the schemas' package knows is what the sidecars' newest releases are made for.
 KUBERNETES_VERSION = "1.37"

@@ -18,14 +18,15 @@ from model.machine import bury, die
 from model.stopping import Switch
 from real.any import AnyHost, device
 
-from agent import errors
-from agent.cli import main, streams
+from agent.cli import main
 from agent.cli.volumes import Manual
-from agent.config.settings import Config
+from agent.core import errors
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.engine.host import Host
-from agent.service import server
-from agent.service.server import Service
+from agent.daemon import server
+from agent.daemon.server import Service
+from agent.extras.transfer import streams_command
 from lvm import volumes
 from mount.blocks import Bytes
 from proto import csi_pb2 as csi
@@ -114,7 +115,7 @@ def started(host: AnyHost, config: Config, switch: Switch | None = None) -> Serv
     running = Service(config, seen, replace(host.lvm, run=run))
     # A delete has ended when it answers; one whose wipe died with the process has not.
     seconds = 600 if switch.stop_at < 0 else 2
-    running.wiper.grace_seconds = running.copier.grace_seconds = seconds
+    running.eraser.grace_seconds = running.copier.grace_seconds = seconds
     # Who moves a volume asks for it again and again, beside what a test does: calls take turns,
     # but where a kill ended one its turn never comes.
     running.locks.grace_seconds = 5.0 if switch.stop_at < 0 else 0.0
@@ -167,12 +168,12 @@ def write(
 
 def stream(node: Node, name: str, **options: object) -> bytes:
     out = io.BytesIO()
-    streams.send(node.at, name, out, **options)  # type: ignore[arg-type]
+    streams_command.send(node.at, name, out, **options)  # type: ignore[arg-type]
     return out.getvalue()
 
 
 def receive(node: Node, name: str, data: bytes, device_class: str = "") -> dict[str, object]:
-    return streams.receive(node.at, name, io.BytesIO(data), device_class=device_class)
+    return streams_command.receive(node.at, name, io.BytesIO(data), device_class=device_class)
 
 
 class Stand:
@@ -210,7 +211,7 @@ class Stand:
         parsed = command_line().parse_args(words)
         self.before(words)
         try:
-            told = streams.received(self._there.at, parsed, source)
+            told = streams_command.received(self._there.at, parsed, source)
         except (errors.AgentError, grpc.RpcError) as error:
             why = error.details() if isinstance(error, grpc.RpcError) else str(error)
             raise errors.NodeRefused(self.node, " ".join(words), str(why)) from None

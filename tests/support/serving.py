@@ -5,11 +5,11 @@ from typing import Any
 
 from fakes.host import FakeHost
 
-from agent.config.settings import Config
-from agent.engine.host import Host
-from agent.engine.jobs import Jobs
-from agent.service import server
-from agent.service.server import Service
+from agent.core.host import Host
+from agent.core.jobs import TaskQueue
+from agent.core.settings import Config
+from agent.daemon import server
+from agent.daemon.server import Service
 
 
 def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
@@ -30,11 +30,11 @@ def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
 def again(service: Service) -> None:
     """What is done a minute later behind the answers, until it has come to its end."""
     for _ in range(4):
-        every: list[Jobs[Any]] = [service.wiper.jobs, service.giving_up.jobs]
+        every: list[TaskQueue[Any]] = [service.eraser.jobs, service.freed_eraser.jobs]
         for jobs in every:
             for job in list(jobs._jobs.values()):
                 wait([job.ended], 20)
                 service.inventory.read()
                 jobs._look_again(job)
             wait([one.ended for one in list(jobs._jobs.values())], 20)
-        wait([one.ended for one in list(service.reclaimer.jobs._jobs.values())], 20)
+        wait([one.ended for one in list(service.pool_remover.jobs._jobs.values())], 20)

@@ -14,10 +14,10 @@ from real.host import RealHost, lab
 from vm import deeds
 from vm.told import EXTENT_BYTES
 
-from agent.config.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
+from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import Client
 from mount import table
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 DROP_IN = Path("/run/systemd/system/carver.service.d/test.conf")
 Restart = Callable[[str], None]

@@ -20,7 +20,7 @@ import pyudev
 
 from agent.csi.client import Client, block, mounted
 from mount import loop, table
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ from fakes.images import Area, Image
 from real.host import RealHost
 
 from lvm import report
-from lvm.metadata import Group
+from lvm.labels import Group
 
 EVIL = "EviLpv-evil-evil-evil-evil-evil-EviLpv"
 TWIN = "EviLvg-evil-evil-evil-evil-evil-EviLvg"

@@ -11,7 +11,7 @@ import pytest
 from vm import deeds
 from vm.conftest import Restart
 
-from agent.config.settings import DEFAULT_SOCKET
+from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client, mounted
 
 MIB = 1 << 20

@@ -17,15 +17,15 @@ import expect
 import pytest
 from real.host import RealHost, lab, real_host
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.engine.host import Host
-from agent.service.server import Service
-from lvm import pools, report
+from agent.daemon.server import Service
+from lvm import report, thin
 from lvm.devicemapper import ThinPool
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -58,9 +58,9 @@ def service(host: RealHost, group: str, tmp_path: Path) -> Iterator[Service]:
         tmp_path, classes=classes, kubelet_dir=(str(host.directory),)
     )
     running = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
-    running.wiper.grace_seconds = 600
+    running.eraser.grace_seconds = 600
     running.start(config.endpoint)
-    running.grower.start()
+    running.autoextender.start()
     yield running
     running.stop()
 
@@ -120,7 +120,7 @@ def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
     client: Client, service: Service, host: RealHost, group: str
 ) -> None:
     def pool() -> ThinPool:
-        found = pools.status_of(host.devices.status(group, "pool-thin"))
+        found = thin.status_of(host.devices.status(group, "pool-thin"))
         assert found is not None
         return found
 
@@ -159,15 +159,15 @@ def test_no_write_fails_while_a_pool_can_grow_and_none_is_harmed_when_it_cannot(
         # As long as it can grow no write fails, and nothing is wrong.
         while len(filling.written) * MIB < largest * 80 // 100:
             filling.write()
-        while service.grower.step(0):
+        while service.autoextender.step(0):
             pass
-        assert service.grower.counts()["data", "extended"] > 3
+        assert service.autoextender.counts()["data", "extended"] > 3
         assert told() == set()
 
         # There is no more room: that is told before it is too late.
         while pool().used_data_blocks * 64 * 1024 < largest * 91 // 100:
             filling.write()
-        while service.grower.step(0):
+        while service.autoextender.step(0):
             pass
         assert pool().size_bytes == largest
         assert 90 < pool().data_percent < 95

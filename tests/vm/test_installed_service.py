@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 from vm.tracing import traced
 
-from agent.config.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
+from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import Client, Mode, block, mounted
 from mount import table
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 MIB = 1 << 20
 

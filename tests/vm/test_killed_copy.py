@@ -13,9 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from agent.config.settings import DEFAULT_SOCKET
+from agent.core.ids import VolumeId
+from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client, block, of_snapshot
-from agent.ids import VolumeId
 from lvm.devices import KernelDevices
 from proto import csi_pb2 as csi
 

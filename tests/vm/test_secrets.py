@@ -18,7 +18,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 from vm.tracing import traced
 
-from agent.config.settings import DEFAULT_SOCKET
+from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client, Mode, mounted
 from proto import csi_pb2 as csi
 

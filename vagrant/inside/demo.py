@@ -30,7 +30,7 @@ import agent  # noqa: F401  isort: skip
 import grpc
 
 from agent.cli.terminal import human
-from agent.config.settings import DEFAULT_SOCKET
+from agent.core.settings import DEFAULT_SOCKET
 from agent.csi import client
 from proto import csi_pb2 as csi
 from vagrant.inside import show, witness

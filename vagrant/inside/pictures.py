@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.terminal_theme import SVG_EXPORT_THEME
 from rich.text import Text
 
-from agent import sockets
+from agent.core import sockets
 from agent.csi.client import Client, Mode, mounted
 
 _MIB = 1 << 20

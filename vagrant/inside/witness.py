@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from agent.cli.terminal import human
-from agent.ids import VolumeId
+from agent.core.ids import VolumeId
 from lvm import names
 from mount import table
 

@@ -9,11 +9,11 @@ from fakes.host import FakeHost
 
 from agent.cli import main as cli
 from agent.cli import terminal
-from agent.config import settings as configuration
-from agent.config.settings import Config
+from agent.core import settings as configuration
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import errors
 from lvm.devices import Device
 from mount import luks
@@ -58,7 +58,7 @@ def shell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Shell:
     machine = Host(fake.run, fake.kernel, fake.devices, fake.disks)
-    monkeypatch.setattr("agent.engine.host.this_host", lambda _settings: machine)
+    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine)
     monkeypatch.setattr(configuration, "load", lambda _arguments, _environment: config)
     return Shell(tmp_path, capsys)
 

@@ -14,8 +14,8 @@ from fakes.host import FakeHost
 
 from agent.cli import main as cli
 from agent.cli import status, terminal
-from agent.config import settings
-from agent.engine.host import Host
+from agent.core import settings
+from agent.core.host import Host
 
 MIB = 1 << 20
 
@@ -26,7 +26,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHost:
     host = FakeHost(tmp_path)
     host.new_group(100)
     machine = Host(host.run, host.kernel, host.devices, host.disks)
-    monkeypatch.setattr("agent.engine.host.this_host", lambda _settings: machine)
+    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine)
     return host
 
 
@@ -146,7 +146,7 @@ def test_what_is_refused_later_is_told_in_one_line_too(
 PRINTING = """
 import sys
 from agent.cli import main
-from agent.health.preflight import Finding
+from agent.operations.preflight import Finding
 lines, verdict, *words = sys.argv[1:]
 main.os.geteuid = lambda: 0
 main._node_findings = lambda _config: [Finding("lvm2", verdict, "as it is")] * int(lines)
@@ -185,9 +185,10 @@ def test_a_reader_that_wants_no_more_is_no_failure_of_a_check(
 # What `carver snapshot send` does, without a snapshot.
 SENDING = """
 import sys
-from agent.cli import main, streams
+from agent.cli import main
+from agent.extras.transfer import streams_command
 def send(_parsed):
-    with streams._told("sending monday"):
+    with streams_command._told("sending monday"):
         sys.stdout.buffer.write(b"x" * int(sys.argv[1]))
         sys.stdout.buffer.flush()
 main._completion = send
@@ -246,7 +247,7 @@ def test_an_interrupted_command_ends_as_shells_expect(
 
 def test_the_service_loads_nothing_that_is_for_people() -> None:
     code = (
-        "import sys; import agent.cli.main, agent.service.process, agent.service.metrics;"
+        "import sys; import agent.cli.main, agent.daemon.process, agent.daemon.metrics;"
         " print({'rich', 'shtab', 'yaml'} & set(sys.modules))"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

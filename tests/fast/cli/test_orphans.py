@@ -12,10 +12,10 @@ from api_server import NODES, VOLUMES, ApiServer, kubeconfig, status
 from fakes.host import FakeHost
 
 from agent.cli import main as cli
-from agent.config import settings
+from agent.core import settings
+from agent.core.host import Host
 from agent.csi.client import Client, mounted
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.daemon.server import Service
 
 MIB = 1 << 20
 Shell = Callable[..., str]
@@ -37,7 +37,7 @@ def volume(tmp_path: Path, api: ApiServer, monkeypatch: pytest.MonkeyPatch) -> I
         tmp_path, kubeconfig=kubeconfig(tmp_path / "kubeconfig", api.url), orphan_grace_seconds=600
     )
     machine = Host(host.run, host.kernel, host.devices, host.disks)
-    monkeypatch.setattr("agent.engine.host.this_host", lambda _settings: machine)
+    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine)
     monkeypatch.setattr(settings, "load", lambda *_: config)
     service = Service(config, machine, host.lvm)
     service.start(config.endpoint)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent import errors
-from agent.cli.remote import Ssh
+from agent.core import errors
+from agent.extras.transfer.remote import Ssh
 
 pytestmark = pytest.mark.starts_programs
 

@@ -14,15 +14,15 @@ import grpc
 import pytest
 from fakes.host import FakeHost
 
-from agent import errors
 from agent.cli import main as cli
 from agent.cli import terminal, volumes
-from agent.config import settings as configuration
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core import errors
+from agent.core import settings as configuration
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.report import Group
 from mount import table
 
@@ -80,7 +80,7 @@ def shell(
 def here(host: FakeHost, settings: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the command find the test's machine, and its configuration."""
     machine = Host(host.run, host.kernel, host.devices, host.disks)
-    monkeypatch.setattr("agent.engine.host.this_host", lambda _settings: machine)
+    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine)
     monkeypatch.setattr(configuration, "load", lambda _arguments, _environment: settings)
 
 
@@ -408,14 +408,14 @@ class TestWhereAGroupIsAway:
     def test_one_that_never_answered_keeps_nobody_from_the_other(
         self, shell: Shell, service: Service, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        engine = service.engines.known("fast")
-        assert engine is not None
+        volume_group = service.volume_groups.known("fast")
+        assert volume_group is not None
 
         def look() -> Group | None:
             raise errors.GroupSilent("fast", ["/dev/sdx"])
 
-        monkeypatch.setattr(engine, "_look", look)
-        engine.last, engine.time_seconds = None, 0.0
+        monkeypatch.setattr(volume_group, "_look", look)
+        volume_group.last, volume_group.time_seconds = None, 0.0
         assert "db" in shell("list")
         assert "/dev/sdx" in shell.complaint
 
@@ -435,7 +435,7 @@ class TestAClassThatOverwrites:
     ) -> threading.Event:
         """Nothing is overwritten before the command was told to wait."""
         told, zero_out = threading.Event(), host.kernel.zero_out
-        service.copier.grace_seconds = service.zeroer.grace_seconds = 0.05
+        service.copier.grace_seconds = service.growth_zeroer.grace_seconds = 0.05
 
         def slow(device: str, offset_bytes: int, length_bytes: int) -> None:
             assert told.wait(20)

@@ -11,9 +11,9 @@ import api_server
 import pytest
 from api_server import NODES, TLS, ApiServer, kubeconfig
 
-from agent import errors
-from agent.cluster import access
-from agent.cluster.lists import Lists
+from agent.core import errors
+from agent.extras.kubernetes import access
+from agent.extras.kubernetes.objects import Lists
 
 
 def data(name: str) -> str:

@@ -10,7 +10,7 @@ import pytest
 from api_server import ApiServer, Object, kubeconfig
 
 from agent.cli import main as cli
-from agent.cluster.checks import DEPLOYMENTS, REVIEWS
+from agent.extras.kubernetes.checks import DEPLOYMENTS, REVIEWS
 
 ACCOUNT = "system:serviceaccount:kube-system:snapshot-controller"
 

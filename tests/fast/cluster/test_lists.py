@@ -7,9 +7,9 @@ import api_server
 import pytest
 from api_server import VOLUMES, ApiServer, Lie, body, changed, cut_off, hang_up, silence, status
 
-from agent import errors
-from agent.cluster.access import Server
-from agent.cluster.lists import Lists
+from agent.core import errors
+from agent.extras.kubernetes.access import Server
+from agent.extras.kubernetes.objects import Lists
 
 
 @pytest.fixture

@@ -12,13 +12,12 @@ import pytest
 from api_server import CLAIMS, NODES, VOLUMES, Object, kubeconfig
 from binding import DRIVER, KEY, Cluster
 
-from agent import errors, ids
-from agent.cli import claims
-from agent.cluster import access
-from agent.cluster.lists import Lists
-from agent.cluster.manifests import Place
-from agent.cluster.objects import Objects
-from agent.cluster.repointing import Repointing
+from agent.core import errors, ids
+from agent.extras.kubernetes import access
+from agent.extras.kubernetes.manifests import Place
+from agent.extras.kubernetes.objects import Lists, Objects
+from agent.extras.kubernetes.rebinding import Rebinding
+from agent.extras.transfer import claims
 
 WAS, IS = "data@x/vol-pvc-1", "data@y/vol-pvc-1"
 PLACE = Place(IS, "b", DRIVER)
@@ -34,10 +33,10 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-def repointing(cluster: Cluster, directory: Path, place: Place = PLACE) -> Repointing:
+def repointing(cluster: Cluster, directory: Path, place: Place = PLACE) -> Rebinding:
     server = access.of_file(kubeconfig(directory / "kubeconfig", cluster.url))
     lists = Lists(server, page_items=2, sleep=_not)
-    return Repointing(lists, Objects(server, sleep=_not), WAS, place, sleep=_not)
+    return Rebinding(lists, Objects(server, sleep=_not), WAS, place, sleep=_not)
 
 
 def run(cluster: Cluster, directory: Path, yes: Callable[[str], bool] = lambda _text: True) -> None:
@@ -101,7 +100,7 @@ def test_it_moves_on_to_a_third_node_under_a_name_of_no_greater_length(
     [first] = cluster.volumes
     server = access.of_file(kubeconfig(tmp_path / "kubeconfig", cluster.url))
     there = Place("data@z/vol-pvc-1", "c", DRIVER)
-    Repointing(Lists(server), Objects(server), IS, there, sleep=_not).run(
+    Rebinding(Lists(server), Objects(server), IS, there, sleep=_not).run(
         lambda _text: True, lambda _text: None
     )
     [second] = cluster.volumes

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent import errors
-from agent.config import groups, settings, values
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core import errors, settings, values
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from lvm.caches import Cache
 from lvm.layout import Reserve
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 
 def load(
@@ -31,15 +30,15 @@ def load(
 def test_nothing_configured_is_one_class_on_a_file(tmp_path: Path) -> None:
     found = load(tmp_path)
     assert found.classes == (settings.EMBEDDED_CLASS,)
-    file = groups.BackingFile(settings.EMBEDDED_FILE, None)
-    assert found.foundations == (groups.Foundation("carver", file=file),)
+    file = settings.BackingFile(settings.EMBEDDED_FILE, None)
+    assert found.definitions == (settings.GroupDefinition("carver", file=file),)
     assert found.endpoint == settings.DEFAULT_SOCKET
 
 
 def test_a_class_of_that_name_and_group_is_the_operator_s_own(tmp_path: Path) -> None:
     found = load(tmp_path, "[[classes]]\nname = 'default'\ngroup = 'carver'\ndefault = true")
     assert found.classes == (settings.EMBEDDED_CLASS,)
-    assert found.foundations == ()
+    assert found.definitions == ()
 
 
 def test_the_default_file_need_not_be_there(
@@ -156,7 +155,7 @@ def test_classes_name_their_groups(tmp_path: Path) -> None:
     """
     found = load(tmp_path, text)
     assert found.groups == ("nvme", "disks")
-    assert found.foundations == ()
+    assert found.definitions == ()
     assert found.device_class("") == found.device_class("fast")
     bulk = found.device_class("bulk")
     assert bulk is not None
@@ -230,9 +229,9 @@ def test_keys_that_contradict_each_other_are_refused(tmp_path: Path, text: str, 
     [("4096", 4096), ("512MiB", 512 << 20), ("10G", 10 << 30), ("2TB", 2 * 10**12), ("1Ki", 1024)],
 )
 def test_sizes_are_read_with_their_units(tmp_path: Path, text: str, size: int) -> None:
-    [foundation] = load(tmp_path, f'file_size = "{text}"').foundations
-    assert foundation.file is not None
-    assert foundation.file.size_bytes == size
+    [definition] = load(tmp_path, f'file_size = "{text}"').definitions
+    assert definition.file is not None
+    assert definition.file.size_bytes == size
 
 
 def test_a_group_says_what_it_is_made_of(tmp_path: Path) -> None:
@@ -246,16 +245,16 @@ def test_a_group_says_what_it_is_made_of(tmp_path: Path) -> None:
         file = "/srv/file.img"
         file_size = "1GiB"
     """
-    assert load(tmp_path, text).foundations == (
-        groups.Foundation("disks", ("/dev/sdb", "/dev/disk/by-id/x")),
-        groups.Foundation("file", file=groups.BackingFile(Path("/srv/file.img"), 1 << 30)),
+    assert load(tmp_path, text).definitions == (
+        settings.GroupDefinition("disks", ("/dev/sdb", "/dev/disk/by-id/x")),
+        settings.GroupDefinition("file", file=settings.BackingFile(Path("/srv/file.img"), 1 << 30)),
     )
 
 
 def test_the_group_of_the_class_that_is_there_anyway_may_be_of_devices(tmp_path: Path) -> None:
     found = load(tmp_path, '[[groups]]\nname = "carver"\ndevices = ["/dev/sdb"]')
     assert found.classes == (settings.EMBEDDED_CLASS,)
-    assert found.foundations == (groups.Foundation("carver", ("/dev/sdb",)),)
+    assert found.definitions == (settings.GroupDefinition("carver", ("/dev/sdb",)),)
 
 
 def test_a_class_says_what_cache_its_volumes_have(tmp_path: Path) -> None:
@@ -430,16 +429,16 @@ VALUES = st.recursive(
     lambda one: st.one_of(st.lists(one, max_size=3), st.dictionaries(st.sampled_from(TEXTS), one)),
     max_leaves=4,
 )
-KEYS = [*groups.GROUP_KEYS, "disks", ""]
+KEYS = [*settings.GROUP_KEYS, "disks", ""]
 
 
 @given(st.one_of(VALUES, st.lists(st.dictionaries(st.sampled_from(KEYS), VALUES), max_size=3)))
 def test_whatever_stands_in_the_place_of_groups_is_understood_or_refused(tables: Any) -> None:
     device_classes = (DeviceClass(name="c", group="g"),)
-    found: tuple[groups.Foundation, ...] = ()
+    found: tuple[settings.GroupDefinition, ...] = ()
     where = "groups"
     try:
-        found = groups.parse("file", tables, device_classes)
+        found = settings.parse_groups("file", tables, device_classes)
     except errors.BadConfig as refused:
         where = refused.key
     assert where.startswith("groups")

@@ -9,7 +9,7 @@ from fakes.host import FakeHost
 from histories import Disk
 from nodes import Node
 
-from agent import ids
+from agent.core import ids
 from lvm import volumes
 
 

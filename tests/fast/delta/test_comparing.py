@@ -2,12 +2,11 @@
 
 from typing import cast
 
-from agent.csi import snapshot_metadata
-from agent.delta import comparing
-from agent.delta.comparing import TOLD_BYTES
-from agent.delta.extents import Extent
-from agent.requests.snapshots import GetMetadata
-from mount.reading import Reader
+from agent.core.extents import Extent
+from agent.core.requests import GetMetadata
+from agent.extras.changed_blocks import comparing, service
+from agent.extras.changed_blocks.comparing import TOLD_BYTES
+from mount.blocks import Reader
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -42,7 +41,7 @@ def test_an_answer_does_not_wait_for_more_once_it_tells_of_much() -> None:
     many = iter([Extent(number * MIB, MIB // 2) for number in range(100)])
     request = csi.GetMetadataAllocatedRequest(snapshot_id="data@x/snap-1")
     call = GetMetadata.from_proto(request)
-    first = snapshot_metadata._piece(many, call)
+    first = service._piece(many, call)
     assert sum(one.size_bytes for one in first) == TOLD_BYTES
     few = csi.GetMetadataAllocatedRequest(snapshot_id="data@x/snap-1", max_results=3)
-    assert len(snapshot_metadata._piece(many, GetMetadata.from_proto(few))) == 3
+    assert len(service._piece(many, GetMetadata.from_proto(few))) == 3

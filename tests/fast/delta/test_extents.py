@@ -7,8 +7,7 @@ from typing import cast
 
 import pytest
 
-from agent.delta import spool as spools
-from agent.delta.extents import (
+from agent.core.extents import (
     Extent,
     LogicalOffset,
     Reading,
@@ -18,6 +17,7 @@ from agent.delta.extents import (
     clipped,
     merged,
 )
+from agent.extras.changed_blocks import spool as spools
 
 
 def test_ranges_that_touch_or_overlap_are_one() -> None:

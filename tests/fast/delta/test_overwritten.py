@@ -9,8 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from agent.delta import overwritten
-from agent.delta.extents import Extent
+from agent.core.extents import Extent
+from agent.extras.changed_blocks import comparing
 
 CHUNK = 4096
 TIB = 1 << 40
@@ -31,7 +31,7 @@ class Table:
 
 
 def ranges(table: Table, start: int, end: int, part_chunks: int = 64) -> list[Extent]:
-    return list(overwritten.ranges([table], start, end, lambda: None, part_chunks))
+    return list(comparing.ranges([table], start, end, lambda: None, part_chunks))
 
 
 @pytest.mark.parametrize("part_chunks", [8, 16, 64, 1 << 20])
@@ -68,7 +68,7 @@ def test_parts_in_which_nothing_was_overwritten_cost_nothing() -> None:
 
 def test_one_part_is_enough_for_a_terabyte() -> None:
     table = Table([TIB // CHUNK - 1, 0])
-    assert len(list(overwritten.ranges([table], 0, TIB, lambda: None))) == 2
+    assert len(list(comparing.ranges([table], 0, TIB, lambda: None))) == 2
     assert len(table.readings) == 1
 
 
@@ -77,7 +77,7 @@ def test_sixteen_terabytes_take_as_much_memory_as_one_part() -> None:
     table = Table(numbers)
     tracemalloc.start()
     try:
-        count = sum(1 for _ in overwritten.ranges([table], 0, 16 * TIB, lambda: None))
+        count = sum(1 for _ in comparing.ranges([table], 0, 16 * TIB, lambda: None))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -94,7 +94,7 @@ def test_whoever_does_not_want_it_any_more_ends_it() -> None:
         raise Gone
 
     with pytest.raises(Gone):
-        list(overwritten.ranges([Table([1])], 0, TIB, check))
+        list(comparing.ranges([Table([1])], 0, TIB, check))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -127,7 +127,7 @@ def test_what_was_written_one_after_the_other_is_told_whole(seed: int) -> None:
 
 def test_what_any_of_two_tables_has_is_told_once() -> None:
     tables = [Table([9, 2, 3]), Table([3, 4, 200])]
-    found = list(overwritten.ranges(tables, 0, 1000 * CHUNK, lambda: None, 64))
+    found = list(comparing.ranges(tables, 0, 1000 * CHUNK, lambda: None, 64))
     assert found == [
         Extent(2 * CHUNK, 3 * CHUNK),
         Extent(9 * CHUNK, CHUNK),

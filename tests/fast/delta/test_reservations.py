@@ -10,15 +10,15 @@ import pytest
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
 
-from agent import errors
-from agent.config.classes import DeviceClass
+from agent.core import errors
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
 from agent.csi.client import Client, block
-from agent.delta.reservations import Reservations
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.daemon.server import Service
+from agent.extras.changed_blocks.activations import Reservations
 from lvm import command, tags
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 OWN = "carver.metadataSnapshot=reserved"

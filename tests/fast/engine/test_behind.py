@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from fakes.host import FakeHost
 
-from agent import fact
-from agent.engine import behind as module
-from agent.engine.behind import Behind
-from agent.engine.engines import Engines
+from agent.core import background as module
+from agent.core import tag
+from agent.core.background import DeferredWork
+from agent.core.volume_groups import VolumeGroups
 from lvm import errors as lvm_errors
 from lvm import tags, volumes
 from lvm.command import Result
 
 MIB = 1 << 20
-EXT4 = {fact.FORMATTED: "ext4"}
+EXT4 = {tag.FORMATTED: "ext4"}
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +34,8 @@ def fake(tmp_path: Path) -> FakeHost:
 
 
 @pytest.fixture
-def engines(fake: FakeHost) -> Iterator[Engines]:
-    made = Engines(fake.lvm, fake.disks, fake.devices, ["data"])
+def volume_groups(fake: FakeHost) -> Iterator[VolumeGroups]:
+    made = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data"])
     yield made
     made.stop()
 
@@ -49,10 +49,10 @@ def written(fake: FakeHost, name: str) -> dict[str, str]:
     return dict(tags.decode(frozenset(fake.lvm2.groups["data"].volumes[name].tags)))
 
 
-def known(engines: Engines, name: str) -> dict[str, str]:
-    engine = engines.of("data")
-    assert engine is not None
-    group = engine.look()
+def known(volume_groups: VolumeGroups, name: str) -> dict[str, str]:
+    volume_group = volume_groups.of("data")
+    assert volume_group is not None
+    group = volume_group.look()
     assert group is not None
     return dict(tags.decode(group.volumes[name].tags))
 
@@ -71,54 +71,58 @@ def commands(fake: FakeHost, subcommand: str) -> list[tuple[str, ...]]:
 
 
 def test_what_is_promised_is_known_at_once_and_written_soon(
-    engines: Engines, fake: FakeHost
+    volume_groups: VolumeGroups, fake: FakeHost
 ) -> None:
     create(fake, "a")
-    with engines.hold("data"):
-        engines.promise("data", "a", EXT4)
+    with volume_groups.hold("data"):
+        volume_groups.promise("data", "a", EXT4)
         # Whoever holds the group is not met by the command.
-        assert known(engines, "a") == EXT4
+        assert known(volume_groups, "a") == EXT4
         assert written(fake, "a") == {}
     assert comes(lambda: written(fake, "a") == EXT4)
-    assert known(engines, "a") == EXT4
+    assert known(volume_groups, "a") == EXT4
 
 
-def test_the_same_of_several_volumes_is_one_command(engines: Engines, fake: FakeHost) -> None:
+def test_the_same_of_several_volumes_is_one_command(
+    volume_groups: VolumeGroups, fake: FakeHost
+) -> None:
     names = ["a", "b", "c"]
     for one in names:
         create(fake, one)
-    with engines.hold("data"):
+    with volume_groups.hold("data"):
         for one in names:
-            engines.promise("data", one, EXT4)
+            volume_groups.promise("data", one, EXT4)
     assert comes(lambda: all(written(fake, one) == EXT4 for one in names))
     assert len(commands(fake, "lvchange")) <= 2  # the first may have been alone already
 
 
-def test_another_volume_of_the_name_is_promised_nothing(engines: Engines, fake: FakeHost) -> None:
+def test_another_volume_of_the_name_is_promised_nothing(
+    volume_groups: VolumeGroups, fake: FakeHost
+) -> None:
     create(fake, "a")
-    with engines.hold("data"):
-        engines.promise("data", "a", EXT4)
+    with volume_groups.hold("data"):
+        volume_groups.promise("data", "a", EXT4)
         volumes.remove(fake.lvm, "data", "a")
         create(fake, "a")
-        assert known(engines, "a") == {}
-    engines.settle()
+        assert known(volume_groups, "a") == {}
+    volume_groups.settle()
     assert written(fake, "a") == {}
     assert commands(fake, "lvchange") == []
 
 
 def test_what_was_made_since_the_last_look_can_be_promised(
-    engines: Engines, fake: FakeHost
+    volume_groups: VolumeGroups, fake: FakeHost
 ) -> None:
-    engines.settle()
+    volume_groups.settle()
     create(fake, "new")
-    engines.promise("data", "new", EXT4)
+    volume_groups.promise("data", "new", EXT4)
     assert comes(lambda: written(fake, "new") == EXT4)
     with pytest.raises(lvm_errors.VolumeMissing):
-        engines.promise("data", "gone", EXT4)
+        volume_groups.promise("data", "gone", EXT4)
 
 
 def test_what_fails_is_told_once_and_tried_until_it_is_done(
-    engines: Engines,
+    volume_groups: VolumeGroups,
     fake: FakeHost,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -133,32 +137,34 @@ def test_what_fails_is_told_once_and_tried_until_it_is_done(
 
     create(fake, "a")
     fake.intercept = fail
-    engines.promise("data", "a", EXT4)
+    volume_groups.promise("data", "a", EXT4)
     assert comes(lambda: written(fake, "a") == EXT4)
     assert caplog.text.count("behind the answers") == 1
 
 
-def test_a_service_that_ends_writes_what_it_promised(engines: Engines, fake: FakeHost) -> None:
+def test_a_service_that_ends_writes_what_it_promised(
+    volume_groups: VolumeGroups, fake: FakeHost
+) -> None:
     create(fake, "a")
-    with engines.hold("data"):
-        engines.promise("data", "a", EXT4)
-    engines.stop()
+    with volume_groups.hold("data"):
+        volume_groups.promise("data", "a", EXT4)
+    volume_groups.stop()
     assert written(fake, "a") == EXT4
 
 
 def test_a_change_is_looked_at_behind_the_answer_and_a_look_is_not(
-    engines: Engines, fake: FakeHost
+    volume_groups: VolumeGroups, fake: FakeHost
 ) -> None:
-    engine = engines.of("data")
-    assert engine is not None
-    engine.look()
-    with engines.hold("data"):
-        volumes.create(engine.lvm, "data", volumes.New("a", 4 * MIB, {}))
+    volume_group = volume_groups.of("data")
+    assert volume_group is not None
+    volume_group.look()
+    with volume_groups.hold("data"):
+        volumes.create(volume_group.lvm, "data", volumes.New("a", 4 * MIB, {}))
     assert comes(lambda: len(commands(fake, "fullreport")) == 2)
-    assert comes(lambda: engine.last is not None and "a" in engine.last.volumes)
-    with engines.hold("data"):
-        engine.look()
-    engine.settle()
+    assert comes(lambda: volume_group.last is not None and "a" in volume_group.last.volumes)
+    with volume_groups.hold("data"):
+        volume_group.look()
+    volume_group.settle()
     assert len(commands(fake, "fullreport")) == 2
 
 
@@ -172,13 +178,13 @@ def test_nothing_that_is_raised_ends_the_thread(monkeypatch: pytest.MonkeyPatch)
             raise raised.pop()
         done.set()
 
-    behind = Behind("data", work)
+    behind = DeferredWork("data", work)
     behind.wake()
     assert done.wait(20)
     behind.stop()
     # What comes up after the end is not begun.
     done.clear()
-    Behind.wake(behind)
+    DeferredWork.wake(behind)
     assert not done.wait(0.05)
 
 
@@ -195,40 +201,40 @@ def no_threads() -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_where_no_thread_can_be_had_a_change_is_done_and_its_tags_are_written_later(
-    engines: Engines,
+    volume_groups: VolumeGroups,
     fake: FakeHost,
     no_threads: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     create(fake, "a")
     for _ in range(2):
-        with engines.hold("data"):
-            engines.promise("data", "a", EXT4)
-            volumes.create(engines.lvm("data"), "data", volumes.New("b", 4 * MIB, {}))
-            volumes.remove(engines.lvm("data"), "data", "b")
-    engines.catch_up()
+        with volume_groups.hold("data"):
+            volume_groups.promise("data", "a", EXT4)
+            volumes.create(volume_groups.lvm("data"), "data", volumes.New("b", 4 * MIB, {}))
+            volumes.remove(volume_groups.lvm("data"), "data", "b")
+    volume_groups.catch_up()
     assert caplog.text.count("can't start new thread") == 1
     no_threads.undo()
-    engines.catch_up()
+    volume_groups.catch_up()
     assert comes(lambda: written(fake, "a") == EXT4)
 
 
 def test_a_service_that_ends_writes_what_there_was_no_thread_for(
-    engines: Engines, fake: FakeHost, no_threads: pytest.MonkeyPatch
+    volume_groups: VolumeGroups, fake: FakeHost, no_threads: pytest.MonkeyPatch
 ) -> None:
     create(fake, "a")
-    with engines.hold("data"):
-        engines.promise("data", "a", EXT4)
+    with volume_groups.hold("data"):
+        volume_groups.promise("data", "a", EXT4)
     no_threads.undo()
-    engines.stop()
+    volume_groups.stop()
     assert written(fake, "a") == EXT4
 
 
 def test_a_service_ends_also_where_no_thread_can_be_had(
-    engines: Engines, fake: FakeHost, no_threads: pytest.MonkeyPatch
+    volume_groups: VolumeGroups, fake: FakeHost, no_threads: pytest.MonkeyPatch
 ) -> None:
     create(fake, "a")
-    with engines.hold("data"):
-        engines.promise("data", "a", EXT4)
-    engines.stop()
+    with volume_groups.hold("data"):
+        volume_groups.promise("data", "a", EXT4)
+    volume_groups.stop()
     assert written(fake, "a") == {}

@@ -11,11 +11,10 @@ import grpc
 import pytest
 from fakes.host import FakeHost
 
-from agent import errors
-from agent.config.settings import Config
+from agent.core import background, errors
+from agent.core.background import DetachedTasks
+from agent.core.settings import Config
 from agent.csi.client import Client, mounted, of_snapshot
-from agent.engine import chores
-from agent.engine.chores import Chores
 from lvm.command import Result, time_limit
 
 MIB = 1 << 20
@@ -38,13 +37,13 @@ class Work:
 
 
 @contextmanager
-def all_turns_taken(work: Chores, group: str) -> Iterator[Work]:
+def all_turns_taken(work: DetachedTasks, group: str) -> Iterator[Work]:
     """Inside, and until the work is over, whatever comes for a group waits for its turn."""
     long = Work()
-    with ThreadPoolExecutor(chores._AT_ONCE) as callers:
-        for one in range(chores._AT_ONCE):
+    with ThreadPoolExecutor(background._AT_ONCE) as callers:
+        for one in range(background._AT_ONCE):
             callers.submit(work.do, f"{group}-{one}", group, "mkfs", long, nothing)
-        for _ in range(chores._AT_ONCE):
+        for _ in range(background._AT_ONCE):
             assert long.begun.acquire(timeout=60)
         try:
             yield long
@@ -52,13 +51,15 @@ def all_turns_taken(work: Chores, group: str) -> Iterator[Work]:
             long.over.set()
 
 
-def queue(work: Chores, volume: str, done: Callable[[], None], look: Callable[[], None]) -> None:
+def queue(
+    work: DetachedTasks, volume: str, done: Callable[[], None], look: Callable[[], None]
+) -> None:
     with time_limit(0.01), pytest.raises(errors.StillAtWork):
         work.do(volume, "sick", "mkfs", done, look)
 
 
 def test_disks_that_hang_keep_no_other_group_s_file_systems_waiting() -> None:
-    work = Chores()
+    work = DetachedTasks()
     with all_turns_taken(work, "sick"):
         work.do("sound", "sound", "mkfs", nothing, nothing)
         queue(work, "one-more", nothing, nothing)
@@ -66,7 +67,7 @@ def test_disks_that_hang_keep_no_other_group_s_file_systems_waiting() -> None:
 
 
 def test_what_waits_for_its_turn_is_called_off_with_its_volume() -> None:
-    work, did = Chores(), threading.Event()
+    work, did = DetachedTasks(), threading.Event()
     with all_turns_taken(work, "sick"):
         queue(work, "db", did.set, nothing)
         work.call_off("db")
@@ -77,7 +78,7 @@ def test_what_waits_for_its_turn_is_called_off_with_its_volume() -> None:
 
 
 def test_what_has_begun_is_not_called_off() -> None:
-    work, long = Chores(), Work()
+    work, long = DetachedTasks(), Work()
     with ThreadPoolExecutor(1) as caller:
         under_way = caller.submit(work.do, "db", "data", "mkfs", long, nothing)
         assert long.begun.acquire(timeout=60)
@@ -89,7 +90,7 @@ def test_what_has_begun_is_not_called_off() -> None:
 
 
 def test_what_waited_looks_again_before_it_does_anything() -> None:
-    work, did = Chores(), threading.Event()
+    work, did = DetachedTasks(), threading.Event()
 
     def look() -> None:
         raise errors.NoSuchVolume("db")
@@ -106,7 +107,7 @@ def test_what_waited_looks_again_before_it_does_anything() -> None:
 def test_mkfs_of_a_volume_that_is_gone_leaves_the_next_one_of_its_name_alone(
     fake: FakeHost, client: Client, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chores, "_AT_ONCE", 1)
+    monkeypatch.setattr(background, "_AT_ONCE", 1)
     source = client.create("source", 64 * MIB, mounted("ext4"))
     client.stage(source, tmp_path / "source", mounted("ext4"))
     client.unstage(source.volume_id, tmp_path / "source")

@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from fakes.images import DASHED, GROUP_UUID, UUIDS, Area, Image, metadata
 
-from agent import errors
-from agent.engine.disks import Location, claims, locate
+from agent.core import errors
+from agent.core.disks import Location, claims, locate
 from lvm import labels
 from lvm.blockdevices import Excluded, Why
 from lvm.disks import Found, Unanswered, Unreadable
-from lvm.labels import Kind, PhysicalLabel
-from lvm.metadata import Group
+from lvm.labels import Group, Kind, PhysicalLabel
 
 DATA = "AAAAAA-0000-0000-0000-0000-0000-000000"
 TWIN = "AAAAAA-0000-1111-0000-0000-0000-000000"

@@ -14,18 +14,16 @@ from fakes.host import FakeHost
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent import errors
-from agent.engine import engine as module
-from agent.engine import sight
-from agent.engine.disks import Location, locate
-from agent.engine.engine import Engine
-from agent.engine.engines import Engines
+from agent.core import errors, metadata_cache
+from agent.core import volume_group as module
+from agent.core.disks import Location, locate
+from agent.core.volume_group import VolumeGroup
+from agent.core.volume_groups import VolumeGroups
 from lvm import errors as lvm_errors
 from lvm import report, volumes
 from lvm.command import Result, time_limit
 from lvm.disks import Fingerprint, Found, Unanswered
-from lvm.labels import Kind, PhysicalLabel
-from lvm.metadata import Group
+from lvm.labels import Group, Kind, PhysicalLabel
 
 MIB = 1 << 20
 DATA = "AAAAAA-0000-0000-0000-0000-0000-000000"
@@ -33,12 +31,12 @@ TWIN = "AAAAAA-0000-1111-0000-0000-0000-000000"
 
 
 @pytest.fixture
-def known(fake: FakeHost) -> Engine:
+def known(fake: FakeHost) -> VolumeGroup:
     return of(fake)
 
 
-def of(fake: FakeHost) -> Engine:
-    found = Engines(fake.lvm, fake.disks, fake.devices, ["data"]).of("data")
+def of(fake: FakeHost) -> VolumeGroup:
+    found = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data"]).of("data")
     assert found is not None
     return found
 
@@ -60,7 +58,7 @@ def create(fake: FakeHost, name: str) -> None:
 
 
 def test_a_group_is_asked_once_for_as_long_as_nothing_is_written_to_it(
-    fake: FakeHost, known: Engine
+    fake: FakeHost, known: VolumeGroup
 ) -> None:
     for _ in range(5):
         assert known.look() is not None
@@ -73,7 +71,7 @@ def test_a_group_is_asked_once_for_as_long_as_nothing_is_written_to_it(
 
 
 def test_what_a_command_changed_was_seen_by_a_look_that_began_later_only(
-    known: Engine, monkeypatch: pytest.MonkeyPatch
+    known: VolumeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known.look()
     assert not known.is_changed
@@ -95,24 +93,24 @@ def test_what_a_command_changed_was_seen_by_a_look_that_began_later_only(
 
 def test_what_is_written_to_a_disk_of_a_group_has_nobody_look_for_disks(fake: FakeHost) -> None:
     fake.lvm2.add_group("other", [10])
-    engines = Engines(fake.lvm, fake.disks, fake.devices, ["data", "other"])
-    every = list(engines)
+    volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data", "other"])
+    every = list(volume_groups)
     for one in every:
         one.look()
     scans = disks(fake).scans
     create(fake, "a")
-    engines.outdate(written=fake.lvm2.groups["data"].disks[0].name)
+    volume_groups.outdate(written=fake.lvm2.groups["data"].disks[0].name)
     found = [one.look() for one in every]
     assert found[0] is not None
     assert "a" in found[0].volumes
     assert disks(fake).scans == scans
 
-    engines.outdate(written="/dev/nobodys")
+    volume_groups.outdate(written="/dev/nobodys")
     assert {one.is_outdated for one in every} == {True}
 
 
 def test_a_disk_that_joins_the_group_is_seen_by_the_commit_alone(
-    fake: FakeHost, known: Engine
+    fake: FakeHost, known: VolumeGroup
 ) -> None:
     known.look()
     fake.lvm("vgextend", "--", "data", fake.new_device(40 * MIB))
@@ -123,7 +121,7 @@ def test_a_disk_that_joins_the_group_is_seen_by_the_commit_alone(
 
 
 def test_a_disk_that_another_takes_the_place_of_is_seen_by_the_commits_alone(
-    fake: FakeHost, known: Engine
+    fake: FakeHost, known: VolumeGroup
 ) -> None:
     known.look()
     [old], new = known.lvm.devices, fake.new_device(40 * MIB)
@@ -137,7 +135,7 @@ def test_a_disk_that_another_takes_the_place_of_is_seen_by_the_commits_alone(
     assert known.lvm.devices == (new,)
 
 
-def test_a_report_that_met_a_change_is_not_kept(fake: FakeHost, known: Engine) -> None:
+def test_a_report_that_met_a_change_is_not_kept(fake: FakeHost, known: VolumeGroup) -> None:
     def change(words: Sequence[str]) -> Result | None:
         if words[1] == "fullreport":
             fake.intercept = lambda _words: None
@@ -162,7 +160,7 @@ def test_a_report_that_met_a_change_is_not_kept(fake: FakeHost, known: Engine) -
     ids=lambda error: type(error).__name__,
 )
 def test_after_a_command_of_which_nobody_knows_what_it_did_it_is_asked_anew(
-    fake: FakeHost, known: Engine, doubt: Exception
+    fake: FakeHost, known: VolumeGroup, doubt: Exception
 ) -> None:
     known.look()
 
@@ -179,7 +177,7 @@ def test_after_a_command_of_which_nobody_knows_what_it_did_it_is_asked_anew(
 
 
 def test_after_a_change_that_failed_it_is_asked_anew_of_what_it_did(
-    fake: FakeHost, known: Engine
+    fake: FakeHost, known: VolumeGroup
 ) -> None:
     known.look()
     fake.intercept = lambda words: Result(5, "", "half way") if words[1] == "lvcreate" else None
@@ -190,7 +188,7 @@ def test_after_a_change_that_failed_it_is_asked_anew_of_what_it_did(
 
 
 def test_a_device_that_was_left_suspended_is_seen_to_be_resumed(
-    fake: FakeHost, known: Engine
+    fake: FakeHost, known: VolumeGroup
 ) -> None:
     create(fake, "a")
     fake.suspend("data", "a")
@@ -204,13 +202,13 @@ def test_a_device_that_was_left_suspended_is_seen_to_be_resumed(
 
 
 def test_a_report_is_not_believed_for_ever(
-    fake: FakeHost, known: Engine, monkeypatch: pytest.MonkeyPatch
+    fake: FakeHost, known: VolumeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A number of which differences are exact.
     now = 1024.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     known.look()
-    now += sight._LASTS_SECONDS - 1
+    now += metadata_cache._LASTS_SECONDS - 1
     known.look()
     assert looks(fake) == 1
     now += 1
@@ -219,7 +217,7 @@ def test_a_report_is_not_believed_for_ever(
 
 
 def test_a_disk_that_came_or_went_is_seen_without_udev(
-    fake: FakeHost, known: Engine, monkeypatch: pytest.MonkeyPatch
+    fake: FakeHost, known: VolumeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -228,14 +226,14 @@ def test_a_disk_that_came_or_went_is_seen_without_udev(
     twin.name = "data"
     known.look()
     assert not known.ignored
-    now += sight._BLIND_SECONDS
+    now += metadata_cache._BLIND_SECONDS
     known.look()
     [ignored] = known.ignored
     assert ignored[0] == twin.disks[0].name
     assert "another group of that name" in ignored[1]
 
 
-def test_udev_s_word_has_the_disks_looked_at_at_once(fake: FakeHost, known: Engine) -> None:
+def test_udev_s_word_has_the_disks_looked_at_at_once(fake: FakeHost, known: VolumeGroup) -> None:
     known.look()
     fake.lvm2.add_group("twin", [10]).name = "data"
     known.outdate()
@@ -249,7 +247,7 @@ def test_udev_s_word_has_the_disks_looked_at_at_once(fake: FakeHost, known: Engi
 
 
 def test_twins_that_nothing_tells_apart_are_refused_until_one_is_gone(
-    fake: FakeHost, known: Engine
+    fake: FakeHost, known: VolumeGroup
 ) -> None:
     fake.lvm2.add_group("twin", [10]).name = "data"
     with pytest.raises(errors.GroupRefused):
@@ -262,7 +260,7 @@ def test_twins_that_nothing_tells_apart_are_refused_until_one_is_gone(
 
 @pytest.mark.parametrize("is_read_anew", [False, True], ids=["still known", "read anew"])
 def test_forget_during_a_look_has_the_next_one_ask_lvm2(
-    fake: FakeHost, known: Engine, monkeypatch: pytest.MonkeyPatch, is_read_anew: bool
+    fake: FakeHost, known: VolumeGroup, monkeypatch: pytest.MonkeyPatch, is_read_anew: bool
 ) -> None:
     create(fake, "a")
     known.look()
@@ -304,7 +302,7 @@ class Hanging:
 
 
 def test_a_glance_does_not_wait_twice_for_a_group_that_hangs(
-    fake: FakeHost, known: Engine, monkeypatch: pytest.MonkeyPatch
+    fake: FakeHost, known: VolumeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_GLANCE_SECONDS", 0.05)
     seen = known.look()
@@ -327,7 +325,7 @@ def test_a_glance_does_not_wait_twice_for_a_group_that_hangs(
 
 
 def test_who_needs_a_group_that_hangs_waits_as_long_as_his_caller(
-    fake: FakeHost, known: Engine
+    fake: FakeHost, known: VolumeGroup
 ) -> None:
     hanging = Hanging(fake)
     with ThreadPoolExecutor(1) as pool:
@@ -357,7 +355,7 @@ class Endless:
 
 
 def test_nothing_is_changed_before_all_that_did_not_end_has_ended(
-    fake: FakeHost, known: Engine
+    fake: FakeHost, known: VolumeGroup
 ) -> None:
     create(fake, "a")
     known.look()
@@ -378,7 +376,7 @@ def test_nothing_is_changed_before_all_that_did_not_end_has_ended(
     assert not known.is_changed
 
 
-def test_beside_a_look_that_does_not_end_none_is_begun(fake: FakeHost, known: Engine) -> None:
+def test_beside_a_look_that_does_not_end_none_is_begun(fake: FakeHost, known: VolumeGroup) -> None:
     known.look()
     fake.lvm2.groups["data"].seqno += 1
     endless = Endless(fake, "fullreport")
@@ -391,7 +389,7 @@ def test_beside_a_look_that_does_not_end_none_is_begun(fake: FakeHost, known: En
     assert known.look() is not None
 
 
-def test_beside_a_change_that_does_not_end_it_is_looked(fake: FakeHost, known: Engine) -> None:
+def test_beside_a_change_that_does_not_end_it_is_looked(fake: FakeHost, known: VolumeGroup) -> None:
     create(fake, "a")
     known.look()
     Endless(fake, "lvextend")
@@ -401,7 +399,7 @@ def test_beside_a_change_that_does_not_end_it_is_looked(fake: FakeHost, known: E
 
 
 def test_where_no_thread_can_be_had_to_look_the_next_one_looks(
-    known: Engine, monkeypatch: pytest.MonkeyPatch
+    known: VolumeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(_self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -657,9 +655,9 @@ def test_a_group_comes_goes_and_is_back(tmp_path: Path, caplog: pytest.LogCaptur
     assert caplog.text.count("is on this node again") == 2
 
 
-def of_late(fake: FakeHost) -> Engine:
+def of_late(fake: FakeHost) -> VolumeGroup:
     """The engine of a group that is not there yet."""
-    return next(iter(Engines(fake.lvm, fake.disks, fake.devices, ["data"])))
+    return next(iter(VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data"])))
 
 
 # Behind Carver's back
@@ -764,7 +762,7 @@ def still(group: report.Group) -> report.Group:
 
 
 def test_while_the_disks_are_looked_for_a_command_sees_those_that_were_there(
-    fake: FakeHost, known: Engine
+    fake: FakeHost, known: VolumeGroup
 ) -> None:
     known.look()
     before = known.lvm.devices
@@ -793,17 +791,17 @@ def test_a_shell_that_does_not_show_a_group_is_not_believed_before_another_was_a
         blind[0] = not heals[0]
 
     heals = [True]
-    scan = Engines(fake.lvm, fake.disks, fake.devices, []).scan
-    engine = Engine("data", fake.lvm, run, fake.disks, fake.devices, scan, renew)
-    assert engine.look() is not None
+    scan = VolumeGroups(fake.lvm, fake.disks, fake.devices, []).scan
+    volume_group = VolumeGroup("data", fake.lvm, run, fake.disks, fake.devices, scan, renew)
+    assert volume_group.look() is not None
     assert len(renewed) == 1
     # One that stays hidden is asked for by one shell at each look, and refused.
     blind[0], heals[0] = True, False
-    engine.outdate()
+    volume_group.outdate()
     fake.lvm2.groups["data"].seqno += 1
     for _ in range(3):
         with pytest.raises(errors.GroupRefused, match="does not show it"):
-            engine.look()
+            volume_group.look()
     assert len(renewed) == 2
 
 
@@ -814,10 +812,10 @@ def test_a_filter_keeps_no_disk_away_that_the_operator_named_and_no_other_joins(
     conf.parent.mkdir(parents=True)
     conf.write_text('devices { global_filter = [ "r|.*|" ] }')
     node, own = replace(fake.lvm, root=tmp_path / "root"), fake.lvm2.groups["data"].disks[0].name
-    rejected = Engines(node, fake.disks, fake.devices, ["data"])
+    rejected = VolumeGroups(node, fake.disks, fake.devices, ["data"])
     assert rejected.scan() == {}
     assert not rejected.allows(own)
-    named = Engines(node, fake.disks, fake.devices, ["data"], listed=lambda _name: [own])
+    named = VolumeGroups(node, fake.disks, fake.devices, ["data"], listed=lambda _name: [own])
     assert list(named.scan()) == [own]
     assert named.allows(own)
     assert not named.allows("/dev/other")

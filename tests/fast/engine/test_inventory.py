@@ -9,10 +9,10 @@ import expect
 import pytest
 from fakes.host import FakeHost
 
-from agent.engine import engine as module
-from agent.engine import records
-from agent.engine.engines import Engines
-from agent.engine.inventory import Inventory
+from agent.core import records
+from agent.core import volume_group as module
+from agent.core.inventory import Inventory
+from agent.core.volume_groups import VolumeGroups
 from lvm import report, volumes
 
 SICK = ["a", "b", "c"]
@@ -21,10 +21,10 @@ SICK = ["a", "b", "c"]
 class Hanging:
     """lvm2 does not answer for the sick groups, until it is let go."""
 
-    def __init__(self, fake: FakeHost, engines: Engines) -> None:
+    def __init__(self, fake: FakeHost, volume_groups: VolumeGroups) -> None:
         self.asked: set[str] = set()
         self.over = threading.Event()
-        self._disks = {engines.lvm(one).devices[0]: one for one in SICK}
+        self._disks = {volume_groups.lvm(one).devices[0]: one for one in SICK}
         for one in SICK:
             fake.lvm2.groups[one].seqno += 1
         fake.intercept = self
@@ -41,10 +41,10 @@ def node(tmp_path: Path) -> tuple[Inventory, Hanging]:
     fake = FakeHost(tmp_path)
     for one in [*SICK, "sound"]:
         fake.lvm2.add_group(one)
-    engines = Engines(fake.lvm, fake.disks, fake.devices, [*SICK, "sound"])
-    known = Inventory(engines, fake.devices)
+    volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, [*SICK, "sound"])
+    known = Inventory(volume_groups, fake.devices)
     known.read()
-    return known, Hanging(fake, engines)
+    return known, Hanging(fake, volume_groups)
 
 
 @pytest.fixture
@@ -89,11 +89,11 @@ def test_volumes_are_read_of_their_tags_once_for_each_change(
 ) -> None:
     fake = FakeHost(tmp_path)
     group = fake.lvm2.add_group("sound")
-    engines = Engines(fake.lvm, fake.disks, fake.devices, ["sound"])
-    known = Inventory(engines, fake.devices)
+    volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["sound"])
+    known = Inventory(volume_groups, fake.devices)
     for name in ("a", "b"):
         new = volumes.New(f"vol-{name}", 4 << 20, {"name": name})
-        volumes.create(engines.lvm("sound"), "sound", new)
+        volumes.create(volume_groups.lvm("sound"), "sound", new)
     told = [one.name for one in known.all(known.read())]
     assert told == ["vol-a", "vol-b"]
     with monkeypatch.context() as patch:

@@ -7,9 +7,9 @@ from itertools import count
 import expect
 import pytest
 
-from agent import errors
-from agent.engine import jobs as module
-from agent.engine.jobs import Job, Jobs
+from agent.core import errors
+from agent.core import jobs as module
+from agent.core.jobs import Job, TaskQueue
 from lvm import command
 from lvm import errors as lvm_errors
 
@@ -25,7 +25,7 @@ class Work:
         self.looked: list[str] = []
         self.done: list[str] = []
         self.look: Callable[[str], None] = lambda _key: None
-        self.jobs = Jobs("test", self._do, self._find, "%s failed: %s", workers=workers)
+        self.jobs = TaskQueue("test", self._do, self._find, "%s failed: %s", workers=workers)
         self.jobs.retry_seconds = 1
         self._monkeypatch = monkeypatch
 

@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from agent.engine import looks
-from agent.engine.looks import Looks, Seen
+from agent.core import background
+from agent.core.background import Probes, Seen
 
 
 def soon() -> float:
@@ -15,11 +15,11 @@ def soon() -> float:
 
 
 def test_what_is_looked_at_is_told() -> None:
-    assert Looks[int]().at("a", lambda: 7, soon()) == Seen(7)
+    assert Probes[int]().at("a", lambda: 7, soon()) == Seen(7)
 
 
 def test_what_a_look_raises_is_raised_and_the_next_one_is_made() -> None:
-    made = Looks[int]()
+    made = Probes[int]()
 
     def fail() -> int:
         raise OSError(5, "Input/output error")
@@ -30,7 +30,7 @@ def test_what_a_look_raises_is_raised_and_the_next_one_is_made() -> None:
 
 
 def test_a_look_that_hangs_is_made_once_and_keeps_no_other_and_ends_with_what_it_saw() -> None:
-    made, go_on, begun = Looks[int](), threading.Event(), threading.Semaphore(0)
+    made, go_on, begun = Probes[int](), threading.Event(), threading.Semaphore(0)
 
     def hang() -> int:
         begun.release()
@@ -54,8 +54,8 @@ def test_a_look_that_hangs_is_made_once_and_keeps_no_other_and_ends_with_what_it
 def test_only_so_much_is_kept_of_what_is_not_looked_at_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(looks, "_MOST_KEPT", 3)
-    made = Looks[int]()
+    monkeypatch.setattr(background, "_MOST_KEPT", 3)
+    made = Probes[int]()
     for number in range(6):
         made.at(f"{number}", lambda: 1, soon())
     assert list(made._last) == ["3", "4", "5"]
@@ -64,7 +64,7 @@ def test_only_so_much_is_kept_of_what_is_not_looked_at_any_more(
 def test_a_look_for_which_there_is_no_thread_is_none_and_the_next_one_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made = Looks[int]()
+    made = Probes[int]()
 
     def start(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -77,7 +77,7 @@ def test_a_look_for_which_there_is_no_thread_is_none_and_the_next_one_is_made(
 
 
 def test_where_a_few_looks_hang_the_others_there_have_no_threads_and_hang_too() -> None:
-    made, go_on, begun = Looks[int](), threading.Event(), threading.Semaphore(0)
+    made, go_on, begun = Probes[int](), threading.Event(), threading.Semaphore(0)
 
     def hang() -> int:
         begun.release()
@@ -88,7 +88,7 @@ def test_where_a_few_looks_hang_the_others_there_have_no_threads_and_hang_too() 
         seen = made.at(f"{number}", hang, time.monotonic(), "pool")
         assert seen.value is None
         assert seen.hanging_seconds > 0
-    for _ in range(looks._MOST_AT_ONCE):
+    for _ in range(background._MOST_AT_ONCE):
         assert begun.acquire(timeout=20)
     assert not begun.acquire(blocking=False)
     assert made.at("elsewhere", lambda: 9, soon(), "another pool") == Seen(9)
@@ -99,28 +99,28 @@ def test_where_a_few_looks_hang_the_others_there_have_no_threads_and_hang_too() 
 def test_what_does_not_hang_is_looked_at_though_what_hangs_took_all_the_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    made, go_on = Looks[bool](), threading.Event()
+    made, go_on = Probes[bool](), threading.Event()
     until = time.monotonic() + 0.01
     for number in range(9):
         made.at(f"hangs {number}", lambda: go_on.wait(60), until, "pool")
-    monkeypatch.setattr(looks, "_LEAST_SECONDS", 20.0)
+    monkeypatch.setattr(background, "_LEAST_SECONDS", 20.0)
     for number in range(99):
         assert made.at(f"{number}", lambda: True, until, "another pool") == Seen(value=True)
     go_on.set()
 
 
 def test_who_comes_when_a_few_are_looked_at_has_the_next_look() -> None:
-    made, go_on = Looks[int](), threading.Event()
-    for number in range(looks._MOST_AT_ONCE):
+    made, go_on = Probes[int](), threading.Event()
+    for number in range(background._MOST_AT_ONCE):
         made.at(f"{number}", lambda: int(go_on.wait(20)), time.monotonic(), "pool")
     threading.Timer(0.05, go_on.set).start()
     assert made.at("one more", lambda: 9, soon(), "pool") == Seen(9)
 
 
 def test_nobody_waits_for_a_look_that_hangs_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, go_on = Looks[bool](), threading.Event()
-    monkeypatch.setattr(looks, "_PATIENCE_SECONDS", 0.01)
-    for number in range(looks._MOST_AT_ONCE):
+    made, go_on = Probes[bool](), threading.Event()
+    monkeypatch.setattr(background, "_PATIENCE_SECONDS", 0.01)
+    for number in range(background._MOST_AT_ONCE):
         made.at(f"{number}", lambda: go_on.wait(60), time.monotonic() + 0.01, "pool")
     began = time.monotonic()
     for number in range(9):

@@ -10,9 +10,9 @@ import serving
 from fakes.host import FakeHost
 from fakes.lvm import FakeVolume
 
-from agent.config.settings import Config
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.devices import Devices
 from proto import csi_pb2 as csi
 
@@ -79,7 +79,7 @@ def volume(client: Client, fake: FakeHost, service: Service, counting: Counting)
         group.volumes[one.name] = one
         fake.lvm2._activate_one(group, one)
     group.seqno += 1
-    service.grower.step(0)
+    service.autoextender.step(0)
     assert len(client.snapshots()) == MANY
     counting.asked.clear()
     return made
@@ -120,15 +120,15 @@ def test_an_idle_node_asks_no_snapshot_but_those_that_were_written_to(
     service: Service, fake: FakeHost, counting: Counting
 ) -> None:
     for now in range(1, 30):
-        assert not service.grower.step(now)
+        assert not service.autoextender.step(now)
     assert counting.singles() == 0
     area = fake.lvm2.groups["data"].volumes["snap-7"]
     area.data_percent = 50
-    service.grower.step(31)
-    service.grower.step(32)
+    service.autoextender.step(31)
+    service.autoextender.step(32)
     assert counting.singles() == 1
     before, area.data_percent = area.length, 80
-    assert service.grower.step(33)
+    assert service.autoextender.step(33)
     assert area.length > before
 
 
@@ -136,9 +136,9 @@ def test_an_idle_node_asks_no_snapshot_but_those_that_were_written_to(
 def test_each_minute_all_are_asked_in_case_the_kernel_counts_nothing(
     service: Service, counting: Counting
 ) -> None:
-    service.grower.step(59)
+    service.autoextender.step(59)
     assert counting.singles() == 0
-    service.grower.step(61)
+    service.autoextender.step(61)
     assert counting.singles() == MANY
 
 

@@ -6,8 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import expect
 import pytest
 
-from agent import admission, errors
-from agent.engine.queue import MOST_LOOKING, MOST_WAITING, Queue
+from agent.core import errors, locks
+from agent.core.locks import MOST_LOOKING, MOST_WAITING, GroupLock
 from lvm.command import time_limit
 
 LONG = 20.0
@@ -16,7 +16,7 @@ LONG = 20.0
 class Turns:
     """Calls that wait for their turn, each in a thread, begun one after the other."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: GroupLock) -> None:
         self.queue, self.order = queue, list[str]()
         self._pool = ThreadPoolExecutor(MOST_WAITING + 1)
 
@@ -33,12 +33,12 @@ class Turns:
 
 @pytest.fixture
 def turns() -> Turns:
-    return Turns(Queue("volume group data"))
+    return Turns(GroupLock("volume group data"))
 
 
 def test_one_group_s_calls_leave_places_to_others() -> None:
     # One that changes and one that looks are not waiting.
-    assert MOST_WAITING + 1 + MOST_LOOKING + 1 < admission.PLACES
+    assert MOST_WAITING + 1 + MOST_LOOKING + 1 < locks.PLACES
 
 
 def test_turns_come_in_the_order_in_which_they_were_asked_for(turns: Turns) -> None:
@@ -89,7 +89,7 @@ def test_a_turn_that_comes_as_the_time_ends_is_taken_and_passed_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else nobody would ever have a turn again."""
-    queue = Queue("volume group data")
+    queue = GroupLock("volume group data")
     holder = queue.turn()
     holder.__enter__()
 

@@ -12,10 +12,10 @@ import pyudev
 from fakes.host import FakeHost
 from fakes.known import inventory
 
-from agent.engine import refresh
-from agent.engine.engines import Engines
-from agent.engine.inventory import Inventory
-from agent.engine.refresh import Watch
+from agent.core.inventory import Inventory
+from agent.core.volume_groups import VolumeGroups
+from agent.daemon import refresh
+from agent.daemon.refresh import Watch
 from lvm import events as module
 from lvm.command import Result
 from lvm.events import DiskEvent, DiskEvents
@@ -44,7 +44,7 @@ class Known(Inventory):
     """Counts what the thread asks of it."""
 
     def __init__(self, fake: FakeHost) -> None:
-        super().__init__(Engines(fake.lvm, fake.disks, fake.devices, []), fake.devices)
+        super().__init__(VolumeGroups(fake.lvm, fake.disks, fake.devices, []), fake.devices)
         self.outdated: list[str | None] = []
         self.renewed: list[float] = []
         self.turned = threading.Event()
@@ -134,29 +134,29 @@ def test_whatever_udev_s_library_raises_the_clock_goes_on(
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Iterator[tuple[FakeHost, Engines, Inventory]]:
+def two(tmp_path: Path) -> Iterator[tuple[FakeHost, VolumeGroups, Inventory]]:
     """Two groups, looked at a minute ago, of which somebody glimpses."""
     fake = FakeHost(tmp_path)
     fake.lvm2.add_group("sick")
     fake.lvm2.add_group("sound")
-    engines = Engines(fake.lvm, fake.disks, fake.devices, ["sick", "sound"])
-    known = Inventory(engines, fake.devices)
+    volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["sick", "sound"])
+    known = Inventory(volume_groups, fake.devices)
     known.read()
-    for one in engines:
+    for one in volume_groups:
         one.time_seconds -= 61
         one.tried_seconds -= 61
         fake.lvm2.groups[one.name].seqno += 1
     fake.commands.clear()
-    yield fake, engines, known
-    engines.stop()
+    yield fake, volume_groups, known
+    volume_groups.stop()
 
 
 def test_a_group_that_fails_at_once_is_asked_once_a_minute_as_one_that_answers(
-    two: tuple[FakeHost, Engines, Inventory],
+    two: tuple[FakeHost, VolumeGroups, Inventory],
 ) -> None:
-    fake, engines, known = two
+    fake, volume_groups, known = two
     asked: list[Sequence[str]] = []
-    [sick] = engines.lvm("sick").devices
+    [sick] = volume_groups.lvm("sick").devices
 
     def refuse(words: Sequence[str]) -> Result | None:
         if sick not in " ".join(words):
@@ -173,11 +173,11 @@ def test_a_group_that_fails_at_once_is_asked_once_a_minute_as_one_that_answers(
 
 
 def test_while_a_group_hangs_the_other_is_looked_at_and_nothing_waits(
-    two: tuple[FakeHost, Engines, Inventory],
+    two: tuple[FakeHost, VolumeGroups, Inventory],
 ) -> None:
-    fake, engines, known = two
+    fake, volume_groups, known = two
     over = threading.Event()
-    [sick] = engines.lvm("sick").devices
+    [sick] = volume_groups.lvm("sick").devices
 
     def hang(words: Sequence[str]) -> None:
         if sick in " ".join(words):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import expect
 import pytest
 
-from agent.engine.rounds import Rounds
+from agent.core.background import PeriodicTask
 from lvm import errors as lvm_errors
 
 FAILURE = "group %s is not looked at: %s"
@@ -42,7 +42,7 @@ def hanging() -> Iterator[Look]:
 
 
 def test_what_hangs_in_one_group_is_met_by_no_other(hanging: Look) -> None:
-    rounds = Rounds("test", ["a", "b"], hanging, FAILURE)
+    rounds = PeriodicTask("test", ["a", "b"], hanging, FAILURE)
     rounds.start(0.001)
     expect.soon(lambda: hanging.counts["b"] > 5)
     assert hanging.counts["a"] == 1
@@ -72,7 +72,7 @@ def test_nothing_that_a_look_raises_ends_it(
 ) -> None:
     caplog.set_level(logging.WARNING)
     look = Look(problem)
-    rounds = Rounds("test", ["a"], look, FAILURE)
+    rounds = PeriodicTask("test", ["a"], look, FAILURE)
     rounds.start(0.001)
     expect.soon(lambda: look.counts["a"] > 5)
     assert len([one for one in caplog.messages if "group a is not looked at" in one]) == 1
@@ -86,7 +86,7 @@ def test_nothing_that_a_look_raises_ends_it(
 
 def test_a_mistake_is_told_with_where_it_was_made(caplog: pytest.LogCaptureFixture) -> None:
     look = Look(ZeroDivisionError("a mistake"))
-    rounds = Rounds("test", ["a"], look, FAILURE)
+    rounds = PeriodicTask("test", ["a"], look, FAILURE)
     rounds.start(0.001)
     expect.soon(lambda: caplog.records)
     rounds.stop()
@@ -103,7 +103,7 @@ def test_a_look_that_found_something_is_had_again_at_once() -> None:
             done.set()
         return again
 
-    rounds = Rounds("test", ["a"], look, FAILURE)
+    rounds = PeriodicTask("test", ["a"], look, FAILURE)
     rounds.start(0.3)
     assert done.wait(60)
     rounds.stop()

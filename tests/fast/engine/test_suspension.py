@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 import expect
 import pytest
 
-from agent import errors
-from agent.engine import suspension
-from agent.engine.suspension import Release, Standstill
+from agent.core import errors, quiesce
+from agent.core.quiesce import Release, Standstill
 from lvm.devicemapper import Status
 from lvm.devices import Device, Events, Exceptions, Written
 
@@ -195,7 +194,7 @@ def test_what_a_kill_left_on_a_disk_that_does_not_answer_keeps_no_start() -> Non
     devices = Devices(suspended={"vol-a", "vol-b"}, hanging={"vol-a"})
     release = Release(devices)
     for _ in range(3):
-        with suspension.left(devices, ["data"], release):
+        with quiesce.left(devices, ["data"], release):
             pass
         assert devices.suspended == {"vol-a"}
     assert devices.tries.count("vol-a") == 1, "one thread, however often a start begins anew"
@@ -207,7 +206,7 @@ def test_what_a_kill_left_is_let_go_after_what_is_done_inside(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     devices = Devices(("vol-a", "vol-b", "other"), {"vol-b", "other"})
-    with suspension.left(devices, ["data"]):
+    with quiesce.left(devices, ["data"]):
         assert "vol-b" in devices.suspended
     assert devices.suspended == {"other"}, "it is not a volume of Carver's"
     assert "data/vol-b" in caplog.text
@@ -216,9 +215,9 @@ def test_what_a_kill_left_is_let_go_after_what_is_done_inside(
 def test_what_a_kill_left_is_let_go_though_lvm2_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(suspension, "_LEFT_SECONDS", 0.01)
+    monkeypatch.setattr(quiesce, "_LEFT_SECONDS", 0.01)
     devices = Devices(suspended={"vol-a", "vol-b"})
-    with suspension.left(devices, ["data"]):
+    with quiesce.left(devices, ["data"]):
         assert devices.resumed.wait(10)
         assert devices.suspended == set()
 
@@ -226,6 +225,6 @@ def test_what_a_kill_left_is_let_go_though_lvm2_does_not_answer(
 def test_a_start_after_which_nothing_is_held_does_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with suspension.left(Devices(), ["data"]):
+    with quiesce.left(Devices(), ["data"]):
         pass
     assert not caplog.records

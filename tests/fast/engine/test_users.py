@@ -7,8 +7,7 @@ import pytest
 from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel
 
-from agent import errors
-from agent.engine import users
+from agent.core import errors, users
 
 VOLUME: Any = SimpleNamespace(id="data@00000000/vol-a", is_encrypted=False)
 

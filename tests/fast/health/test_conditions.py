@@ -14,7 +14,7 @@ from fakes.kernel import FakeKernel
 from fakes.lvm import FakeDisk
 
 from agent.csi.client import Client, block, mounted
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.command import Result
 from lvm.errors import LvmError
 from proto import csi_pb2 as csi
@@ -177,8 +177,8 @@ def told(client: Client, volume: csi.Volume, path: Path) -> str:
 
 def renew(service: Service) -> None:
     """As the thread that watches does, when its time has come."""
-    for engine in service.engines:
-        engine.time_seconds = engine.tried_seconds = 0.0
+    for volume_group in service.volume_groups:
+        volume_group.time_seconds = volume_group.tried_seconds = 0.0
     wait(service.inventory.renew(60.0))
 
 
@@ -250,9 +250,9 @@ def test_while_lvm_does_not_answer_what_it_said_before_is_told(
 def test_a_volume_that_no_report_has_yet_is_told_of_by_the_kernel_alone(
     client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
-    for engine in service.engines:
-        assert engine.last is not None
-        engine.last = replace(engine.last, volumes={})
+    for volume_group in service.volume_groups:
+        assert volume_group.last is not None
+        volume_group.last = replace(volume_group.last, volumes={})
     fake.commands.clear()
     assert told(client, staged, tmp_path / "staging") == ""
     fake.lvm2.suspend("data", "vol-pvc-1")
@@ -278,8 +278,8 @@ def test_nothing_is_read_behind_anyone_s_back_while_nobody_asks(
     wait(service.inventory.renew(60.0))
     assert len(fake.commands) == before + 1, "new enough, also where a disk changed since"
 
-    for engine in service.engines:
-        engine.time_seconds = engine.tried_seconds = time.time() - 70
+    for volume_group in service.volume_groups:
+        volume_group.time_seconds = volume_group.tried_seconds = time.time() - 70
     wait(service.inventory.renew(60.0))
     assert len(fake.commands) == before + 2, "and then it is not"
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.health import reasons
-from agent.health.reasons import Condition, Reason
+from agent.operations import health
+from agent.operations.health import Condition, Reason
 from proto import csi_pb2 as csi
 
 ROOT = Path(__file__).parents[3]
@@ -47,7 +47,7 @@ def test_no_two_reasons_have_one_word() -> None:
 
 @pytest.mark.parametrize("reason", Reason, ids=str)
 def test_every_reason_is_used(reason: Reason) -> None:
-    modules = (ROOT / "agent/health").glob("*.py")
+    modules = (ROOT / "agent/operations").glob("*.py")
     assert any(f"Reason.{reason.name}" in one.read_text() for one in modules)
 
 
@@ -70,7 +70,7 @@ def test_what_has_one_reason_is_one_condition_of_the_oldest_age() -> None:
     first = Condition(Reason.DISK_MISSING, "a is missing", 20.0)
     other = Condition(Reason.RAID_RESYNCING, "it is resyncing")
     second = Condition(Reason.DISK_MISSING, "b is missing", 10.0)
-    merged = reasons.distinct([first, other, second, first])
+    merged = health.distinct([first, other, second, first])
     assert merged == (
         Condition(Reason.DISK_MISSING, "a is missing; and b is missing", 10.0),
         other,
@@ -79,7 +79,7 @@ def test_what_has_one_reason_is_one_condition_of_the_oldest_age() -> None:
 
 def test_the_worst_comes_first_and_no_more_than_kubernetes_takes() -> None:
     every = [Condition(one, "it is so") for one in Reason]
-    found = reasons.distinct(every)
+    found = health.distinct(every)
     assert len(found) == 16
     statuses = [one.reason.of_volume or one.reason.of_storage for one in found]
     order = ["DATA_LOSS", "STORAGE_UNREACHABLE", "INACCESSIBLE", "DEGRADED", "STORAGE_DEGRADED"]

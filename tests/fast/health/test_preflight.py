@@ -13,18 +13,16 @@ from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
 from agent.cli import main as cli
-from agent.config.groups import BackingFile, Foundation
-from agent.config.settings import Config
-from agent.engine.engines import Engines
-from agent.engine.host import Host
-from agent.health import preflight
-from agent.health.preflight import Finding, Node
-from agent.health.verdicts import FAIL, PASS, WARN
+from agent.core.host import Host
+from agent.core.settings import BackingFile, Config, GroupDefinition
+from agent.core.volume_groups import VolumeGroups
+from agent.operations import preflight
+from agent.operations.preflight import FAIL, PASS, WARN, Finding, Node
 from lvm import groups, lvm2, report
 from lvm.caches import Cache
 from lvm.command import Result
 from lvm.layout import Layout
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 RELEASE = "6.1.0-test"
 PROGRAMS = ("blkid", "nsenter", "mkfs.ext4", "fsck.ext4", "mkfs.xfs", "mkfs.btrfs")
@@ -159,7 +157,7 @@ def without_device(place: Place) -> None:
 
 def on_a_file(place: Place) -> None:
     place.settings = replace(
-        place.settings, foundations=(Foundation("data", file=BackingFile(Path("/x"))),)
+        place.settings, definitions=(GroupDefinition("data", file=BackingFile(Path("/x"))),)
     )
     without("/dev/loop-control")(place)
 
@@ -207,7 +205,7 @@ class OldKernel(FakeKernel):
 
 
 def listed(place: Place, group: str, *devices: str) -> None:
-    place.settings = replace(place.settings, foundations=(Foundation(group, devices),))
+    place.settings = replace(place.settings, definitions=(GroupDefinition(group, devices),))
 
 
 def unmade_group(place: Place) -> None:
@@ -418,7 +416,7 @@ def test_an_engine_uses_no_disk_outside_the_devices_file(place: Place) -> None:
     file = place.root / lvm2.DEVICES_FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     node = replace(fake.lvm, root=place.root)
-    known = Engines(node, fake.disks, fake.devices, ["group0"])
+    known = VolumeGroups(node, fake.disks, fake.devices, ["group0"])
     for listed, state in (("", "absent"), (f"PVID={disk.uuid.replace('-', '')}\n", "ready")):
         file.write_text(listed)
         for one in known:
@@ -472,7 +470,7 @@ def test_the_kernel_s_own_answer_about_its_mount_calls() -> None:
 def file(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A configuration for the node, which `carver doctor` takes for this one."""
     machine = Host(place.host.run, place.host.kernel, place.host.devices, place.host.disks)
-    monkeypatch.setattr("agent.engine.host.this_host", lambda _settings: machine)
+    monkeypatch.setattr("agent.core.host.this_host", lambda _settings: machine)
     node = partial(Node, root=place.root)
     monkeypatch.setattr(preflight, "Node", node)
     path = tmp_path / "config.toml"

@@ -10,14 +10,14 @@ from fakes.host import FakeHost
 from fakes.lvm import FakePool
 from fakes.sysfs import Sysfs
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.command import Result
-from lvm.diskerrors import DiskErrors
+from lvm.disks import DiskErrors
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -68,7 +68,7 @@ def words(client: Client) -> list[tuple[int, str]]:
 
 def look(service: Service) -> None:
     service.inventory.outdate()
-    for one in service.engines:
+    for one in service.volume_groups:
         one.look_behind().exception(20)
 
 
@@ -113,7 +113,7 @@ def test_a_group_that_is_gone_is_unreachable_and_one_that_never_was_here_is_not_
     gone = fake.lvm2.groups.pop("data")
     look(service)
     assert words(client) == [(csi.STORAGE_UNREACHABLE, "GroupMissing")]
-    for one in service.engines:
+    for one in service.volume_groups:
         one.seen = None
     assert client.storage_health() == []
     # As after a start of Carver's: lvm2 remembers.

@@ -13,17 +13,17 @@ from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeGroup
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core import requests
+from agent.core.background import Probes
+from agent.core.classes import DeviceClass
+from agent.core.errors import GroupRefused
+from agent.core.records import Volume
+from agent.core.settings import Config
+from agent.core.volume_group import VolumeGroup
 from agent.csi.client import Client, block
-from agent.engine.engine import Engine
-from agent.engine.looks import Looks
-from agent.engine.records import Volume
-from agent.errors import GroupRefused
-from agent.health import conditions
-from agent.health.reasons import Condition
-from agent.requests import pages
-from agent.service.server import Service
+from agent.daemon.server import Service
+from agent.operations import health as conditions
+from agent.operations.health import Condition
 from lvm.devicemapper import Status
 from mount.table import Mount
 from proto import csi_pb2 as csi
@@ -58,8 +58,8 @@ def volume(client: Client, service: Service) -> csi.Volume:
     return made
 
 
-def engine(service: Service, name: str = "data") -> Engine:
-    found = service.engines.known(name)
+def volume_group(service: Service, name: str = "data") -> VolumeGroup:
+    found = service.volume_groups.known(name)
     assert found is not None
     return found
 
@@ -74,7 +74,7 @@ def take(fake: FakeHost, service: Service, name: str = "data") -> FakeGroup:
         fake.deactivate(name, one.name)
     gone = fake.lvm2.groups.pop(name)
     service.inventory.outdate()
-    engine(service, name).look()
+    volume_group(service, name).look()
     return gone
 
 
@@ -101,7 +101,7 @@ def test_a_group_that_is_gone_is_told_of_its_volumes_by_every_call_until_it_is_b
 
     fake.lvm2.groups["data"] = gone
     service.inventory.outdate()
-    engine(service).look()
+    volume_group(service).look()
     assert client.unhealthy() == []
     assert not client.node_health(volume.volume_id).health_statuses
 
@@ -110,7 +110,7 @@ def test_a_group_that_never_was_here_is_told_of_by_the_node_alone(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     take(fake, service)
-    for one in service.engines:
+    for one in service.volume_groups:
         one.seen = None
     elsewhere = "data@abcdefgh/vol-pvc-1"
     assert words(client.node_health(elsewhere)) == [(csi.INACCESSIBLE, "GroupMissing")]
@@ -142,7 +142,7 @@ def test_a_group_that_is_refused_is_told_with_why(
     fake.lvm2.groups["data"].exported = True
     service.inventory.outdate()
     with pytest.raises(GroupRefused):
-        engine(service).look()
+        volume_group(service).look()
     [found] = client.node_health(volume.volume_id).health_statuses
     assert (found.status, found.reason) == (csi.INACCESSIBLE, "GroupRefused")
 
@@ -249,8 +249,8 @@ def test_what_lvm2_does_not_tell_any_more_is_told_as_it_was_and_never_taken_for_
     fake.lvm2.groups["data"].seqno += 1
     service.inventory.read()
     # What a command did that failed is not known before the next look.
-    engine(service).lvm.run("lvm", "lvremove", "--yes", "--", "data/none")
-    assert engine(service).is_changed
+    volume_group(service).lvm.run("lvm", "lvremove", "--yes", "--", "data/none")
+    assert volume_group(service).is_changed
     assert isinstance(fake.disks, FakeDisks)
     fake.disks.hanging.add("/dev/fake-data-0")
     assert words(client.node_health(volume.volume_id)) == [(csi.INACCESSIBLE, "DiskMissing")]
@@ -284,11 +284,11 @@ def test_before_a_group_was_ever_seen_it_is_looked_at_and_what_hangs_is_told(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     made = client.create("pvc-1", 16 * MIB, block())
-    for one in service.engines:
+    for one in service.volume_groups:
         one.last, one.time_seconds = None, 0.0
         one._sight.forget()
     assert not client.volume_health(made.volume_id).health_statuses
-    for one in service.engines:
+    for one in service.volume_groups:
         one.last, one.time_seconds = None, 0.0
         one._sight.forget()
     service.inventory.outdate()
@@ -351,7 +351,7 @@ def test_a_list_without_a_bound_comes_in_parts_that_fit_in_a_message_and_none_is
     whole = client.controller.ControllerListVolumeHealth(csi.ControllerListVolumeHealthRequest())
     assert [one.volume_id for one in whole.entries] == ids
     most = whole.ByteSize() // 2
-    monkeypatch.setattr(pages, "_MOST_BYTES", most)
+    monkeypatch.setattr(requests, "_MOST_BYTES", most)
     looked: list[str] = []
     real = service.diagnosis.of
 
@@ -378,7 +378,7 @@ def test_a_list_without_a_bound_comes_in_parts_that_fit_in_a_message_and_none_is
 def test_lists_without_a_bound_come_in_parts_and_who_wants_all_asks_for_all(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "_MOST_ENTRIES", 2)
+    monkeypatch.setattr(requests, "_MOST_ENTRIES", 2)
     ids = [client.create(f"{one}", 16 * MIB, block()).volume_id for one in range(5)]
     snapshots = [client.snapshot(f"{one}", ids[0]).snapshot_id for one in range(3)]
     part = client.controller.ListVolumes(csi.ListVolumesRequest(max_entries=4))
@@ -451,7 +451,7 @@ def test_a_volume_whose_device_does_not_answer_keeps_nobody_waiting_and_is_told_
     assert time.monotonic() - began < 20
     go_on.set()
     monkeypatch.undo()
-    service.diagnosis._looks = Looks()
+    service.diagnosis._looks = Probes()
     assert not client.node_health(volume.volume_id).health_statuses
 
 

@@ -8,7 +8,7 @@ from fakes.devices import FakeDevices
 from fakes.known import inventory
 from fakes.lvm import FakeLvm
 
-from lvm import areas, errors, report, snapshots, volumes
+from lvm import devices, errors, report, snapshots, volumes
 from lvm.devices import KernelDevices
 from lvm.lvm2 import Lvm
 
@@ -28,7 +28,7 @@ SNAPSHOT = 0x70416E53
     ],
 )
 def test_a_header_tells_whether_its_snapshot_can_be_read(header: bytes, lost: bool) -> None:
-    assert areas.is_lost(header) == lost
+    assert devices.is_lost(header) == lost
 
 
 def test_a_header_is_read_where_the_area_begins(
@@ -67,7 +67,7 @@ def test_a_store_tells_which_chunks_it_has_copies_of(
     copied = [(number * 7919) % 100_003 for number in range(count)]
     disk = tmp_path / "store"
     disk.write_bytes(store(chunk_bytes, *copied))
-    table = areas.ExceptionTable(str(disk))
+    table = devices.ExceptionTable(str(disk))
     assert table.chunk_bytes == chunk_bytes
     for _ in range(2):
         assert [one for part in table.chunks() for one in part] == copied
@@ -84,7 +84,7 @@ def test_what_is_no_store_that_can_be_read_has_no_copies_to_tell_of(
     disk = tmp_path / "store"
     disk.write_bytes(struct.pack("<4I", *header).ljust(8192, b"\0"))
     with pytest.raises(errors.BadReport):
-        areas.ExceptionTable(str(disk))
+        devices.ExceptionTable(str(disk))
 
 
 def test_a_snapshot_whose_disk_is_missing_is_not_ready_and_not_lost() -> None:

@@ -7,16 +7,16 @@ from fakes.devices import FakeDevices
 from fakes.known import inventory
 from fakes.lvm import FakeDisk, FakeLvm
 
-from agent.config.classes import DeviceClass
-from agent.engine.allocation import Carvings
-from agent.engine.inventory import Inventory
-from agent.health import conditions
-from agent.health.reasons import Reason
+from agent.core.allocation import Allocators
+from agent.core.classes import DeviceClass
+from agent.core.inventory import Inventory
+from agent.operations import health
+from agent.operations.health import Reason
 from lvm import caches, errors, report
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
 from lvm.lvm2 import Lvm
-from lvm.pools import Policy
+from lvm.thin import Policy
 from lvm.volumes import New
 
 EXTENT = 4 << 20
@@ -66,26 +66,26 @@ def test_what_a_pool_with_a_cache_may_promise_can_be_held_for_a_thousand_states(
         )
         lvm = Lvm(lambda *words, fake=fake: fake(words), settings=())
         known = inventory(fake, "data")
-        carving = Carvings([one], known).of(one)
+        allocator = Allocators([one], known).of(one)
         group = known.read().group("data")
-        maximum = carving.maximum_bytes(group)
+        maximum = allocator.maximum_bytes(group)
         rooms[maximum > 0] += 1
         if not maximum:
             if group.free_extents > 20:
                 assert one.cache
                 assert one.cache.of_pool(group) > group.fast_free_extents
             continue
-        carving.create(lvm, group, New("all", maximum, {}))
+        allocator.create(lvm, group, New("all", maximum, {}))
         group = known.read().group("data")
         made = group.volume("pool-thin")
         assert caches.is_cached(made)
         fast = {disk.uuid for disk in group.disks if disk.fast}
         assert made.disks & fast
         # What is given out is held, at the class's ratio, by what the pool can grow to.
-        [thin] = Carvings([one], known).thin()
+        [thin] = Allocators([one], known).thin()
         reserve = one.reserve.extents(group)
         assert thin.outstanding_extents(group) <= group.free_extents - reserve
-        assert carving.maximum_bytes(group) == 0
+        assert allocator.maximum_bytes(group) == 0
     assert min(rooms.values()) > 200, rooms
 
 
@@ -128,7 +128,7 @@ def test_the_loss_of_a_pool_s_fast_disk_is_told_of_each_of_its_volumes(
     known = inventory(fake, "data")
     group = known.read().group("data")
     facts = {"name": "pvc-1"}
-    Carvings([one], known).of(one).create(lvm, group, New("vol-pvc-1", 40 << 20, facts))
+    Allocators([one], known).of(one).create(lvm, group, New("vol-pvc-1", 40 << 20, facts))
     # What lvm2 says of the pool alone holds for what is in it.
     fake.groups["data"].volumes["pool-thin"].health = "partial"
     _check_each_loss(known, slow, fast, words)
@@ -139,7 +139,7 @@ def _check_each_loss(known: Inventory, slow: FakeDisk, fast: FakeDisk, words: st
         fast.missing = slow.missing = False
         disk.missing = True
         [volume] = known.all(known.read())
-        [problem] = conditions.by_report(volume)
+        [problem] = health.by_report(volume)
         assert problem.reason is Reason.DISK_MISSING
         assert disk.uuid in problem.message
         assert told in problem.message
@@ -153,7 +153,7 @@ def test_a_pool_that_is_given_a_cache_has_it_on_record() -> None:
     for cache, kept in ((None, set()), (Cache(), {"carver.cache=cache:writethrough:16777216"})):
         one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
         name, group = f"vol-{cache}", known.read().group("data")
-        Carvings([one], known).of(one).create(lvm, group, New(name[:8], 4 << 20, {}))
+        Allocators([one], known).of(one).create(lvm, group, New(name[:8], 4 << 20, {}))
         tags = known.read().group("data").volume("pool-thin").tags
         assert {one for one in tags if one.startswith("carver.cache")} == kept
 

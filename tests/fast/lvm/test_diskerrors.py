@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from fakes.sysfs import Sysfs
 
-from lvm.diskerrors import DiskErrors
+from lvm.disks import DiskErrors
 
 HOUR = 3600.0
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from fakes.images import GROUP_UUID, metadata
 
-from lvm import filters, lvm2
+from lvm import blockdevices, lvm2
 
 
 def accepted(root: Path, text: str, *paths: str, local: str = "") -> set[str]:
@@ -13,7 +13,7 @@ def accepted(root: Path, text: str, *paths: str, local: str = "") -> set[str]:
     (root / "etc/lvm").mkdir(parents=True, exist_ok=True)
     (root / "etc/lvm/lvm.conf").write_text(text)
     (root / "etc/lvm/lvmlocal.conf").write_text(local)
-    accepts = filters.read(root)
+    accepts = blockdevices.read(root)
     return {path for path in paths if accepts is None or accepts(path)}
 
 
@@ -54,9 +54,9 @@ def test_a_file_that_changed_is_read_anew(tmp_path: Path) -> None:
 
 
 def test_one_name_that_is_accepted_is_enough() -> None:
-    patterns = tuple(filters._patterns('["a|^/dev/disk/by-id/nvme|", "r|.*|"]'))
-    assert filters._accepts(patterns, ["/dev/nvme0n1", "/dev/disk/by-id/nvme-x"])
-    assert not filters._accepts(patterns, ["/dev/nvme0n1"])
+    patterns = tuple(blockdevices._patterns('["a|^/dev/disk/by-id/nvme|", "r|.*|"]'))
+    assert blockdevices._accepts(patterns, ["/dev/nvme0n1", "/dev/disk/by-id/nvme-x"])
+    assert not blockdevices._accepts(patterns, ["/dev/nvme0n1"])
 
 
 def test_lvm2_s_own_copy_tells_the_uuid_of_a_group(tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lvm import labels
-from lvm.labels import Damaged, PhysicalLabel
-from lvm.metadata import Group
+from lvm.labels import Damaged, Group, PhysicalLabel
 
 
 def put(directory: Path, data: bytes | bytearray) -> str:

@@ -9,11 +9,11 @@ from fakes.lvm import FakeLvm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lvm import layout, pools, report, thin, volumes
+from lvm import layout, report, thin, volumes
 from lvm.devicemapper import ThinPool
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
-from lvm.pools import Policy, Pool
+from lvm.thin import Policy, Pool
 from lvm.volumes import New
 
 EXTENT = 4 << 20
@@ -31,7 +31,7 @@ def group_of(lvm: Lvm) -> report.Group:
 
 
 def found(group: report.Group, policy: Policy) -> Pool:
-    return pools.find(group, "pool-p", pools.chunk_size_bytes(group, policy))
+    return thin.find(group, "pool-p", thin.chunk_size_bytes(group, policy))
 
 
 def make(lvm: Lvm, policy: Policy, kept: int = 0) -> None:
@@ -41,8 +41,8 @@ def make(lvm: Lvm, policy: Policy, kept: int = 0) -> None:
         lvm,
         "data",
         "pool-p",
-        data_extents=pools.first_extents(group, pool, policy, kept),
-        metadata_extents=pools.suitable_metadata_extents(group, pool.chunk_size_bytes),
+        data_extents=thin.first_extents(group, pool, policy, kept),
+        metadata_extents=thin.suitable_metadata_extents(group, pool.chunk_size_bytes),
         extent_size_bytes=EXTENT,
         chunk_size_bytes=pool.chunk_size_bytes,
         facts={},
@@ -68,21 +68,21 @@ def test_what_may_be_promised_can_be_held_at_the_ratio_beside_what_is_kept(
 ) -> None:
     lvm, _ = machine(*disks)
     group = group_of(lvm)
-    maximum = pools.maximum_bytes(group, found(group, policy), policy, kept)
+    maximum = thin.maximum_bytes(group, found(group, policy), policy, kept)
     assert maximum % EXTENT == 0
     if not maximum:
         return
     make(lvm, policy, kept)
     made = group_of(lvm)
     # Making the pool changes nothing of what it may become.
-    assert pools.maximum_bytes(made, found(made, policy), policy, kept) == maximum
+    assert thin.maximum_bytes(made, found(made, policy), policy, kept) == maximum
     thin.create(lvm, "data", "pool-p", New("all", maximum, {}))
     group = group_of(lvm)
     pool = found(group, policy)
-    assert pools.maximum_bytes(group, pool, policy, kept) == 0
-    assert pools.outstanding_extents(group, pool, policy) <= group.free_extents - kept
+    assert thin.maximum_bytes(group, pool, policy, kept) == 0
+    assert thin.outstanding_extents(group, pool, policy) <= group.free_extents - kept
     # And it can become that.
-    more = pools.growth_extents(group, pool, kept)
+    more = thin.growth_extents(group, pool, kept)
     if more:
         size = (pool.data_extents + more) * EXTENT
         volumes.extend(lvm, "data", "pool-p", size_bytes=size)
@@ -90,7 +90,7 @@ def test_what_may_be_promised_can_be_held_at_the_ratio_beside_what_is_kept(
     grown = found(group, policy)
     assert group.free_extents >= kept
     assert maximum <= grown.data_extents * EXTENT * policy.ratio
-    assert pools.growth_extents(group, grown, kept) == 0
+    assert thin.growth_extents(group, grown, kept) == 0
 
 
 @settings(max_examples=300, deadline=None)
@@ -104,24 +104,24 @@ def test_no_order_of_volumes_breaks_what_a_pool_promised(
     disks: list[int], policy: Policy, parts: list[int], thick: int
 ) -> None:
     lvm, _ = machine(*disks)
-    if not pools.maximum_bytes(group_of(lvm), found(group_of(lvm), policy), policy, 0):
+    if not thin.maximum_bytes(group_of(lvm), found(group_of(lvm), policy), policy, 0):
         return
     make(lvm, policy)
     for number, part in enumerate(parts):
         group = group_of(lvm)
-        most = pools.maximum_bytes(group, found(group, policy), policy, 0)
+        most = thin.maximum_bytes(group, found(group, policy), policy, 0)
         size = most * part // 100 // EXTENT * EXTENT
         if size:
             thin.create(lvm, "data", "pool-p", New(f"t{number}", size, {}))
         group = group_of(lvm)
-        outstanding = pools.outstanding_extents(group, found(group, policy), policy)
+        outstanding = thin.outstanding_extents(group, found(group, policy), policy)
         most = layout.maximum_bytes(group, reserve_extents=outstanding)
         size = most * thick // 100 // EXTENT * EXTENT
         if size:
             volumes.create(lvm, "data", New(f"v{number}", size, {}))
     group = group_of(lvm)
     pool = found(group, policy)
-    largest = pool.data_extents + pools.growth_extents(group, pool, 0)
+    largest = pool.data_extents + thin.growth_extents(group, pool, 0)
     assert pool.promised_bytes <= largest * EXTENT * policy.ratio
 
 
@@ -139,25 +139,25 @@ def test_chunks_are_as_large_as_keeps_the_metadata_handy(
 ) -> None:
     lvm, _ = machine(group_bytes // EXTENT)
     group = group_of(lvm)
-    assert pools.chunk_size_bytes(group, Policy()) == chunk
-    assert pools.suitable_metadata_extents(group, chunk) == metadata_extents
+    assert thin.chunk_size_bytes(group, Policy()) == chunk
+    assert thin.suitable_metadata_extents(group, chunk) == metadata_extents
 
 
 def test_metadata_have_bounds_whatever_the_chunks() -> None:
     lvm, _ = machine(2)
-    assert pools.suitable_metadata_extents(group_of(lvm), GIB) == 1
+    assert thin.suitable_metadata_extents(group_of(lvm), GIB) == 1
     lvm, _ = machine(100 * TIB // EXTENT)
-    assert pools.suitable_metadata_extents(group_of(lvm), 64 * KIB) == 15 * GIB // EXTENT
-    assert pools.chunk_size_bytes(group_of(lvm), Policy(chunk_size_bytes=64 * KIB)) == 64 * KIB
+    assert thin.suitable_metadata_extents(group_of(lvm), 64 * KIB) == 15 * GIB // EXTENT
+    assert thin.chunk_size_bytes(group_of(lvm), Policy(chunk_size_bytes=64 * KIB)) == 64 * KIB
 
 
 def test_a_group_that_grew_keeps_room_for_larger_metadata() -> None:
     lvm, fake = machine(100)
     make(lvm, Policy())
-    assert pools.missing_metadata_extents(group_of(lvm), found(group_of(lvm), Policy())) == 0
+    assert thin.missing_metadata_extents(group_of(lvm), found(group_of(lvm), Policy())) == 0
     fake.groups["data"].disks[0].extents = 2000
     # Two extents of metadata more, and two of the spare.
-    assert pools.missing_metadata_extents(group_of(lvm), found(group_of(lvm), Policy())) == 4
+    assert thin.missing_metadata_extents(group_of(lvm), found(group_of(lvm), Policy())) == 4
 
 
 def test_what_wipes_a_pool_is_no_promise() -> None:
@@ -165,10 +165,10 @@ def test_what_wipes_a_pool_is_no_promise() -> None:
     make(lvm, Policy())
     thin.create(lvm, "data", "pool-p", New("wipe-p", 10 * EXTENT, {}))
     group = group_of(lvm)
-    assert pools.find(group, "pool-p", 64 * KIB).promised_bytes == 10 * EXTENT
-    assert pools.find(group, "pool-p", 64 * KIB, ignored="wipe-p").promised_bytes == 0
+    assert thin.find(group, "pool-p", 64 * KIB).promised_bytes == 10 * EXTENT
+    assert thin.find(group, "pool-p", 64 * KIB, ignored="wipe-p").promised_bytes == 0
     assert (
-        pools.outstanding_extents(group, found(group, Policy()), Policy())
+        thin.outstanding_extents(group, found(group, Policy()), Policy())
         == 10 - found(group, Policy()).data_extents
     )
 
@@ -196,10 +196,10 @@ def test_a_pool_that_is_nearly_full_or_broken_is_promised_no_more_of(
     make(lvm, policy)
     group = group_of(lvm)
     told = replace(ThinPool(40 * MIB, "rw"), **status)
-    why = pools.refusal(group, found(group, policy), policy, 0, told)
+    why = thin.refusal(group, found(group, policy), policy, 0, told)
     assert words in why
     assert bool(words) == bool(why)
-    assert pools.refusal(group, found(group, policy), policy, 0, None) == ""
+    assert thin.refusal(group, found(group, policy), policy, 0, None) == ""
 
 
 def test_what_a_pool_promised_is_added_up_once_for_a_report_however_many_ask() -> None:
@@ -217,8 +217,8 @@ def test_what_a_pool_promised_is_added_up_once_for_a_report_however_many_ask() -
     every = Counted(group_of(lvm).volumes)
     group = replace(group_of(lvm), volumes=every)
     for _ in range(50):
-        assert pools.find(group, "pool-p", 0).promised_bytes == 6 * EXTENT
-        assert pools.find(group, "pool-p", 0, "vol-b").promised_bytes == 4 * EXTENT
-        assert pools.find(group, "pool-p", 0, "vol-z").promised_bytes == 6 * EXTENT
-        assert len(pools.members(group, "pool-p")) == 3
+        assert thin.find(group, "pool-p", 0).promised_bytes == 6 * EXTENT
+        assert thin.find(group, "pool-p", 0, "vol-b").promised_bytes == 4 * EXTENT
+        assert thin.find(group, "pool-p", 0, "vol-z").promised_bytes == 6 * EXTENT
+        assert len(thin.members(group, "pool-p")) == 3
     assert every.passes == 1

@@ -14,11 +14,10 @@ from fakes import shell_program
 from hypothesis import given
 from hypothesis import strategies as some
 
-from lvm import command, errors, programs, session, shell
+from lvm import command, errors, programs, session
 from lvm.command import Finished, Result, time_limit
 from lvm.programs import Programs
-from lvm.session import Session
-from lvm.shell import Confinement, Line
+from lvm.session import Confinement, Line, Session
 
 REPORT = ("lvm", "fullreport", "--reportformat", "json")
 CHANGE = ("lvm", "lvremove", "--yes", "--", "group/volume")
@@ -38,9 +37,9 @@ def texts(*words: str) -> str | None:
 
 @given(some.lists(some.text(alphabet=some.characters(codec="latin-1"), max_size=40), max_size=70))
 def test_what_is_said_is_split_into_the_words_again_or_not_said(words: list[str]) -> None:
-    said = texts("lvm", "lvchange", *(one for one in words if one not in shell.OF_A_SHELL))
+    said = texts("lvm", "lvchange", *(one for one in words if one not in session.OF_A_SHELL))
     if said is not None:
-        expected = ["lvchange", *(one for one in words if one not in shell.OF_A_SHELL)]
+        expected = ["lvchange", *(one for one in words if one not in session.OF_A_SHELL)]
         assert fake.split(said) == expected
 
 
@@ -115,9 +114,9 @@ def test_what_stands_behind_two_dashes_is_never_taken_for_an_option() -> None:
 
 def test_an_answer_is_what_a_process_would_have_told() -> None:
     refused = Result(5, "", "  WARNING: old.\n  Volume group is full.\n")
-    assert shell.answer("lvs", fake.answer("lvs", refused)) == refused
+    assert session.answer("lvs", fake.answer("lvs", refused)) == refused
     done = Result(0, "  Made.\n", "")
-    assert shell.answer("lvcreate", fake.answer("lvcreate", done)) == done
+    assert session.answer("lvcreate", fake.answer("lvcreate", done)) == done
 
 
 @pytest.mark.parametrize(
@@ -136,12 +135,12 @@ def test_an_answer_is_what_a_process_would_have_told() -> None:
 )
 def test_what_is_not_the_one_whole_answer_to_the_command_is_none(reported: str) -> None:
     with pytest.raises(ValueError, match=r"."):
-        shell.answer("lvs", reported)
+        session.answer("lvs", reported)
 
 
 def test_a_command_without_success_never_looks_done() -> None:
     odd = '{"log": [{"log_type": "status", "log_object_name": "lvs", "log_ret_code": "0"}]}'
-    assert shell.answer("lvs", odd).exit_code != 0
+    assert session.answer("lvs", odd).exit_code != 0
 
 
 # What it finds
@@ -153,7 +152,7 @@ def test_a_shell_finds_the_node_s_settings_and_its_own_after_them(tmp_path: Path
     (node / "lvm.conf").write_text("config")
     (node / "lvmlocal.conf").write_text("local { system_id = 7 }")
     for confinement in (Confinement("/dev/b"), Confinement("/dev/a", "backup/archive=0")):
-        shell.prepare(own, tmp_path / "node", confinement)
+        session.prepare(own, tmp_path / "node", confinement)
     assert (own / "lvm.conf").readlink() == Path("/etc/lvm/lvm.conf")
     assert (own / "profile").readlink() == Path("/etc/lvm/profile")
     # lvm2 makes these two by itself, but not through a link.
@@ -170,7 +169,7 @@ def test_the_node_s_settings_may_be_of_any_encoding(tmp_path: Path) -> None:
     own.mkdir(parents=True)
     told = "# für diesen Knoten\n".encode("latin-1")
     (own / "lvmlocal.conf").write_bytes(told)
-    shell.prepare(tmp_path / "own", tmp_path / "node", Confinement())
+    session.prepare(tmp_path / "own", tmp_path / "node", Confinement())
     assert (tmp_path / "own/lvmlocal.conf").read_bytes().startswith(told)
 
 
@@ -179,7 +178,7 @@ def test_settings_of_a_host_tag_would_be_over_the_shell_s_so_there_is_none(tmp_p
     node.mkdir(parents=True)
     (node / "lvm_here.conf").write_text('devices { filter = ["a|.*|"] }')
     with pytest.raises(OSError, match="lvm_here"):
-        shell.prepare(tmp_path / "own", tmp_path, Confinement())
+        session.prepare(tmp_path / "own", tmp_path, Confinement())
 
 
 # A shell that runs

@@ -8,8 +8,8 @@ from typing import BinaryIO
 import chosen
 import pytest
 
-from lvm import errors, thinmaps
-from lvm.thinmaps import Run
+from lvm import errors, thin
+from lvm.thin import Run
 
 CHUNK = 64 << 10
 # Both as thin-provisioning-tools 0.9.0 print them.
@@ -38,7 +38,7 @@ EMPTY = b'<superblock uuid="" data_block_size="128">\n</superblock>\n'
 
 
 def test_what_a_volume_has_blocks_for_is_read() -> None:
-    assert list(thinmaps.mapped(io.BytesIO(DUMP))) == [
+    assert list(thin.mapped(io.BytesIO(DUMP))) == [
         Run(0, 10 * CHUNK),
         Run(20 * CHUNK, CHUNK),
         Run(30 * CHUNK, 9 * CHUNK),
@@ -46,7 +46,7 @@ def test_what_a_volume_has_blocks_for_is_read() -> None:
 
 
 def test_where_two_volumes_have_not_the_same_blocks_is_read() -> None:
-    assert list(thinmaps.differing(io.BytesIO(DELTA))) == [
+    assert list(thin.differing(io.BytesIO(DELTA))) == [
         Run(8 * CHUNK, 2 * CHUNK),
         Run(20 * CHUNK, CHUNK),
         Run(30 * CHUNK, 5 * CHUNK),
@@ -55,7 +55,7 @@ def test_where_two_volumes_have_not_the_same_blocks_is_read() -> None:
 
 def test_a_volume_without_blocks_has_none() -> None:
     empty = EMPTY.replace(b"\n<", b'\n<device dev_id="1"></device><', 1)
-    assert list(thinmaps.mapped(io.BytesIO(empty))) == []
+    assert list(thin.mapped(io.BytesIO(empty))) == []
 
 
 @pytest.mark.parametrize(
@@ -70,10 +70,10 @@ def test_a_volume_without_blocks_has_none() -> None:
 )
 def test_what_is_not_understood_is_no_answer(printed: bytes) -> None:
     with pytest.raises(errors.BadReport):
-        list(thinmaps.mapped(io.BytesIO(printed)))
+        list(thin.mapped(io.BytesIO(printed)))
 
 
-@pytest.mark.parametrize("read", [thinmaps.mapped, thinmaps.differing])
+@pytest.mark.parametrize("read", [thin.mapped, thin.differing])
 def test_a_volume_that_the_metadata_do_not_have_is_no_empty_one(
     read: Callable[[BinaryIO], Iterator[Run]],
 ) -> None:
@@ -111,7 +111,7 @@ def test_as_many_mappings_as_there_are_take_no_more_memory_than_a_few() -> None:
     tracemalloc.start()
     try:
         count = 0
-        for _ in thinmaps.mapped(printed):
+        for _ in thin.mapped(printed):
             count += 1
         _, peak = tracemalloc.get_traced_memory()
     finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mount import calls
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 KIB = 1 << 10
 SIZE = 64 * KIB

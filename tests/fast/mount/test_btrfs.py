@@ -7,7 +7,7 @@ from fakes.devices import FakeDevices
 from fakes.filesystems import mkfs
 from fakes.kernel import FakeKernel
 
-from mount import btrfs, errors
+from mount import errors, filesystem
 
 DEVICE = "/dev/fake"
 MIB = 1 << 20
@@ -29,20 +29,20 @@ def superblock(devices: FakeDevices, offset: int = AT) -> bytes:
 def test_the_checksum_is_crc32c() -> None:
     # RFC 3720, section B.4: 32 bytes of zeroes, and of ones.
     for data, checksum in ((bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43)):
-        signed = btrfs._signed(bytes(32) + data)
+        signed = filesystem._signed(bytes(32) + data)
         assert struct.unpack("<I", signed[:4]) == (checksum,)
 
 
 def test_the_id_is_new_and_the_old_one_is_kept_for_the_trees(devices: FakeDevices) -> None:
     before = superblock(devices)
-    btrfs.renew(FakeKernel(devices), DEVICE)
+    filesystem.renew(FakeKernel(devices), DEVICE)
     after = superblock(devices)
     assert after[0x20:0x30] != before[0x20:0x30]
     assert after[0x23B:0x24B] == before[0x20:0x30]
     assert struct.unpack_from("<Q", after, 0xBC) == (1 << 10,)
     changed = (*range(4), *range(0x20, 0x30), *range(0xBC, 0xC4), *range(0x23B, 0x24B))
     assert all(after[at] == before[at] for at in range(4096) if at not in changed)
-    assert btrfs._signed(after) == after
+    assert filesystem._signed(after) == after
 
 
 def test_the_trees_id_is_that_of_the_first_origin_in_a_copy_of_a_copy(
@@ -50,15 +50,15 @@ def test_the_trees_id_is_that_of_the_first_origin_in_a_copy_of_a_copy(
 ) -> None:
     origin = superblock(devices)[0x20:0x30]
     for _ in range(2):
-        btrfs.renew(FakeKernel(devices), DEVICE)
+        filesystem.renew(FakeKernel(devices), DEVICE)
     assert superblock(devices)[0x23B:0x24B] == origin
 
 
 def test_every_copy_of_the_superblock_gets_the_id(devices: FakeDevices) -> None:
     mirror = bytearray(superblock(devices))
     mirror[0x30:0x38] = (64 * MIB).to_bytes(8, "little")
-    devices.get(DEVICE).media.write(64 * MIB, btrfs._signed(mirror))
-    btrfs.renew(FakeKernel(devices), DEVICE)
+    devices.get(DEVICE).media.write(64 * MIB, filesystem._signed(mirror))
+    filesystem.renew(FakeKernel(devices), DEVICE)
     assert superblock(devices)[0x20:0x30] == superblock(devices, 64 * MIB)[0x20:0x30]
 
 
@@ -70,5 +70,5 @@ def test_what_is_no_superblock_that_is_understood_is_left_alone(
     spoilt[at] ^= 1
     devices.get(DEVICE).media.write(AT, bytes(spoilt))
     with pytest.raises(errors.RenewFailed, match="superblock"):
-        btrfs.renew(FakeKernel(devices), DEVICE)
+        filesystem.renew(FakeKernel(devices), DEVICE)
     assert superblock(devices) == bytes(spoilt)

@@ -12,8 +12,9 @@ from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel
 
 import mount
-from mount import errors, nodes, table
-from mount.syscalls import Kernel
+from mount import errors, table
+from mount import mounts as nodes
+from mount.kernel import Kernel
 
 PACKAGE = Path(mount.__file__).parent
 # These act on target paths, which are real in the fake as well.

@@ -9,9 +9,9 @@ import pytest
 
 from lvm.command import Result
 from lvm.programs import Programs
-from mount import errors, filesystem, libblkid
+from mount import calls, errors, filesystem
 from mount.filesystem import Signature
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 pytestmark = pytest.mark.starts_programs
 
@@ -126,6 +126,6 @@ def test_without_the_library_the_program_is_asked(
     def missing() -> None:
         raise OSError(errno.ENOSYS, "libblkid: no such file")
 
-    monkeypatch.setattr(libblkid, "_library", missing)
+    monkeypatch.setattr(calls, "_library", missing)
     swap(disk)
     assert str(filesystem.probe(of_a_file, str(disk), Kernel())) == "swap (other)"

@@ -9,7 +9,7 @@ from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel
 
 from mount import errors, loop
-from mount.loop_devices import LoopStatus
+from mount.block_devices import LoopStatus
 
 
 @pytest.fixture

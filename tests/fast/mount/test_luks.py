@@ -7,7 +7,7 @@ import pytest
 from fakes import cryptsetup
 
 from mount import luks
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 OFFSET, DONE = 4194304, 553648128
 

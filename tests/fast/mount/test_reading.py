@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from mount import reading
-from mount.reading import PIECE_BYTES
-from mount.syscalls import Kernel
+from mount import blocks
+from mount.blocks import PIECE_BYTES
+from mount.kernel import Kernel
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_any_part_is_read_from_a_block_on(tmp_path: Path) -> None:
 def test_what_is_behind_the_end_is_an_error(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.write_bytes(bytes(4096 + 512))
-    with reading.opened(str(disk)) as reader:
+    with blocks.opened(str(disk)) as reader:
         # The last block is none.
         assert reader.read(4096, 512) == bytes(512)
         with pytest.raises(OSError, match="512 of 4096 bytes at 4096") as caught:

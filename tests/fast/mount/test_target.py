@@ -10,8 +10,8 @@ from fakes.kernel import FakeKernel
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mount import errors, target, usage
-from mount.syscalls import Kernel
+from mount import errors, health, target
+from mount.kernel import Kernel
 
 
 @pytest.fixture
@@ -281,13 +281,13 @@ def test_a_file_system_that_answers_no_more_is_still_found(tmp_path: Path) -> No
     with pytest.raises(errors.TargetError, match="Input/output error"):
         target.ensure_directory(dead, path)
     with pytest.raises(errors.TargetError, match="Input/output error"):
-        usage.of(dead, path)
+        health.of(dead, path)
 
 
 def test_usage_of_a_path_that_is_not_there_is_not_mounted(
     kernel: FakeKernel, tmp_path: Path
 ) -> None:
     with pytest.raises(errors.NotMounted):
-        usage.of(kernel, str(tmp_path / "missing"))
+        health.of(kernel, str(tmp_path / "missing"))
     with pytest.raises(errors.DeviceMissing):
-        usage.device_size_bytes(kernel, str(tmp_path))
+        health.device_size_bytes(kernel, str(tmp_path))

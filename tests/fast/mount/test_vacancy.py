@@ -9,10 +9,10 @@ from fakes.devices import FakeDevice
 from fakes.host import FakeHost
 from laying import lay
 
-from agent.config.groups import Foundation
-from mount import block_devices, errors, vacancy
+from agent.core.settings import GroupDefinition
+from mount import block_devices, errors, in_use
 from mount.filesystem import Signature
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 MIB = 1 << 20
 
@@ -47,10 +47,10 @@ def test_a_device_that_is_used_is_named_with_its_user(
 ) -> None:
     host = FakeHost(tmp_path)
     device = host.new_device(MIB)
-    vacancy.require_unused(host.kernel, device)
+    in_use.require_unused(host.kernel, device)
     spoil(host.block.get(device))
     with pytest.raises(errors.NotVacant, match=f"{device} {words}"):
-        vacancy.require_unused(host.kernel, device)
+        in_use.require_unused(host.kernel, device)
 
 
 class OwnFiles(Kernel):
@@ -99,7 +99,7 @@ def test_a_disk_of_a_group_that_lvm2_cannot_read_is_not_taken(tmp_path: Path) ->
     device = host.new_device(40 * MIB)
     host.block.get(device).contents = Signature("LVM2_member", "raid", "label", "used")
     config = configured.carver(
-        tmp_path, foundations=(Foundation("data", (device,)),), devices=(device,)
+        tmp_path, definitions=(GroupDefinition("data", (device,)),), devices=(device,)
     )
     _, laid = lay(host, config)
     assert "holds LVM2_member" in laid.failures["data"]

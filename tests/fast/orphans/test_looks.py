@@ -26,18 +26,17 @@ from api_server import (
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
-from agent import errors, ids
-from agent.cli import orphans
-from agent.cluster import access, needs
-from agent.cluster.lists import Lists
-from agent.config.settings import Config
+from agent.core import errors, ids
+from agent.core.host import Host
+from agent.core.settings import Config
 from agent.csi.client import Client, mounted
-from agent.engine.host import Host
-from agent.orphans.candidates import Kind
-from agent.orphans.look import Orphan, Seeker
-from agent.orphans.sightings import Clock, Sightings
-from agent.orphans.watch import OrphanWatch
-from agent.service.server import Service
+from agent.daemon.server import Service
+from agent.extras.kubernetes import access
+from agent.extras.kubernetes.objects import Lists
+from agent.extras.orphans import command as orphans
+from agent.extras.orphans import needs
+from agent.extras.orphans.candidates import Kind
+from agent.extras.orphans.look import Clock, Orphan, OrphanWatch, Seeker, Sightings
 from lvm import report, snapshots, volumes
 from mount import table
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent import errors
-from agent.orphans.sightings import Clock, Sightings
+from agent.core import errors
+from agent.extras.orphans.look import Clock, Sightings
 
 VERSIONS = {"volumes": "100", "pods": "7"}
 

@@ -477,7 +477,7 @@ def test_a_stream_is_timed_beside_dd_and_nothing_of_it_stays(
     monkeypatch.setattr(streamed, "_dd", dd)
     monkeypatch.setattr(streamed, "_forget", lambda: None)
     if fails == "the stream":
-        monkeypatch.setattr("agent.cli.streams.receive", refuse)
+        monkeypatch.setattr("agent.extras.transfer.streams_command.receive", refuse)
     samples = Samples()
     with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
         streamed.measure(node.at, range(2), samples, lambda: order.append("settled"))

@@ -10,11 +10,11 @@ from fakes import cryptsetup
 from fakes.devices import FakeDevice
 from fakes.host import FakeHost
 
-from agent import errors
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core import errors
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, mounted
-from agent.publish import opening
+from agent.operations import encrypt
 from lvm.command import Result
 from mount import luks
 from proto import csi_pb2 as csi
@@ -168,7 +168,7 @@ def test_a_file_without_a_key_is_refused(tmp_path: Path, data: bytes) -> None:
     file.write_bytes(data)
     file.chmod(0o400)
     with pytest.raises(errors.NotReady, match="1 to 2048 bytes"):
-        opening.read_key(str(file))
+        encrypt.read_key(str(file))
 
 
 def test_a_file_that_others_can_read_or_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -177,8 +177,8 @@ def test_a_file_that_others_can_read_or_that_is_none_is_refused(tmp_path: Path) 
     file.chmod(0o440)
     for path in (file, tmp_path):
         with pytest.raises(errors.NotReady, match="only its owner"):
-            opening.read_key(str(path))
+            encrypt.read_key(str(path))
     with pytest.raises(errors.NotReady, match="cannot be read"):
-        opening.read_key(str(tmp_path / "nowhere"))
+        encrypt.read_key(str(tmp_path / "nowhere"))
     file.chmod(0o400)
-    assert opening.read_key(str(file)).data == b"sesame"
+    assert encrypt.read_key(str(file)).data == b"sesame"

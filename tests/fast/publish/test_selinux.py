@@ -9,10 +9,11 @@ import pytest
 from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 
+from agent.core.host import Host
 from agent.csi.client import Client, Mode, block, mounted
-from agent.engine.host import Host
-from agent.service.server import Service
-from mount import errors, options, syscalls, table
+from agent.daemon.server import Service
+from mount import errors, options, table
+from mount import kernel as syscalls
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

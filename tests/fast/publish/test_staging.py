@@ -6,7 +6,7 @@ import expect
 import pytest
 from fakes.host import FakeHost
 
-from agent import fact
+from agent.core import tag
 from agent.csi.client import Client, block
 
 EXTENT = 4 << 20
@@ -15,10 +15,10 @@ EXTENT = 4 << 20
 @pytest.mark.parametrize(
     ("state", "code"),
     [
-        (fact.RECEIVING, "FAILED_PRECONDITION"),
-        (fact.MOVED, "FAILED_PRECONDITION"),
-        (fact.WIPING, "NOT_FOUND"),
-        (fact.COPYING, "ABORTED"),
+        (tag.RECEIVING, "FAILED_PRECONDITION"),
+        (tag.MOVED, "FAILED_PRECONDITION"),
+        (tag.WIPING, "NOT_FOUND"),
+        (tag.COPYING, "ABORTED"),
     ],
 )
 def test_an_active_device_of_what_is_no_volume_is_not_given_to_anyone(
@@ -28,7 +28,7 @@ def test_an_active_device_of_what_is_no_volume_is_not_given_to_anyone(
     volume = client.create("db", EXTENT, block())
     logical = fake.lvm2.groups["data"].volumes["vol-db"]
     client.stage(volume, tmp_path / "staging", block())
-    logical.tags = {one.replace(fact.READY, state) for one in logical.tags}
+    logical.tags = {one.replace(tag.READY, state) for one in logical.tags}
     fake.lvm2.groups["data"].seqno += 1
     client.volumes()
 

@@ -7,7 +7,7 @@ import expect
 import pytest
 import yaml
 
-from agent.config import settings
+from agent.core import settings
 from agent.csi.client import Client
 from mount import filesystem, options
 from proto import csi_pb2 as csi

@@ -9,12 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from agent import codes
 from agent.cli import main as cli
 from agent.cli import terminal
 from agent.cli.status import Class, Group, Overview, Pool, Snapshot, Volume
-from agent.config import classes, groups, settings
-from agent.requests import keys
+from agent.core import classes, codes, fields, settings
 from mount import filesystem, options
 
 ROOT = Path(__file__).parents[3]
@@ -60,25 +58,25 @@ def test_every_key_of_a_class_is_documented_and_no_other() -> None:
 
 def test_every_key_of_a_group_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "Groups that Carver makes")
-    assert first_cells(documented) == set(groups.GROUP_KEYS)
+    assert first_cells(documented) == set(settings.GROUP_KEYS)
 
 
 def test_every_parameter_of_a_storage_class_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "StorageClass parameters")
-    parameters = {keys.PARAMETER_PREFIX + one for one in keys.STORAGE_CLASS_PARAMETERS}
+    parameters = {fields.PARAMETER_PREFIX + one for one in fields.STORAGE_CLASS_PARAMETERS}
     assert first_cells(documented) == parameters
 
 
 def test_every_mutable_parameter_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "VolumeAttributesClass parameters")
-    parameters = {keys.PARAMETER_PREFIX + one for one in keys.MUTABLE_PARAMETERS}
+    parameters = {fields.PARAMETER_PREFIX + one for one in fields.MUTABLE_PARAMETERS}
     assert first_cells(documented) == parameters
 
 
 def test_every_attribute_of_an_inline_volume_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/inline-volumes.md"), "Attributes")
-    own = set(keys.INLINE_PARAMETERS) - set(keys.STORAGE_CLASS_PARAMETERS)
-    assert first_cells(documented) == {keys.PARAMETER_PREFIX + one for one in own}
+    own = set(fields.INLINE_PARAMETERS) - set(fields.STORAGE_CLASS_PARAMETERS)
+    assert first_cells(documented) == {fields.PARAMETER_PREFIX + one for one in own}
 
 
 @pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)

@@ -2,8 +2,8 @@
 
 import ast
 import functools
+import graphlib
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,18 +15,17 @@ ROOT = Path(__file__).parents[3]
 PACKAGES = ("agent", "lvm", "mount", "proto")
 
 
-def places() -> list[str]:
-    """The agent's modules, in the order in which the design has them, room by room."""
-    table = (ROOT / "docs/design.md").read_text().partition("## Modules")[2].partition("###")[0]
-    folder, found = "", []
-    for first, second in re.findall(r"^\|([^|]*)\|([^|]*)\|", table, re.M):
-        folder = first.strip(" `") or folder
-        if second.strip() and folder.split("/")[0] == "agent":
-            found.append(f"{folder}/{second.strip(' `')}".replace("/", "."))
-    return [*found, "agent.__main__"]
-
-
-PLACES = places()
+# From the ground up. A module imports from its own floor and those below it. The daemon and the
+# command line share one, and neither imports an extra: agent/core/extras.py names these.
+FLOORS = (
+    ("mount",),
+    ("lvm",),
+    ("agent.core",),
+    ("agent.operations",),
+    ("agent.csi",),
+    ("agent.daemon", "agent.cli"),
+    ("agent.extras",),
+)
 
 
 @functools.cache
@@ -59,38 +58,67 @@ def importers(name: str) -> set[str]:
     }
 
 
-def test_mechanism_knows_neither_policy_nor_transport_nor_the_other_mechanism() -> None:
-    for package, strangers in (
-        ("lvm", ("agent", "mount", "proto", "grpc")),
-        ("mount", ("agent", "lvm", "proto", "grpc")),
-    ):
-        for stranger in strangers:
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for package in PACKAGES for path in modules(package)}
+
+
+def imported_modules(name: str) -> set[str]:
+    """The application's modules that a module imports, or out of which it imports a name."""
+    found = set()
+    for one in imports(MODULES[name]):
+        known = one if one in MODULES else one.rpartition(".")[0]
+        found |= {known} & MODULES.keys() - {"agent"}
+    return found
+
+
+def floor_of(name: str) -> int | None:
+    for number, rooms in enumerate(FLOORS):
+        if any(f"{name}.".startswith(f"{room}.") for room in rooms):
+            return number
+    return None
+
+
+def test_every_module_is_on_a_floor() -> None:
+    outside = {name for name in MODULES if floor_of(name) is None}
+    assert outside == {"agent", "agent.__main__", *(one for one in outside if "proto" in one)}
+
+
+@pytest.mark.parametrize("name", sorted(one for one in MODULES if floor_of(one) is not None))
+def test_a_module_imports_only_from_its_floor_and_those_below(name: str) -> None:
+    own = floor_of(name)
+    assert own is not None
+    above = {one for one in imported_modules(name) if (floor_of(one) or 0) > own}
+    assert not above
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {name: imported_modules(name) for name in MODULES}
+    # Raises CycleError with the modules that import each other.
+    assert list(graphlib.TopologicalSorter(graph).static_order())
+
+
+def test_mechanism_knows_neither_policy_nor_transport() -> None:
+    for package in ("lvm", "mount"):
+        for stranger in ("agent", "proto", "grpc"):
             assert not {one for one in importers(stranger) if one.startswith(f"{package}/")}
 
 
-@pytest.mark.parametrize("module", PLACES)
-def test_a_module_imports_only_rooms_above_its_own_and_what_stands_before_it(module: str) -> None:
-    own = (ROOT / module.replace(".", "/")).with_suffix(".py")
-    for one in imports(own):
-        # The module that is imported, or in which the name is that is imported.
-        known = [name for name in PLACES if f"{one}.".startswith(f"{name}.")]
-        if known:
-            assert PLACES.index(known[0]) < PLACES.index(module), one
-        else:
-            # A room itself has nothing to import.
-            assert one.partition(".")[0] != "agent", one
+# Requests are read in the core, for the operations take them as records.
+GRPC = {"agent/core/codes.py"}
+WIRE = {"agent/core/capabilities.py", "agent/core/requests.py"}
 
 
-@pytest.mark.parametrize(
-    ("stranger", "rooms"),
-    [
-        ("grpc", {"codes.py", "csi", "service", "cli"}),
-        ("proto", {"requests", "csi", "service", "cli"}),
-    ],
-)
-def test_policy_names_neither_grpc_nor_the_wire(stranger: str, rooms: set[str]) -> None:
-    inside = {one.split("/")[1] for one in importers(stranger) if one.startswith("agent/")}
-    assert inside == rooms
+@pytest.mark.parametrize(("stranger", "allowed"), [("grpc", GRPC), ("proto", WIRE)])
+def test_core_and_operations_name_neither_grpc_nor_the_wire(
+    stranger: str, allowed: set[str]
+) -> None:
+    inside = {
+        one for one in importers(stranger) if one.startswith(("agent/core/", "agent/operations/"))
+    }
+    assert inside == allowed
 
 
 @pytest.mark.parametrize(
@@ -98,18 +126,18 @@ def test_policy_names_neither_grpc_nor_the_wire(stranger: str, rooms: set[str]) 
     [
         ("sh", {"lvm/programs.py"}),
         ("pyudev", {"lvm/events.py"}),
-        ("prometheus_client", {"agent/service/metrics.py"}),
+        ("prometheus_client", {"agent/daemon/metrics.py"}),
         (
             "ctypes",
-            {"agent/secret.py", "lvm/devicemapper.py", "mount/calls.py", "mount/libblkid.py"},
+            {"agent/core/secret.py", "lvm/devicemapper.py", "mount/calls.py"},
         ),
-        ("psutil", {"mount/users.py"}),
+        ("psutil", {"mount/in_use.py"}),
         ("rich", {"agent/cli/terminal.py"}),
-        ("yaml", {"agent/cluster/access.py"}),
+        ("yaml", {"agent/extras/kubernetes/access.py"}),
         ("shtab", {"agent/cli/main.py"}),
-        ("subprocess", {"proto/generate.py", "lvm/programs.py", "agent/cli/remote.py"}),
-        ("xxhash", {"agent/streams/form.py"}),
-        ("zstandard", {"agent/streams/form.py"}),
+        ("subprocess", {"proto/generate.py", "lvm/programs.py", "agent/extras/transfer/remote.py"}),
+        ("xxhash", {"agent/extras/streams/form.py"}),
+        ("zstandard", {"agent/extras/streams/form.py"}),
         ("asyncio", set()),
     ],
 )

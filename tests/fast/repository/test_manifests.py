@@ -27,9 +27,9 @@ from manifest import (
 )
 
 from agent.cli import main as cli
-from agent.config import settings
+from agent.core import settings
+from agent.core.requests import ModifyVolume
 from agent.csi.client import Client
-from agent.requests.volumes import ModifyVolume
 from proto import csi_pb2 as csi
 
 ROOT = Path(__file__).parents[3]

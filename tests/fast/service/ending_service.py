@@ -13,12 +13,11 @@ import configured
 from fakes.host import FakeHost
 
 from agent.cli import main as cli
-from agent.config import settings
-from agent.config.classes import DeviceClass
-from agent.engine import host
-from agent.engine.host import Host
-from agent.health import preflight
-from agent.service import process, server
+from agent.core import host, settings
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
+from agent.daemon import process, server
+from agent.operations import preflight
 from lvm.command import Result
 
 # What a volume bears once its file system is made.

@@ -15,16 +15,15 @@ import serving
 from fakes.host import FakeHost
 from fakes.kubelet import FakeKubelet
 
-from agent import admission, errors
-from agent.admission import Admission
-from agent.config.settings import Config
-from agent.config.values import Address
+from agent.core import background, errors, locks
+from agent.core.host import Host
+from agent.core.locks import Admission
+from agent.core.settings import Config
+from agent.core.values import Address
 from agent.csi.client import Client, block, mounted
-from agent.engine import chores
-from agent.engine.host import Host
-from agent.health import preflight
-from agent.service import beginning, process, server
-from agent.service.monitor import Monitor
+from agent.daemon import process, server, startup
+from agent.daemon.monitor import Monitor
+from agent.operations import preflight
 from lvm import errors as lvm_errors
 from lvm.command import Result, time_limit
 from proto import csi_pb2 as csi
@@ -137,7 +136,7 @@ def test_what_needs_no_lvm2_is_served_while_it_hangs_at_the_start(
     start: Callable[[], Started],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(admission, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "_PATIENCE_SECONDS", 0.1)
     volume, staging, target = used
     lvm2 = Hanging(fake, "lvm")
     running = start()
@@ -187,7 +186,7 @@ def test_what_was_left_is_gone_on_with_when_lvm2_answers_at_last(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(beginning, "_FIRST_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(startup, "_FIRST_RETRY_SECONDS", 0.01)
     fails = iter([Result(5, "", "  a disk hangs\n")] * 3)
     fake.intercept = lambda words: next(fails, None) if words[0] == "lvm" else None
     running = start()
@@ -200,7 +199,7 @@ def test_what_was_left_is_gone_on_with_when_lvm2_answers_at_last(
 def test_a_call_is_refused_at_once_where_the_start_has_failed(
     config: Config, fake: FakeHost, start: Callable[[], Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beginning, "_FIRST_RETRY_SECONDS", 60.0)
+    monkeypatch.setattr(startup, "_FIRST_RETRY_SECONDS", 60.0)
     fake.intercept = lambda words: Result(5, "", "  a disk hangs\n")
     start()
     with Client(config.endpoint) as client, expect.code("UNAVAILABLE", "a disk hangs"):
@@ -239,7 +238,7 @@ def test_forty_stages_whose_mkfs_hangs_leave_probe_unpublish_statistics_and_heal
             for number, one in enumerate(made)
         ]
         # Of so many at once the disks would be no faster, and one that hangs holds no more.
-        for _ in range(chores._AT_ONCE):
+        for _ in range(background._AT_ONCE):
             assert mkfs.asked.acquire(timeout=60)
         assert client.probe().ready.value
         assert client.stats(volume.volume_id, target).usage
@@ -257,7 +256,7 @@ def test_forty_stages_whose_mkfs_hangs_leave_probe_unpublish_statistics_and_heal
 def test_health_needs_no_thread_that_other_calls_use(
     config: Config, fake: FakeHost, start: Callable[[], Started], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(admission, "THREADS", 2)
+    monkeypatch.setattr(locks, "THREADS", 2)
     lvm2 = Hanging(fake, "nothing")
     running = start()
     assert running.begun.wait(20)
@@ -279,17 +278,17 @@ def test_a_call_too_many_is_told_to_come_again_and_one_that_asks_no_group_is_not
 
     def one_more() -> None:
         with admitting.call(), pytest.raises(errors.TooManyCalls, match="1 calls are at work"):
-            admission.enter()
+            locks.enter()
 
     with (
         admitting.call(),
         ThreadPoolExecutor(1) as caller,
     ):
         for _ in range(2):
-            admission.enter()
+            locks.enter()
         caller.submit(one_more).result(20)
     with admitting.call():
-        admission.enter()
+        locks.enter()
 
 
 def admitted(admitting: Admission, ending: ExitStack, *groups: str) -> bool:
@@ -297,7 +296,7 @@ def admitted(admitting: Admission, ending: ExitStack, *groups: str) -> bool:
     with ExitStack() as call:
         call.enter_context(admitting.call())
         try:
-            admission.enter(*groups)
+            locks.enter(*groups)
         except errors.TooManyCalls:
             return False
         ending.enter_context(call.pop_all())
@@ -324,11 +323,11 @@ def test_a_call_of_two_groups_is_counted_for_both_and_for_each_once() -> None:
     with ExitStack() as ending:
         for _ in range(3):
             assert admitted(admitting, ending, "a", "b")
-            admission.enter("a")
+            locks.enter("a")
         assert admitting._with == {"a": 3, "b": 3}
     with admitting.call():
-        admission.enter("a")
-        admission.enter("a", "b")
+        locks.enter("a")
+        locks.enter("a", "b")
         assert admitting._with == {"a": 1, "b": 1}
     assert admitting._with == {}
 
@@ -338,15 +337,15 @@ def test_who_was_not_admitted_keeps_no_place() -> None:
     admitting.close()
     for _ in range(2):
         with admitting.call(), time_limit(0.01), pytest.raises(errors.Starting, match="not ans"):
-            admission.enter()
+            locks.enter()
     admitting.open()
     with admitting.call():
-        admission.enter()
+        locks.enter()
 
 
 def test_work_that_no_call_waits_for_is_not_held_back() -> None:
     Admission().close()
-    admission.enter()
+    locks.enter()
 
 
 def test_a_node_is_not_ready_before_kubelet_has_registered_it(

@@ -9,13 +9,13 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.health import preflight
-from agent.service.metrics import Metrics, Parts
-from agent.service.registration import Registration
-from agent.service.resumption import Resumption
+from agent.daemon.metrics import Metrics, Parts
+from agent.daemon.registration import Registration
+from agent.daemon.startup import Recovery
+from agent.operations import preflight
 
 SCRAPED_EACH, ASKED_EACH = 15, 10
 
@@ -35,12 +35,12 @@ def test_ten_idle_minutes_cost_one_command_at_most(
         client.create("1", 4 << 20, block())
     metrics = Metrics()
     health = (service.diagnosis, service.storage)
-    watched = (service.wiper, service.copier, service.reencrypter, service.grower)
+    watched = (service.eraser, service.copier, service.reencrypter, service.autoextender)
     kubelet = Registration(tmp_path / "registry", config.endpoint)
     looked_at = (service.inventory, service.admission, *health, *watched)
     metrics.watch(Parts(config.classes, *looked_at, kubelet))
     taken_up: Callable[[str], bool] = lambda name: True  # noqa: E731
-    resumption = Resumption(service.engines, taken_up)
+    resumption = Recovery(service.volume_groups, taken_up)
     metrics.text()
     fake.commands.clear()
     began, real = time.time(), time.monotonic()

@@ -19,23 +19,22 @@ from fakes.host import FakeHost
 from fakes.lvm import FakePool
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.config.classes import DeviceClass
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
 from agent.csi.client import Client, block
-from agent.engine.host import Host
-from agent.health.reasons import Reason
-from agent.orphans.candidates import Candidate, Kind
-from agent.orphans.look import Orphan
-from agent.orphans.watch import OrphanWatch
-from agent.service import registration
-from agent.service.metrics import Metrics, Parts, of_orphans
-from agent.service.registration import Registration
-from agent.service.server import Service
-from agent.workers import autoextend
+from agent.daemon import registration
+from agent.daemon.metrics import Metrics, Parts, of_orphans
+from agent.daemon.registration import Registration
+from agent.daemon.server import Service
+from agent.extras.orphans.candidates import Candidate, Kind
+from agent.extras.orphans.look import Orphan, OrphanWatch
+from agent.operations import autoextend
+from agent.operations.health import Reason
 from lvm import errors
 from lvm.command import Result
 from lvm.layout import Layout, Reserve
 from lvm.lvm2 import Lvm
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 ROOT = Path(__file__).parents[3]
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -83,11 +82,15 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     )
     kubelet = Registration(tmp_path / "registry", config.endpoint)
     health = (service.diagnosis, service.storage)
-    jobs = (service.wiper, service.copier, service.reencrypter)
-    running = (*health, *jobs, service.grower)
+    jobs = (service.eraser, service.copier, service.reencrypter)
+    running = (*health, *jobs, service.autoextender)
     known, admission = service.inventory, service.admission
     orphans = OrphanWatch(list, interval_seconds=600)
-    rounds = (service.grower.rounds, service.auto_repair.rounds, service.ephemeral.rounds)
+    rounds = (
+        service.autoextender.rounds,
+        service.auto_repair.rounds,
+        service.inline_volumes.rounds,
+    )
     metrics.watch(Parts(config.classes, known, admission, *running, kubelet, orphans, rounds))
     service.start(config.endpoint)
     with Client(config.endpoint) as client:
@@ -270,7 +273,7 @@ def test_wipes_are_counted_by_how_far_they_are(
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(measured.host.kernel, "zero_out", fail)
-    measured.service.wiper.grace_seconds = 0.01
+    measured.service.eraser.grace_seconds = 0.01
     for name in ("a", "b", "c"):
         measured.client.delete(measured.client.create(name, 4 * MIB, block()).volume_id)
     for _ in range(2):
@@ -279,7 +282,7 @@ def test_wipes_are_counted_by_how_far_they_are(
     assert counts == {"queued": 1, "running": 2}
     let_go.set()
     assert reached.acquire(timeout=20)
-    measured.service.wiper.jobs._workers.shutdown(wait=True)
+    measured.service.eraser.jobs._workers.shutdown(wait=True)
     assert measured.samples()["carver_wipes", "failed"] == 3
 
 
@@ -314,13 +317,13 @@ def test_looks_that_nobody_asked_for_are_counted_where_they_fail(
     def broken(*_: object) -> None:
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr("agent.workers.autoextend._LOOK_SECONDS", 0.001)
-    monkeypatch.setattr(measured.service.grower, "_full", broken)
+    monkeypatch.setattr("agent.operations.autoextend._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(measured.service.autoextender, "_full", broken)
     assert measured.samples()["carver_round_failures_total", "data", "grow"] == 0
-    measured.service.grower.start()
+    measured.service.autoextender.start()
     expect.soon(lambda: measured.samples()["carver_round_failures_total", "data", "grow"] > 1)
     assert measured.samples()["carver_round_failures_total", "data", "inline"] == 0
-    measured.service.grower.stop()
+    measured.service.autoextender.stop()
 
 
 def test_orphans_are_counted_by_kind_where_they_are_looked_for() -> None:
@@ -437,7 +440,7 @@ def test_alerts_and_dashboard_ask_only_for_values_that_occur(measured: Measured)
             *autoextend.OUTCOMES,
             *(name for name in vars(errors) if name[0].isupper()),
         },
-        "state": {*registration.State, *measured.service.wiper.counts()},
+        "state": {*registration.State, *measured.service.eraser.counts()},
         "status": {status for one in Reason for status in (one.of_volume, one.of_storage)},
         "reason": {one.word for one in Reason},
     }

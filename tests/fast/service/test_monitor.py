@@ -17,19 +17,18 @@ from fakes import known as fake_known
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 
-from agent import errors
-from agent.admission import Admission
-from agent.config.settings import Config
-from agent.config.values import Address
-from agent.engine import inventory
-from agent.engine.engines import Engines
-from agent.engine.host import Host
-from agent.engine.inventory import Inventory
-from agent.health import preflight
-from agent.health.readiness import Readiness
-from agent.service import monitor, process
-from agent.service.monitor import Monitor, Page
-from agent.service.server import Service
+from agent.core import errors, inventory
+from agent.core.host import Host
+from agent.core.inventory import Inventory
+from agent.core.locks import Admission
+from agent.core.settings import Config
+from agent.core.values import Address
+from agent.core.volume_groups import VolumeGroups
+from agent.daemon import monitor, process
+from agent.daemon.monitor import Monitor, Page
+from agent.daemon.server import Service
+from agent.operations import preflight
+from agent.operations.storage_health import Readiness
 from lvm import errors as lvm_errors
 from lvm.command import Result
 
@@ -281,7 +280,7 @@ def test_a_disk_that_does_not_answer_is_a_reason_for_not_being_ready(
     disks = FakeDisks(fake.lvm2, fake.block)
     disks.hanging.add("/dev/sdb")
     fake.lvm2.groups.clear()
-    known = Inventory(Engines(fake.lvm, disks, fake.lvm2, ["data"]), fake.lvm2)
+    known = Inventory(VolumeGroups(fake.lvm, disks, fake.lvm2, ["data"]), fake.lvm2)
     node = preflight.Node(config, fake.kernel, fake.run, known.read)
     with pytest.raises(errors.NotReady, match="/dev/sdb"):
         Readiness(known, node, Admission()).check()

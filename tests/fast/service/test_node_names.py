@@ -9,8 +9,8 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
-from agent import ids
-from agent.config.settings import TOPOLOGY_KEY, Config
+from agent.core import ids
+from agent.core.settings import TOPOLOGY_KEY, Config
 from agent.csi.client import Client, block
 from proto import csi_pb2 as csi
 

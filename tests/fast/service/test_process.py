@@ -24,17 +24,16 @@ from fakes.host import FakeHost
 from fakes.known import inventory
 from fakes.kubelet import FakeKubelet
 
-from agent import errors, log
-from agent.admission import Admission
 from agent.cli import main as cli
-from agent.config.groups import BackingFile, Foundation
-from agent.config.settings import DRIVER_NAME, EMBEDDED_CLASS, Config
-from agent.csi import redaction
+from agent.core import errors
+from agent.core.host import Host, log_command
+from agent.core.locks import Admission
+from agent.core.settings import DRIVER_NAME, EMBEDDED_CLASS, BackingFile, Config, GroupDefinition
+from agent.csi import interceptor
 from agent.csi.client import Client, block
-from agent.engine.host import Host, log_command
-from agent.health import preflight, verdicts
-from agent.health.readiness import Readiness
-from agent.service import process
+from agent.daemon import log, process
+from agent.operations import preflight
+from agent.operations.storage_health import Readiness
 from lvm import errors as lvm_errors
 from lvm.command import Finished, Result
 from mount import loop
@@ -56,7 +55,7 @@ def file(tmp_path: Path) -> BackingFile:
 
 def on(config: Config, file: BackingFile) -> Config:
     """The configuration with its group on another file."""
-    return replace(config, foundations=(Foundation("carver", file=file),))
+    return replace(config, definitions=(GroupDefinition("carver", file=file),))
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def config(tmp_path: Path, file: BackingFile) -> Config:
         controller_expand=False,
         max_volumes_per_node=7,
         classes=(EMBEDDED_CLASS,),
-        foundations=(Foundation("carver", file=file),),
+        definitions=(GroupDefinition("carver", file=file),),
     )
 
 
@@ -166,7 +165,7 @@ def test_the_service_is_ready_before_all_that_it_only_warns_of_is_looked_at(
 
     def check(node: preflight.Node) -> Iterator[tuple[str, str, str]]:
         assert answering.wait(60)
-        yield verdicts.WARN, "it is old", "install a newer one"
+        yield preflight.WARN, "it is old", "install a newer one"
 
     monkeypatch.setattr(preflight, "CHECKS", {"lvm2": check})
     monkeypatch.setattr(process._log, "warning", lambda text, *words: told.put(text % words))
@@ -482,15 +481,15 @@ def test_the_json_log_is_one_object_a_line() -> None:
 
 def test_secrets_are_stripped_wherever_the_wire_marks_them() -> None:
     request = csi.CreateVolumeRequest(name="pvc-1", secrets={"key": "hunter2"})
-    found = redaction.stripped(request)
-    assert found["secrets"] == {"key": redaction.STRIPPED}
+    found = interceptor.stripped(request)
+    assert found["secrets"] == {"key": interceptor.STRIPPED}
     assert request.secrets["key"] == "hunter2"
     for message in (
         csi.NodePublishVolumeRequest(secrets={"k": "hunter2"}, volume_context={"a": "b"}),
         csi.NodeStageVolumeRequest(secrets={"k": "hunter2"}),
         csi.CreateVolumeRequest(secrets={"k": "hunter2"}, volume_capabilities=[block()]),
     ):
-        assert "hunter2" not in json.dumps(redaction.stripped(message))
+        assert "hunter2" not in json.dumps(interceptor.stripped(message))
 
 
 def test_no_secret_reaches_the_log_or_a_command(

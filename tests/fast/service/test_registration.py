@@ -13,9 +13,9 @@ import expect
 import pytest
 from fakes.kubelet import FakeKubelet, asked
 
-from agent import errors, sockets
-from agent.config.settings import DRIVER_NAME
-from agent.service.registration import Registration, State
+from agent.core import errors, sockets
+from agent.core.settings import DRIVER_NAME
+from agent.daemon.registration import Registration, State
 from proto import pluginregistration_pb2 as wire
 
 ENDPOINT = Path("/var/lib/kubelet/plugins/lvm.csi.carver/csi.sock")

@@ -9,21 +9,21 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
-from agent.engine.engines import Engines
-from agent.service import resumption, server
-from agent.service.resumption import Resumption
+from agent.core.volume_groups import VolumeGroups
+from agent.daemon import server, startup
+from agent.daemon.startup import Recovery
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Engines:
+def volume_groups(tmp_path: Path) -> VolumeGroups:
     fake = FakeHost(tmp_path)
     for one in ("a", "b"):
         fake.lvm2.add_group(one)
-    return Engines(fake.lvm, fake.disks, fake.devices, ["a", "b"])
+    return VolumeGroups(fake.lvm, fake.disks, fake.devices, ["a", "b"])
 
 
 def test_a_group_for_which_there_was_no_thread_is_taken_up_by_the_next_step(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+    volume_groups: VolumeGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken_up: list[str] = []
 
@@ -31,7 +31,7 @@ def test_a_group_for_which_there_was_no_thread_is_taken_up_by_the_next_step(
         taken_up.append(name)
         return True
 
-    own = Resumption(engines, take_up)
+    own = Recovery(volume_groups, take_up)
 
     def start(_self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -47,23 +47,23 @@ def test_a_group_for_which_there_was_no_thread_is_taken_up_by_the_next_step(
 
 
 def test_a_group_that_comes_while_it_is_looked_for_in_vain_is_taken_up_by_a_later_step(
-    engines: Engines, monkeypatch: pytest.MonkeyPatch
+    volume_groups: VolumeGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resumption, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(startup, "_RETRY_SECONDS", 0.0)
     tried: list[str] = []
 
     def take_up(name: str) -> bool:
         tried.append(name)
         was_there = tried.count(name) > 1
         # A call has a look just then, and meets it.
-        for one in engines:
+        for one in volume_groups:
             one.look()
         return was_there
 
-    own = Resumption(engines, take_up)
+    own = Recovery(volume_groups, take_up)
     own.begin()
     expect.soon(lambda: sorted(tried) == ["a", "b"])
-    assert all(one.answers for one in engines)
+    assert all(one.answers for one in volume_groups)
 
     def step_until_both_are_taken_up() -> bool:
         own.step()

@@ -12,13 +12,12 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent import errors
-from agent.delta.extents import Extent
-from agent.streams import applying, checksum, form, sending
-from agent.streams.applying import Target
-from agent.streams.form import Header, Packed
-from agent.streams.reading import Reader, streams
-from agent.streams.writing import Writer
+from agent.core import errors
+from agent.core.extents import Extent
+from agent.extras.streams import form, reading, sending
+from agent.extras.streams.form import Header, Packed
+from agent.extras.streams.reading import Reader, Target, streams
+from agent.extras.streams.sending import Writer
 from mount.blocks import Bytes, Opened
 
 MIB = 1 << 20
@@ -65,7 +64,7 @@ def applied(
 ) -> bytes:
     device = Memory(before)
     reader = Reader(io.BytesIO(stream))
-    applying.apply(reader, Target(device, len(before), blank), record=record, record_seconds=0)
+    reading.apply(reader, Target(device, len(before), blank), record=record, record_seconds=0)
     assert device.flushed == bytes(device.content)
     return device.flushed
 
@@ -92,7 +91,7 @@ def test_zeroes_take_no_room_and_a_blank_device_is_not_written_for_them() -> Non
     device = Memory(before)
     device.zero_out = None  # type: ignore[assignment, method-assign]
     reader = Reader(io.BytesIO(stream))
-    applying.apply(reader, Target(device, SIZE, blank=True), record=ignored)
+    reading.apply(reader, Target(device, SIZE, blank=True), record=ignored)
     assert reader.totals.zero_bytes == SIZE
 
 
@@ -127,7 +126,7 @@ def test_a_stream_goes_on_where_another_was_cut_off() -> None:
     device = Memory(b"o" * SIZE)
     reader = Reader(io.BytesIO(whole[: len(whole) - 3 * MIB // 2]))
     with pytest.raises(errors.StreamEnded):
-        applying.apply(reader, Target(device, SIZE, False), record=told.append, record_seconds=0)
+        reading.apply(reader, Target(device, SIZE, False), record=told.append, record_seconds=0)
     assert told
     offset = told[-1]
     rest = sent(replace(WHOLE, offset_bytes=offset), content, Extent(0, SIZE))
@@ -144,7 +143,7 @@ def test_what_is_recorded_is_on_the_disk() -> None:
         flushed.append(device.flushed[:offset_bytes] == content[:offset_bytes])
 
     reader = Reader(io.BytesIO(sent(WHOLE, content, Extent(0, SIZE))))
-    applying.apply(reader, Target(device, SIZE, True), record=record, record_seconds=0)
+    reading.apply(reader, Target(device, SIZE, True), record=record, record_seconds=0)
     assert flushed
     assert all(flushed)
 
@@ -323,10 +322,10 @@ def test_any_content_has_the_same_checksum_wherever_it_lies(parts: list[tuple[in
         content[at * 16384 : at * 16384 + length * 512] = bytes([at + 1]) * (length * 512)
     header = replace(WHOLE, size_bytes=4 * MIB)
     there = applied(sent(header, bytes(content), Extent(0, 4 * MIB)), b"q" * (5 * MIB))
-    here = checksum.of(Memory(bytes(content)), 4 * MIB)
-    assert checksum.of(Memory(there), 4 * MIB) == here
+    here = sending.of(Memory(bytes(content)), 4 * MIB)
+    assert sending.of(Memory(there), 4 * MIB) == here
     content[-1] ^= 1
-    assert checksum.of(Memory(bytes(content)), 4 * MIB) != here
+    assert sending.of(Memory(bytes(content)), 4 * MIB) != here
 
 
 @given(
@@ -351,13 +350,13 @@ def test_what_both_have_of_a_stream_is_compared_and_nothing_else(
     sending.send(out.write, header, Memory(bytes(now)), extents, note=notes.append)
     device = Memory(before + bytes(size - MIB))
     reader = Reader(io.BytesIO(out.getvalue()))
-    applying.apply(reader, Target(device, size, False), record=ignored, note=parts.append)
-    here = checksum.of_parts(Memory(bytes(now)), header, notes)
-    assert checksum.of_parts(device, header, parts) == here
+    reading.apply(reader, Target(device, size, False), record=ignored, note=parts.append)
+    here = sending.of_parts(Memory(bytes(now)), header, notes)
+    assert sending.of_parts(device, header, parts) == here
     at = min(altered * 512, size - 512)
     device.content[at] ^= 1
     is_part = at >= MIB or at // 16384 in blocks
-    assert (checksum.of_parts(device, header, parts) != here) == is_part
+    assert (sending.of_parts(device, header, parts) != here) == is_part
 
 
 # What is read at once is not what is looked at for zeroes
@@ -406,5 +405,5 @@ def test_the_checksum_is_of_each_mebibyte_that_is_not_all_zeroes(zeroes: list[bo
         if not zero:
             data = device.content[at * MIB : (at + 1) * MIB]
             whole.update((at * MIB).to_bytes(8, "big") + hashlib.sha256(data).digest())
-    assert checksum.of(device, len(device.content), tells.append) == whole.hexdigest()
+    assert sending.of(device, len(device.content), tells.append) == whole.hexdigest()
     assert tells[-1] == len(device.content)

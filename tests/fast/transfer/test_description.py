@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from fakes.host import FakeHost
 
-from agent import errors
-from agent.config.classes import DeviceClass
-from agent.streams.form import Header
-from agent.transfer import description
+from agent.core import errors
+from agent.core.classes import DeviceClass
+from agent.extras.streams.form import Header
+from agent.extras.transfer import sending
 from lvm import report
 
 MIB = 1 << 20
@@ -22,7 +22,7 @@ def taken(directory: Path, told: dict[str, str], encryption: str = "") -> dict[s
     group = host.new_group(100)
     one = DeviceClass("plain", group, encryption=encryption)
     header = Header("volume", "snapshot", SIZE, 17, "chain", facts=told)
-    return description.facts_of("copy", one, header, SIZE, report.read(host.lvm).group(group))
+    return sending.facts_of("copy", one, header, SIZE, report.read(host.lvm).group(group))
 
 
 def test_how_a_volume_is_encrypted_comes_with_it(tmp_path: Path) -> None:

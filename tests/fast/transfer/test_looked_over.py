@@ -9,23 +9,23 @@ import pytest
 from fakes.host import FakeHost
 from nodes import MIB, Node
 
-from agent.cli import streams
+from agent.core import background
 from agent.csi.client import mounted
-from agent.engine import chores
+from agent.extras.transfer import streams_command
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_what_is_to_look_over_what_came_leaves_the_next_one_of_its_name_alone(
     there: Node, fake: FakeHost, monkeypatch: pytest.MonkeyPatch, by_hand: bool
 ) -> None:
-    monkeypatch.setattr(chores, "_AT_ONCE", 1)
+    monkeypatch.setattr(background, "_AT_ONCE", 1)
     source = there.client.create("db", 64 * MIB, mounted("ext4"))
     there.client.stage(source, there.directory / "staging", mounted("ext4"))
     there.client.snapshot("1", source.volume_id)
     nodes.receive(there, "copy", nodes.stream(there, "1"))
-    identity = str(streams.status(there.at, "copy")["volume_id"])
+    identity = str(streams_command.status(there.at, "copy")["volume_id"])
     # Staging and receiving wait for the same turns.
-    work = there.service.ephemeral._access._chores
+    work = there.service.inline_volumes._access._detached
     begun, over = threading.Event(), threading.Event()
 
     def long() -> None:
@@ -38,8 +38,8 @@ def test_what_is_to_look_over_what_came_leaves_the_next_one_of_its_name_alone(
         with monkeypatch.context() as hasty:
             hasty.setattr(there.client, "_timeout", 3)
             with expect.code("ABORTED", "fsck"):
-                streams.finish(there.at, "copy")
-        queued = work._chores[identity]
+                streams_command.finish(there.at, "copy")
+        queued = work._detached[identity]
         if by_hand:
             fake.deactivate(there.group, "vol-copy")
             fake.lvm("lvremove", "--yes", "--", f"{there.group}/vol-copy")

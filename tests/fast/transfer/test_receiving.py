@@ -12,10 +12,10 @@ from fakes.disk import Disk
 from fakes.host import FakeHost
 from nodes import SIZE, Node, volume_of
 
-from agent import errors
-from agent.cli import streams
+from agent.core import errors
+from agent.core.ids import VolumeId
 from agent.csi.client import block
-from agent.ids import VolumeId
+from agent.extras.transfer import streams_command
 from lvm import errors as lvm_errors
 from lvm.command import Result
 from proto import csi_pb2 as csi
@@ -77,7 +77,7 @@ def test_what_comes_is_nobody_s_also_where_nobody_knew_that_it_was_made(
         with pytest.raises(errors.AgentError):
             nodes.receive(there, "copy", sent[: len(sent) // 2])
     nodes.receive(there, "copy", sent)
-    streams.finish(there.at, "copy")
+    streams_command.finish(there.at, "copy")
     there.client.stage(pretended(there), place, block())
     assert there.content("vol-copy").startswith(DATA)
 
@@ -87,7 +87,7 @@ def test_a_volume_that_is_found_to_come_is_nobody_s_though_nothing_said_so_befor
 ) -> None:
     with pytest.raises(errors.AgentError):
         nodes.receive(there, "copy", sent[: len(sent) // 2])
-    there.service.withheld.allow(pretended(there).volume_id)
+    there.service.holds.allow(pretended(there).volume_id)
     with pytest.raises(errors.AgentError):
         nodes.receive(there, "copy", sent[: len(sent) // 2])
     with expect.code("FAILED_PRECONDITION", "received"):
@@ -116,8 +116,8 @@ def test_one_that_was_finished_without_anyone_knowing_may_be_used_once_that_is_a
     nodes.receive(there, "copy", sent)
     lose(fake, "lvchange", "carver.state=ready")
     with pytest.raises(grpc.RpcError):
-        streams.finish(there.at, "copy")
-    streams.finish(there.at, "copy")
+        streams_command.finish(there.at, "copy")
+    streams_command.finish(there.at, "copy")
     there.client.stage(pretended(there), there.directory / "staging", block())
 
 
@@ -134,7 +134,7 @@ def test_what_was_overwritten_in_part_takes_no_stream_and_is_not_finished(
     there.restart()
     for deed in (
         lambda: nodes.receive(there, "copy", sent),
-        lambda: streams.finish(there.at, "copy"),
+        lambda: streams_command.finish(there.at, "copy"),
     ):
         with expect.code("FAILED_PRECONDITION", "only to be removed"):
             deed()

@@ -12,8 +12,8 @@ import configured
 from fakes.cryptsetup import FakeCryptsetup
 from fakes.host import FakeHost
 
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.core.host import Host
+from agent.daemon.server import Service
 from lvm.command import Result
 from lvm.programs import Programs
 

@@ -14,15 +14,15 @@ import serving
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import command, errors
 from lvm.command import Result
 from lvm.devicemapper import Status
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -56,11 +56,11 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def service(config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    monkeypatch.setattr("agent.workers.autoextend._LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("agent.workers.auto_repair._LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("agent.publish.inline._TURN_SECONDS", 0.05)
-    monkeypatch.setattr("agent.engine.engine._GLANCE_SECONDS", 0.1)
-    monkeypatch.setattr("agent.engine.inventory._WATCHING_SECONDS", 0.1)
+    monkeypatch.setattr("agent.operations.autoextend._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("agent.operations.repair._LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("agent.operations.inline._TURN_SECONDS", 0.05)
+    monkeypatch.setattr("agent.core.volume_group._GLANCE_SECONDS", 0.1)
+    monkeypatch.setattr("agent.core.inventory._WATCHING_SECONDS", 0.1)
     running = serving.start(config, fake)
     yield running
     running.stop()
@@ -110,7 +110,7 @@ def test_a_pool_grows_while_lvm2_hangs_for_another_group(
     pool = filled(client, fake, "b")
     asked = hang()
     before = pool.length
-    service.grower.start()
+    service.autoextender.start()
     assert asked.wait(60)
     expect.soon(lambda: pool.length > before)
 
@@ -130,7 +130,7 @@ def test_a_pool_grows_while_device_mapper_hangs_for_another_group(
 
     monkeypatch.setattr(fake.lvm2, "status", status)
     before = pool.length
-    service.grower.start()
+    service.autoextender.start()
     try:
         assert asked.wait(60)
         expect.soon(lambda: pool.length > before)
@@ -153,7 +153,7 @@ def test_what_took_its_time_to_fail_is_tried_again_some_time_after_that(
 
     fake.intercept = slow
     for _ in range(200):
-        service.grower.look("a", lambda: now[0])
+        service.autoextender.look("a", lambda: now[0])
         now[0] += 2
     assert tries[:3] == [0, 70, 140]
 
@@ -174,7 +174,7 @@ def test_a_pool_grows_after_a_fork_that_failed(
     monkeypatch: pytest.MonkeyPatch,
     problem: Exception,
 ) -> None:
-    monkeypatch.setattr("agent.workers.autoextend._SOON_SECONDS", 0.01)
+    monkeypatch.setattr("agent.operations.autoextend._SOON_SECONDS", 0.01)
     pool = filled(client, fake, "b")
     failed: list[Sequence[str]] = []
 
@@ -187,10 +187,10 @@ def test_a_pool_grows_after_a_fork_that_failed(
     before = pool.length
     fake.lvm2.groups["b"].seqno += 1
     fake.intercept = once
-    service.grower.start()
+    service.autoextender.start()
     expect.soon(lambda: pool.length > before)
     assert failed
-    assert service.grower.counts()["data", "failed"] == 1
+    assert service.autoextender.counts()["data", "failed"] == 1
 
 
 def test_a_raid_volume_is_repaired_while_lvm2_hangs_for_another_group(
@@ -209,7 +209,7 @@ def test_a_raid_volume_is_repaired_while_lvm2_hangs_for_another_group(
 def test_a_repair_that_raises_what_nobody_foresaw_is_tried_again(
     client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.workers.auto_repair._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("agent.operations.repair._RETRY_SECONDS", 0.01)
     client.create("raid-b", EXTENT, block(), parameters={"class": "raid-b"})
     fake.lose_disk("b", 0)
     service.inventory.read()
@@ -254,8 +254,8 @@ def test_lvm2_is_told_to_end_where_a_look_for_inline_volumes_takes_too_long(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("agent.publish.inline._PATIENCE_SECONDS", 0.1)
-    for one in service.ephemeral._sweeps.values():
+    monkeypatch.setattr("agent.operations.inline._PATIENCE_SECONDS", 0.1)
+    for one in service.inline_volumes._sweeps.values():
         one.may_be_some = True
     hang()
     expect.soon(lambda: "volume group a: inline volumes that were left" in caplog.text)

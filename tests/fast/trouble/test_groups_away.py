@@ -12,10 +12,10 @@ from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fakes.lvm import FakeGroup
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

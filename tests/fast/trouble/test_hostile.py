@@ -30,11 +30,11 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from agent.config.settings import TOPOLOGY_KEY
+from agent.core.fields import MUTABLE
+from agent.core.host import Host
+from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import Client, block, mounted
-from agent.engine.host import Host
-from agent.requests.keys import MUTABLE
-from agent.service.server import Service
+from agent.daemon.server import Service
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

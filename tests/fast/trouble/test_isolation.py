@@ -18,22 +18,21 @@ from fakes.host import FakeHost
 from fast.service.test_beginning import Started
 from prometheus_client.parser import text_string_to_metric_families
 
-from agent.config.classes import DeviceClass
-from agent.config.groups import BackingFile, Foundation
-from agent.config.settings import Config
-from agent.config.values import Address
+from agent.core import volume_group
+from agent.core.classes import DeviceClass
+from agent.core.settings import BackingFile, Config, GroupDefinition
+from agent.core.values import Address
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
-from agent.engine import engine
-from agent.health import preflight
-from agent.service import monitor, resumption
-from agent.service.metrics import Metrics, Parts
-from agent.service.registration import Registration
-from agent.service.server import Service
+from agent.daemon import monitor, startup
+from agent.daemon.metrics import Metrics, Parts
+from agent.daemon.registration import Registration
+from agent.daemon.server import Service
+from agent.operations import preflight
 from lvm import command, errors
 from lvm.command import Result
 from lvm.layout import Reserve
 from mount import loop
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -380,7 +379,7 @@ def test_a_group_whose_disks_hang_is_unavailable_at_once_and_the_other_is_as_it_
 def test_a_wipe_that_hangs_keeps_no_other_group_s_waiting(
     client: Client, service: Service, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    service.wiper.grace_seconds = 0.1
+    service.eraser.grace_seconds = 0.1
     names = [f"of-a-{number}" for number in range(3)]
     doomed = [client.create(one, 4 * MIB, block(), parameters=SICK) for one in names]
     other = client.create("of-b", 4 * MIB, block(), parameters=SOUND)
@@ -433,8 +432,8 @@ def test_a_list_that_would_lack_a_group_is_unavailable_and_names_the_group(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
-    monkeypatch.setattr(engine, "_GLANCE_SECONDS", 0.1)
-    group = service.engines._engines["a"]
+    monkeypatch.setattr(volume_group, "_GLANCE_SECONDS", 0.1)
+    group = service.volume_groups._volume_groups["a"]
     group.last, group.time_seconds = None, 0.0
     fake.lvm2.groups["a"].seqno += 1
     trouble = Trouble(fake, ends_in_time=False)
@@ -446,7 +445,7 @@ def test_a_list_that_would_lack_a_group_is_unavailable_and_names_the_group(
 def test_a_list_never_lacks_a_volume_that_was_made_just_before_its_group_hung(
     client: Client, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine, "_GLANCE_SECONDS", 0.1)
+    monkeypatch.setattr(volume_group, "_GLANCE_SECONDS", 0.1)
     assert client.volumes() == []
     trouble: list[Trouble] = []
 
@@ -475,8 +474,8 @@ def _ids(client: Client) -> list[str]:
 def scraped(service: Service, config: Config, directory: Path) -> dict[tuple[str, ...], float]:
     metrics = Metrics()
     health = (service.diagnosis, service.storage)
-    jobs = (service.wiper, service.copier, service.reencrypter)
-    running = (*health, *jobs, service.grower)
+    jobs = (service.eraser, service.copier, service.reencrypter)
+    running = (*health, *jobs, service.autoextender)
     kubelet = Registration(directory / "registry", config.endpoint)
     known, admission = service.inventory, service.admission
     metrics.watch(Parts(config.classes, known, admission, *running, kubelet))
@@ -493,7 +492,7 @@ def test_a_scrape_and_readiness_say_what_they_can_while_disks_hang(
 ) -> None:
     assert isinstance(fake.disks, FakeDisks)
     fake.disks.hanging |= {f"/dev/fake-{one}-0" for one in hangs.split(" and ")}
-    for one in service.engines:
+    for one in service.volume_groups:
         one.outdate()
         one.time_seconds = one.tried_seconds = 1.0
     found = scraped(service, config, tmp_path)
@@ -511,9 +510,9 @@ def test_a_scrape_and_readiness_say_what_they_can_while_disks_hang(
 @pytest.fixture
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """What did not answer is tried again at once."""
-    monkeypatch.setattr(resumption, "_OTHERS_SECONDS", 0.2)
-    monkeypatch.setattr(resumption, "_RETRY_SECONDS", 0.01)
-    monkeypatch.setattr(resumption, "_SOON_SECONDS", 0.01)
+    monkeypatch.setattr(startup, "_OTHERS_SECONDS", 0.2)
+    monkeypatch.setattr(startup, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(startup, "_SOON_SECONDS", 0.01)
 
 
 @pytest.fixture
@@ -593,7 +592,7 @@ def founded(tmp_path: Path) -> tuple[FakeHost, Config]:
         kubelet_dir=("/",),
         classes=(DeviceClass("sick", "a", default=True), DeviceClass("sound", "b")),
         metrics_address=Address("127.0.0.1", 0),
-        foundations=(Foundation("a", (disks[0],)), Foundation("b", (disks[1],))),
+        definitions=(GroupDefinition("a", (disks[0],)), GroupDefinition("b", (disks[1],))),
     )
     _, laid = laying.lay(host, config)
     assert laid.failures == {}
@@ -620,7 +619,7 @@ def test_a_group_of_carver_s_own_whose_disk_hangs_at_the_start_delays_no_other(
     founded: tuple[FakeHost, Config], soon: None, monkeypatch: pytest.MonkeyPatch, silent: bool
 ) -> None:
     fake, config = founded
-    sick = config.foundations[0].devices[0]
+    sick = config.definitions[0].devices[0]
     trouble = Unread(fake, sick)
     assert isinstance(fake.disks, FakeDisks)
     if silent:
@@ -659,7 +658,7 @@ def test_a_group_that_is_not_attached_yet_is_awaited_and_not_absent(
         kubelet_dir=("/",),
         classes=(DeviceClass("sick", "file", default=True), DeviceClass("sound", "b")),
         metrics_address=Address("127.0.0.1", 0),
-        foundations=(Foundation("file", file=BackingFile(tmp_path / "file", 64 * MIB)),),
+        definitions=(GroupDefinition("file", file=BackingFile(tmp_path / "file", 64 * MIB)),),
     )
     running = Started(config, fake, monkeypatch)
     try:

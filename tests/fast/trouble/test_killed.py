@@ -16,12 +16,11 @@ from model.machine import Machine, behind, try_soon
 from model.operations import MIB
 from model.stopping import CHANGING, Cut, Killed, Switch
 
-from agent.config.classes import DeviceClass
-from agent.config.groups import BackingFile, Foundation
-from agent.config.settings import Config
-from agent.engine.sources import Foundations
+from agent.core.classes import DeviceClass
+from agent.core.group_definitions import GroupDefinitions
+from agent.core.settings import BackingFile, Config, GroupDefinition
 from lvm.command import Result
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 # Looking costs one command, and changes nothing that could be left half done.
 UNSTOPPED = (do.Stats, do.Health)
@@ -44,7 +43,7 @@ class Trial:
     def do(self, call: do.Call) -> None:
         assert self.machine.by_kubelet(call) == self.model.apply(call), call
         # In a program (tests/faults) what is put off is behind the answer.
-        self.machine.service.engines.settle()
+        self.machine.service.volume_groups.settle()
         assert self.machine.state() == self.model.state(), call
 
     def start(self, switch: Switch) -> None:
@@ -87,7 +86,7 @@ class Trial:
         every = behind(self.machine.service)
         while any(jobs._jobs for jobs in every) and time.monotonic() < deadline:
             time.sleep(0.005)
-        self.machine.service.reclaimer.jobs._workers.shutdown(wait=True)
+        self.machine.service.pool_remover.jobs._workers.shutdown(wait=True)
 
     def undo(self) -> None:
         """What a CO does that gives up; then nothing may be left."""
@@ -237,14 +236,14 @@ def test_a_start_that_was_killed_while_it_made_groups_is_made_good_by_the_next(
         host = FakeHost(tmp_path)
         disks = [host.new_device(40 * MIB) for _ in range(3)]
         classes = tuple(DeviceClass(name=one, group=one) for one in ("disks", "other", "file"))
-        foundations = (
-            Foundation("disks", tuple(disks[:2]), fast=(disks[1],)),
-            Foundation("other", tuple(disks[2:])),
-            Foundation("file", file=BackingFile(tmp_path / name, 64 * MIB)),
+        definitions = (
+            GroupDefinition("disks", tuple(disks[:2]), fast=(disks[1],)),
+            GroupDefinition("other", tuple(disks[2:])),
+            GroupDefinition("file", file=BackingFile(tmp_path / name, 64 * MIB)),
         )
-        return host, configured.carver(tmp_path, classes=classes, foundations=foundations)
+        return host, configured.carver(tmp_path, classes=classes, definitions=definitions)
 
-    def start(host: FakeHost, config: Config, switch: Switch) -> Foundations:
+    def start(host: FakeHost, config: Config, switch: Switch) -> GroupDefinitions:
         switch.counting = True
         _, laid = laying.lay(host, config, switch.run(host.run), switch.kernel(host.kernel))
         return laid

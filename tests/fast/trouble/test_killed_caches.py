@@ -11,7 +11,7 @@ from model.machine import Machine
 from model.operations import MIB, Use
 from model.stopping import Switch
 
-from agent.config.classes import DeviceClass
+from agent.core.classes import DeviceClass
 from lvm import report
 from lvm.caches import Cache
 

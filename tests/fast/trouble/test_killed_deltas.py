@@ -11,11 +11,11 @@ from model.machine import Machine
 from model.operations import MIB, Use
 from model.stopping import Switch
 
-from agent.config.classes import DeviceClass
-from agent.delta.extents import Extent, UserExtent
+from agent.core.classes import DeviceClass
+from agent.core.extents import Extent, UserExtent
 from lvm import tags
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 # A stream whose caller died is dropped by gRPC, and what it does then may be the step that dies.
 pytestmark = pytest.mark.filterwarnings(

@@ -12,9 +12,9 @@ from model.machine import Machine
 from model.operations import MIB, Use
 from model.stopping import Switch
 
-from agent.config.classes import DeviceClass
+from agent.core.classes import DeviceClass
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 from proto import csi_pb2 as csi
 
 BLOCK = Use("block", do.MULTI_WRITER)
@@ -56,7 +56,7 @@ class Trial:
 
     def settle(self) -> None:
         """Let wipes that a new process took up come to their end."""
-        self.machine.service.wiper.jobs._workers.shutdown(wait=True)
+        self.machine.service.eraser.jobs._workers.shutdown(wait=True)
 
     def held(self) -> list[str]:
         return [one for one in self.before if self.host.lvm2.is_suspended(self.group.name, one)]

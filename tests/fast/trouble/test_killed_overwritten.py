@@ -9,7 +9,7 @@ from model.machine import Machine
 from model.operations import MIB, Use
 from model.stopping import Switch
 
-from agent.config.classes import DeviceClass
+from agent.core.classes import DeviceClass
 
 BLOCK = Use("block", do.MULTI_WRITER)
 CREATE = do.Create("a", 32 * MIB, 0, BLOCK)
@@ -44,7 +44,7 @@ class Trial:
     def run(self, switch: Switch) -> list[str]:
         """Make the call in a process of its own; the steps that it took."""
         self.machine.restart(switch)
-        self.machine.service.zeroer.grace_seconds = self.machine.grace_seconds
+        self.machine.service.growth_zeroer.grace_seconds = self.machine.grace_seconds
         self.machine.call(self.call)
         return switch.taken
 
@@ -80,8 +80,8 @@ def test_a_call_that_was_killed_at_any_step_is_made_good(
 
 def test_a_volume_that_is_deleted_while_it_waits_to_grow_leaves_nothing(tmp_path: Path) -> None:
     trial = Trial("expand", tmp_path)
-    trial.machine.service.zeroer.jobs.stop()
-    trial.machine.service.zeroer.grace_seconds = 0
+    trial.machine.service.growth_zeroer.jobs.stop()
+    trial.machine.service.growth_zeroer.grace_seconds = 0
     assert trial.machine.call(trial.call).code == "ABORTED"
     assert sorted(trial.group.volumes) == ["grow-vol-a", "vol-a"]
     assert trial.machine.call(do.Delete("a")).code == "OK"
@@ -91,11 +91,11 @@ def test_a_volume_that_is_deleted_while_it_waits_to_grow_leaves_nothing(tmp_path
 
 def test_an_expansion_to_another_size_begins_anew(tmp_path: Path) -> None:
     trial = Trial("expand", tmp_path)
-    zeroer = trial.machine.service.zeroer
-    grace, zeroer.grace_seconds = zeroer.grace_seconds, 0
+    growth_zeroer = trial.machine.service.growth_zeroer
+    grace, growth_zeroer.grace_seconds = growth_zeroer.grace_seconds, 0
     for size in (64, 96):
         trial.machine.call(do.Expand("a", size * MIB))
-    zeroer.grace_seconds = grace
+    growth_zeroer.grace_seconds = grace
     assert trial.machine.call(do.Expand("a", 96 * MIB)).code == "OK"
     assert trial.group.volumes["vol-a"].length == 24
     assert not trial.shows_mark()

@@ -17,11 +17,11 @@ from fakes.host import FakeHost
 from model.stopping import Killed, Switch
 from nodes import Node, Stand, volume_of, write
 
-from agent import errors
-from agent.cli import streams
-from agent.cli.moving import Move, Options
+from agent.core import errors
 from agent.csi.client import Client, block
-from agent.streams import reading
+from agent.extras.streams import reading
+from agent.extras.transfer import streams_command
+from agent.extras.transfer.move_command import Move, Options
 from mount.blocks import Bytes, Opened
 
 # A stream whose caller died is dropped by gRPC, and what it does then may be the step that dies.
@@ -72,11 +72,11 @@ class Trial:
 @pytest.fixture(autouse=True)
 def all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each frame is put on record."""
-    monkeypatch.setattr("agent.streams.applying.RECORD_SECONDS", 0.0)
+    monkeypatch.setattr("agent.extras.streams.reading.RECORD_SECONDS", 0.0)
     # Who is dead holds nothing, or a test says so: nobody is to wait.
-    monkeypatch.setattr("agent.cli.moving._HELD_LOOKS", 0)
+    monkeypatch.setattr("agent.extras.transfer.move_command._HELD_LOOKS", 0)
     # The order of steps is to be the same each time.
-    monkeypatch.setattr("agent.streams.pipeline.WORKERS", 1)
+    monkeypatch.setattr("agent.extras.streams.form.WORKERS", 1)
 
 
 @contextmanager
@@ -107,16 +107,16 @@ def receive_all(node: Node, given: list[bytes], layout: str = nodes.PLAIN) -> No
     """As a person does who sees how far it is."""
     last = next(reading.streams(io.BytesIO(given[-1]))).header
     for one in given:
-        if streams.status(node.at, "copy")["chain"] != last.chain:
+        if streams_command.status(node.at, "copy")["chain"] != last.chain:
             nodes.receive(node, "copy", one, layout)
 
 
 DEEDS: dict[str, tuple[list[str], Callable[[Trial, list[bytes]], Any]]] = {
     "receive": ([], lambda made, given: receive_all(made.there, given, made.layout)),
-    "finish": (["receive"], lambda made, _given: streams.finish(made.there.at, "copy")),
+    "finish": (["receive"], lambda made, _given: streams_command.finish(made.there.at, "copy")),
     "abort": (
         ["receive"],
-        lambda made, _given: streams.abort(made.there.at, "copy", confirmed=True),
+        lambda made, _given: streams_command.abort(made.there.at, "copy", confirmed=True),
     ),
 }
 
@@ -144,8 +144,10 @@ def test_a_receiver_that_was_killed_at_any_step_goes_on_or_leaves_nothing(
                 assert usable(made.there) <= (deed == "finish")
                 if is_before or deed == "abort":
                     act(made, given)
-                elif streams.status(made.there.at, "copy")["state"] != streams.READY:
-                    streams.abort(made.there.at, "copy", confirmed=True)
+                elif (
+                    streams_command.status(made.there.at, "copy")["state"] != streams_command.READY
+                ):
+                    streams_command.abort(made.there.at, "copy", confirmed=True)
                 if deed == "abort" or (deed == "receive" and not is_before):
                     assert made.there.names() == set()
                 elif is_before:
@@ -323,7 +325,7 @@ def test_a_move_whose_own_command_was_killed_at_any_step_is_taken_up_or_undone(
                 moving.run()
                 ended = True
             # If it held the volume, its time is over: nobody asks for more of it.
-            made.here.service.withheld._held.clear()
+            made.here.service.holds._held.clear()
             assert usable(made.here) + usable(made.there) <= 1, step
             if undone:
                 with suppress(errors.NotMoved):
@@ -398,7 +400,7 @@ def test_a_command_that_was_killed_at_any_step_is_taken_up_where_it_was(
                 patched.setattr(kernel, "opened", dying)
                 receive_all(made.there, given)
                 ended = True
-            told = streams.status(made.there.at, "copy")
+            told = streams_command.status(made.there.at, "copy")
             first = next(reading.streams(io.BytesIO(given[0]))).header
             if told["into"] == first.chain:
                 # From there on only.

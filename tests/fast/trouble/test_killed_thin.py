@@ -10,11 +10,11 @@ from model.machine import Machine
 from model.operations import MIB, Outcome, Use
 from model.stopping import Switch
 
-from agent.config.classes import DeviceClass
+from agent.core.classes import DeviceClass
 from lvm import report
 from lvm.caches import Cache
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 BLOCK = Use("block", do.MULTI_WRITER)
 EXTENTS, FAST_EXTENTS = 40, 8
@@ -80,7 +80,7 @@ class Trial:
         """What a CO does that gives up; then nothing may be left."""
         for volume in ("a", "b"):
             assert self.machine.call(do.Delete(volume)) == Outcome("OK")
-        self.machine.service.reclaimer.jobs._workers.shutdown(wait=True)
+        self.machine.service.pool_remover.jobs._workers.shutdown(wait=True)
         left = self.machine._report()
         assert (left.free_extents, left.fast_free_extents) == (EXTENTS, FAST_EXTENTS)
         assert self.names() == set()
@@ -94,7 +94,7 @@ def steps(name: str, cache: str, directory: Path) -> int:
     switch = Switch()
     trial.machine.start(switch)
     trial.machine.call(trial.call)
-    trial.machine.service.reclaimer.jobs._workers.shutdown(wait=True)
+    trial.machine.service.pool_remover.jobs._workers.shutdown(wait=True)
     trial.machine.stop()
     return len(switch.taken)
 
@@ -117,7 +117,7 @@ def test_a_call_that_was_killed_at_any_step_succeeds_when_it_is_made_again(
             # What was taken up at the start is waited for by asking for the same again.
             if not expected:
                 service, group = trial.machine.service, trial.machine.group
-                service.reclaimer.give_back(group, "pool-plain").result(20)
+                service.pool_remover.give_back(group, "pool-plain").result(20)
             assert trial.names() == expected, (stop_at, before)
             assert trial.has_its_cache(), (stop_at, before)
             if trial.call is AHEAD:

@@ -15,11 +15,11 @@ import serving
 from fakes.host import FakeHost
 from fakes.lvm.records import FakeVolume
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core import records
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.engine import records
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report
 from lvm.command import Result
 from lvm.layout import Layout
@@ -52,7 +52,7 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake, wiper=20)
+    running = serving.start(config, fake, eraser=20)
     yield running
     running.stop()
 
@@ -76,7 +76,7 @@ def volume(client: Client, fake: FakeHost) -> csi.Volume:
 
 def again(service: Service, volume: csi.Volume) -> None:
     """What is done a minute after a wipe failed; returns when it came to its end."""
-    jobs = service.wiper.jobs
+    jobs = service.eraser.jobs
     failed = jobs._jobs[volume.volume_id]
     wait([failed.ended], 20)
     service.inventory.read()
@@ -95,7 +95,7 @@ def test_a_volume_on_a_missing_disk_is_deleted_and_stays_on_record(
     client.delete(volume.volume_id)
     assert client.volumes() == []
     assert "carver.state=wiping" in tags(fake)
-    wait([service.wiper.jobs._jobs[volume.volume_id].ended], 20)
+    wait([service.eraser.jobs._jobs[volume.volume_id].ended], 20)
     again(service, volume)
     again(service, volume)
     assert names(fake) == {"vol-pvc-1"}
@@ -119,8 +119,8 @@ def test_what_waits_for_a_disk_is_tried_again_at_a_cost_for_each_that_does_not_g
         )
     group.disks[0].extents = number
     fake.lose_disk("data", 0)
-    assert service.wiper.resume() == number
-    jobs = service.wiper.jobs
+    assert service.eraser.resume() == number
+    jobs = service.eraser.jobs
     wait([job.ended for job in jobs._jobs.values()], 60)
     made, make = Counter[str](), records._as_volume
 
@@ -177,7 +177,7 @@ def test_one_that_is_given_up_before_it_is_deleted_goes_likewise(
     fake.lose_disk("data", 0)
     fake.lvm(*GIVE_UP, "data/vol-pvc-1")
     client.delete(volume.volume_id)
-    wait([one.ended for one in list(service.wiper.jobs._jobs.values())], 20)
+    wait([one.ended for one in list(service.eraser.jobs._jobs.values())], 20)
     assert names(fake) == set()
 
 
@@ -189,7 +189,7 @@ def test_a_restart_goes_on_with_one_that_waits(
     service.stop()
     fake.bring_disk("data", 0)
     following = serving.start(config, fake)
-    wait([one.ended for one in list(following.wiper.jobs._jobs.values())], 20)
+    wait([one.ended for one in list(following.eraser.jobs._jobs.values())], 20)
     assert names(fake) == set()
     following.stop()
 
@@ -201,7 +201,7 @@ def test_those_that_wait_for_a_disk_ask_lvm2_once_a_minute_together(
     fake.lose_disk("data", 0)
     for one in ids:
         client.delete(one)
-    jobs = service.wiper.jobs
+    jobs = service.eraser.jobs
     failed = [jobs._jobs[one] for one in ids]
     wait([job.ended for job in failed], 20)
     service.inventory.read()
@@ -300,7 +300,7 @@ def test_what_is_striped_over_a_lost_disk_is_overwritten_with_all_that_is_free(
     fake.lose_disk("data", 1)
     fake.lvm(*GIVE_UP, "data/vol-pvc-1")
     client.delete(volume.volume_id)
-    wait([one.ended for one in list(service.wiper.jobs._jobs.values())], 20)
+    wait([one.ended for one in list(service.eraser.jobs._jobs.values())], 20)
     assert names(fake) == set()
     assert fake.lvm2.groups["data"].tags == {"carver.sweep=yes"}
 
@@ -336,10 +336,10 @@ def test_what_was_given_up_is_overwritten_when_its_disk_comes_back_all_the_same(
     fake.lose_disk("data", 0)
     fake.lvm(*GIVE_UP, "data/vol-pvc-1")
     client.delete(volume.volume_id)
-    wait([one.ended for one in list(service.wiper.jobs._jobs.values())], 20)
+    wait([one.ended for one in list(service.eraser.jobs._jobs.values())], 20)
     assert group.tags == {f"carver.sweepDisks={group.disks[0].uuid}"}
     fake.bring_disk("data", 0)
-    jobs = service.giving_up.jobs
+    jobs = service.freed_eraser.jobs
     for job in list(jobs._jobs.values()):
         wait([job.ended], 20)
         jobs._look_again(job)

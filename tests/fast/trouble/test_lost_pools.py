@@ -15,13 +15,13 @@ from model.machine import Machine
 from model.operations import Use
 from model.stopping import Switch
 
-from agent import errors
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core import errors
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -47,7 +47,7 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake, wiper=20)
+    running = serving.start(config, fake, eraser=20)
     yield running
     running.stop()
 
@@ -194,7 +194,7 @@ def test_a_volume_with_one_is_deleted_on_record_also_when_nothing_is_overwritten
     client.delete_snapshot(snapshot.snapshot_id)
     service.stop()
     other = replace(config, wipe="none", endpoint=config.endpoint.with_name("2.sock"))
-    following = serving.start(other, fake, wiper=20)
+    following = serving.start(other, fake, eraser=20)
     with Client(other.endpoint) as caller:
         caller.delete(volume)
         assert caller.volumes() == []
@@ -212,7 +212,7 @@ def test_a_volume_that_is_there_is_never_taken_for_deleted(
     def lost(*_: object) -> None:
         raise errors.NoSuchVolume(volume)
 
-    monkeypatch.setattr(service.wiper, "_parted", lost)
+    monkeypatch.setattr(service.eraser, "_parted", lost)
     with expect.code("FAILED_PRECONDITION", "not on record"):
         client.delete(volume)
     assert names(fake) == {"vol-a"}
@@ -276,7 +276,7 @@ class Trial:
         self.machine.start(switch)
         switch.counting = True
         for _ in range(2):
-            ended = self.machine.service.giving_up.start(self.group.name)
+            ended = self.machine.service.freed_eraser.start(self.group.name)
             while not (switch.dead.is_set() or wait([ended], 0.05).done):
                 pass
             if not self.group.volumes and any(one.missing for one in self.group.disks):

@@ -9,12 +9,12 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -140,6 +140,6 @@ def test_a_volume_that_is_called_as_what_overwrites_a_pool_is_not_overwritten(
     group = fake.lvm2.groups["data"]
     group.volumes["wipe-thin"].media.write(0, OWN)
     client.delete(client.create("1", EXTENT, block(), parameters=THIN).volume_id)
-    service.reclaimer.jobs._workers.shutdown(wait=True)
+    service.pool_remover.jobs._workers.shutdown(wait=True)
     assert group.volumes["wipe-thin"].media.read(0, len(OWN)) == OWN
     assert set(group.volumes) == {"pool-thin", "wipe-thin"}

@@ -7,12 +7,12 @@ import expect
 import pytest
 from fakes.host import FakeHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 

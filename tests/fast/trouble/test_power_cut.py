@@ -9,15 +9,15 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report
 from lvm.caches import Cache
 from lvm.command import Result
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 SIZE = 32 * MIB
@@ -50,7 +50,7 @@ def config(tmp_path: Path, request: pytest.FixtureRequest) -> Config:
 
 @pytest.fixture
 def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake, wiper=20)
+    running = serving.start(config, fake, eraser=20)
     yield running
     running.stop()
 
@@ -69,7 +69,7 @@ def test_no_sector_of_a_deleted_volume_comes_back(
     write(fake, "vol-pvc-1")
     client.delete(volume.volume_id)
     fake.cut_power()
-    service.reclaimer.jobs._workers.shutdown(wait=True)
+    service.pool_remover.jobs._workers.shutdown(wait=True)
     assert fake.lvm2.groups["data"].volumes == {}
     fake.cut_power()
     assert MARKER not in fake.freed_bytes("data")
@@ -83,7 +83,7 @@ def test_no_sector_of_a_deleted_snapshot_comes_back(
     write(fake, "vol-pvc-1")
     client.delete_snapshot(client.snapshot("1", volume.volume_id, {"size": "100%"}).snapshot_id)
     client.delete(volume.volume_id)
-    service.reclaimer.jobs._workers.shutdown(wait=True)
+    service.pool_remover.jobs._workers.shutdown(wait=True)
     fake.cut_power()
     assert fake.lvm2.groups["data"].volumes == {}
     assert MARKER not in fake.freed_bytes("data")
@@ -102,8 +102,8 @@ def test_a_dirty_cache_is_written_back_before_it_is_parted_and_nobody_waits_for_
     tmp_path: Path, fake: FakeHost, kind: str
 ) -> None:
     config = configured.carver(tmp_path, kubelet_dir=("/",), classes=(DIRTY[kind],))
-    running = serving.start(config, fake, wiper=0)
-    running.wiper.look_seconds, running.wiper.write_back_seconds = 0.01, 60
+    running = serving.start(config, fake, eraser=0)
+    running.eraser.look_seconds, running.eraser.write_back_seconds = 0.01, 60
     with Client(config.endpoint) as client:
         volume = client.create("pvc-1", SIZE, block())
         write(fake, "vol-pvc-1")
@@ -115,7 +115,7 @@ def test_a_dirty_cache_is_written_back_before_it_is_parted_and_nobody_waits_for_
         client.create("pvc-2", SIZE, block())
         assert held.cache, "it is still written back"
         held.dirty_blocks = 1
-        wait([one.ended for one in list(running.wiper.jobs._jobs.values())], 20)
+        wait([one.ended for one in list(running.eraser.jobs._jobs.values())], 20)
         assert set(fake.lvm2.groups["data"].volumes) == {"vol-pvc-2"}
         assert MARKER not in fake.freed_bytes("data")
     running.stop()
@@ -127,8 +127,8 @@ def test_caches_that_are_never_written_back_keep_no_other_volume_from_being_wipe
 ) -> None:
     classes = (DIRTY[kind], DeviceClass("linear", "data"))
     config = configured.carver(tmp_path, kubelet_dir=("/",), classes=classes)
-    running = serving.start(config, fake, wiper=0)
-    running.wiper.look_seconds = running.wiper.write_back_seconds = 0.01
+    running = serving.start(config, fake, eraser=0)
+    running.eraser.look_seconds = running.eraser.write_back_seconds = 0.01
     with Client(config.endpoint) as client:
         stuck = [client.create(f"pvc-{number}", SIZE, block()) for number in range(3)]
         other = client.create("other", SIZE, block(), parameters={"class": "linear"})
@@ -139,7 +139,7 @@ def test_caches_that_are_never_written_back_keep_no_other_volume_from_being_wipe
         for made in (*stuck, other):
             client.delete(made.volume_id)
         for _ in range(3):
-            jobs = running.wiper.jobs
+            jobs = running.eraser.jobs
             _, waiting = wait([job.ended for job in list(jobs._jobs.values())], 20)
             assert not waiting
             jobs._look_again(*jobs._jobs.values())
@@ -157,7 +157,7 @@ def test_where_lvm2_knows_no_cleaner_a_cache_is_written_back_while_it_is_parted(
     tmp_path: Path, fake: FakeHost
 ) -> None:
     config = configured.carver(tmp_path, kubelet_dir=("/",), classes=(DIRTY["cache"],))
-    running = serving.start(config, fake, wiper=20)
+    running = serving.start(config, fake, eraser=20)
     with Client(config.endpoint) as client:
         volume = client.create("pvc-1", SIZE, block())
         held = fake.lvm2.groups["data"].volumes["vol-pvc-1"]

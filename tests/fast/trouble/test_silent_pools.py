@@ -12,15 +12,15 @@ import pytest
 from fakes.host import FakeHost
 from fast.trouble.test_isolation import SICK, SOUND, code_of, scraped
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core import activation, background
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.engine import activation, looks
-from agent.health import conditions
-from agent.service.server import Service
+from agent.daemon.server import Service
+from agent.operations import health
 from lvm.devicemapper import Status
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy
+from lvm.thin import Policy
 from proto import csi_pb2 as csi
 
 EXTENT = 4 << 20
@@ -70,8 +70,8 @@ def silent(
 
     monkeypatch.setattr(fake.lvm2, "status", status)
     monkeypatch.setattr(activation, "_POOL_SECONDS", 0.05)
-    monkeypatch.setattr(conditions, "PATIENCE_SECONDS", 0.2)
-    monkeypatch.setattr(looks, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(health, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(background, "_PATIENCE_SECONDS", 0.1)
     yield over
     over.set()
 
@@ -126,12 +126,12 @@ def test_its_volumes_are_told_not_to_answer_with_few_threads_and_none_beside_the
     silent: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(conditions, "_DEAD_SECONDS", 0.1)
+    monkeypatch.setattr(health, "_DEAD_SECONDS", 0.1)
     sick = sorted(one.volume_id for one in volumes[:-1])
     expect.soon(lambda: sorted(one.volume_id for one in client.unhealthy()) == sick)
     told = {status.reason for one in client.unhealthy() for status in one.health_statuses}
     assert told == {"DeviceNotResponding"}
     at_work = [one for one in threading.enumerate() if one.name == "look at"]
-    assert len(at_work) <= looks._MOST_AT_ONCE
+    assert len(at_work) <= background._MOST_AT_ONCE
     silent.set()
     expect.soon(lambda: client.unhealthy() == [])

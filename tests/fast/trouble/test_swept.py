@@ -18,13 +18,13 @@ from model.machine import Machine
 from model.operations import Use
 from model.stopping import Killed, Switch
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.command import Result
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 EXTENT = 4 << 20
 MARKER = b"a secret".ljust(4096, b"!")
@@ -55,7 +55,7 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake, wiper=20)
+    running = serving.start(config, fake, eraser=20)
     yield running
     running.stop()
 
@@ -179,7 +179,7 @@ def test_a_repair_that_ended_before_it_began_has_its_disk_overwritten_in_vain(
         repaired(client, volume)
     assert group.tags == owed(group.disks[0].uuid)
     fake.intercept = lambda _: None
-    service.giving_up.resume()
+    service.freed_eraser.resume()
     fake.bring_disk("data", 0)
     serving.again(service)
     assert (group.tags, set(group.volumes)) == (set(), {"vol-a"})
@@ -344,7 +344,7 @@ class Trial:
         if not switch.dead.is_set() and self.group.disks[self.number].missing:
             self.host.bring_disk(self.group.name, self.number)
         while not switch.dead.is_set() and self.group.tags:
-            wait([self.machine.service.giving_up.start(self.group.name)], 0.05)
+            wait([self.machine.service.freed_eraser.start(self.group.name)], 0.05)
 
 
 def test_a_kill_at_any_step_of_it_is_made_good(tmp_path: Path) -> None:
@@ -378,7 +378,7 @@ def test_nothing_is_left_to_change_behind_the_answer_that_a_disk_is_replaced(
     make(client, "a", "raid")
     lost = group.disks[0].uuid
     fake.lose_disk("data", 0)
-    service.giving_up.stop()
+    service.freed_eraser.stop()
     new = fake.new_device(61 * EXTENT)
     for _ in range(20):
         if client.replace_disk(lost, new)[0]:

@@ -12,10 +12,10 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block, of_volume
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.command import Result
 
 MIB = 1 << 20
@@ -99,7 +99,7 @@ def begin(config: Config, fake: FakeHost, group: str) -> None:
 
 def idle(service: Service) -> None:
     """What goes on behind the answers has ended, or failed."""
-    for jobs in (service.copier.jobs, service.copier.bridges, service.wiper.jobs):
+    for jobs in (service.copier.jobs, service.copier.bridges, service.eraser.jobs):
         wait([job.ended for job in list(jobs._jobs.values())], 20)
 
 

@@ -15,11 +15,11 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
-from agent.config.settings import Config
+from agent.core.errors import OperationPending
+from agent.core.jobs import Job, TaskQueue
+from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
-from agent.engine.jobs import Job, Jobs
-from agent.errors import OperationPending
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import command
 from lvm import errors as lvm_errors
 from lvm.command import Result
@@ -39,7 +39,7 @@ def fake(tmp_path: Path) -> FakeHost:
 
 def start(config: Config, fake: FakeHost, socket: str = "csi.sock") -> Service:
     config = replace(config, endpoint=config.endpoint.with_name(socket))
-    return serving.start(config, fake, wiper=20, copier=0.05)
+    return serving.start(config, fake, eraser=20, copier=0.05)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def copied(fake: FakeHost) -> bytes:
 
 def settle(service: Service) -> None:
     service.copier.jobs._workers.shutdown(wait=True)
-    service.wiper.jobs._workers.shutdown(wait=True)
+    service.eraser.jobs._workers.shutdown(wait=True)
 
 
 def look_again(service: Service, snapshot: csi.Snapshot) -> None:
@@ -187,7 +187,7 @@ def test_a_copy_that_cannot_be_ended_now_may_begin_again(
     service: Service,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agent.engine.jobs._ENDING_SECONDS", 0.01)
+    monkeypatch.setattr("agent.core.jobs._ENDING_SECONDS", 0.01)
     source = of_snapshot(snapshot.snapshot_id)
     with expect.code("ABORTED"):
         client.create("pvc-2", 0, block(), source=source)
@@ -345,7 +345,7 @@ def test_a_bridge_without_a_copy_goes_at_the_next_start(
 
 def idle(service: Service) -> None:
     """What goes on behind the answers has ended, or failed."""
-    for jobs in (service.copier.jobs, service.copier.bridges, service.wiper.jobs):
+    for jobs in (service.copier.jobs, service.copier.bridges, service.eraser.jobs):
         wait([job.ended for job in list(jobs._jobs.values())], 20)
 
 
@@ -508,14 +508,14 @@ def test_what_a_killed_lvcreate_left_in_the_place_of_a_snapshot_is_wiped_by_the_
         client.create("pvc-2", 0, block(), source=of_volume(volume.volume_id))
     with expect.code("ABORTED", "wiped"):
         client.snapshot("2", volume.volume_id)
-    wait([job.ended for job in list(service.wiper.jobs._jobs.values())], 20)
+    wait([job.ended for job in list(service.eraser.jobs._jobs.values())], 20)
     client.create("pvc-2", 0, block(), source=of_volume(volume.volume_id))
     client.snapshot("2", volume.volume_id)
 
 
 def test_a_job_that_was_called_off_does_not_begin_before_it_is_allowed() -> None:
     done: list[str] = []
-    jobs = Jobs("test", lambda job: done.append(job.key), Job, "%s failed: %s", workers=1)
+    jobs = TaskQueue("test", lambda job: done.append(job.key), Job, "%s failed: %s", workers=1)
     jobs.call_off("one")
     with pytest.raises(OperationPending):
         jobs.start(Job("one"))

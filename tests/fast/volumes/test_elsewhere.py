@@ -10,10 +10,10 @@ import expect
 import pytest
 from fakes.host import FakeHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot, of_volume
-from agent.service.server import Service
+from agent.daemon.server import Service
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

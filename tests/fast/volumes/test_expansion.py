@@ -10,7 +10,7 @@ import pytest
 from fakes.host import FakeHost
 
 from agent.csi.client import Client, block, mounted, of_volume
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.command import Result
 from proto import csi_pb2 as csi
 

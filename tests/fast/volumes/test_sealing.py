@@ -3,13 +3,13 @@
 import pytest
 from fakes.host import FakeHost
 
-from agent.config.classes import DeviceClass
-from agent.engine.allocation import Carvings
-from agent.service.server import Service
-from agent.volumes import sealing
+from agent.core.allocation import Allocators
+from agent.core.classes import DeviceClass
+from agent.daemon.server import Service
+from agent.operations import plan
 from lvm import report
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -36,12 +36,12 @@ def test_the_data_begin_where_a_stripe_or_a_chunk_does(
     pool = Policy(chunk_size_bytes=chunk) if shape.is_thin else None
     one = DeviceClass("x", "data", layout=shape, pool=pool, encryption="luks2")
     group = report.read(fake.lvm).group("data")
-    carving = Carvings([one], service.inventory).of(one)
-    assert sealing.header_bytes(one, carving, group) == size
+    allocator = Allocators([one], service.inventory).of(one)
+    assert plan.header_bytes(one, allocator, group) == size
 
 
 def test_a_volume_that_is_not_encrypted_has_none(fake: FakeHost, service: Service) -> None:
     one = DeviceClass("x", "data")
-    carving = Carvings([one], service.inventory).of(one)
-    assert sealing.header_bytes(one, carving, report.read(fake.lvm).group("data")) == 0
-    assert sealing.facts(0) == {}
+    allocator = Allocators([one], service.inventory).of(one)
+    assert plan.header_bytes(one, allocator, report.read(fake.lvm).group("data")) == 0
+    assert plan.header_facts(0) == {}

@@ -14,15 +14,15 @@ from fakes.lvm import FakePool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
-from lvm import pools
+from agent.daemon.server import Service
+from lvm import thin
 from lvm.command import Result
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy, Pool
 from lvm.report import Group, PhysicalVolume
+from lvm.thin import Policy, Pool
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -55,7 +55,7 @@ def config(tmp_path: Path) -> Config:
 
 @pytest.fixture
 def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake, wiper=20)
+    running = serving.start(config, fake, eraser=20)
     yield running
     running.stop()
 
@@ -83,7 +83,7 @@ def started(fake: FakeHost) -> list[str]:
 
 def test_an_idle_look_starts_nothing(service: Service, fake: FakeHost, pool: FakePool) -> None:
     fill(pool, 70)
-    assert not service.grower.step(0)
+    assert not service.autoextender.step(0)
     assert started(fake) == []
 
 
@@ -92,12 +92,12 @@ def test_data_that_pass_the_threshold_are_extended_by_their_share(
 ) -> None:
     fill(pool, 71)
     with caplog.at_level(logging.INFO):
-        assert service.grower.step(0)
+        assert service.autoextender.step(0)
     assert pool.length == 12
     assert started(fake) == ["fullreport", "lvextend"]
     assert "the data of data/pool-thin: 71 % full, extended by 8388608 bytes" in caplog.text
-    assert service.grower.counts()["data", "extended"] == 1
-    assert not service.grower.step(0)
+    assert service.autoextender.counts()["data", "extended"] == 1
+    assert not service.autoextender.step(0)
 
 
 def test_what_was_filled_at_a_blow_is_extended_by_all_that_it_takes(
@@ -105,7 +105,7 @@ def test_what_was_filled_at_a_blow_is_extended_by_all_that_it_takes(
 ) -> None:
     fill(pool, 100)
     pool.mode = "out_of_data_space"
-    assert service.grower.step(0)
+    assert service.autoextender.step(0)
     assert pool.length == 15
     assert pool.status(EXTENT).data_percent < 70
 
@@ -114,11 +114,11 @@ def test_metadata_are_extended_with_their_spare(
     service: Service, fake: FakeHost, pool: FakePool
 ) -> None:
     pool.used_metadata_blocks = 800
-    assert service.grower.step(0)
+    assert service.autoextender.step(0)
     assert sum(pool.metadata.values()) == 2
     assert sum(fake.lvm2.groups["data"].spare.values()) == 2
-    assert service.grower.counts()["metadata", "extended"] == 1
-    assert not service.grower.step(0)
+    assert service.autoextender.counts()["metadata", "extended"] == 1
+    assert not service.autoextender.step(0)
 
 
 def test_a_pool_grows_up_to_the_reserve_and_then_warns_once_and_is_tried_again(
@@ -126,7 +126,7 @@ def test_a_pool_grows_up_to_the_reserve_and_then_warns_once_and_is_tried_again(
 ) -> None:
     for now in range(20):
         fill(pool, 90)
-        if not service.grower.step(now):
+        if not service.autoextender.step(now):
             break
     # All but the reserve of ten, the metadata and their spare.
     assert pool.length == 48
@@ -134,14 +134,14 @@ def test_a_pool_grows_up_to_the_reserve_and_then_warns_once_and_is_tried_again(
     assert caplog.text.count("cannot grow: group data has no room for it") == 1
     started(fake)
     for later in (9, 10, 60):
-        assert not service.grower.step(now + later)
+        assert not service.autoextender.step(now + later)
         assert started(fake) == [], "nobody made room"
     assert caplog.text.count("cannot grow") == 1
-    assert service.grower.counts()["data", "no room"] == 1
+    assert service.autoextender.counts()["data", "no room"] == 1
 
     fake.lvm2.groups["data"].disks[0].extents += 40
-    assert not service.grower.step(now + 69)
-    assert service.grower.step(now + 70)
+    assert not service.autoextender.step(now + 69)
+    assert service.autoextender.step(now + 70)
     assert pool.length > 48
 
 
@@ -150,11 +150,11 @@ def test_what_was_full_and_is_not_any_more_is_warned_of_anew(
 ) -> None:
     fake.lvm2.groups["data"].disks[0].extents = 22
     fill(pool, 80)
-    service.grower.step(0)
+    service.autoextender.step(0)
     fill(pool, 60)
-    service.grower.step(1)
+    service.autoextender.step(1)
     fill(pool, 80)
-    service.grower.step(2)
+    service.autoextender.step(2)
     assert caplog.text.count("cannot grow") == 2
 
 
@@ -166,12 +166,12 @@ def test_a_failure_is_logged_and_tried_again_while_the_kernel_has_writers_wait(
 
     fill(pool, 90)
     fake.intercept = broken
-    assert not service.grower.step(0)
+    assert not service.autoextender.step(0)
     assert "90 % full, and cannot grow: lvm lvextend failed" in caplog.text
-    assert service.grower.counts()["data", "failed"] == 1
+    assert service.autoextender.counts()["data", "failed"] == 1
     fake.intercept = lambda _words: None
-    assert not service.grower.step(9)
-    assert service.grower.step(10)
+    assert not service.autoextender.step(9)
+    assert service.autoextender.step(10)
 
 
 @pytest.mark.parametrize("change", [{"mode": "ro"}, {"mode": "fail"}, {"needs_check": True}])
@@ -181,7 +181,7 @@ def test_a_pool_that_needs_a_repair_is_left_alone(
     fill(pool, 90)
     for key, value in change.items():
         setattr(pool, key, value)
-    assert not service.grower.step(0)
+    assert not service.autoextender.step(0)
     assert started(fake) == []
 
 
@@ -191,7 +191,7 @@ def test_a_pool_that_is_not_active_is_left_alone(
     fill(pool, 90)
     fake.deactivate("data", "vol-pvc-1")
     fake.deactivate("data", "pool-thin")
-    assert not service.grower.step(0)
+    assert not service.autoextender.step(0)
 
 
 def test_a_pool_that_is_being_overwritten_is_not_extended(
@@ -200,9 +200,9 @@ def test_a_pool_that_is_being_overwritten_is_not_extended(
     fake.lvm("lvremove", "--yes", "--", "data/vol-pvc-1")
     fill(pool, 100)
     fake.commands.clear()
-    assert not service.grower.step(0)
+    assert not service.autoextender.step(0)
     assert started(fake) == ["fullreport"]
-    assert not service.grower.step(1)
+    assert not service.autoextender.step(1)
     assert started(fake) == []
     assert "cannot grow" not in caplog.text
 
@@ -214,16 +214,16 @@ def test_the_area_of_a_snapshot_is_extended_up_to_what_it_can_use(
     client.snapshot("snap-1", volume.volume_id)
     area = fake.lvm2.groups["data"].volumes["snap-snap-1"]
     assert area.length == 4
-    service.grower.step(0)
+    service.autoextender.step(0)
     assert area.length == 4
     for now in range(1, 20):
         area.data_percent = 80
-        if not service.grower.step(now):
+        if not service.autoextender.step(now):
             break
     # Every chunk of the origin, and what it takes to tell where each is.
     assert area.length == 21
-    assert service.grower.counts()["snapshot", "extended"] > 1
-    assert service.grower.counts()["snapshot", "no room"] == 1
+    assert service.autoextender.counts()["snapshot", "extended"] > 1
+    assert service.autoextender.counts()["snapshot", "no room"] == 1
 
 
 def test_what_was_known_of_a_snapshot_that_is_gone_is_not_held_against_its_namesake(
@@ -234,10 +234,10 @@ def test_what_was_known_of_a_snapshot_that_is_gone_is_not_held_against_its_names
     for now in range(2):
         snapshot = client.snapshot("snap-1", volume.volume_id)
         fake.lvm2.groups["data"].volumes["snap-snap-1"].data_percent = 80
-        assert not service.grower.step(3 * now)
-        assert service.grower.counts()["snapshot", "no room"] == now + 1
+        assert not service.autoextender.step(3 * now)
+        assert service.autoextender.counts()["snapshot", "no room"] == now + 1
         client.delete_snapshot(snapshot.snapshot_id)
-        service.grower.step(3 * now + 1)
+        service.autoextender.step(3 * now + 1)
 
 
 def test_a_snapshot_that_overflowed_or_is_not_carver_s_is_left_alone(
@@ -247,23 +247,23 @@ def test_a_snapshot_that_overflowed_or_is_not_carver_s_is_left_alone(
     client.snapshot("snap-1", volume.volume_id)
     area = fake.lvm2.groups["data"].volumes["snap-snap-1"]
     area.data_percent, area.overflowed = 100, True
-    assert not service.grower.step(0)
+    assert not service.autoextender.step(0)
     area.data_percent, area.overflowed = 80, False
     area.tags.clear()
     fake.commands.clear()
-    assert not service.grower.step(1)
+    assert not service.autoextender.step(1)
     assert started(fake) == ["fullreport"]
 
 
 def test_the_thread_looks_by_itself_and_ends_with_the_service(
     service: Service, pool: FakePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.workers.autoextend._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("agent.operations.autoextend._LOOK_SECONDS", 0.0)
     fill(pool, 100)
-    service.grower.start()
-    while service.grower.counts()["data", "extended"] == 0:
+    service.autoextender.start()
+    while service.autoextender.counts()["data", "extended"] == 0:
         time.sleep(0.01)
-    service.grower.stop()
+    service.autoextender.stop()
     assert pool.length == 15
 
 
@@ -272,7 +272,7 @@ def test_what_is_added_brings_it_below_the_threshold(
     extents: int, percent: float, threshold: int
 ) -> None:
     policy = Policy(autoextend_threshold=threshold, autoextend_percent=20)
-    more = pools.wanted_extents(extents, percent, policy)
+    more = thin.wanted_extents(extents, percent, policy)
     assert more >= max(1, extents // 5)
     assert extents * percent / (extents + more) <= threshold
 
@@ -287,7 +287,7 @@ def test_metadata_grow_by_what_leaves_room_for_the_spare(
     def cost(more: int) -> int:
         return more + max(0, metadata + more - spare)
 
-    more = pools.metadata_growth_extents(group, Pool("p", 65536, 1, metadata), 0)
+    more = thin.metadata_growth_extents(group, Pool("p", 65536, 1, metadata), 0)
     assert cost(more) <= free or more == 0
     assert cost(more + 1) > free
 
@@ -301,7 +301,7 @@ def test_a_pool_that_cannot_grow_is_told_of_before_it_is_full(
     volume = client.create("pvc-1", 100 * EXTENT, block(), parameters=THIN)
     fake.lvm2.groups["data"].disks[0].extents = 22
     fill(pool, 91)
-    assert not service.grower.step(0)
+    assert not service.autoextender.step(0)
     service.inventory.read()
     [told] = client.volume_health(volume.volume_id).health_statuses
     assert (told.status, told.reason) == (csi.DEGRADED, "PoolNearlyFull")

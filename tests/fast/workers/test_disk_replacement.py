@@ -17,14 +17,14 @@ from model.machine import Machine
 from model.operations import Use
 from model.stopping import Switch
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report
 from lvm.command import Result
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB

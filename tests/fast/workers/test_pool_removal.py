@@ -13,14 +13,14 @@ import serving
 from fakes.disk import Disk
 from fakes.host import FakeHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import errors
 from lvm.command import Result
 from lvm.layout import Layout, Reserve
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -43,7 +43,7 @@ def config(tmp_path: Path) -> Config:
 
 
 def start(config: Config, fake: FakeHost) -> Service:
-    return serving.start(config, fake, wiper=0.05)
+    return serving.start(config, fake, eraser=0.05)
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_every_chunk_of_a_pool_is_overwritten_before_its_extents_are_free(
     }
     assert client.volumes() == []
     disk.free.set()
-    service.reclaimer.give_back("data", "pool-thin").result(20)
+    service.pool_remover.give_back("data", "pool-thin").result(20)
     assert [(offset, length) for _, offset, length in disk.written] == [
         (offset * MIB, 32 * MIB) for offset in (0, 32, 64)
     ]
@@ -112,7 +112,7 @@ def test_what_is_no_whole_chunk_was_never_given_out_and_is_not_overwritten(
     volume = client.create("pvc-1", EXTENT, block())
     fake.lvm("lvextend", "--size", f"{108 * MIB}b", "--", "data/pool-thin")
     client.delete(volume.volume_id)
-    service.reclaimer.give_back("data", "pool-thin").result(20)
+    service.pool_remover.give_back("data", "pool-thin").result(20)
     assert disk.written[-1][1:] == (64 * MIB, 32 * MIB)
     assert names(fake) == set()
 
@@ -123,7 +123,7 @@ def test_a_pool_that_is_wanted_meanwhile_is_kept_and_its_wipe_ends_at_the_next_p
     volume = client.create("pvc-1", EXTENT, block())
     client.delete(volume.volume_id)
     assert disk.reached.wait(20)
-    left = service.reclaimer.give_back("data", "pool-thin")
+    left = service.pool_remover.give_back("data", "pool-thin")
     releasing = threading.Timer(0.05, disk.free.set)
     releasing.start()
     client.create("pvc-2", EXTENT, block())
@@ -138,7 +138,7 @@ def test_a_pool_that_is_wanted_before_its_wipe_begins_is_kept(
 ) -> None:
     disk.free.set()
     client.create("pvc-1", EXTENT, block())
-    service.reclaimer.give_back("data", "pool-thin").result(20)
+    service.pool_remover.give_back("data", "pool-thin").result(20)
     assert names(fake) == {"pool-thin", "vol-pvc-1"}
     assert disk.written == []
 
@@ -155,7 +155,7 @@ def test_a_restart_goes_on_with_a_wipe(
     assert names(fake) == {"pool-thin", "wipe-thin"}
     fake.deactivate("data", "wipe-thin")
     again = start(config, fake)
-    again.reclaimer.give_back("data", "pool-thin").result(20)
+    again.pool_remover.give_back("data", "pool-thin").result(20)
     assert names(fake) == set()
     again.stop()
 
@@ -167,7 +167,7 @@ def test_a_pool_whose_first_volume_could_not_be_made_is_given_back(
     fake.intercept = lambda words: Result(5, "", "  no\n") if "vol-pvc-1" in words else None
     with expect.code("INTERNAL"):
         client.create("pvc-1", EXTENT, block())
-    service.reclaimer.jobs._workers.shutdown(wait=True)
+    service.pool_remover.jobs._workers.shutdown(wait=True)
     assert any("thin-pool" in words for words in fake.commands)
     assert names(fake) == set()
 
@@ -184,8 +184,8 @@ def test_a_restart_removes_a_wipe_from_a_pool_that_is_in_use_again(
         *("--thinpool", "pool-thin", "--name", "wipe-thin", "--", "data"),
     )
     service.inventory.read()
-    assert service.reclaimer.resume() == 1
-    service.reclaimer.give_back("data", "pool-thin").result(20)
+    assert service.pool_remover.resume() == 1
+    service.pool_remover.give_back("data", "pool-thin").result(20)
     assert names(fake) == {"pool-thin", "vol-pvc-1"}
     assert disk.written == []
 
@@ -197,7 +197,7 @@ def test_a_wipe_that_fails_is_tried_again(
     disk: Disk,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    service.reclaimer.jobs.retry_seconds = 0.01
+    service.pool_remover.jobs.retry_seconds = 0.01
     disk.error = OSError(errno.EIO, "no")
     disk.free.set()
     removed, lvm2 = threading.Event(), fake.lvm2.__call__
@@ -222,7 +222,7 @@ def test_without_wiping_an_empty_pool_is_just_removed(
     config: Config, fake: FakeHost, disk: Disk
 ) -> None:
     running = start(Config(**{**vars(config), "wipe": "none"}), fake)
-    running.wiper.grace_seconds = 20
+    running.eraser.grace_seconds = 20
     with Client(config.endpoint) as client:
         volume = client.create("pvc-1", EXTENT, block())
         client.delete(volume.volume_id)
@@ -235,7 +235,7 @@ def test_of_two_volumes_that_are_deleted_at_once_one_is_the_last(
     client: Client, service: Service, fake: FakeHost, disk: Disk
 ) -> None:
     disk.free.set()
-    service.wiper.grace_seconds = 20
+    service.eraser.grace_seconds = 20
     found = [client.create(f"pvc-{number}", EXTENT, block()) for number in range(6)]
     threads = [threading.Thread(target=client.delete, args=[one.volume_id]) for one in found]
     for thread in threads:
@@ -250,4 +250,4 @@ def test_nothing_is_begun_once_the_service_stops(
 ) -> None:
     client.create("pvc-1", EXTENT, block())
     service.stop()
-    assert not service.reclaimer.give_back("data", "pool-thin").done()
+    assert not service.pool_remover.give_back("data", "pool-thin").done()

@@ -14,8 +14,8 @@ from fakes import cryptsetup
 from fakes.devices import LEFTOVER, FakeDevice
 from fakes.host import FakeHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block, of_volume
 from mount import luks
 from mount.luks import Header
@@ -36,7 +36,7 @@ def config(host: FakeHost, tmp_path: Path) -> Config:
 @pytest.fixture
 def copy(host: FakeHost, config: Config) -> Iterator[csi.Volume]:
     """A copy of a volume that was in use, whose re-encryption was ended by the service's end."""
-    service = serving.start(config, host, wiper=60, copier=60, reencrypter=0.2)
+    service = serving.start(config, host, eraser=60, copier=60, reencrypter=0.2)
     with Client(config.endpoint) as client:
         source = client.create("source", 48 * MIB, block())
         client.stage(source, host.directory / "staging", block(), KEY)
@@ -115,8 +115,8 @@ def test_one_that_is_under_way_can_be_ended_at_any_time(
 def test_the_key_of_one_that_is_called_off_before_its_turn_is_overwritten(
     host: FakeHost, config: Config, copy: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agent.workers.reencryption._WORKERS", 1)
-    service = serving.start(config, host, wiper=60, copier=60, reencrypter=0)
+    monkeypatch.setattr("agent.operations.reencrypt._WORKERS", 1)
+    service = serving.start(config, host, eraser=60, copier=60, reencrypter=0)
     staging, other_staging = host.directory / "staging", host.directory / "other"
     with Client(config.endpoint) as client:
         [source] = [one for one in client.volumes() if one.volume_id != copy.volume_id]
@@ -192,7 +192,7 @@ def test_whoever_waits_for_it_has_no_time_for_ever(
 def test_slots_of_others_and_of_a_killed_cryptsetup_are_taken_away_first(
     host: FakeHost, config: Config
 ) -> None:
-    service = serving.start(config, host, wiper=60, copier=60, reencrypter=60)
+    service = serving.start(config, host, eraser=60, copier=60, reencrypter=60)
     staging = host.directory / "staging"
     with Client(config.endpoint) as client:
         source = client.create("source", 48 * MIB, block())

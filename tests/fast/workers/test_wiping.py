@@ -15,9 +15,9 @@ import serving
 from fakes.disk import Disk
 from fakes.host import FakeHost
 
-from agent.config.settings import Config
+from agent.core.settings import Config
 from agent.csi.client import Client, block, of_volume
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import errors as lvm_errors
 from lvm import report
 from lvm.command import Result
@@ -35,7 +35,7 @@ def service(config: Config, fake: FakeHost) -> Iterator[Service]:
 
 
 def start(config: Config, fake: FakeHost) -> Service:
-    return serving.start(config, fake, wiper=0.05)
+    return serving.start(config, fake, eraser=0.05)
 
 
 def tags(fake: FakeHost) -> dict[str, set[str]]:
@@ -143,7 +143,7 @@ def test_a_wipe_on_record_goes_on_after_a_restart(
         assert disk.reached.wait(20)
     stopping = threading.Thread(target=first.stop)
     stopping.start()
-    assert first.wiper.jobs._stopping.wait(20)
+    assert first.eraser.jobs._stopping.wait(20)
     disk.free.set()
     stopping.join()
     assert "carver.state=wiping" in tags(fake)["vol-pvc-1"]
@@ -160,7 +160,7 @@ def test_a_wipe_on_record_goes_on_after_a_restart(
 def test_a_kill_before_the_wipe_is_on_record_leaves_a_volume_to_delete_again(
     service: Service, client: Client, fake: FakeHost
 ) -> None:
-    service.wiper.grace_seconds = 60
+    service.eraser.grace_seconds = 60
     volume = client.create("pvc-1", SIZE, block())
 
     def killed(words: Sequence[str]) -> Result | None:
@@ -207,7 +207,7 @@ def test_a_wipe_that_fails_behind_the_answer_is_tried_again(
     removed: threading.Event,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    service.wiper.jobs.retry_seconds = 0.2
+    service.eraser.jobs.retry_seconds = 0.2
     volume = client.create("pvc-1", SIZE, block())
     client.delete(volume.volume_id)
     disk.fail_once = OSError(5, "Input/output error")
@@ -220,7 +220,7 @@ def test_a_wipe_that_fails_behind_the_answer_is_tried_again(
 def test_a_wipe_is_tried_again_also_where_lvm_did_not_answer_to_the_fresh_look(
     service: Service, client: Client, fake: FakeHost, disk: Disk, removed: threading.Event
 ) -> None:
-    service.wiper.jobs.retry_seconds = 0.05
+    service.eraser.jobs.retry_seconds = 0.05
     client.delete(client.create("pvc-1", SIZE, block()).volume_id)
     disk.fail_once = OSError(5, "Input/output error")
     refused = iter([Result(5, "", "  broken\n")])
@@ -233,7 +233,7 @@ def test_a_wipe_is_tried_again_also_where_lvm_did_not_answer_to_the_fresh_look(
 def test_however_many_wipes_fail_all_are_done_once_the_disk_is_mended(
     service: Service, client: Client, fake: FakeHost, disk: Disk
 ) -> None:
-    jobs = service.wiper.jobs
+    jobs = service.eraser.jobs
     jobs.retry_seconds = 0.3
     every = [client.create(f"pvc-{number}", 4 * MIB, block()) for number in range(40)]
     disk.error = OSError(5, "Input/output error")
@@ -272,8 +272,8 @@ def test_a_volume_that_went_before_it_could_be_tried_again_is_forgotten(
         client.delete(volume.volume_id)
     fake.deactivate("data", "vol-pvc-1")
     fake.lvm2.groups["data"].volumes.clear()
-    service.wiper.jobs._look_again(service.wiper.jobs._jobs[volume.volume_id])
-    assert not service.wiper.is_deleting(volume.volume_id)
+    service.eraser.jobs._look_again(service.eraser.jobs._jobs[volume.volume_id])
+    assert not service.eraser.is_deleting(volume.volume_id)
 
 
 def test_a_volume_of_the_same_name_made_anew_is_a_volume(
@@ -319,10 +319,10 @@ def test_a_wipe_that_cannot_be_put_on_record_is_called_off_and_its_volume_is_giv
         with expect.code("ABORTED", "wiped"):
             client.create("pvc-1", SIZE, block())
         disk.free.set()
-        wait([service.wiper.jobs._jobs[volume.volume_id].ended], 20)
+        wait([service.eraser.jobs._jobs[volume.volume_id].ended], 20)
     assert len(disk.written) == 1
     assert "carver.state=ready" in tags(fake)["vol-pvc-1"]
-    service.wiper.grace_seconds = 20
+    service.eraser.grace_seconds = 20
     client.delete(volume.volume_id)
     assert tags(fake) == {}
     assert client.create("pvc-1", SIZE, block()).volume_id == volume.volume_id
@@ -348,7 +348,7 @@ def test_a_wipe_that_ends_as_it_was_called_off_is_not_taken_for_one_that_goes_on
     with expect.code("ABORTED"):
         client.delete(volume.volume_id)
     disk.free.set()
-    wait([service.wiper.jobs._jobs[volume.volume_id].ended], 20)
+    wait([service.eraser.jobs._jobs[volume.volume_id].ended], 20)
     client.delete(volume.volume_id)
     until_removed(fake, removed)
 
@@ -362,7 +362,7 @@ def test_what_was_overwritten_is_not_removed_once_it_is_called_off(
     with expect.code("INTERNAL", "no luck"):
         client.delete(volume.volume_id)
     disk.free.set()
-    wait([service.wiper.jobs._jobs[volume.volume_id].ended], 20)
+    wait([service.eraser.jobs._jobs[volume.volume_id].ended], 20)
     assert list(tags(fake)) == ["vol-pvc-1"]
 
 
@@ -378,8 +378,8 @@ def test_an_inline_volume_whose_wipe_is_under_way_is_not_published_again(
     with expect.code("ABORTED", "wiped"):
         client.publish_inline(pod, tmp_path / "mount", {"size": "300Mi"})
     disk.free.set()
-    service.wiper.grace_seconds = 20
-    [job] = service.wiper.jobs._jobs.values()
+    service.eraser.grace_seconds = 20
+    [job] = service.eraser.jobs._jobs.values()
     wait([job.ended], 20)
     client.unpublish(pod, tmp_path / "mount")
     assert tags(fake) == {}
@@ -394,7 +394,7 @@ def test_what_was_removed_though_nobody_knew_is_not_put_on_record(
 ) -> None:
     """Its caller waited no longer for the wipe while lvm2 removed it, and lvm2's shell was lost."""
     waited = threading.Event()
-    put_on_record = service.wiper._put_on_record
+    put_on_record = service.eraser._put_on_record
 
     def put(job: Any) -> bool:
         waited.set()
@@ -407,7 +407,7 @@ def test_what_was_removed_though_nobody_knew_is_not_put_on_record(
             raise lvm_errors.SessionLost(words, "it ended")
         return None
 
-    monkeypatch.setattr(service.wiper, "_put_on_record", put)
+    monkeypatch.setattr(service.eraser, "_put_on_record", put)
     volume = client.create("pvc-1", SIZE, block())
     disk.free.set()
     fake.intercept = lose

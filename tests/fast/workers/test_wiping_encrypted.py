@@ -7,12 +7,12 @@ import configured
 import pytest
 from fakes.host import FakeHost
 
-from agent.config.classes import DeviceClass
+from agent.core.classes import DeviceClass
+from agent.core.host import Host
 from agent.csi.client import Client, block
-from agent.engine.host import Host
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 MIB = 1 << 20
 KEY = {"passphrase": "correct horse battery staple"}
@@ -30,7 +30,7 @@ def client(host: FakeHost, tmp_path: Path) -> Iterator[Client]:
     ]
     config = configured.carver(tmp_path, group, classes=tuple(classes))
     service = Service(config, Host(host.run, host.kernel, host.devices, host.disks), host.lvm)
-    service.wiper.grace_seconds = 60
+    service.eraser.grace_seconds = 60
     service.start(config.endpoint)
     with Client(config.endpoint) as caller:
         yield caller

@@ -10,12 +10,12 @@ import pytest
 import serving
 from fakes.host import FakeHost
 
-from agent.config.classes import DeviceClass
-from agent.config.settings import Config
+from agent.core.classes import DeviceClass
+from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm.layout import Layout
-from lvm.pools import Policy
+from lvm.thin import Policy
 
 EXTENT = 4 << 20
 KEY = {"passphrase": "correct horse battery staple"}
@@ -46,7 +46,7 @@ def config(tmp_path: Path, request: pytest.FixtureRequest) -> Config:
 
 @pytest.fixture
 def service(config: Config, fake: FakeHost) -> Iterator[Service]:
-    running = serving.start(config, fake, wiper=20)
+    running = serving.start(config, fake, eraser=20)
     yield running
     running.stop()
 
@@ -65,7 +65,7 @@ def kept(directory: Path) -> list[Path]:
 
 
 def until_done(service: Service) -> None:
-    for jobs in (service.wiper.jobs, service.giving_up.jobs):
+    for jobs in (service.eraser.jobs, service.freed_eraser.jobs):
         wait([one.ended for one in list(jobs._jobs.values())], 20)
 
 

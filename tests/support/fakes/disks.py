@@ -8,8 +8,7 @@ from fakes.lvm import FakeDisk, FakeGroup, FakeLvm
 from lvm import tags
 from lvm.blockdevices import Excluded, Why
 from lvm.disks import PATIENCE_SECONDS, Fingerprint, Found, Unanswered
-from lvm.labels import Mark, PhysicalLabel, Position
-from lvm.metadata import Group
+from lvm.labels import Group, Mark, PhysicalLabel, Position
 
 
 class FakeDisks:

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from fakes.devices import BLOCK_BYTES, BTRFS_SUPERBLOCK_AT, FakeDevice, FakeDevices, Media
 
-from mount import btrfs
+from mount import filesystem
 from mount.filesystem import FILE_SYSTEMS, Signature
 
 
@@ -139,4 +139,4 @@ def _superblock(identity: uuid.UUID) -> bytes:
     block[0x20:0x30] = identity.bytes
     block[0x30:0x38] = BTRFS_SUPERBLOCK_AT.to_bytes(8, "little")
     block[0x40:0x48] = b"_BHRfS_M"
-    return btrfs._signed(block)
+    return filesystem._signed(block)

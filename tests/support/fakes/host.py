@@ -28,7 +28,7 @@ from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount import table
 from mount.filesystem import Signature
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 _DISK_MAJOR = 8
 

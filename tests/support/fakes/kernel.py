@@ -25,12 +25,10 @@ from fakes.devices import (
     Media,
 )
 
-from mount.blocks import Bytes, Opened
-from mount.growth import XfsGeometry
-from mount.loop_devices import LoopStatus
+from mount.block_devices import LoopStatus
+from mount.blocks import PIECE_BYTES, Bytes, Opened, Reader
+from mount.kernel import Kernel, XfsGeometry
 from mount.options import CONTEXT, FILE_SYSTEM_DATA, SUPERBLOCK
-from mount.reading import PIECE_BYTES, Reader
-from mount.syscalls import Kernel
 from mount.table import Mount
 
 _BLOCK_BYTES = 4096

@@ -3,12 +3,12 @@
 from fakes.disks import FakeDisks
 from fakes.lvm import FakeLvm
 
-from agent.engine.engines import Engines
-from agent.engine.inventory import Inventory
+from agent.core.inventory import Inventory
+from agent.core.volume_groups import VolumeGroups
 from lvm.lvm2 import Lvm
 
 
 def inventory(fake: FakeLvm, *groups: str, lvm: Lvm | None = None) -> Inventory:
     """The inventory of some groups; `lvm` is lvm2 as a test calls it."""
     node = lvm or Lvm(lambda *words: fake(words), settings=())
-    return Inventory(Engines(node, FakeDisks(fake, fake.devices), fake, groups), fake)
+    return Inventory(VolumeGroups(node, FakeDisks(fake, fake.devices), fake, groups), fake)

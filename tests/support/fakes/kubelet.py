@@ -17,7 +17,7 @@ import grpc
 
 from agent.csi.client import Client
 from mount import loop
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 from proto import pluginregistration_pb2 as wire
 from proto import pluginregistration_pb2_grpc

@@ -16,13 +16,13 @@ from model.stopping import Switch
 from real.any import AnyHost
 from real.host import RealHost
 
-from agent.config.settings import Config
+from agent.core import quiesce
+from agent.core.host import Host
+from agent.core.jobs import TaskQueue
+from agent.core.settings import Config
 from agent.csi import client
 from agent.csi.client import Client
-from agent.engine import suspension
-from agent.engine.host import Host
-from agent.engine.jobs import Jobs
-from agent.service.server import Service
+from agent.daemon.server import Service
 from lvm import report, tags
 from lvm.command import Converse
 from mount import loop, mounts, table
@@ -80,7 +80,7 @@ class Machine:
             stream=switch.stream(self.host.stream),
         )
         self.service = Service(config(self.group, endpoint, **self.settings), host, lvm)
-        self.service.wiper.grace_seconds = self.grace_seconds
+        self.service.eraser.grace_seconds = self.grace_seconds
         self.service.copier.grace_seconds = self.grace_seconds
         self.service.reencrypter.grace_seconds = self.grace_seconds
         # What is put off is to be seen, and a refusal is not to take its time.
@@ -88,12 +88,12 @@ class Machine:
         service = self.service
         switch.on_death = lambda: die(service)
         with (
-            suspension.left(host.devices, [self.group]) as held,
+            quiesce.left(host.devices, [self.group]) as held,
             self.service.inventory.holding(held),
         ):
-            self.service.wiper.resume()
-            self.service.reclaimer.resume()
-            self.service.giving_up.resume()
+            self.service.eraser.resume()
+            self.service.pool_remover.resume()
+            self.service.freed_eraser.resume()
             self.service.group_snapshotter.resume()
             self.service.copier.resume()
             self.service.delta.reservations.resume()
@@ -436,7 +436,7 @@ def die(service: Service) -> None:
     """What the end of the process itself would do: nothing answers, or is tried again."""
     service._server.stop(0)
     # A look a minute later would be met by whatever test is under way by then.
-    service.ephemeral.stop()
+    service.inline_volumes.stop()
     for jobs in behind(service):
         with jobs._fails:
             jobs._stopping.set()
@@ -460,13 +460,13 @@ def try_soon(service: Service) -> None:
         jobs.retry_seconds = jobs.soon_seconds = 0.05
 
 
-def behind(service: Service) -> list[Jobs[Any]]:
+def behind(service: Service) -> list[TaskQueue[Any]]:
     """What goes on behind answers: copies, their bridges, and what is overwritten."""
     return [service.copier.jobs, service.copier.bridges, *_overwriting(service)]
 
 
-def _overwriting(service: Service) -> list[Jobs[Any]]:
-    workers = (service.wiper, service.zeroer, service.giving_up, service.reclaimer)
+def _overwriting(service: Service) -> list[TaskQueue[Any]]:
+    workers = (service.eraser, service.growth_zeroer, service.freed_eraser, service.pool_remover)
     return [one.jobs for one in workers]
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from model.spoken import Spoken
 
-from lvm import shell
+from lvm import session
 from lvm.command import Conversation, ConversationOver, Result
 
 # Within a command of an lvm2 that is neither slow nor quick.
@@ -168,7 +168,7 @@ class Shells:
 
 
 def _is_look(line: str) -> bool:
-    return shell.only_looks(("lvm", line.partition(" ")[0]))
+    return session.only_looks(("lvm", line.partition(" ")[0]))
 
 
 def _about(line: str) -> str:

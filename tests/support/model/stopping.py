@@ -16,7 +16,7 @@ from model.spoken import Spoken
 from lvm.command import Conversation, Converse, Result, Runner, Stream
 from lvm.devices import Devices
 from lvm.errors import CommandTimedOut
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 T = TypeVar("T")
 

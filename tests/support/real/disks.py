@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mount import loop
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 _SECTOR_BYTES = 512
 _PREFIX = "carver-disk"

@@ -27,7 +27,7 @@ from lvm.lvm2 import Lvm
 from lvm.programs import Programs
 from lvm.session import Session
 from mount import loop, luks, table
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 _EXTENT_BYTES = 4 << 20
 _LOOK_SECONDS = 0.02

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 _serial = itertools.count()
 _SECTOR_BYTES = 512

@@ -3,7 +3,7 @@
 import errno
 import time
 
-from mount.syscalls import Kernel
+from mount.kernel import Kernel
 
 _TRIES, _PAUSE_SECONDS = 100, 0.1
 

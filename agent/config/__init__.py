@@ -1,1 +1,0 @@
-"""What the operator decides: settings, classes and groups."""

@@ -1,0 +1,387 @@
+"""Threads of work that no RPC waits for to its end: periodic, deferred, detached, or probed.
+
+What hangs for one group is met by no other's thread, and nothing that work raises ends a thread:
+it is logged once, counted and tried again.
+"""
+
+import contextvars
+import logging
+import threading
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from agent.core import errors
+from lvm import command
+from lvm import errors as lvm_errors
+
+_log = logging.getLogger(__name__)
+
+
+def side_by_side(works: Mapping[str, Callable[[], object]], seconds: float) -> None:
+    """Do all of it at once, each under its name, and wait for it so long at most.
+
+    What one raises is logged, and so is which has not ended by then; neither keeps the others.
+    """
+    begun = {name: _begun(name, work) for name, work in works.items()}
+    wait(begun.values(), seconds)
+    for name, ended in begun.items():
+        if not ended.done():
+            _log.warning("%s has not ended after %g s, and is left to itself", name, seconds)
+        elif (error := ended.exception()) is not None:
+            _log.error("%s has not ended well: %s", name, error)
+
+
+def _begun(name: str, work: Callable[[], object]) -> Future[object]:
+    try:
+        return command.begin(f"end {name}", work)
+    except RuntimeError as error:
+        # No thread can be had. Here it could hang, and the rest would wait for it.
+        ended = Future[object]()
+        ended.set_exception(error)
+        return ended
+
+
+_TIME_LIMIT_SECONDS = 60.0
+_RETRY_SECONDS = 60.0
+# A service that ends leaves it so much; what was not done then is found and done later.
+_ENDING_SECONDS = 5.0
+
+
+class DeferredWork:
+    """Has `work` done soon after each `wake`; however many wake it meanwhile, once more.
+
+    `work` is told whether the service ends. Nothing it raises ends the thread.
+    """
+
+    def __init__(self, name: str, work: Callable[[bool], None]) -> None:
+        self._name, self._work = name, work
+        self._guard = threading.Lock()
+        self._woken = threading.Event()
+        self._is_ending = False
+        self._thread: threading.Thread | None = None
+        self._told = ""
+
+    def wake(self) -> None:
+        """There is something to do. Where no thread can be had, `catch_up` asks for one again."""
+        self._woken.set()
+        try:
+            self._ensure_thread()
+        except RuntimeError as error:
+            # Whoever wakes has done what he was asked for: it is none the less done.
+            self._tell(str(error))
+
+    def catch_up(self) -> None:
+        """Begin what there was no thread for; returns at once."""
+        if self._thread is None and self._woken.is_set():
+            self.wake()
+
+    def stop(self) -> None:
+        """Do what is left to do, unless that takes long."""
+        self.catch_up()
+        with self._guard:
+            self._is_ending = True
+            thread = self._thread
+        if thread is not None:
+            self._woken.set()
+            thread.join(_ENDING_SECONDS)
+
+    def _ensure_thread(self) -> None:
+        with self._guard:
+            if self._thread is None and not self._is_ending:
+                thread = threading.Thread(
+                    target=self._run, name=f"behind {self._name}", daemon=True
+                )
+                thread.start()
+                self._thread = thread
+
+    def _run(self) -> None:
+        patience: float | None = None
+        while True:
+            self._woken.wait(patience)
+            # Before the work: what comes up meanwhile may have been seen by it, or not.
+            self._woken.clear()
+            is_ending = self._is_ending
+            patience = None if self._succeeds(is_ending) else _RETRY_SECONDS
+            if is_ending:
+                return
+
+    def _succeeds(self, is_ending: bool) -> bool:
+        try:
+            with command.time_limit(_TIME_LIMIT_SECONDS):
+                self._work(is_ending)
+        except BaseException as error:
+            self._tell(str(error))
+            return False
+        self._told = ""
+        return True
+
+    def _tell(self, problem: str) -> None:
+        # The same again each minute is told once.
+        if problem != self._told:
+            _log.warning("volume group %s, behind the answers: %s", self._name, problem)
+        self._told = problem
+
+
+# What is no wonder needs no trace to be understood.
+_KNOWN = (errors.AgentError, lvm_errors.LvmError, OSError)
+
+
+class PeriodicTask:
+    """Has `look` at each of these groups, which says whether it is to be had again at once.
+
+    `failure` is what the log says of a look that failed, of the group's name and the error.
+    """
+
+    def __init__(
+        self, kind: str, groups: Sequence[str], look: Callable[[str], bool], failure: str
+    ) -> None:
+        self.kind, self._groups = kind, tuple(groups)
+        self._look, self._failure = look, failure
+        self._stopping = threading.Event()
+        self._threads: list[threading.Thread] = []
+        # By the groups; each is written by its own thread only.
+        self._failures = dict.fromkeys(self._groups, 0)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any group is looked at."""
+        return any(one.is_alive() for one in self._threads)
+
+    def failures(self) -> Mapping[str, int]:
+        """How many looks at each group failed until now."""
+        return dict(self._failures)
+
+    def start(self, pause_seconds: float) -> None:
+        """Look from now on, so many seconds after the look before, and at first after as many."""
+        for group in self._groups:
+            words = (group, pause_seconds)
+            name = f"{self.kind} {group}"
+            thread = threading.Thread(target=self._run, args=words, name=name, daemon=True)
+            thread.start()
+            # Last: a stop that comes meanwhile joins no thread that was not started.
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        """Begin no look any more."""
+        self._stopping.set()
+
+    def join(self, seconds: float) -> None:
+        """Wait so long at most until those that are under way have ended."""
+        until = time.monotonic() + seconds
+        for thread in list(self._threads):
+            thread.join(max(0.0, until - time.monotonic()))
+
+    def _run(self, group: str, pause_seconds: float) -> None:
+        failures, told = 0, ""
+        while not self._stopping.wait(pause_seconds):
+            try:
+                while self._look(group) and not self._stopping.is_set():
+                    pass
+            except Exception as error:
+                failures += 1
+                self._failures[group] += 1
+                # The same again each time is told once.
+                if told != (problem := str(error) or type(error).__name__):
+                    trace = None if isinstance(error, _KNOWN) else error
+                    _log.error(self._failure, group, problem, exc_info=trace)
+                told = problem
+            else:
+                if failures:
+                    _log.warning("%s %s: well again after %d failures", self.kind, group, failures)
+                failures, told = 0, ""
+
+
+T = TypeVar("T")
+
+# What was seen is kept of so many things.
+_MOST_KEPT = 4096
+# So many threads may hang over one pool, or over one group: where these do, so would the next.
+_MOST_AT_ONCE = 4
+# Who comes later waits until a look is so old, and not at all for one that hangs.
+_PATIENCE_SECONDS = 2.0
+# Each new look has so long, though those before it took all the time: most take a moment.
+_LEAST_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Seen(Generic[T]):
+    """What a look saw; while one is under way what the one before saw, None if there was none.
+
+    `hanging_seconds` is how long the one that is under way takes already, 0 if it ended in time.
+    """
+
+    value: T | None
+    hanging_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Look(Generic[T]):
+    what: str
+    place: str
+    began_seconds: float
+    seen: "Future[T]"
+
+
+class Probes(Generic[T]):
+    """Each look has a thread, as one that hangs cannot be ended; of each thing one at a time."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._running: dict[str, _Look[T]] = {}
+        self._last: OrderedDict[str, T] = OrderedDict()
+
+    def at(
+        self, what: str, look: Callable[[], T], until_seconds: float, place: str = ""
+    ) -> Seen[T]:
+        """Have a look, and wait for it until then (monotonic, seconds). Raises what it raises.
+
+        Of what is in one `place` a few are looked at at once. While all of these hang, the others
+        there are told as if they hung, too, and are not looked at.
+        """
+        while True:
+            awaited, is_new = self._awaited(what, look, place)
+            began = max(one.began_seconds for one in awaited)
+            if is_new:
+                end = max(until_seconds, began + _LEAST_SECONDS)
+            else:
+                end = min(until_seconds, began + _PATIENCE_SECONDS)
+            left = max(0.0, end - time.monotonic())
+            if not wait([one.seen for one in awaited], left, FIRST_COMPLETED).done:
+                with self._guard:
+                    return Seen(self._last.get(what), time.monotonic() - began)
+            if awaited[0].what == what:
+                return Seen(awaited[0].seen.result())
+
+    def _awaited(
+        self, what: str, look: Callable[[], T], place: str
+    ) -> tuple[Sequence[_Look[T]], bool]:
+        """The look at it, and whether that begins now; or those that it has to wait for."""
+        with self._guard:
+            if (running := self._running.get(what)) is not None:
+                return [running], False
+            others = [one for one in self._running.values() if one.place == place]
+            if len(others) >= _MOST_AT_ONCE:
+                return others, False
+            return [self._begin(what, look, place)], True
+
+    def _begin(self, what: str, look: Callable[[], T], place: str) -> _Look[T]:
+        """Begin a look; the caller holds the guard."""
+        began_seconds = time.monotonic()
+        seen = command.begin("look at", lambda: self._do(what, look))
+        made = self._running[what] = _Look(what, place, began_seconds, seen)
+        return made
+
+    def _do(self, what: str, look: Callable[[], T]) -> T:
+        try:
+            value = look()
+        except BaseException:
+            with self._guard:
+                del self._running[what]
+            raise
+        with self._guard:
+            del self._running[what]
+            self._last[what] = value
+            self._last.move_to_end(what)
+            while len(self._last) > _MOST_KEPT:
+                self._last.popitem(last=False)
+        return value
+
+
+_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class _Chore:
+    volume_id: str
+    what: str
+    look: Callable[[], None]
+    work: Callable[[], None]
+    turn: threading.Semaphore
+    # It has begun when this runs, and never begins once it is cancelled.
+    ended: Future[None] = field(default_factory=Future)
+    started_seconds: float = field(default_factory=time.monotonic)
+
+    def carry_out(self) -> None:
+        had_to_wait = not self.turn.acquire(blocking=False)
+        if had_to_wait:
+            self.turn.acquire()
+        try:
+            if not self.ended.set_running_or_notify_cancel():
+                return
+            try:
+                if had_to_wait:
+                    self.look()
+                self.work()
+            except BaseException as error:
+                # Whatever it is: the call that waits shall see it.
+                self.ended.set_exception(error)
+            else:
+                self.ended.set_result(None)
+        finally:
+            self.turn.release()
+
+    def problem(self) -> errors.StillAtWork:
+        seconds = time.monotonic() - self.started_seconds
+        return errors.StillAtWork(self.volume_id, self.what, seconds)
+
+
+class DetachedTasks:
+    """One piece of work for each volume at a time."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._detached: dict[str, _Chore] = {}
+        self._turns: defaultdict[str, threading.Semaphore] = defaultdict(
+            lambda: threading.Semaphore(_AT_ONCE)
+        )
+
+    def do(
+        self,
+        volume_id: str,
+        group: str,
+        what: str,
+        work: Callable[[], None],
+        look: Callable[[], None],
+    ) -> None:
+        """Do it and wait; raises what it raises, or StillAtWork where the caller's time is over.
+
+        No deadline holds for the work itself. Where it had to wait for its turn, it is preceded by
+        a `look` whether what the caller saw is so still, which raises where it is not.
+        """
+        with self._guard:
+            chore = _Chore(volume_id, what, look, work, self._turns[group])
+            self._detached[volume_id] = chore
+        # A context of its own, in which no caller's time runs out.
+        context = contextvars.Context()
+        threading.Thread(
+            target=context.run, args=(chore.carry_out,), name="chore", daemon=True
+        ).start()
+        self.finish(volume_id)
+
+    def finish(self, volume_id: str) -> None:
+        """Wait for what an earlier call began, if it began something; raises as `do` does."""
+        with self._guard:
+            chore = self._detached.get(volume_id)
+        if chore is None:
+            return
+        wait([chore.ended], command.remaining_seconds())
+        if not chore.ended.done():
+            raise chore.problem()
+        self._forget(volume_id)
+        chore.ended.result()
+
+    def call_off(self, volume_id: str) -> None:
+        """Have nothing be done for a volume that goes; raises StillAtWork for what has begun."""
+        with self._guard:
+            chore = self._detached.get(volume_id)
+        if chore is not None and not (chore.ended.cancel() or chore.ended.done()):
+            raise chore.problem()
+        self._forget(volume_id)
+
+    def _forget(self, volume_id: str) -> None:
+        with self._guard:
+            self._detached.pop(volume_id, None)

@@ -1,0 +1,175 @@
+"""Which gRPC code each error is. The only table of its kind."""
+
+import grpc
+
+import agent.core.errors
+import lvm.errors
+import mount.errors
+
+Code = grpc.StatusCode
+
+# The first class that matches gives the code, so a class stands before those it derives from.
+TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
+    (agent.core.errors.Missing, Code.INVALID_ARGUMENT),
+    (agent.core.errors.NotAllowed, Code.INVALID_ARGUMENT),
+    (agent.core.errors.BadField, Code.INVALID_ARGUMENT),
+    (agent.core.errors.BadConfig, Code.FAILED_PRECONDITION),
+    (agent.core.errors.BadSize, Code.OUT_OF_RANGE),
+    (agent.core.errors.NoSuchVolume, Code.NOT_FOUND),
+    (agent.core.errors.NoSuchSnapshot, Code.NOT_FOUND),
+    (agent.core.errors.NoSuchGroupSnapshot, Code.NOT_FOUND),
+    (agent.core.errors.NotWhole, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NoSuchPath, Code.NOT_FOUND),
+    (agent.core.errors.Incompatible, Code.ALREADY_EXISTS),
+    (agent.core.errors.OtherGroup, Code.FAILED_PRECONDITION),
+    (agent.core.errors.Elsewhere, Code.RESOURCE_EXHAUSTED),
+    (agent.core.errors.NotHere, Code.RESOURCE_EXHAUSTED),
+    (agent.core.errors.NoRoom, Code.RESOURCE_EXHAUSTED),
+    (agent.core.errors.NoSuchDisk, Code.NOT_FOUND),
+    (agent.core.errors.DiskTooSmall, Code.FAILED_PRECONDITION),
+    (agent.core.errors.WouldBeLost, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotRepairable, Code.FAILED_PRECONDITION),
+    (agent.core.errors.InlineTotal, Code.RESOURCE_EXHAUSTED),
+    # To the external-resizer RESOURCE_EXHAUSTED is an operation that may still be in progress: it
+    # would ask for the same size for ever, also after the claim was made smaller.
+    (agent.core.errors.TooLarge, Code.OUT_OF_RANGE),
+    # Only after this code kubelet lets a pod start with the volume as it is.
+    (agent.core.errors.CannotGrow, Code.FAILED_PRECONDITION),
+    (agent.core.errors.VolumeInUse, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotOverwritten, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotSwept, Code.FAILED_PRECONDITION),
+    (agent.core.errors.HasSnapshots, Code.FAILED_PRECONDITION),
+    # "In use, later", to kubelet: the pod goes on, and its next start asks again.
+    (agent.core.errors.GrowsLater, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotSnapshotted, Code.FAILED_PRECONDITION),
+    (agent.core.errors.PartOfGroup, Code.INVALID_ARGUMENT),
+    (agent.core.errors.NotTogether, Code.FAILED_PRECONDITION),
+    (agent.core.errors.StandstillOver, Code.DEADLINE_EXCEEDED),
+    (agent.core.errors.NotStaged, Code.FAILED_PRECONDITION),
+    (agent.core.errors.ContentsLost, Code.FAILED_PRECONDITION),
+    (agent.core.errors.KeyMissing, Code.INVALID_ARGUMENT),
+    (agent.core.errors.HeaderDamaged, Code.FAILED_PRECONDITION),
+    (agent.core.errors.GrowsWithKey, Code.FAILED_PRECONDITION),
+    (agent.core.errors.StillAtWork, Code.ABORTED),
+    (agent.core.errors.OperationPending, Code.ABORTED),
+    (agent.core.errors.Copying, Code.ABORTED),
+    (agent.core.errors.Reencrypting, Code.ABORTED),
+    (agent.core.errors.Overwriting, Code.ABORTED),
+    (agent.core.errors.Receiving, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotReceived, Code.FAILED_PRECONDITION),
+    (agent.core.errors.Moved, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotMoved, Code.FAILED_PRECONDITION),
+    (agent.core.errors.StreamEnded, Code.INVALID_ARGUMENT),
+    (agent.core.errors.BadStream, Code.INVALID_ARGUMENT),
+    (agent.core.errors.SourceLost, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotComparable, Code.INVALID_ARGUMENT),
+    (agent.core.errors.BlocksUnknown, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotBeyond, Code.OUT_OF_RANGE),
+    (agent.core.errors.MetadataReserved, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotWanted, Code.CANCELLED),
+    (agent.core.errors.BadToken, Code.ABORTED),
+    # What every caller repeats, without taking the volume for failed.
+    (agent.core.errors.Starting, Code.UNAVAILABLE),
+    (agent.core.errors.TooManyCalls, Code.UNAVAILABLE),
+    (agent.core.errors.GroupBusy, Code.UNAVAILABLE),
+    (agent.core.errors.GroupSilent, Code.UNAVAILABLE),
+    (agent.core.errors.PoolSilent, Code.UNAVAILABLE),
+    (agent.core.errors.GroupAwaited, Code.UNAVAILABLE),
+    (agent.core.errors.GroupRefused, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotReady, Code.FAILED_PRECONDITION),
+    (agent.core.errors.SocketTaken, Code.FAILED_PRECONDITION),
+    (agent.core.errors.SocketGone, Code.FAILED_PRECONDITION),
+    # These are met at the caller's side of the socket, by `carver volume`.
+    (agent.core.errors.TransferFailed, Code.INTERNAL),
+    (agent.core.errors.NodeRefused, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotServed, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotPermitted, Code.FAILED_PRECONDITION),
+    (agent.core.errors.PerhapsAway, Code.FAILED_PRECONDITION),
+    (agent.core.errors.CallRefused, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotPublished, Code.FAILED_PRECONDITION),
+    (agent.core.errors.ClusterSilent, Code.UNAVAILABLE),
+    (agent.core.errors.ClusterRefused, Code.UNAVAILABLE),
+    (agent.core.errors.NotRepointed, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NoOrphan, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotConfirmed, Code.FAILED_PRECONDITION),
+    (agent.core.errors.AgentError, Code.INTERNAL),
+    (lvm.errors.ProgramMissing, Code.FAILED_PRECONDITION),
+    (lvm.errors.CommandStuck, Code.DEADLINE_EXCEEDED),
+    (lvm.errors.CommandTimedOut, Code.DEADLINE_EXCEEDED),
+    # The sidecars repeat a call with this code on the same node: it begins with a look.
+    (lvm.errors.SessionLost, Code.UNAVAILABLE),
+    (lvm.errors.OutcomeUnknown, Code.UNAVAILABLE),
+    (lvm.errors.StillRunning, Code.UNAVAILABLE),
+    (lvm.errors.NoSpace, Code.RESOURCE_EXHAUSTED),
+    (lvm.errors.MetadataFull, Code.RESOURCE_EXHAUSTED),
+    # Carver looks before it makes: the name was taken in between, by another process.
+    (lvm.errors.NameTaken, Code.ABORTED),
+    (lvm.errors.InUse, Code.FAILED_PRECONDITION),
+    (lvm.errors.DisksMissing, Code.FAILED_PRECONDITION),
+    (lvm.errors.KeptInactive, Code.FAILED_PRECONDITION),
+    (lvm.errors.NoDeviceMapper, Code.FAILED_PRECONDITION),
+    (lvm.errors.CommandFailed, Code.INTERNAL),
+    (lvm.errors.GroupMissing, Code.FAILED_PRECONDITION),
+    (lvm.errors.VolumeMissing, Code.NOT_FOUND),
+    (lvm.errors.Inactive, Code.INTERNAL),
+    (lvm.errors.BadReport, Code.INTERNAL),
+    (lvm.errors.LvmError, Code.INTERNAL),
+    (mount.errors.BadPath, Code.INVALID_ARGUMENT),
+    (mount.errors.BadOption, Code.INVALID_ARGUMENT),
+    (mount.errors.UnsupportedFileSystem, Code.INVALID_ARGUMENT),
+    (mount.errors.TooSmall, Code.OUT_OF_RANGE),
+    (mount.errors.DeviceMissing, Code.INTERNAL),
+    (mount.errors.NotVacant, Code.FAILED_PRECONDITION),
+    (mount.errors.ProbeFailed, Code.INTERNAL),
+    (mount.errors.UnexpectedContents, Code.FAILED_PRECONDITION),
+    (mount.errors.MadeByOthers, Code.FAILED_PRECONDITION),
+    (mount.errors.FormatFailed, Code.INTERNAL),
+    (mount.errors.Damaged, Code.FAILED_PRECONDITION),
+    (mount.errors.CheckFailed, Code.INTERNAL),
+    (mount.errors.MountFailed, Code.INTERNAL),
+    (mount.errors.UnmountFailed, Code.INTERNAL),
+    (mount.errors.Busy, Code.FAILED_PRECONDITION),
+    (mount.errors.ForeignMount, Code.FAILED_PRECONDITION),
+    (mount.errors.MountConflict, Code.ALREADY_EXISTS),
+    (mount.errors.OtherContext, Code.FAILED_PRECONDITION),
+    (mount.errors.NotMounted, Code.FAILED_PRECONDITION),
+    (mount.errors.PathChanged, Code.FAILED_PRECONDITION),
+    (mount.errors.NotADirectory, Code.FAILED_PRECONDITION),
+    (mount.errors.NotAFile, Code.FAILED_PRECONDITION),
+    (mount.errors.TargetInUse, Code.FAILED_PRECONDITION),
+    (mount.errors.TargetError, Code.INTERNAL),
+    (mount.errors.RenewFailed, Code.INTERNAL),
+    # As for CannotGrow: the pod starts with the file system as it is.
+    (mount.errors.GrowFailed, Code.FAILED_PRECONDITION),
+    (mount.errors.LoopFailed, Code.INTERNAL),
+    # CSI spec, "Error Scheme": the secrets of the call are not valid.
+    (mount.errors.WrongKey, Code.UNAUTHENTICATED),
+    (mount.errors.CryptPending, Code.ABORTED),
+    (mount.errors.CryptBusy, Code.FAILED_PRECONDITION),
+    (mount.errors.CryptFailed, Code.INTERNAL),
+    (mount.errors.MountError, Code.INTERNAL),
+    # The generated servicers raise it for every RPC that is not implemented.
+    (NotImplementedError, Code.UNIMPLEMENTED),
+    (Exception, Code.INTERNAL),
+)
+
+
+# What callers take for "perhaps at work still": they repeat the call, or have it undone. After any
+# other code kubelet forgets what it asked for (isFinalError of pkg/volume/csi/csi_client.go).
+_NOT_FINAL = (
+    Code.CANCELLED,
+    Code.DEADLINE_EXCEEDED,
+    Code.UNAVAILABLE,
+    Code.RESOURCE_EXHAUSTED,
+    Code.ABORTED,
+)
+
+
+def is_final(error: Exception) -> bool:
+    """Whether the caller may never undo a call that ended with this error."""
+    return code_of(error) not in _NOT_FINAL
+
+
+def code_of(error: Exception) -> grpc.StatusCode:
+    """The code of the first class in the table that the error is an instance of."""
+    return next(code for kind, code in TABLE if isinstance(error, kind))

@@ -1,0 +1,401 @@
+"""Which of the node's disks are a volume group's: told by their labels, without lvm2.
+
+A group is its UUID. Disks of other drivers, of guests and of other nodes may bear its name, its
+UUID, or a copy of one of its disks. Which is meant is told by proofs, in this order: what was known
+of the group before, what the operator listed, who may have written the disk, active volumes, lvm2's
+own copy of the metadata, Carver's tags. Whatever loses is ignored and told. Only where all proofs
+are the same is neither used.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from agent.core import errors
+from lvm.disks import Found, Unanswered, Unreadable
+from lvm.labels import Damaged, Group, Kind, PhysicalLabel
+
+# Of a disk: who may have written it, and by which number it was attached.
+_Attached = tuple[Kind, str]
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a group is: its UUID, and the paths of those of its disks that are there."""
+
+    uuid: str
+    disks: tuple[str, ...]
+    # The UUIDs of those that are not.
+    missing: frozenset[str] = frozenset()
+    # Of the node whose group it is; empty where it is anybody's.
+    system_id: str = ""
+    # The UUIDs of the disks that are there, in the same order.
+    disk_uuids: tuple[str, ...] = ()
+    # The paths of disks that claim to be the group's and are not, each with the reason.
+    ignored: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    # How its disks are attached, or were before they went, by their UUIDs.
+    attached: Mapping[str, _Attached] = field(default_factory=dict, compare=False)
+
+    def has(self, path: str, label: PhysicalLabel) -> bool:
+        """Whether that is the very device at which this physical volume of the group was."""
+        now = (label.kind, label.sequence)
+        is_at = (path, label.uuid) in zip(self.disks, self.disk_uuids, strict=False)
+        return is_at and self.attached.get(label.uuid, now) == now
+
+    def kind_of(self, uuid: str) -> Kind:
+        """Who may have written a disk; of one that was never there, whoever wrote the others."""
+        kinds = {one: kind for one, (kind, _) in self.attached.items()}
+        return kinds.get(uuid, max(kinds.values(), default=Kind.FOREIGN))
+
+
+def names_of(found: Mapping[str, Found]) -> set[str]:
+    """The names of all groups that disks tell of."""
+    return {one.group.name for one in _labels(found).values() if one.group is not None}
+
+
+def claims(found: Mapping[str, Found], name: str) -> Iterator[tuple[str, str]]:
+    """The disks that claim to be a group's of which `locate` says that it is not here."""
+    for path, one in _labels(found).items():
+        if one.group is not None and one.group.name == name:
+            yield (
+                path,
+                "bears its name, and nothing else tells that it is: if it is meant, name it in"
+                " `devices`, or restart Carver where the group moved to other disks",
+            )
+
+
+def locate(
+    found: Mapping[str, Found],
+    name: str,
+    known: Location | None = None,
+    listed: Collection[str] = (),
+    *,
+    sequences: Callable[[Collection[str]], Mapping[str, str]] = lambda _paths: {},
+    backed_up: Callable[[], str] = lambda: "",
+) -> Location | None:
+    """Where the group of that name is; None where it is not on this node.
+
+    `known` is where it was when it was here last, `listed` the disks that the operator named for
+    it; `sequences` is `lvm.disks.Disks.sequences`, `backed_up` tells the UUID that a group of that
+    name has in lvm2's own copies. Raises GroupRefused where it may not be used, and GroupSilent
+    where a disk does not answer that may be its.
+    """
+    silent = sorted(path for path, one in found.items() if isinstance(one, Unanswered))
+    if known is not None and _was_given_up(found, name, known, sequences):
+        known = None
+    told = _Told(_labels(found), name, known, frozenset(listed), backed_up)
+    if (group := told.group()) is None:
+        if silent:
+            raise errors.GroupSilent(name, silent)
+        return None
+    _require_usable(group)
+    disks = told.disks(group)
+    missing = frozenset(group.disk_uuids) - set(disks.values())
+    was_missing = known is not None and missing <= known.missing
+    if missing and silent and not (was_missing and not set(silent) & set(_paths(known))):
+        raise errors.GroupSilent(name, silent)
+    return Location(
+        group.uuid,
+        tuple(disks),
+        missing,
+        group.system_id,
+        tuple(disks.values()),
+        tuple(told.ignored(group, disks)),
+        told.attached(group, disks),
+    )
+
+
+def _labels(found: Mapping[str, Found]) -> dict[str, PhysicalLabel]:
+    return {path: one for path, one in sorted(found.items()) if isinstance(one, PhysicalLabel)}
+
+
+def _paths(known: Location | None) -> Iterable[str]:
+    return () if known is None else known.disks
+
+
+# The less, the better is the proof.
+_Rank = tuple[bool, bool, Kind, bool, bool, bool]
+# So many of them say who may have written the metadata.
+_TRUST = 3
+
+
+class _Told:
+    """What all disks tell of one group, and how well each is proved to be its."""
+
+    def __init__(
+        self,
+        labels: Mapping[str, PhysicalLabel],
+        name: str,
+        known: Location | None,
+        listed: frozenset[str],
+        backed_up: Callable[[], str],
+    ) -> None:
+        self._labels = labels
+        self._name = name
+        self._known = known
+        self._listed = listed
+        self._texts = {
+            path: one.group
+            for path, one in labels.items()
+            # It also has to say that it is one of the group's disks itself.
+            if one.group and one.group.name == name and one.uuid in one.group.disk_uuids
+        }
+        uuids = {one.uuid for one in self._texts.values()}
+        own = backed_up() if len(uuids) > 1 else ""
+        self._ranks = {path: self._rank(path, one, uuids, own) for path, one in labels.items()}
+        bearers: defaultdict[str, list[str]] = defaultdict(list)
+        for path, one in labels.items():
+            bearers[one.uuid].append(path)
+        # Of disks that claim to be the same physical volume those that are proved best.
+        self._bearers = {uuid: self._best(paths) for uuid, paths in bearers.items()}
+
+    def group(self) -> Group | None:
+        """The group as its best proved disks have it; None where none of them is believed.
+
+        Raises GroupRefused where it cannot be told which of several is meant.
+        """
+        families = [one for one in self._families() if self._is_believed(one)]
+        if not families:
+            return None
+        best = min(map(self._rank_of, families))
+        meant = [one for one in families if self._rank_of(one) == best]
+        trusted = [path for family in meant for path in self._trusted(family)]
+        if len({self._texts[path].uuid for path in trusted}) > 1:
+            places: defaultdict[str, list[str]] = defaultdict(list)
+            for path in sorted(path for family in meant for path in family):
+                places[self._texts[path].uuid].append(path)
+            said = "; ".join(f"{uuid} on {', '.join(at)}" for uuid, at in sorted(places.items()))
+            raise errors.GroupRefused(
+                self._name,
+                f"there are {len(places)} of that name: {said}. Rename the one that is not meant"
+                f" (`vgrename UUID NAME`), detach its disks, or keep lvm2 from them {_FILTER}",
+            )
+        # A disk that was away may bear older metadata.
+        newest = max(trusted, key=lambda path: self._texts[path].seqno)
+        if self._known is None and best[_TRUST - 1] > Kind.LOCAL:
+            self._require_agreed(newest, trusted)
+        return self._texts[newest]
+
+    def _require_agreed(self, newest: str, trusted: Iterable[str]) -> None:
+        """Raise GroupRefused where one of these disks does not know of the one that is newest.
+
+        To disks of the node's own nobody else writes: there the newest counts, as for lvm2.
+        """
+        last = self._texts[newest]
+        for path in trusted:
+            text = self._texts[path]
+            is_named = text.seqno < last.seqno and self._labels[newest].uuid in text.disk_uuids
+            if text != last and not is_named:
+                raise errors.GroupRefused(
+                    self._name,
+                    f"{path} and {newest} claim to be its disks, and contradict each other. Detach"
+                    f" the one that is not meant, or keep lvm2 from it {_FILTER}",
+                )
+
+    def disks(self, group: Group) -> Mapping[str, str]:
+        """The disks that are there, in order, each with its UUID; raises GroupRefused."""
+        found, unclear = dict[str, str](), dict[str, tuple[str, ...]]()
+        for uuid in group.disk_uuids:
+            at = self._claims(uuid, group)
+            if len(at) == 1:
+                found[at[0]] = uuid
+            elif at:
+                unclear[uuid] = at
+        # What works is not refused for what is not known to be its.
+        if unclear and (self._known is None or not found):
+            uuid, at = next(iter(unclear.items()))
+            raise errors.GroupRefused(
+                self._name,
+                f"{' and '.join(at)} are both its physical volume {uuid}, and one is a copy of the"
+                " other. Detach the copy, give it an identity of its own (`vgimportclone`), or keep"
+                f" lvm2 from it {_FILTER}",
+            )
+        return dict(sorted(found.items()))
+
+    def ignored(self, group: Group, disks: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """The disks that claim to be the group's and are not among these, with the reason."""
+        paths = {uuid: path for path, uuid in disks.items()}
+        for path, one in self._labels.items():
+            if path in disks:
+                continue
+            if one.uuid in paths:
+                yield path, f"is a copy of {paths[one.uuid]}"
+            elif one.uuid in group.disk_uuids:
+                told = "and is attached otherwise, or its metadata are newer than the group's"
+                yield path, f"claims to be the missing disk {one.uuid}, {told}"
+            elif one.group is not None and one.group.uuid == group.uuid:
+                yield path, "has the group's UUID, and the group does not have it"
+            elif one.group is not None and one.group.name == group.name:
+                yield path, f"is of another group of that name ({one.group.uuid})"
+
+    def attached(self, group: Group, disks: Mapping[str, str]) -> Mapping[str, _Attached]:
+        """How the group's disks are attached, or were before they went."""
+        before = {} if self._known is None else self._known.attached
+        kept = {uuid: one for uuid, one in before.items() if uuid in group.disk_uuids}
+        labels = [self._labels[path] for path in disks]
+        return {**kept, **{one.uuid: (one.kind, one.sequence) for one in labels}}
+
+    def _claims(self, uuid: str, group: Group) -> tuple[str, ...]:
+        """The disks that may be a physical volume of the group, the best proved of them."""
+        every = [path for path, one in self._labels.items() if one.uuid == uuid]
+        may_be = [path for path in every if self._may_be_of(group, path)]
+        if not may_be:
+            return ()
+        at = self._best(may_be)
+        single = [one[0] for one in self._bearers.values() if len(one) == 1]
+        if len(at) == 1 or not any(self._texts.get(path) == group for path in single):
+            return at
+        # The group's other disks were written to with it, and not with the copy.
+        return tuple(path for path in at if self._texts.get(path) == group) or at
+
+    def _may_be_of(self, group: Group, path: str) -> bool:
+        """Whether a disk may be one of the group's, by what it says itself and how it is attached.
+
+        lvm2 would believe the newest metadata that it is shown. This node writes to all disks that
+        are there: what is newer than those was written elsewhere.
+        """
+        label, text = self._labels[path], self._labels[path].group
+        if self._known is not None and self._known.has(path, label):
+            return True
+        if text is not None and (text.name, text.uuid) != (group.name, group.uuid):
+            return False
+        is_newer = text is not None and text.seqno > group.seqno
+        if self._known is None:
+            return not (is_newer and label.kind is Kind.FOREIGN)
+        return not is_newer and (label.uuid not in self._before or self._may_return(path))
+
+    @property
+    def _before(self) -> Collection[str]:
+        """The UUIDs of the disks that the group had."""
+        return () if self._known is None else {*self._known.disk_uuids, *self._known.missing}
+
+    def _may_return(self, path: str) -> bool:
+        """Whether a disk may be one that the group had, which was attached no less safely."""
+        label = self._labels[path]
+        return self._known is not None and label.kind <= self._known.kind_of(label.uuid)
+
+    def _rank(self, path: str, label: PhysicalLabel, uuids: Collection[str], own: str) -> _Rank:
+        group = label.group
+        return (
+            self._known is None or not self._known.has(path, label),
+            path not in self._listed,
+            label.kind,
+            label.active_groups.isdisjoint(uuids),
+            group is None or group.uuid != own,
+            group is None or not group.has_own_tags,
+        )
+
+    def _best(self, paths: Sequence[str]) -> tuple[str, ...]:
+        best = min(self._ranks[path] for path in paths)
+        return tuple(path for path in paths if self._ranks[path] == best)
+
+    def _families(self) -> list[set[str]]:
+        """The disks that tell of a group of that name: together those with a disk in common."""
+        families: list[tuple[set[str], set[tuple[str, str]]]] = []
+        for paths in self._bearers.values():
+            for path in paths:
+                if (text := self._texts.get(path)) is None:
+                    continue
+                members = {(text.uuid, uuid) for uuid in text.disk_uuids}
+                joined = [one for one in families if one[1] & members]
+                families = [one for one in families if not one[1] & members]
+                whole = set[str]({path}).union(*(one[0] for one in joined))
+                families.append((whole, members.union(*(one[1] for one in joined))))
+        return [one[0] for one in families]
+
+    def _is_believed(self, family: Collection[str]) -> bool:
+        """Whether such disks may be the group's at all."""
+        if any(path in self._listed for path in family):
+            return True
+        if self._known is not None:
+            # Another group may have taken its name, or a tenant written it.
+            return any(
+                self._known.has(path, self._labels[path])
+                or (
+                    self._texts[path].uuid == self._known.uuid
+                    and self._labels[path].uuid in self._before
+                    and self._may_return(path)
+                )
+                for path in family
+            )
+        worst = Kind.LOCAL if self._listed else Kind.ATTACHED
+        return any(self._labels[path].kind <= worst for path in family)
+
+    def _rank_of(self, family: Collection[str]) -> _Rank:
+        ranks = [self._ranks[path] for path in family]
+        known, listed, kind, active, backed, own = zip(*ranks, strict=True)
+        return (min(known), min(listed), min(kind), min(active), min(backed), min(own))
+
+    def _trusted(self, family: Collection[str]) -> list[str]:
+        """Those whose metadata count: one that anybody wrote may name itself among the others.
+
+        Where others may write, or there are copies, which say nothing then, those with active
+        volumes come first, and then the disks that these name.
+        """
+        best = min(self._ranks[path][:_TRUST] for path in family)
+        trusted = [path for path in family if self._ranks[path][:_TRUST] == best]
+        copied = [path for path in trusted if len(self._bearers[self._labels[path].uuid]) > 1]
+        if not copied and best[-1] is Kind.LOCAL:
+            return trusted
+        trusted = [path for path in trusted if path not in copied] or trusted
+        first = min(self._ranks[path][: _TRUST + 1] for path in trusted)
+        named = [path for path in trusted if self._ranks[path][: _TRUST + 1] == first]
+        left = [path for path in trusted if path not in named]
+        while joining := [path for path in left if self._is_named(path, named)]:
+            named += joining
+            left = [path for path in left if path not in joining]
+        return named
+
+    def _is_named(self, path: str, by: Iterable[str]) -> bool:
+        return any(self._labels[path].uuid in self._texts[one].disk_uuids for one in by)
+
+
+# What to do about a disk that is ignored; its contents are somebody's, and stay as they are.
+REMEDY = "detach it, or keep lvm2 from it (`global_filter` in lvm.conf(5), or lvmdevices(8))"
+_FILTER = "(`global_filter` in lvm.conf(5), or lvmdevices(8))"
+
+
+def _was_given_up(
+    found: Mapping[str, Found],
+    name: str,
+    known: Location,
+    sequences: Callable[[Collection[str]], Mapping[str, str]],
+) -> bool:
+    """Whether the disks that were the group's are still there, and are its no more.
+
+    It was renamed or removed, or they were taken out, by hand. One that is blank says so, too; one
+    that cannot be read, or went, does not.
+    """
+    labels, there = _labels(found), sequences(known.disks)
+    away = False
+    for path, uuid in zip(known.disks, known.disk_uuids, strict=False):
+        _, sequence = known.attached.get(uuid, (None, there.get(path)))
+        if path not in there or there[path] != sequence:
+            away = True
+            continue
+        away = away or isinstance(found.get(path), Unreadable | Damaged)
+        label = labels.get(path)
+        if label is None or label.group is None or label.group.uuid != known.uuid:
+            continue
+        # Its own metadata say what it is called now.
+        return label.group.name != name
+    return not away
+
+
+def _require_usable(group: Group) -> None:
+    """Raise GroupRefused for what is not one node's alone (vgexport(8), lvmlockd(8)).
+
+    Also where an lvm2 that speaks to a lock manager would use it: another node may change it
+    between two looks, with no trace on the disks that Carver would wait for.
+    """
+    name = group.name
+    if group.is_exported:
+        raise errors.GroupRefused(name, f"it is exported; `vgimport {name}` makes it this node's")
+    manager = "clvmd" if group.is_clustered else group.lock_type
+    if manager not in ("", "none"):
+        raise errors.GroupRefused(
+            name,
+            f"it is shared with other nodes by a lock manager ({manager}), which Carver does not"
+            f" speak to; `vgchange --lock-type none {name}` makes it one node's alone, and"
+            " docs/lvm2.md says how where the manager is gone",
+        )

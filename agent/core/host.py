@@ -1,0 +1,50 @@
+"""The seams to the machine: commands, system calls, devices."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from agent.core.settings import Config
+from lvm.command import Converse, Finished, Runner, Stream
+from lvm.devices import Devices, KernelDevices
+from lvm.disks import Disks, KernelDisks
+from lvm.programs import Programs
+from mount.kernel import Kernel
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine to work on. Tests put a fake of it here."""
+
+    run: Runner
+    kernel: Kernel
+    devices: Devices
+    disks: Disks
+    # Starts a program to be spoken to, such as lvm2's shell; None where each command is a process.
+    converse: Converse | None = None
+    # Told of each command that such a shell carried out.
+    observe: Callable[[Finished], None] = field(
+        default=lambda finished: log_command(finished, session=True)
+    )
+    # Runs a program whose output is read as it comes.
+    stream: Stream = field(default_factory=lambda: Programs().stream)
+
+
+def this_host(config: Config) -> Host:
+    """The machine that Carver runs on."""
+    run = Programs(lvm_on_host=config.lvm == "host", observe=log_command)
+    converse = run.converse if config.lvm_session else None
+    return Host(run, Kernel(), KernelDevices(), KernelDisks(), converse, stream=run.stream)
+
+
+def log_command(finished: Finished, **more: object) -> None:
+    """Log a command that ended, in a process of its own or not."""
+    fields = {
+        "command": " ".join(finished.words),
+        "exit_code": finished.exit_code,
+        "milliseconds": round(finished.seconds * 1000, 1),
+        **more,
+    }
+    _log.debug("command", extra={"fields": fields})

@@ -1,0 +1,476 @@
+"""Finds Carver's volumes and snapshots, as LVM's tags tell of them."""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+
+from agent.core import errors, group_definitions, ids, locks, records, tag
+from agent.core.activation import Activation
+from agent.core.group_definitions import GroupDefinitions
+from agent.core.ids import VolumeId
+from agent.core.records import Snapshot, Volume
+from agent.core.volume_group import Glances, VolumeGroup, listed
+from agent.core.volume_groups import VolumeGroups
+from lvm import devices, names, report, tags, volumes
+from lvm import errors as lvm_errors
+
+# Those who only watch are told what was seen so long ago, and wait for a new look so long.
+_RECENT_SECONDS = 60.0
+_WATCHING_SECONDS = 5.0
+
+
+class Inventory(Activation):
+    """Finds volumes and snapshots: by id, by name, all of them.
+
+    Each call looks anew at the groups that it decides about, which is seldom a command
+    (agent.core.metadata_cache). Those who only watch are told what was seen last.
+    """
+
+    def __init__(
+        self,
+        volume_groups: VolumeGroups,
+        kernel_devices: devices.Devices,
+        definitions: GroupDefinitions = group_definitions.NONE,
+    ) -> None:
+        super().__init__(volume_groups, kernel_devices)
+        self._definitions = definitions
+        self._guard = threading.Lock()
+        self._held: frozenset[tuple[str, str]] = frozenset()
+        # The volumes in each group, by its name, as it was looked at last: lists are frequent.
+        self._seen: dict[str, tuple[report.Group, Sequence[Volume]]] = {}
+        # The groups that someone went by what was seen of since `renew` had them looked at.
+        self._glimpsed: set[str] = set()
+
+    def read(self, *groups: str) -> report.Report:
+        """What lvm2 knows now of these groups, or of all where none is named.
+
+        Of the others what can be told without waiting for a disk that does not answer: to know
+        whether they have something, too. One command for each group that was written to since.
+        Raises LvmError, GroupRefused, GroupSilent, TooManyCalls, Starting.
+        """
+        locks.enter(*groups)
+        wanted = groups or self._groups
+        glances = Glances(one for one in self._volume_groups if one.name not in wanted)
+        seen = {one: self._volume_groups.of(one) for one in wanted}
+        looked = {name: one.look() for name, one in seen.items() if one is not None}
+        return _of_those_here(glances.end() | looked)
+
+    def listed(self) -> report.Report:
+        """What is in all groups now; of one that does not answer what was seen there last.
+
+        Raises what `read` raises for one that was never seen, or not since something was changed:
+        a list that lacks a volume would say it is gone.
+        """
+        locks.enter()
+        return _of_those_here({name: told() for name, told in listed(self._volume_groups)})
+
+    def seek(self, find: Callable[[report.Report], Volume | None]) -> Volume | None:
+        """What `find` finds now in the group that has it; in all, where none seems to.
+
+        So what is in one group is told of while another is away. Raises what `read` raises.
+        """
+        seen = find(self.glance())
+        return find(self.read() if seen is None else self.read(seen.group.name))
+
+    def glance(self) -> report.Report:
+        """What can be told of all groups without waiting for a disk that does not answer."""
+        locks.enter()
+        return _of_those_here(Glances(self._volume_groups).end())
+
+    def awake(self, *groups: str) -> report.Report:
+        """The same, before a change; one more command for each device that was left suspended.
+
+        lvm2 suspends a device while it changes its table. Killed meanwhile (SIGKILL), it leaves it
+        so, and whoever reads or writes there waits for ever. lvm2 reports under the group's lock:
+        what a report says is suspended is left over, not under way.
+        """
+        known = self.read(*groups)
+        for group in self.own_groups(known):
+            if not groups or group.name in groups:
+                self._let_go_of_parts(group)
+        for group, logical in self._logical(known):
+            held = (group.name, logical.name) in self._held
+            is_own = not groups or group.name in groups
+            if is_own and logical.suspended and not held and tags.decode(logical.tags):
+                volumes.refresh(self._volume_groups.lvm(group.name), group.name, logical.name)
+        return known
+
+    def ensure_active(
+        self, group: str, name: str, by: str = "", *, partial: bool = False
+    ) -> devices.Device:
+        """The same; where lvm2 fails at what a killed one left, once more without that."""
+        try:
+            return super().ensure_active(group, name, by, partial=partial)
+        except lvm_errors.CommandFailed:
+            if not self._let_go_of_parts(self.read(group).group(group)):
+                raise
+        return super().ensure_active(group, name, by, partial=partial)
+
+    def _let_go_of_parts(self, group: report.Group) -> bool:
+        """Take away what a killed lvm2 left of RAIDs and pools that are not active; if anything.
+
+        It refuses to activate either while a part is active by itself. One ioctl where there is
+        such a volume.
+        """
+        own = {
+            one.name
+            for one in group.volumes.values()
+            if not one.layout & {"linear", "striped"} and tags.decode(one.tags)
+        }
+        if not own:
+            return False
+        active = set(self._devices.active(group.name))
+        parts = {one: report.whole(one) for one in active if names.is_part(one)}
+        # A pool may be active without a device of its own name.
+        left = [
+            part
+            for part, whole in sorted(parts.items())
+            if whole in own - active and not self._devices.status(group.name, whole)
+        ]
+        if not left:
+            return False
+        # Refused for a part of what somebody else activated meanwhile.
+        with suppress(lvm_errors.LvmError):
+            volumes.deactivate(self._volume_groups.lvm(group.name), group.name, *left)
+        return True
+
+    @contextmanager
+    def holding(self, volumes: Iterable[tuple[str, str]]) -> Iterator[None]:
+        """Inside, these are suspended on purpose: they are not resumed.
+
+        Each is a group's name and a logical volume's; no two calls have the same.
+        """
+        own = frozenset(volumes)
+        with self._guard:
+            self._held |= own
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._held -= own
+
+    def recent(self) -> tuple[report.Report, float]:
+        """What was known at most a minute ago, and when (epoch, seconds), to watch it by.
+
+        However many ask, and however often, it is one look a minute at each group, and none where
+        calls look anyway. Of a group that does not answer it is what was seen last. Where none
+        does that is here, the error is raised, again for as long.
+
+        Nobody waits longer than five seconds, whatever hangs: raises CommandTimedOut. Raises
+        GroupSilent.
+        """
+        looks = [one.look_behind() for one in self._volume_groups if not _is_recent(one)]
+        if looks and not all(one.done() for one in looks):
+            wait(looks, _WATCHING_SECONDS)
+        every = list(self._volume_groups)
+        # One that is refused was seen, and is as good as not here.
+        refused = errors.GroupRefused
+        problems = [p for one in every if (p := one.problem) and not isinstance(p, refused)]
+        unseen = [one for one in every if not one.time_seconds]
+        answers = any(one.last is not None and one.problem is None for one in every)
+        if problems and not answers:
+            # The same error each time: without the traces of those who met it before.
+            raise problems[0].with_traceback(None)
+        if every and len(unseen) == len(every):
+            raise lvm_errors.CommandTimedOut(("lvm", "fullreport"), _WATCHING_SECONDS)
+        known = self._last()
+        return known, min((one.time_seconds for one in every if one.time_seconds), default=0.0)
+
+    @property
+    def refused(self) -> Mapping[str, errors.GroupRefused]:
+        """Why groups that are here are not used, by their names, as it was seen last."""
+        told = {one.name: one.problem for one in self._volume_groups}
+        return {name: one for name, one in told.items() if isinstance(one, errors.GroupRefused)}
+
+    @property
+    def ignored(self) -> Mapping[str, Sequence[str]]:
+        """The disks that claim to be a group's and are not, by the groups, as it was seen last."""
+        return {
+            volume_group.name: tuple(
+                f"{path} is not used: it {why}" for path, why in volume_group.ignored
+            )
+            for volume_group in self._volume_groups
+        }
+
+    @property
+    def problem(self) -> Exception | None:
+        """Why lvm2 gave no report of a group when it was asked last; no command."""
+        return next((one.problem for one in self._volume_groups if one.problem is not None), None)
+
+    def glimpse(self, volume_id: str) -> Volume | None:
+        """A volume as the last report has it, without a look; None where none tells of it.
+
+        Whoever looks so has `renew` look anew when it is due.
+        """
+        self.leave_word()
+        known = self._last()
+        if VolumeId.parse(volume_id) is None:
+            return self.named(known, volume_id, ids.INLINE_PREFIX)
+        try:
+            return self.get(known, volume_id)
+        except (errors.NoSuchVolume, errors.OtherGroup):
+            return None
+
+    def _last(self) -> report.Report:
+        """What was seen of each group when it was looked at last."""
+        return _of_those_here({one.name: one.last for one in self._volume_groups})
+
+    def is_held(self, group: str, name: str) -> bool:
+        """Whether a logical volume is suspended on purpose: see `holding`."""
+        return (group, name) in self._held
+
+    def leave_word(self) -> None:
+        """Somebody goes by what was seen last: have `renew` look anew when it is due."""
+        self._glimpsed.update(self._groups)
+
+    def outdate(self, written: str | None = None) -> None:
+        """A disk changed, or may have: see `Engines.outdate`."""
+        self._volume_groups.outdate(written)
+
+    def renew(self, due_seconds: float) -> list[Future[None]]:
+        """Have each group looked at that somebody glimpses at, and nobody asked for so long.
+
+        Whatever came of it: one that fails at once is not asked more often. Waits for nothing, and
+        returns the looks that it began. So is what was put off and is not begun yet.
+        """
+        self._volume_groups.catch_up()
+        begun: list[Future[None]] = []
+        for one in self._volume_groups:
+            is_due = abs(time.time() - one.tried_seconds) >= due_seconds
+            if is_due and one.name in self._glimpsed:
+                begun.append(one.look_behind())
+                self._glimpsed.discard(one.name)
+        return begun
+
+    def require_group_of(self, known: report.Report, identity: str) -> None:
+        """Raise OtherGroup for an id of a group that is not here: then nothing is proved."""
+        _find(known, identity)
+
+    def group(self, known: report.Report, name: str) -> report.Group:
+        """A group to make volumes in; raises GroupMissing, GroupRefused."""
+        return self._definitions.group(known, name)
+
+    def require_groups(self, known: report.Report) -> None:
+        """Raise GroupMissing, GroupRefused for one of Carver's groups that cannot be used."""
+        for name in self._groups:
+            self.group(known, name)
+
+    def all(self, known: report.Report) -> list[Volume]:
+        """Every volume in Carver's groups, also those that are being wiped.
+
+        Raises GroupMissing: a list that lacks a group's volumes would say they are gone.
+        """
+        for name in self._groups:
+            known.group(name)
+        return list(self.present(known))
+
+    def present(self, known: report.Report) -> Iterator[Volume]:
+        """Every volume in those of Carver's groups that are there."""
+        for group in self.own_groups(known):
+            yield from self._volumes_of(group)
+
+    def _volumes_of(self, group: report.Group) -> Sequence[Volume]:
+        """The volumes in a group, which is the same object until something in it changes."""
+        seen, found = self._seen.get(group.name, (None, ()))
+        if seen is not group:
+            every = (records.volume(group, one) for one in group.volumes.values())
+            found = tuple(one for one in every if one is not None)
+            self._seen[group.name] = (group, found)
+        return found
+
+    def own_groups(self, known: report.Report) -> Iterator[report.Group]:
+        """Those of Carver's groups that are there."""
+        return (known.groups[one] for one in self._groups if one in known.groups)
+
+    def named(
+        self, known: report.Report, name: str, prefix: str = ids.VOLUME_PREFIX
+    ) -> Volume | None:
+        """The volume that the CO calls `name`, in whichever of Carver's groups it is."""
+        own_name = names.logical_volume(prefix, name)
+        found = ((one, one.volumes.get(own_name)) for one in self.own_groups(known))
+        every = (records.volume(group, one) for group, one in found if one is not None)
+        return next(filter(None, every), None)
+
+    def get(self, known: report.Report, volume_id: str) -> Volume:
+        """The volume of that id, even one that is being wiped.
+
+        Raises NoSuchVolume when the report proves that it is not there, OtherGroup when its
+        group is not here: then nothing is proved.
+        """
+        found = _find(known, volume_id)
+        volume = None if found is None else records.volume(*found)
+        if volume is None:
+            raise errors.NoSuchVolume(volume_id)
+        return volume
+
+    def snapshot(self, known: report.Report, snapshot_id: str) -> Snapshot:
+        """The snapshot of that id; raises NoSuchSnapshot or OtherGroup, as `get` does."""
+        found = _find(known, snapshot_id)
+        snapshot = None if found is None else records.snapshot(*found)
+        if snapshot is None or snapshot.is_bridge:
+            raise errors.NoSuchSnapshot(snapshot_id)
+        own = snapshot.group_snapshot_id
+        if own and own in self.half_made(known):
+            raise errors.NoSuchSnapshot(snapshot_id)
+        return snapshot
+
+    def snapshots(self, known: report.Report) -> Iterator[Snapshot]:
+        """Every snapshot that a caller asked for, in those of Carver's groups that are there."""
+        half_made = self.half_made(known)
+        for one in self.all_snapshots(known):
+            if not one.is_bridge and one.group_snapshot_id not in half_made:
+                yield one
+
+    def members(self, known: report.Report, group_snapshot_id: str) -> list[Snapshot]:
+        """The snapshots of a group that are there, be it whole or not."""
+        every = self.all_snapshots(known)
+        return [one for one in every if one.group_snapshot_id == group_snapshot_id]
+
+    def group_snapshots(self, known: report.Report) -> Mapping[str, list[Snapshot]]:
+        """The snapshots of each group that are there, by the group snapshot's id."""
+        found: defaultdict[str, list[Snapshot]] = defaultdict(list)
+        for one in self.all_snapshots(known):
+            if one.group_snapshot_id:
+                found[one.group_snapshot_id].append(one)
+        return found
+
+    def half_made(self, known: report.Report) -> set[str]:
+        """The group snapshots that never were whole; none of their snapshots is for callers.
+
+        That is proved: none of them bears the record that all were taken, and no group is away
+        that may hold another.
+        """
+        return {
+            identity
+            for identity, members in self.group_snapshots(known).items()
+            if self.is_half_made(known, members)
+        }
+
+    def is_half_made(self, known: report.Report, members: Sequence[Snapshot]) -> bool:
+        """Whether these snapshots of a group are not all, and never were."""
+        if records.is_whole(members) or any(tag.COMMITTED in one.facts for one in members):
+            return False
+        return not self._away(known, members)
+
+    def awaited(self, known: report.Report, members: Sequence[Snapshot]) -> list[str]:
+        """The groups that may hold further snapshots of a group, and may yet be seen here.
+
+        Not one that no class names any more, nor one in whose place is another: that is given up.
+        """
+        away = self._away(known, members)
+        return sorted(one for one in away if (one in self._groups) != self._volume_groups.has(one))
+
+    def _away(self, known: report.Report, members: Sequence[Snapshot]) -> set[str]:
+        """The groups that may hold further snapshots of a group, and are none of Carver's here."""
+        here = {
+            records.place_of(str(VolumeId.of(one, records.UNKNOWN)))
+            for one in self.own_groups(known)
+        }
+        told = {records.place_of(one.group_snapshot_id) for one in members}
+        for one in members:
+            told |= set(filter(None, one.facts.get(tag.MEMBER_GROUPS, "").split(",")))
+        away = {one.partition("@")[0] for one in told - here}
+        if any(tag.MEMBER_GROUPS not in one.facts for one in members):
+            # Older ones do not say: they may be in any that Carver has.
+            away |= set(self._groups) - set(known.groups)
+        return away
+
+    def all_snapshots(self, known: report.Report) -> Iterator[Snapshot]:
+        """These, and those that volumes are copied from."""
+        for group, logical in self._logical(known):
+            if (snapshot := records.snapshot(group, logical)) is not None:
+                yield snapshot
+
+    def copies_of(self, known: report.Report, source_id: str) -> list[str]:
+        """The ids of the volumes that are being copied from a snapshot or a volume."""
+        return [
+            str(one.id)
+            for one in self.present(known)
+            if one.copying and one.facts.get(tag.FROM) == source_id
+        ]
+
+    def doomed(self, known: report.Report) -> Iterator[Volume]:
+        """All that is on record as deleted, and is only there to be wiped."""
+        for group, logical in self._logical(known):
+            volume = records.volume(group, logical) or records.remains(group, logical)
+            if volume is not None and volume.wiping:
+                yield volume
+
+    def doomed_one(self, known: report.Report, identity: str) -> Volume:
+        """What is on record as deleted under an id; raises NoSuchVolume, OtherGroup."""
+        found = _find(known, identity)
+        volume = None if found is None else records.volume(*found) or records.remains(*found)
+        if volume is None or not volume.wiping:
+            raise errors.NoSuchVolume(identity)
+        return volume
+
+    def _logical(self, known: report.Report) -> Iterator[tuple[report.Group, report.LogicalVolume]]:
+        for group in self.own_groups(known):
+            yield from ((group, logical) for logical in group.volumes.values())
+
+    def require(self, volume_id: str) -> Volume:
+        """The volume of that id, as it is now; one that was deleted is not there."""
+        return self.usable(self.awake(ids.group_of(volume_id)), volume_id)
+
+    def replace_facts(
+        self, group: str, name: str, keys: Collection[str], new: Mapping[str, str]
+    ) -> None:
+        """Have a volume's tags say `new` under these keys, and nothing else: one command, or none.
+
+        Takes the group, and looks at it first. Raises what `read` raises, VolumeMissing.
+        """
+        with self._volume_groups.hold(group):
+            told = tags.decode(self.awake(group).group(group).volume(name).tags)
+            has = {key: told[key] for key in keys if key in told}
+            old, added = dict(has.items() - new.items()), dict(new.items() - has.items())
+            if old or added:
+                volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=added)
+
+    def usable(self, known: report.Report, volume_id: str) -> Volume:
+        """The volume of that id, as CreateVolume made it; one that was deleted is not there.
+
+        Raises NoSuchVolume, OtherGroup, Copying for one that is not complete, Receiving, Moved.
+        """
+        volume = self.get(known, volume_id)
+        if volume.wiping or volume.is_ephemeral:
+            raise errors.NoSuchVolume(volume_id)
+        if volume.copying:
+            raise errors.Copying(volume_id, "it is not complete")
+        require_own(volume)
+        return volume
+
+
+def require_own(volume: Volume) -> None:
+    """Raise Receiving or Moved for what is no volume of this node yet, or any more."""
+    if volume.receiving:
+        raise errors.Receiving(str(volume.id))
+    if volume.moved:
+        raise errors.Moved(str(volume.id), volume.facts.get(tag.MOVE_TO, "another node"))
+
+
+def _is_recent(volume_group: VolumeGroup) -> bool:
+    return 0 <= time.time() - volume_group.tried_seconds < _RECENT_SECONDS
+
+
+def _of_those_here(groups: Mapping[str, report.Group | None]) -> report.Report:
+    return report.Report({name: one for name, one in groups.items() if one is not None})
+
+
+def _find(known: report.Report, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:
+    """What has an id; None where nothing can have it, or the report proves that nothing has.
+
+    Raises OtherGroup when the group is not here: then nothing is proved.
+    """
+    parsed = VolumeId.parse(identity)
+    if parsed is None:
+        return None
+    group = known.groups.get(parsed.group)
+    if group is None:
+        raise errors.OtherGroup(identity, f"group {parsed.group} is not on this node")
+    if not parsed.is_of(group.uuid):
+        raise errors.OtherGroup(identity, f"group {parsed.group} here has another UUID")
+    logical = group.volumes.get(parsed.name)
+    return None if logical is None else (group, logical)

@@ -1,0 +1,586 @@
+"""CSI requests as frozen records: checked when they are read, and free of gRPC."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Generic, Self, TypeVar
+
+from agent.core import errors, fields, secret, tag, values
+from agent.core import fields as checks
+from agent.core import fields as keys
+from agent.core.capabilities import READER_ONLY, Capability
+from agent.core.ids import VolumeId
+from agent.core.parameters import Parameters, snapshot_parameters, tuning_of
+from agent.core.secret import Keys
+from lvm.layout import Reserve
+from lvm.tuning import AS_IT_IS, Tuning
+from proto import csi_pb2 as csi
+
+T = TypeVar("T")
+
+# gRPC in Go takes 4 MiB in one message where nothing else is said. A caller that sets no bound
+# accepts any number of entries (CSI spec), so it may be given a part.
+_MOST_ENTRIES = 2000
+_MOST_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class Page:
+    """Which part of a list; 0 entries sets no bound but what one message may have."""
+
+    maximum_entries: int
+    starting_token: str
+
+    @classmethod
+    def from_proto(
+        cls,
+        wire: csi.ListVolumesRequest
+        | csi.ListSnapshotsRequest
+        | csi.ControllerListVolumeHealthRequest,
+    ) -> Self:
+        """Read and check the request."""
+        if wire.max_entries < 0:
+            raise errors.BadField("max_entries", "must not be negative")
+        return cls(wire.max_entries, wire.starting_token)
+
+
+@dataclass(frozen=True)
+class Part(Generic[T]):
+    """A part of a list, and the token for the next part, if there is one."""
+
+    entries: tuple[T, ...]
+    next_token: str
+
+
+def check(page: Page) -> None:
+    """Raise BadToken for a token that no `part` can have given out."""
+    if page.starting_token and VolumeId.parse(page.starting_token) is None:
+        raise errors.BadToken(page.starting_token)
+
+
+def part(found: Mapping[str, T], page: Page) -> Part[T]:
+    """The part that a call asks for, in the order of the ids that are the keys.
+
+    The token is the id to begin with, so what comes or goes meanwhile does no harm.
+    """
+    rest = [(key, found[key]) for key in sorted(found) if key >= page.starting_token]
+    return first(rest, page)
+
+
+def first(
+    rest: Iterable[tuple[str, T]], page: Page, weigh_bytes: Callable[[T], int] = lambda _: 0
+) -> Part[T]:
+    """The same of what comes in that order, from the token on; no more of it is asked for.
+
+    `weigh_bytes` is how much of a message an entry takes, where that may be much.
+    """
+    most = min(page.maximum_entries or _MOST_ENTRIES, _MOST_ENTRIES)
+    entries: list[T] = []
+    size_bytes = 0
+    for key, one in rest:
+        size_bytes += weigh_bytes(one)
+        if len(entries) == most or (entries and size_bytes > _MOST_BYTES):
+            return Part(tuple(entries), key)
+        entries.append(one)
+    return Part(tuple(entries), "")
+
+
+SNAPSHOT = "snapshot"
+VOLUME = "volume"
+
+
+@dataclass(frozen=True)
+class SizeRange:
+    """How large a volume shall be; 0 sets no bound."""
+
+    required_bytes: int = 0
+    limit_bytes: int = 0
+
+    def allows(self, size_bytes: int) -> bool:
+        """Whether a volume of that size is one of these."""
+        return self.required_bytes <= size_bytes <= (self.limit_bytes or size_bytes)
+
+    @classmethod
+    def from_proto(cls, wire: csi.CapacityRange, field: str = "capacity_range") -> Self:
+        """Read and check a range."""
+        for name in ("required_bytes", "limit_bytes"):
+            if getattr(wire, name) < 0:
+                raise errors.BadField(f"{field}.{name}", "must not be negative")
+        if wire.limit_bytes and wire.required_bytes > wire.limit_bytes:
+            raise errors.BadField(
+                f"{field}.limit_bytes",
+                f"{wire.limit_bytes} is less than required_bytes, {wire.required_bytes}",
+            )
+        return cls(wire.required_bytes, wire.limit_bytes)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Where a volume may be, or should be: one map of segments for each place."""
+
+    requisite: tuple[Mapping[str, str], ...] = ()
+    preferred: tuple[Mapping[str, str], ...] = ()
+
+    @classmethod
+    def from_proto(cls, wire: csi.TopologyRequirement) -> Self:
+        """Read the requirement."""
+        return cls(
+            tuple(dict(one.segments) for one in wire.requisite),
+            tuple(dict(one.segments) for one in wire.preferred),
+        )
+
+    def includes(self, here: Mapping[str, str]) -> bool:
+        """Whether a node whose segments are `here` is asked for; any is where nothing is said."""
+        places = self.requisite or self.preferred
+        return not places or any(
+            all(here.get(key) == value for key, value in one.items()) for one in places
+        )
+
+
+@dataclass(frozen=True)
+class Source:
+    """A snapshot's id, or a volume's, of which a volume is made."""
+
+    kind: str
+    id: str
+
+    @classmethod
+    def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self | None:
+        """Read and check a request's source, if it has one."""
+        field = "volume_content_source"
+        if not wire.HasField("volume_content_source"):
+            return None
+        kind = wire.volume_content_source.WhichOneof("type")
+        if kind is None:
+            raise errors.BadField(f"{field}.type", "snapshot or volume is required")
+        identity = getattr(getattr(wire.volume_content_source, kind), f"{kind}_id")
+        if not identity:
+            raise errors.Missing(f"{field}.{kind}.{kind}_id")
+        return cls(kind, identity)
+
+
+@dataclass(frozen=True)
+class CreateVolume:
+    """What CreateVolume asks for."""
+
+    name: str
+    size: SizeRange
+    capabilities: tuple[Capability, ...]
+    parameters: Parameters
+    topology: Topology
+    # What it is made of; None for an empty volume.
+    source: Source | None = None
+    tuning: Tuning = AS_IT_IS
+    # An inline volume, which has the CO's id for a name.
+    is_ephemeral: bool = False
+
+    @classmethod
+    def from_proto(cls, wire: csi.CreateVolumeRequest) -> Self:
+        """Read and check the request."""
+        fields.name("name", wire.name)
+        if not wire.volume_capabilities:
+            raise errors.Missing("volume_capabilities")
+        return cls(
+            name=wire.name,
+            size=SizeRange.from_proto(wire.capacity_range),
+            capabilities=Capability.several(wire.volume_capabilities),
+            parameters=Parameters.from_proto(wire.parameters),
+            topology=Topology.from_proto(wire.accessibility_requirements),
+            source=Source.from_proto(wire),
+            tuning=tuning_of(wire.mutable_parameters),
+        )
+
+
+@dataclass(frozen=True)
+class ValidateVolume:
+    """What ValidateVolumeCapabilities asks for."""
+
+    volume_id: str
+    capabilities: tuple[Capability, ...]
+    unsupported: str
+    tuning: Tuning = AS_IT_IS
+    # Nothing where they are not given.
+    context: Mapping[str, str] = field(default_factory=dict)
+    parameters: Parameters = field(default_factory=Parameters)
+
+    @classmethod
+    def from_proto(cls, wire: csi.ValidateVolumeCapabilitiesRequest) -> Self:
+        """Read the request: what is asked for and well-formed, or why it cannot be had."""
+        volume_id = fields.volume_id(wire.volume_id)
+        if not wire.volume_capabilities:
+            raise errors.Missing("volume_capabilities")
+        try:
+            capabilities = Capability.several(wire.volume_capabilities)
+            parameters = Parameters.from_proto(wire.parameters)
+            context = Parameters.from_context(wire.volume_context).context()
+            tuning = tuning_of(wire.mutable_parameters)
+        except errors.BadField as error:
+            return cls(volume_id, (), str(error))
+        return cls(volume_id, capabilities, "", tuning, context, parameters)
+
+
+@dataclass(frozen=True)
+class ModifyVolume:
+    """What ControllerModifyVolume asks for."""
+
+    volume_id: str
+    tuning: Tuning
+
+    @classmethod
+    def from_proto(cls, wire: csi.ControllerModifyVolumeRequest) -> Self:
+        """Read and check the request."""
+        volume_id = fields.volume_id(wire.volume_id)
+        if not wire.mutable_parameters:
+            raise errors.Missing(fields.MUTABLE)
+        return cls(volume_id, tuning_of(wire.mutable_parameters))
+
+
+@dataclass(frozen=True)
+class ExpandVolume:
+    """What ControllerExpandVolume asks for, and what it shares with NodeExpandVolume."""
+
+    volume_id: str
+    size: SizeRange
+
+    @classmethod
+    def from_proto(
+        cls, wire: csi.ControllerExpandVolumeRequest | csi.NodeExpandVolumeRequest
+    ) -> Self:
+        """Read and check the request."""
+        volume_id = fields.volume_id(wire.volume_id)
+        if wire.HasField("volume_capability"):
+            Capability.from_proto(wire.volume_capability)
+        size = SizeRange.from_proto(wire.capacity_range)
+        if isinstance(wire, csi.ControllerExpandVolumeRequest) and size == SizeRange():
+            raise errors.Missing("capacity_range")
+        return cls(volume_id, size)
+
+
+@dataclass(frozen=True)
+class GetCapacity:
+    """What GetCapacity asks for."""
+
+    capabilities: tuple[Capability, ...]
+    parameters: Parameters
+    segments: Mapping[str, str] | None
+    unsupported: bool
+
+    @classmethod
+    def from_proto(cls, wire: csi.GetCapacityRequest) -> Self:
+        """Read the request. Nothing fits a capability that is not supported."""
+        segments = dict(wire.accessible_topology.segments)
+        where = segments if wire.HasField("accessible_topology") else None
+        parameters = Parameters.from_proto(wire.parameters)
+        try:
+            capabilities = Capability.several(wire.volume_capabilities)
+        except errors.BadField:
+            return cls((), parameters, where, unsupported=True)
+        return cls(capabilities, parameters, where, unsupported=False)
+
+
+# What the external-snapshotter adds, also with --extra-create-metadata.
+_ABOUT_SNAPSHOT = {
+    "csi.storage.k8s.io/volumesnapshot/name": "snapshot",
+    "csi.storage.k8s.io/volumesnapshot/namespace": tag.NAMESPACE,
+    "csi.storage.k8s.io/volumesnapshotcontent/name": "content",
+}
+_ABOUT_GROUP_SNAPSHOT = {
+    "csi.storage.k8s.io/volumegroupsnapshot/name": "groupSnapshotName",
+    "csi.storage.k8s.io/volumegroupsnapshot/namespace": tag.NAMESPACE,
+    "csi.storage.k8s.io/volumegroupsnapshotcontent/name": "content",
+}
+
+
+@dataclass(frozen=True)
+class CreateSnapshot:
+    """CreateSnapshot. `size` is what its area for old data gets, None: as its class says."""
+
+    name: str
+    source_id: str
+    size: Reserve | None
+    about: Mapping[str, str]
+    topology: Topology
+
+    @classmethod
+    def from_proto(cls, wire: csi.CreateSnapshotRequest) -> Self:
+        """Read and check the request."""
+        fields.name("name", wire.name)
+        if not wire.source_volume_id:
+            raise errors.Missing("source_volume_id")
+        size, about = snapshot_parameters(wire.parameters, _ABOUT_SNAPSHOT)
+        topology = Topology.from_proto(wire.accessibility_requirements)
+        return cls(wire.name, wire.source_volume_id, size, about, topology)
+
+
+@dataclass(frozen=True)
+class CreateGroupSnapshot:
+    """CreateVolumeGroupSnapshot. The sources are in the order of their ids."""
+
+    name: str
+    source_ids: tuple[str, ...]
+    size: Reserve | None
+    about: Mapping[str, str]
+
+    @classmethod
+    def from_proto(cls, wire: csi.CreateVolumeGroupSnapshotRequest) -> Self:
+        """Read and check the request."""
+        fields.name("name", wire.name)
+        field = "source_volume_ids"
+        if not wire.source_volume_ids:
+            raise errors.Missing(field)
+        for index, one in enumerate(wire.source_volume_ids):
+            if not one:
+                raise errors.Missing(f"{field}[{index}]")
+            if one in wire.source_volume_ids[:index]:
+                raise errors.BadField(f"{field}[{index}]", f"{one!r} is named twice")
+        size, about = snapshot_parameters(wire.parameters, _ABOUT_GROUP_SNAPSHOT)
+        return cls(wire.name, tuple(sorted(wire.source_volume_ids)), size, about)
+
+
+@dataclass(frozen=True)
+class KnownGroupSnapshot:
+    """GetVolumeGroupSnapshot and DeleteVolumeGroupSnapshot: which, and what the caller has of it.
+
+    Which snapshots are its own is compared where there is one of that id.
+    """
+
+    id: str
+    snapshot_ids: tuple[str, ...]
+
+    @classmethod
+    def from_proto(
+        cls, wire: csi.GetVolumeGroupSnapshotRequest | csi.DeleteVolumeGroupSnapshotRequest
+    ) -> Self:
+        """Read and check the request."""
+        if not wire.group_snapshot_id:
+            raise errors.Missing("group_snapshot_id")
+        return cls(wire.group_snapshot_id, tuple(wire.snapshot_ids))
+
+
+@dataclass(frozen=True)
+class GetMetadata:
+    """GetMetadataAllocated, GetMetadataDelta: of what, from where on, how many ranges at once.
+
+    `base_id` is empty where nothing is compared. An offset is compared with the snapshot's size
+    where there is one of that id.
+    """
+
+    base_id: str
+    snapshot_id: str
+    starting_offset: int
+    maximum_results: int
+
+    @classmethod
+    def from_proto(
+        cls, wire: csi.GetMetadataAllocatedRequest | csi.GetMetadataDeltaRequest
+    ) -> Self:
+        """Read and check the request."""
+        if isinstance(wire, csi.GetMetadataDeltaRequest):
+            base, of = "base_snapshot_id", "target_snapshot_id"
+        else:
+            base, of = "", "snapshot_id"
+        for name in filter(None, (base, of)):
+            if not getattr(wire, name):
+                raise errors.Missing(name)
+        if wire.starting_offset < 0:
+            raise errors.NotBeyond(wire.starting_offset)
+        if wire.max_results < 0:
+            raise errors.BadField("max_results", "must not be negative")
+        base_id = getattr(wire, base) if base else ""
+        return cls(base_id, getattr(wire, of), wire.starting_offset, wire.max_results)
+
+
+@dataclass(frozen=True)
+class ListSnapshots:
+    """ListSnapshots: which part, and of which source or with which id, where one is named."""
+
+    page: Page
+    source_id: str
+    snapshot_id: str
+
+    @classmethod
+    def from_proto(cls, wire: csi.ListSnapshotsRequest) -> Self:
+        """Read and check the request."""
+        return cls(Page.from_proto(wire), wire.source_volume_id, wire.snapshot_id)
+
+
+_GENERATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+
+
+@dataclass(frozen=True)
+class StageVolume:
+    """What NodeStageVolume asks for."""
+
+    volume_id: str
+    staging_path: str
+    capability: Capability
+    parameters: Parameters
+    keys: Keys = secret.NONE
+
+    @classmethod
+    def from_proto(cls, wire: csi.NodeStageVolumeRequest) -> Self:
+        """Read and check the request."""
+        return cls(
+            volume_id=checks.volume_id(wire.volume_id),
+            staging_path=checks.path("staging_target_path", wire.staging_target_path),
+            capability=_capability(wire),
+            parameters=Parameters.from_context(wire.volume_context),
+            keys=keys_of(wire.secrets),
+        )
+
+
+@dataclass(frozen=True)
+class PublishVolume:
+    """What NodePublishVolume asks for."""
+
+    volume_id: str
+    staging_path: str
+    target_path: str
+    capability: Capability
+    parameters: Parameters
+    read_only: bool
+    keys: Keys = secret.NONE
+
+    @classmethod
+    def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
+        """Read and check the request."""
+        volume_id = checks.volume_id(wire.volume_id)
+        target_path = checks.path("target_path", wire.target_path)
+        capability = _capability(wire)
+        return cls(
+            volume_id=volume_id,
+            staging_path=checks.path("staging_target_path", wire.staging_target_path),
+            target_path=target_path,
+            capability=capability,
+            parameters=Parameters.from_context(wire.volume_context),
+            read_only=wire.readonly or capability.read_only,
+            keys=keys_of(wire.secrets),
+        )
+
+
+@dataclass(frozen=True)
+class PublishInline:
+    """NodePublishVolume of a volume that lives as long as its pod: no CreateVolume came before."""
+
+    volume_id: str
+    target_path: str
+    capability: Capability
+    parameters: Parameters
+    size_bytes: int
+    keys: Keys = secret.NONE
+
+    @staticmethod
+    def is_meant(wire: csi.NodePublishVolumeRequest) -> bool:
+        """Whether kubelet says that the volume is an inline one."""
+        told = wire.volume_context.get(keys.EPHEMERAL, "false")
+        if told not in {"true", "false"}:
+            raise errors.NotAllowed(f"volume_context[{keys.EPHEMERAL}]", told, ("true", "false"))
+        return told == "true"
+
+    @classmethod
+    def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
+        """Read and check the request. A read-only one has the mode that allows no writer."""
+        checks.name("volume_id", wire.volume_id)
+        if VolumeId.parse(wire.volume_id) is not None:
+            raise errors.BadField("volume_id", "is one that CreateVolume gave, not an inline one")
+        target_path = checks.path("target_path", wire.target_path)
+        capability = _capability(wire)
+        if capability.is_block:
+            raise errors.BadField("volume_capability", "an inline volume is mounted, never block")
+        if wire.readonly:
+            capability = replace(capability, mode=READER_ONLY)
+        parameters, size = Parameters.from_pod(wire.volume_context)
+        size_bytes = checks.number(f"volume_context[{keys.SIZE}]", size, _size) if size else 0
+        own = keys_of(wire.secrets)
+        return cls(wire.volume_id, target_path, capability, parameters, size_bytes, own)
+
+
+@dataclass(frozen=True)
+class VolumeAt:
+    """A volume and the path where it is staged or published."""
+
+    volume_id: str
+    path: str
+
+    @classmethod
+    def from_unstage(cls, wire: csi.NodeUnstageVolumeRequest) -> Self:
+        """Read and check NodeUnstageVolume."""
+        path = checks.path("staging_target_path", wire.staging_target_path)
+        return cls(checks.volume_id(wire.volume_id), path)
+
+    @classmethod
+    def from_unpublish(cls, wire: csi.NodeUnpublishVolumeRequest) -> Self:
+        """Read and check NodeUnpublishVolume."""
+        return cls(checks.volume_id(wire.volume_id), checks.path("target_path", wire.target_path))
+
+    @classmethod
+    def from_volume_path(
+        cls, wire: csi.NodeGetVolumeStatsRequest | csi.NodeExpandVolumeRequest
+    ) -> Self:
+        """Read NodeGetVolumeStats, or where NodeExpandVolume finds the volume.
+
+        The path is only looked for: one that cannot be a mount's is one where no volume is.
+        """
+        if not wire.volume_path:
+            raise errors.Missing("volume_path")
+        return cls(checks.volume_id(wire.volume_id), wire.volume_path)
+
+
+@dataclass(frozen=True)
+class HealthAt:
+    """NodeGetVolumeHealth: a volume, and where it is or should have been staged and published."""
+
+    volume_id: str
+    paths: tuple[str, ...] = ()
+
+    @classmethod
+    def from_proto(cls, wire: csi.NodeGetVolumeHealthRequest) -> Self:
+        """Read and check the request; both paths are optional."""
+        fields = ("volume_publish_path", "staging_target_path")
+        told = ((one, getattr(wire, one)) for one in fields)
+        paths = tuple(checks.path(field, path) for field, path in told if path)
+        return cls(checks.volume_id(wire.volume_id), paths)
+
+
+def keys_of(secrets: Mapping[str, str]) -> Keys:
+    """The keys that a call brings; other secrets are none of Carver's. Raises BadField.
+
+    Each look into the map makes a new text, which is overwritten at once.
+    """
+    present, previous = (
+        secret.of_text(f"secrets[{name}]", secrets[name]) if name in secrets else None
+        for name in (keys.PASSPHRASE, keys.PREVIOUS_PASSPHRASE)
+    )
+    made = Keys(present, previous, secrets.get(keys.GENERATION, ""))
+    try:
+        _check_generation(made)
+    except errors.BadField:
+        with made.used():
+            raise
+    return made
+
+
+def _check_generation(told: Keys) -> None:
+    """Raise BadField for a name of a key that cannot be kept, or is the key itself."""
+    field = f"secrets[{keys.GENERATION}]"
+    if told.generation and not _GENERATION.fullmatch(told.generation):
+        raise errors.BadField(
+            field,
+            "must be 1 to 63 letters, digits, '.', '_' and '-', and begin with no sign",
+        )
+    name = told.generation.encode()
+    if any(one is not None and one.data == name for one in (told.present, told.previous)):
+        raise errors.BadField(field, "is the key itself, and is kept in the clear; give it a name")
+
+
+def _capability(wire: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest) -> Capability:
+    if not wire.HasField("volume_capability"):
+        raise errors.Missing("volume_capability")
+    return Capability.from_proto(wire.volume_capability)
+
+
+def _size(text: str) -> int:
+    size_bytes = values.parse_size(text)
+    if size_bytes == 0:
+        raise ValueError("must be larger than 0")
+    return size_bytes

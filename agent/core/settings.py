@@ -1,0 +1,332 @@
+"""The settings: from the file, variables and flags into one record; the groups to be made."""
+
+import argparse
+import socket
+import tomllib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent.core import classes, errors, ids, values
+from agent.core.classes import DeviceClass
+from agent.core.values import HALF, Address
+from lvm.layout import NO_RESERVE, Reserve
+from mount.filesystem import OLDEST_KERNEL
+
+
+@dataclass(frozen=True)
+class BackingFile:
+    """A sparse file that a loop device turns into the one disk of a group.
+
+    Without a size it is made half as large as what is free in its file system.
+    """
+
+    path: Path
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class GroupDefinition:
+    """What a group is made of where it is not there yet: block devices, or a file.
+
+    Those of its devices that are `fast` are for caches, whether or not Carver made the group.
+    """
+
+    group: str
+    devices: tuple[str, ...] = ()
+    file: BackingFile | None = None
+    fast: tuple[str, ...] = ()
+
+
+GROUP_KEYS: Mapping[str, Callable[[Any], Any]] = {
+    "name": values.parse_lvm_name,
+    "devices": values.parse_device_names,
+    "fast": values.parse_device_names,
+    "file": values.parse_absolute_path,
+    "file_size": values.parse_file_size,
+}
+
+
+def parse_groups(
+    source: str, listed: object, classes: Sequence[DeviceClass]
+) -> tuple[GroupDefinition, ...]:
+    """The tables [[groups]], each of a group that some class uses; raises BadConfig."""
+    used = {one.group for one in classes}
+    found: list[GroupDefinition] = []
+    places: set[str] = set()
+    for where, table in values.read(source, "groups", listed, GROUP_KEYS, ("name",)):
+        one = _foundation(source, where, table)
+        if one.group not in used:
+            raise errors.BadConfig(source, f"{where}.name", f"no class uses the group {one.group}")
+        if one.group in {other.group for other in found}:
+            raise errors.BadConfig(source, f"{where}.name", f"{one.group} is listed twice")
+        for place in (str(one.file.path),) if one.file else one.devices:
+            if place in places:
+                raise errors.BadConfig(source, where, f"{place} is listed twice")
+            places.add(place)
+        found.append(one)
+    return tuple(found)
+
+
+def _foundation(source: str, where: str, table: Mapping[str, Any]) -> GroupDefinition:
+    devices, file = table.get("devices", ()), table.get("file")
+    if bool(devices) == bool(file):
+        raise errors.BadConfig(source, where, "has either devices or a file")
+    if file is None and "file_size" in table:
+        raise errors.BadConfig(source, f"{where}.file_size", "is for a group on a file")
+    fast = table.get("fast", ())
+    if not set(fast) <= set(devices):
+        raise errors.BadConfig(source, f"{where}.fast", "are some of the group's `devices`")
+    backing = BackingFile(file, table.get("file_size")) if file else None
+    return GroupDefinition(table["name"], tuple(devices), backing, tuple(fast))
+
+
+DRIVER_NAME = "lvm.csi.carver"
+TOPOLOGY_KEY = f"topology.{DRIVER_NAME}/node"
+DEFAULT_FILE = Path("/etc/carver/config.toml")
+KUBELET_DIRECTORY = Path("/var/lib/kubelet")
+DEFAULT_SOCKET = KUBELET_DIRECTORY / "plugins" / DRIVER_NAME / "csi.sock"
+REGISTRY = KUBELET_DIRECTORY / "plugins_registry"
+EMBEDDED_FILE = Path("/var/lib/carver/carver.img")
+EMBEDDED_CLASS = DeviceClass(name="default", group="carver", default=True)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing that can be set in the file, by a variable or by a flag."""
+
+    parse: Callable[[Any], Any]
+    default: Callable[[], Any]
+    help: str
+
+
+SETTINGS: Mapping[str, Setting] = {
+    "node_id": Setting(
+        values.parse_node_id, socket.gethostname, "this node's name, as the cluster knows it"
+    ),
+    "driver_name": Setting(
+        values.parse_driver_name,
+        lambda: DRIVER_NAME,
+        "the name by which the cluster knows this driver; another one for a second Carver",
+    ),
+    "endpoint": Setting(
+        values.parse_absolute_path, lambda: DEFAULT_SOCKET, "the unix socket to serve"
+    ),
+    "registration": Setting(
+        values.choice("self", "none"),
+        lambda: "self",
+        "who registers Carver with kubelet; none: nobody, or a node-driver-registrar",
+    ),
+    "registration_directory": Setting(
+        values.parse_absolute_path, lambda: REGISTRY, "where kubelet looks for sockets of plugins"
+    ),
+    "kubelet_dir": Setting(
+        values.parse_paths,
+        lambda: (str(KUBELET_DIRECTORY),),
+        "where volumes may be staged and published; /: anywhere",
+    ),
+    "metrics_address": Setting(
+        values.parse_address,
+        lambda: "",
+        "serve /metrics, /healthz and /readyz there, such as 127.0.0.1:9898; empty: nowhere",
+    ),
+    "health_address": Setting(
+        values.parse_address,
+        lambda: "",
+        "serve /healthz and /readyz there too, without metrics; empty: only where the metrics are",
+    ),
+    "log_format": Setting(values.choice("text", "json"), lambda: "text", "text or json"),
+    "log_level": Setting(
+        values.choice("debug", "info", "warning", "error"),
+        lambda: "info",
+        "the least that is logged",
+    ),
+    "controller_expand": Setting(
+        values.parse_flag,
+        lambda: True,
+        "advertise the controller's EXPAND_VOLUME; false in a cluster, where NodeExpandVolume"
+        " grows the volume on its node",
+    ),
+    "max_volumes_per_node": Setting(
+        values.parse_count, lambda: 0, "volumes on this node; 0: no limit"
+    ),
+    "inline_volume_limit": Setting(
+        values.parse_size, lambda: "10GiB", "how large an inline volume may be; 0: no limit"
+    ),
+    "inline_total_limit": Setting(
+        values.parse_reserve,
+        lambda: "50%",
+        "how large a node's inline volumes may be together: a size, or a part of all groups;"
+        " 0: no limit",
+    ),
+    "lvm": Setting(
+        values.choice("direct", "host"), lambda: "direct", "where lvm2 is; host: through nsenter"
+    ),
+    "lvm_session": Setting(
+        values.parse_flag,
+        lambda: True,
+        "keep a shell of lvm2's open for each group; false: a process for each command",
+    ),
+    "devices": Setting(
+        lambda value: values.parse_device_names(value) if value else (),
+        lambda: (),
+        "confine lvm2 to these block devices; empty: to each group's own disks",
+    ),
+    "wipe": Setting(
+        values.choice("zero", "none"), lambda: "zero", "what is done to a deleted volume's blocks"
+    ),
+    "oldest_kernel": Setting(
+        values.parse_kernel,
+        lambda: "4.18",
+        "the oldest Linux that must be able to mount new file systems, such as 5.10",
+    ),
+    "header_backups": Setting(
+        lambda value: values.parse_absolute_path(value) if value else None,
+        lambda: "",
+        "the directory for copies of the headers of encrypted volumes; empty: none are kept",
+    ),
+    "kubeconfig": Setting(
+        lambda value: values.parse_absolute_path(value) if value else None,
+        lambda: "",
+        "the cluster that `carver orphans` asks what is needed; empty: the one whose pod it is",
+    ),
+    "orphan_interval_seconds": Setting(
+        values.parse_period,
+        lambda: 0,
+        "how often the service looks for orphans, and measures them; 0: never",
+    ),
+    "orphan_grace_seconds": Setting(
+        values.parse_grace,
+        lambda: 3600,
+        "how long something must be an orphan before it counts as one; 60 or more",
+    ),
+    "file": Setting(
+        values.parse_absolute_path,
+        lambda: EMBEDDED_FILE,
+        "the sparse file that holds the group where no class is configured",
+    ),
+    "file_size": Setting(
+        values.parse_file_size,
+        lambda: HALF,
+        f"the file's size when it is made, such as 100GiB; {HALF}: of what is free beside it",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that an operator decides. `foundations` are those of the groups that Carver makes."""
+
+    node_id: str
+    endpoint: Path
+    kubelet_dir: tuple[str, ...]
+    log_format: str
+    log_level: str
+    controller_expand: bool
+    max_volumes_per_node: int
+    lvm: str
+    lvm_session: bool
+    devices: tuple[str, ...]
+    wipe: str
+    classes: tuple[DeviceClass, ...]
+    definitions: tuple[GroupDefinition, ...] = ()
+    registration: str = "none"
+    registration_directory: Path = REGISTRY
+    metrics_address: Address | None = None
+    inline_volume_limit: int = 0
+    inline_total_limit: Reserve = NO_RESERVE
+    health_address: Address | None = None
+    driver_name: str = DRIVER_NAME
+    oldest_kernel: tuple[int, int] = OLDEST_KERNEL
+    header_backups: Path | None = None
+    kubeconfig: Path | None = None
+    orphan_interval_seconds: int = 0
+    orphan_grace_seconds: int = 3600
+
+    def device_class(self, name: str) -> DeviceClass | None:
+        """The class of that name, or the default one for an empty name."""
+        for one in self.classes:
+            if one.name == name or (not name and one.default):
+                return one
+        return None
+
+    @property
+    def here(self) -> dict[str, str]:
+        """The segments of this node's topology."""
+        return {self.topology_key: ids.node_segment(self.node_id)}
+
+    @property
+    def topology_key(self) -> str:
+        """The label by which the cluster tells the nodes of this driver apart."""
+        return f"topology.{self.driver_name}/node"
+
+    @property
+    def lvm_root(self) -> Path:
+        """lvm2's own root directory: the host's is reached through its first process."""
+        return Path("/proc/1/root" if self.lvm == "host" else "/")
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """The groups of all classes, each once, in the classes' order."""
+        return tuple(dict.fromkeys(one.group for one in self.classes))
+
+
+def add_arguments(parser: argparse.ArgumentParser, keys: Iterable[str] = tuple(SETTINGS)) -> None:
+    """Give a parser the flags that `load` reads, or those of some settings."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help=f"default: {DEFAULT_FILE}")
+    for key in keys:
+        flag = f"--{key.replace('_', '-')}"
+        parser.add_argument(flag, metavar=key.upper(), help=SETTINGS[key].help)
+
+
+def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Config:
+    """The checked configuration; raises BadConfig, which names the source and the key."""
+    file = arguments.config or Path(environment.get("CARVER_CONFIG", DEFAULT_FILE))
+    optional = file == DEFAULT_FILE
+    table = _read(file, optional=optional)
+    given = classes.parse(str(file), table.pop("classes", []))
+    device_classes = given or (EMBEDDED_CLASS,)
+    definitions = parse_groups(str(file), table.pop("groups", []), device_classes)
+    for key in table:
+        if key not in SETTINGS:
+            allowed = ", ".join([*SETTINGS, "classes", "groups"])
+            raise errors.BadConfig(str(file), key, f"is not a setting; allowed: {allowed}")
+    found = {
+        key: _value(key, setting, arguments, environment, file, table)
+        for key, setting in SETTINGS.items()
+    }
+    embedded = BackingFile(found.pop("file"), found.pop("file_size"))
+    if not given and not definitions:
+        definitions = (GroupDefinition(EMBEDDED_CLASS.group, file=embedded),)
+    return Config(**found, classes=device_classes, definitions=definitions)
+
+
+def _read(file: Path, *, optional: bool) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise errors.BadConfig(str(file), "file", "does not exist") from None
+    except (OSError, ValueError) as error:
+        raise errors.BadConfig(str(file), "file", f"cannot be read: {error}") from None
+
+
+def _value(
+    key: str,
+    setting: Setting,
+    arguments: argparse.Namespace,
+    environment: Mapping[str, str],
+    file: Path,
+    table: Mapping[str, Any],
+) -> Any:
+    flag, variable = f"--{key.replace('_', '-')}", f"CARVER_{key.upper()}"
+    for source, raw in (
+        (flag, getattr(arguments, key, None)),
+        (variable, environment.get(variable)),
+        (str(file), table.get(key)),
+    ):
+        if raw is not None:
+            return values.checked(source, key, setting.parse, raw)
+    return values.checked("default", key, setting.parse, setting.default())

@@ -1,0 +1,275 @@
+"""Sizes, counts, addresses, names and tables of the configuration: read from text, or refused."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from agent.core import errors
+from lvm import layout, names, thin, tuning
+from lvm.layout import NO_RESERVE, Reserve
+
+HALF = "half"
+# RFC 1123, and so a node of Kubernetes; CSI spec, NodeGetInfoResponse: at most 256 bytes.
+_MAXIMUM_NODE_ID = 253
+# CSI spec, GetPluginInfoResponse: a domain name of at most 63 characters.
+_MAXIMUM_DRIVER_NAME = 63
+_MAXIMUM_PORT = 65535
+# Less would make of a look a load, and of a grace none.
+_SHORTEST_SECONDS = 60
+_UNITS: Mapping[str, int] = {"": 1} | {
+    f"{letter}{suffix}": base**power
+    for power, letter in enumerate("KMGTPE", start=1)
+    for suffix, base in (("", 1024), ("i", 1024), ("iB", 1024), ("B", 1000))
+}
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to listen; an empty host is every address of the node's."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_size(value: object) -> int:
+    """Bytes, from a number or from a text such as `512MiB`, `10G` (1024) or `2TB` (1000)."""
+    match = re.fullmatch(r"(\d+)\s*([A-Za-z]*)", str(value).strip())
+    if match is None or match[2] not in _UNITS:
+        raise ValueError("a size is a number of bytes, or such as 512MiB, 10GiB or 2TB")
+    unit: int = _UNITS[match[2]]
+    return int(match[1]) * unit
+
+
+def parse_file_size(value: object) -> int | None:
+    """Bytes; None for `half`, of what is free where the file is."""
+    if value == HALF:
+        return None
+    if (size := parse_size(value)) == 0:
+        raise ValueError("must be larger than 0")
+    return size
+
+
+def parse_count(value: object) -> int:
+    """A whole number, from a number or a text."""
+    if isinstance(value, bool) or not re.fullmatch(r"\d+", str(value)):
+        raise ValueError("a whole number, 0 or more")
+    return int(str(value))
+
+
+def parse_kernel(value: object) -> tuple[int, int]:
+    """A version of Linux, as major and minor number."""
+    if not (match := re.fullmatch(r"(\d{1,3})\.(\d{1,4})", str(value))):
+        raise ValueError('a version of Linux as text, such as "5.10"')
+    return int(match[1]), int(match[2])
+
+
+def parse_period(value: object) -> int:
+    """Seconds between two deeds that cost something; 0 for none at all."""
+    seconds = parse_count(value)
+    if 0 < seconds < _SHORTEST_SECONDS:
+        raise ValueError(f"0, or {_SHORTEST_SECONDS} seconds or more")
+    return seconds
+
+
+def parse_grace(value: object) -> int:
+    """Seconds for which something must last; never none."""
+    seconds = parse_count(value)
+    if seconds < _SHORTEST_SECONDS:
+        raise ValueError(f"{_SHORTEST_SECONDS} seconds or more")
+    return seconds
+
+
+def parse_flag(value: object) -> bool:
+    """True or false, from either or from a text."""
+    known = {"true": True, "false": False}
+    if str(value).lower() not in known:
+        raise ValueError("true or false")
+    return known[str(value).lower()]
+
+
+def choice(*allowed: str) -> Callable[[object], str]:
+    """What reads one of a few texts."""
+
+    def parse(value: object) -> str:
+        if value not in allowed:
+            raise ValueError(f"one of {', '.join(allowed)}")
+        return str(value)
+
+    return parse
+
+
+def parse_absolute_path(value: object) -> Path:
+    """A path that begins at the root, with or without `unix://` before it."""
+    path = Path(str(value).removeprefix("unix://"))
+    if not path.is_absolute() or "\0" in str(value):
+        raise ValueError("an absolute path")
+    return path
+
+
+def parse_paths(value: object) -> tuple[str, ...]:
+    """Absolute paths, at least one."""
+    found = tuple(str(parse_absolute_path(one)) for one in parse_words(value))
+    if not found:
+        raise ValueError("one absolute path or several")
+    return found
+
+
+def parse_device_names(value: object) -> tuple[str, ...]:
+    """Absolute paths that lvm2 can be given in one list."""
+    found = parse_paths(value)
+    if any(re.search(r"[\s,]", one) for one in found):
+        raise ValueError("absolute paths without blanks and commas")
+    return found
+
+
+def parse_address(value: object) -> Address | None:
+    """Where to listen; None for an empty text."""
+    match = re.fullmatch(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9.-]*):(\d{1,5})", str(value))
+    if not str(value):
+        return None
+    if match is None or int(match[2]) > _MAXIMUM_PORT:
+        raise ValueError("an address and a port, such as 127.0.0.1:9898, [::1]:9898 or :9898")
+    return Address(match[1].strip("[]"), int(match[2]))
+
+
+def parse_node_id(value: object) -> str:
+    """A name as a node of a cluster may have it."""
+    text = str(value)
+    if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text):
+        raise ValueError("letters, digits, dots, dashes and underscores, as in a host name")
+    if len(text) > _MAXIMUM_NODE_ID:
+        raise ValueError(f"at most {_MAXIMUM_NODE_ID} characters")
+    return text
+
+
+def parse_driver_name(value: object) -> str:
+    """A name as a CSI driver may have it."""
+    text = str(value)
+    if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", text):
+        raise ValueError("lower-case letters, digits, dots and dashes, as in a domain name")
+    if len(text) > _MAXIMUM_DRIVER_NAME:
+        raise ValueError(f"at most {_MAXIMUM_DRIVER_NAME} characters")
+    return text
+
+
+def parse_words(value: object) -> tuple[str, ...]:
+    """Texts, from a list or from one text, parted at blanks and commas."""
+    if isinstance(value, str):
+        return tuple(filter(None, re.split(r"[,\s]+", value)))
+    if isinstance(value, list) and all(isinstance(one, str) for one in value):
+        return tuple(value)
+    raise ValueError("a list of texts")
+
+
+def parse_lvm_name(value: object) -> str:
+    """A name as a volume group may have it."""
+    text = str(value)
+    if not re.fullmatch(r"[A-Za-z0-9_+.][A-Za-z0-9_+.-]*", text) or text in {".", ".."}:
+        raise ValueError("a name as lvm(8) allows it: letters, digits and _ + . -")
+    if len(names.escaped(text)) > names.MAXIMUM_ESCAPED_GROUP_LENGTH:
+        raise ValueError(
+            f"at most {names.MAXIMUM_ESCAPED_GROUP_LENGTH} characters, where a dash counts twice"
+        )
+    return text
+
+
+def parse_reserve(value: object) -> Reserve:
+    """A size, or a percentage of the group."""
+    percent = layout.parse_percent(str(value))
+    return Reserve(size_bytes=parse_size(value)) if percent is None else Reserve(percent=percent)
+
+
+def parse_part(value: object) -> Reserve:
+    """A size, or a part of the volume that it is for, such as `20%`: a snapshot's, a cache's."""
+    size = parse_reserve(value)
+    if size == NO_RESERVE:
+        raise ValueError("must be larger than 0")
+    return size
+
+
+def parse_read_ahead(value: object) -> int | Literal["auto"]:
+    """Bytes that are read ahead, 0 for none, or `auto`: as the kernel chooses."""
+    if value == tuning.AUTO:
+        return tuning.AUTO
+    try:
+        size = parse_size(value)
+    except ValueError as error:
+        raise ValueError(f"{tuning.AUTO}, 0 for none, or a size: {error}") from None
+    unit, most = tuning.READ_AHEAD_UNIT_BYTES, tuning.MOST_READ_AHEAD_BYTES
+    if size > most or size % unit:
+        raise ValueError(f"{tuning.AUTO}, or 0 to {most >> 30}GiB in steps of {unit >> 10}KiB")
+    return size
+
+
+def parse_rate(value: object) -> int:
+    """KiB a second, from a size; 0 for no limit."""
+    size = parse_size(value)
+    if size > tuning.MOST_RECOVERY_KIB << 10 or size % 1024:
+        raise ValueError(f"whole KiB a second, up to {tuning.MOST_RECOVERY_KIB}KiB; 0 for no limit")
+    return size >> 10
+
+
+def parse_percent(value: object) -> float:
+    """A percentage above 0."""
+    percent = layout.parse_percent(str(value).removesuffix("%") + "%")
+    if not percent:
+        raise ValueError("a percentage above 0 and up to 100, such as 70")
+    return percent
+
+
+def parse_ratio(value: object) -> float:
+    """How much more may be promised than is there, 1 for no more."""
+    if isinstance(value, bool) or not re.fullmatch(r"\d+(\.\d+)?", str(value)):
+        raise ValueError("a number of 1 or more, such as 1.5")
+    if float(str(value)) < 1:
+        raise ValueError("1 or more: what volumes may hold together, as a multiple of the pool")
+    return float(str(value))
+
+
+def parse_chunk_size(value: object) -> int:
+    """Bytes, as a thin pool's chunks may have."""
+    size = parse_size(value)
+    least, most = thin.LEAST_CHUNK_BYTES, thin.MOST_CHUNK_BYTES
+    if not least <= size <= most or size & (size - 1):
+        raise ValueError("a power of two from 64KiB to 1GiB")
+    return size
+
+
+def checked(source: str, key: str, parse: Callable[[Any], Any], raw: object) -> Any:
+    """A value as `parse` reads it; raises BadConfig where that refuses it with a ValueError."""
+    try:
+        return parse(raw if not isinstance(raw, tuple) else list(raw))
+    except ValueError as error:
+        raise errors.BadConfig(source, key, f"{raw!r} is not allowed: {error}") from None
+
+
+def read(
+    source: str,
+    name: str,
+    tables: object,
+    keys: Mapping[str, Callable[[Any], Any]],
+    required: Sequence[str],
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The tables of a list such as [[classes]], checked key by key, each with where it stands."""
+    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        raise errors.BadConfig(source, name, f"is a list of tables: [[{name}]]")
+    for index, table in enumerate(tables):
+        where = f"{name}[{index}]"
+        for key in table:
+            if key not in keys:
+                allowed = ", ".join(keys)
+                raise errors.BadConfig(
+                    source, f"{where}.{key}", f"is not a key; allowed: {allowed}"
+                )
+        for key in required:
+            if key not in table:
+                raise errors.BadConfig(source, f"{where}.{key}", "is required")
+        yield (
+            where,
+            {key: checked(source, f"{where}.{key}", keys[key], raw) for key, raw in table.items()},
+        )

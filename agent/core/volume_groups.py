@@ -1,0 +1,264 @@
+"""The engines of this node, by the names of their groups, and what spans several of them."""
+
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+
+from agent.core import locks
+from agent.core.background import side_by_side
+from agent.core.disks import names_of
+from agent.core.volume_group import VolumeGroup
+from lvm import blockdevices, command, lvm2
+from lvm import errors as lvm_errors
+from lvm.devices import Devices
+from lvm.disks import PATIENCE_SECONDS, Disks, Found
+from lvm.labels import Kind, PhysicalLabel
+from lvm.lvm2 import Lvm
+from lvm.session import Session
+
+# How long a service that ends waits for what its groups have put off, and for lvm2's shells.
+_STOPPING_SECONDS = 6.0
+_CLOSING_SECONDS = 5.0
+
+
+class Turns:
+    """The turns at groups that are held: each given back at the end, unless it is kept longer."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, ExitStack] = {}
+        self._kept: defaultdict[str, list[Future[None]]] = defaultdict(list)
+
+    def take(self, volume_group: VolumeGroup) -> None:
+        """Be the one whose turn it is at a group. Raises GroupBusy."""
+        turn = self._of[volume_group.name] = ExitStack()
+        # Called when the turn is over.
+        turn.callback(volume_group.wake)
+        turn.enter_context(volume_group.queue.turn())
+
+    def enter(self, group: str, inside: AbstractContextManager[None]) -> None:
+        """Enter what ends with the turn at a group."""
+        self._of[group].enter_context(inside)
+
+    def keep(self, group: str, until: Future[None]) -> None:
+        """Give the turn at a group back only when that is done: nothing is changed beside it."""
+        self._kept[group].append(until)
+
+    def end(self) -> None:
+        """Give them back, those that are kept when it is time: nobody waits for that here."""
+        for group, turn in reversed(self._of.items()):
+            _when_done(self._kept[group], turn)
+
+
+class VolumeGroups:
+    """One for each group that the configuration names, and for others that ids name.
+
+    `session` makes the `Run` by which an engine talks to lvm2. `listed` has the devices of a group
+    that Carver makes.
+    """
+
+    def __init__(
+        self,
+        node: Lvm,
+        disks: Disks,
+        devices: Devices,
+        names: Sequence[str],
+        session: Callable[[str], Session] | None = None,
+        listed: Callable[[str], Sequence[str]] = lambda _name: (),
+    ) -> None:
+        self.names = tuple(names)
+        self.node = node
+        self._disks = disks
+        self._devices = devices
+        self._session = session
+        self._listed = listed
+        self._guard = threading.Lock()
+        self._volume_groups: dict[str, VolumeGroup] = {}
+        self._sessions: list[Session] = []
+        for one in self.names:
+            self._add(one)
+
+    def __iter__(self) -> Iterator[VolumeGroup]:
+        """Those of the configuration's groups."""
+        return (self._volume_groups[one] for one in self.names)
+
+    def of(self, name: str) -> VolumeGroup | None:
+        """The engine of a group; None where no disk on this node tells of such a group.
+
+        An id may name a group that no class names any more.
+        """
+        found = self._volume_groups.get(name)
+        if found is None and self.has(name):
+            with self._guard:
+                found = self._volume_groups.get(name) or self._add(name)
+        return found
+
+    def known(self, name: str) -> VolumeGroup | None:
+        """The same, without a look at any disk: None also where nobody asked for it yet."""
+        return self._volume_groups.get(name)
+
+    def has(self, name: str) -> bool:
+        """Whether a group of that name is on this node, also one that no class names."""
+        return name in names_of(self.scan())
+
+    def lvm(self, name: str) -> Lvm:
+        """lvm2 for one group; it sees no disk where the group is not here."""
+        found = self.of(name)
+        return found.lvm if found is not None else self.node
+
+    def lvm_with(self, name: str, disk: str) -> Lvm:
+        """The same, which sees a disk more: one that is to become the group's.
+
+        Where the node lists the disks that lvm2 may use, it is lvm2 as it is on the node, which
+        puts the disk on the list.
+        """
+        found = self.of(name)
+        is_listed = self.node.root is not None and lvm2.listed_disks(self.node.root) is not None
+        return self.node if found is None or is_listed else found.lvm_with(disk)
+
+    def allows(self, disk: str) -> bool:
+        """Whether lvm2 may see a disk, by the configuration, or where it is silent by lvm.conf.
+
+        A disk that a filter rejects would be a group's, and missing from it at the next look.
+        """
+        path = os.path.realpath(disk)
+        if allowed := {os.path.realpath(one) for one in self.node.devices}:
+            return path in allowed
+        root = self.node.root
+        accepts = None
+        if root is not None and lvm2.listed_disks(root) is None:
+            accepts = blockdevices.read(root)
+        return accepts is None or accepts(path) or path in self._every_listed()
+
+    @contextmanager
+    def hold(self, *names: str) -> Iterator[Turns]:
+        """Hold groups, after any other call that does; all take them in the same order.
+
+        Raises GroupBusy, TooManyCalls, Starting.
+        """
+        locks.enter(*names)
+        found = [self.of(one) for one in sorted(set(names))]
+        turns = Turns()
+        try:
+            for one in found:
+                if one is not None:
+                    turns.take(one)
+            yield turns
+        finally:
+            turns.end()
+
+    def scan(self) -> Mapping[str, Found]:
+        """What the disks say of themselves that lvm2 may see on this node."""
+        # A disk that does not answer, perhaps another group's, leaves time for the rest.
+        remaining = command.remaining_seconds()
+        patience = PATIENCE_SECONDS if remaining is None else min(PATIENCE_SECONDS, remaining / 2)
+        paths = {os.path.realpath(one) for one in self.node.devices}
+        found = self._disks.scan(patience, paths)
+        if paths:
+            return {path: _trusted(one, Kind.LOCAL) for path, one in found.items()}
+        root = self.node.root
+        if root is None:
+            return found
+        if (listed := lvm2.listed_disks(root)) is not None:
+            # lvm2 heeds no filter then. A copy has the UUID that the file lists, too.
+            every = {p: one for p, one in found.items() if _is_listed(one, listed)}
+            return {p: _trusted(one, Kind.ATTACHED) for p, one in every.items()}
+        if (accepts := blockdevices.read(root)) is None:
+            return found
+        own = self._every_listed()
+        return {p: one for p, one in found.items() if p in own or accepts(p)}
+
+    def _every_listed(self) -> frozenset[str]:
+        """The disks that the operator named for any group: no filter keeps these from Carver."""
+        return frozenset[str]().union(*map(self.listed, self.names))
+
+    def listed(self, name: str) -> frozenset[str]:
+        """The disks that the operator named for a group, by their own paths."""
+        return frozenset(os.path.realpath(one) for one in self._listed(name))
+
+    def promise(self, group: str, name: str, facts: Mapping[str, str]) -> None:
+        """Have a volume bear facts as tags, soon (`Engine.promise`)."""
+        if (volume_group := self.of(group)) is None:
+            raise lvm_errors.GroupMissing(group)
+        volume_group.promise(name, facts)
+
+    def settle(self) -> None:
+        """Do what was put off, and would be done soon (`Engine.settle`)."""
+        for one in list(self._volume_groups.values()):
+            one.settle()
+
+    def catch_up(self) -> None:
+        """Begin what was put off and has no thread (`Engine.catch_up`)."""
+        for one in list(self._volume_groups.values()):
+            one.catch_up()
+
+    def outdate(self, written: str | None = None) -> None:
+        """A disk came or went, or may have; `written`: this one is there, and has other contents.
+
+        What is written to a disk of a group's own the group sees by itself, at the next look.
+        """
+        every = list(self._volume_groups.values())
+        if written is not None and any(one.has(written) for one in every):
+            return
+        for one in every:
+            one.outdate()
+
+    def stop(self) -> None:
+        """Have done what was put off, in each group that lets that be done soon."""
+        works = {
+            f"volume group {name}": one.stop for name, one in list(self._volume_groups.items())
+        }
+        side_by_side(works, _STOPPING_SECONDS)
+
+    def rest(self) -> None:
+        """Have sessions with lvm2 that did much, and do nothing now, give their memory back."""
+        for one in list(self._sessions):
+            one.rest()
+
+    def close(self) -> None:
+        """End the sessions with lvm2; what does not end soon is left to end by itself."""
+        works = {f"lvm2's shell {number}": one.close for number, one in enumerate(self._sessions)}
+        side_by_side(works, _CLOSING_SECONDS)
+
+    def _add(self, name: str) -> VolumeGroup:
+        run, renew = self.node.run, None
+        if self._session is not None:
+            session = self._session(name)
+            self._sessions.append(session)
+            run, renew = session, session.renew
+        made = VolumeGroup(
+            name,
+            self.node,
+            run,
+            self._disks,
+            self._devices,
+            self.scan,
+            renew,
+            partial(self.listed, name),
+        )
+        self._volume_groups[name] = made
+        return made
+
+
+def _when_done(awaited: Sequence[Future[None]], turn: ExitStack) -> None:
+    """End a turn once all of these are done."""
+    if awaited:
+        awaited[0].add_done_callback(lambda _: _when_done(awaited[1:], turn))
+    else:
+        turn.close()
+
+
+def _trusted(found: Found, kind: Kind) -> Found:
+    """A disk that the operator allowed: of that kind at least."""
+    if not isinstance(found, PhysicalLabel):
+        return found
+    return replace(found, kind=min(found.kind, kind))
+
+
+def _is_listed(found: Found, listed: frozenset[str]) -> bool:
+    """Whether a disk is one of those in the node's devices file (lvmdevices(8)), or may be."""
+    return not isinstance(found, PhysicalLabel) or found.uuid.replace("-", "") in listed

@@ -1,0 +1,197 @@
+"""Registration with kubelet: the socket that kubelet finds Carver by, and what it answered.
+
+Kubelet is the client. It watches a directory for sockets, also for those that are there when it
+starts, asks each one's GetInfo, calls NodeGetInfo at the endpoint that it was told, and says with
+NotifyRegistrationStatus what became of it. A socket that goes is a plugin that goes
+(kubernetes/pkg/kubelet/pluginmanager). So all there is to do is to keep the socket there.
+"""
+
+import logging
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from enum import StrEnum
+from pathlib import Path
+
+import grpc
+
+from agent.core import errors, sockets
+from agent.core.settings import DRIVER_NAME
+from proto import pluginregistration_pb2 as kubelet
+from proto import pluginregistration_pb2_grpc
+
+_log = logging.getLogger(__name__)
+
+# Not CSI's version, but that of kubelet's contract with CSI drivers: it knows 1.x and 0.x, and
+# refuses a driver that comes back with a lower one. A constant is never lower.
+_SUPPORTED_VERSIONS = ("1.0.0",)
+# Kubelet waits one second for GetInfo, so these calls do not queue behind those of CSI.
+_THREADS = 2
+_LONGEST_RETRY_SECONDS = 300.0
+
+
+class State(StrEnum):
+    """How far the registration is."""
+
+    # There is no directory of kubelet's on this node, or registration is left to a sidecar.
+    OFF = "off"
+    # Another process, such as a node-driver-registrar, serves the socket.
+    TAKEN = "taken"
+    # The socket is served under its name; kubelet has not answered yet.
+    WAITING = "waiting"
+    REGISTERED = "registered"
+    REFUSED = "refused"
+
+
+class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
+    """Keeps Carver registered, from `start` to `stop`, whatever kubelet does meanwhile."""
+
+    def __init__(
+        self,
+        directory: Path,
+        endpoint: Path,
+        *,
+        driver_name: str = DRIVER_NAME,
+        interval_seconds: float = 1.0,
+        retry_seconds: float = 10.0,
+    ) -> None:
+        self.state = State.OFF
+        self._directory = directory
+        self._endpoint = endpoint
+        self._name = driver_name
+        self.socket = directory / f"{driver_name}-reg.sock"
+        self._interval = interval_seconds
+        self._first_retry = self._retry = retry_seconds
+        self._retry_at: float | None = None
+        self._server: grpc.Server | None = None
+        self._inode: tuple[int, int] | None = None
+        # Kubelet may answer before `_serve` has noted that it waits for that.
+        self._answering = threading.Lock()
+        self._problem = ""
+        self._stopping = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="registration", daemon=True)
+
+    def start(self) -> None:
+        """Serve the socket where kubelet has its directory, and as soon as it has one."""
+        self._watching.start()
+
+    def stop(self) -> None:
+        """Take the socket away: kubelet sends no more calls."""
+        self._stopping.set()
+        if self._watching.is_alive():
+            self._watching.join()
+
+    def check(self) -> None:
+        """Raise NotReady unless kubelet has registered Carver, or leaves that to someone else.
+
+        Of a registrar that serves the socket in Carver's place nothing more is known.
+        """
+        if self.state not in (State.REGISTERED, State.TAKEN):
+            raise errors.NotReady(
+                f"kubelet has not registered {DRIVER_NAME} ({self.state.value}, at {self.socket}):"
+                " is kubelet's root directory another, or does kubelet not run? See"
+                " docs/registration.md"
+            )
+
+    def GetInfo(  # noqa: N802
+        self, request: kubelet.InfoRequest, context: grpc.ServicerContext
+    ) -> kubelet.PluginInfo:
+        """Who this is, and where it serves CSI."""
+        return kubelet.PluginInfo(
+            type="CSIPlugin",
+            name=self._name,
+            endpoint=str(self._endpoint),
+            supported_versions=_SUPPORTED_VERSIONS,
+        )
+
+    def NotifyRegistrationStatus(  # noqa: N802
+        self, request: kubelet.RegistrationStatus, context: grpc.ServicerContext
+    ) -> kubelet.RegistrationStatusResponse:
+        """What kubelet made of it."""
+        with self._answering:
+            if request.plugin_registered:
+                self._retry_at, self._retry = None, self._first_retry
+                self.state = State.REGISTERED
+                _log.info("kubelet has registered %s", self._name)
+            else:
+                self._retry_at = time.monotonic() + self._retry
+                self.state = State.REFUSED
+                _log.error(
+                    "kubelet has refused %s: %s; again in %.0f s",
+                    self._name,
+                    request.error,
+                    self._retry,
+                )
+                self._retry = min(self._retry * 2, _LONGEST_RETRY_SECONDS)
+        return kubelet.RegistrationStatusResponse()
+
+    def _watch(self) -> None:
+        while True:
+            pause = self._interval
+            try:
+                self._ensure_served()
+            except (OSError, RuntimeError) as error:
+                # RuntimeError is what grpc raises where it cannot bind.
+                self._tell(f"the registration socket cannot be made: {error}")
+                pause = self._first_retry
+            if self._stopping.wait(pause):
+                break
+        self._end()
+
+    def _ensure_served(self) -> None:
+        if self._is_ours() and not self._is_due_again():
+            return
+        self._end()
+        if not self._directory.is_dir():
+            self.state = State.OFF
+        elif os.path.lexists(self.socket) and not sockets.is_stale(self.socket):
+            # Two registrars that took the socket from each other would never end.
+            self.state = State.TAKEN
+            self._tell(f"{self.socket} is another process's; registration is left to it")
+        else:
+            self._serve()
+
+    def _serve(self) -> None:
+        """Make the socket appear whole: root's alone, listening, in place of a stale one.
+
+        Kubelet passes over names that begin with a dot, and takes a renamed socket as a new one.
+        """
+        hidden = self.socket.with_name(f".{self.socket.name}")
+        workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="registration")
+        server = self._server = grpc.server(workers)
+        pluginregistration_pb2_grpc.add_RegistrationServicer_to_server(self, server)
+        server.add_insecure_port(f"unix://{hidden}")
+        # The umask is the whole process's, and other threads make files meanwhile.
+        hidden.chmod(0o600)
+        server.start()
+        self._inode = sockets.inode(hidden)
+        self._retry_at = None
+        with self._answering:
+            hidden.rename(self.socket)
+            self.state = State.WAITING
+        self._problem = ""
+        _log.info("waiting for kubelet at %s", self.socket)
+
+    def _end(self) -> None:
+        if self._server is None:
+            return
+        if self._is_ours():
+            self.socket.unlink(missing_ok=True)
+        self._server.stop(self._interval).wait()
+        self._server = self._inode = None
+        self.state = State.OFF
+
+    def _is_ours(self) -> bool:
+        """Whether the socket in the directory is the one that is served here."""
+        return self._inode is not None and sockets.inode(self.socket) == self._inode
+
+    def _is_due_again(self) -> bool:
+        """Whether to try anew after a refusal: kubelet itself asks a new socket only."""
+        return self._retry_at is not None and time.monotonic() >= self._retry_at
+
+    def _tell(self, problem: str) -> None:
+        """Log a problem once, however long it lasts."""
+        if problem != self._problem:
+            _log.warning("%s", problem)
+        self._problem = problem

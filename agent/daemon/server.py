@@ -1,0 +1,259 @@
+"""The parts put together on one gRPC server, and ended in order."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+
+from agent.core import errors, group_definitions
+from agent.core import locks as admission
+from agent.core.background import side_by_side
+from agent.core.context import Context
+from agent.core.group_definitions import GroupDefinitions
+from agent.core.holds import Holds
+from agent.core.host import Host
+from agent.core.inventory import Inventory
+from agent.core.locks import Admission, VolumeLocks
+from agent.core.settings import Config
+from agent.core.volume_groups import VolumeGroups
+from agent.csi.controller import Controller
+from agent.csi.group_controller import GroupController
+from agent.csi.identity import Identity
+from agent.csi.interceptor import Interceptor
+from agent.csi.node import Node
+from agent.csi.operator import Operator
+from agent.extras.changed_blocks.delta import Delta
+from agent.extras.changed_blocks.service import SnapshotMetadata
+from agent.extras.transfer.moving import Mover
+from agent.extras.transfer.receiving import Receiver
+from agent.extras.transfer.sending import Sender
+from agent.extras.transfer.service import Transfer
+from agent.operations import preflight
+from agent.operations.autoextend import Autoextender
+from agent.operations.clone import Copier
+from agent.operations.create import Listing, Provisioner
+from agent.operations.erase import Eraser, GrowthZeroer
+from agent.operations.erase_freed import FreedSpaceEraser
+from agent.operations.expand import Expander
+from agent.operations.group_snapshot import GroupSnapshotter
+from agent.operations.health import Diagnosis
+from agent.operations.inline import InlineVolumes
+from agent.operations.reencrypt import Reencrypter
+from agent.operations.remove_pool import PoolRemover
+from agent.operations.repair import AutoRepair, Repairer
+from agent.operations.replace_disk import Replacement
+from agent.operations.snapshot import Snapshotter
+from agent.operations.stage import NodeVolumes
+from agent.operations.storage_health import Readiness, StorageHealth
+from agent.operations.volume_health import VolumesHealth
+from lvm import errors as lvm_errors
+from lvm.command import Converse, Run
+from lvm.lvm2 import Lvm
+from lvm.session import Session
+from proto import csi_pb2_grpc
+
+if TYPE_CHECKING:
+    from agent.extras.orphans.look import OrphanWatch
+
+_log = logging.getLogger(__name__)
+
+# systemd's TimeoutStopSec and kubelet's grace period are longer than all of it.
+_DRAIN_SECONDS = 25.0
+# Work behind the answers is at a safe point by then, unless a disk hangs.
+_ENDING_SECONDS = 10.0
+
+
+class Service:
+    """Carver's services on one gRPC server."""
+
+    def __init__(
+        self,
+        config: Config,
+        host: Host,
+        lvm: Lvm,
+        observe: Callable[[str, str, float], None] | None = None,
+        definitions: GroupDefinitions = group_definitions.NONE,
+    ) -> None:
+        sessions = _sessions(config, host, lvm.run, host.converse) if host.converse else None
+        volume_groups = self.volume_groups = VolumeGroups(
+            lvm,
+            host.disks,
+            host.devices,
+            config.groups,
+            sessions,
+            listed=definitions.listed,
+        )
+        known = self.inventory = Inventory(volume_groups, host.devices, definitions)
+        self.node = preflight.Node(
+            config,
+            host.kernel,
+            host.run,
+            lambda: known.recent()[0],
+            refused=lambda: known.refused,
+            ignored=lambda: known.ignored,
+        )
+        self.admission = Admission()
+        self.readiness = Readiness(known, self.node, self.admission)
+        context = Context(
+            config, host.run, host.kernel, volume_groups, known, host.devices, host.stream
+        )
+        locks = self.locks = VolumeLocks()
+        self.eraser = Eraser(context)
+        self.pool_remover = PoolRemover(context)
+        self.freed_eraser = FreedSpaceEraser(context)
+        self.eraser.emptied = partial(self.pool_remover.after, wait_seconds=0)
+        self.eraser.given_up = self.freed_eraser.start
+        self.autoextender = Autoextender(context)
+        snapshotter = Snapshotter(context, self.eraser, self.pool_remover)
+        self.group_snapshotter = GroupSnapshotter(
+            context, host.devices, snapshotter, self.eraser, locks
+        )
+        self.copier = Copier(context, snapshotter)
+        holds = self.holds = Holds()
+        self.reencrypter = Reencrypter(context)
+        provision = Provisioner(
+            context, self.eraser, self.pool_remover, self.copier, self.reencrypter, holds
+        )
+        diagnosis = self.diagnosis = Diagnosis(host.kernel, host.devices, known)
+        self.growth_zeroer = GrowthZeroer(context)
+        expander = Expander(context, self.growth_zeroer)
+        access = NodeVolumes(context, self.eraser, self.copier, expander, self.reencrypter, holds)
+        self.delta = Delta(context)
+        metadata = SnapshotMetadata(self.delta)
+        transfer = Transfer(
+            Sender(context, self.delta.activations),
+            Receiver(context, provision, self.pool_remover, holds),
+            Mover(context, provision, holds),
+            metadata,
+            locks,
+        )
+        health = VolumesHealth(
+            host.kernel, volume_groups, known, diagnosis, access.check, config.kubelet_dir
+        )
+        self.storage = StorageHealth(volume_groups, known, diagnosis, self.node, self.admission)
+        repairer = Repairer(context)
+        repairer.freed = self.freed_eraser.start
+        self.auto_repair = AutoRepair(context, repairer)
+        self.replacement = Replacement(context, repairer)
+        self.replacement.freed = self.freed_eraser.start
+        operator = Operator(repairer, self.replacement, Listing(context), locks, config.here)
+        self.inline_volumes = InlineVolumes(context, provision, access, locks)
+        self.orphans = _orphans(config, host, known)
+        self._interceptor = Interceptor(observe, self.admission)
+        self._server = grpc.server(
+            ThreadPoolExecutor(admission.THREADS, thread_name_prefix="rpc"),
+            interceptors=[self._interceptor],
+        )
+        self._server.add_generic_rpc_handlers((operator.handler(), transfer.handler()))
+        csi_pb2_grpc.add_IdentityServicer_to_server(
+            Identity(self.readiness, config.driver_name), self._server
+        )
+        csi_pb2_grpc.add_ControllerServicer_to_server(
+            Controller(config, provision, expander, snapshotter, health, locks), self._server
+        )
+        csi_pb2_grpc.add_GroupControllerServicer_to_server(
+            GroupController(config, self.group_snapshotter, locks), self._server
+        )
+        csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(metadata, self._server)
+        csi_pb2_grpc.add_NodeServicer_to_server(
+            Node(config, expander, access, self.inline_volumes, health, self.storage, locks),
+            self._server,
+        )
+
+    def start(self, path: Path) -> None:
+        """Serve on a unix socket that only root can reach."""
+        # Between bind and chmod anyone could connect: the umask leaves no such moment.
+        umask = os.umask(0o177)
+        try:
+            self._server.add_insecure_port(f"unix://{path}")
+        finally:
+            os.umask(umask)
+        self._server.start()
+        self.inline_volumes.start()
+
+    def stop(self) -> None:
+        """Let calls in flight end, then background work at its next safe point.
+
+        What has not ended by then is left: a disk that hangs keeps no process from ending, and no
+        other group from having on its disks what it promised.
+        """
+        self.inline_volumes.stop()
+        if self.orphans is not None:
+            self.orphans.stop()
+        # Before the wait: a stream may last for hours.
+        self.delta.stop()
+        self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
+        # Before what may take long: only calls promise.
+        self.volume_groups.stop()
+        works: Mapping[str, Callable[[], None]] = {
+            "growth": self.autoextender.stop,
+            "repair": self.auto_repair.stop,
+            "zeroing": self.growth_zeroer.stop,
+            "copying": self.copier.stop,
+            "re-encryption": self.reencrypter.stop,
+            "wiping": self.eraser.stop,
+            "the removal of pools": self.pool_remover.stop,
+            "the sweeping of groups": self.freed_eraser.stop,
+        }
+        side_by_side(works, _ENDING_SECONDS)
+        self.volume_groups.close()
+
+
+def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Callable[[str], Session]:
+    """How an engine's session with lvm2 is made: in a directory that the host sees, too."""
+    directory = config.endpoint.parent / "lvm"
+
+    def begin(group: str) -> Session:
+        return Session(run, converse, directory / group, root=config.lvm_root, observe=host.observe)
+
+    return begin
+
+
+def _orphans(config: Config, host: Host, known: Inventory) -> "OrphanWatch | None":
+    if not config.orphan_interval_seconds:
+        return None
+    # Imported here: who does not ask for it reads no kubeconfig.
+    from agent.extras.orphans import look
+    from agent.extras.orphans.look import OrphanWatch
+
+    seeker = look.seeker(config, host.kernel, known)
+    return OrphanWatch(seeker.look, config.orphan_interval_seconds)
+
+
+def resume(service: Service, *groups: str) -> bool:
+    """Take up the wipes and copies that are left in these groups, or in all.
+
+    False where one of them was not there, or may not be used. Raises what a look at them raises.
+    What lvm2 refuses is left to the next time: it must not keep all calls waiting.
+    """
+    try:
+        seen = service.inventory.read(*groups)
+    except errors.GroupRefused:
+        return False  # told by the engine, and by each call
+    service.holds.resume(service.inventory, *groups)
+    steps = {
+        "wipes": service.eraser.resume,
+        "empty pools": service.pool_remover.resume,
+        "groups to be swept": service.freed_eraser.resume,
+        "groups with a disk that is being emptied": service.replacement.resume,
+        "half-made group snapshots": service.group_snapshotter.resume,
+        "copies": service.copier.resume,
+        "metadata snapshots": service.delta.reservations.resume,
+        "snapshots that were read": service.delta.activations.resume,
+    }
+    for what, step in steps.items():
+        try:
+            count = step(*groups)
+        except lvm_errors.OutcomeUnknown:
+            raise
+        except lvm_errors.LvmError as error:
+            _log.error("%s that were left are not seen to before the next start: %s", what, error)
+            continue
+        if count:
+            _log.info("going on with %d %s that were left", count, what)
+    return all(one in seen.groups for one in groups or service.volume_groups.names)

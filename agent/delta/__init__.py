@@ -1,1 +1,0 @@
-"""What of a snapshot is allocated, and what changed between two: read from LVM's own metadata."""

@@ -1,0 +1,1 @@
+"""Optional parts of Carver, each a folder: nothing below imports one."""

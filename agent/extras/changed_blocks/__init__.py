@@ -1,0 +1,1 @@
+"""Allocated and changed blocks of snapshots (CSI SnapshotMetadata)."""

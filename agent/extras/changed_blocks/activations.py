@@ -1,0 +1,272 @@
+"""Prepare reading of a thin snapshot: its pool's metadata snapshot, and its activation."""
+
+import contextvars
+import errno
+import logging
+import secrets
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from agent.core import errors, tag
+from agent.core.context import Context
+from agent.core.records import Snapshot
+from lvm import command, devices, report, tags, volumes
+from lvm import errors as lvm_errors
+from lvm.devicemapper import ThinPool
+
+_log = logging.getLogger(__name__)
+
+_RESERVED = {tag.METADATA_SNAPSHOT: "reserved"}
+_RELEASE_SECONDS = 60.0
+
+
+@dataclass
+class _Turn:
+    """Who reads by a pool's metadata snapshot now; `begun` counts those that were made."""
+
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    begun: int = 0
+    readers: int = 0
+    is_changing: bool = False
+
+
+class Reservations:
+    """Reserves, and releases."""
+
+    def __init__(self, context: Context) -> None:
+        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._devices = context.devices
+        self._turns: defaultdict[tuple[str, str], _Turn] = defaultdict(_Turn)
+
+    @contextmanager
+    def held(self, group: str, pool: str) -> Iterator[str]:
+        """Inside, the device of an active pool's metadata can be read, as they were then.
+
+        As they were not before the call: who comes while others read waits until they have ended,
+        and those who wait read together. Two commands, for the tag. Raises MetadataReserved,
+        OperationPending where the time is over.
+        """
+        turn = self._turns[group, pool]
+        self._join(turn, group, pool)
+        try:
+            yield self._devices.pool_metadata(group, pool)
+        finally:
+            self._leave(turn, group, pool)
+
+    def resume(self, *groups: str) -> int:
+        """Release what an earlier process left in these groups, or in all; returns how many."""
+        count = 0
+        for name in groups or self._volume_groups.names:
+            with self._volume_groups.hold(name):
+                found = self._inventory.read(name).groups.get(name)
+                for pool in _marked(found) if found is not None else ():
+                    if not self._turns[name, pool].readers:
+                        if not self._inventory.is_active(name, pool):
+                            volumes.activate(self._volume_groups.lvm(name), name, pool)
+                        self._release(name, pool)
+                        count += 1
+        return count
+
+    def _join(self, turn: _Turn, group: str, pool: str) -> None:
+        with turn.changed:
+            wanted = turn.begun + 1
+            while True:
+                if not turn.is_changing and turn.readers and turn.begun >= wanted:
+                    turn.readers += 1
+                    return
+                if not turn.is_changing and not turn.readers:
+                    turn.is_changing = True
+                    break
+                if not turn.changed.wait(command.remaining_seconds()):
+                    raise errors.OperationPending(f"{group}/{pool}")
+        try:
+            self._reserve(group, pool)
+        except BaseException:
+            self._changed(turn, readers=0)
+            raise
+        self._changed(turn, readers=1)
+
+    def _leave(self, turn: _Turn, group: str, pool: str) -> None:
+        with turn.changed:
+            turn.readers -= 1
+            if turn.readers:
+                return
+            turn.is_changing = True
+        try:
+            # Whoever leaves has perhaps no time left, nor a place among the calls.
+            contextvars.Context().run(self._let_go, group, pool)
+        except (errors.AgentError, lvm_errors.LvmError, OSError) as error:
+            _log.error("thin pool %s/%s keeps old metadata for now: %s", group, pool, error)
+        finally:
+            self._changed(turn, readers=0)
+
+    def _let_go(self, group: str, pool: str) -> None:
+        with command.time_limit(_RELEASE_SECONDS):
+            # At once: the pool pays for as long as it is kept. What is left of it is a tag.
+            self._devices.release_metadata(group, pool)
+            with self._volume_groups.hold(group):
+                volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
+
+    @staticmethod
+    def _changed(turn: _Turn, readers: int) -> None:
+        with turn.changed:
+            turn.begun += readers
+            turn.readers, turn.is_changing = readers, False
+            turn.changed.notify_all()
+
+    def _reserve(self, group: str, pool: str) -> None:
+        with self._volume_groups.hold(group):
+            found = self._inventory.read(group).group(group)
+            if pool in _marked(found):
+                # Of an earlier reading that could not let go.
+                self._release(group, pool)
+            elif self._has(group, pool):
+                raise errors.MetadataReserved(group, pool)
+            volumes.mark(self._volume_groups.lvm(group), group, pool, old={}, new=_RESERVED)
+            try:
+                self._devices.reserve_metadata(group, pool)
+            except OSError as error:
+                volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
+                if error.errno == errno.EBUSY:
+                    raise errors.MetadataReserved(group, pool) from error
+                raise
+
+    def _release(self, group: str, pool: str) -> None:
+        """Let go, if there is something, and then say so; the caller holds the group."""
+        if self._has(group, pool):
+            self._devices.release_metadata(group, pool)
+        volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
+
+    def _has(self, group: str, pool: str) -> bool:
+        told = self._inventory.status(group, pool)
+        return any(isinstance(one, ThinPool) and one.has_metadata_snapshot for one in told)
+
+
+def _marked(group: report.Group) -> list[str]:
+    """The pools of a group whose metadata snapshot is Carver's, if there is one."""
+    return [
+        one.name for one in group.volumes.values() if tag.METADATA_SNAPSHOT in tags.decode(one.tags)
+    ]
+
+
+_OWN = {tag.ACTIVATED: "reading"}
+# How long an activated snapshot is waited for to be opened by a command that asked for it.
+_LEASE_SECONDS = 60.0
+# How long a reading that ended waits for the group and for lvm2; what is left is done by the next.
+_END_SECONDS = 30.0
+
+
+class Activations:
+    """Activates snapshots for readings, and deactivates them after."""
+
+    def __init__(self, context: Context) -> None:
+        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._devices = context.devices
+        self._guard = threading.Lock()
+        # By group and name: how many read it; by a random word: whom it is activated for, until
+        # when (monotonic).
+        self._readers: Counter[tuple[str, str]] = Counter()
+        self._leases: dict[str, tuple[tuple[str, str], float]] = {}
+
+    @contextmanager
+    def held(self, snapshot: Snapshot) -> Iterator[devices.Device]:
+        """Inside, a snapshot's device is there; the group is held to enter. Raises Inactive.
+
+        At most two commands. `end` is to follow, once all that was read in the group is closed.
+        """
+        key = (snapshot.group.name, snapshot.name)
+        with self._guard:
+            self._readers[key] += 1
+        try:
+            yield self._activate(snapshot)
+        finally:
+            with self._guard:
+                self._readers[key] -= 1
+                # Else there would be an entry for each that was ever read.
+                if not self._readers[key]:
+                    del self._readers[key]
+
+    def lease(self, snapshot: Snapshot) -> str:
+        """Activate a snapshot that another process is to open; the word by which it is ended.
+
+        Empty where there is nothing to end. The group is held. The device stays for as long as it
+        is open there. At most two commands.
+        """
+        self._activate(snapshot)
+        if not snapshot.is_thin:
+            return ""
+        word = secrets.token_hex(8)
+        with self._guard:
+            until = time.monotonic() + _LEASE_SECONDS
+            self._leases[word] = ((snapshot.group.name, snapshot.name), until)
+        return word
+
+    def end_lease(self, group: str, word: str) -> None:
+        """The process has closed the snapshot."""
+        with self._guard:
+            self._leases.pop(word, None)
+        self.end(group)
+
+    def end(self, *groups: str) -> None:
+        """Deactivate what nobody reads any more in these groups. Raises nothing."""
+
+        def sweep() -> None:
+            with command.time_limit(_END_SECONDS):
+                self.resume(*groups)
+
+        try:
+            # Whoever read has perhaps no time left, nor a place among the calls.
+            contextvars.Context().run(sweep)
+        except (errors.AgentError, lvm_errors.LvmError, OSError) as error:
+            _log.warning("snapshots in %s stay active for now: %s", ", ".join(groups), error)
+
+    def resume(self, *groups: str) -> int:
+        """The same, or in all groups; returns how many. Three commands at most for each group."""
+        count = 0
+        for name in groups or self._volume_groups.names:
+            with self._volume_groups.hold(name):
+                known = self._inventory.read(name)
+                if unread := self._unread(known):
+                    self._deactivate(name, unread)
+                    count += len(unread)
+        return count
+
+    def _activate(self, snapshot: Snapshot) -> devices.Device:
+        group, name = snapshot.group.name, snapshot.name
+        is_own = tag.ACTIVATED in snapshot.facts
+        if snapshot.is_thin and not is_own and not self._inventory.is_active(group, name):
+            volumes.mark(self._volume_groups.lvm(group), group, name, old={}, new=_OWN)
+        return self._inventory.activate_snapshot(snapshot)
+
+    def _unread(self, known: report.Report) -> list[str]:
+        """The names of those that bear the tag, and nobody reads or copies."""
+        now = time.monotonic()
+        with self._guard:
+            self._leases = {word: one for word, one in self._leases.items() if one[1] > now}
+            read = {*self._readers, *(key for key, _ in self._leases.values())}
+        own = [one for one in self._inventory.all_snapshots(known) if tag.ACTIVATED in one.facts]
+        unread = [one for one in own if (one.group.name, one.name) not in read]
+        if not unread:
+            return []
+        # A copy, which may be in another group, opens it for a moment at a time.
+        every = self._inventory.present(self._inventory.glance())
+        copied = {one.facts.get(tag.FROM) for one in every if one.copying}
+        return [
+            one.name
+            for one in unread
+            if str(one.id) not in copied and not self._devices.is_open(one.group.name, one.name)
+        ]
+
+    def _deactivate(self, group: str, names: list[str]) -> None:
+        lvm = self._volume_groups.lvm(group)
+        if active := [one for one in names if self._inventory.is_active(group, one)]:
+            # Opened just now, by nobody of Carver's: it keeps its tag.
+            with suppress(lvm_errors.InUse):
+                volumes.deactivate(lvm, group, *active)
+        done = [(group, one) for one in names if not self._inventory.is_active(group, one)]
+        if done:
+            volumes.mark_all(lvm, done, old=_OWN)

@@ -1,0 +1,403 @@
+"""Where the data of an encrypted volume begin, by the LUKS2 header that a snapshot itself has.
+
+Two snapshots are compared as they lie, encrypted. AES-XTS makes of the same plaintext at the same
+place the same ciphertext, as long as the master key is the same: then what differs encrypted is
+what differs to who reads. So both headers must agree on where the data are and on that key; which
+passphrases open them does not matter.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import BinaryIO
+
+from agent.core import errors, ids, records, tag
+from agent.core.context import Context
+from agent.core.extents import (
+    BLOCK_BYTES,
+    LOGICAL_START,
+    Extent,
+    LogicalOffset,
+    Reading,
+    UserReading,
+    clipped,
+    merged,
+)
+from agent.core.ids import VolumeId
+from agent.core.jobs import Stopping
+from agent.core.records import Snapshot, Volume
+from agent.extras.changed_blocks import comparing, spool
+from agent.extras.changed_blocks.activations import Activations, Reservations
+from agent.extras.changed_blocks.spool import Spool
+from lvm import errors as lvm_errors
+from lvm import names, report
+from lvm import thin as thinmaps
+from lvm.devices import Exceptions
+from lvm.thin import Run
+from mount import luks
+from mount.blocks import Reader
+from mount.kernel import Kernel
+from mount.luks import Header
+
+_Opened = tuple[Snapshot | Volume, str]
+
+
+def start_of_user_data(kernel: Kernel, those: Sequence[_Opened]) -> LogicalOffset:
+    """Where the user's first byte is in all of these, of one volume each with its device.
+
+    Raises BlocksUnknown where they do not agree, or what they hold is not to be read; OSError.
+    """
+    found = [_start(kernel, one, device) for one, device in those]
+    if len(set(found)) > 1:
+        raise errors.BlocksUnknown(
+            str(those[-1][0].id),
+            f"{those[0][0].id!s} has another master key, has its data elsewhere, or is of before"
+            " the volume was used first",
+            "make a full backup (GetMetadataAllocated)",
+        )
+    return found[0][0]
+
+
+def _start(kernel: Kernel, one: Snapshot | Volume, device: str) -> tuple[LogicalOffset, str]:
+    """Where its data begin, and what stands for how they are encrypted."""
+    if not one.is_encrypted:
+        return LogicalOffset(0), ""
+    header = luks.read(kernel, device)
+    if header is None:
+        return _unused_start(kernel, one, device), ""
+    _require_settled(one, header)
+    return LogicalOffset(header.offset_bytes), header.reading
+
+
+def _unused_start(kernel: Kernel, one: Snapshot | Volume, device: str) -> LogicalOffset:
+    """Where the data of a volume will begin that nobody used yet: then it has no header."""
+    was_used = {tag.SEALED, tag.FORMATTED} & one.facts.keys()
+    if was_used or not one.header_bytes or luks.bears_any(kernel, device):
+        raise errors.BlocksUnknown(
+            str(one.id),
+            "its LUKS2 header is not there, or not whole",
+            "restore the volume's header (`carver volume header restore`), take another snapshot",
+        )
+    return LogicalOffset(one.header_bytes)
+
+
+def _require_settled(one: Snapshot | Volume, header: Header) -> None:
+    if header.is_reencrypting:
+        raise errors.BlocksUnknown(
+            str(one.id),
+            "it is of amidst a re-encryption",
+            "take another snapshot when that is over, and make a full backup of it",
+        )
+    if header.offset_bytes % BLOCK_BYTES:
+        raise errors.BlocksUnknown(
+            str(one.id),
+            f"its data begin at byte {header.offset_bytes}, amidst a block of {BLOCK_BYTES} bytes",
+            "back it up by reading all of it",
+        )
+
+
+_Read = Snapshot | Volume
+# Where to look, between two places; and what of that is told.
+_Candidates = Callable[[int, int], Iterable[Extent]]
+_Sieve = Callable[[Iterable[Extent]], Iterator[Extent]]
+
+
+def _always() -> bool:
+    return True
+
+
+class Delta:
+    """Answers for snapshots, and for volumes as they are now, by their ids.
+
+    A volume is read as it is while it is read: of one that is written to meanwhile the answer may
+    lack what was written since it began. Take a snapshot for more. `is_wanted` is asked now and
+    then; where it says no, NotWanted is raised.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._kernel, self._devices, self._stream = context.kernel, context.devices, context.stream
+        self._directory = context.config.endpoint.parent
+        self.reservations = Reservations(context)
+        self.activations = Activations(context)
+        self._stopping = threading.Event()
+
+    @contextmanager
+    def allocated(
+        self, identity: str, is_wanted: Callable[[], bool] = _always, *, is_compared: bool = True
+    ) -> Iterator[Reading]:
+        """What is not zero, or may not be; whatever it does not name reads as zeroes.
+
+        Where it is not compared with zeroes a thick volume is all of it; so is an encrypted one,
+        whose zeroes are noise to its user. Raises NoSuchSnapshot, NoSuchVolume, OtherGroup,
+        Copying, SourceLost, MetadataReserved.
+        """
+        check = self._check(identity, is_wanted)
+        with ExitStack() as ending:
+            [(of, reader)] = self._opened(ending, identity)
+            compares = is_compared and not of.is_encrypted
+            sieve: _Sieve = partial(_unlike_zeroes, reader, check) if compares else iter
+            candidates: _Candidates = _everything
+            if pool := _pool(of):
+                ranges = ending.enter_context(spool.opened(self._directory))
+                words = thinmaps.mapped_words
+                self._spool(ranges, pool, thinmaps.mapped, words, check, of)
+                # Whether a block that is given out has zeroes is not looked at.
+                sieve, candidates = iter, partial(clipped, ranges)
+            yield self._reading([(of, reader)], candidates, sieve)
+
+    @contextmanager
+    def changed(
+        self,
+        base_id: str,
+        target_id: str,
+        is_wanted: Callable[[], bool] = _always,
+        *,
+        is_compared: bool = True,
+    ) -> Iterator[Reading]:
+        """Where two snapshots of a volume, or one and the volume as it is, differ: block by block.
+
+        Each block that it names differs, each that it does not name is equal. A base that is
+        smaller is taken to read as zeroes behind its end; what an encrypted volume has there is
+        named as `allocated` names it. Raises the same, and NotComparable for those that are not of
+        one volume, for a base that is larger, or was taken later.
+
+        Where they are not compared it names all that was written, and neither is read for it. Of a
+        thick volume that is more from one call to the next: what was written since the target, too.
+        """
+        check = self._check(target_id, is_wanted)
+        with ExitStack() as ending:
+            (base, old), (target, new) = self._opened(ending, base_id, target_id)
+            candidates: _Candidates = _everything
+            if _pool(base) and _pool(base) == _pool(target):
+                ranges = ending.enter_context(spool.opened(self._directory))
+                words = thinmaps.differing_words
+                self._spool(ranges, _pool(base), thinmaps.differing, words, check, base, target)
+                candidates = partial(clipped, ranges)
+            elif tables := self._tables(base, target):
+                candidates = partial(_overwritten, tables, base.size_bytes, check)
+            unlike: _Sieve = partial(_unlike, old, base.size_bytes, new, check)
+            if target.is_encrypted:
+                unlike = partial(_up_to, base.size_bytes, unlike)
+            sieve: _Sieve = unlike if is_compared else iter
+            yield self._reading([(base, old), (target, new)], candidates, sieve)
+
+    def stop(self) -> None:
+        """End what is read at the next piece, or block of a table."""
+        self._stopping.set()
+
+    def _reading(
+        self, those: list[tuple[_Read, Reader]], candidates: _Candidates, sieve: _Sieve
+    ) -> "_Reading":
+        of, reader = those[-1]
+        places = [(one, opened.device) for one, opened in those]
+        readable = self._require_readable(*(one for one, _ in those))
+        user_start = partial(start_of_user_data, self._kernel, places)
+        return _Reading(of, reader.device, candidates, sieve, readable, user_start)
+
+    def _opened(self, ending: ExitStack, *identities: str) -> list[tuple[_Read, Reader]]:
+        """What has these ids, and their devices, open; a command for each that is not active."""
+        for one in identities:
+            if VolumeId.parse(one) is None:
+                raise errors.NoSuchSnapshot(one)
+        groups = sorted({ids.group_of(one) for one in identities})
+        with self._volume_groups.hold(*groups):
+            known = self._inventory.awake(*groups)
+            found = [self._found(known, one) for one in identities]
+            if len(found) > 1:
+                _require_comparable(*found)
+            if thin := sorted({one.group.name for one in found if _pool(one)}):
+                # Last, once all is closed.
+                ending.callback(self.activations.end, *thin)
+            readers = [self._kernel.reader(self._activate(ending, one)) for one in found]
+            # What is open cannot be removed from here on.
+            return [
+                (one, ending.enter_context(reader))
+                for one, reader in zip(found, readers, strict=True)
+            ]
+
+    def _found(self, known: report.Report, identity: str) -> _Read:
+        if names.is_of(ids.VOLUME_PREFIX, ids.logical_name(identity)):
+            return self._inventory.usable(known, identity)
+        found = self._inventory.snapshot(known, identity)
+        if found.problem:
+            raise errors.SourceLost(identity, found.problem)
+        return found
+
+    def _check(self, identity: str, is_wanted: Callable[[], bool]) -> Callable[[], None]:
+        """To be asked at each piece; raises NotWanted, Stopping."""
+
+        def check() -> None:
+            if self._stopping.is_set():
+                raise Stopping(identity)
+            if not is_wanted():
+                raise errors.NotWanted(identity)
+
+        return check
+
+    def _activate(self, ending: ExitStack, one: _Read) -> str:
+        if isinstance(one, Snapshot):
+            return ending.enter_context(self.activations.held(one)).path
+        return self._inventory.activate(one).path
+
+    def _spool(
+        self,
+        ranges: Spool,
+        pool: str,
+        read: Callable[[BinaryIO], Iterator[Run]],
+        words: Callable[..., tuple[str, ...]],
+        check: Callable[[], None],
+        *those: _Read,
+    ) -> None:
+        """Have a program tell of thin volumes: to its end, as their pool waits for that."""
+        group = those[-1].group.name
+        numbers = [self._number(group, one.name) for one in those]
+        with (
+            self.reservations.held(group, pool) as metadata,
+            self._stream(*words(metadata, *numbers)) as printed,
+        ):
+            ranges.fill(merged(_checked(read(printed), check)))
+
+    def _number(self, group: str, name: str) -> int:
+        number = self._devices.thin_id(group, name)
+        if number is None:
+            raise lvm_errors.Inactive(group, name)
+        return number
+
+    def _tables(self, base: _Read, target: _Read) -> list[Exceptions]:
+        """The tables of which one at least has all that differs; none where there are no such.
+
+        That of the older one has it, whichever of two snapshots that is, and all of the other's.
+        """
+        those = [base] if isinstance(target, Volume) else [base, target]
+        if any(_pool(one) for one in those):
+            return []
+        tables = [self._devices.exceptions(one.group.name, one.name) for one in those]
+        return tables if len({one.chunk_bytes for one in tables}) == 1 else []
+
+    def _require_readable(self, *those: _Read) -> Callable[[], None]:
+        def require() -> None:
+            for one in those:
+                # What was read just before that may have been overwritten already.
+                if isinstance(one, Snapshot) and self._inventory.has_overflowed(one):
+                    raise errors.SourceLost(str(one.id), "its area is full, what it held is lost")
+
+        return require
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The real `Reading`: where to look, and what of that is told."""
+
+    of: _Read
+    device: str
+    candidates: _Candidates
+    sieve: _Sieve
+    require_readable: Callable[[], None]
+    user_start: Callable[[], LogicalOffset]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.of.size_bytes
+
+    def for_user(self) -> UserReading:
+        with self._proved():
+            begins = self.user_start()
+        return UserReading(self, begins)
+
+    def extents(self, starting_offset: LogicalOffset = LOGICAL_START) -> Iterator[Extent]:
+        if not 0 <= starting_offset <= self.size_bytes:
+            raise errors.NotBeyond(starting_offset, self.size_bytes)
+        return self._extents(starting_offset)
+
+    def _extents(self, start: int) -> Iterator[Extent]:
+        with self._proved():
+            found = self.sieve(self.candidates(start, self.size_bytes))
+            # A block is compared whole, wherever in it one begins.
+            yield from clipped(found, start, self.size_bytes)
+
+    @contextmanager
+    def _proved(self) -> Iterator[None]:
+        """What is read inside was not lost meanwhile; raises SourceLost."""
+        try:
+            yield
+        except (OSError, errors.BlocksUnknown):
+            self.require_readable()
+            raise
+        self.require_readable()
+
+
+def _require_comparable(base: _Read, target: _Read) -> None:
+    of = target.source_id if isinstance(target, Snapshot) else target.id
+    why = ""
+    if not isinstance(base, Snapshot):
+        raise errors.NoSuchSnapshot(str(base.id))
+    if base.source_id != of:
+        why = f"the one is of {base.source_id}, the other of {of}"
+    elif records.is_older(base, target) is False:
+        why = "it was taken later"
+    elif base.size_bytes > target.size_bytes:
+        why = f"it has {base.size_bytes} bytes, the other {target.size_bytes}"
+    if why:
+        raise errors.NotComparable(str(base.id), str(target.id), why)
+
+
+def _pool(one: _Read) -> str:
+    return one.group.volume(one.name).pool
+
+
+def _overwritten(
+    tables: Sequence[Exceptions], base_bytes: int, check: Callable[[], None], start: int, end: int
+) -> Iterator[Extent]:
+    """What the tables' origin overwrote, and what is behind the base's end."""
+    own = min(end, base_bytes)
+    if start < own:
+        yield from comparing.ranges(tables, start, own, check)
+    yield from _everything(max(start, base_bytes), end)
+
+
+def _checked(runs: Iterable[Run], check: Callable[[], None]) -> Iterator[Extent]:
+    for one in runs:
+        check()
+        yield Extent(one.offset_bytes, one.length_bytes)
+
+
+def _everything(start: int, end: int) -> Iterator[Extent]:
+    if start < end:
+        yield Extent(start, end - start)
+
+
+def _unlike(
+    base: Reader | None,
+    base_bytes: int,
+    target: Reader,
+    check: Callable[[], None],
+    extents: Iterable[Extent],
+) -> Iterator[Extent]:
+    return comparing.differing(base, base_bytes, target, extents, check)
+
+
+def _up_to(end_bytes: int, sieve: _Sieve, extents: Iterable[Extent]) -> Iterator[Extent]:
+    """What a sieve leaves of what lies before a place, and all that lies behind."""
+    left, behind = iter(extents), list[Extent]()
+
+    def before() -> Iterator[Extent]:
+        for one in left:
+            if one.end_bytes > end_bytes:
+                behind.append(one)
+            yield from clipped([one], 0, end_bytes)
+            if behind:
+                return
+
+    yield from sieve(before())
+    for one in chain(behind, left):
+        yield from clipped([one], end_bytes, one.end_bytes)
+
+
+def _unlike_zeroes(
+    target: Reader, check: Callable[[], None], extents: Iterable[Extent]
+) -> Iterator[Extent]:
+    return comparing.differing(None, 0, target, extents, check)

@@ -1,0 +1,307 @@
+"""Reach the Kubernetes API server: by a kubeconfig or as a pod; bounded requests."""
+
+import base64
+import binascii
+import http.client
+import ipaddress
+import os
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import yaml
+
+from agent.core import errors
+
+# What kubelet puts into every pod that may ask the API server.
+SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+
+_CLUSTER_KEYS = ("server", "certificate-authority", "certificate-authority-data")
+_USER_KEYS = (
+    *("client-certificate", "client-certificate-data", "client-key", "client-key-data"),
+    *("token", "tokenFile"),
+)
+# What others may keep there, and which changes nothing.
+_IGNORED = ("extensions",)
+
+
+@dataclass(frozen=True)
+class Server:
+    """An API server, and as whom it is asked. `tls` is None for http, on this machine only.
+
+    `token` gives what stands after `Bearer`, anew for each request as a pod's changes each hour;
+    None where a certificate says who asks.
+    """
+
+    source: str
+    host: str
+    port: int
+    path: str = ""
+    tls: ssl.SSLContext | None = None
+    token: Callable[[], str] | None = None
+
+
+def find(
+    kubeconfig: Path | None, environment: Mapping[str, str], account: Path = SERVICE_ACCOUNT
+) -> Server:
+    """The server that a kubeconfig names, else that of the pod; raises BadConfig."""
+    if kubeconfig is not None:
+        return of_file(kubeconfig)
+    if not environment.get("KUBERNETES_SERVICE_HOST"):
+        raise errors.BadConfig(
+            "default",
+            "kubeconfig",
+            "is not set, and this is no pod that may ask the API server; name a file",
+        )
+    return of_pod(environment, account)
+
+
+def of_pod(environment: Mapping[str, str], account: Path = SERVICE_ACCOUNT) -> Server:
+    """The server as a pod reaches it, by its service account; raises BadConfig."""
+    host, port = environment["KUBERNETES_SERVICE_HOST"], environment.get("KUBERNETES_SERVICE_PORT")
+    source = str(account)
+    with _told(source, "ca.crt"):
+        tls = _context((account / "ca.crt").read_text("ascii"))
+    reading = _token_of(source, account / "token")
+    reading()
+    return Server(source, host, int(port or 443), tls=tls, token=reading)
+
+
+def of_file(file: Path) -> Server:
+    """The server of a kubeconfig's current context; raises BadConfig, which names the key."""
+    source = str(file)
+    with _told(source, "kubeconfig"):
+        whole = yaml.safe_load(file.read_bytes())
+    if not isinstance(whole, dict):
+        raise errors.BadConfig(source, "kubeconfig", "is not a kubeconfig")
+    current = whole.get("current-context")
+    if not isinstance(current, str) or not current:
+        raise errors.BadConfig(source, "current-context", "is required")
+    context = _named(source, whole, "contexts", "context", current)
+    name = context.get("cluster")
+    cluster = _named(source, whole, "clusters", "cluster", name)
+    _check_keys(source, f"clusters[{name}].cluster", cluster, _CLUSTER_KEYS)
+    user: Mapping[str, Any] = {}
+    if (name := context.get("user")) is not None:
+        user = _named(source, whole, "users", "user", name)
+        _check_keys(source, f"users[{name}].user", user, _USER_KEYS)
+    return _server(source, file.parent, cluster, user)
+
+
+def _server(
+    source: str, directory: Path, cluster: Mapping[str, Any], user: Mapping[str, Any]
+) -> Server:
+    address = cluster.get("server")
+    try:
+        url = urlsplit(str(address))
+        port = url.port
+    except ValueError as error:
+        raise errors.BadConfig(source, "server", f"{address!r}: {error}") from None
+    if url.scheme not in ("http", "https") or not url.hostname or url.username or url.query:
+        raise errors.BadConfig(source, "server", f"{address!r} is not such as https://HOST:6443")
+    token = _token(source, directory, user)
+    if url.scheme == "http":
+        if not _is_here(url.hostname):
+            raise errors.BadConfig(
+                source, "server", f"{address!r}: http is for this machine only; use https"
+            )
+        return Server(source, url.hostname, port or 80, url.path.rstrip("/"), token=token)
+    tls = _tls(source, directory, cluster, user)
+    return Server(source, url.hostname, port or 443, url.path.rstrip("/"), tls, token)
+
+
+def _tls(
+    source: str, directory: Path, cluster: Mapping[str, Any], user: Mapping[str, Any]
+) -> ssl.SSLContext:
+    authority = _content(source, directory, cluster, "certificate-authority")
+    with _told(source, "certificate-authority"):
+        # Without one of its own, those that the machine trusts.
+        tls = _context(None if authority is None else authority.decode("ascii"))
+    certificate = _content(source, directory, user, "client-certificate")
+    key = _content(source, directory, user, "client-key")
+    if (certificate is None) is not (key is None):
+        missing = "client-key" if key is None else "client-certificate"
+        raise errors.BadConfig(source, missing, "is required beside the other")
+    if certificate is not None and key is not None:
+        with _told(source, "client-key"), _in_memory(certificate + b"\n" + key) as path:
+            tls.load_cert_chain(path, password=_no_password)
+    return tls
+
+
+def _context(authorities: str | None) -> ssl.SSLContext:
+    made = ssl.create_default_context(cadata=authorities)
+    # By default since Python 3.13, and refuses what kubeadm makes: it has no key identifiers
+    # (RFC 5280, 4.2.1.1). The chain and the name are checked all the same.
+    made.verify_flags &= ~ssl.VERIFY_X509_STRICT
+    return made
+
+
+def _token(source: str, directory: Path, user: Mapping[str, Any]) -> Callable[[], str] | None:
+    # As kubectl has it: the file goes before what stands in the kubeconfig.
+    if file := user.get("tokenFile"):
+        reading = _token_of(source, directory / str(file))
+        reading()
+        return reading
+    if (given := user.get("token")) is None:
+        return None
+    text = _as_header(source, "token", str(given))
+    return lambda: text
+
+
+def _token_of(source: str, file: Path) -> Callable[[], str]:
+    def read() -> str:
+        with _told(source, "token"):
+            text = file.read_text("ascii")
+        return _as_header(source, "token", text.strip())
+
+    return read
+
+
+def _as_header(source: str, key: str, text: str) -> str:
+    """A token that can stand in a header; the message does not show it."""
+    if not text or not text.isascii() or not text.isprintable() or " " in text:
+        raise errors.BadConfig(source, key, "is not a token")
+    return text
+
+
+def _content(source: str, directory: Path, table: Mapping[str, Any], key: str) -> bytes | None:
+    """What stands under `key-data`, else in the file that `key` names; None where neither is."""
+    if data := table.get(f"{key}-data"):
+        try:
+            return base64.b64decode(str(data), validate=True)
+        except binascii.Error:
+            raise errors.BadConfig(source, f"{key}-data", "is not base64") from None
+    if file := table.get(key):
+        with _told(source, key):
+            return (directory / str(file)).read_bytes()
+    return None
+
+
+def _named(
+    source: str, whole: Mapping[str, Any], listed: str, inside: str, name: object
+) -> Mapping[str, Any]:
+    """The one of that name in one of a kubeconfig's lists."""
+    for one in whole.get(listed) or ():
+        if isinstance(one, dict) and one.get("name") == name and isinstance(one.get(inside), dict):
+            found: Mapping[str, Any] = one[inside]
+            return found
+    raise errors.BadConfig(source, listed, f"has none of the name {name!r}")
+
+
+def _check_keys(source: str, place: str, table: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    for key, value in table.items():
+        # `insecure-skip-tls-verify: false` and `proxy-url: ""` say nothing.
+        if value and key not in (*known, *_IGNORED):
+            allowed = ", ".join(known)
+            raise errors.BadConfig(
+                source, f"{place}.{key}", f"is not understood here; allowed: {allowed}"
+            )
+
+
+def _is_here(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _no_password() -> str:
+    """Without it OpenSSL asks the terminal for the password of a key that has one."""
+    raise ValueError("the key has a password, which nobody can give here")
+
+
+@contextmanager
+def _told(source: str, key: str) -> Iterator[None]:
+    """Tell what cannot be read, and never what was in it."""
+    try:
+        yield
+    except OSError as error:  # ssl.SSLError too
+        raise errors.BadConfig(source, key, f"cannot be read: {error.strerror or error}") from None
+    except yaml.YAMLError:
+        raise errors.BadConfig(source, key, "is not YAML") from None
+    except ValueError as error:
+        why = "is not ASCII" if isinstance(error, UnicodeError) else str(error)
+        raise errors.BadConfig(source, key, why) from None
+
+
+@contextmanager
+def _in_memory(content: bytes) -> Iterator[str]:
+    """A file that no disk ever has: ssl takes a certificate's key by its path only."""
+    descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
+    try:
+        os.write(descriptor, content)
+        yield f"/proc/self/fd/{descriptor}"
+    finally:
+        os.close(descriptor)
+
+
+_LARGEST_ANSWER_BYTES = 64 << 20
+_CHUNK_BYTES = 1 << 16
+
+
+class Unproved(Exception):
+    """An answer that is no proof; the next attempt may bring a better one."""
+
+
+class Connection:
+    """One connection, closed in the end; answers are read within bounds of time and size."""
+
+    def __init__(self, server: Server, silence_seconds: float) -> None:
+        self._server = server
+        where, port = server.host, server.port
+        self._http = (
+            http.client.HTTPConnection(where, port, timeout=silence_seconds)
+            if server.tls is None
+            else http.client.HTTPSConnection(
+                where, port, timeout=silence_seconds, context=server.tls
+            )
+        )
+
+    def __enter__(self) -> "Connection":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
+    def get(self, path: str, until: float) -> tuple[int, bytes]:
+        """Status and body; raises TimeoutError, Unproved, what http.client raises."""
+        return self.request("GET", path, until)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        until: float,
+        body: bytes | None = None,
+        content: Mapping[str, str] | None = None,
+    ) -> tuple[int, bytes]:
+        """The same of any request; `content` are the headers of its body."""
+        if time.monotonic() >= until:
+            raise TimeoutError
+        headers = {"Accept": "application/json", "User-Agent": "carver", **(content or {})}
+        if self._server.token is not None:
+            headers["Authorization"] = f"Bearer {self._server.token()}"
+        self._http.request(method, self._server.path + path, body=body, headers=headers)
+        response = self._http.getresponse()
+        parts, size, promised = [], 0, response.length
+        # In pieces: a server that sends a byte now and then is never silent.
+        while promised is None or size < promised:
+            if not (part := response.read1(_CHUNK_BYTES)):
+                break
+            parts.append(part)
+            size += len(part)
+            if size > _LARGEST_ANSWER_BYTES:
+                raise Unproved(f"an answer of it has more than {_LARGEST_ANSWER_BYTES} bytes")
+            if time.monotonic() >= until:
+                raise TimeoutError
+        # http.client says so by itself only of what is read in one piece.
+        if promised is not None and size < promised:
+            raise Unproved(f"its answer was cut off, {promised - size} bytes before its end")
+        # Before 3.11.8 read1 leaves it open, and the connection is of no use (gh-113199).
+        response.close()
+        return response.status, b"".join(parts)

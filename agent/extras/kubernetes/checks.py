@@ -1,0 +1,71 @@
+"""What the cluster must have beside Carver, as `carver doctor --cluster` checks it."""
+
+from collections.abc import Iterator, Sequence
+
+from agent.extras.kubernetes.objects import Lists, Object, Objects
+from agent.operations.preflight import FAIL, PASS, WARN, Finding, Seen
+
+DEPLOYMENTS = "/apis/apps/v1/deployments"
+REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
+_CONTROLLER = "snapshot-controller"
+_DISTRIBUTED = "--enable-distributed-snapshotting"
+_VERBS = ("get", "list", "watch")
+
+
+def everything(lists: Lists, objects: Objects) -> Sequence[Finding]:
+    """All checks of the cluster. Raises ClusterSilent, ClusterRefused."""
+    return tuple(Finding(_CONTROLLER, *seen) for seen in _snapshot_controller(lists, objects))
+
+
+def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
+    """Whether the snapshot-controller runs distributed, with the rights that it needs for that.
+
+    It then keeps a cache of nodes; where it may not list them the cache never fills, and it serves
+    no driver of the cluster (external-snapshotter, cmd/snapshot-controller/main.go).
+    """
+    found = [
+        (one, container)
+        for one in lists.whole(DEPLOYMENTS, "DeploymentList").items
+        for container in one["spec"]["template"]["spec"]["containers"]
+        if _CONTROLLER in container.get("image", "").rpartition("/")[2]
+    ]
+    if not found:
+        yield WARN, "there is none: snapshots cannot be made", "docs/install.md says what it takes"
+    for deployment, container in found:
+        about = deployment["metadata"]
+        name = f"{about['namespace']}/{about['name']}"
+        if not _is_distributed(container):
+            yield (
+                WARN,
+                f"{name} runs without {_DISTRIBUTED}: no node's sidecar takes up a snapshot",
+                f"let its account get, list and watch nodes, then give it {_DISTRIBUTED}",
+            )
+            continue
+        account = deployment["spec"]["template"]["spec"].get("serviceAccountName", "default")
+        user = f"system:serviceaccount:{about['namespace']}:{account}"
+        refused = [verb for verb in _VERBS if not _may(objects, user, verb)]
+        if refused:
+            yield (
+                FAIL,
+                f"{name} may not {', '.join(refused)} nodes, so it serves no driver's snapshots",
+                f"give {user} a ClusterRole with get, list and watch of nodes (docs/install.md)",
+            )
+        else:
+            yield PASS, f"{name} is distributed, and may get, list and watch nodes", ""
+
+
+def _is_distributed(container: Object) -> bool:
+    words = [*container.get("command", ()), *container.get("args", ())]
+    return any(word in (_DISTRIBUTED, f"{_DISTRIBUTED}=true") for word in words)
+
+
+def _may(objects: Objects, user: str, verb: str) -> bool:
+    group = ":".join(["system:serviceaccounts", user.split(":")[2]])
+    spec = {
+        "user": user,
+        "groups": ["system:serviceaccounts", group, "system:authenticated"],
+        "resourceAttributes": {"verb": verb, "resource": "nodes"},
+    }
+    kind = "SubjectAccessReview"
+    asked = {"apiVersion": "authorization.k8s.io/v1", "kind": kind, "spec": spec}
+    return objects.review(REVIEWS, asked).get("status", {}).get("allowed") is True

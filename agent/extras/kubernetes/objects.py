@@ -1,0 +1,259 @@
+"""Objects of the Kubernetes API: lists, whole or not at all; single ones read and changed."""
+
+import http.client
+import json
+import logging
+import ssl
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from agent.core import errors
+from agent.extras.kubernetes.access import Connection, Server, Unproved
+
+_log = logging.getLogger(__name__)
+
+_PAGE_ITEMS = 500
+# Of one wait for the server, and of one list with all its pages and attempts.
+_SILENCE_SECONDS = 10.0
+_LIST_SECONDS = 120.0
+# A server that was started anew, or whose answers were cut off, is asked again from the start.
+_ATTEMPTS = 3
+_PAUSE_SECONDS = 2.0
+_TOO_MANY_REQUESTS, _GONE = 429, 410
+
+
+@dataclass(frozen=True)
+class Listing:
+    """All objects of a kind at one moment, which `version` names (metadata.resourceVersion)."""
+
+    items: Sequence[Mapping[str, Any]]
+    version: str
+
+
+class Lists:
+    """Asks one API server, by GET only."""
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        silence_seconds: float = _SILENCE_SECONDS,
+        list_seconds: float = _LIST_SECONDS,
+        page_items: int = _PAGE_ITEMS,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._server = server
+        self._silence_seconds = silence_seconds
+        self._list_seconds = list_seconds
+        self._page_items = page_items
+        self._sleep = sleep
+
+    def whole(self, path: str, kind: str, **query: str) -> Listing:
+        """All of a collection, such as /api/v1/nodes and NodeList; raises ClusterSilent."""
+        until = time.monotonic() + self._list_seconds
+        problem = ""
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                self._sleep(_PAUSE_SECONDS * attempt)
+            try:
+                return self._read(path, kind, query, until)
+            except Unproved as error:
+                problem = str(error)
+            except ssl.SSLCertVerificationError as error:
+                raise errors.ClusterSilent(self._where(path), error.verify_message) from None
+            except TimeoutError:
+                problem = "it does not answer in time"
+            except (OSError, http.client.HTTPException) as error:
+                problem = f"{type(error).__name__}: {error}".rstrip(": ")
+            if time.monotonic() >= until:
+                break
+        raise errors.ClusterSilent(self._where(path), problem)
+
+    def _read(self, path: str, kind: str, query: Mapping[str, str], until: float) -> Listing:
+        """One attempt: page after page of one connection's, until one says that it is the last."""
+        items: dict[str, Mapping[str, Any]] = {}
+        version, token = "", ""
+        with Connection(self._server, self._silence_seconds) as connection:
+            while True:
+                asked = {**query, "limit": str(self._page_items)}
+                if token:
+                    asked["continue"] = token
+                status, body = connection.get(f"{path}?{urlencode(asked)}", until)
+                if status != http.client.OK:
+                    self._refuse(path, status)
+                page = _Page.of(body, kind)
+                if version not in ("", page.version):
+                    raise Unproved(f"its pages are of two moments, {version} and {page.version}")
+                version = page.version
+                for one in page.items:
+                    uid = one["metadata"]["uid"]
+                    if uid in items:
+                        raise Unproved(f"it has an object twice, {one['metadata']['name']}")
+                    items[uid] = one
+                if not page.token:
+                    if page.remaining:
+                        raise Unproved(f"it ended with {page.remaining} objects to come")
+                    return Listing(tuple(items.values()), version)
+                if not page.items or page.token == token:
+                    raise Unproved("it goes on without an end")
+                token = page.token
+
+    def _refuse(self, path: str, status: int) -> None:
+        """Raise what a status says that is not OK."""
+        if status == _GONE:
+            raise Unproved("its pages expired while they were read (410)")
+        if status == _TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR:
+            raise Unproved(f"it answers {status}")
+        told = f"it answers {status}"
+        if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
+            told += "; whoever asks must be allowed to list these (docs/operations.md)"
+        raise errors.ClusterSilent(self._where(path), told)
+
+    def _where(self, path: str) -> str:
+        return f"{self._server.host}:{self._server.port}{self._server.path}{path}"
+
+
+@dataclass(frozen=True)
+class _Page:
+    """One answer, checked; `token` leads to the next page, and is empty on the last."""
+
+    items: Sequence[Mapping[str, Any]]
+    version: str
+    token: str
+    remaining: int
+
+    @classmethod
+    def of(cls, body: bytes, kind: str) -> "_Page":
+        try:
+            whole = json.loads(body)
+        except ValueError:
+            raise Unproved("its answer is not whole JSON") from None
+        if not isinstance(whole, dict) or whole.get("kind") != kind:
+            raise Unproved(f"its answer is no {kind}")
+        about, items = whole.get("metadata"), whole.get("items")
+        if not isinstance(about, dict) or not isinstance(items, list):
+            raise Unproved(f"its {kind} has no metadata, or no items")
+        version, token = about.get("resourceVersion"), about.get("continue") or ""
+        # 0 is what a cache has that was never filled.
+        if not isinstance(version, str) or version in ("", "0") or not isinstance(token, str):
+            raise Unproved(f"its {kind} does not say of which moment it is")
+        remaining = about.get("remainingItemCount") or 0
+        if not isinstance(remaining, int) or not all(map(_is_object, items)):
+            raise Unproved(f"its {kind} has what is no object")
+        return cls(items, version, token, remaining)
+
+
+def _is_object(one: object) -> bool:
+    about = one.get("metadata") if isinstance(one, dict) else None
+    if not isinstance(about, dict):
+        return False
+    return all(isinstance(about.get(key), str) and about[key] for key in ("name", "uid"))
+
+
+# As they are on the wire; nothing in them is changed in place.
+Object = Mapping[str, Any]
+_SECONDS = 15.0
+# Of a read: what was asked for is asked for again.
+_OBJECT_ATTEMPTS = 3
+_OBJECT_PAUSE_SECONDS = 1.0
+_JSON = {"Content-Type": "application/json"}
+# RFC 7386: what is null there is removed.
+_MERGE_PATCH = {"Content-Type": "application/merge-patch+json"}
+_MOST_CHARACTERS = 1000
+
+
+class Objects:
+    """Asks and tells one API server. All raise ClusterRefused."""
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        seconds: float = _SECONDS,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._server = server
+        self._seconds = seconds
+        self._sleep = sleep
+
+    def find(self, path: str, kind: str) -> Object | None:
+        """The object at a path; None where the server says that there is none."""
+        problem = ""
+        for attempt in range(_OBJECT_ATTEMPTS):
+            if attempt:
+                self._sleep(_OBJECT_PAUSE_SECONDS)
+            try:
+                status, told = self._ask("GET", path)
+            except (OSError, http.client.HTTPException, Unproved) as error:
+                problem = _told(error)
+                continue
+            if status == http.client.NOT_FOUND and told.get("reason") == "NotFound":
+                return None
+            if status == http.client.OK and told.get("kind") == kind:
+                return told
+            problem = _refusal(status, told)
+            if status < http.client.INTERNAL_SERVER_ERROR:
+                break
+        raise errors.ClusterRefused("GET", path, problem)
+
+    def create(self, path: str, made: Object) -> None:
+        """Make an object in a collection; refused where there is one of its name."""
+        self._write("POST", path, made, _JSON)
+
+    def review(self, path: str, asked: Object) -> Object:
+        """What the server answers to a question that is put as an object, such as a right."""
+        return self._write("POST", path, asked, _JSON)
+
+    def change(self, path: str, change: Object, version: str) -> None:
+        """Merge something into the object that was read in that version."""
+        about = {**change.get("metadata", {}), "resourceVersion": version}
+        self._write("PATCH", path, {**change, "metadata": about}, _MERGE_PATCH)
+
+    def delete(self, path: str, uid: str) -> None:
+        """Delete the object that has this UID; what finalizers there are see to it first."""
+        body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
+        self._write("DELETE", path, body, _JSON)
+
+    def _write(self, method: str, path: str, body: Object, content: Mapping[str, str]) -> Object:
+        try:
+            status, told = self._ask(method, path, json.dumps(body).encode(), content)
+        except (OSError, http.client.HTTPException, Unproved) as error:
+            problem = f"{_told(error)}; whether it was done is not known"
+            raise errors.ClusterRefused(method, path, problem) from None
+        if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
+            raise errors.ClusterRefused(method, path, _refusal(status, told))
+        return told
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        content: Mapping[str, str] | None = None,
+    ) -> tuple[int, dict[str, Any]]:
+        with Connection(self._server, self._seconds) as connection:
+            until = time.monotonic() + self._seconds
+            status, answer = connection.request(method, path, until, body, content)
+        try:
+            told = json.loads(answer)
+        except ValueError:
+            raise Unproved(f"it answers {status}, without JSON") from None
+        if not isinstance(told, dict):
+            raise Unproved(f"it answers {status}, without an object")
+        return status, told
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return error.verify_message
+    if isinstance(error, TimeoutError):
+        return "it does not answer in time"
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _refusal(status: int, told: Object) -> str:
+    said = str(told.get("message") or "")[:_MOST_CHARACTERS]
+    return f"it answers {status}: {said}".rstrip(": ")

@@ -1,0 +1,1 @@
+"""Volumes and objects of the cluster that are no longer needed."""

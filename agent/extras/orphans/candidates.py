@@ -1,0 +1,305 @@
+"""Volumes, objects of the cluster and kubelet's directories that nothing seems to need."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from agent.core import ids, tag
+from agent.core.inventory import Inventory
+from agent.core.records import Snapshot, Volume
+from lvm import report
+
+if TYPE_CHECKING:
+    # Who counts orphans for a scrape, and looks for none, need not load what reads a kubeconfig.
+    from agent.extras.orphans.needs import Needs
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from agent.core.ids import VolumeId
+from agent.extras.orphans import needs as cluster_needs
+from agent.extras.orphans.needs import Needs
+from mount.kernel import Kernel
+from mount.table import Table
+
+
+class Kind(StrEnum):
+    """What an orphan is; each says what is to be done about it in `REMEDIES`."""
+
+    VOLUME = "volume"
+    INLINE = "inline"
+    HALF_MADE = "half-made"
+    WIPING = "wiping"
+    STAGING = "staging"
+    TARGET = "target"
+    CAPACITY = "capacity"
+    PERSISTENT_VOLUME = "persistentvolume"
+    CLAIM = "claim"
+
+
+_DELETE = "carver orphans --delete {name} --yes"
+REMEDIES = {
+    Kind.VOLUME: _DELETE,
+    Kind.INLINE: _DELETE,
+    Kind.HALF_MADE: _DELETE,
+    Kind.WIPING: "see the log and docs/operations.md: it is removed when it is overwritten",
+    Kind.STAGING: _DELETE,
+    Kind.TARGET: _DELETE,
+    Kind.CAPACITY: "kubectl delete csistoragecapacities --namespace {namespace} {object}",
+    Kind.PERSISTENT_VOLUME: "kubectl delete pv {object}, once its data are given up:"
+    " docs/operations.md",
+    Kind.CLAIM: "if the node does not come back: kubectl annotate persistentvolumeclaim"
+    " --namespace {namespace} {object} volume.kubernetes.io/selected-node-",
+}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What seems to be an orphan.
+
+    `name` is what it goes by: a volume's id, a path, an object's name. `identity` tells it from
+    another of that name: LVM's, the file system's or the API server's. `handle` is the volume's id
+    as kubelet knows it, and `path` where it is, for what has these. What has no remedy by a call
+    is undone by the service, which `remedy` says.
+    """
+
+    kind: Kind
+    name: str
+    identity: str
+    about: str
+    handle: str = ""
+    path: str = ""
+    remedy: str = ""
+
+    @property
+    def key(self) -> str:
+        """What it is noted under."""
+        return f"{self.kind}:{self.identity}:{self.name}"
+
+    @property
+    def directory(self) -> str:
+        """Of a staging path or a target: kubelet's directory for it, which is its name."""
+        return self.name
+
+    @property
+    def is_deletable(self) -> bool:
+        """Whether a call of Carver's can take it away."""
+        return self.told_remedy.startswith("carver ")
+
+    @property
+    def told_remedy(self) -> str:
+        """What to do about it."""
+        namespace, _, name = self.name.rpartition("/")
+        text = self.remedy or REMEDIES[self.kind]
+        return text.format(name=self.name, namespace=namespace, object=name)
+
+
+def of_volumes(inventory: Inventory, known: report.Report, needs: "Needs") -> Iterator[Candidate]:
+    """Carver's volumes, by their tags, that nothing in the cluster needs."""
+    for one in inventory.present(known):
+        # What comes from another node, or went there, is an operator's.
+        if one.wiping or one.receiving or one.moved:
+            continue
+        if one.is_ephemeral:
+            if _lacks_its_pod(one, needs):
+                yield _inline(one)
+        elif not needs.names(one.name, one.facts[tag.NAME], one.facts.get(tag.PV, "")):
+            kind = Kind.HALF_MADE if one.copying else Kind.VOLUME
+            yield Candidate(kind, str(one.id), _uuid(one), _about(one), handle=str(one.id))
+    for one in inventory.doomed(known):
+        why = f"deleted, not overwritten yet, {one.size_bytes} bytes"
+        yield Candidate(Kind.WIPING, str(one.id), _uuid(one), why)
+    yield from _half_made(inventory, known)
+
+
+def of_objects(needs: "Needs") -> Iterator[Candidate]:
+    """The cluster's objects of the driver's, of nodes that are gone; claims also of unready ones.
+
+    No other node's provisioner takes up a claim that is to be made on a node.
+    """
+    for one in needs.capacities:
+        if one.node not in needs.nodes:
+            yield Candidate(Kind.CAPACITY, one.name, one.uid, f"of {one.node}, which is gone")
+    for volume in needs.volumes:
+        if volume.nodes and needs.nodes.isdisjoint(volume.nodes):
+            where = ", ".join(sorted(volume.nodes))
+            about = f"of {where}, which is gone{_of_claim(volume.claim)}"
+            yield Candidate(Kind.PERSISTENT_VOLUME, volume.name, volume.uid, about)
+    for claim in needs.waiting_claims:
+        is_gone = claim.node not in needs.nodes
+        if is_gone or claim.node in needs.unready:
+            about = f"waits for {claim.node}, which is {'gone' if is_gone else 'not ready'}"
+            yield Candidate(Kind.CLAIM, claim.name, f"{claim.uid}@{claim.node}", about)
+
+
+def pod_of(target_path: str) -> str:
+    """The pod's UID in a path of kubelet's for its volume; empty where it is no such path."""
+    _, pods, inside = target_path.rpartition("/pods/")
+    uid, volumes, _ = inside.partition("/volumes/")
+    return uid if pods and volumes and "/" not in uid else ""
+
+
+def _lacks_its_pod(volume: Volume, needs: "Needs") -> bool:
+    """Whether its pod is told of in its tags, and the cluster has no such pod on this node."""
+    uids = {volume.facts.get(tag.POD_UID, ""), pod_of(volume.facts.get(tag.TARGET, ""))} - {""}
+    return not volume.wiping and bool(uids) and needs.pods.isdisjoint(uids)
+
+
+def _inline(volume: Volume) -> Candidate:
+    facts, path = volume.facts, volume.facts.get(tag.TARGET, "")
+    pod = "/".join(filter(None, (facts.get(tag.NAMESPACE), facts.get(tag.POD))))
+    about = f"{volume.size_bytes} bytes, of pod {pod or 'without a name'}, which is gone"
+    remedy = "" if path else "restart Carver and see its log: it is not known where it was"
+    return Candidate(
+        Kind.INLINE, str(volume.id), _uuid(volume), about, facts[tag.NAME], path, remedy
+    )
+
+
+def _half_made(inventory: Inventory, known: report.Report) -> Iterator[Candidate]:
+    """Snapshots of a copy that is not under way, and those of group snapshots that never were."""
+    copying = {one.facts[tag.NAME] for one in inventory.present(known) if one.copying}
+    half_made = inventory.half_made(known)
+    for one in inventory.all_snapshots(known):
+        if one.is_bridge and one.facts[tag.NAME] not in copying:
+            yield _snapshot(one, "was made for a copy that is not under way")
+        elif one.group_snapshot_id in half_made:
+            yield _snapshot(one, f"of group snapshot {one.group_snapshot_id}, which never was")
+
+
+def _snapshot(one: Snapshot, about: str) -> Candidate:
+    uuid = one.group.volume(one.name).uuid
+    remedy = "restart Carver, which undoes it, and see its log"
+    return Candidate(Kind.HALF_MADE, str(one.id), uuid, f"snapshot, {about}", remedy=remedy)
+
+
+def _uuid(volume: Volume) -> str:
+    return volume.group.volume(volume.name).uuid
+
+
+def _about(volume: Volume) -> str:
+    state = ", not complete" if volume.copying else ""
+    return f"{volume.size_bytes} bytes{state}{_of_claim(volume.claim)}"
+
+
+def _of_claim(claim: str) -> str:
+    return f", was claimed by {claim}" if claim else ""
+
+
+def proves_absent(known: report.Report, handle: str, groups: tuple[str, ...]) -> bool:
+    """Whether the report proves that there is no volume of that id, nor what is left of one.
+
+    An inline volume's id does not tell its group: then each of Carver's must be there.
+    """
+    parsed = ids.VolumeId.parse(handle)
+    if parsed is not None:
+        group = known.groups.get(parsed.group)
+        return group is not None and parsed.is_of(group.uuid) and parsed.name not in group.volumes
+    name = ids.logical_name(handle)
+    return all(one in known.groups and name not in known.groups[one].volumes for one in groups)
+
+
+# Of pkg/volume/csi in kubelet.
+TOLD = "vol_data.json"
+_STAGING, _MOUNTED = "plugins/kubernetes.io/csi", "globalmount"
+_TARGETS = "pods/*/volumes/kubernetes.io~csi/*"
+_TARGET = "mount"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory of kubelet's; `handle` is empty where kubelet has removed what it wrote there."""
+
+    kind: Kind
+    directory: str
+    path: str
+    identity: str
+    handle: str
+
+
+def all_of(kernel: Kernel, kubelet_dir: Sequence[str], driver_name: str) -> list[Place]:
+    """Every place of the driver's, by what kubelet wrote; no command, no call to what is mounted.
+
+    To be read before the volumes: what is made meanwhile is in the report then.
+    """
+    return [
+        place
+        for one in kubelet_dir
+        for place in (
+            *_staging(kernel, Path(one) / _STAGING / driver_name, driver_name),
+            *_targets(kernel, Path(one), driver_name),
+        )
+    ]
+
+
+def candidates(
+    places: Sequence[Place],
+    mounts: Table,
+    known: report.Report,
+    groups: tuple[str, ...],
+    needs: Needs,
+) -> Iterator[Candidate]:
+    """Those whose volumes are proved not to be there, and that the cluster does not speak of."""
+    whole = all(one in known.groups for one in groups)
+    digests = {
+        cluster_needs.digest(str(VolumeId.of(group, name)))
+        for group in known.groups.values()
+        for name in group.volumes
+    }
+    for one in places:
+        if one.handle:
+            lost = proves_absent(known, one.handle, groups)
+        else:
+            # Its name is all that tells of its volume, which a group that is away may have.
+            lost = whole and Path(one.directory).name not in digests
+        wanted = (
+            pod_of(one.path) in needs.pods
+            if one.kind is Kind.TARGET
+            else Path(one.directory).name in needs.handle_digests
+        )
+        if lost and not wanted:
+            seen = mounts.top(one.path)
+            what = f"has {seen}" if seen else "has nothing mounted"
+            about = f"of {one.handle or 'a volume'}, which is not there; {what}"
+            yield Candidate(one.kind, one.directory, one.identity, about, one.handle, one.path)
+
+
+def _staging(kernel: Kernel, directory: Path, driver_name: str) -> Iterator[Place]:
+    for one in _inside(directory, "*"):
+        told = _told(one / TOLD)
+        if told is not None and told.get("driverName", driver_name) == driver_name:
+            yield from _place(kernel, Kind.STAGING, one, one / _MOUNTED, told)
+
+
+def _targets(kernel: Kernel, directory: Path, driver_name: str) -> Iterator[Place]:
+    for one in _inside(directory, _TARGETS):
+        told = _told(one / TOLD)
+        if told and told.get("driverName") == driver_name and told.get("volumeHandle"):
+            yield from _place(kernel, Kind.TARGET, one, one / _TARGET, told)
+
+
+def _place(
+    kernel: Kernel, kind: Kind, directory: Path, path: Path, told: dict[str, str]
+) -> Iterator[Place]:
+    with suppress(OSError):  # gone meanwhile
+        seen = kernel.lstat(str(directory))
+        identity = f"{seen.st_dev}.{seen.st_ino}"
+        yield Place(kind, str(directory), str(path), identity, told.get("volumeHandle", ""))
+
+
+def _inside(directory: Path, pattern: str) -> list[Path]:
+    with suppress(OSError):
+        return sorted(one for one in directory.glob(pattern) if not one.is_symlink())
+    return []
+
+
+def _told(file: Path) -> dict[str, str] | None:
+    """What kubelet wrote; nothing where there is no such file, None where it is not understood."""
+    try:
+        told = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        return None
+    return {str(key): str(value) for key, value in told.items()} if isinstance(told, dict) else None

@@ -1,0 +1,211 @@
+"""What the cluster has that speaks for a volume: PersistentVolumes, claims, pods, nodes."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agent.core import errors, ids
+from agent.extras.kubernetes.objects import Lists
+
+# Kubernetes' own: what the provisioner calls a claim's volume, and what says of which static pod a
+# pod of the API server's is a picture.
+_PROVISIONED = "pvc-"
+_STATIC_POD = "kubernetes.io/config.hash"
+_HOSTNAME = "kubernetes.io/hostname"
+# A claim's annotations: the node that the scheduler chose for it, and whose driver is to make its
+# volume, which the controller-manager notes (component-helpers, storage/volume/pv_helpers.go).
+_SELECTED_NODE = "volume.kubernetes.io/selected-node"
+_PROVISIONERS = (
+    "volume.kubernetes.io/storage-provisioner",
+    "volume.beta.kubernetes.io/storage-provisioner",
+)
+
+
+@dataclass(frozen=True)
+class PersistentVolume:
+    """One of the driver's. `nodes` are those that it may be used on, empty where it does not say.
+
+    `claim` is namespace/name of the claim that it is bound to, if any.
+    """
+
+    name: str
+    uid: str
+    handle: str
+    nodes: frozenset[str]
+    claim: str
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """A CSIStorageCapacity of the driver's; `name` is namespace/name."""
+
+    name: str
+    uid: str
+    node: str
+
+
+@dataclass(frozen=True)
+class WaitingClaim:
+    """A claim that a node is to make a volume for, and no other does; `name` is namespace/name."""
+
+    name: str
+    uid: str
+    node: str
+
+
+@dataclass(frozen=True)
+class Needs:
+    """All of it. `versions` are of each list's moment.
+
+    `unready` are the nodes that the cluster says it does not hear of, or that say so themselves.
+    `spoken_for` are names that a volume may have: those of PersistentVolumes, what their handles
+    call the logical volume, those of claims' volumes, bound or not yet.
+    """
+
+    volumes: tuple[PersistentVolume, ...]
+    capacities: tuple[Capacity, ...]
+    waiting_claims: tuple[WaitingClaim, ...]
+    spoken_for: frozenset[str]
+    handle_digests: frozenset[str]
+    pods: frozenset[str]
+    nodes: frozenset[str]
+    unready: frozenset[str]
+    versions: Mapping[str, str]
+
+    def names(self, *names: str) -> bool:
+        """Whether anything there names a volume, by one of the names that it has."""
+        return not self.spoken_for.isdisjoint(names)
+
+
+def read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> Needs:
+    """Five lists; raises ClusterSilent where one is not whole, or is of another cluster."""
+    try:
+        return _read(lists, driver_name, node_id, topology_key)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        # An object that is no such object: then nobody knows what it speaks for.
+        problem = f"an object is not understood: {type(error).__name__}: {error}"
+        raise errors.ClusterSilent("its lists", problem) from error
+
+
+def _read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> Needs:
+    nodes = lists.whole("/api/v1/nodes", "NodeList")
+    known = frozenset(_names_of_nodes(nodes.items, topology_key))
+    if node_id not in known:
+        # Whoever has no such node is another cluster, or has lost what it knew.
+        raise errors.ClusterSilent("nodes", f"this node, {node_id}, is not among them")
+    pods = lists.whole("/api/v1/pods", "PodList", fieldSelector=f"spec.nodeName={node_id}")
+    claims = lists.whole("/api/v1/persistentvolumeclaims", "PersistentVolumeClaimList")
+    volumes = lists.whole("/api/v1/persistentvolumes", "PersistentVolumeList")
+    capacities = lists.whole(
+        "/apis/storage.k8s.io/v1/csistoragecapacities", "CSIStorageCapacityList"
+    )
+    every = [(one, _table(_table(one, "spec"), "csi")) for one in volumes.items]
+    handles = {str(csi.get("volumeHandle", "")) for _, csi in every} - {""}
+    return Needs(
+        volumes=tuple(
+            _volume(one, csi, topology_key)
+            for one, csi in every
+            if csi.get("driver") == driver_name
+        ),
+        capacities=tuple(_capacities(capacities.items, topology_key)),
+        waiting_claims=tuple(_waiting_claims(claims.items, driver_name)),
+        spoken_for=frozenset(
+            # Whatever the driver: an object of one that was renamed speaks for its volume, too.
+            {one["metadata"]["name"] for one in volumes.items}
+            | {ids.logical_name(one) for one in handles}
+            | set(_names_of_claims(claims.items))
+        ),
+        handle_digests=frozenset(digest(one) for one in handles),
+        pods=frozenset(_uids_of_pods(pods.items)),
+        nodes=known,
+        unready=frozenset(one["metadata"]["name"] for one in nodes.items if _is_unready(one)),
+        versions={
+            "nodes": nodes.version,
+            "pods": pods.version,
+            "claims": claims.version,
+            "volumes": volumes.version,
+            "capacities": capacities.version,
+        },
+    )
+
+
+def digest(volume_handle: str) -> str:
+    """What kubelet calls a volume's staging directory."""
+    return hashlib.sha256(volume_handle.encode()).hexdigest()
+
+
+def _names_of_nodes(items: Any, topology_key: str) -> Iterator[str]:
+    for one in items:
+        yield (name := one["metadata"]["name"])
+        yield ids.node_segment(name)
+        labels = _table(_table(one, "metadata"), "labels")
+        # A node that was named anew for Carver has that in the label that kubelet made.
+        yield from (str(labels[key]) for key in (topology_key, _HOSTNAME) if key in labels)
+
+
+def _names_of_claims(items: Any) -> Iterator[str]:
+    for one in items:
+        yield f"{_PROVISIONED}{one['metadata']['uid']}"
+        if name := _table(one, "spec").get("volumeName"):
+            yield str(name)
+
+
+def _is_unready(node: Mapping[str, Any]) -> bool:
+    """Whether its condition says so; one without the condition is new."""
+    conditions = _table(node, "status").get("conditions") or ()
+    return any(one.get("type") == "Ready" and one.get("status") != "True" for one in conditions)
+
+
+def _waiting_claims(items: Any, driver_name: str) -> Iterator[WaitingClaim]:
+    for one in items:
+        about = one["metadata"]
+        said = _table(about, "annotations")
+        node, is_own = said.get(_SELECTED_NODE), driver_name in map(said.get, _PROVISIONERS)
+        if node and is_own and _table(one, "status").get("phase") == "Pending":
+            name = f"{about.get('namespace', '')}/{about['name']}"
+            yield WaitingClaim(name, about["uid"], str(node))
+
+
+def _uids_of_pods(items: Any) -> Iterator[str]:
+    for one in items:
+        yield one["metadata"]["uid"]
+        # To kubelet such a pod has this one.
+        if uid := _table(_table(one, "metadata"), "annotations").get(_STATIC_POD):
+            yield str(uid)
+
+
+def _capacities(items: Any, topology_key: str) -> Iterator[Capacity]:
+    for one in items:
+        about = one["metadata"]
+        node = _table(_table(one, "nodeTopology"), "matchLabels").get(topology_key)
+        if node:
+            name = f"{about.get('namespace', '')}/{about['name']}"
+            yield Capacity(name, about["uid"], str(node))
+
+
+def _volume(one: Mapping[str, Any], csi: Mapping[str, Any], topology_key: str) -> PersistentVolume:
+    about, spec = one["metadata"], _table(one, "spec")
+    claim = _table(spec, "claimRef")
+    return PersistentVolume(
+        name=about["name"],
+        uid=about["uid"],
+        handle=str(csi.get("volumeHandle", "")),
+        nodes=frozenset(_nodes(spec, topology_key)),
+        claim="/".join(str(claim[key]) for key in ("namespace", "name") if key in claim),
+    )
+
+
+def _nodes(spec: Mapping[str, Any], topology_key: str) -> Iterator[str]:
+    """The nodes that a PersistentVolume is for, where its terms name them and nothing else."""
+    required = _table(_table(spec, "nodeAffinity"), "required")
+    for term in required.get("nodeSelectorTerms") or ():
+        for wanted in _table({"term": term}, "term").get("matchExpressions") or ():
+            if wanted.get("key") == topology_key and wanted.get("operator") == "In":
+                yield from map(str, wanted.get("values") or ())
+
+
+def _table(one: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A table in an object; an empty one where there is none."""
+    found = one.get(key)
+    return found if isinstance(found, dict) else {}

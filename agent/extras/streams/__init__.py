@@ -1,0 +1,1 @@
+"""Volumes as streams of bytes."""

@@ -1,0 +1,198 @@
+"""Read a stream, or refuse it; apply it to a device, and know how far that is on the disk."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from agent.core import errors
+from agent.core.extents import Extent
+from agent.extras.streams import form
+from agent.extras.streams.form import Frame, Header, Totals
+from mount.blocks import Opened
+
+
+class Source(Protocol):
+    """Where a stream comes from: any file that is read as binary, and waits for what comes."""
+
+    def read(self, length: int, /) -> bytes:
+        """So many bytes, or as many as there are before the end."""
+        ...
+
+    def readinto(self, place: memoryview, /) -> int:
+        """The same, into memory that is there; how many."""
+        ...
+
+
+class Reader:
+    """A stream on its way in. Raises BadStream, StreamEnded."""
+
+    def __init__(self, source: Source, begun: bytes = b"") -> None:
+        """`begun` are the stream's first bytes, where they were read already."""
+        self.totals = Totals()
+        # How much of it was read.
+        self.read_bytes = 0
+        self._source = source
+        prefix = begun + self._take(form.PREFIX_BYTES - len(begun))
+        self.header, self._proof = form.header(prefix, self._take(form.header_bytes(prefix)))
+
+    @property
+    def size_bytes(self) -> int:
+        """How large the volume is that it is of."""
+        return self.header.size_bytes
+
+    def frames(self) -> Iterator[Frame]:
+        """The parts in their order; when this ends, the stream was whole.
+
+        A frame's place is proved here, its data where they are asked for; and those are there for
+        no longer than it is on its way through `pipeline.ordered`.
+        """
+        at = self.header.offset_bytes
+        rooms = form.rooms(form.MOST_BYTES)
+        while True:
+            kind, frame, stored, self._proof = form.parsed(
+                self._proof, self._take(form.HEADING_BYTES)
+            )
+            if stored:
+                # No other: a frame of zeroes may be left out on the way.
+                room = next(rooms)
+                frame = replace(frame, payload=self._fill(room[:stored]), room=room)
+            if not at <= frame.offset_bytes <= frame.end_bytes <= self.size_bytes:
+                raise errors.BadStream(f"it goes from byte {at} to {frame.offset_bytes}")
+            if kind == form.END:
+                if frame.data() != self.totals.pack() or frame.offset_bytes != self.size_bytes:
+                    raise errors.BadStream("its end mark is of another stream")
+                return
+            at = frame.end_bytes
+            self.totals.add(frame.length_bytes, is_zeroes=frame.is_zeroes)
+            yield frame
+
+    def _take(self, length: int) -> bytes:
+        taken = self._source.read(length) if length else b""
+        self._count(len(taken), length)
+        return taken
+
+    def _fill(self, place: memoryview) -> memoryview:
+        self._count(self._source.readinto(place), len(place))
+        return place
+
+    def _count(self, taken: int, wanted: int) -> None:
+        self.read_bytes += taken
+        if taken < wanted:
+            raise errors.StreamEnded(self.read_bytes)
+
+
+def streams(source: Source) -> Iterator[Reader]:
+    """Each of the streams that stand one after another, such as a full one and what follows it.
+
+    The next is begun when the frames of the one before were read.
+    """
+    while begun := source.read(1):
+        yield Reader(source, begun)
+
+
+# How often is written down how far it is: so much is sent again at most after a crash.
+RECORD_SECONDS = 20.0
+# A range of zeroes is written in parts, none of which takes long.
+_ZERO_BYTES = 128 << 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a stream is applied to.
+
+    `size_bytes` is the device's. One that is `blank` reads as zeroes wherever it was never written.
+    """
+
+    device: Opened
+    size_bytes: int
+    blank: bool
+
+
+def apply(
+    reader: Reader,
+    target: Target,
+    *,
+    record: Callable[[int], None],
+    note: Callable[[Extent], None] = lambda _part: None,
+    tell: Callable[[int], None] = lambda _offset_bytes: None,
+    record_seconds: float = RECORD_SECONDS,
+) -> None:
+    """Apply all of a stream; when this returns, it is on the disk.
+
+    `record` is told up to which byte of the volume it is on the disk, from time to time; `note` of
+    each part that the stream names, `tell` up to which it was written. Nothing is written that was
+    not proved. Raises BadStream, OSError.
+    """
+    device, header = target.device, reader.header
+
+    def write(frame: Frame) -> Frame:
+        if frame.is_zeroes:
+            device.zero_out(frame.offset_bytes, frame.length_bytes)
+        else:
+            device.write(frame.offset_bytes, frame.data())
+        return frame
+
+    def noted() -> Iterator[Frame]:
+        for frame in reader.frames():
+            note(Extent(frame.offset_bytes, frame.length_bytes))
+            yield frame
+
+    state = _Progress(device, header.offset_bytes, header.size_bytes, record)
+    due = time.monotonic() + record_seconds
+    try:
+        for frame in form.ordered(write, _parts(noted(), target, header)):
+            state.end_bytes = frame.end_bytes
+            tell(min(frame.end_bytes, header.size_bytes))
+            if time.monotonic() >= due:
+                state.write_down()
+                due = time.monotonic() + record_seconds
+    except errors.BadStream:
+        # What came before that is good, and need not be sent again.
+        state.write_down()
+        raise
+    device.flush()
+
+
+@dataclass
+class _Progress:
+    device: Opened
+    end_bytes: int
+    size_bytes: int
+    record: Callable[[int], None]
+    recorded: int = -1
+
+    def __post_init__(self) -> None:
+        self.recorded = self.end_bytes
+
+    def write_down(self) -> None:
+        """Have what was written on the disk, and then say so."""
+        if self.end_bytes <= self.recorded:
+            return
+        self.device.flush()
+        self.recorded = self.end_bytes
+        self.record(min(self.end_bytes, self.size_bytes))
+
+
+def _parts(frames: Iterable[Frame], target: Target, header: Header) -> Iterator[Frame]:
+    """The frames, and zeroes where nothing is said of a part that may hold what was there before.
+
+    In a whole volume that is anywhere; else only what it grew by since its base.
+    """
+    at = max(header.offset_bytes, header.base_size_bytes)
+    for frame in frames:
+        yield from _zeroes(at, frame.offset_bytes, target)
+        if not frame.is_zeroes:
+            yield frame
+        elif not (target.blank and header.is_whole):
+            yield from _zeroes(frame.offset_bytes, frame.end_bytes, target, needed=True)
+        at = max(at, frame.end_bytes)
+    # To the end of the device, which may be larger than what was sent.
+    yield from _zeroes(at, target.size_bytes, target)
+
+
+def _zeroes(start: int, end: int, target: Target, *, needed: bool = False) -> Iterator[Frame]:
+    if target.blank and not needed:
+        return
+    for at in range(start, end, _ZERO_BYTES):
+        yield Frame(at, min(_ZERO_BYTES, end - at))

@@ -1,0 +1,1 @@
+"""Volumes received from elsewhere, and moved to other nodes."""

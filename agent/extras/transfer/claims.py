@@ -1,0 +1,105 @@
+"""What re-points a Kubernetes claim to a volume that moved: carried out, or told step by step."""
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from agent.cli import terminal
+from agent.cli.volumes import Manual
+from agent.extras.kubernetes import access, manifests
+from agent.extras.kubernetes.access import Server
+from agent.extras.kubernetes.manifests import Place
+from agent.extras.kubernetes.objects import Lists, Objects
+from agent.extras.kubernetes.rebinding import Rebinding
+from agent.extras.transfer import streams_command
+
+_STEPS = """\
+In Kubernetes, while nothing runs that uses the claim. The same words with --kubeconfig FILE carry
+these steps out; by hand, in this order:
+ 1. keep the data whatever happens:
+    PV=$(kubectl get pvc {pvc} --namespace {namespace} --output jsonpath='{{.spec.volumeName}}')
+    kubectl patch pv "$PV" --patch '{{"spec":{{"persistentVolumeReclaimPolicy":"Retain"}}}}'
+ 2. keep both objects:
+    kubectl get pv "$PV" --output json > pv.json
+    kubectl get pvc {pvc} --namespace {namespace} --output json > pvc.json
+ 3. make another PersistentVolume, for the volume where it is now, reserved for the claim:
+    jq '{pv_filter}' pv.json | kubectl create --filename -
+ 4. make the claim anew, for that one; Retain leaves the volumes as they are:
+    kubectl delete pvc {pvc} --namespace {namespace}
+    jq '{pvc_filter}' pvc.json | kubectl create --filename -
+ 5. see that it is Bound, run what uses it, and see that its data are there:
+    kubectl get pvc {pvc} --namespace {namespace}
+ 6. delete the old object, and have deletion of the claim delete the volume again, if it did before:
+    kubectl delete pv "$PV"
+    kubectl patch pv {new} --patch '{{"spec":{{"persistentVolumeReclaimPolicy":"Delete"}}}}'
+ 7. here: carver volume move {name} --finish
+"""
+# What the cluster keeps of an object's life, and is not to be told anew.
+_LIFE = (
+    "del(.status, .metadata.uid, .metadata.resourceVersion, .metadata.creationTimestamp,"
+    " .metadata.finalizers, .metadata.deletionTimestamp"
+)
+_PV_FILTER = (
+    _LIFE + ", .spec.claimRef.uid, .spec.claimRef.resourceVersion,"
+    ' .metadata.annotations["pv.kubernetes.io/bound-by-controller"])'
+    ' | .metadata.name = "{new}"'
+    ' | .spec.persistentVolumeReclaimPolicy = "Retain"'
+    ' | .spec.csi.volumeHandle = "{handle}"'
+    " | .spec.nodeAffinity.required.nodeSelectorTerms ="
+    ' [{{"matchExpressions": [{{"key": "{key}", "operator": "In",'
+    ' "values": ["{node}"]}}]}}]'
+)
+_PVC_FILTER = (
+    _LIFE + ', .metadata.annotations["pv.kubernetes.io/bind-completed"],'
+    ' .metadata.annotations["pv.kubernetes.io/bound-by-controller"],'
+    ' .metadata.annotations["volume.kubernetes.io/selected-node"])'
+    ' | .spec.volumeName = "{new}"'
+)
+
+
+def steps(claim: Mapping[str, str], place: Place) -> str:
+    """The steps for the claim that a volume was made for, which is there now."""
+    new = manifests.moved_name(claim["pv"], place.handle)
+    return _STEPS.format(
+        **{key: claim[key] for key in ("pvc", "namespace")},
+        name=claim["volume_id"],
+        new=new,
+        pv_filter=_PV_FILTER.format(
+            new=new, handle=place.handle, key=place.topology_key, node=place.segment
+        ),
+        pvc_filter=_PVC_FILTER.format(new=new),
+    )
+
+
+def cluster_of(kubeconfig: str | None) -> Server | None:
+    """Where they are carried out, if anywhere; raises BadConfig, before anything is done."""
+    return access.of_file(Path(kubeconfig)) if kubeconfig else None
+
+
+def repoint(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = False) -> None:
+    """Carry them out; raises what a Repointing does.
+
+    `was` is the volume's id where it came from. Asks before each step, where `yes` is not given.
+    """
+
+    def confirmed(question: str) -> bool:
+        return yes or terminal.confirmed(question)
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    made = Rebinding(Lists(cluster), Objects(cluster), was, place)
+    (made.undo if undo else made.run)(confirmed, tell)
+
+
+def finish(at: Manual, parsed: argparse.Namespace) -> None:
+    """What `carver volume receive --finish --kubeconfig` is told to do.
+
+    The volume that was received is the claim's, in place of the one that it is of.
+    """
+    cluster = access.of_file(Path(parsed.kubeconfig))
+    told = streams_command.finish(at, parsed.name, parsed.release)
+    streams_command.show(told, as_json=parsed.json)
+    place = Place(told["volume_id"], at.settings.node_id, at.settings.driver_name)
+    repoint(cluster, told["received"], place, yes=parsed.yes)

@@ -1,0 +1,159 @@
+"""The words of `carver snapshot send`, `carver volume receive` and `carver volume move`."""
+
+import argparse
+import shlex
+import sys
+from typing import TYPE_CHECKING
+
+from agent.cli.words import Commands, add_name, verb
+from agent.core import errors
+
+if TYPE_CHECKING:
+    from agent.cli.volumes import Manual
+
+
+def add_receive(verbs: Commands) -> None:
+    """The words of `carver volume receive`."""
+    receive = verb(
+        verbs,
+        "receive",
+        "take a volume, or what changed of it, from a stream; when it is whole, --finish it",
+        _receive,
+    )
+    receive.add_argument("name", metavar="NAME", help="its name on this node")
+    receive.add_argument("--class", dest="device_class", default="", help="else the default one")
+    _add_deeds(
+        receive,
+        ("status", "tell how far it is, and where a stream to it goes on"),
+        ("checksum", "tell the checksum of all that it holds"),
+        ("finish", "have it be a volume of this node: no stream is taken any more"),
+        ("withdraw", "of a move that is undone: have it be none any more"),
+        ("abort", "overwrite and remove what was received"),
+    )
+    receive.add_argument(
+        "--verify",
+        action="store_true",
+        help="read what the stream brought from the disk again, and tell its checksum, as JSON",
+    )
+    receive.add_argument("--release", default="", help="the word by which its source lets it go")
+    _add_kubeconfig(
+        receive, "with --finish: re-point the claim of the volume that it is of, step by step"
+    )
+    receive.add_argument("--json", action="store_true", help="as JSON, progress too")
+
+
+def _add_deeds(verb: argparse.ArgumentParser, *deeds: tuple[str, str]) -> None:
+    """What else a verb does, one at a time: the option, and its help."""
+    choice = verb.add_mutually_exclusive_group()
+    for word, text in deeds:
+        choice.add_argument(f"--{word}", action="store_true", help=text)
+
+
+def _add_kubeconfig(verb: argparse.ArgumentParser, text: str) -> None:
+    # A setting's name: as one it is checked, and told where it is wrong.
+    verb.add_argument("--kubeconfig", metavar="FILE", help=text)
+    verb.add_argument("--yes", action="store_true", help="do not ask")
+
+
+def _receive(verbs: "Manual", parsed: argparse.Namespace) -> None:
+    from agent.extras.transfer import streams_command
+
+    if not parsed.kubeconfig:
+        told = streams_command.received(verbs, parsed, sys.stdin.buffer)
+        streams_command.show(told, as_json=parsed.json or parsed.verify)
+        return
+    if not parsed.finish:
+        raise errors.BadField("--kubeconfig", "goes with --finish")
+    # Only here: a move has words without it carried out over and over.
+    from agent.extras.transfer import claims
+
+    claims.finish(verbs, parsed)
+
+
+def add_send(verbs: Commands) -> None:
+    """The words of `carver snapshot send`."""
+    send = verb(verbs, "send", "write a snapshot as a stream to the standard output", _send)
+    add_name(send, "snapshot")
+    add_name(send, "snapshot", "--since", "of the volume, older: only what changed since")
+    send.add_argument(
+        "--offset",
+        type=int,
+        default=0,
+        metavar="BYTES",
+        help="where to go on, as `carver volume receive NAME --status` tells there",
+    )
+    send.add_argument(
+        "--compare",
+        action="store_true",
+        help="with --since: read both, and send only what differs, for a slow line",
+    )
+    send.add_argument("--compress", action="store_true", help="by zstandard")
+    send.add_argument(
+        "--checksum", action="store_true", help="send nothing; tell the checksum of all it holds"
+    )
+    send.add_argument("--json", action="store_true", help="progress as JSON, a line each second")
+
+
+def _send(verbs: "Manual", parsed: argparse.Namespace) -> None:
+    from agent.extras.transfer import streams_command
+
+    if parsed.checksum:
+        told = streams_command.checksum_of(verbs, parsed.name, as_json=parsed.json)
+        streams_command.show(told, as_json=parsed.json)
+        return
+    streams_command.send(
+        verbs,
+        parsed.name,
+        sys.stdout.buffer,
+        since=parsed.since or "",
+        offset_bytes=parsed.offset,
+        compare=parsed.compare,
+        compress=parsed.compress,
+        as_json=parsed.json,
+    )
+
+
+def add_move(verbs: Commands) -> None:
+    """The words of `carver volume move`."""
+    move = verb(
+        verbs,
+        "move",
+        "send a volume to another node, while it is in use, and hand it over when it is not",
+        _move,
+    )
+    add_name(move)
+    move.add_argument("--to", metavar="NODE", help="the other node, as ssh knows it")
+    move.add_argument(
+        "--as", dest="name_there", metavar="NAME", help="its name there; else its own"
+    )
+    move.add_argument("--class", dest="device_class", default="", help="there; else the default")
+    move.add_argument(
+        "--ssh", default="ssh", help="how the node is reached, such as 'ssh -p 22 -l root'"
+    )
+    move.add_argument(
+        "--remote-carver", default="carver", help="what is run there, such as 'sudo carver'"
+    )
+    move.add_argument("--compress", action="store_true", help="by zstandard")
+    _add_kubeconfig(move, "re-point its claim in that cluster, step by step; else it is told how")
+    _add_deeds(
+        move,
+        ("status", "tell how far it is, here and there"),
+        ("finish", "delete what is left of it here, once the other node has it"),
+        ("undo", "have it be this node's again, and remove it there"),
+        (
+            "there-is-none",
+            "have it be this node's again without asking the other; say so only where no node"
+            " has it, such as after one is gone for good",
+        ),
+    )
+    move.add_argument("--json", action="store_true", help="as JSON, progress too")
+
+
+def _move(verbs: "Manual", parsed: argparse.Namespace) -> None:
+    from agent.extras.transfer import move_command
+    from agent.extras.transfer.remote import Ssh
+
+    def remote(node: str) -> Ssh:
+        return Ssh(node, shlex.split(parsed.ssh), shlex.split(parsed.remote_carver))
+
+    move_command.carry_out(verbs, parsed, remote)

@@ -1,0 +1,443 @@
+"""A volume moved to another node: rounds of snapshots sent while it is used, and a last one.
+
+Each call looks at what is on record on both sides and does what is left, so the same words go on
+after a crash of either. docs/decisions/29-streams.md has the table of states.
+"""
+
+import argparse
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from time import sleep
+from typing import Any
+
+import grpc
+
+from agent.cli import terminal
+from agent.cli.volumes import Manual
+from agent.core import errors, ids, tag
+from agent.csi.client import Client
+from agent.extras.kubernetes.manifests import Place
+from agent.extras.transfer import claims, streams_command
+from agent.extras.transfer.remote import Remote
+from mount.blocks import Bytes
+
+# How often it is looked whether a volume is in use still, and after how many looks what was
+# written meanwhile is sent: the last round is to be short.
+_LOOK_SECONDS = 2.0
+_LOOKS = 150
+_OLD_SECONDS = _LOOKS * _LOOK_SECONDS
+# The service lets go of what nobody asked for during 30 s (agent.extras.transfer.moving).
+_KEEP_SECONDS = 8.0
+# So often it is looked for whoever holds it to let go: longer than that for one that was killed.
+_HELD_LOOKS = 20
+MOVED = "moved"
+_PREFIX = "move-"
+_PREFIX_CHARACTERS = 12
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a volume goes: its name and class there, and how its streams do."""
+
+    name: str
+    device_class: str = ""
+    compress: bool = False
+    as_json: bool = False
+
+
+class Move:
+    """One volume's move, from here to there. `tell` is told what is done. Raises NodeRefused."""
+
+    def __init__(
+        self,
+        at: Manual,
+        remote: Remote,
+        volume_id: str,
+        options: Options,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._at, self._caller = at, at.caller
+        self._remote = remote
+        self._volume_id = volume_id
+        self._options = options
+        self._tell = tell
+        # Whether the other node's Carver takes --verify; the snapshot of which both were seen to
+        # hold the same; when each was taken (monotonic). By this command: of what an earlier one
+        # did nothing of it is known.
+        self._verifies = False
+        self._proved = ""
+        self._taken: dict[str, float] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Have it be the other node's; what it is there. The volume here stays under quarantine.
+
+        Waits for it to be out of use. Raises NotMoved, NodeRefused.
+        """
+        begun = self._call("BeginMove", node=self._remote.node)
+        while begun["state"] != MOVED:
+            begun = self._round(begun) or begun
+        return self._complete(begun)
+
+    def status(self) -> dict[str, Any]:
+        """How far it is, here and there."""
+        here = self._caller.transfer("MoveStatus", name=self._volume_id)
+        return {"here": {**here, "word": ""}, "there": self._there()}
+
+    def finish(self) -> None:
+        """Delete what is left here, where the other node has the volume; raises NotMoved."""
+        here = self._caller.transfer("MoveStatus", name=self._volume_id)
+        if here["state"] == MOVED:
+            there = self._there()
+            is_theirs = there["release"] == here["release"]
+            if not is_theirs or there["state"] not in (streams_command.READY, MOVED):
+                raise errors.NotMoved(
+                    self._volume_id,
+                    f"{self._remote.node} does not have it as a volume of its own: go on with the"
+                    " move, or --undo it. Where another node has it by now, --there-is-none and"
+                    " then `carver volume delete` remove what is here",
+                )
+        self._drop(keep=())
+        self._call("FinishMove")
+
+    def undo(self, *, confirmed: Callable[[str], bool], is_nowhere: Callable[[str], bool]) -> None:
+        """Have it be this node's again, and nothing of it there.
+
+        `confirmed` is asked where the other node has it in its own right: what was written there
+        is lost. `is_nowhere` is asked where that has none, and may have had it in its own right:
+        it may be another node's by now. Raises NotMoved, NotConfirmed.
+        """
+        name, node = self._options.name, self._remote.node
+        here = self._caller.transfer("MoveStatus", name=self._volume_id)
+        if not here["node"]:
+            raise errors.NotMoved(self._volume_id, "no move of it was begun")
+        if here["state"] == tag.WIPING:
+            raise errors.NotMoved(self._volume_id, "what is left of it here is being deleted")
+        there = self._there()
+        # Another's of that name is not touched: then ours is not there.
+        is_theirs = there["state"] != streams_command.ABSENT and there["release"] == here["release"]
+        if is_theirs and there["state"] == MOVED:
+            raise errors.NotMoved(
+                self._volume_id, f"{node} has moved it on; --undo that move there first"
+            )
+        if is_theirs and there["state"] == streams_command.READY:
+            lost = f"What was written to {name} on {node} since it moved is lost. Take it back?"
+            if not confirmed(lost):
+                raise errors.NotConfirmed(name, "taken back")
+            self._ask("--withdraw", "--release", here["word"])
+        elif here["state"] == MOVED and not (is_theirs and _was_never_ready(there)):
+            none = f"{node} has no {name} that came by this move"
+            if not is_nowhere(f"{none}. Is it on no other node either?"):
+                raise errors.NotMoved(
+                    self._volume_id,
+                    f"{none}, but may have had it, and moved it on or deleted it. Look on each"
+                    " node (`carver volume list`); where none has it, --there-is-none takes it"
+                    " back",
+                )
+        if is_theirs:
+            self._ask("--abort", "--yes")
+        self.take_back()
+        self._tell(f"{name} is this node's, and {node} has none of it")
+
+    def take_back(self) -> None:
+        """Have it be this node's again; the caller knows that no other node has it."""
+        # First, as they go by the name that the move has.
+        self._drop(keep=())
+        self._call("UndoMove")
+
+    def place_there(self, there: Mapping[str, Any]) -> Place:
+        """Where it is to the other node's cluster; `there` is what that says of it."""
+        node = self._remote.ask("status", "--json")
+        return Place(there["volume_id"], node["node"], node["driver"])
+
+    def _round(self, begun: dict[str, str]) -> dict[str, str] | None:
+        """One step towards the end; what the service says where that was the last."""
+        there, own = self._there(), self._own()
+        release = begun["release"]
+        if there["state"] != streams_command.ABSENT and there["release"] != release:
+            raise errors.NotMoved(
+                self._volume_id,
+                f"{self._remote.node} has another volume {self._options.name!r}; name it otherwise:"
+                " --as NAME",
+            )
+        self._verifies = bool(there.get("verifies"))
+        base = own.get(there["chain"], "")
+        has_base = bool(base) or not there["chain"]
+        if there["into"] in own and has_base:
+            # A round was cut off: its snapshot is still there, and what is there of it, too.
+            self._send(own[there["into"]], base, release, there["offset_bytes"])
+            return None
+        if there["into"] or not has_base:
+            # Such as after a snapshot's area was full.
+            self._tell("what was sent cannot be gone on from; all is sent anew")
+            self._ask("--abort", "--yes")
+            return None
+        self._drop(keep=(base,))
+        if not base:
+            self._tell("sending all of it")
+            self._send(self._take(), "", release)
+            return None
+        if self._verifies and base != self._proved:
+            self._tell("comparing what both hold")
+            self._compare(base)
+        if self._is_old(base):
+            # The last round is to be short.
+            self._send(self._take(), base, release)
+            return None
+        if self._waits(base, release):
+            return None
+        return self._last(base, release)
+
+    def _is_old(self, base: str) -> bool:
+        """Whether much may have changed since a snapshot was taken."""
+        taken = self._taken.get(base)
+        return taken is None or time.monotonic() - taken > _OLD_SECONDS
+
+    def _waits(self, base: str, release: str) -> bool:
+        """Wait while the volume is used; True where another round is due before the last.
+
+        It was used, and one was sent since; or the base is lost, as more was written than its area
+        has room for.
+        """
+        for look in range(_LOOKS):
+            here = self._caller.transfer("MoveStatus", name=self._volume_id)
+            if base not in self._own().values():
+                return True
+            if here["in_use"] != "True":
+                return False
+            if not look:
+                self._tell("it is in use: stop what uses it; meanwhile what changes is sent")
+            sleep(_LOOK_SECONDS)
+        self._send(self._take(), base, release)
+        return True
+
+    def _last(self, base: str, release: str) -> dict[str, str] | None:
+        """What changed since the last round, while nobody can use it; and it is the other's."""
+        self._tell("it is not in use: sending what changed since, while nobody can use it")
+        with _kept(self._caller, self._volume_id) as word:
+            snapshot_id = self._take()
+            self._send(snapshot_id, base, release)
+            if self._proved != snapshot_id:
+                # Of 0.1.0.
+                self._tell(f"Carver on {self._remote.node} is older: now both read all of it")
+                self._compare(snapshot_id)
+            self._tell("both hold the same")
+            return self._call("CommitMove", snapshot_id=snapshot_id, word=word)
+
+    def _compare(self, snapshot_id: str) -> None:
+        """See that both hold the same, all of which they read; raises NotMoved."""
+        with streams_command.outgoing(self._at, snapshot_id) as source:
+            here = source.checksum(as_json=self._options.as_json)
+        self._require_same(here, self._ask("--checksum")["sha256"])
+        self._proved = snapshot_id
+
+    def _require_same(self, here: str, there: str) -> None:
+        if here == there:
+            return
+        self._ask("--abort", "--yes")
+        raise errors.NotMoved(
+            self._volume_id,
+            f"{self._remote.node} holds something else than was sent, and it was removed"
+            " there; look for a disk or memory with errors, then call again",
+        )
+
+    def _complete(self, begun: dict[str, str]) -> dict[str, Any]:
+        """It is the other node's: have it be a volume there."""
+        there = self._there()
+        if there["state"] == streams_command.ABSENT or there["release"] != begun["release"]:
+            raise errors.NotMoved(
+                self._volume_id,
+                f"it is {self._remote.node}'s, which does not have it any more; --undo takes it"
+                " back where no other node has it",
+            )
+        if there["state"] == MOVED:
+            raise errors.NotMoved(
+                self._volume_id,
+                f"{self._remote.node} has moved it on; --finish deletes what is left here",
+            )
+        if there["state"] != streams_command.READY:
+            there = self._ask("--finish", "--release", begun["word"])
+        self._drop(keep=())
+        self._tell(
+            f"{self._options.name} is {self._remote.node}'s; what is left here is under quarantine"
+            " until --finish or --undo"
+        )
+        return there
+
+    def _send(self, snapshot_id: str, base: str, release: str, offset_bytes: int = 0) -> None:
+        """Have the other node hold what a snapshot does, on what it has of its base.
+
+        Where both are known to hold the same of that, both read again what was sent, and nothing
+        else: then they are known to hold the same of this. Raises NotMoved where they do not.
+        """
+        options = self._options
+        words = ["volume", "receive", options.name]
+        if options.device_class:
+            words += ["--class", options.device_class]
+        is_verified = self._verifies and base in ("", self._proved) and not offset_bytes
+        if is_verified:
+            words += ["--verify"]
+        self._proved = ""
+        with (
+            streams_command.outgoing(self._at, snapshot_id, base) as source,
+            streams_command.opened_spool(self._at) as parts,
+        ):
+
+            def write(put: Callable[[Bytes], object]) -> None:
+                source.send(
+                    put,
+                    offset_bytes=offset_bytes,
+                    release=release,
+                    compress=options.compress,
+                    note=parts.add,
+                    as_json=options.as_json,
+                )
+
+            told = self._remote.feed(*words, write=write)
+            if is_verified and told.get("verified"):
+                self._require_same(source.checksum_of(parts), told["verified"])
+                self._proved = snapshot_id
+
+    def _take(self) -> str:
+        """A snapshot as it is now, of a name that none had before: they may still be wiped."""
+        begun = time.monotonic()
+        taken = self._caller.snapshot(
+            f"{self._prefix()}{secrets.token_hex(4)}", self._volume_id
+        ).snapshot_id
+        self._taken[taken] = begun
+        return taken
+
+    def _prefix(self) -> str:
+        """What the names of this move's snapshots begin with."""
+        begun = self._caller.transfer("MoveStatus", name=self._volume_id)
+        return f"{_PREFIX}{begun['release'][:_PREFIX_CHARACTERS]}-"
+
+    def _snapshots(self) -> list[str]:
+        """The ids of this move's snapshots."""
+        prefix = self._prefix()
+        found = (one.snapshot_id for one in self._caller.snapshots(volume_id=self._volume_id))
+        return [one for one in found if prefix in one]
+
+    def _own(self) -> dict[str, str]:
+        """Those of them that can be read, by their chains."""
+        found = {}
+        for one in self._snapshots():
+            try:
+                found[streams_command.chain_of(self._at, one)] = one
+            except grpc.RpcError:
+                if streams_command.is_ready(self._at, one):
+                    raise
+        return found
+
+    def _drop(self, keep: tuple[str, ...]) -> None:
+        """Delete the snapshots of this move but for some."""
+        for one in self._snapshots():
+            if one not in keep:
+                self._caller.delete_snapshot(one)
+
+    def _there(self) -> dict[str, Any]:
+        return self._ask("--status")
+
+    def _ask(self, *words: str) -> dict[str, Any]:
+        return self._remote.ask("volume", "receive", self._options.name, *words, "--json")
+
+    def _call(self, method: str, **words: str) -> dict[str, str]:
+        return self._caller.transfer(method, volume_id=self._volume_id, **words)
+
+
+def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str], Remote]) -> None:
+    """What `carver volume move` is told to do."""
+
+    def tell(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    cluster = claims.cluster_of(parsed.kubeconfig)
+    found = at.caller.transfer("MoveStatus", name=parsed.name)
+    node = parsed.to or found["node"]
+    if not node:
+        raise errors.Missing("--to")
+    name = parsed.name_there or ids.readable_name(found["volume_id"])
+    options = Options(name, parsed.device_class, parsed.compress, parsed.json)
+    move = Move(at, remote_of(node), found["volume_id"], options, tell)
+    if found["node"] not in ("", node):
+        raise errors.NotMoved(parsed.name, f"it moves to {found['node']}")
+
+    def confirmed(question: str) -> bool:
+        return bool(parsed.yes) or terminal.confirmed(question)
+
+    if parsed.status:
+        streams_command.show(move.status(), as_json=parsed.json)
+    elif parsed.finish:
+        if not confirmed(f"Delete what is left of {parsed.name} here?"):
+            raise errors.NotConfirmed(parsed.name)
+        move.finish()
+    elif parsed.undo:
+        # First: what the other node has shall be no claim's when it goes.
+        if cluster and (there := move.status()["there"])["release"] == found["release"]:
+            place = move.place_there(there)
+            claims.repoint(cluster, found["volume_id"], place, yes=parsed.yes, undo=True)
+        # --yes says that what is there may be lost, and not that it is nowhere.
+        move.undo(confirmed=confirmed, is_nowhere=terminal.confirmed)
+    elif parsed.there_is_none:
+        if not confirmed(f"Is {name} on no other node any more, {node} or another?"):
+            raise errors.NotConfirmed(parsed.name, "taken back")
+        move.take_back()
+    else:
+        there = move.run()
+        streams_command.show(there, as_json=parsed.json)
+        if cluster or found["pv"]:
+            place = move.place_there(there)
+            if cluster:
+                claims.repoint(cluster, found["volume_id"], place, yes=parsed.yes)
+            else:
+                tell(claims.steps(found, place))
+
+
+def _was_never_ready(there: Mapping[str, Any]) -> bool:
+    """Whether what is there was never a volume of that node, or is one no more by an --undo."""
+    return bool(there["state"] == streams_command.RECEIVING or there["finishing"])
+
+
+@contextmanager
+def _kept(caller: Client, volume_id: str) -> Iterator[str]:
+    """Inside, nobody can use the volume; gives the word that proves it.
+
+    Where this process ends, so does that.
+    """
+    word = _hold(caller, volume_id)
+    ended = threading.Event()
+
+    def keep() -> None:
+        while not ended.wait(_KEEP_SECONDS):
+            # One that met another call is made again in time; what is lost for good the service
+            # says where it counts: when the volume shall be the other's.
+            with suppress(grpc.RpcError):
+                caller.transfer("HoldMove", volume_id=volume_id, word=word)
+
+    keeper = threading.Thread(target=keep, name="keep", daemon=True)
+    keeper.start()
+    try:
+        yield word
+    finally:
+        ended.set()
+        keeper.join()
+        caller.transfer("ReleaseMove", volume_id=volume_id, word=word)
+
+
+def _hold(caller: Client, volume_id: str) -> str:
+    """Hold it; who held it and was killed, such as an earlier move, is waited for."""
+    looks = 0
+    while True:
+        try:
+            return caller.transfer("HoldMove", volume_id=volume_id)["word"]
+        except grpc.RpcError as error:
+            here = caller.transfer("MoveStatus", name=volume_id)
+            is_held = error.code() is grpc.StatusCode.FAILED_PRECONDITION
+            if not is_held or here["in_use"] == "True" or looks == _HELD_LOOKS:
+                raise
+        looks += 1
+        sleep(_LOOK_SECONDS)

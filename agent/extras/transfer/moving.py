@@ -1,0 +1,231 @@
+"""Volumes that move to another node: what the node does that they leave.
+
+Nothing here talks to the other node; `carver volume move` does. What is on record here, in tags,
+decides whose the volume is:
+
+    ready ──begin──▶ ready, moveTo, moveWord ──commit──▶ moved ──finish──▶ deleted
+                       └──────────undo──────────┴──undo──▶ ready
+
+The other node's volume can be finished only with the word that is told here, and it is told only
+when the volume is `moved`: so at no moment can both be used.
+"""
+
+import hashlib
+import secrets
+from contextlib import suppress
+from dataclasses import dataclass
+
+from agent.core import errors, ids, tag, users
+from agent.core.context import Context
+from agent.core.holds import Holds
+from agent.core.records import Volume
+from agent.operations.create import Provisioner
+from lvm import errors as lvm_errors
+from lvm import report, volumes
+
+_WORD_BYTES = 16
+# How long a volume is kept from being used when whoever sends it falls silent.
+HELD_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How far a move is. `node` is empty where there is none.
+
+    `release` is the digest of the word that finishes the volume there, `word` itself is told once
+    the volume is that node's.
+    """
+
+    volume_id: str
+    state: str
+    node: str = ""
+    release: str = ""
+    word: str = ""
+    in_use: bool = False
+    # Of the claim that it was made for, as the cluster told then.
+    pv: str = ""
+    pvc: str = ""
+    namespace: str = ""
+
+
+class Mover:
+    """Lets volumes go."""
+
+    def __init__(self, context: Context, provisioner: Provisioner, holds: Holds) -> None:
+        self._volume_groups, self._kernel = context.volume_groups, context.kernel
+        self._inventory = context.inventory
+        self._provisioner = provisioner
+        self._holds = holds
+
+    def status(self, volume_id: str) -> Departure:
+        """How far it is; raises NoSuchVolume."""
+        group = ids.group_of(volume_id)
+        return self._departure(self._inventory.get(self._inventory.read(group), volume_id))
+
+    def named(self, name: str) -> Departure:
+        """The same of a volume by its name, its logical volume's or its id."""
+
+        def find(seen: report.Report) -> Volume | None:
+            for one in self._inventory.present(seen):
+                if name in (one.name, str(one.id), one.facts[tag.NAME]) and not one.is_ephemeral:
+                    return one
+            return None
+
+        if (found := self._inventory.seek(find)) is None:
+            raise errors.NoSuchVolume(name)
+        return self._departure(found)
+
+    def begin(self, volume_id: str, node: str) -> Departure:
+        """Put on record that it moves to a node; it may be used as before. The second is the same.
+
+        Raises NotMoved where it moves to another.
+        """
+        with self._volume_groups.hold(ids.group_of(volume_id)):
+            volume = self._volume(volume_id)
+            was = volume.facts.get(tag.MOVE_TO, "")
+            if was and was != node:
+                raise errors.NotMoved(
+                    volume_id, f"it moves to {was}; end that by --finish or --undo first"
+                )
+            if not was:
+                self._inventory.usable(self._inventory.awake(volume.group.name), volume_id)
+                word = secrets.token_hex(_WORD_BYTES)
+                self._mark(volume, {tag.MOVE_TO: node, tag.MOVE_WORD: word})
+                volume = self._volume(volume_id)
+        return self._departure(volume)
+
+    def hold(self, volume_id: str, word: str = "") -> str:
+        """Nobody can begin to use it for HELD_SECONDS; the word by which that is asked for anew.
+
+        The caller keeps all other calls on it away. Raises VolumeInUse where it is used, Moved
+        where another holds it, or the word's time is over.
+        """
+        volume = self._moving(volume_id)
+        held = self._holds.hold(volume_id, volume.facts[tag.MOVE_TO], HELD_SECONDS, word)
+        try:
+            users.require_unused(self._kernel, self._inventory, volume)
+            if not word:
+                with self._volume_groups.hold(volume.group.name):
+                    known = self._inventory.awake(volume.group.name).group(volume.group.name)
+                    there = frozenset(one.uuid for one in known.volumes.values())
+                    self._holds.note(volume_id, held, there)
+        except BaseException:
+            self._holds.release(volume_id, held)
+            raise
+        return held
+
+    def release(self, volume_id: str, word: str) -> None:
+        """It may be used again."""
+        self._holds.release(volume_id, word)
+
+    def commit(self, volume_id: str, snapshot_id: str, word: str) -> Departure:
+        """It is the other node's from now on, which has all that its last snapshot holds.
+
+        The caller holds it by a word since before that was taken. Two commands. Raises NotMoved,
+        VolumeInUse.
+        """
+        with self._volume_groups.hold(ids.group_of(volume_id)):
+            volume = self._moving(volume_id)
+            if volume.moved:
+                return self._departure(volume)
+            if volume.facts.get(tag.STATE, tag.READY) != tag.READY:
+                raise errors.NotMoved(volume_id, "it is not this node's any more")
+            known = self._inventory.awake(volume.group.name)
+            snapshot = self._inventory.snapshot(known, snapshot_id)
+            uuid = snapshot.group.volume(snapshot.name).uuid
+            if not self._holds.has_all(volume_id, word, uuid):
+                why = f"it may have been used since {snapshot_id} was taken; send another"
+                raise errors.NotMoved(volume_id, why)
+            if snapshot.source_id != volume.id or snapshot.size_bytes != volume.size_bytes:
+                raise errors.NotMoved(volume_id, f"{snapshot_id} is not all of it")
+            users.require_unused(self._kernel, self._inventory, volume)
+            self._holds.moved(volume_id, volume.facts[tag.MOVE_TO])
+            try:
+                self._mark(volume, {tag.STATE: tag.MOVED})
+            except BaseException:
+                # Perhaps it was done all the same: a look tells.
+                self._recall(volume_id)
+                raise
+            # Where it has no device, whoever wants to use it asks what it is.
+            with suppress(lvm_errors.LvmError):
+                volumes.deactivate(
+                    self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
+                )
+            return self._departure(self._volume(volume_id))
+
+    def undo(self, volume_id: str) -> None:
+        """It stays, or is, this node's; the caller saw to it that the other has none of it."""
+        with self._volume_groups.hold(ids.group_of(volume_id)):
+            volume = self._volume(volume_id)
+            if _is_going(volume):
+                raise errors.NotMoved(volume_id, "what is left of it here is being deleted")
+            if tag.MOVE_TO in volume.facts:
+                new = {tag.STATE: tag.READY} if volume.moved else {}
+                self._mark(volume, new, without=(tag.MOVE_TO, tag.MOVE_WORD))
+            self._holds.allow(volume_id)
+
+    def finish(self, volume_id: str) -> None:
+        """Delete what is left here of a volume that is the other node's; the second does nothing.
+
+        Raises NotMoved where it is still this node's.
+        """
+        with self._volume_groups.hold(ids.group_of(volume_id)):
+            try:
+                volume = self._volume(volume_id)
+            except errors.NoSuchVolume:
+                return
+            if not (volume.moved or volume.wiping):
+                raise errors.NotMoved(volume_id, "it is still this node's")
+            if held := volume.kept_snapshots:
+                raise errors.HasSnapshots(volume_id, held, "delete them first")
+            # Before its first byte is overwritten: an undo would take back what is not whole.
+            if not _is_going(volume):
+                self._mark(volume, {tag.MOVE_ENDED: tag.WIPING})
+        self._provisioner.delete(volume_id, moved=True)
+        self._holds.allow(volume_id)
+
+    def _recall(self, volume_id: str) -> None:
+        try:
+            is_moved = self._volume(volume_id).moved
+        except Exception:
+            # Nobody knows: it stays withheld until the next start has a look.
+            return
+        if not is_moved:
+            self._holds.allow(volume_id)
+
+    def _volume(self, volume_id: str) -> Volume:
+        known = self._inventory.awake(ids.group_of(volume_id))
+        volume = self._inventory.get(known, volume_id)
+        if volume.is_ephemeral:
+            raise errors.NoSuchVolume(volume_id)
+        return volume
+
+    def _moving(self, volume_id: str) -> Volume:
+        volume = self._volume(volume_id)
+        if tag.MOVE_TO not in volume.facts:
+            raise errors.NotMoved(volume_id, "no move of it was begun")
+        return volume
+
+    def _departure(self, volume: Volume) -> Departure:
+        facts = volume.facts
+        word = facts.get(tag.MOVE_WORD, "") if tag.MOVE_TO in facts else ""
+        places = users.mounted_at(self._kernel, self._inventory, str(volume.id))
+        return Departure(
+            volume_id=str(volume.id),
+            state=tag.WIPING if _is_going(volume) else facts.get(tag.STATE, tag.READY),
+            node=facts.get(tag.MOVE_TO, ""),
+            release=hashlib.sha256(word.encode()).hexdigest() if word else "",
+            word=word if volume.moved else "",
+            in_use=bool(places) or self._inventory.is_open(volume),
+            **{key: facts.get(key, "") for key in (tag.PV, tag.PVC, tag.NAMESPACE)},
+        )
+
+    def _mark(self, volume: Volume, new: dict[str, str], without: tuple[str, ...] = ()) -> None:
+        old = {key: volume.facts[key] for key in (*new, *without) if key in volume.facts}
+        lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
+        volumes.mark(lvm, group, volume.name, old=old, new=new)
+
+
+def _is_going(volume: Volume) -> bool:
+    """Whether what is left of it here is being deleted: perhaps it is not whole any more."""
+    return volume.wiping or (volume.moved and tag.MOVE_ENDED in volume.facts)

@@ -1,0 +1,366 @@
+"""Volumes that come as streams: made, brought from chain to chain, finished, or removed.
+
+What is half there is no volume. It is tagged `receiving` from the lvcreate that makes it until it
+is finished: not listed, not staged, not grown; only streams are written to it, and that is why what
+it holds is exactly what its tags say. Each stream brings it from one chain, the name of exactly
+what a snapshot held, to the next:
+
+    nothing ──whole──▶ into=A, offset=… ──all of it──▶ chain=A ──increment──▶ chain=A, into=B … ▶ B
+
+A stream that was cut off is taken up at the offset that is on record, which is on the disk; the
+records are tags. Finishing has the file system looked over, which may write to it: so it no longer
+holds what its chain says, and the record that no stream is taken any more comes first.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+
+from agent.core import errors, ids, tag, users
+from agent.core.allocation import Allocators, pool_name
+from agent.core.capabilities import BLOCK
+from agent.core.classes import DeviceClass
+from agent.core.context import Context
+from agent.core.holds import Holds
+from agent.core.ids import VolumeId
+from agent.core.records import Volume
+from agent.extras.streams.form import Header
+from agent.extras.transfer import sending
+from agent.operations import contents
+from agent.operations.create import Provisioner
+from agent.operations.remove_pool import PoolRemover
+from lvm import layout, names, report, volumes
+from lvm.devices import Device
+from lvm.volumes import New
+from mount import filesystem, luks
+
+# What is gone when it is finished.
+_COMING = (tag.CHAIN, tag.CONTENT, tag.INTO, tag.OFFSET, tag.RELEASE, tag.FINISHING)
+# What FINISHING says of one that is only to be removed.
+_WITHDRAWN = "withdrawn"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """How far a volume is. `offset_bytes` is where a stream to `into` goes on, all before is there.
+
+    `chain` is what it holds whole, of `content_bytes`; empty where nothing, or being finished.
+    """
+
+    volume_id: str
+    state: str
+    chain: str = ""
+    content_bytes: int = 0
+    into: str = ""
+    offset_bytes: int = 0
+    received: str = ""
+    finishing: bool = False
+    # Whether it reads as zeroes wherever nothing was written to it.
+    blank: bool = False
+    # The digest of the word of the move that it comes by, or came.
+    release: str = ""
+
+
+class Receiver:
+    """Takes volumes from elsewhere into this node's groups."""
+
+    def __init__(
+        self, context: Context, provisioner: Provisioner, pool_remover: PoolRemover, holds: Holds
+    ) -> None:
+        self._config, self._run = context.config, context.run
+        self._volume_groups, self._kernel = context.volume_groups, context.kernel
+        self._inventory = context.inventory
+        self._provisioner = provisioner
+        self._pool_remover = pool_remover
+        self._holds = holds
+        self._allocators = Allocators(context.config.classes, context.inventory)
+        self._detached = context.detached
+
+    def status(self, name: str) -> Arrival | None:
+        """How far the volume of that name is; None where the report proves there is none."""
+        found = self._inventory.seek(lambda known: self._inventory.named(known, name))
+        return None if found is None else arrival(found)
+
+    def begin(self, name: str, device_class: str, header: Header) -> Arrival:
+        """Have a volume there that the stream can be applied to, and say from where on.
+
+        Made by the first stream, two commands; grown where the stream is of a larger volume.
+        Nothing is to be applied where `chain` is the stream's already. Raises NotReceived,
+        VolumeInUse, NoRoom.
+        """
+        one = self._config.device_class(device_class)
+        if one is None:
+            known_classes = [each.name for each in self._config.classes]
+            raise errors.NotAllowed("class", device_class, known_classes)
+        with self._volume_groups.hold(one.group):
+            known = self._inventory.awake(one.group)
+            found = self._inventory.named(known, name)
+            if found is None:
+                return self._make(known, one, name, header)
+            if found.group.name == one.group:
+                return self._go_on(found, name, header)
+        # It was received into another class's group.
+        with self._volume_groups.hold(found.group.name):
+            known = self._inventory.awake(found.group.name)
+            return self._go_on(self._inventory.get(known, str(found.id)), name, header)
+
+    def record(self, volume_id: str, into: str, offset_bytes: int) -> None:
+        """All before an offset is on the disk: put it on record. One command."""
+        with self._volume_groups.hold(ids.group_of(volume_id)):
+            volume = self._coming(volume_id)
+            self._require_into(volume, into)
+            if offset_bytes > volume.offset_bytes:
+                self._mark(volume, {tag.OFFSET: str(offset_bytes)})
+
+    def end(self, volume_id: str, header: Header) -> None:
+        """The stream is on the disk, whole: from now on the volume holds what it says."""
+        with self._volume_groups.hold(ids.group_of(volume_id)):
+            volume = self._coming(volume_id)
+            if volume.facts.get(tag.CHAIN) == header.chain:
+                return
+            self._require_into(volume, header.chain)
+            new = {tag.CHAIN: header.chain, tag.CONTENT: str(header.size_bytes)}
+            self._mark(volume, new, without=(tag.INTO, tag.OFFSET))
+
+    def open(self, volume_id: str) -> None:
+        """Have the device there of what was received, to be read."""
+        with self._volume_groups.hold(ids.group_of(volume_id)):
+            self._inventory.activate(self._coming(volume_id))
+
+    def finish(self, volume_id: str, release: str) -> None:
+        """Make it a volume of this node, its file system looked over. The second call does nothing.
+
+        Raises NotReceived where its streams are not whole, or its source did not release it;
+        Damaged, ContentsLost.
+        """
+        with self._volume_groups.hold(ids.group_of(volume_id)):
+            known = self._inventory.awake(ids.group_of(volume_id))
+            volume = self._inventory.get(known, volume_id)
+            if not volume.receiving and tag.RECEIVED in volume.facts and volume.is_listed:
+                # An earlier call may have finished it, and not have known.
+                self._holds.allow(volume_id)
+                return
+            volume = self._coming(volume_id)
+            self._require_whole(volume, release)
+            users.require_unused(self._kernel, self._inventory, volume)
+            device = self._inventory.activate(volume)
+            if tag.FINISHING not in volume.facts:
+                new = {tag.FINISHING: volume.facts[tag.CHAIN]}
+                volume = self._mark(volume, new, without=(tag.CHAIN,))
+        self._look_over(volume, device)
+        with self._volume_groups.hold(ids.group_of(volume_id)):
+            volume = self._coming(volume_id)
+            self._mark(volume, {tag.STATE: tag.READY}, without=_COMING)
+        self._holds.allow(volume_id)
+
+    def abort(self, volume_id: str) -> None:
+        """Overwrite and remove what was received; no such volume is no error.
+
+        Raises NotReceived for one that was finished, VolumeInUse while a stream is applied.
+        """
+        with self._volume_groups.hold(ids.group_of(volume_id)):
+            try:
+                volume = self._inventory.get(
+                    self._inventory.awake(ids.group_of(volume_id)), volume_id
+                )
+            except errors.NoSuchVolume:
+                self._holds.allow(volume_id)
+                return
+            if not (volume.receiving or volume.wiping):
+                raise errors.NotReceived(volume_id, "it is finished, and so only to be deleted")
+            if volume.receiving and volume.facts.get(tag.FINISHING) != _WITHDRAWN:
+                users.require_unused(self._kernel, self._inventory, volume)
+                # From the first byte that is overwritten on it does not hold what its tags said.
+                gone = (tag.CHAIN, tag.INTO, tag.OFFSET)
+                self._mark(volume, {tag.FINISHING: _WITHDRAWN}, without=gone)
+        self._provisioner.delete(volume_id, received=True)
+        self._holds.allow(volume_id)
+
+    def withdraw(self, volume_id: str, release: str) -> None:
+        """Take back that it was finished: it is no volume any more, and goes with `abort`.
+
+        Raises NotReceived where it is another's, VolumeInUse where it is used.
+        """
+        with self._volume_groups.hold(ids.group_of(volume_id)):
+            known = self._inventory.awake(ids.group_of(volume_id))
+            volume = self._inventory.get(known, volume_id)
+            if volume.receiving:
+                return
+            was = volume.facts.get(tag.RELEASED, "")
+            if tag.RECEIVED not in volume.facts or not hmac.compare_digest(was, release):
+                raise errors.NotReceived(volume_id, "it did not come by this move")
+            if tag.MOVE_TO in volume.facts:
+                why = f"it moves on to {volume.facts[tag.MOVE_TO]}; --undo that move here first"
+                raise errors.NotReceived(volume_id, why)
+            if held := volume.kept_snapshots:
+                raise errors.HasSnapshots(volume_id, held, "delete them first")
+            users.require_unused(self._kernel, self._inventory, volume)
+            new = {tag.STATE: tag.RECEIVING, tag.FINISHING: _WITHDRAWN}
+            self._holds.receiving(volume_id)
+            self._mark(volume, new)
+
+    def _make(self, known: report.Report, one: DeviceClass, name: str, header: Header) -> Arrival:
+        if not header.is_whole:
+            raise errors.NotReceived(name, "there is none, and the stream needs a base")
+        if header.offset_bytes:
+            why = f"there is none, and the stream begins at byte {header.offset_bytes}"
+            raise errors.NotReceived(name, why)
+        group = self._inventory.group(known, one.group)
+        size_bytes = layout.round_up(header.size_bytes, group.extent_size_bytes, one.layout)
+        facts = sending.facts_of(name, one, header, size_bytes, group)
+        allocator = self._allocators.of(one)
+        if size_bytes > (maximum := allocator.maximum_bytes(group)):
+            raise errors.NoRoom(group.name, size_bytes, maximum, allocator.purpose(group))
+        logical = names.logical_volume(ids.VOLUME_PREFIX, name)
+        volume_id = str(VolumeId.of(group, logical))
+        # Also where lvcreate fails: it may have made it, and `abort` sees whether there is any.
+        self._holds.receiving(volume_id)
+        with ExitStack() as undo:
+            if one.layout.is_thin:
+                self._pool_remover.keep(group, pool_name(one.name))
+                undo.callback(self._pool_remover.give_back, group.name, pool_name(one.name))
+            new = New(logical, size_bytes, facts)
+            allocator.create(self._volume_groups.lvm(group.name), group, new)
+            undo.pop_all()
+        made = Volume(VolumeId.of(group, logical), group, logical, size_bytes, facts)
+        return arrival(made)
+
+    def _go_on(self, volume: Volume, name: str, header: Header) -> Arrival:
+        if volume.wiping:
+            raise errors.OperationPending(f"{volume.id} (being wiped)")
+        if not volume.receiving:
+            raise errors.Incompatible(f"volume {name!r} exists, and does not come as a stream")
+        self._holds.receiving(str(volume.id))
+        if volume.facts.get(tag.CHAIN) == header.chain:
+            return arrival(volume)
+        self._require_fit(volume, name, header)
+        users.require_unused(self._kernel, self._inventory, volume)
+        group = volume.group
+        extent = group.extent_size_bytes
+        size_bytes = layout.round_up(header.size_bytes, extent, volume.layout)
+        if (more := size_bytes - volume.size_bytes) > 0:
+            allocator = self._allocators.of_volume(volume)
+            if more > (room := allocator.maximum_growth_bytes(volume)):
+                raise errors.NoRoom(group.name, more, room, f"more {allocator.purpose(group)}")
+            allocator.extend(self._volume_groups.lvm(group.name), volume, size_bytes)
+            volume = replace(volume, size_bytes=size_bytes)
+        self._inventory.activate(volume)
+        if volume.facts.get(tag.INTO) != header.chain:
+            volume = self._mark(volume, {tag.INTO: header.chain, tag.OFFSET: "0"})
+        return arrival(volume)
+
+    def _require_fit(self, volume: Volume, name: str, header: Header) -> None:
+        """Raise NotReceived where the stream does not go on from what is there."""
+        facts = volume.facts
+        holds, into = facts.get(tag.CHAIN, ""), facts.get(tag.INTO, "")
+        if facts.get(tag.FINISHING) == _WITHDRAWN:
+            raise errors.NotReceived(name, "it was withdrawn, and is only to be removed")
+        if tag.FINISHING in facts:
+            raise errors.NotReceived(name, "it is being finished, and takes no stream any more")
+        if facts.get(tag.RELEASE, "") != header.release:
+            raise errors.NotReceived(name, "it comes by another move, or by none")
+        if header.base_chain != holds:
+            raise errors.NotReceived(
+                name,
+                f"the stream goes on from {header.base_chain or 'nothing'}"
+                f" ({header.base_snapshot_id or 'it is a whole one'}), it holds"
+                f" {holds or 'nothing whole'}",
+            )
+        if into and into != header.chain:
+            raise errors.NotReceived(
+                name, f"a stream to {into} was begun; send that again, or remove what is there"
+            )
+        if header.offset_bytes > (volume.offset_bytes if into else 0):
+            raise errors.NotReceived(
+                name,
+                f"the stream begins at byte {header.offset_bytes}, it is there to byte"
+                f" {volume.offset_bytes}",
+            )
+
+    def _require_whole(self, volume: Volume, release: str) -> None:
+        facts, name = volume.facts, volume.facts[tag.NAME]
+        if facts.get(tag.FINISHING) == _WITHDRAWN:
+            raise errors.NotReceived(name, "it was withdrawn, and is only to be removed")
+        if tag.INTO in facts or not (tag.CHAIN in facts or tag.FINISHING in facts):
+            raise errors.NotReceived(name, "its stream is not whole")
+        wanted = facts.get(tag.RELEASE, "")
+        if wanted and not hmac.compare_digest(_digest(release), wanted):
+            raise errors.NotReceived(
+                name, "its source has not released it; `carver volume move` there does both"
+            )
+        if release and wanted and facts.get(tag.RELEASED) != release:
+            self._mark(volume, {tag.RELEASED: release})
+
+    def _look_over(self, volume: Volume, device: Device) -> None:
+        """Have the file system whole, and with an id of its own where it needs one."""
+        facts, identity = volume.facts, str(volume.id)
+        if volume.is_encrypted:
+            # What is in it is looked over when it is opened.
+            header = luks.read(self._kernel, device.path)
+            if (sealed := facts.get(tag.SEALED)) and (header is None or header.uuid != sealed):
+                raise errors.HeaderDamaged(identity, "it did not come with the stream")
+            return
+        if facts[tag.ACCESS] == BLOCK:
+            return
+        self._detached.finish(identity)
+        formatted = facts.get(tag.FORMATTED, "")
+        if contents.may_hold_btrfs(facts) and filesystem.is_on(self._kernel, device.path):
+            filesystem.renew(self._kernel, device.path)
+        found = filesystem.probe(self._run, device.path, self._kernel)
+        if found is None:
+            if formatted:
+                raise errors.ContentsLost(identity, formatted)
+            return
+        if found.fs_type in filesystem.FILE_SYSTEMS:
+            check = partial(filesystem.check, self._run, device.path, found.fs_type)
+            look = partial(self._inventory.require_same, volume, device)
+            self._detached.do(identity, volume.group.name, "fsck", check, look)
+
+    def _coming(self, volume_id: str) -> Volume:
+        """The volume, which still comes; the group is held. Raises NotReceived."""
+        known = self._inventory.awake(ids.group_of(volume_id))
+        volume = self._inventory.get(known, volume_id)
+        if not volume.receiving:
+            raise errors.NotReceived(volume_id, "no stream of it is being received")
+        return volume
+
+    @staticmethod
+    def _require_into(volume: Volume, into: str) -> None:
+        if volume.facts.get(tag.INTO) != into:
+            raise errors.NotReceived(str(volume.id), "another stream is being received")
+
+    def _mark(
+        self, volume: Volume, new: Mapping[str, str], without: tuple[str, ...] = ()
+    ) -> Volume:
+        """Change facts, all or none; the volume as it is then. One command."""
+        new = {key: value for key, value in new.items() if volume.facts.get(key) != value}
+        gone = {key for key in (*new, *without) if key in volume.facts}
+        old = {key: volume.facts[key] for key in gone}
+        lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
+        volumes.mark(lvm, group, volume.name, old=old, new=new)
+        kept = {key: value for key, value in volume.facts.items() if key not in gone}
+        return replace(volume, facts={**kept, **new})
+
+
+def arrival(volume: Volume) -> Arrival:
+    """How far a volume is, by its tags."""
+    facts = volume.facts
+    return Arrival(
+        volume_id=str(volume.id),
+        state=facts.get(tag.STATE, tag.READY),
+        chain=facts.get(tag.CHAIN, ""),
+        content_bytes=volume.content_bytes,
+        into=facts.get(tag.INTO, ""),
+        offset_bytes=volume.offset_bytes,
+        received=facts.get(tag.RECEIVED, ""),
+        finishing=tag.FINISHING in facts,
+        blank=volume.layout.is_thin,
+        release=facts.get(tag.RELEASE, "") or _digest(facts.get(tag.RELEASED, "")),
+    )
+
+
+def _digest(word: str) -> str:
+    return hashlib.sha256(word.encode()).hexdigest() if word else ""

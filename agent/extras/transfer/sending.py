@@ -1,0 +1,167 @@
+"""What a stream says of its snapshot and volume: tags that it carries, checked on arrival."""
+
+import uuid
+from collections.abc import Mapping
+
+from agent.core import errors, fields, records, tag
+from agent.core.capabilities import BLOCK, MOUNT
+from agent.core.classes import DeviceClass
+from agent.core.context import Context
+from agent.core.ids import VolumeId, group_of
+from agent.core.parameters import Parameters
+from agent.core.records import Snapshot
+from agent.extras.changed_blocks.activations import Activations
+from agent.extras.streams import form
+from agent.extras.streams.form import Header
+from agent.operations import plan
+from lvm import report, tags
+from mount import filesystem, luks
+
+# What of a volume's facts goes with it: the rest is its node's affair, or is made anew.
+TOLD = (
+    *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED),
+    *(*fields.PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV),
+)
+
+
+def facts_of(
+    name: str, one: DeviceClass, header: Header, size_bytes: int, group: report.Group
+) -> dict[str, str]:
+    """The facts of a volume that begins to come; what is wrong with the header's is told."""
+    told = {key: value for key, value in header.facts.items() if key in TOLD}
+    access = told.get(tag.ACCESS, BLOCK)
+    if access not in (BLOCK, MOUNT):
+        raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
+    given = {fields.PARAMETER_PREFIX + key: told[key] for key in fields.PARAMETERS if key in told}
+    given[fields.PARAMETER_PREFIX + tag.CLASS] = one.name
+    parameters = Parameters.from_proto(given, "stream.facts")
+    if parameters.fs_type:
+        parameters.check_for(parameters.fs_type, "stream.facts")
+    _check_encryption(one, told, header.size_bytes)
+    formatted = told.get(tag.FORMATTED, "")
+    if formatted and formatted not in filesystem.FILE_SYSTEMS:
+        raise errors.NotAllowed("stream.facts[formatted]", formatted, filesystem.FILE_SYSTEMS)
+    facts = {
+        **told,
+        tag.CLASS: one.name,
+        tag.NAME: name,
+        tag.STATE: tag.RECEIVING,
+        tag.SIZE: str(size_bytes),
+        tag.LAYOUT: str(one.layout),
+        tag.ACCESS: access,
+        tag.RECEIVED: header.volume_id,
+        tag.INTO: header.chain,
+        tag.OFFSET: "0",
+        **({tag.RELEASE: header.release} if header.release else {}),
+        **plan.of_class(one, size_bytes, group),
+    }
+    for key, value in facts.items():
+        if not tags.fits(key, value):
+            raise errors.BadField(f"stream.facts[{key}]", "is too long to be kept in an LVM tag")
+    return facts
+
+
+def _check_encryption(one: DeviceClass, told: Mapping[str, str], size_bytes: int) -> None:
+    """Raise BadField where a stream is not as encrypted as its class, or does not tell how."""
+    sealed, length = told.get(tag.SEALED, ""), told.get(tag.HEADER, "")
+    if tag.ENCRYPTION not in told:
+        if one.encryption:
+            why = f"class {one.name} encrypts, and what comes is not encrypted; take another class"
+            raise errors.BadField("stream.facts[encryption]", why)
+        if sealed or length:
+            raise errors.BadField("stream.facts[header]", "is of what is not encrypted")
+        return
+    if not (length.isdecimal() and luks.METADATA_BYTES < int(length) < size_bytes):
+        raise errors.BadField(
+            "stream.facts[header]",
+            f"{length!r} are not the bytes that an encrypted volume of {size_bytes} begins with",
+        )
+    if not sealed:
+        return
+    try:
+        uuid.UUID(sealed)
+    except ValueError:
+        raise errors.BadField("stream.facts[sealed]", f"{sealed!r} is no UUID") from None
+
+
+class Sender:
+    """Says what a stream of a snapshot begins with."""
+
+    def __init__(self, context: Context, activations: Activations) -> None:
+        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._activations = activations
+
+    def open(self, snapshot_id: str, base_id: str = "") -> tuple[Header, str]:
+        """Have a snapshot's device there, and say what it is; since another, if one is named.
+
+        With the word to close it by. At most two commands. Raises NoSuchSnapshot, OtherGroup,
+        SourceLost, BadField.
+        """
+        with self._volume_groups.hold(group_of(snapshot_id)):
+            known = self._inventory.awake(group_of(snapshot_id))
+            snapshot = self._ready(known, snapshot_id)
+            header = self._header(known, snapshot, base_id)
+            return header, self._activations.lease(snapshot)
+
+    def close(self, snapshot_id: str, word: str) -> None:
+        """The snapshot is not read any more."""
+        self._activations.end_lease(group_of(snapshot_id), word)
+
+    def chain(self, snapshot_id: str) -> str:
+        """The name of exactly what a snapshot holds; it need not be active. The same errors."""
+        known = self._inventory.read(group_of(snapshot_id))
+        return chain_of(self._ready(known, snapshot_id))
+
+    def _header(self, known: report.Report, snapshot: Snapshot, base_id: str) -> Header:
+        header = Header(
+            volume_id=str(snapshot.source_id),
+            snapshot_id=str(snapshot.id),
+            size_bytes=snapshot.size_bytes,
+            taken_nanoseconds=snapshot.time_nanoseconds,
+            chain=chain_of(snapshot),
+            facts=self._facts(known, snapshot),
+        )
+        if not base_id:
+            return header
+        base = self._ready(known, base_id)
+        if base.source_id != snapshot.source_id:
+            raise errors.BadField("since", f"{base_id} is of {base.source_id}, another volume")
+        is_newer = records.is_older(base, snapshot) is False
+        # Volumes only grow.
+        if is_newer or base.id == snapshot.id or base.size_bytes > snapshot.size_bytes:
+            raise errors.BadField("since", f"{base_id} is no older than {snapshot.id}")
+        return Header(
+            **{
+                **vars(header),
+                "base_snapshot_id": str(base.id),
+                "base_chain": chain_of(base),
+                "base_size_bytes": base.size_bytes,
+            }
+        )
+
+    def _ready(self, known: report.Report, snapshot_id: str) -> Snapshot:
+        snapshot = self._inventory.snapshot(known, snapshot_id)
+        if snapshot.problem:
+            raise errors.SourceLost(snapshot_id, snapshot.problem)
+        return snapshot
+
+    def _facts(self, known: report.Report, snapshot: Snapshot) -> dict[str, str]:
+        """The volume's facts, or what its snapshot has of them where it is gone."""
+        facts = snapshot.facts
+        volume_id = str(snapshot.source_id)
+        if VolumeId.parse(volume_id) is not None:
+            try:
+                volume = self._inventory.get(known, volume_id).facts
+            except errors.NoSuchVolume:
+                volume = {}
+            # It may have been formatted, or got its header, since.
+            facts = {**volume, tag.FORMATTED: "", tag.SEALED: "", **facts}
+        return {key: facts[key] for key in TOLD if facts.get(key)}
+
+
+def chain_of(snapshot: Snapshot) -> str:
+    """The name of exactly what a snapshot holds; its volume may be gone by now."""
+    own = snapshot.group.volume(snapshot.name).uuid
+    return form.chain_of(
+        str(snapshot.source_id), own, snapshot.time_nanoseconds, snapshot.size_bytes
+    )

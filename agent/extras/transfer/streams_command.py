@@ -1,0 +1,449 @@
+"""`carver snapshot send` and `carver volume receive`, with their progress."""
+
+import argparse
+import fcntl
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from typing import Any, BinaryIO, cast
+
+import grpc
+
+from agent.cli import terminal
+from agent.cli.volumes import Manual
+from agent.core import errors, ids
+from agent.core.extents import Extent, LogicalOffset
+from agent.core.ids import VolumeId
+from agent.extras.changed_blocks import spool
+from agent.extras.changed_blocks.spool import Spool
+from agent.extras.streams import form, reading, sending
+from agent.extras.streams.form import Header
+from agent.extras.streams.reading import Reader, Source, Target
+from lvm import errors as lvm_errors
+from mount.blocks import Bytes, Opened
+
+_JSON_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class State:
+    """How far it is. The rate is of the volume's bytes, gone over or left out, each second."""
+
+    what: str
+    offset_bytes: int
+    size_bytes: int
+    bytes_per_second: int
+    seconds_left: int | None
+
+
+# Told of each byte of the volume up to which it is.
+Tell = Callable[[int], None]
+
+
+@contextmanager
+def shown(what: str, start_bytes: int, size_bytes: int, *, as_json: bool) -> Iterator[Tell]:
+    """Show how far it is on the standard error, and nothing where that is neither of both."""
+    if as_json:
+        yield _lines(what, start_bytes, size_bytes)
+    elif sys.stderr.isatty():
+        with terminal.progress(what, start_bytes, size_bytes) as tell:
+            yield tell
+    else:
+        yield lambda _offset_bytes: None
+
+
+def _lines(what: str, start_bytes: int, size_bytes: int) -> Tell:
+    began = told = time.monotonic()
+
+    def tell(offset_bytes: int) -> None:
+        nonlocal told
+        now = time.monotonic()
+        if now - told < _JSON_SECONDS and offset_bytes < size_bytes:
+            return
+        told = now
+        rate = (offset_bytes - start_bytes) / max(now - began, 0.001)
+        left = round((size_bytes - offset_bytes) / rate) if rate > 0 else None
+        state = State(what, offset_bytes, size_bytes, round(rate), left)
+        print(json.dumps(asdict(state)), file=sys.stderr, flush=True)
+
+    return tell
+
+
+RECEIVING, ABSENT, READY = "receiving", "absent", "ready"
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A snapshot that is open, and so stays, and what a stream of it begins with."""
+
+    at: Manual
+    header: Header
+    device: Opened
+
+    def send(
+        self,
+        write: Callable[[Bytes], object],
+        *,
+        offset_bytes: int = 0,
+        release: str = "",
+        compare: bool = False,
+        compress: bool = False,
+        note: Callable[[Extent], None] = lambda _part: None,
+        as_json: bool = False,
+    ) -> dict[str, Any]:
+        """Send it from an offset on; what was sent. Raises SourceLost, TransferFailed.
+
+        Of an increment all that was written since, read once; or what differs, by a look at both.
+        Where it is taken up at an offset either way will do: all before it is there.
+        """
+        header = replace(self.header, offset_bytes=offset_bytes, release=release)
+        if offset_bytes % form.SECTOR_BYTES or not 0 <= offset_bytes <= header.size_bytes:
+            why = f"is no place in it: a multiple of {form.SECTOR_BYTES} up to {header.size_bytes}"
+            raise errors.BadField("offset", why)
+        # In the logical volume's offsets: the header of an encrypted volume is sent, too.
+        found = self.at.caller.logical_blocks(
+            header.snapshot_id,
+            header.base_snapshot_id,
+            LogicalOffset(offset_bytes),
+            is_compared=compare,
+        )
+        first = next(found, None)
+        # The service has the base open by now: it is the one that the header names, or was not.
+        self.require_same()
+        extents = found if first is None else chain([first], found)
+        what = f"sending {_short(header.snapshot_id)}"
+        with shown(what, offset_bytes, header.size_bytes, as_json=as_json) as tell:
+            totals = sending.send(
+                write,
+                header,
+                self.device,
+                extents,
+                compress=compress,
+                prove=self._prove,
+                note=note,
+                tell=tell,
+            )
+            tell(header.size_bytes)
+        return {
+            "sent": header.snapshot_id,
+            "chain": header.chain,
+            "base_chain": header.base_chain,
+            "data_bytes": totals.data_bytes,
+            "zero_bytes": totals.zero_bytes,
+        }
+
+    def checksum(self, *, as_json: bool = False) -> str:
+        """The checksum of all that it holds."""
+        with _told(f"reading {_short(self.header.snapshot_id)}"):
+            found = _checksum(self.device, self.header.size_bytes, "checking", as_json=as_json)
+            self._prove()
+            return found
+
+    def checksum_of(self, parts: Spool) -> str:
+        """The checksum of what a stream of it named, all of which is read again."""
+        with _told(f"reading {_short(self.header.snapshot_id)}"):
+            found = sending.of_parts(self.device, self.header, parts)
+            self._prove()
+            return found
+
+    def require_same(self) -> None:
+        """Raise SourceLost where what is open is not what the header names: of the same name."""
+        was, base_id = self.header, self.header.base_snapshot_id
+        now = chain_of(self.at, was.snapshot_id)
+        if now != was.chain or (base_id and chain_of(self.at, base_id) != was.base_chain):
+            why = "it, or its base, was deleted and taken anew; send it again"
+            raise errors.SourceLost(was.snapshot_id, why)
+
+    def _prove(self) -> None:
+        """Raise SourceLost where what was read may not be what the snapshot held."""
+        snapshot_id = self.header.snapshot_id
+        if not is_ready(self.at, snapshot_id):
+            raise errors.SourceLost(snapshot_id, "it was lost while it was read")
+
+
+def is_ready(at: Manual, snapshot_id: str) -> bool:
+    """Whether a snapshot is there, and holds what it held."""
+    found = at.caller.snapshots(snapshot_id=snapshot_id)
+    return bool(found) and found[0].ready_to_use
+
+
+@contextmanager
+def outgoing(at: Manual, snapshot_id: str, base_id: str = "") -> Iterator[Outgoing]:
+    """Have a snapshot open; raises what the service says."""
+    answer = at.caller.transfer("OpenSnapshot", snapshot_id=snapshot_id, base_snapshot_id=base_id)
+    try:
+        with at.host.kernel.opened(_device(at, snapshot_id)) as device:
+            source = Outgoing(at, form.header_of(answer["header"]), device)
+            source.require_same()
+            yield source
+    finally:
+        if word := answer["word"]:
+            # Else it is deactivated after another reading, or by the next start.
+            with suppress(grpc.RpcError):
+                at.caller.transfer("CloseSnapshot", snapshot_id=snapshot_id, word=word)
+
+
+def chain_of(at: Manual, snapshot_id: str) -> str:
+    """The name of exactly what a snapshot holds; it need not be active."""
+    return at.caller.transfer("SnapshotChain", snapshot_id=snapshot_id)["chain"]
+
+
+def received(at: Manual, parsed: argparse.Namespace, source: BinaryIO) -> dict[str, Any]:
+    """What `carver volume receive` is told to do; how far the volume is then."""
+    name = parsed.name
+    if parsed.status:
+        return status(at, name)
+    if parsed.checksum:
+        return received_checksum(at, name, as_json=parsed.json)
+    if parsed.finish:
+        return finish(at, name, parsed.release)
+    if parsed.withdraw:
+        return withdraw(at, name, parsed.release)
+    if parsed.abort:
+        return abort(at, name, confirmed=parsed.yes)
+    return receive(
+        at,
+        name,
+        source,
+        device_class=parsed.device_class,
+        verify=parsed.verify,
+        as_json=parsed.json,
+    )
+
+
+def show(told: dict[str, Any], *, as_json: bool) -> None:
+    """Print what came of it."""
+    if as_json:
+        print(json.dumps(told, indent=2))
+    else:
+        print("\n".join(f"{key}: {value}" for key, value in told.items() if value != ""))
+
+
+def send(
+    at: Manual,
+    name: str,
+    out: BinaryIO,
+    *,
+    since: str = "",
+    offset_bytes: int = 0,
+    compare: bool = False,
+    compress: bool = False,
+    as_json: bool = False,
+) -> None:
+    """Write a stream of a snapshot, or of what changed since an older one of its volume."""
+    if out.isatty():
+        raise errors.TransferFailed(
+            "a stream is not for a terminal", "have it go to a file or a program: > or |"
+        )
+    if compare and not since:
+        raise errors.BadField("--compare", "goes with --since")
+    widen(out)
+    base = at.find_snapshot(since).snapshot_id if since else ""
+    with (
+        outgoing(at, at.find_snapshot(name).snapshot_id, base) as source,
+        _told(f"sending {name}"),
+    ):
+        source.send(
+            out.write,
+            offset_bytes=offset_bytes,
+            compare=compare,
+            compress=compress,
+            as_json=as_json,
+        )
+        out.flush()
+
+
+def widen(pipe: BinaryIO | int) -> None:
+    """Have a pipe hold a whole piece of a volume and not 64 KiB; all else stays as it was."""
+    with suppress(OSError):
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, sending.PIECE_BYTES)
+
+
+def checksum_of(at: Manual, name: str, *, as_json: bool = False) -> dict[str, Any]:
+    """The checksum of all that a snapshot holds."""
+    with outgoing(at, at.find_snapshot(name).snapshot_id) as source:
+        return {"chain": source.header.chain, "sha256": source.checksum(as_json=as_json)}
+
+
+def receive(
+    at: Manual,
+    name: str,
+    source: BinaryIO,
+    *,
+    device_class: str = "",
+    verify: bool = False,
+    as_json: bool = False,
+) -> dict[str, Any]:
+    """Apply the streams that come one after another; how far the volume is then.
+
+    With `verify` moreover the checksum of what the last one named, read from the disk again; empty
+    where it was there before.
+    """
+    if source.isatty():
+        raise errors.TransferFailed("a stream does not come from a terminal", "use < or |")
+    widen(source)
+    # What typing.BinaryIO lacks is there in each file that is read as binary.
+    verified = ""
+    for reader in reading.streams(cast("Source", source)):
+        with opened_spool(at) as parts:
+            verified = _receive_one(
+                at, name, device_class, reader, parts if verify else None, as_json=as_json
+            )
+    return {**status(at, name), **({"verified": verified} if verify else {})}
+
+
+def opened_spool(at: Manual) -> AbstractContextManager[Spool]:
+    """A place for the parts of a stream."""
+    return spool.opened(at.settings.endpoint.parent)
+
+
+def _receive_one(
+    at: Manual,
+    name: str,
+    device_class: str,
+    reader: Reader,
+    parts: Spool | None,
+    *,
+    as_json: bool,
+) -> str:
+    """Apply a stream; the checksum of its parts, if they are asked for and it was not there."""
+    header = reader.header
+    told = form.text_of(header).decode()
+    begun = at.caller.transfer(
+        "BeginReceive", **{"name": name, "class": device_class, "header": told}
+    )
+    volume_id = begun["volume_id"]
+    if begun["chain"] == header.chain:
+        # It is there. Whoever sends it shall come to an end all the same.
+        for _ in reader.frames():
+            pass
+        return ""
+    path = _device(at, volume_id)
+    kernel = at.host.kernel
+    with _told(f"receiving {name}"), kernel.opened(path, to_write=True) as device:
+        # Nobody else writes there from now on: whoever did before may have ended just now.
+        now = at.caller.transfer("ReceiveStatus", name=name)
+        if now["volume_id"] != volume_id or now["into"] != header.chain:
+            raise errors.NotReceived(name, "another stream was received meanwhile")
+        target = Target(device, kernel.device_size_bytes(path), begun["blank"] == "True")
+
+        def record(offset_bytes: int) -> None:
+            at.caller.transfer(
+                "RecordReceive",
+                volume_id=volume_id,
+                into=header.chain,
+                offset_bytes=str(offset_bytes),
+            )
+
+        start = header.offset_bytes
+        what = f"receiving {name}"
+        with shown(what, start, header.size_bytes, as_json=as_json) as tell:
+            reading.apply(
+                reader,
+                target,
+                record=record,
+                note=(lambda _part: None) if parts is None else parts.add,
+                tell=tell,
+                record_seconds=reading.RECORD_SECONDS,
+            )
+            tell(header.size_bytes)
+        at.caller.transfer("EndReceive", volume_id=volume_id, header=told)
+        # While it is open to write nobody else does.
+        return "" if parts is None else sending.of_parts(device, header, parts)
+
+
+def status(at: Manual, name: str) -> dict[str, Any]:
+    """How far a volume is that is received, and where a stream to it goes on."""
+    told = at.caller.transfer("ReceiveStatus", name=name)
+    numbers = {key: int(told[key]) for key in ("offset_bytes", "content_bytes")}
+    flags = {key: told[key] == "True" for key in ("finishing", "blank")}
+    # What 0.1.0 lacks: it takes --verify.
+    return {**told, **numbers, **flags, "name": name, "verifies": True}
+
+
+def received_checksum(at: Manual, name: str, *, as_json: bool = False) -> dict[str, Any]:
+    """The checksum of all that a volume holds that was received."""
+    found = _require_received(at, name)
+    if not found["chain"] or found["into"]:
+        raise errors.NotReceived(name, "its stream is not whole")
+    at.caller.transfer("OpenReceived", volume_id=found["volume_id"])
+    path = _device(at, found["volume_id"])
+    with _told(f"reading {name}"), at.host.kernel.opened(path) as device:
+        told = _checksum(device, found["content_bytes"], "checking", as_json=as_json)
+    return {"chain": found["chain"], "sha256": told}
+
+
+def finish(at: Manual, name: str, release: str = "") -> dict[str, Any]:
+    """Make what was received a volume, its file system looked over."""
+    volume_id = _require_received(at, name)["volume_id"]
+    at.caller.transfer("FinishReceive", volume_id=volume_id, release=release)
+    return status(at, name)
+
+
+def withdraw(at: Manual, name: str, release: str) -> dict[str, Any]:
+    """Take back that it was finished."""
+    volume_id = _require_received(at, name)["volume_id"]
+    at.caller.transfer("WithdrawReceive", volume_id=volume_id, release=release)
+    return status(at, name)
+
+
+def abort(at: Manual, name: str, *, confirmed: bool) -> dict[str, Any]:
+    """Overwrite and remove what was received; where there is none that is so already.
+
+    Asks first: it may be what streams brought for months. Raises NotConfirmed.
+    """
+    found = status(at, name)
+    if found["state"] != ABSENT:
+        size = terminal.human(found["content_bytes"])
+        asked = f"Overwrite and remove {name}, {size}, and all that was received?"
+        if not confirmed and not terminal.confirmed(asked):
+            raise errors.NotConfirmed(name, "removed")
+        at.caller.transfer("AbortReceive", volume_id=found["volume_id"])
+    return status(at, name)
+
+
+def _require_received(at: Manual, name: str) -> dict[str, Any]:
+    found = status(at, name)
+    if found["state"] == ABSENT:
+        raise errors.NoSuchVolume(name)
+    return found
+
+
+def _checksum(device: Opened, size_bytes: int, what: str, *, as_json: bool) -> str:
+    with shown(what, 0, size_bytes, as_json=as_json) as tell:
+        return sending.of(device, size_bytes, tell)
+
+
+def _device(at: Manual, identity: str) -> str:
+    """The device of what the service has just activated; raises Inactive."""
+    group, name = _place(identity)
+    found = at.host.devices.find(group, name)
+    if found is None:
+        raise lvm_errors.Inactive(group, name)
+    return found.path
+
+
+def _place(identity: str) -> tuple[str, str]:
+    parsed = VolumeId.parse(identity)
+    if parsed is None:
+        raise errors.NoSuchVolume(identity)
+    return parsed.group, parsed.name
+
+
+def _short(identity: str) -> str:
+    return ids.logical_name(identity)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Have what the kernel says told in a sentence."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise errors.TransferFailed(what, "whoever it goes to has ended") from None
+    except OSError as error:
+        raise errors.TransferFailed(what, str(error)) from error

@@ -1,1 +1,0 @@
-"""What is wrong: with a volume, with the node, with the service."""

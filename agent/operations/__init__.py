@@ -1,0 +1,1 @@
+"""What Carver does with volumes: one file for one use case."""

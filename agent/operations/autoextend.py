@@ -1,0 +1,236 @@
+"""What fills up by itself is extended before it is full: pools, and the areas of snapshots.
+
+Each group has a thread that looks every two seconds, by ioctl only: an idle node runs no command,
+and a group that hangs keeps no other's pools from growing. Of snapshots, however many, those are
+asked to whose areas something was written, which one file tells of all. Past its threshold a pool's
+data or metadata, or a snapshot's area, is extended by its share, or by as much more as brings it
+below the threshold, within what the group has beside the class's reserve. A crash in between harms
+nothing: each step is one lvextend.
+
+Where it cannot be, a warning is logged once, and it is tried again every ten seconds: the kernel
+has who writes to a full pool wait for a minute, and what was in the way may pass within it.
+"""
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from agent.core import errors, ids
+from agent.core.allocation import Allocators, pool_name
+from agent.core.background import PeriodicTask
+from agent.core.context import Context
+from lvm import command, layout, names, report, thin, volumes
+from lvm import errors as lvm_errors
+from lvm.devicemapper import Snapshot, Status, ThinPool
+from lvm.devices import Written
+from lvm.layout import Reserve
+from lvm.lvm2 import Lvm
+from lvm.thin import Policy
+
+_log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 2.0
+_RETRY_SECONDS = 10.0
+_SOON_SECONDS = 2.0
+_PATIENCE_SECONDS = 60.0
+# A service that ends waits so long for what is under way.
+_ENDING_SECONDS = 10.0
+_FAILURE = "volume group %s: how full its pools and snapshots are is not known: %s"
+# So often all snapshots are asked: an operator may have the kernel count nothing (queue/iostats).
+_ALL_SECONDS = 60.0
+# Classes do not say when their snapshots grow.
+_OF_SNAPSHOTS = Policy()
+_ALL_OF_IT = Reserve(percent=1000)
+
+KINDS = DATA, METADATA, AREA = ("data", "metadata", "snapshot")
+OUTCOMES = EXTENDED, NO_ROOM, FAILED = ("extended", "no room", "failed")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What fills up.
+
+    `extend` is told a report and how full it is. It answers by how many bytes it did: 0 where there
+    is no room, None where there is nothing to extend.
+    """
+
+    group: str
+    name: str
+    kind: str
+    policy: Policy = field(compare=False)
+    extend: Callable[[report.Report, float], int | None] = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of {self.group}/{self.name}"
+
+
+@dataclass
+class _Areas:
+    """How full the areas of a group's snapshots were, and what had been written there by then."""
+
+    percents: dict[str, float] = field(default_factory=dict)
+    written: Mapping[str, Written] = field(default_factory=dict)
+    # When all were asked last (monotonic, seconds).
+    asked_seconds: float = float("-inf")
+
+
+class Autoextender:
+    """Extends what fills up."""
+
+    def __init__(self, context: Context) -> None:
+        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._devices = context.devices
+        self._allocators = Allocators(context.config.classes, context.inventory)
+        self._counting = threading.Lock()
+        self._counts = Counter({(kind, outcome): 0 for kind in KINDS for outcome in OUTCOMES})
+        # When lvm2 is asked again for what could not grow (monotonic, seconds), by the groups.
+        self._later: dict[str, dict[_Part, float]] = {
+            one: {} for one in context.volume_groups.names
+        }
+        self._areas: dict[str, _Areas] = {one: _Areas() for one in context.volume_groups.names}
+        self.rounds = PeriodicTask("grow", context.volume_groups.names, self.look, _FAILURE)
+
+    def start(self) -> None:
+        """Look from now on."""
+        self.rounds.start(_LOOK_SECONDS)
+
+    def stop(self) -> None:
+        """Look no more; an extension that is under way comes to its end, unless that takes long."""
+        self.rounds.stop()
+        self.rounds.join(_ENDING_SECONDS)
+
+    def counts(self) -> Mapping[tuple[str, str], int]:
+        """How often each kind was extended, had no room, or failed to be."""
+        with self._counting:
+            return dict(self._counts)
+
+    def step(self, now_seconds: float) -> bool:
+        """Look once at each group, as if it were then; whether anything was extended."""
+        grown = [self.look(one, lambda: now_seconds) for one in self._volume_groups.names]
+        return any(grown)
+
+    def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
+        """Look once, and extend what is too full; whether anything was extended.
+
+        A writer that fills what was just added is kept pace with by looking again at once.
+        """
+        grown, full, before = False, dict(self._full(group, clock)), self._later[group]
+        later = self._later[group] = {part: before[part] for part in full if part in before}
+        for part, percent in full.items():
+            if part not in later or later[part] <= clock():
+                grown |= self._extend(part, percent, clock)
+        return grown
+
+    def _full(self, group: str, clock: Callable[[], float]) -> Iterator[tuple[_Part, float]]:
+        """What is too full in a group."""
+        for name, percent in self._full_areas(group, clock()):
+            how = partial(self._extend_area, group, name)
+            yield _Part(group, name, AREA, _OF_SNAPSHOTS, how), percent
+        for one in self._allocators.thin(group):
+            pool = pool_name(one.device_class)
+            told = self._inventory.status(group, pool)
+            for kind, extend in ((DATA, one.extend_data), (METADATA, one.extend_metadata)):
+                how, percent = partial(self._extend_pool, one.group, extend), _percent(kind, told)
+                if percent > one.policy.autoextend_threshold:
+                    yield _Part(one.group, pool, kind, one.policy, how), percent
+
+    def _full_areas(self, group: str, now_seconds: float) -> Iterator[tuple[str, float]]:
+        """The snapshots whose areas are too full. Those that are, are asked each time."""
+        seen, threshold = self._areas[group], _OF_SNAPSHOTS.autoextend_threshold
+        if now_seconds - seen.asked_seconds >= _ALL_SECONDS:
+            seen = _Areas(asked_seconds=now_seconds)
+        # Before the snapshots are asked: what is written meanwhile has them asked again.
+        written, percents = self._devices.written(group), dict[str, float]()
+        for name, so_much in written.items():
+            if not any(names.is_of(one, name) for one in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX)):
+                continue
+            percent = seen.percents.get(name, threshold + 1)
+            if percent > threshold or so_much is None or seen.written.get(name) != so_much:
+                percent = _percent(AREA, self._devices.own_status(group, name))
+            percents[name] = percent
+            if percent > threshold:
+                yield name, percent
+        self._areas[group] = _Areas(percents, written, seen.asked_seconds)
+
+    def _extend(self, part: _Part, percent: float, clock: Callable[[], float]) -> bool:
+        later = self._later[part.group]
+        try:
+            with command.time_limit(_PATIENCE_SECONDS), self._volume_groups.hold(part.group):
+                more_bytes = part.extend(self._inventory.read(part.group), percent)
+        except (errors.AgentError, lvm_errors.LvmError) as error:
+            self._give_up(part, percent, FAILED, str(error))
+        except Exception as error:
+            # Such as a fork that failed: that passes, and whoever fills the pool does not wait.
+            self._give_up(part, percent, FAILED, repr(error))
+            later[part] = clock() + _SOON_SECONDS
+            return False
+        else:
+            if more_bytes:
+                self._count(part, EXTENDED)
+                later.pop(part, None)
+                _log.info("%s: %.0f %% full, extended by %d bytes", part, percent, more_bytes)
+                return True
+            if more_bytes is not None:
+                why = f"group {part.group} has no room for it"
+                self._give_up(part, percent, NO_ROOM, why)
+        # From the end of the attempt, which may have taken as long.
+        later[part] = clock() + _RETRY_SECONDS
+        return False
+
+    def _give_up(self, part: _Part, percent: float, outcome: str, why: str) -> None:
+        if part not in self._later[part.group]:
+            self._count(part, outcome)
+            _log.warning("%s: %.0f %% full, and cannot grow: %s", part, percent, why)
+
+    def _count(self, part: _Part, outcome: str) -> None:
+        with self._counting:
+            self._counts[part.kind, outcome] += 1
+
+    def _extend_pool(
+        self,
+        group: str,
+        extend: Callable[[Lvm, report.Group, float], int | None],
+        known: report.Report,
+        percent: float,
+    ) -> int | None:
+        return extend(self._volume_groups.lvm(group), known.group(group), percent)
+
+    def _extend_area(
+        self, group: str, name: str, known: report.Report, percent: float
+    ) -> int | None:
+        """Grow the area of a snapshot, to what it can use at most."""
+        for snapshot in self._inventory.all_snapshots(known):
+            if (snapshot.group.name, snapshot.name) == (group, name):
+                break
+        else:
+            return None
+        extent = snapshot.group.extent_size_bytes
+        useful = layout.copy_on_write_bytes(snapshot.size_bytes, _ALL_OF_IT, snapshot.group)
+        wanted = thin.wanted_extents(snapshot.area_bytes // extent, percent, _OF_SNAPSHOTS)
+        origin = self._inventory.get(known, str(snapshot.source_id))
+        room = min(self._allocators.beside_bytes(origin), useful - snapshot.area_bytes)
+        more = max(0, min(wanted * extent, room))
+        if more:
+            size = snapshot.area_bytes + more
+            disks = layout.anywhere(snapshot.group)
+            volumes.extend(
+                self._volume_groups.lvm(group), group, name, size_bytes=size, disks=disks
+            )
+        return more
+
+
+def _percent(kind: str, found: Sequence[Status]) -> float:
+    """How full it is; 0 where it is not active, or broken so that room would not mend it."""
+    for one in found:
+        match one:
+            case ThinPool(mode="rw" | "out_of_data_space", needs_check=False) if kind == DATA:
+                return one.data_percent
+            case ThinPool(mode="rw" | "out_of_data_space", needs_check=False) if kind == METADATA:
+                return one.metadata_percent
+            case Snapshot(state="") if kind == AREA:
+                return one.percent
+    return 0.0

@@ -1,0 +1,380 @@
+"""Volumes that are filled before they are any: with what another holds, or with zeroes.
+
+What is filled is filled behind the answer, whole or not at all.
+
+A copy takes as long as the disk takes. The volume is made first, on record as `copying` and of
+what; it is no volume before its last byte is on the disk and the tag says `ready`. CreateVolume
+waits for that as long as its caller does, with no lock and no place; then it answers that it is not
+ready and how far it is. Called again, it tells anew, and in the end gives the volume. Killed at any
+moment, the next start finds `copying` and copies anew, from the beginning: nothing else has to be
+remembered.
+
+Of a volume in use a snapshot is taken first, a bridge, so that what is copied is of one moment. It
+is made before the copy's volume and removed after it is ready. One without a volume that is being
+copied is of no use: what fails to remove it is tried again each minute, and at the next start. A
+call that finds it there meanwhile copies from it, if no volume ever was; else it waits until it is
+gone. A bridge is one volume's: it is of that one's source, and of the moment that the volume's tags
+name. There may be volumes of one name in several groups, and so may there be bridges.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from concurrent.futures import wait
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from agent.core import errors, ids, locks, records, tag
+from agent.core.context import Context
+from agent.core.ids import VolumeId
+from agent.core.jobs import Job, TaskQueue
+from agent.core.records import Snapshot, Volume
+from agent.core.requests import SNAPSHOT
+from agent.operations import contents
+from agent.operations.contents import Contents
+from agent.operations.snapshot import Snapshotter
+from lvm import command, names, report, volumes
+from lvm import errors as lvm_errors
+from mount import filesystem
+
+_log = logging.getLogger(__name__)
+
+# Small enough to stop soon and to tell of progress, large enough to cost nothing.
+_CHUNK_BYTES = 64 << 20
+_WORKERS = 2
+# What groups need that have just answered.
+_LOOK_SECONDS = 10.0
+# How long a bridge that is of no use is waited for.
+_DISMISS_SECONDS = 10.0
+# So that the answer comes before the caller's time is over, and tells how far it is.
+_MARGIN_SECONDS = 1.0
+
+
+@dataclass(kw_only=True)
+class Copy(Job):
+    """A volume that is being filled."""
+
+    volume: Volume
+    # None where the volume shares its blocks with what it is made of, or is made of nothing.
+    source: Snapshot | None
+    copied_bytes: int = 0
+
+    def __str__(self) -> str:
+        if self.source is None and not _is_overwritten(self.volume):
+            return "it is not grown yet"
+        size_bytes = self.volume.size_bytes if self.source is None else self.source.size_bytes
+        # What is overwritten behind a copy is no part of it.
+        percent = min(100, 100 * self.copied_bytes // size_bytes)
+        return f"{percent} % of {size_bytes} bytes"
+
+
+class Copier:
+    """Fills new volumes, a few at a time."""
+
+    def __init__(self, context: Context, snapshotter: Snapshotter) -> None:
+        self._volume_groups, self._kernel = context.volume_groups, context.kernel
+        self._inventory = context.inventory
+        self._snapshotter = snapshotter
+        # At most, and of a caller who sets no deadline.
+        self.grace_seconds = 600.0
+        self.jobs = TaskQueue(
+            "copy",
+            self._copy,
+            self._find,
+            "volume %s is not completed: %s",
+            workers=_WORKERS,
+        )
+        # Bridges that are of no use any more, or may be: they have no caller, and no limit of his.
+        self.bridges = TaskQueue(
+            "bridge",
+            self._sweep,
+            Job,
+            "snapshot %s, of no use any more, stays for now: %s",
+            workers=1,
+        )
+        # Those that this process took, and of which no volume was seen yet: by their ids, when.
+        self._unused: dict[str, int] = {}
+
+    def prepare(self, known: report.Report, name: str, source: Contents) -> Snapshot:
+        """What the volume called `name` can be copied from: a snapshot, or a bridge taken now.
+
+        To be called with the source's group held, and a report that was read within. A command for
+        a bridge. Raises NoRoom, and OperationPending while one of that name is taken away.
+        """
+        if isinstance(source.of, Snapshot):
+            return source.of
+        bridge = names.logical_volume(ids.BRIDGE_PREFIX, name)
+        identity = str(VolumeId.of(source.of.group, bridge))
+        if (found := self._bridge(known, identity)) is not None:
+            # An earlier call's, whose time was over before it could make the volume.
+            is_unused = self._unused.get(identity) == found.time_nanoseconds
+            if is_unused and found.source_id == source.of.id and not found.problem:
+                return found
+            self.bridges.start(Job(identity))
+            raise errors.OperationPending(f"{identity} (of no use any more)")
+        self._snapshotter.require_free(known, bridge)
+        try:
+            taken = self._snapshotter.take(bridge, source.of, {tag.NAME: name}, None)
+        except lvm_errors.LvmError:
+            # lvm2 that was told to end may have made it before.
+            self.bridges.start(Job(identity))
+            raise
+        self._unused[identity] = taken.time_nanoseconds
+        return taken
+
+    def give_up(self, source: Snapshot) -> None:
+        """The volume that `prepare` was called for is not made: its bridge goes, soon."""
+        if source.is_bridge:
+            self._dismiss(source)
+
+    def start(self, volume: Volume, source: Snapshot | None) -> Copy:
+        """Have a volume filled, behind the answer; one that is being filled already is."""
+        return self.jobs.start(self._copy_of(volume, source))
+
+    def wait(self, job: Copy) -> Volume:
+        """The volume, once it is filled; to be called with no lock held.
+
+        Raises Copying, which tells how far it is, before the caller's time is over or where too
+        many wait; or what went wrong.
+        """
+        if not job.ended.done():
+            with suppress(errors.TooManyCalls), locks.aside(ids.group_of(job.key)):
+                wait([job.ended], self._patience_seconds())
+        if not job.ended.done():
+            raise errors.Copying(job.key, str(job))
+        job.ended.result()
+        volume = job.volume
+        facts = {**volume.facts, tag.STATE: tag.READY}
+        return replace(volume, size_bytes=volume.made_bytes, facts=facts)
+
+    def is_still(self, job: Copy) -> bool:
+        """Whether a volume's filling is this one still: nobody deleted it, or began it anew."""
+        return self.jobs.of(job.key) is job
+
+    def source_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
+        """What a volume that is not ready is copied from; None where it has its contents.
+
+        Raises NoSuchSnapshot, OtherGroup or SourceLost where it can never be completed.
+        """
+        if volume.group.volume(volume.name).origin or tag.FROM not in volume.facts:
+            return None
+        source = contents.source_of(volume.facts)
+        if source is not None and source.kind == SNAPSHOT:
+            found = self._inventory.snapshot(known, source.id)
+        elif (bridge := self._bridge_of(known, volume)) is not None:
+            found = bridge
+        else:
+            was = volume.facts.get(tag.FROM, "")
+            raise errors.SourceLost(was, "it was not kept; ask anew")
+        if found.problem:
+            raise errors.SourceLost(str(found.id), found.problem)
+        return found
+
+    @contextmanager
+    def halted(self, volume_id: str) -> Iterator[None]:
+        """Inside, nothing is copied to the volume: it is being deleted."""
+        try:
+            self.jobs.call_off(volume_id)
+            yield
+        finally:
+            self.jobs.allow(volume_id)
+
+    def clear(self, known: report.Report, volume: Volume) -> None:
+        """Remove the bridge to a volume that is deleted before it was complete, or known to be."""
+        if (bridge := self._bridge_of(known, volume)) is None:
+            return
+        if volume.copying:
+            self._snapshotter.discard(bridge)
+        else:
+            self.bridges.start(Job(str(bridge.id)))
+
+    def is_copying(self, volume_id: str) -> bool:
+        """Whether the volume is not complete."""
+        return self.jobs.has(volume_id)
+
+    def counts(self) -> Mapping[str, int]:
+        """How many copies wait for a worker, are under way, and failed and will be tried again."""
+        return self.jobs.counts()
+
+    def resume(self, *groups: str) -> int:
+        """Go on with the copies that are left in these groups, or in all; returns how many."""
+        own = groups or self._volume_groups.names
+        # Held: none of what is found is completed, and in use, before its job is there.
+        with self._volume_groups.hold(*own):
+            known = self._inventory.read(*own)
+            every = self._inventory.present(known)
+            left = [one for one in every if one.copying and one.group.name in own]
+            for volume in left:
+                try:
+                    self.jobs.start(self._copy_to(known, volume))
+                except errors.AgentError as error:
+                    # The caller, who has no volume yet, calls again and hears of it.
+                    _log.error("volume %s cannot be completed: %s", volume.id, error)
+        wanted = self._wanted(known)
+        for snapshot in self._inventory.all_snapshots(known):
+            is_own = snapshot.group.name in own
+            if is_own and snapshot.is_bridge and str(snapshot.id) not in wanted:
+                self._dismiss(snapshot)
+        return len(left)
+
+    def stop(self) -> None:
+        """End at the next chunk; the tags tell the next start what is left."""
+        self.jobs.stop()
+        self.bridges.stop()
+
+    def _copy_to(self, known: report.Report, volume: Volume) -> Copy:
+        return self._copy_of(volume, self.source_of(known, volume))
+
+    def _copy_of(self, volume: Volume, source: Snapshot | None) -> Copy:
+        # Many may wait, and each would keep a report of all volumes.
+        volume = replace(volume, group=volume.group.only(volume.name))
+        if source is not None:
+            self._unused.pop(str(source.id), None)
+            source = replace(source, group=source.group.only(source.name))
+        return Copy(key=str(volume.id), volume=volume, source=source)
+
+    def _find(self, volume_id: str) -> Copy:
+        known = self._inventory.read(ids.group_of(volume_id))
+        volume = self._inventory.get(known, volume_id)
+        if not volume.copying:
+            # That it is complete was written, though nobody knew: it may be in use by now.
+            if (bridge := self._bridge_of(known, volume)) is not None:
+                self.bridges.start(Job(str(bridge.id)))
+            raise errors.NoSuchVolume(volume_id)
+        source = VolumeId.parse(volume.facts.get(tag.FROM, ""))
+        groups = {volume.group.name, volume.group.name if source is None else source.group}
+        known = self._inventory.read(*groups)
+        return self._copy_to(known, self._inventory.get(known, volume_id))
+
+    def _bridge_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
+        """The bridge that a volume is copied from, or was; one of its name may be another's."""
+        source = VolumeId.parse(volume.facts.get(tag.FROM, ""))
+        if source is None:
+            return None
+        name = names.logical_volume(ids.BRIDGE_PREFIX, volume.facts[tag.NAME])
+        bridge = self._bridge(known, str(replace(source, name=name)))
+        if bridge is None or bridge.source_id != source:
+            return None
+        taken = str(bridge.time_nanoseconds)
+        # Versions before did not tell the moment.
+        return bridge if volume.facts.get(tag.BRIDGE, taken) == taken else None
+
+    def _bridge(self, known: report.Report, identity: str) -> Snapshot | None:
+        """The bridge of that id, if it is there."""
+        own_name = ids.logical_name(identity)
+        for group in self._inventory.own_groups(known):
+            if group.name == ids.group_of(identity) and own_name in group.volumes:
+                found = records.snapshot(group, group.volumes[own_name])
+                return found if found is not None and str(found.id) == identity else None
+        return None
+
+    def _copy(self, job: Copy) -> None:
+        if job.source is not None:
+            self._copy_all(job, job.volume, job.source)
+        elif not _is_overwritten(job.volume):
+            self._grow(job.volume)
+        if _is_overwritten(job.volume):
+            self._overwrite(job, 0 if job.source is None else job.source.size_bytes)
+        if contents.may_hold_btrfs(job.volume.facts):
+            self._renew(job.volume)
+        self.jobs.check(job)
+        group, name = job.volume.group.name, job.volume.name
+        with self._volume_groups.hold(group):
+            old, new = ({tag.STATE: one} for one in (tag.COPYING, tag.READY))
+            volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=new)
+        if job.source is not None:
+            self._drop(job.source)
+
+    def _renew(self, volume: Volume) -> None:
+        """A btrfs that was copied gets an id of its own; there is none where none was made."""
+        device = self._inventory.activate(volume).path
+        if tag.FORMATTED in volume.facts or filesystem.is_on(self._kernel, device):
+            filesystem.renew(self._kernel, device)
+
+    def _grow(self, volume: Volume) -> None:
+        """A volume that shares blocks begins as large as what it is made of."""
+        size_bytes = volume.made_bytes
+        with self._volume_groups.hold(volume.group.name):
+            if volume.size_bytes < size_bytes:
+                volumes.extend(
+                    self._volume_groups.lvm(volume.group.name),
+                    volume.group.name,
+                    volume.name,
+                    size_bytes=size_bytes,
+                )
+
+    def _copy_all(self, job: Copy, volume: Volume, source: Snapshot) -> None:
+        with self._volume_groups.hold(volume.group.name, source.group.name):
+            reading = self._inventory.activate_snapshot(source).path
+            writing = self._inventory.activate(volume).path
+        # A thin volume has no blocks before they are written, and those read as zeroes.
+        blank = volume.layout.is_thin
+        for offset in range(0, source.size_bytes, _CHUNK_BYTES):
+            self.jobs.check(job)
+            length = min(_CHUNK_BYTES, source.size_bytes - offset)
+            self._kernel.copy(reading, writing, offset, length, blank=blank)
+            job.copied_bytes = offset + length
+        if self._inventory.has_overflowed(source):
+            # What was read just before that may have been overwritten already.
+            raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
+
+    def _overwrite(self, job: Copy, start_bytes: int) -> None:
+        """Have zeroes on all of the new volume that nothing was copied to."""
+        device = self._inventory.activate(job.volume).path
+        size_bytes = job.volume.size_bytes
+        for offset in range(start_bytes, size_bytes, _CHUNK_BYTES):
+            self.jobs.check(job)
+            length = min(_CHUNK_BYTES, size_bytes - offset)
+            self._kernel.zero_out(device, offset, length)
+            job.copied_bytes = offset + length
+        self._kernel.flush(device)
+
+    def _drop(self, source: Snapshot) -> None:
+        """The volume is complete: its bridge goes."""
+        if not source.is_bridge:
+            return
+        try:
+            # Nobody can want it: whoever deletes the volume, to make it anew, waits for this.
+            self._snapshotter.discard(source)
+        except Exception as error:
+            _log.error("snapshot %s, of no use any more, stays for now: %s", source.id, error)
+            self.bridges.start(Job(str(source.id)))
+
+    def _dismiss(self, bridge: Snapshot) -> None:
+        """Have a bridge taken away behind the answer, and wait a moment for it."""
+        remaining = command.remaining_seconds()
+        patience = _DISMISS_SECONDS if remaining is None else min(remaining, _DISMISS_SECONDS)
+        wait([self.bridges.start(Job(str(bridge.id))).ended], patience)
+
+    def _patience_seconds(self) -> float:
+        remaining = command.remaining_seconds()
+        if remaining is None:
+            return self.grace_seconds
+        return max(0.0, min(remaining - _MARGIN_SECONDS, self.grace_seconds))
+
+    def _sweep(self, job: Job) -> None:
+        """Take a bridge away that no volume is copied from; a fresh look, as one may be by now."""
+        # Any group may have such a volume; nothing is held while it is waited whether all answer.
+        self._inventory.read()
+        with self._volume_groups.hold(ids.group_of(job.key)):
+            with command.time_limit(_LOOK_SECONDS):
+                known = self._inventory.awake()
+            bridge = self._bridge(known, job.key)
+            if bridge is None:
+                self._snapshotter.go_on(known, job.key)
+                return
+            if job.key in self._wanted(known):
+                return
+            self._snapshotter.part(bridge)
+            self._unused.pop(job.key, None)
+        self._snapshotter.finish(bridge)
+
+    def _wanted(self, known: report.Report) -> set[str]:
+        """The ids of the bridges that volumes are copied from."""
+        left = (one for one in self._inventory.present(known) if one.copying)
+        return {str(one.id) for one in map(partial(self._bridge_of, known), left) if one}
+
+
+def _is_overwritten(volume: Volume) -> bool:
+    """Whether what nothing is copied to is overwritten; one that shares blocks has none."""
+    return tag.ZERO in volume.facts and not volume.layout.is_thin

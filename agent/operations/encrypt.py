@@ -1,0 +1,396 @@
+"""Encrypted volumes, opened: by whose key, with which header, and what is refused.
+
+| header | tag `sealed` | what happens |
+|---|---|---|
+| none, the device blank | no | one is made; promise of the tag; open |
+| none, the device not blank | no | refused, untouched |
+| whole, without a key slot, the volume's own | no | cryptsetup was killed: it is made anew |
+| whole, the volume's own | no | a crash came between header and tag: open, promise of the tag |
+| whole, as the tag says | yes | open |
+| none, or another than the tag says | yes | refused: damaged, and never made anew |
+
+A volume's own header has a UUID that is made of the logical volume's. What was copied has the
+header of what it was copied from.
+
+A key is changed in steps, each of which may be the last: the tag `rotating`, the new key in a free
+slot, a proof that it opens that slot, the old slot killed, the tag gone. The tag `keyGeneration` is
+there only while the key of that name is the only one of the usual slots.
+"""
+
+import logging
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from agent.core import errors, tag
+from agent.core import fields as words
+from agent.core.classes import BYPASSES, DeviceClass
+from agent.core.context import Context
+from agent.core.luks_devices import Mappings, own_uuid
+from agent.core.records import Volume
+from agent.core.secret import MOST_BYTES, Key, Keys
+from agent.core.settings import Config
+from agent.operations.reencrypt import Reencrypter
+from lvm import errors as lvm_errors
+from lvm.devices import Device, mapping_name
+from mount import cryptsetup, filesystem, luks
+from mount import errors as mount_errors
+from mount.luks import Header
+
+_log = logging.getLogger(__name__)
+
+_LARGE_SECTOR_BYTES = 4096
+_PENDING = {tag.ROTATING: "yes"}
+_USUAL = tuple(one for one in cryptsetup.SLOTS if one != cryptsetup.RECOVERY)
+
+
+class EncryptedDevices:
+    """Opens volumes. Each call's keys are its caller's to overwrite."""
+
+    def __init__(self, context: Context, mappings: Mappings, reencrypter: Reencrypter) -> None:
+        self._config: Config = context.config
+        self._run, self._kernel = context.run, context.kernel
+        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._mappings = mappings
+        self._reencrypter = reencrypter
+        self._cryptsetup = mappings.cryptsetup
+        # The keys that each open volume is known to have, as digests.
+        self._known: dict[str, tuple[object, ...]] = {}
+
+    def check_keys(self, volume_id: str, device_class: str, keys: Keys, *, encrypted: bool) -> None:
+        """Raise KeyMissing, and BadField where a key is given for what is not encrypted.
+
+        Whoever gives a key believes that it counts.
+        """
+        if not encrypted and keys.present:
+            raise errors.BadField(
+                f"secrets[{words.PASSPHRASE}]",
+                f"is given, but volume {volume_id!r} is not encrypted; make it of a StorageClass"
+                " with carver/encryption, or give no secret",
+            )
+        if encrypted and not keys.present and self._key_file(device_class) is None:
+            raise errors.KeyMissing(volume_id)
+
+    def check(self, volume: Volume, keys: Keys) -> None:
+        """The same of a volume that is there."""
+        called = volume.facts.get(tag.CLASS, "")
+        self.check_keys(str(volume.id), called, keys, encrypted=volume.is_encrypted)
+
+    def opened(self, volume: Volume, device: Device, keys: Keys) -> tuple[Device, dict[str, str]]:
+        """The device by which an active volume is used, and the tags that it is to bear.
+
+        Of one that is not encrypted that is its own. Two commands at most, but for a change of
+        keys. One that is open and not used is closed first: nobody knows who opened it. Raises
+        KeyMissing, WrongKey, HeaderDamaged, UnexpectedContents, and Reencrypting for a copy until
+        it has a master key of its own.
+        """
+        self.check(volume, keys)
+        if not volume.is_encrypted:
+            return device, {}
+        mapping = self._inventory.mapping(volume)
+        if mapping is not None and self._mappings.is_used(mapping):
+            return mapping, {}
+        self._inventory.close_leftovers(volume)
+        with self._key_of(volume, keys) as key:
+            if mapping is not None:
+                self._mappings.ensure_closed(volume)
+            tags = self._sealed(volume, device, key)
+            if self._has_now_its_own(volume, device, keys, key):
+                tags = {}
+            self._unlock(volume, device, keys, key)
+        self._mappings.copies.keep(device)
+        mapping = self._inventory.mapping(volume)
+        if mapping is None:
+            raise lvm_errors.Inactive(volume.group.name, mapping_name(device))
+        if tag.FORMATTED not in volume.facts:
+            offset_bytes = self._header(volume, device).offset_bytes
+            luks.blank(self._kernel, device.path, offset_bytes, mapping.path)
+        if self._is_to_be_renewed(volume, mapping):
+            filesystem.renew(self._kernel, mapping.path)
+            tags[tag.RENEWED] = "yes"
+        return mapping, tags
+
+    def follow(self, volume_id: str, mapping: Device, keys: Keys) -> None:
+        """Have an open volume take the key that its secret has now, in place of the one before.
+
+        Nothing where this process knows that it has it, or where no key came. What fails is
+        logged, and tried again at the next call: the volume is in use, and stays so.
+        """
+        if mapping.below is None or keys.present is None:
+            return
+        if self._known.get(volume_id) == keys.digests():
+            return
+        device = mapping.logical
+        try:
+            volume = self._inventory.require(volume_id)
+            try:
+                self._rotate(volume, device, keys, keys.present)
+            except mount_errors.WrongKey:
+                self._record(volume, _PENDING)
+                raise
+        except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError, OSError) as error:
+            _log.warning("volume %s does not have the key of its secret: %s", volume_id, error)
+        else:
+            self._known[volume_id] = keys.digests()
+
+    def forget(self, volume_id: str) -> None:
+        """Nothing is known any more of the keys of a volume."""
+        self._known.pop(volume_id, None)
+
+    def fill(self, volume_id: str, mapping: Device, keys: Keys, *, if_possible: bool) -> bool:
+        """Grow an open volume to its logical volume's size, less the header; whether it has it.
+
+        One command if it is smaller. Without a key it raises GrowsWithKey or, `if_possible`,
+        returns False.
+        """
+        logical = mapping.logical
+        header = luks.read(self._kernel, logical.path)
+        if header is None:
+            raise errors.HeaderDamaged(volume_id, "its header is not whole")
+        size_bytes = self._kernel.device_size_bytes(logical.path) - header.offset_bytes
+        if self._kernel.device_size_bytes(mapping.path) >= size_bytes:
+            return True
+        volume = self._inventory.glimpse(volume_id)
+        called = "" if volume is None else volume.facts.get(tag.CLASS, "")
+        if not keys.present and self._key_file(called) is None:
+            if if_possible:
+                return False
+            raise errors.GrowsWithKey(volume_id)
+        self.follow(volume_id, mapping, keys)
+        with self._key(volume_id, called, keys) as key:
+            self._cryptsetup.grow(logical.path, key.data, mapping.name)
+        return True
+
+    def _sealed(self, volume: Volume, device: Device, key: Key) -> dict[str, str]:
+        """Have a header on a volume that may have one; the tags that tell of it."""
+        header = luks.read(self._kernel, device.path)
+        told, own = volume.facts.get(tag.SEALED), own_uuid(device)
+        may_be_new = not told and tag.FORMATTED not in volume.facts
+        if header is None or (may_be_new and not header.slots and header.uuid == own):
+            if not may_be_new:
+                raise errors.HeaderDamaged(str(volume.id), "its header is not there, or not whole")
+            if header is None:
+                self._require_blank(volume, device)
+            # Blank by the probe, or its own without a key slot, and never sealed by the tags: only
+            # then.
+            luks.erase(self._kernel, device.path, volume.header_bytes)
+            self._cryptsetup.make(
+                device.path,
+                key.data,
+                uuid=own,
+                offset_bytes=volume.header_bytes,
+                sector_bytes=self._sector_bytes(device),
+            )
+            return {tag.SEALED: own}
+        # Of one that was killed between the two the header is its own by now, and the tag is not.
+        if not (tag.SHARED_KEY in volume.facts and header.uuid == own):
+            _check(volume, header, told or ("" if volume.is_copied else own))
+        return {} if told else {tag.SEALED: header.uuid}
+
+    def _require_blank(self, volume: Volume, device: Device) -> None:
+        if luks.bears_any(self._kernel, device.path):
+            raise errors.HeaderDamaged(str(volume.id), "there is a header that is not whole")
+        found = filesystem.probe(self._run, device.path, self._kernel)
+        if found is not None:
+            raise mount_errors.UnexpectedContents(device.path, str(found), "nothing")
+        if not volume.header_bytes:
+            raise errors.HeaderDamaged(str(volume.id), f"its tag `{tag.HEADER}` is lost")
+
+    def _unlock(self, volume: Volume, device: Device, keys: Keys, key: Key) -> None:
+        """Open it by the key, or by the one before, which is no key of it afterwards."""
+        previous = _other(keys.previous, key)
+        is_unknown = False
+        if previous or tag.ROTATING in volume.facts or _is_newer(volume, keys):
+            try:
+                self._rotate(volume, device, keys, key)
+            except (errors.AgentError, lvm_errors.LvmError) as error:
+                # Nothing can be put on record now. It is opened by the key that it has.
+                is_unknown = True
+                _log.warning("volume %s keeps the key that it has: %s", volume.id, error)
+        try:
+            self._open(volume, device, key)
+        except mount_errors.WrongKey:
+            if previous is None:
+                raise
+            self._open(volume, device, previous)
+        if not (is_unknown or volume.is_ephemeral):
+            self._known[str(volume.id)] = keys.digests()
+
+    def _rotate(self, volume: Volume, device: Device, keys: Keys, key: Key) -> None:
+        """Have a key be the volume's, and the one before none of it, nor of the header's copy.
+
+        Open or not. Killed anywhere, it opens by one of the two, and the next call does the rest.
+        Raises WrongKey where neither opens it; then nothing is changed.
+        """
+        slots, path = self._slots(volume, device), device.path
+        previous = _other(keys.previous, key)
+        fits = next((one for one in slots if self._cryptsetup.check(path, key.data, one)), None)
+        if fits is None:
+            if previous is None or not self._cryptsetup.check(path, previous.data):
+                raise mount_errors.WrongKey(path)
+            self._record(volume, _PENDING)
+            fits = change(self._cryptsetup, slots, path, previous, key)
+        elif old := self._old_slots(volume, path, slots, fits, previous):
+            self._record(volume, _PENDING)
+            for one in old:
+                self._cryptsetup.kill(path, key.data, one)
+        left = self._slots(volume, device)
+        is_changed = left != slots or tag.ROTATING in volume.facts
+        if is_changed:
+            # The copy opens by the old key.
+            self._mappings.copies.keep(device, anew=True)
+        if {*left} & {*_USUAL} <= {fits} and (is_changed or _is_newer(volume, keys)):
+            named = {tag.KEY_GENERATION: keys.generation} if keys.generation else {}
+            self._record(volume, named)
+
+    def _old_slots(
+        self,
+        volume: Volume,
+        path: str,
+        slots: tuple[int, ...],
+        fits: int,
+        previous: Key | None,
+    ) -> list[int]:
+        """The slots that a change of keys left, beside the one that the present key opens."""
+        was_begun = bool(previous) or tag.ROTATING in volume.facts
+        others = [one for one in slots if one not in (fits, cryptsetup.RECOVERY)]
+        return [
+            one
+            for one in others
+            if (was_begun and {one, fits} <= {*_USUAL})
+            or (previous and self._cryptsetup.check(path, previous.data, one))
+        ]
+
+    def _record(self, volume: Volume, new: Mapping[str, str]) -> None:
+        self._inventory.replace_facts(volume.group.name, volume.name, tag.OF_KEYS, new)
+
+    def _open(self, volume: Volume, device: Device, key: Key) -> None:
+        found = self._classes(volume.facts.get(tag.CLASS, ""))
+        self._cryptsetup.open(
+            device.path,
+            key.data,
+            mapping_name(device),
+            discard=any(one.discard for one in found),
+            bypass={queue for one in found for queue in BYPASSES[one.bypass_workqueue]},
+        )
+
+    def _has_now_its_own(self, volume: Volume, device: Device, keys: Keys, key: Key) -> bool:
+        """Have the volume its own master key if it is to; whether its tags say that by now."""
+        every = [key] if keys.previous is None else [key, keys.previous]
+        return self._reencrypter.ensure(volume, device, self._header(volume, device), every)
+
+    def _slots(self, volume: Volume, device: Device) -> tuple[int, ...]:
+        return self._header(volume, device).slots
+
+    def _header(self, volume: Volume, device: Device) -> Header:
+        header = luks.read(self._kernel, device.path)
+        if header is None:
+            raise errors.HeaderDamaged(str(volume.id), "its header is not whole")
+        return header
+
+    def _is_to_be_renewed(self, volume: Volume, mapping: Device) -> bool:
+        """Whether it is a copy of a btrfs, which has the id of what it was copied from."""
+        is_new_copy = volume.is_copied and tag.RENEWED not in volume.facts
+        return is_new_copy and filesystem.is_on(self._kernel, mapping.path)
+
+    def _sector_bytes(self, device: Device) -> int:
+        block_bytes = self._kernel.physical_block_bytes(device.path)
+        return _LARGE_SECTOR_BYTES if block_bytes >= _LARGE_SECTOR_BYTES else 512
+
+    @contextmanager
+    def _key_of(self, volume: Volume, keys: Keys) -> Iterator[Key]:
+        with self._key(str(volume.id), volume.facts.get(tag.CLASS, ""), keys) as key:
+            yield key
+
+    @contextmanager
+    def _key(self, volume_id: str, device_class: str, keys: Keys) -> Iterator[Key]:
+        """The caller's key, or that of the class's file, which is overwritten at the end."""
+        if keys.present:
+            yield keys.present
+            return
+        file = self._key_file(device_class)
+        if file is None:
+            raise errors.KeyMissing(volume_id)
+        key = read_key(file)
+        with Keys(key).used():
+            yield key
+
+    def _key_file(self, device_class: str) -> str | None:
+        files = (one.key_file for one in self._classes(device_class))
+        return next((str(one) for one in files if one is not None), None)
+
+    def _classes(self, name: str) -> list[DeviceClass]:
+        return [one for one in self._config.classes if one.name == name]
+
+
+def read_key(path: str) -> Key:
+    """The key in an operator's file: all of its bytes. Raises NotReady for one others can read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise errors.NotReady(f"key_file {path} cannot be read: {error.strerror}") from None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise errors.NotReady(
+                f"key_file {path} must be a file that only its owner, the user of Carver, can read"
+                " (chmod 0400)"
+            )
+        buffer = bytearray(MOST_BYTES + 1)
+        length = os.readv(descriptor, [buffer])
+    finally:
+        os.close(descriptor)
+    if not 0 < length <= MOST_BYTES:
+        buffer[:] = bytes(len(buffer))
+        raise errors.NotReady(f"key_file {path} must have 1 to {MOST_BYTES} bytes")
+    del buffer[length:]
+    return Key(buffer)
+
+
+def change(
+    program: cryptsetup.Cryptsetup, slots: tuple[int, ...], device: str, old: Key, new: Key
+) -> int:
+    """Give a volume another key in place of its own, by that or by the one for recovery; its slot.
+
+    Killed in between, it has both. Raises WrongKey.
+    """
+    free = next((one for one in _USUAL if one not in slots), None)
+    if free is None:
+        # A change was not brought to its end before the next one: one of them is older than `old`,
+        # which opens another by this check.
+        others = (one for one in _USUAL if not program.check(device, old.data, one))
+        free = next(others, _USUAL[-1])
+        program.kill(device, old.data, free)
+    program.add(device, old.data, new.data, free)
+    if not program.check(device, new.data, free):
+        raise mount_errors.CryptFailed("luksAddKey", device, f"the new key opens no slot {free}")
+    for slot in slots:
+        if slot in (free, cryptsetup.RECOVERY):
+            continue
+        if slot in _USUAL or program.check(device, old.data, slot):
+            program.kill(device, new.data, slot)
+    return free
+
+
+def _other(previous: Key | None, present: Key) -> Key | None:
+    """The key before, where it is another."""
+    return previous if previous and previous.data != present.data else None
+
+
+def _is_newer(volume: Volume, keys: Keys) -> bool:
+    """Whether a call's key has a name that the volume's tags do not say."""
+    return keys.generation not in ("", volume.facts.get(tag.KEY_GENERATION))
+
+
+def _check(volume: Volume, header: Header, expected: str) -> None:
+    """Raise HeaderDamaged where a header is not the volume's."""
+    if expected and header.uuid != expected:
+        raise errors.HeaderDamaged(
+            str(volume.id), f"there is another header, {header.uuid}, not {expected}"
+        )
+    if volume.header_bytes and header.offset_bytes != volume.header_bytes:
+        raise errors.HeaderDamaged(
+            str(volume.id),
+            f"its data begin at {header.offset_bytes}, not at {volume.header_bytes}",
+        )

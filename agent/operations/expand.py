@@ -1,0 +1,265 @@
+"""Volumes made larger: now, or when they are staged next.
+
+lvm2 extends the origin of copy-on-write snapshots only while it is not active. A cluster asks a
+node to expand a volume when a pod has it, so that moment would never come by itself. What was asked
+for is put on record then, as a tag, and the call is FAILED_PRECONDITION: of this code kubelet lets
+the pod go on, or start, and asks again when the volume is mounted next (expandOnPlugin in
+pkg/volume/util/operationexecutor/node_expander.go). So it is where there is no room: after any
+other code the pod does not start. OK with the present size would not do, for kubelet reads no size
+in the answer and notes the claim as grown. The next stage finds the record and grows the volume
+while it is nobody's: it is deactivated, extended, and activated as ever.
+
+A wish that the volume's size meets is none, so it needs no step of its own to be dropped. Killed
+before the tag is written, the caller calls again; killed after it, or between deactivation and
+growth, the next stage finds the wish; killed later, the volume is as large as wanted, and staging
+goes on as after any kill. Where there is no room by then, or lvm2 refuses, the volume is staged as
+it is, for a pod shall start, and the wish stays.
+
+Without such snapshots, a size that the volume cannot have is recorded in another tag, `refused`,
+for the volume's health. A stage does not grow the volume to it: the claim may have been made
+smaller since, a volume never shrinks, and kubelet asks for the claim's size as soon as the volume
+is mounted. The tag also marks a volume that grew while its file system, or its open LUKS mapping,
+did not. It is removed when all three have the size, or when less is asked for.
+"""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+from agent.core import codes, errors, ids, tag, users
+from agent.core.allocation import Allocator, Allocators
+from agent.core.context import Context
+from agent.core.luks_devices import Mappings
+from agent.core.records import Volume
+from agent.core.requests import ExpandVolume, SizeRange
+from agent.operations.erase import GrowthZeroer
+from lvm import errors as lvm_errors
+from lvm import layout, report, volumes
+from mount import errors as mount_errors
+
+_log = logging.getLogger(__name__)
+
+_ON_RECORD = (tag.WANTED, tag.REFUSED)
+_NO_ROOM = (errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
+
+
+class Expander:
+    """Makes volumes larger; their file systems are not touched."""
+
+    def __init__(self, context: Context, growth_zeroer: GrowthZeroer) -> None:
+        self._volume_groups, self._kernel = context.volume_groups, context.kernel
+        self._inventory = context.inventory
+        self._growth_zeroer = growth_zeroer
+        self._mappings = Mappings(context)
+        self._allocators = Allocators(context.config.classes, context.inventory)
+
+    def expand(self, call: ExpandVolume) -> Volume:
+        """Make the volume at least as large as asked; one that already is, stays.
+
+        Two commands at most; with copy-on-write snapshots one more, or two where it is in use: then
+        it raises GrowsLater. Raises TooLarge where there is no room; recording that takes two more.
+        The latest call counts: a larger size on record is withdrawn.
+
+        Where what it grows by is overwritten first, four more, and Overwriting until that is done.
+        """
+        try:
+            return self._expand(call)
+        except errors.Overwriting:
+            if not self._growth_zeroer.wait(call.volume_id):
+                raise
+            return self._expand(call)
+
+    def _expand(self, call: ExpandVolume) -> Volume:
+        group = ids.group_of(call.volume_id)
+        with self._volume_groups.hold(group):
+            known = self._inventory.awake(group)
+            volume = self._inventory.usable(known, call.volume_id)
+            wanted = _wanted_bytes(volume, call.size)
+            if wanted > volume.size_bytes:
+                try:
+                    self._extend(known, volume, wanted)
+                except (errors.VolumeInUse, lvm_errors.InUse) as error:
+                    self._put_on_record(volume, wanted)
+                    held = volume.copy_on_write_snapshots
+                    raise errors.GrowsLater(call.volume_id, wanted, held, str(error)) from None
+                except (*_NO_ROOM, lvm_errors.CommandFailed) as error:
+                    self._refuse(volume, wanted)
+                    if not isinstance(error, _NO_ROOM):
+                        raise
+                    raise errors.TooLarge(call.volume_id, str(error)) from None
+            if call.size.required_bytes:
+                self._withdraw(volume, wanted)
+        return replace(volume, size_bytes=max(wanted, volume.size_bytes))
+
+    @contextmanager
+    def in_use(self, volume_id: str) -> Iterator[None]:
+        """Raise CannotGrow for each final error of lvm2, the mount or LUKS while a volume grows.
+
+        A pod must start with the size that there is, because it can run on no other node. Errors
+        after which the operation may still be in progress pass unchanged: the caller repeats the
+        call. So does a volume that is not there.
+        """
+        try:
+            yield
+        except errors.TooLarge as error:
+            raise errors.CannotGrow(volume_id, error.problem) from None
+        except (lvm_errors.LvmError, mount_errors.MountError) as error:
+            if isinstance(error, lvm_errors.VolumeMissing) or not codes.is_final(error):
+                raise
+            raise errors.CannotGrow(volume_id, str(error)) from None
+
+    @contextmanager
+    def filling(self, volume_id: str) -> Iterator[None]:
+        """Record a final error while a volume's file system or LUKS mapping grows, and raise it."""
+        try:
+            yield
+        except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError) as error:
+            if codes.is_final(error):
+                with self._logging_refusals(volume_id), self._held(volume_id) as volume:
+                    # A larger size on record has each stage grow the file system as well.
+                    if max(volume.wanted_bytes, volume.refused_bytes) <= volume.size_bytes:
+                        self._refuse(volume, volume.size_bytes)
+            raise
+
+    def settle(self, volume_id: str) -> None:
+        """Remove the tag `refused` of a volume that has that size; the caller grew all on it.
+
+        No command where there is no tag. A refusal of lvm2 is logged only: the volume is usable,
+        and the next stage or expansion tries again.
+        """
+        seen = self._inventory.glimpse(volume_id)
+        if seen is None or not seen.refused_bytes:
+            return
+        with self._logging_refusals(volume_id), self._held(volume_id) as volume:
+            if 0 < volume.refused_bytes <= volume.size_bytes:
+                self._record(volume, {})
+
+    @contextmanager
+    def _held(self, volume_id: str) -> Iterator[Volume]:
+        """Hold the group's lock; the volume by a fresh report."""
+        with self._volume_groups.hold(group := ids.group_of(volume_id)):
+            yield self._inventory.usable(self._inventory.awake(group), volume_id)
+
+    @contextmanager
+    def _logging_refusals(self, volume_id: str) -> Iterator[None]:
+        """Log an error of a tag that is for the volume's health only, and go on.
+
+        In a full group, or one that lacks a disk, lvm2 writes no tag. A command whose outcome is
+        not known is raised, as everywhere: the caller repeats the call.
+        """
+        try:
+            yield
+        except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
+            raise
+        except (errors.AgentError, lvm_errors.LvmError) as error:
+            _log.warning(
+                "volume %s: its tag `%s` is not changed: %s", volume_id, tag.REFUSED, error
+            )
+
+    def is_due(self, volume_id: str) -> bool:
+        """Whether a volume could not grow when it was asked, by the last report; no command."""
+        seen = self._inventory.glimpse(volume_id)
+        return seen is not None and bool(seen.wanted_bytes or seen.refused_bytes)
+
+    def catch_up(self, volume: Volume) -> Volume:
+        """A volume that is about to be activated, as large as is on record, if it can be.
+
+        No command where nothing is on record, else four at most.
+        """
+        if not volume.wanted_bytes:
+            return volume
+        with self._volume_groups.hold(volume.group.name):
+            known = self._inventory.awake(volume.group.name)
+            volume = self._inventory.usable(known, str(volume.id))
+            wanted = volume.wanted_bytes
+            try:
+                self._extend(known, volume, wanted)
+            except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
+                raise  # the next call looks first, and nothing is changed before
+            except (errors.AgentError, lvm_errors.LvmError) as error:
+                _log.warning("volume %s is not grown to %d bytes yet: %s", volume.id, wanted, error)
+                return volume
+        _log.info("volume %s is grown to the %d bytes that were asked for", volume.id, wanted)
+        return replace(volume, size_bytes=wanted)
+
+    def _extend(self, known: report.Report, volume: Volume, size_bytes: int) -> None:
+        """Grow it, out of use if need be; raises NoRoom, and VolumeInUse or InUse."""
+        allocator = self._allocators.of_volume(volume)
+        more = size_bytes - volume.size_bytes
+        if tag.ZERO in volume.facts and not volume.layout.is_thin:
+            self._extend_overwritten(known, volume, size_bytes, allocator)
+            return
+        if more > (room := allocator.maximum_growth_bytes(volume)):
+            group = volume.group
+            raise errors.NoRoom(group.name, more, room, f"more {allocator.purpose(group)}")
+        self._take_out_of_use(known, volume)
+        allocator.extend(self._volume_groups.lvm(volume.group.name), volume, size_bytes)
+
+    def _extend_overwritten(
+        self, known: report.Report, volume: Volume, size_bytes: int, allocator: Allocator
+    ) -> None:
+        """The same with extents that hold zeroes; raises Overwriting until there are such."""
+        self._take_out_of_use(known, volume)
+        ranges = self._growth_zeroer.take(volume, size_bytes - volume.size_bytes, allocator)
+        lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
+        volumes.extend(lvm, group, volume.name, size_bytes=size_bytes, disks=ranges)
+
+    def _take_out_of_use(self, known: report.Report, volume: Volume) -> None:
+        """Deactivate an origin of snapshots, and these with it: lvm2 grows it only so."""
+        if self._inventory.device(str(volume.id)) is None or not volume.copy_on_write_snapshots:
+            return
+        users.require_unused(self._kernel, self._inventory, volume)
+        self._mappings.ensure_closed(volume)
+        for one in (str(volume.id), *volume.copy_on_write_snapshots):
+            if copies := self._inventory.copies_of(known, one):
+                raise errors.VolumeInUse(one, f"{', '.join(copies)} is copied from it")
+        volumes.deactivate(
+            self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
+        )
+
+    def _refuse(self, volume: Volume, size_bytes: int) -> None:
+        """Record a size that a volume, or what uses it, cannot have now.
+
+        With copy-on-write snapshots only a stage can grow the volume, so that is told to.
+        """
+        is_for_stage = size_bytes > volume.size_bytes and volume.copy_on_write_snapshots
+        with self._logging_refusals(str(volume.id)):
+            self._put_on_record(volume, size_bytes, tag.WANTED if is_for_stage else tag.REFUSED)
+
+    def _withdraw(self, volume: Volume, size_bytes: int) -> None:
+        """Remove from the record a size that is more than was asked for now."""
+        if volume.wanted_bytes > size_bytes:
+            self._record(volume, {})  # else a stage would grow the volume to it
+        elif volume.refused_bytes > volume.size_bytes:
+            with self._logging_refusals(str(volume.id)):
+                self._record(volume, {})
+
+    def _put_on_record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
+        if volume.facts.get(key) != str(size_bytes):
+            self._record(volume, {key: str(size_bytes)})
+            # So that those who only glimpse, as staging of a raw block volume does, know of it.
+            self._inventory.read(volume.group.name)
+
+    def _record(self, volume: Volume, new: dict[str, str]) -> None:
+        old = {key: volume.facts[key] for key in _ON_RECORD if key in volume.facts}
+        volumes.mark(
+            self._volume_groups.lvm(volume.group.name),
+            volume.group.name,
+            volume.name,
+            old=old,
+            new=new,
+        )
+
+
+def _wanted_bytes(volume: Volume, size: SizeRange) -> int:
+    """The size that is asked for, in whole extents; raises BadSize where it is above the limit."""
+    extent, header = volume.group.extent_size_bytes, volume.header_bytes
+    wanted = layout.round_up(size.required_bytes + header, extent, volume.layout)
+    larger = max(wanted, volume.size_bytes) - header
+    if size.limit_bytes and larger > size.limit_bytes:
+        raise errors.BadSize(
+            f"capacity_range.limit_bytes: {size.limit_bytes} is less than the volume's size would"
+            f" be, {larger} bytes"
+        )
+    return wanted

@@ -1,0 +1,337 @@
+"""Inline volumes: carved when a pod's volume is published, gone when it is unpublished.
+
+Kubelet makes up such a volume's id and calls nothing but NodePublishVolume and NodeUnpublishVolume
+for it. So the volume is found by its name, which is made of the id, and by nothing that a process
+remembers: a call that follows a crash, at whatever step, finds what is there and goes on.
+
+What is on such a volume lives as long as its pod. A reboot does not end a pod: kubelet publishes
+with the same id again, so nothing is removed at start because it is not mounted. What is forgotten
+is removed. After an error that ends a call for good, kubelet does not unpublish: so such a call
+leaves nothing that it made, and nothing that never held data. What a crash left all the same goes
+when its pod does: kubelet removes a pod's directory when the pod is no more. Where that is gone,
+though the directory of all pods is there, nobody will call again. Each group has a thread that
+looks for such volumes: what hangs in one is not met by another's.
+"""
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
+
+from agent.core import codes, errors, fields, ids, tag, users
+from agent.core.background import PeriodicTask
+from agent.core.context import Context
+from agent.core.locks import VolumeLocks
+from agent.core.records import Volume
+from agent.core.requests import CreateVolume, PublishInline, SizeRange, StageVolume, Topology
+from agent.operations.create import Provisioner
+from agent.operations.plan import DEFAULT_SIZE_BYTES
+from agent.operations.stage import NodeVolumes
+from lvm import command, report, tags
+from lvm.devices import Device
+from mount import errors as mount_errors
+from mount import table, target
+
+_log = logging.getLogger(__name__)
+
+# After a boot kubelet has published every pod's volumes again by then.
+_TURN_SECONDS = 600.0
+# Of each look, and of each removal.
+_PATIENCE_SECONDS = 60.0
+_FAILURE = "volume group %s: inline volumes that were left are not removed: %s"
+_YES = "true"
+
+
+class _Admitted:
+    """What calls were admitted to make, and a report that was read meanwhile may not tell of.
+
+    It is kept until no call is under way that may have such a report.
+    """
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._calls = 0
+        self._sizes_bytes: dict[str, int] = {}
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """A call is under way; its report is read inside."""
+        with self._guard:
+            self._calls += 1
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._calls -= 1
+                if not self._calls:
+                    self._sizes_bytes.clear()
+
+    def admit(
+        self, volume_id: str, size_bytes: int, there: Mapping[str, int], limit_bytes: int
+    ) -> None:
+        """Count a volume that is about to be made beside those there; raises InlineTotal."""
+        with self._guard:
+            total_bytes = sum({**self._sizes_bytes, volume_id: 0, **there}.values())
+            if total_bytes + size_bytes > limit_bytes:
+                raise errors.InlineTotal(size_bytes, total_bytes, limit_bytes)
+            self._sizes_bytes[volume_id] = size_bytes
+
+    def forget(self, volume_id: str) -> None:
+        """It is not made, or gone."""
+        with self._guard:
+            self._sizes_bytes.pop(volume_id, None)
+
+
+@dataclass
+class _Attempt:
+    """How far a call came: whether it looked for the volume, and whether it began to make one."""
+
+    looked: bool = False
+    began: bool = False
+
+
+@dataclass
+class _Sweep:
+    """Whether a group may have inline volumes; and those that the last look found forgotten."""
+
+    may_be_some: bool = True
+    suspects: frozenset[str] = frozenset()
+
+
+class InlineVolumes:
+    """Carries out the Node's calls on inline volumes."""
+
+    def __init__(
+        self, context: Context, provision: Provisioner, access: NodeVolumes, locks: VolumeLocks
+    ) -> None:
+        self._config = context.config
+        self._kernel, self._inventory = context.kernel, context.inventory
+        self._provision = provision
+        self._access = access
+        self._locks = locks
+        self._admitted = _Admitted()
+        self._inside = context.config.kubelet_dir
+        self._sweeps = {one: _Sweep() for one in context.config.groups}
+        self.rounds = PeriodicTask("inline", context.config.groups, self.sweep_one, _FAILURE)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether what is forgotten is looked for."""
+        return self.rounds.is_alive
+
+    def publish(self, call: PublishInline) -> None:
+        """Have the volume mounted at its target: carved, formatted, mounted, whatever is left.
+
+        Five commands at most: a report, lvcreate, and what staging takes. None where it is there.
+        """
+        place = self._access.place(call.target_path)
+        parameters = self._provision.completed(call.parameters, call.capability)
+        self._access.check_keys(call.volume_id, parameters, call.keys)
+        about = {**(parameters.about or {}), tag.EPHEMERAL: _YES}
+        if tags.fits(tag.TARGET, place):
+            about[tag.TARGET] = place
+        wanted = CreateVolume(
+            name=call.volume_id,
+            size=SizeRange(call.size_bytes),
+            capabilities=(call.capability,),
+            parameters=replace(call.parameters, about=about),
+            topology=Topology(),
+            is_ephemeral=True,
+        )
+        device = self._inventory.device(call.volume_id)
+        self._check_place(call.volume_id, device, place)
+        attempt = _Attempt()
+
+        def admit(known: report.Report, size_bytes: int) -> None:
+            self._check_limits(call, known, size_bytes)
+            attempt.began = True
+
+        def find() -> Volume:
+            attempt.looked = True
+            try:
+                with self._admitted.call():
+                    made = self._provision.create(wanted, admit)
+            finally:
+                for one in self._sweeps.values():
+                    one.may_be_some = True
+            return self._provision.complete(made, nullcontext)
+
+        try:
+            self._access.ensure_mounted(
+                StageVolume(call.volume_id, place, call.capability, parameters, call.keys),
+                device,
+                find,
+            )
+        except Exception as error:
+            if attempt.looked and codes.is_final(error):
+                self._give_up(call.volume_id, attempt)
+                self._admitted.forget(call.volume_id)
+            raise
+
+    def ensure_absent(self, volume_id: str) -> None:
+        """Wipe and remove the volume, which is unpublished; one that is not there is no error.
+
+        Raises GroupMissing where a group is not there to prove that.
+        """
+        volume = self._find(volume_id)
+        if volume is not None:
+            self._provision.delete(str(volume.id))
+        self._admitted.forget(volume_id)
+
+    def start(self) -> None:
+        """Look for what is forgotten, from time to time."""
+        self.rounds.start(_TURN_SECONDS)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self.rounds.stop()
+
+    def sweep(self) -> None:
+        """Wipe and remove the volumes that nobody will unpublish any more, in all groups."""
+        for one in self._sweeps:
+            self.sweep_one(one)
+
+    def sweep_one(self, group: str) -> bool:
+        """The same in one group.
+
+        Each must have been forgotten at the look before this one, too. No look while there are no
+        inline volumes. False: the next look is not at once.
+        """
+        sweep = self._sweeps[group]
+        if not sweep.may_be_some:
+            return False
+        # Before the look: one that is made meanwhile may be in it, or not.
+        sweep.may_be_some = False
+        found, is_here = [], False
+        try:
+            with command.time_limit(_PATIENCE_SECONDS):
+                # Only a look proves that there are none.
+                known = self._inventory.read(group)
+            found, is_here = self._all_in(known, group), group in known.groups
+        finally:
+            if found or not is_here:
+                sweep.may_be_some = True
+        names = frozenset(one.facts[tag.NAME] for one in found if self._is_forgotten(one))
+        suspects, sweep.suspects = names & sweep.suspects, names
+        problems = [self._try_to_remove(name, group) for name in sorted(suspects)]
+        for problem in filter(None, problems):
+            raise problem
+        return False
+
+    def _check_limits(self, call: PublishInline, known: report.Report, size_bytes: int) -> None:
+        """Refuse what the configuration does not allow."""
+        asked = call.size_bytes or DEFAULT_SIZE_BYTES
+        limit = self._config.inline_volume_limit
+        if limit and asked > limit:
+            raise errors.BadField(
+                f"volume_context[{fields.SIZE}]",
+                f"{asked} bytes are more than inline_volume_limit, {limit} bytes, allows",
+            )
+        groups = self._inventory.own_groups(known)
+        total = self._config.inline_total_limit
+        limit = total.of(sum(one.extents * one.extent_size_bytes for one in groups))
+        if limit:
+            there = {one.facts[tag.NAME]: one.size_bytes for one in self._all_of(known)}
+            self._admitted.admit(call.volume_id, size_bytes, there, limit)
+
+    def _give_up(self, volume_id: str, attempt: _Attempt) -> None:
+        """Remove what a call leaves that failed for good.
+
+        That is what it began to make, or what never had a file system and so never held data.
+        Where that fails too, the volume is swept when the pod is gone.
+        """
+        try:
+            volume = self._find(volume_id)
+            if volume is None or volume.wiping:
+                return
+            if attempt.began or tag.FORMATTED not in volume.facts:
+                self._provision.delete(str(volume.id))
+        except Exception as error:
+            # The caller is told of the first one.
+            _log.warning("inline volume %s is left for now: %s", volume_id, error)
+
+    def _try_to_remove(self, volume_id: str, group: str) -> Exception | None:
+        """Why it is not removed: the others are, all the same."""
+        try:
+            self._remove(volume_id, group)
+        except Exception as error:
+            return error
+        return None
+
+    def _remove(self, volume_id: str, group: str) -> None:
+        """Remove a forgotten volume, unless a call came for it meanwhile."""
+        with (
+            command.time_limit(_PATIENCE_SECONDS),
+            suppress(errors.OperationPending),
+            self._locks.hold(ids.logical_name(volume_id)),
+        ):
+            known = self._inventory.read(group)
+            every = [one for one in self._all_in(known, group) if one.facts[tag.NAME] == volume_id]
+            for volume in filter(self._is_forgotten, every):
+                _log.warning(
+                    "inline volume %s was left by a pod that is gone; removing it", volume_id
+                )
+                try:
+                    self._provision.delete(str(volume.id))
+                    self._admitted.forget(volume_id)
+                except errors.VolumeInUse as error:
+                    _log.warning("%s", error)
+
+    def _all_of(self, known: report.Report) -> list[Volume]:
+        return [one for one in self._inventory.present(known) if one.is_ephemeral]
+
+    def _all_in(self, known: report.Report, group: str) -> list[Volume]:
+        return [one for one in self._all_of(known) if one.group.name == group]
+
+    def _find(self, volume_id: str) -> Volume | None:
+        prefix = ids.INLINE_PREFIX
+        volume = self._inventory.named(self._inventory.glance(), volume_id, prefix)
+        if volume is None:
+            # A group that does not answer, or is not here, may hold it.
+            known = self._inventory.read()
+            volume = self._inventory.named(known, volume_id, prefix)
+            self._inventory.require_groups(known)
+        return volume
+
+    def _is_forgotten(self, volume: Volume) -> bool:
+        """Whether kubelet has removed the pod's directory, and not all of its directories.
+
+        It lies in the directory of all pods, and the target lies in it.
+        """
+        place = volume.facts.get(tag.TARGET, "")
+        if volume.wiping or not volume.is_ephemeral or not place:
+            return False
+        for one in self._inside:
+            root = self._kernel.real_path(one).rstrip("/") + "/"
+            all_pods, *inside = place.removeprefix(root).split("/")
+            if place.startswith(root) and len(inside) > 1 and self._is_there(root + all_pods):
+                return not self._is_there(f"{root}{all_pods}/{inside[0]}")
+        return False
+
+    def _is_there(self, path: str) -> bool:
+        """Only the kernel's own word that there is no such file says so."""
+        try:
+            self._kernel.lstat(path)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _check_place(self, volume_id: str, device: Device | None, place: str) -> None:
+        """Refuse before anything is made: a target that is taken, and a second one."""
+        known = table.read(self._kernel)
+        number = None if device is None else device.number
+        for mount in known.at(place):
+            if mount.device != number:
+                raise mount_errors.ForeignMount(place, str(mount))
+        target.check_directory(self._kernel, place)
+        if device is None:
+            return
+        found = set(users.targets(self._kernel, known, device, self._inside))
+        if others := found - {place}:
+            elsewhere = ", ".join(sorted(others))
+            raise errors.VolumeInUse(
+                volume_id, f"it is published at {elsewhere}, and an inline volume has one target"
+            )

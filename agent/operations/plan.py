@@ -1,0 +1,344 @@
+"""Plan a new volume: class, parameters, size, tags; and whether an existing one matches."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from agent.core import errors, fields, records, tag
+from agent.core.allocation import Allocator, Thin
+from agent.core.capabilities import BLOCK, MOUNT, Capability
+from agent.core.classes import DeviceClass
+from agent.core.inventory import require_own
+from agent.core.parameters import Parameters
+from agent.core.records import Volume
+from agent.core.requests import CreateVolume, SizeRange, ValidateVolume
+from agent.core.settings import Config
+from lvm import layout, report, tags, tuning
+from lvm.layout import Layout
+from lvm.lvm2 import Lvm
+from lvm.tuning import PLAIN, Tuning
+from mount import filesystem
+
+LEAST_BYTES = 4 << 20
+# lvmraid(7), where a class says nothing.
+_STRIPE_BYTES = 64 << 10
+# Larger chunks would cost more than they save.
+_MOST_UNIT_BYTES = 64 << 20
+
+
+def header_bytes(one: DeviceClass, allocator: Allocator, group: report.Group) -> int:
+    """How much of a new volume of a class its header takes; 0 where it is not encrypted."""
+    if not one.encryption:
+        return 0
+    unit = one.layout.stripes * (one.layout.stripe_size_bytes or _STRIPE_BYTES)
+    if isinstance(allocator, Thin):
+        unit = allocator.pool(group).chunk_size_bytes
+    if unit > _MOST_UNIT_BYTES:
+        return LEAST_BYTES
+    return -(-LEAST_BYTES // unit) * unit
+
+
+def header_facts(header_bytes: int) -> dict[str, str]:
+    """What is kept of it."""
+    return {tag.HEADER: str(header_bytes)} if header_bytes else {}
+
+
+# What a volume is given where the caller names no size.
+DEFAULT_SIZE_BYTES = 1 << 30
+
+
+def device_class(config: Config, field: str, parameters: Parameters) -> DeviceClass:
+    """The class that parameters name, with what they have otherwise; raises NotAllowed, BadField.
+
+    `field` is where the parameters stand in the request.
+    """
+    found = config.device_class(parameters.device_class)
+    if found is None:
+        known = [one.name for one in config.classes]
+        raise errors.NotAllowed(f"{field}[class]", parameters.device_class, known)
+    return _overridden(field, found, parameters)
+
+
+def _overridden(field: str, one: DeviceClass, parameters: Parameters) -> DeviceClass:
+    """A class with the layout, and the size of its caches, that the parameters make of its own."""
+    if parameters.cache_size is not None:
+        why = "has no cache" if one.cache is None else "has one for all, its pool's"
+        if one.cache is None or one.layout.is_thin:
+            raise errors.BadField(f"{field}[{fields.CACHE_SIZE}]", f"class {one.name} {why}")
+        one = replace(one, cache=replace(one.cache, size=parameters.cache_size))
+    if parameters.encryption:
+        one = replace(one, encryption=parameters.encryption)
+    if parameters.reencrypt:
+        if not one.encryption:
+            why = f"is for volumes that are encrypted; ask for carver/{tag.ENCRYPTION}, too"
+            raise errors.BadField(f"{field}[{tag.REENCRYPT}]", f"{why} (class {one.name})")
+        one = replace(one, reencrypt=True)
+    chosen: dict[str, Any] = dict(parameters.layout)
+    try:
+        return replace(one, layout=replace(one.layout, **chosen))
+    except layout.Impossible as error:
+        [key] = [key for key, (part, _) in fields.LAYOUT_PARAMETERS.items() if part == error.part]
+        raise errors.BadField(f"{field}[{key}]", f"{error} (class {one.name})") from None
+
+
+def check_stripe_size(one: DeviceClass, group: report.Group) -> None:
+    """Refuse what lvm2 would silently make smaller: a stripe is no larger than an extent."""
+    if one.layout.stripe_size_bytes > group.extent_size_bytes:
+        raise errors.BadField(
+            "parameters[stripeSize]",
+            f"{one.layout.stripe_size_bytes} is more than an extent of volume group {group.name},"
+            f" {group.extent_size_bytes} bytes (class {one.name})",
+        )
+
+
+def with_defaults(
+    parameters: Parameters,
+    capabilities: Sequence[Capability],
+    one: DeviceClass,
+    held: str = "",
+) -> Parameters:
+    """The parameters as the class completes them, so that they no longer depend on it.
+
+    `held` is the file system that is there already, on what is copied.
+    """
+    asked = next((c.fs_type for c in capabilities if c.fs_type), "") or parameters.fs_type
+    mounted = any(not capability.is_block for capability in capabilities)
+    fs_type = (asked or held or one.fs_type) if mounted else ""
+    inherits = not parameters.mkfs_options and fs_type == one.fs_type
+    return Parameters(
+        device_class=one.name,
+        fs_type=fs_type,
+        mkfs_options=one.mkfs_options if inherits else parameters.mkfs_options,
+        mount_options=parameters.mount_options,
+        about=parameters.about,
+        encryption=one.encryption,
+        reencrypt=bool(one.encryption) and one.reencrypt,
+    )
+
+
+def of(
+    call: CreateVolume,
+    one: DeviceClass,
+    group: report.Group,
+    header_bytes: int,
+    held: str | None = None,
+) -> tuple[int, dict[str, str]]:
+    """The size and the facts of the volume that is asked for."""
+    parameters = with_defaults(call.parameters, call.capabilities, one, held or "")
+    _check_options(call, parameters)
+    size = size_bytes(call.size, call.capabilities, parameters, group, one.layout, header_bytes)
+    facts = _facts(call, parameters, size, one.layout) | header_facts(header_bytes)
+    return size, facts | of_class(one, size, group)
+
+
+def of_class(one: DeviceClass, size_bytes: int, group: report.Group) -> dict[str, str]:
+    """What is kept of a class with a volume of so many bytes, whoever asked for it."""
+    facts = {}
+    if one.cache is not None and not one.layout.is_thin:
+        facts[tag.CACHE] = one.cache.fact(size_bytes, group.extent_size_bytes)
+    if one.zero == tag.FULLY:
+        facts[tag.ZERO] = tag.FULLY
+    return facts
+
+
+def _check_options(call: CreateVolume, parameters: Parameters) -> None:
+    """Refuse now what mkfs or mount would refuse when the volume is staged."""
+    if not parameters.fs_type:
+        return  # raw block only: one StorageClass often serves both, its options are for the other
+    for index, one in enumerate(call.capabilities):
+        if one.fs_type and one.fs_type != parameters.fs_type:
+            raise errors.BadField(
+                "volume_capabilities", f"ask for {parameters.fs_type} and for {one.fs_type}"
+            )
+        one.check_for(parameters.fs_type, f"volume_capabilities[{index}]")
+    parameters.check_for(parameters.fs_type, "parameters")
+
+
+def size_bytes(
+    size: SizeRange,
+    capabilities: Sequence[Capability],
+    parameters: Parameters,
+    group: report.Group,
+    shape: layout.Layout,
+    header_bytes: int = 0,
+) -> int:
+    """The size that a volume gets: whole extents, and enough for its file system and its header.
+
+    Raises BadSize when that, without the header, is above the limit.
+    """
+    fs_types = {c.fs_type or parameters.fs_type for c in capabilities if not c.is_block}
+    minimum = max((filesystem.FILE_SYSTEMS[one].minimum_bytes for one in fs_types), default=0)
+    extent, unit = group.extent_size_bytes, group.extent_size_bytes * shape.stripes
+    asked = size.required_bytes
+    if not asked:
+        within_limit = (size.limit_bytes + header_bytes) // unit * unit - header_bytes
+        asked = min(DEFAULT_SIZE_BYTES, max(0, within_limit) or DEFAULT_SIZE_BYTES)
+    planned = layout.round_up(max(asked, minimum) + header_bytes, extent, shape)
+    if size.limit_bytes and planned - header_bytes > size.limit_bytes:
+        raise errors.BadSize(
+            f"capacity_range.limit_bytes: {size.limit_bytes} is less than the least volume that"
+            f" can be made, {planned - header_bytes} bytes: {shape.stripes} times extents of"
+            f" {extent} bytes"
+            + (f", {minimum} bytes for {', '.join(sorted(fs_types))}" if minimum else "")
+        )
+    return planned
+
+
+def _facts(
+    call: CreateVolume, parameters: Parameters, size_bytes: int, shape: layout.Layout
+) -> dict[str, str]:
+    """What is kept of a request: all that a repeated one is compared with."""
+    chosen = {
+        key.removeprefix(fields.PARAMETER_PREFIX): value
+        for key, value in parameters.context().items()
+    }
+    capabilities = "|".join(sorted(map(str, call.capabilities)))
+    if not tags.fits(tag.CAPABILITIES, capabilities):
+        # Only compared, never read back: where there is no room, its digest will do.
+        capabilities = f"sha256:{hashlib.sha256(capabilities.encode()).hexdigest()}"
+    only_block = all(one.is_block for one in call.capabilities)
+    return {
+        tag.NAME: call.name,
+        tag.STATE: tag.READY,
+        tag.SIZE: str(size_bytes),
+        tag.LAYOUT: str(shape),
+        tag.ACCESS: BLOCK if only_block else MOUNT,
+        tag.CAPABILITIES: capabilities,
+        **chosen,
+        **(parameters.about or {}),
+    }
+
+
+def context_of(facts: Mapping[str, str]) -> dict[str, str]:
+    """The volume_context that a volume's facts amount to."""
+    return {fields.PARAMETER_PREFIX + key: facts[key] for key in fields.PARAMETERS if key in facts}
+
+
+def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
+    """Raise BadField for what a volume of that layout cannot have beside what it has."""
+    if not wanted.is_of_recovery:
+        return
+    if not shape.is_raid:
+        given = "minimum" if wanted.maximum_recovery_kib is None else "maximum"
+        raise errors.BadField(
+            f"{fields.MUTABLE}[{given}RecoveryRate]",
+            f"is for a RAID's layouts, this volume is {shape.kind}; allowed: carver/readAhead",
+        )
+    if why := wanted.over(present).refusal:
+        raise errors.BadField(fields.MUTABLE, why)
+
+
+def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:
+    """Give a new volume what lvcreate does not take: one command, mostly none."""
+    lacking = wanted.lacking_in(wanted.for_new().over(PLAIN))
+    if lacking != tuning.AS_IT_IS:
+        tuning.change(lvm, group, name, lacking)
+
+
+def ensure(lvm: Lvm, volume: Volume, wanted: Tuning) -> None:
+    """Have a volume as wanted: one command, none where it is; the group's lock is held.
+
+    Raises BadField, HasSnapshots; then nothing is changed.
+    """
+    group, present = volume.group, volume.group.volume(volume.name).tuning
+    check(wanted, volume.layout, present)
+    lacking = wanted.lacking_in(present)
+    if lacking == tuning.AS_IT_IS:
+        return
+    held = [str(one.id) for one in records.snapshots_of(volume) if not one.is_thin]
+    if held and lacking.read_ahead_bytes is not None:
+        raise errors.HasSnapshots(
+            str(volume.id), held, "lvm2 does not change its read-ahead with them; delete them first"
+        )
+    tuning.change(lvm, group.name, volume.name, lacking)
+
+
+def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
+    """Raise Incompatible where the volume that is there is not what is asked for now.
+
+    Raises OperationPending while it is being wiped, Receiving and Moved as `require_own`.
+    """
+    if found.wiping:
+        raise errors.OperationPending(f"{found.id} (being wiped)")
+    require_own(found)
+    told = call.source.id if call.source is not None else ""
+    if (was := found.facts.get(tag.FROM, "")) != told:
+        raise errors.Incompatible(
+            f"volume {call.name!r} exists, made of {was or 'nothing'}, not {told or 'nothing'}"
+        )
+    made_bytes = found.made_bytes
+    # One that is not complete may have to grow to the size that it was made for.
+    header = found.header_bytes
+    if not call.size.allows(size_bytes := max(found.size_bytes, made_bytes) - header):
+        raise errors.Incompatible(
+            f"volume {call.name!r} exists with a size of {size_bytes} bytes, not of"
+            f" {call.size.required_bytes} to {call.size.limit_bytes or 'any number of'}"
+        )
+    # All else is compared as of a call for the size with which it was made.
+    call = replace(call, size=SizeRange(made_bytes - header))
+    # What it was made of gave the file system, and may be gone by now.
+    held = found.facts.get(tag.FS_TYPE) if told else None
+    _, facts = of(call, one, found.group, header, held)
+    compared = (tag.LAYOUT, tag.CACHE, tag.CAPABILITIES)
+    for key in (*compared, *fields.PARAMETERS):
+        if (was := found.facts.get(key, "")) != (wanted := facts.get(key, "")):
+            raise errors.Incompatible(
+                f"volume {facts[tag.NAME]!r} exists with {key} {was or 'none'!r},"
+                f" not {wanted or 'none'!r}"
+            )
+
+
+def refusal(config: Config, volume: Volume, call: ValidateVolume) -> str:
+    """Why the volume cannot be used as wanted; empty where it can."""
+    try:
+        present = volume.group.volume(volume.name).tuning
+        check(call.tuning, volume.layout, present)
+        _check_made_so(config, volume, call)
+    except errors.BadField as error:
+        return str(error)
+    formatted = volume.facts.get(tag.FORMATTED)
+    for capability in call.capabilities:
+        if capability.is_block:
+            continue
+        if volume.facts[tag.ACCESS] == BLOCK:
+            return "the volume was made for raw block access"
+        if formatted and capability.fs_type not in {"", formatted}:
+            return f"the volume is formatted with {formatted}, not {capability.fs_type}"
+        fs_type = capability.fs_type or formatted or volume.facts.get(tag.FS_TYPE, "")
+        minimum = filesystem.FILE_SYSTEMS[fs_type].minimum_bytes if fs_type else 0
+        if volume.capacity_bytes < minimum:
+            return f"{fs_type} needs {minimum} bytes, the volume has {volume.capacity_bytes}"
+    return ""
+
+
+def _check_made_so(config: Config, volume: Volume, call: ValidateVolume) -> None:
+    """Raise BadField for what a caller has of a volume, or says of its class, and is not so.
+
+    What is not given is not compared: a class may have changed since.
+    """
+    facts, given = volume.facts, call.parameters
+    if call.context and call.context != (own := context_of(facts)):
+        raise errors.BadField("volume_context", f"{call.context} is not the volume's, {own}")
+    if facts[tag.ACCESS] == BLOCK or any(one.fs_type for one in call.capabilities):
+        # A raw block volume has none, and a capability's goes before it.
+        given = replace(given, fs_type="")
+    wanted = {key.removeprefix(fields.PARAMETER_PREFIX): v for key, v in given.context().items()}
+    made = {key: facts.get(key, "") for key in wanted}
+    for key, (part, _) in fields.LAYOUT_PARAMETERS.items():
+        if part in given.layout:
+            wanted[key] = str(given.layout[part])
+            made[key] = str(getattr(volume.layout, part))
+    if given.cache_size is not None:
+        named = replace(given, device_class=given.device_class or facts.get(tag.CLASS, ""))
+        # It has one, or else the parameter is refused.
+        cache, extent = (
+            device_class(config, "parameters", named).cache,
+            volume.group.extent_size_bytes,
+        )
+        wanted[fields.CACHE_SIZE] = cache.fact(volume.made_bytes, extent) if cache else ""
+        made[fields.CACHE_SIZE] = facts.get(tag.CACHE, "")
+    for key, value in wanted.items():
+        if value != made[key]:
+            was = made[key] or "none"
+            raise errors.BadField(f"parameters[{key}]", f"{value!r}, the volume has {was!r}")

@@ -1,0 +1,525 @@
+"""Checks of the node and its groups (`carver doctor`), each with its verdict and remedy."""
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.core import errors, group_definitions, sockets
+from agent.core.disks import REMEDY
+from agent.core.group_definitions import GroupDefinitions
+from agent.core.settings import Config
+from lvm import blockdevices, groups, lvm2, report
+from lvm import errors as lvm_errors
+from lvm.command import Run
+from lvm.programs import ENVIRONMENT, HOST_NAMESPACES
+from lvm.report import Group, Report
+from mount import filesystem, table
+from mount.kernel import Kernel
+
+PASS = "pass"  # noqa: S105 - no password
+WARN = "warn"
+FAIL = "fail"
+
+# A verdict, what was seen, and the remedy, which is empty where all is well.
+Seen = tuple[str, str, str]
+
+
+# Above it the check of a group's metadata area warns; from 94 % on nothing new is made.
+_NEARLY_FULL_PERCENT = 80
+
+
+@dataclass(frozen=True)
+class GroupNode:
+    """What the checks look at. `root` is where lvm2's own root directory is seen."""
+
+    settings: Config
+    kernel: Kernel
+    run: Run
+    known: Report
+    # Of groups that the report lacks though they are here.
+    refused: Mapping[str, errors.GroupRefused]
+    # The disks that claim to be a group's and are not, each as a sentence.
+    ignored: Mapping[str, Sequence[str]]
+    root: Path
+
+
+def every(node: GroupNode) -> Iterator[Seen]:
+    """What there is to say of each group; a command where filters or a devices file hide some."""
+    listed = {one.group: one.devices for one in node.settings.definitions if one.devices}
+    definitions = group_definitions.GroupDefinitions(node.kernel, listed)
+    unfiltered = _unfiltered(node)
+    for name in node.settings.groups:
+        group, whole = node.known.groups.get(name), unfiltered.get(name)
+        if (refusal := node.refused.get(name)) is not None:
+            yield FAIL, str(refusal), "as it says; its classes have no room here until then"
+        elif whole is not None and (group is None or whole.missing_disks < group.missing_disks):
+            yield _hidden(name, group, node.root)
+        elif group is not None:
+            yield from _present(node, definitions, group)
+            for told in node.ignored.get(name, ()):
+                yield WARN, f"volume group {name}: {told}", REMEDY
+        elif name in listed:
+            yield (
+                WARN,
+                f"volume group {name} is not there, which Carver makes of {', '.join(listed[name])}"
+                " when it starts",
+                "start it; if it did, its log says why the group could not be made",
+            )
+        else:
+            yield (
+                WARN,
+                f"volume group {name} is not on this node, so its classes have no room here",
+                "attach its disks (`pvs --all`), make it (`vgcreate --metadatasize 80m`), or"
+                " correct the class",
+            )
+
+
+def _present(node: GroupNode, definitions: GroupDefinitions, group: Group) -> Iterator[Seen]:
+    name = group.name
+    try:
+        definitions.group(node.known, name)
+    except errors.GroupRefused as error:
+        yield FAIL, str(error), "`vgrename` that group, or correct the list"
+        return
+    for device in definitions.absent(group):
+        yield (
+            WARN,
+            f"{device} is listed for volume group {name}, and is none of its disks",
+            f"if nothing on it is needed, `vgextend {name} {device}`; else correct the list",
+        )
+    blocks = _blocks(node.kernel, group)
+    if len(blocks) > 1:
+        told = "; ".join(f"{size} bytes: {', '.join(blocks[size])}" for size in sorted(blocks))
+        yield (
+            WARN,
+            f"volume group {name} has disks with logical blocks of several sizes ({told}): a file"
+            " system that was made on the smaller ones may not be mounted once it lies on others",
+            "move what is on one kind to the other (`pvmove`), and take that out (`vgreduce`)",
+        )
+    if group.missing_disks:
+        yield (
+            WARN,
+            f"volume group {name} misses {group.missing_disks} of its disks",
+            "attach them again, or see `A disk is replaced` in docs/operations.md",
+        )
+    else:
+        fill = f"{groups.text_percent(group):.0f} %"
+        told = f"is whole, with {len(group.disks)} disks; its metadata area is {fill} full"
+        yield PASS, f"volume group {name} {told}", ""
+    if groups.text_percent(group) >= _NEARLY_FULL_PERCENT:
+        yield (
+            WARN,
+            f"the metadata area of volume group {name} is {groups.text_percent(group):.0f} % full:"
+            " soon nothing new is made there",
+            "delete volumes or snapshots, or see `A group's metadata area is full` in"
+            " docs/operations.md",
+        )
+
+
+def _hidden(name: str, group: Group | None, root: Path) -> Seen:
+    if (file := lvm2.devices_file(root)) is not None:
+        listing = f"the node's devices file does not list (/{file.relative_to(root)})"
+        remedy = f"`vgimportdevices {name}` on the node, if it shall be used; see lvmdevices(8)"
+    else:
+        listing = (
+            "the filters in the node's lvm.conf reject (devices/filter, devices/global_filter)"
+        )
+        remedy = "correct the filter, or name the disks in the setting `devices`"
+    if group is None:
+        told = f"is on disks that {listing}, so lvm2 does not use it, and its classes have no room"
+        return WARN, f"volume group {name} {told}", remedy
+    return (
+        WARN,
+        f"volume group {name} misses {group.missing_disks} of its disks, some of which {listing}",
+        remedy,
+    )
+
+
+def _blocks(kernel: Kernel, group: Group) -> Mapping[int, list[str]]:
+    """The disks that are there, by the size of their logical blocks."""
+    found: dict[int, list[str]] = {}
+    for disk in group.disks:
+        with suppress(OSError):
+            found.setdefault(kernel.logical_block_bytes(disk.name), []).append(disk.name)
+    return found
+
+
+def _unfiltered(node: GroupNode) -> Mapping[str, Group]:
+    """The groups without the node's devices file and filters: a command, where it matters."""
+    named = node.settings.groups
+    there = [node.known.groups[one] for one in named if one in node.known.groups]
+    is_well = len(there) == len(named) and not any(one.missing_disks for one in there)
+    has_any = lvm2.devices_file(node.root) is not None or blockdevices.read(node.root) is not None
+    # `devices` outweighs both: they are not heeded then.
+    if is_well or node.settings.devices or not has_any:
+        return {}
+    everything = ('devices/filter=["a|.*|"]', 'devices/global_filter=["a|.*|"]')
+    settings = (*lvm2.without_udev(), "devices/use_devicesfile=0", *everything)
+    try:
+        return report.read(lvm2.Lvm(node.run, settings=settings)).groups
+    except lvm_errors.LvmError:
+        return {}
+
+
+# lvm2 2.03.12 brought --devices, by which Carver confines it (WHATS_NEW of lvm2).
+LEAST_LVM2 = (2, 3, 12)
+_CAP_SYS_ADMIN = 21  # linux/capability.h
+_FOR_SNAPSHOTS = "dm-snapshot"
+_THIN_PROGRAMS = ("thin_check", "thin_repair", "thin_dump")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found; the remedy is empty where all is well."""
+
+    check: str
+    verdict: str
+    message: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What the checks look at: the configuration and the machine. `root` is for tests."""
+
+    settings: Config
+    kernel: Kernel
+    run: Run
+    report: Callable[[], Report]
+    root: Path = Path("/")
+    # Of groups that the last report lacks though they are here.
+    refused: Callable[[], Mapping[str, errors.GroupRefused]] = dict
+    # The disks that claim to be a group's and are not, each as a sentence.
+    ignored: Callable[[], Mapping[str, Sequence[str]]] = dict
+
+    def at(self, path: str) -> Path:
+        """A path of the machine's."""
+        return self.root / path.lstrip("/")
+
+
+Check = Callable[[Node], Iterator[Seen]]
+
+
+def everything(node: Node) -> Sequence[Finding]:
+    """All checks, in the order in which one depends on another."""
+    return tuple(one for name, check in CHECKS.items() for one in _made(name, check, node))
+
+
+def cheap(node: Node) -> Sequence[Finding]:
+    """Those that start no process and read no report, for who asks all day long."""
+    return tuple(one for name in CHEAP for one in _made(name, CHECKS[name], node))
+
+
+def _made(name: str, check: Check, node: Node) -> Iterator[Finding]:
+    try:
+        for verdict, message, remedy in check(node):
+            yield Finding(name, verdict, message, remedy)
+    except (OSError, ValueError) as error:
+        yield Finding(name, WARN, f"cannot be looked at: {error}", "see whether /proc is there")
+
+
+def _privileges(node: Node) -> Iterator[Seen]:
+    lines = node.at("/proc/self/status").read_text().splitlines()
+    held = dict(line.split(":", 1) for line in lines).get("CapEff", "0")
+    if int(held, 16) >> _CAP_SYS_ADMIN & 1:
+        yield PASS, "may mount and use device-mapper", ""
+    else:
+        yield (
+            FAIL,
+            "has not the capability CAP_SYS_ADMIN, without which nothing can be mounted",
+            "run it as root; in a container, with securityContext.privileged",
+        )
+
+
+def _kubelet_directory(node: Node) -> Iterator[Seen]:
+    mounts = table.read(node.kernel)
+    for directory in node.settings.kubelet_dir:
+        # Where kubelet has volumes; in a container these two are the mounts that lead to the host.
+        places = [f"{directory.rstrip('/')}/{one}" for one in ("pods", "plugins")]
+        holders = {one: mounts.holding(node.kernel.real_path(one)) for one in places}
+        private = {place: one for place, one in holders.items() if not _is_shared(one)}
+        for place, holder in private.items():
+            seen = "/" if holder is None else holder.path
+            yield (
+                # Without kubelet there is nobody else who must see the mounts.
+                FAIL if node.at(place).exists() else WARN,
+                f"{place} is in a mount that is not shared ({seen}): kubelet and pods would not see"
+                " what Carver mounts there",
+                f"`mount --make-rshared {seen}`; in a container, mountPropagation: Bidirectional;"
+                " under systemd, nothing that gives the unit mounts of its own (systemd.exec(5))",
+            )
+        if not private:
+            yield PASS, f"{directory} is in a shared mount", ""
+
+
+def _is_shared(mount: table.Mount | None) -> bool:
+    return mount is not None and any(one.startswith("shared:") for one in mount.propagation)
+
+
+def _registration(node: Node) -> Iterator[Seen]:
+    directory = node.settings.registration_directory
+    if node.settings.registration == "none":
+        yield PASS, "is left to another program", ""
+    elif node.at(str(directory)).is_dir():
+        yield PASS, f"{directory} is there", ""
+    else:
+        yield (
+            WARN,
+            f"{directory} does not exist, so kubelet did not run here yet, or has another root",
+            "start kubelet; or set registration_directory and kubelet_dir to its --root-dir;"
+            ' or registration = "none" where there is no kubelet',
+        )
+
+
+def _device_mapper(node: Node) -> Iterator[Seen]:
+    control = "/dev/mapper/control"
+    try:
+        # Opening the control node loads the driver's module where it is not loaded yet.
+        with node.at(control).open("rb"):
+            yield PASS, f"{control} answers", ""
+    except OSError as error:
+        yield (
+            FAIL,
+            f"device-mapper does not answer: {control}: {error.strerror}",
+            "`modprobe dm_mod`; in a container, mount the host's /dev",
+        )
+
+
+def _devices(node: Node) -> Iterator[Seen]:
+    holder = table.read(node.kernel).holding("/dev")
+    if holder is None or holder.fs_type != "devtmpfs":
+        kind = "no mount" if holder is None else holder.fs_type
+        yield (
+            WARN,
+            f"/dev is {kind}, not the kernel's own: devices that appear later may have no nodes",
+            "in a container, mount the host's /dev",
+        )
+    for device in node.settings.devices:
+        if not node.at(device).is_block_device():
+            yield (
+                FAIL,
+                f"{device}, which `devices` names, is not a block device here",
+                "attach the disk, or correct `devices`; names below /dev/disk/by-id stay the same",
+            )
+    if not node.at("/dev/loop-control").exists():
+        yield (
+            FAIL if any(one.file for one in node.settings.definitions) else WARN,
+            "there are no loop devices, which read-only raw block volumes and a group on a file"
+            " need",
+            "`modprobe loop`; in a container, mount the host's /dev",
+        )
+    elif holder is not None and holder.fs_type == "devtmpfs":
+        yield PASS, "/dev is the kernel's own, with loop devices", ""
+
+
+def _udev(node: Node) -> Iterator[Seen]:
+    if node.at("/run/udev/control").exists():
+        yield PASS, "udev runs, and lvm2 waits for it", ""
+    else:
+        yield PASS, "there is no udev here: lvm2 is run without it, and makes nodes itself", ""
+
+
+def _lvm2(node: Node) -> Iterator[Seen]:
+    if node.settings.lvm == "host" and not _has(node, HOST_NAMESPACES[0]):
+        yield FAIL, 'nsenter is missing, which lvm = "host" needs', "install util-linux"
+        return
+    try:
+        found = lvm2.version(node.run)
+    except lvm_errors.LvmError as error:
+        yield FAIL, str(error), "install lvm2, where `lvm` in the configuration says that it is"
+        return
+    shown, least = (f"{one[0]}.{one[1]:02}.{one[2]}" for one in (found, LEAST_LVM2))
+    if found < LEAST_LVM2:
+        yield FAIL, f"lvm2 is {shown}, too old", f"install {least} or newer"
+    else:
+        yield PASS, f"lvm2 is {shown}; {least} is enough", ""
+
+
+def _groups(node: Node) -> Iterator[Seen]:
+    try:
+        known = node.report()
+    except (lvm_errors.LvmError, errors.NotReady) as error:
+        yield FAIL, str(error), "mend that first; the groups cannot be looked at without it"
+        return
+    root = node.at(str(node.settings.lvm_root))
+    seen = GroupNode(
+        node.settings, node.kernel, node.run, known, node.refused(), node.ignored(), root
+    )
+    yield from every(seen)
+
+
+def _kernel(node: Node) -> Iterator[Seen]:
+    if node.kernel.has_new_mount_calls():
+        yield PASS, "the kernel makes read-only binds at once (mount_setattr, Linux 5.12)", ""
+    else:
+        yield (
+            WARN,
+            "the kernel is older than 5.12: a read-only bind of a file system is writable for a"
+            " moment, until it is remounted",
+            "use a newer kernel where that matters",
+        )
+
+
+def _modules(node: Node) -> Iterator[Seen]:
+    needed = {one.layout.module: one.name for one in node.settings.classes}
+    needed |= {f"dm-{one.cache.kind}": one.name for one in node.settings.classes if one.cache}
+    wanted = {_FOR_SNAPSHOTS: "snapshots"} | {
+        module: f"class {name}" for module, name in needed.items() if module
+    }
+    for module, purpose in sorted(wanted.items()):
+        there = _module_is_there(node, module)
+        if there:
+            yield PASS, f"the kernel has {module}, for {purpose}", ""
+        elif there is None and module not in needed:
+            yield PASS, f"{module}, for {purpose}, is loaded when it is wanted, if it is there", ""
+        elif there is None:
+            yield (
+                WARN,
+                f"{module}, for {purpose}, is not loaded, and no /lib/modules here tells whether"
+                " it can be",
+                f"`modprobe {module}` on the node",
+            )
+        else:
+            yield (
+                FAIL if module in needed else WARN,
+                f"the kernel has no {module}, which {purpose} need{'s' * (module in needed)}",
+                "install the kernel's full set of modules, or another kernel",
+            )
+
+
+def _file_systems(node: Node) -> Iterator[Seen]:
+    if not _has(node, "blkid"):
+        # Volumes are looked at with its library, in this process; what shall be a disk is not.
+        verdict, told = WARN, "blkid is missing, without which no device is made a disk of a group"
+        if not _has_libblkid(node):
+            verdict = FAIL
+            told = "neither blkid nor its library is there: nothing is ever formatted"
+        yield verdict, told, "install util-linux"
+    used = {one.fs_type for one in node.settings.classes}
+    for fs_type in filesystem.FILE_SYSTEMS:
+        if missing := missing_programs(node, fs_type):
+            yield (
+                FAIL if fs_type in used else WARN,
+                f"{fs_type}: {', '.join(missing)} is missing, so no volume can have it",
+                f"install {PACKAGES[fs_type]}",
+            )
+        else:
+            yield PASS, f"{fs_type}: found {' and '.join(_programs(fs_type))}", ""
+
+
+def _has_libblkid(node: Node) -> bool:
+    try:
+        # It holds not a byte.
+        node.kernel.signatures(os.devnull)
+    except OSError as error:
+        return error.errno != errno.ENOSYS
+    return True
+
+
+def missing_programs(node: Node, fs_type: str) -> list[str]:
+    """The programs that a file system needs and this node has not; no command."""
+    return [one for one in _programs(fs_type) if not _has(node, one)]
+
+
+def _programs(fs_type: str) -> tuple[str, ...]:
+    known = filesystem.FILE_SYSTEMS[fs_type]
+    return known.program, *known.check[:1]
+
+
+def _thin_tools(node: Node) -> Iterator[Seen]:
+    thin = [one.name for one in node.settings.classes if one.layout.is_thin]
+    # With lvm = "host" lvm2 calls the host's, which cannot be seen from here.
+    if not thin or node.settings.lvm == "host":
+        return
+    if missing := [one for one in _THIN_PROGRAMS if not _has(node, one)]:
+        yield (
+            FAIL,
+            f"{', '.join(missing)} is missing, without which lvm2 activates no thin pool (class"
+            f" {', '.join(thin)})",
+            "install thin-provisioning-tools",
+        )
+    else:
+        yield PASS, "the programs that check and mend thin pools are there", ""
+
+
+def _encryption(node: Node) -> Iterator[Seen]:
+    encrypted = [one.name for one in node.settings.classes if one.encryption]
+    if not encrypted:
+        return
+    named = f"class {', '.join(encrypted)}"
+    if not _has(node, "cryptsetup"):
+        yield FAIL, f"cryptsetup is missing, which {named} needs", "install cryptsetup-bin"
+    there = _module_is_there(node, "dm-crypt")
+    if there is False:
+        yield FAIL, f"the kernel has no dm-crypt, which {named} needs", "install its modules"
+    elif _has(node, "cryptsetup"):
+        yield PASS, f"cryptsetup is there, and dm-crypt{' perhaps' * (there is None)}", ""
+    flags = node.at("/proc/cpuinfo").read_text().lower().split()
+    # x86 and 64-bit ARM call it the same.
+    if "aes" in flags:
+        yield PASS, "the processor has instructions for AES", ""
+    else:
+        yield (
+            WARN,
+            "the processor has no instructions for AES: encrypted volumes are some times slower",
+            "nothing need be done; in a virtual machine, show it the host's processor",
+        )
+    for one in node.settings.classes:
+        if one.key_file is not None and not node.at(str(one.key_file)).is_file():
+            yield (
+                WARN,
+                f"class {one.name}: key_file {one.key_file} is not there, so only volumes with a"
+                " secret are opened",
+                "make the file, mode 0400, or correct the class",
+            )
+
+
+def _service(node: Node) -> Iterator[Seen]:
+    endpoint = node.settings.endpoint
+    if sockets.is_served(endpoint):
+        yield PASS, f"a process serves {endpoint}", ""
+    else:
+        yield WARN, f"no process serves {endpoint}", "`systemctl start carver`, or `carver serve`"
+
+
+PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
+
+
+def _has(node: Node, program: str) -> bool:
+    places = (str(node.at(one)) for one in ENVIRONMENT["PATH"].split(":"))
+    return shutil.which(program, path=os.pathsep.join(places)) is not None
+
+
+def _module_is_there(node: Node, module: str) -> bool | None:
+    """Whether a module is loaded, built in or can be loaded; None where that cannot be told."""
+    if node.at(f"/sys/module/{module.replace('-', '_')}").exists():
+        return True
+    release = node.at("/proc/sys/kernel/osrelease").read_text().strip()
+    lists = [node.at(f"/lib/modules/{release}/modules.{one}") for one in ("builtin", "dep")]
+    readable = [one for one in lists if one.exists()]
+    if not readable:
+        return None
+    return any(f"/{module}.ko" in one.read_text() for one in readable)
+
+
+CHECKS: dict[str, Check] = {
+    "privileges": _privileges,
+    "kubelet directory": _kubelet_directory,
+    "registration": _registration,
+    "device-mapper": _device_mapper,
+    "devices": _devices,
+    "udev": _udev,
+    "lvm2": _lvm2,
+    "groups": _groups,
+    "kernel": _kernel,
+    "modules": _modules,
+    "file systems": _file_systems,
+    "thin tools": _thin_tools,
+    "encryption": _encryption,
+    "service": _service,
+}
+CHEAP = ("device-mapper", "kubelet directory")

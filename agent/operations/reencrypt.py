@@ -1,0 +1,189 @@
+"""Copies of encrypted volumes: a master key of their own, before they are used first.
+
+A copy has the header of what it was copied from, and so its master key. Where its class or
+StorageClass says `reencrypt`, lvcreate writes the tag `sharedKey` on it: it is to get its own.
+cryptsetup re-encrypts it in place when it is staged, by the key that the call brings, while nobody
+has it open; the call answers how far that is, and when it is over, the volume is staged as any. The
+header proves how far it is, and not the tag: a whole header that is not being re-encrypted and has
+the volume's own UUID has a master key of its own.
+
+| header, with the tag | what happens |
+|---|---|
+| another's UUID | other keys than the call's are taken from it, and a re-encryption is begun |
+| is being re-encrypted | it goes on; what cryptsetup was at when it was killed is recovered first |
+| the volume's own UUID | the tag is taken away: it is done |
+
+Killed between the end and the UUID, it is done once more.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import wait
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from agent.core import errors, tag
+from agent.core.context import Context
+from agent.core.jobs import Job, TaskQueue
+from agent.core.luks_devices import Mappings, own_uuid, progress
+from agent.core.records import Volume
+from agent.core.secret import Key, Keys
+from lvm import command, volumes
+from lvm.devices import Device
+from mount import errors as mount_errors
+from mount import luks
+from mount.luks import Header
+
+_log = logging.getLogger(__name__)
+
+# Each has its key in memory until cryptsetup has it: few wait.
+_WORKERS = 8
+
+
+@dataclass(kw_only=True)
+class _Reencryption(Job):
+    volume: Volume
+    device: Device
+    secret: Key
+
+
+class Reencrypter:
+    """Re-encrypts copies, by keys that stage calls bring."""
+
+    def __init__(self, context: Context) -> None:
+        self._volume_groups, self._kernel, self._stream = (
+            context.volume_groups,
+            context.kernel,
+            context.stream,
+        )
+        self._cryptsetup = Mappings(context).cryptsetup
+        self.grace_seconds = 10.0
+        self.jobs = TaskQueue(
+            "reencrypt",
+            self._work,
+            self._find,
+            "volume %s has no master key of its own: %s",
+            workers=_WORKERS,
+        )
+
+    def ensure(self, volume: Volume, device: Device, header: Header, keys: Sequence[Key]) -> bool:
+        """Have a volume that is not open its own master key; whether one was given to it.
+
+        By the first of the keys that opens it, one process for each. Raises Reencrypting until it
+        is done, WrongKey.
+        """
+        if not (header.is_reencrypting or tag.SHARED_KEY in volume.facts):
+            return False
+        job = self.jobs.of(str(volume.id))
+        if job is None or job.ended.done():
+            job = self._start(volume, device, self._fitting(header, device, keys))
+        patience = command.remaining_seconds()
+        grace = self.grace_seconds
+        wait([job.ended], grace if patience is None else min(grace, patience))
+        if not job.ended.done():
+            raise errors.Reencrypting(job.key, progress(self._kernel, device))
+        job.ended.result()
+        return True
+
+    @contextmanager
+    def halted(self, volume_id: str) -> Iterator[None]:
+        """Inside, the volume is not re-encrypted: it is unstaged, or deleted.
+
+        Raises Stopping where cryptsetup does not end soon.
+        """
+        try:
+            self.jobs.call_off(volume_id)
+            yield
+        finally:
+            self.jobs.allow(volume_id)
+
+    def counts(self) -> Mapping[str, int]:
+        """How many wait for a worker, are under way, and failed."""
+        return self.jobs.counts()
+
+    def stop(self) -> None:
+        """End at a safe point; who stages the volume next goes on."""
+        self.jobs.stop()
+
+    def _start(self, volume: Volume, device: Device, key: Key) -> _Reencryption:
+        # The call's is overwritten when it answers; many may wait, and each would keep a report.
+        volume = replace(volume, group=volume.group.only(volume.name))
+        job = _Reencryption(
+            key=str(volume.id),
+            on_record=False,
+            volume=volume,
+            device=device,
+            secret=Key(bytearray(key.data)),
+        )
+        # However it ends: one that is called off before its turn comes never begins.
+        job.ended.add_done_callback(lambda _: job.secret.wipe())
+        try:
+            return self.jobs.start(job)
+        except BaseException:
+            job.secret.wipe()
+            raise
+
+    def _fitting(self, header: Header, device: Device, keys: Sequence[Key]) -> Key:
+        for key in keys:
+            if self._opens(header, device, key):
+                return key
+        raise mount_errors.WrongKey(device.path)
+
+    def _opens(self, header: Header, device: Device, key: Key) -> bool:
+        try:
+            return self._cryptsetup.check(device.path, key.data)
+        except mount_errors.CryptFailed:
+            # While it is re-encrypted two slots are to be opened, and of a key that opens neither
+            # cryptsetup ends as of any failure. It tells more of each slot alone.
+            every = header.slots if header.is_reencrypting else ()
+            if not every or any(self._cryptsetup.check(device.path, key.data, n) for n in every):
+                raise
+            return False
+
+    def _find(self, volume_id: str) -> _Reencryption:
+        """Nobody has its key until it is staged again."""
+        raise errors.NoSuchVolume(volume_id)
+
+    def _work(self, job: _Reencryption) -> None:
+        own = own_uuid(job.device)
+        with Keys(job.secret).used():
+            header = self._header(job)
+            if header.is_torn:
+                self._cryptsetup.recover(job.device.path, job.secret.data)
+            if header.is_reencrypting or header.uuid != own:
+                self._reencrypt(job, header)
+                self._cryptsetup.name(job.device.path, own)
+                _log.info("volume %s has a master key of its own", job.key)
+        group, name, facts = job.volume.group.name, job.volume.name, job.volume.facts
+        old = {key: facts[key] for key in (tag.SHARED_KEY, tag.SEALED) if key in facts}
+        new = {tag.SEALED: own}
+        if old.get(tag.SEALED) == own:
+            del old[tag.SEALED]
+        with self._volume_groups.hold(group):
+            volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=new)
+
+    def _reencrypt(self, job: _Reencryption, header: Header) -> None:
+        slot = None if header.is_reencrypting else self._only_slot(job, header)
+        _log.info("volume %s is being re-encrypted", job.key)
+        self._cryptsetup.reencrypt(
+            self._stream, job.device.path, job.secret.data, slot, lambda: self.jobs.check(job)
+        )
+        if self._header(job).is_reencrypting:
+            raise mount_errors.CryptFailed("reencrypt", job.device.path, "it ended before its time")
+
+    def _only_slot(self, job: _Reencryption, header: Header) -> int:
+        """The slot of the key, which is the only one then: the others are keys of the source."""
+        device, key = job.device.path, job.secret.data
+        slot = next((one for one in header.slots if self._cryptsetup.check(device, key, one)), None)
+        if slot is None:
+            raise mount_errors.WrongKey(device)
+        for other in (*header.slots, *header.unbound):
+            if other != slot:
+                self._cryptsetup.kill(device, key, other)
+        return slot
+
+    def _header(self, job: _Reencryption) -> Header:
+        header = luks.read(self._kernel, job.device.path)
+        if header is None:
+            raise errors.HeaderDamaged(job.key, "its header is not whole")
+        return header

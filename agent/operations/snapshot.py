@@ -1,0 +1,295 @@
+"""Snapshots as objects: taken, found, listed, deleted."""
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from agent.core import errors, ids, records, requests, tag, users
+from agent.core.allocation import Allocators, closed_to_new
+from agent.core.classes import SNAPSHOT_SIZE
+from agent.core.context import Context
+from agent.core.ids import VolumeId
+from agent.core.records import Snapshot, Volume
+from agent.core.requests import CreateSnapshot, ListSnapshots, Part
+from agent.operations import contents
+from agent.operations.erase import Eraser
+from agent.operations.remove_pool import PoolRemover
+from lvm import caches, layout, names, report, snapshots, thin, volumes
+
+_log = logging.getLogger(__name__)
+
+# What a volume that is made of a snapshot must know of the snapshot's origin.
+_INHERITED = (
+    *(tag.ACCESS, tag.FORMATTED, tag.CLASS, tag.FS_TYPE),
+    *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, tag.KEY_GENERATION),
+)
+
+
+class Snapshotter:
+    """Carries out the Controller's calls for snapshots."""
+
+    def __init__(self, context: Context, eraser: Eraser, pool_remover: PoolRemover) -> None:
+        self._config = context.config
+        self._volume_groups, self._kernel = context.volume_groups, context.kernel
+        self._inventory = context.inventory
+        self._eraser = eraser
+        self._pool_remover = pool_remover
+        self._allocators = Allocators(context.config.classes, context.inventory)
+
+    @staticmethod
+    def logical_name(name: str) -> str:
+        """The logical volume's name for the snapshot that the CO calls `name`."""
+        return names.logical_volume(ids.SNAPSHOT_PREFIX, name)
+
+    def create(self, call: CreateSnapshot) -> Snapshot:
+        """Take a snapshot, or find the one that an earlier call took.
+
+        Two commands at most: a report, and lvcreate, which also tags. Raises Elsewhere.
+        """
+        if not call.topology.includes(self._config.here):
+            raise errors.Elsewhere(self._config.node_id)
+        name = self.logical_name(call.name)
+        users.flush(self._kernel, self._inventory, call.source_id)
+        group = ids.group_of(call.source_id)
+        with self._volume_groups.hold(group):
+            known = self._inventory.awake(group)
+            if (found := self._named(known, name)) is not None:
+                return _same(found, call)
+            volume = self._inventory.usable(known, call.source_id)
+            if self._eraser.is_deleting(call.source_id):
+                raise errors.NoSuchVolume(call.source_id)
+            return self.take(name, volume, {tag.NAME: call.name, **call.about}, call.size)
+
+    def take(
+        self,
+        name: str,
+        volume: Volume,
+        facts: Mapping[str, str],
+        size: layout.Reserve | None,
+        *,
+        copy_on_write: bool = False,
+    ) -> Snapshot:
+        """Take a snapshot with a logical volume's name; to be called with the group held.
+
+        `volume` is of a report that was read within, which says what number the snapshot gets.
+        One of a thin volume is thin, unless it shall be `copy_on_write`. One command. Raises
+        NoRoom, NotSnapshotted.
+        """
+        area_bytes = self.needed_bytes(volume, size, copy_on_write=copy_on_write)
+        group = volume.group
+        pool = "" if copy_on_write else group.volume(volume.name).pool
+        facts = {
+            tag.TIME: str(time.time_ns()),
+            **facts,
+            tag.STATE: tag.READY,
+            tag.SIZE: str(volume.size_bytes),
+            tag.SOURCE: volume.name,
+            tag.SEQUENCE: str(records.next_sequence(group)),
+            **{key: volume.facts[key] for key in _INHERITED if key in volume.facts},
+        }
+        if pool:
+            thin.snapshot(
+                self._volume_groups.lvm(group.name),
+                group.name,
+                name,
+                origin=volume.name,
+                facts=facts,
+                read_only=True,
+            )
+        else:
+            snapshots.create(
+                self._volume_groups.lvm(group.name),
+                group.name,
+                name,
+                origin=volume.name,
+                size_bytes=area_bytes,
+                facts=facts,
+                disks=layout.anywhere(group),
+            )
+        return Snapshot(
+            VolumeId.of(group, name),
+            group,
+            name,
+            volume.id,
+            volume.size_bytes,
+            int(facts[tag.TIME]),
+            area_bytes,
+            facts,
+            pool=pool,
+        )
+
+    def needed_bytes(
+        self,
+        volume: Volume,
+        size: layout.Reserve | None,
+        *,
+        copy_on_write: bool = False,
+        beside_bytes: int = 0,
+    ) -> int:
+        """What a snapshot takes of the group, or promises in its pool, beside so many bytes.
+
+        Raises NoRoom, NotSnapshotted.
+        """
+        contents.require_settled(volume)
+        if not caches.can_be_origin(volume.facts.get(tag.CACHE, "")):
+            raise errors.NotSnapshotted(
+                str(volume.id),
+                f"it has a cache of the kind {caches.CACHE}, and lvm2 cannot take one of it without"
+                f" damage to its data. Of volumes with a {caches.WRITECACHE}, and of thin ones, it"
+                " can",
+            )
+        if volume.group.volume(volume.name).pool and not copy_on_write:
+            self._check_promise(volume, beside_bytes)
+            return volume.size_bytes
+        return self._area_bytes(size, volume, beside_bytes)
+
+    def delete(self, snapshot_id: str) -> None:
+        """Part a snapshot from its origin, wipe and remove it; no such snapshot is no error.
+
+        Two commands at most before the wipe, which goes on behind the answer if it takes long.
+        """
+        parsed = VolumeId.parse(snapshot_id)
+        if parsed is None:
+            return
+        with self._volume_groups.hold(parsed.group):
+            known = self._inventory.awake(parsed.group)
+            try:
+                snapshot = self._inventory.snapshot(known, snapshot_id)
+            except errors.NoSuchSnapshot:
+                self.go_on(known, snapshot_id)
+                return
+            if snapshot.group_snapshot_id:
+                raise errors.PartOfGroup(snapshot_id, snapshot.group_snapshot_id)
+            if copies := self._inventory.copies_of(known, snapshot_id):
+                raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
+            self.part(snapshot)
+        self.finish(snapshot)
+
+    def go_on(self, known: report.Report, snapshot_id: str) -> None:
+        """Wipe what is left of a snapshot that is no more; behind the answer.
+
+        Who parted it from its origin may have had no time for more, or not known that he had.
+        """
+        for remains in self._inventory.doomed(known):
+            if str(remains.id) == snapshot_id:
+                self._eraser.delete(remains)
+
+    def discard(self, snapshot: Snapshot) -> None:
+        """Wipe and remove a snapshot that is there; the wipe may go on behind the answer."""
+        with self._volume_groups.hold(snapshot.group.name):
+            if snapshot.is_thin:
+                # Whether it was the last in its pool is asked of a fresh report.
+                name = snapshot.group.name
+                group = self._inventory.read(name).group(name)
+                snapshot = replace(snapshot, group=group)
+            self.part(snapshot)
+        self.finish(snapshot)
+
+    def part(self, snapshot: Snapshot) -> None:
+        """Take a snapshot from its origin; to be called with the group held.
+
+        While a disk is missing lvm2 parts nothing: it is put on record as deleted.
+        """
+        if self._is_deferred(snapshot):
+            lvm, group = self._volume_groups.lvm(snapshot.group.name), snapshot.group.name
+            old = {tag.STATE: snapshot.facts.get(tag.STATE, tag.READY)}
+            volumes.mark(lvm, group, snapshot.name, old=old, new={tag.STATE: tag.WIPING})
+        elif self._eraser.overwrites(snapshot) and not snapshot.is_thin:
+            # Its area holds what the origin held; it may not be anyone else's before it is wiped.
+            snapshots.split(
+                self._volume_groups.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
+            )
+        elif snapshot.is_thin:
+            self._pool_remover.remove(snapshot)
+        else:
+            volumes.remove(
+                self._volume_groups.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
+            )
+
+    def finish(self, snapshot: Snapshot) -> None:
+        """Wipe what is left of a snapshot that was parted; that may go on behind the answer."""
+        if self._is_deferred(snapshot):
+            self._eraser.finish(records.remains_of(snapshot, parted=False))
+            return
+        if snapshot.is_thin:
+            self._pool_remover.after(snapshot, self._eraser.grace_seconds)
+        elif self._eraser.overwrites(snapshot):
+            self._eraser.finish(records.remains_of(snapshot))
+
+    def _is_deferred(self, snapshot: Snapshot) -> bool:
+        """Whether lvm2 cannot part it now, or tell its pool that it goes."""
+        if not snapshot.is_thin:
+            return self._eraser.overwrites(snapshot) and bool(snapshot.group.missing_disks)
+        gone = {disk.uuid for disk in snapshot.group.disks if disk.missing}
+        holder = snapshot.group.volumes.get(snapshot.pool)
+        return holder is not None and not holder.disks.isdisjoint(gone)
+
+    def get(self, snapshot_id: str) -> Snapshot:
+        """The snapshot of that id; raises NoSuchSnapshot."""
+        parsed = VolumeId.parse(snapshot_id)
+        if parsed is None:
+            raise errors.NoSuchSnapshot(snapshot_id)
+        return self._inventory.snapshot(self._inventory.read(parsed.group), snapshot_id)
+
+    def list(self, call: ListSnapshots) -> Part[Snapshot]:
+        """A part of the snapshots, in the order of their ids; of one group where an id names it."""
+        requests.check(call.page)
+        named = VolumeId.parse(call.snapshot_id or call.source_id)
+        if named is not None and named.group in self._config.groups:
+            # The others' may hang: the external-snapshotter asks so how one snapshot is.
+            known = self._inventory.read(named.group)
+            self._inventory.group(known, named.group)
+        else:
+            known = self._inventory.listed()
+            self._inventory.require_groups(known)
+        found = {
+            str(one.id): one
+            for one in self._inventory.snapshots(known)
+            if call.source_id in ("", str(one.source_id)) and call.snapshot_id in ("", str(one.id))
+        }
+        return requests.part(found, call.page)
+
+    def _named(self, known: report.Report, name: str) -> Snapshot | None:
+        """The snapshot with a logical volume's name, in whichever of Carver's groups it is."""
+        self.require_free(known, name)
+        return next((one for one in self._inventory.snapshots(known) if one.name == name), None)
+
+    def require_free(self, known: report.Report, *logical: str) -> None:
+        """Raise OperationPending while what was deleted under one of these names is wiped."""
+        for doomed in self._inventory.doomed(known):
+            if doomed.name in logical:
+                # A killed lvcreate leaves such, and nobody has begun with it then.
+                self._eraser.delete(doomed)
+                raise errors.OperationPending(f"{doomed.id} (being wiped)")
+
+    def _check_promise(self, volume: Volume, beside_bytes: int) -> None:
+        """A thin snapshot is a promise as its volume is; raises NoRoom."""
+        group, allocator = volume.group, self._allocators.of_volume(volume)
+        room = max(0, allocator.maximum_bytes(group) - beside_bytes)
+        if volume.size_bytes > room:
+            raise errors.NoRoom(group.name, volume.size_bytes, room, allocator.purpose(group))
+
+    def _area_bytes(self, size: layout.Reserve | None, volume: Volume, beside_bytes: int) -> int:
+        """What a copy-on-write snapshot of the volume gets; raises NoRoom."""
+        one = self._config.device_class(volume.facts.get(tag.CLASS, ""))
+        wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
+        group = volume.group
+        area = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
+        refusal = closed_to_new(group)
+        room = 0 if refusal else max(0, self._allocators.beside_bytes(volume) - beside_bytes)
+        if area > room:
+            why = f"for a snapshot of {volume.name} {refusal}".rstrip()
+            raise errors.NoRoom(group.name, area, room, why)
+        return area
+
+
+def _same(found: Snapshot, call: CreateSnapshot) -> Snapshot:
+    """The snapshot that is there, if it is of the volume that is asked for now."""
+    if str(found.source_id) != call.source_id:
+        raise errors.Incompatible(
+            f"snapshot {call.name!r} exists, of {found.source_id}, not of {call.source_id}"
+        )
+    if found.problem:
+        _log.warning("snapshot %s can no longer be used: %s", found.id, found.problem)
+    return found

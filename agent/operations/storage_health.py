@@ -1,0 +1,178 @@
+"""Whether the service is ready (Probe, /readyz), and what is wrong with the groups and lvm2."""
+
+import time
+from collections.abc import Iterator, Sequence
+
+from agent.core import errors
+from agent.core.disks import REMEDY
+from agent.core.inventory import Inventory
+from agent.core.locks import Admission
+from agent.core.volume_group import VolumeGroup
+from agent.core.volume_groups import VolumeGroups
+from agent.operations import health, preflight
+from agent.operations.health import Condition, Diagnosis, Reason
+from lvm import errors as lvm_errors
+from lvm import groups
+from lvm.disks import DiskErrors
+from lvm.report import Group
+
+
+class Readiness:
+    """Looks at what of the preflight costs nothing, and at what lvm2 said when it was asked last.
+
+    A group that is not here makes no node unready: it has no room for its classes, and that says it
+    all. Others are served, and sidecars end for good where Probe fails.
+    """
+
+    def __init__(self, known: Inventory, node: preflight.Node, admission: Admission) -> None:
+        self._inventory = known
+        self._node = node
+        self._admission = admission
+
+    def probe(self) -> bool:
+        """Whether the start is over; raises NotReady where nothing can be served. No command."""
+        for found in preflight.cheap(self._node):
+            if found.verdict == preflight.FAIL:
+                raise errors.NotReady(f"{found.message}; {found.remedy}")
+        for problem in (self._admission.problem, self._inventory.problem):
+            if isinstance(problem, lvm_errors.ProgramMissing):
+                raise errors.NotReady(str(problem))
+        return self._admission.is_open
+
+    def check(self) -> None:
+        """Raise NotReady, with the reason, unless lvm2 answers and nothing of the rest lacks.
+
+        By a report that is at most a minute old: for those who ask all day long.
+        """
+        self.probe()
+        try:
+            self._admission.require_open()
+            self._inventory.recent()
+        except (errors.AgentError, lvm_errors.LvmError) as error:
+            raise errors.NotReady(str(error)) from None
+
+
+# Where lvm2 keeps what it knows of the groups that it wrote to; vgremove(8) removes it.
+_BACKUPS = "etc/lvm/backup"
+
+
+class StorageHealth:
+    """Carries out NodeGetStorageHealth."""
+
+    def __init__(
+        self,
+        volume_groups: VolumeGroups,
+        known: Inventory,
+        diagnosis: Diagnosis,
+        node: preflight.Node,
+        admission: Admission,
+    ) -> None:
+        self._volume_groups = volume_groups
+        self._inventory = known
+        self._diagnosis = diagnosis
+        self.node = node
+        self._admission = admission
+        # For tests.
+        self.disk_errors = DiskErrors()
+
+    def conditions(self) -> Sequence[Condition]:
+        """Everything that is known against it, each reason once; usually nothing."""
+        self._inventory.leave_word()
+        until = time.monotonic() + health.PATIENCE_SECONDS
+        found = [*self._of_start()]
+        for volume_group in self._volume_groups:
+            found += self._of_engine(volume_group, until)
+        return health.distinct([*found, *self._of_programs()])
+
+    def _of_start(self) -> Iterator[Condition]:
+        if (problem := self._admission.problem) is not None:
+            yield Condition(
+                Reason.LVM_NOT_ANSWERING,
+                f"Carver could not begin yet: {problem}; it tries again",
+            )
+
+    def _of_engine(self, volume_group: VolumeGroup, until_seconds: float) -> Iterator[Condition]:
+        named, problem = f"volume group {volume_group.name}", volume_group.problem
+        for path, why in volume_group.ignored:
+            yield Condition(
+                Reason.DISK_IGNORED,
+                f"{path} is not used for {named}: it {why}; {REMEDY}",
+                volume_group.time_seconds,
+            )
+        if isinstance(problem, errors.GroupRefused):
+            yield Condition(Reason.GROUP_REFUSED, str(problem), volume_group.time_seconds)
+            return
+        if isinstance(problem, errors.GroupSilent):
+            yield Condition(Reason.DISK_NOT_RESPONDING, str(problem), volume_group.tried_seconds)
+        elif isinstance(problem, lvm_errors.LvmError | OSError):
+            yield Condition(
+                Reason.LVM_NOT_ANSWERING,
+                f"{named} could not be looked at: {problem}; look for a disk that hangs (`dmesg`)",
+                volume_group.tried_seconds,
+            )
+        if volume_group.last is not None:
+            yield from health.aged(_of_group(volume_group.last), volume_group.time_seconds)
+            yield from self._of_kernel(volume_group.last, until_seconds)
+        elif volume_group.time_seconds and self._was_here(volume_group):
+            yield Condition(
+                Reason.GROUP_MISSING,
+                f"{named} is not on this node, and was: attach its disks (`pvs --all`), or correct"
+                " the classes that name it",
+                volume_group.time_seconds,
+            )
+
+    def _was_here(self, volume_group: VolumeGroup) -> bool:
+        """Whether the group ever was on this node: many a cluster has nodes without disks.
+
+        This process saw it, or lvm2 still knows of it, or volumes of it are active.
+        """
+        if volume_group.seen is not None or self._inventory.is_any_active(volume_group.name):
+            return True
+        root = self.node.at(str(self.node.settings.lvm_root))
+        return (root / _BACKUPS / volume_group.name).exists()
+
+    def _of_kernel(self, group: Group, until_seconds: float) -> Iterator[Condition]:
+        for one in group.volumes.values():
+            if {"thin", "pool"} <= one.layout:
+                yield from self._diagnosis.of_pool(group, one.name, until_seconds)
+        for disk in group.disks:
+            for told in () if disk.missing else self.disk_errors.of(disk.name):
+                yield Condition(
+                    Reason.MEDIUM_ERRORS,
+                    f"a disk of volume group {group.name}: {told}; look at `dmesg` and `smartctl`,"
+                    " and replace it (`pvmove`) while it can be read",
+                )
+
+    def _of_programs(self) -> Iterator[Condition]:
+        settings = self.node.settings
+        for fs_type in sorted({one.fs_type for one in settings.classes}):
+            if missing := preflight.missing_programs(self.node, fs_type):
+                yield Condition(
+                    Reason.FILE_SYSTEM_TOOLS_MISSING,
+                    f"{', '.join(missing)} is missing, so no volume can have {fs_type}: install"
+                    f" {preflight.PACKAGES[fs_type]}",
+                )
+        if not self.node.at("/dev/loop-control").exists():
+            yield Condition(
+                Reason.LOOP_DEVICES_MISSING,
+                "there are no loop devices, which read-only raw block volumes need: `modprobe"
+                " loop`; in a container, mount the host's /dev",
+            )
+
+
+def _of_group(group: Group) -> Iterator[Condition]:
+    missing = [one for one in group.disks if one.missing]
+    if missing or group.missing_disks:
+        gone = ", ".join(one.uuid for one in missing) or f"{group.missing_disks} of them"
+        yield Condition(
+            Reason.DISK_MISSING,
+            f"volume group {group.name} misses a disk ({gone}): attach it again (`pvs`), or see"
+            " `A disk is replaced` in docs/operations.md. What lies on it alone cannot be used",
+        )
+    if groups.is_text_full(group):
+        yield Condition(
+            Reason.GROUP_METADATA_FULL,
+            f"the metadata area of volume group {group.name} is {groups.text_percent(group):.0f} %"
+            " full: nothing new is made there. Delete volumes or snapshots, or see `A group's"
+            " metadata area is full` in docs/operations.md",
+        )

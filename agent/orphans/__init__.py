@@ -1,1 +1,0 @@
-"""What nobody needs any more: found, and believed when it was found twice."""

@@ -1,1 +1,0 @@
-"""Volumes in use: staged, published, formatted, inline."""

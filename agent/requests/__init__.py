@@ -1,1 +1,0 @@
-"""Calls as frozen records, read and checked once."""

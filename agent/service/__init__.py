@@ -1,1 +1,0 @@
-"""The process: its parts put together, its socket, who finds and watches it."""

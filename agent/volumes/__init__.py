@@ -1,1 +1,0 @@
-"""Volumes and snapshots as objects: made, found, listed, copied, changed, deleted."""

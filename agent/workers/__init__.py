@@ -1,1 +1,0 @@
-"""What is done behind the answers: wipes, pools given back, pools and snapshots extended."""
