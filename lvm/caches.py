@@ -51,7 +51,7 @@ class Cache:
         """The cache of a pool, in extents: of all that the pool might grow to, the slow disks."""
         return self.extents(group.extents, group.extent_size_bytes)
 
-    def fact(self, volume_bytes: int, extent_size_bytes: int) -> str:
+    def tag_value(self, volume_bytes: int, extent_size_bytes: int) -> str:
         """What is kept of it with a volume."""
         extents = self.extents(volume_bytes // extent_size_bytes, extent_size_bytes)
         return f"{self.kind}:{self.mode}:{extents * extent_size_bytes}"
@@ -142,19 +142,19 @@ def is_clean(told: Sequence[Status]) -> bool:
     )
 
 
-def is_copy(fact: str) -> bool:
-    """Whether a cache, by its fact, holds nothing that is not on the slow disks as well."""
-    return fact.startswith(f"{CACHE}:{WRITETHROUGH}:")
+def is_copy(tag_value: str) -> bool:
+    """Whether a cache, by its tag, holds nothing that is not on the slow disks as well."""
+    return tag_value.startswith(f"{CACHE}:{WRITETHROUGH}:")
 
 
-def can_be_origin(fact: str) -> bool:
+def can_be_origin(tag_value: str) -> bool:
     """Whether a copy-on-write snapshot can be taken of a volume with such a cache.
 
     Not with a dm-cache. Below a snapshot's origin lvm2 2.03.16 gives the two parts of its cachevol
     tables twice as long as they are, and so overlapping: what is read changes from read to read. It
     stops before that only because it has cache_check(8) look at metadata that are in use.
     """
-    return not fact.startswith(f"{CACHE}:")
+    return not tag_value.startswith(f"{CACHE}:")
 
 
 def is_cached(volume: LogicalVolume) -> bool:

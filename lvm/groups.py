@@ -54,7 +54,7 @@ def create(
     lvm: Lvm,
     name: str,
     devices: Sequence[str],
-    facts: Mapping[str, str],
+    own_tags: Mapping[str, str],
     metadata_bytes: int = _MIB - LABEL_BYTES,
 ) -> None:
     """Make a group of block devices that the caller has proved to be blank (vgcreate(8)).
@@ -64,7 +64,7 @@ def create(
     """
     # --quiet twice answers no to whatever lvm2 asks (lvm(8)): it looks for signatures itself, and
     # one that came after the caller's look must not be wiped.
-    words = ("--metadatasize", f"{metadata_bytes}b", *tags.words("--addtag", facts))
+    words = ("--metadatasize", f"{metadata_bytes}b", *tags.words("--addtag", own_tags))
     lvm("vgcreate", "--quiet", "--quiet", *words, "--", name, *devices)
 
 
@@ -75,7 +75,7 @@ def mark(
     old: Mapping[str, str] | None = None,
     new: Mapping[str, str] | None = None,
 ) -> None:
-    """Replace facts of a group (vgchange(8)); what it has not, or has already, is no error."""
+    """Replace tags of a group (vgchange(8)); what it has not, or has already, is no error."""
     changes = [*tags.words("--deltag", old or {}), *tags.words("--addtag", new or {})]
     lvm("vgchange", *changes, "--", name)
 

@@ -30,7 +30,7 @@ _IMAGE = re.compile(r"(.+)_r(?:image|meta)_(\d+)")
 _BELOW_CACHE = {"_tdata_corig": "cache", "_tdata_wcorig": "writecache"}
 # The tag of a disk on which nothing but caches is made (pvchange(8)).
 FAST = "carver.fast"
-# The facts of a group by which its free extents, or those of these disks by their UUIDs, are to be
+# The tags of a group by which its free extents, or those of these disks by their UUIDs, are to be
 # overwritten before anyone gets them.
 SWEEP, SWEEP_DISKS, BETWEEN = "sweep", "sweepDisks", "+"
 # lib/metadata/pool_manip.c of lvm2: the one spare of a group.
@@ -313,8 +313,8 @@ def read(lvm: Lvm, overflowed: Overflowed = lambda _disk, _offset_bytes: None) -
 def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
     (row,) = part["vg"]
     name = row["vg_name"]
-    facts = tags.decode(_words(row["vg_tags"]))
-    unclean = facts.get(SWEEP_DISKS, "").split(BETWEEN)
+    own_tags = tags.decode(_words(row["vg_tags"]))
+    unclean = own_tags.get(SWEEP_DISKS, "").split(BETWEEN)
     disks = _disks_by_volume(part["pvseg"])
     cached = _cached_pools(part["pvseg"])
     ranges = _ranges(part["seg"])
@@ -343,7 +343,7 @@ def _group(part: Mapping[str, Any], overflowed: Overflowed) -> Group:
         metadata_bytes=int(row["vg_mda_size"]),
         metadata_free_bytes=int(row["vg_mda_free"]),
         disks=tuple(
-            _physical_volume(disk, SWEEP in facts or disk["pv_uuid"] in unclean)
+            _physical_volume(disk, SWEEP in own_tags or disk["pv_uuid"] in unclean)
             for disk in part["pv"]
         ),
         volumes={volume.name: volume for volume in volumes},

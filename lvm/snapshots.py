@@ -14,14 +14,14 @@ def create(
     *,
     origin: str,
     size_bytes: int,
-    facts: Mapping[str, str],
+    own_tags: Mapping[str, str],
     disks: Sequence[str] = (),
 ) -> None:
     """Take a read-only snapshot whose area for old data has so many bytes (lvcreate(8)).
 
     A mounted file system is brought to rest by the kernel while its device is suspended, so what
     was written and not yet on disk is in the snapshot (lock_fs in drivers/md/dm.c). lvm2 writes its
-    metadata twice: killed in between, it leaves a volume with these facts that has no origin.
+    metadata twice: killed in between, it leaves a volume with these tags that has no origin.
     Raises NoSpace, NameTaken.
     """
     lvm(
@@ -32,7 +32,7 @@ def create(
         *("--setactivationskip", "y"),
         *("--chunksize", f"{COPY_ON_WRITE_CHUNK_BYTES}b"),
         *("--size", f"{size_bytes}b"),
-        *tags.words("--addtag", facts),
+        *tags.words("--addtag", own_tags),
         *("--name", name),
         "--",
         f"{group}/{origin}",

@@ -1,4 +1,4 @@
-"""Carver's facts about a volume, as LVM tags: `carver.<key>=<value>`."""
+"""Carver's own tags: LVM tags of the form `carver.<key>=<value>`."""
 
 import re
 from collections.abc import Mapping
@@ -25,36 +25,36 @@ def unescape(text: str) -> str:
     if "&" not in text and text.isascii():
         return text
     raw = _ESCAPE.sub(lambda match: chr(int(match[1], 16)), text)
-    # What others wrote there is no text perhaps; it is nobody's fact then, and breaks no report.
+    # Bytes that others wrote may be no UTF-8: then it is no tag of Carver's, and breaks no report.
     return raw.encode("latin-1", "replace").decode(errors="replace")
 
 
 def fits(key: str, value: str) -> bool:
-    """Whether a fact fits in one tag."""
+    """Whether a key and its value fit in one tag."""
     return len(format_one(key, value)) <= MAXIMUM_LENGTH
 
 
 def format_one(key: str, value: str) -> str:
-    """One fact as a tag."""
+    """Encode one key and its value as a tag."""
     return f"{PREFIX}{escape(key)}={escape(value)}"
 
 
-def encode(facts: Mapping[str, str]) -> list[str]:
-    """Facts as tags, in the facts' order."""
-    return [format_one(key, value) for key, value in facts.items()]
+def encode(own_tags: Mapping[str, str]) -> list[str]:
+    """Encode own tags, in their order."""
+    return [format_one(key, value) for key, value in own_tags.items()]
 
 
-def words(option: str, facts: Mapping[str, str]) -> list[str]:
-    """Facts as lvm2 is told of them: each tag after `--addtag` or `--deltag`."""
-    return [word for tag in encode(facts) for word in (option, tag)]
+def words(option: str, own_tags: Mapping[str, str]) -> list[str]:
+    """Encode own tags as arguments of lvm2: each after `--addtag` or `--deltag`."""
+    return [word for tag in encode(own_tags) for word in (option, tag)]
 
 
 @lru_cache(_KEPT)
 def decode(tags: frozenset[str]) -> Mapping[str, str]:
-    """The facts among a volume's tags; tags of others are left out."""
-    facts = {}
+    """Carver's own tags by their keys; tags of others are left out."""
+    own_tags = {}
     for tag in tags:
         key, separator, value = tag.removeprefix(PREFIX).partition("=")
         if tag.startswith(PREFIX) and separator:
-            facts[unescape(key)] = unescape(value)
-    return MappingProxyType(facts)
+            own_tags[unescape(key)] = unescape(value)
+    return MappingProxyType(own_tags)

@@ -201,7 +201,7 @@ def create_pool(
     metadata_extents: int,
     extent_size_bytes: int,
     chunk_size_bytes: int,
-    facts: Mapping[str, str],
+    own_tags: Mapping[str, str],
     disks: Sequence[str] = (),
 ) -> None:
     """Make a pool that zeroes each chunk before it gives it out, and passes discards down.
@@ -221,7 +221,7 @@ def create_pool(
         *("--chunksize", f"{chunk_size_bytes}b"),
         *("--poolmetadatasize", f"{metadata_extents * extent_size_bytes}b"),
         *("--size", f"{data_extents * extent_size_bytes}b"),
-        *tags.words("--addtag", facts),
+        *tags.words("--addtag", own_tags),
         *("--name", name),
         "--",
         group,
@@ -252,7 +252,7 @@ def snapshot(
     name: str,
     *,
     origin: str,
-    facts: Mapping[str, str],
+    own_tags: Mapping[str, str],
     read_only: bool,
     tuning: Tuning = AS_IT_IS,
 ) -> None:
@@ -270,7 +270,7 @@ def snapshot(
         *("--setactivationskip", "y"),
         *([] if read_only else active),
         *tuning.words(),
-        *tags.words("--addtag", facts),
+        *tags.words("--addtag", own_tags),
         *("--name", name),
         "--",
         f"{group}/{origin}",

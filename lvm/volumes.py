@@ -8,16 +8,16 @@ from lvm.layout import LINEAR, Layout
 from lvm.lvm2 import Lvm
 from lvm.tuning import AS_IT_IS, Tuning
 
-NO_FACTS: Mapping[str, str] = {}
+NO_TAGS: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
 class New:
-    """A volume that is to be made, of whole extents; its facts become its tags."""
+    """A volume that is to be made, of whole extents, with its tags."""
 
     name: str
     size_bytes: int
-    facts: Mapping[str, str]
+    own_tags: Mapping[str, str]
     tuning: Tuning = AS_IT_IS
 
     def words(self) -> list[str]:
@@ -31,7 +31,7 @@ class New:
             *("--setactivationskip", "y"),
             *("--activate", "y", "--ignoreactivationskip"),
             *self.tuning.words(),
-            *tags.words("--addtag", self.facts),
+            *tags.words("--addtag", self.own_tags),
             *("--name", self.name),
         ]
 
@@ -84,7 +84,7 @@ def allow_writing(lvm: Lvm, group: str, name: str) -> None:
 def mark(
     lvm: Lvm, group: str, name: str, *, old: Mapping[str, str], new: Mapping[str, str]
 ) -> None:
-    """Replace facts in one metadata write: all of them change, or none (lvchange(8))."""
+    """Replace tags in one metadata write: all of them change, or none (lvchange(8))."""
     changes = [*tags.words("--deltag", old), *tags.words("--addtag", new)]
     lvm("lvchange", *changes, "--", f"{group}/{name}")
 
@@ -93,10 +93,10 @@ def mark_all(
     lvm: Lvm,
     named: Iterable[tuple[str, str]],
     *,
-    old: Mapping[str, str] = NO_FACTS,
-    new: Mapping[str, str] = NO_FACTS,
+    old: Mapping[str, str] = NO_TAGS,
+    new: Mapping[str, str] = NO_TAGS,
 ) -> None:
-    """Replace facts of several volumes, each a group's name and its own (lvchange(8)).
+    """Replace tags of several volumes, each a group's name and its own (lvchange(8)).
 
     One command; killed, it has changed some of them, and others not. What one has not, or has
     already, is no error.

@@ -220,7 +220,7 @@ def _snapshot(one: records.Snapshot) -> Snapshot:
     kept = logical.is_copy_on_write
     return Snapshot(
         id=str(one.id),
-        name=one.facts[tag.NAME],
+        name=one.own_tags[tag.NAME],
         volume=names.readable(ids.VOLUME_PREFIX, one.source_id.name),
         group=one.group.name,
         size_bytes=one.size_bytes,
@@ -240,28 +240,28 @@ def _volume(
 ) -> Volume:
     found = [] if device is None else users.places(kernel, mounts, device)
     use = _use(kernel, found)
-    facts = one.facts
-    raw = "raw block" if facts.get(tag.ACCESS) == "block" else ""
+    own_tags = one.own_tags
+    raw = "raw block" if own_tags.get(tag.ACCESS) == "block" else ""
     return Volume(
         id=str(one.id),
-        name=facts[tag.NAME],
+        name=own_tags[tag.NAME],
         group=one.group.name,
         size_bytes=one.size_bytes,
         layout=one.layout.kind,
-        contents=raw or facts.get(tag.FORMATTED, ""),
-        state=facts.get(tag.STATE, ""),
+        contents=raw or own_tags.get(tag.FORMATTED, ""),
+        state=own_tags.get(tag.STATE, ""),
         claim=one.claim,
         places=tuple(Place(place.path, place.read_only) for place in found),
         total_bytes=use.total_bytes if use else None,
         used_bytes=use.used_bytes if use else None,
         health=tuple(_health(found_wrong)),
-        encryption=facts.get(tag.ENCRYPTION, ""),
+        encryption=own_tags.get(tag.ENCRYPTION, ""),
         renewal=_renewal(kernel, one, device),
     )
 
 
 def _renewal(kernel: Kernel, one: records.Volume, device: Device | None) -> str:
-    if tag.SHARED_KEY not in one.facts:
+    if tag.SHARED_KEY not in one.own_tags:
         return ""
     if device is None:
         return "not active"

@@ -199,7 +199,7 @@ class Manual:
         def forget_key() -> None:
             if volume is not None:
                 known = status.known_to(self.settings, self.host)
-                known.replace_facts(volume.group, volume.name, tag.OF_KEYS, {})
+                known.replace_tags(volume.group, volume.name, tag.OF_KEYS, {})
 
         return Headers(name, self.host.kernel, device, program, copies, forget_key)
 

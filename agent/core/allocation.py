@@ -52,9 +52,9 @@ def is_half_made_pool(pool: report.LogicalVolume) -> bool:
 
 def _is_told_as_pool(pool: report.LogicalVolume) -> bool:
     """Whether the tags say that it is a pool of Carver's, and its name is that one's."""
-    facts = tags.decode(pool.tags)
-    made_for = pool_name(facts.get(tag.CLASS, ""))
-    return pool.name == made_for and facts.get(tag.CHUNK, "").isdigit()
+    own_tags = tags.decode(pool.tags)
+    made_for = pool_name(own_tags.get(tag.CLASS, ""))
+    return pool.name == made_for and own_tags.get(tag.CHUNK, "").isdigit()
 
 
 def closed(group: report.Group) -> str:
@@ -283,7 +283,7 @@ class Thin:
             metadata_extents=pools.suitable_metadata_extents(group, pool.chunk_size_bytes),
             extent_size_bytes=group.extent_size_bytes,
             chunk_size_bytes=pool.chunk_size_bytes,
-            facts={
+            own_tags={
                 tag.STATE: tag.READY,
                 tag.CLASS: self.device_class,
                 tag.CHUNK: str(pool.chunk_size_bytes),
@@ -347,15 +347,15 @@ class CachedThin(Thin):
         caches.attach(lvm, group, pool.name, self.cache, self.cache.of_pool(group))
 
     def _tell_of_cache(self, lvm: Lvm, group: report.Group, made: report.LogicalVolume) -> None:
-        """A pool that had none, or another, has the facts of the one that it gets."""
-        facts, wanted = tags.decode(made.tags), self._about_cache(group)
-        old = {key: facts[key] for key in wanted if key in facts}
+        """A pool that had none, or another, has the tags of the one that it gets."""
+        own_tags, wanted = tags.decode(made.tags), self._about_cache(group)
+        old = {key: own_tags[key] for key in wanted if key in own_tags}
         if old != wanted:
             volumes.mark(lvm, group.name, made.name, old=old, new=wanted)
 
     def _about_cache(self, group: report.Group) -> Mapping[str, str]:
         extent = group.extent_size_bytes
-        return {tag.CACHE: self.cache.fact(group.extents * extent, extent)}
+        return {tag.CACHE: self.cache.tag_value(group.extents * extent, extent)}
 
 
 class Allocators:
@@ -383,11 +383,14 @@ class Allocators:
         """How a volume was made, by the rules of its class; one that is gone had no rules."""
         shape = volume.layout
         for one in self._classes:
-            if one.name == volume.facts.get(tag.CLASS) and (one.pool is not None) == shape.is_thin:
+            if (
+                one.name == volume.own_tags.get(tag.CLASS)
+                and (one.pool is not None) == shape.is_thin
+            ):
                 # Its data grow, on slow disks; its cache does not.
                 return self.of(replace(one, layout=shape, cache=None))
         policy = Policy() if shape.is_thin else None
-        gone = volume.facts.get(tag.CLASS, "")
+        gone = volume.own_tags.get(tag.CLASS, "")
         return self.of(DeviceClass(gone, volume.group.name, layout=shape, pool=policy))
 
     def _thin(self, one: DeviceClass, policy: Policy) -> Thin:
@@ -406,7 +409,7 @@ class Allocators:
             return 0
         kept = self._promised(group)
         for one in self._classes:
-            if one.name == volume.facts.get(tag.CLASS):
+            if one.name == volume.own_tags.get(tag.CLASS):
                 kept += one.reserve.extents(group)
         return layout.maximum_bytes(group, reserve_extents=kept)
 

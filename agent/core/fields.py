@@ -9,7 +9,7 @@ from mount import errors as mount_errors
 from mount import options, target
 
 PARAMETER_PREFIX = "carver/"
-# Each is kept as a fact of the same name.
+# Each is kept as a tag of the same name.
 PARAMETERS = (
     *(tag.CLASS, tag.FS_TYPE, tag.MKFS_OPTIONS, tag.MOUNT_OPTIONS),
     *(tag.ENCRYPTION, tag.REENCRYPT),

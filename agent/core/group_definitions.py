@@ -32,7 +32,7 @@ _MINIMUM_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
 _NO_DISK = "/dev/null"
 
-# The fact that tells a group that Carver made from an operator's, whatever its disks are called.
+# The tag that tells a group that Carver made from an operator's, whatever its disks are called.
 _MADE = {"made": "yes"}
 
 

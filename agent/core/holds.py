@@ -105,7 +105,7 @@ class Holds:
             if one.receiving:
                 self.receiving(str(one.id))
             elif one.moved:
-                self.moved(str(one.id), one.facts.get(tag.MOVE_TO, "another node"))
+                self.moved(str(one.id), one.own_tags.get(tag.MOVE_TO, "another node"))
 
     def _lease(self, volume_id: str) -> _Lease | None:
         found = self._held.get(volume_id)

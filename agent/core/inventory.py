@@ -351,7 +351,7 @@ class Inventory(Activation):
 
     def is_half_made(self, known: report.Report, members: Sequence[Snapshot]) -> bool:
         """Whether these snapshots of a group are not all, and never were."""
-        if records.is_whole(members) or any(tag.COMMITTED in one.facts for one in members):
+        if records.is_whole(members) or any(tag.COMMITTED in one.own_tags for one in members):
             return False
         return not self._away(known, members)
 
@@ -371,9 +371,9 @@ class Inventory(Activation):
         }
         told = {records.place_of(one.group_snapshot_id) for one in members}
         for one in members:
-            told |= set(filter(None, one.facts.get(tag.MEMBER_GROUPS, "").split(",")))
+            told |= set(filter(None, one.own_tags.get(tag.MEMBER_GROUPS, "").split(",")))
         away = {one.partition("@")[0] for one in told - here}
-        if any(tag.MEMBER_GROUPS not in one.facts for one in members):
+        if any(tag.MEMBER_GROUPS not in one.own_tags for one in members):
             # Older ones do not say: they may be in any that Carver has.
             away |= set(self._groups) - set(known.groups)
         return away
@@ -389,7 +389,7 @@ class Inventory(Activation):
         return [
             str(one.id)
             for one in self.present(known)
-            if one.copying and one.facts.get(tag.FROM) == source_id
+            if one.copying and one.own_tags.get(tag.FROM) == source_id
         ]
 
     def doomed(self, known: report.Report) -> Iterator[Volume]:
@@ -415,7 +415,7 @@ class Inventory(Activation):
         """The volume of that id, as it is now; one that was deleted is not there."""
         return self.usable(self.awake(ids.group_of(volume_id)), volume_id)
 
-    def replace_facts(
+    def replace_tags(
         self, group: str, name: str, keys: Collection[str], new: Mapping[str, str]
     ) -> None:
         """Have a volume's tags say `new` under these keys, and nothing else: one command, or none.
@@ -448,7 +448,7 @@ def require_own(volume: Volume) -> None:
     if volume.receiving:
         raise errors.Receiving(str(volume.id))
     if volume.moved:
-        raise errors.Moved(str(volume.id), volume.facts.get(tag.MOVE_TO, "another node"))
+        raise errors.Moved(str(volume.id), volume.own_tags.get(tag.MOVE_TO, "another node"))
 
 
 def _is_recent(volume_group: VolumeGroup) -> bool:

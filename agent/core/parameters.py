@@ -169,7 +169,7 @@ def tuning_of(wire: Mapping[str, str]) -> Tuning:
 def _told(
     wire: Mapping[str, str], names: Mapping[str, str]
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """What Kubernetes tells, by the names of the facts that it is kept as, and what is Carver's."""
+    """What Kubernetes tells, by the names of the tags that it is kept as, and what is Carver's."""
     about = {names[key]: value for key, value in wire.items() if key in names}
     own = {key: value for key, value in wire.items() if not key.startswith(_KUBERNETES_PREFIX)}
     return about, own

@@ -16,13 +16,13 @@ _UNLISTED = (tag.WIPING, tag.COPYING, tag.RECEIVING, tag.MOVED)
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume that Carver made: what LVM says of it, and its facts."""
+    """A volume that Carver made: what LVM says of it, and its tags."""
 
     id: VolumeId
     group: report.Group
     name: str
     size_bytes: int
-    facts: Mapping[str, str]
+    own_tags: Mapping[str, str]
     health: str = ""
     read_only: bool = False
 
@@ -35,14 +35,14 @@ class Volume:
         logical = self.group.volumes.get(self.name)
         plain = Layout("thin") if logical is not None and logical.pool else LINEAR
         try:
-            return Layout.parse(self.facts.get(tag.LAYOUT) or str(plain))
+            return Layout.parse(self.own_tags.get(tag.LAYOUT) or str(plain))
         except (ValueError, KeyError, TypeError):
             return plain
 
     @property
     def made_bytes(self) -> int:
         """The size that it was made with."""
-        return _number(self.facts, tag.SIZE) or self.size_bytes
+        return _number(self.own_tags, tag.SIZE) or self.size_bytes
 
     @property
     def on_disks(self) -> report.LogicalVolume:
@@ -75,7 +75,7 @@ class Volume:
     @property
     def wanted_bytes(self) -> int:
         """How large it shall be when it is staged next; 0 where it is as large as is on record."""
-        wanted = _number(self.facts, tag.WANTED)
+        wanted = _number(self.own_tags, tag.WANTED)
         return wanted if wanted > self.size_bytes else 0
 
     @property
@@ -84,28 +84,28 @@ class Volume:
 
         If the volume has that size, its file system or its open LUKS mapping does not.
         """
-        return _number(self.facts, tag.REFUSED)
+        return _number(self.own_tags, tag.REFUSED)
 
     @property
     def is_encrypted(self) -> bool:
         """Whether it lies encrypted in its logical volume; also where a tag of that is lost."""
-        return is_encrypted(self.facts)
+        return is_encrypted(self.own_tags)
 
     @property
     def claim(self) -> str:
         """The claim that it is for, namespace/name; empty where nobody told."""
-        told = (self.facts.get(tag.NAMESPACE), self.facts.get(tag.PVC))
+        told = (self.own_tags.get(tag.NAMESPACE), self.own_tags.get(tag.PVC))
         return "/".join(filter(None, told))
 
     @property
     def is_copied(self) -> bool:
         """Whether what it holds was another's first, with that one's ids: by a copy, a stream."""
-        return bool({tag.FROM, tag.RECEIVED} & self.facts.keys())
+        return bool({tag.FROM, tag.RECEIVED} & self.own_tags.keys())
 
     @property
     def header_bytes(self) -> int:
         """How much of its logical volume its header takes, which is none of what a caller has."""
-        return _number(self.facts, tag.HEADER)
+        return _number(self.own_tags, tag.HEADER)
 
     @property
     def capacity_bytes(self) -> int:
@@ -115,12 +115,12 @@ class Volume:
     @property
     def is_ephemeral(self) -> bool:
         """Whether it is an inline volume, which no CreateVolume made and no DeleteVolume ends."""
-        return tag.EPHEMERAL in self.facts
+        return tag.EPHEMERAL in self.own_tags
 
     @property
     def is_listed(self) -> bool:
         """Whether it is a volume for the callers of the Controller."""
-        return self.facts.get(tag.STATE) not in _UNLISTED and not self.is_ephemeral
+        return self.own_tags.get(tag.STATE) not in _UNLISTED and not self.is_ephemeral
 
     @property
     def is_half_made(self) -> bool:
@@ -132,37 +132,37 @@ class Volume:
         layout = self.layout
         if not layout.is_raid or not self.group.is_bare(self.name, layout.disks):
             return False
-        return self.copying or not {tag.FORMATTED, tag.SEALED} & self.facts.keys()
+        return self.copying or not {tag.FORMATTED, tag.SEALED} & self.own_tags.keys()
 
     @property
     def copying(self) -> bool:
         """Whether it has not yet what it shall be made of; then it is no volume yet."""
-        return self.facts.get(tag.STATE) == tag.COPYING
+        return self.own_tags.get(tag.STATE) == tag.COPYING
 
     @property
     def receiving(self) -> bool:
         """Whether it comes as a stream, and is not finished; then it is no volume yet."""
-        return self.facts.get(tag.STATE) == tag.RECEIVING
+        return self.own_tags.get(tag.STATE) == tag.RECEIVING
 
     @property
     def moved(self) -> bool:
         """Whether it is another node's now, and kept here until that is final."""
-        return self.facts.get(tag.STATE) == tag.MOVED
+        return self.own_tags.get(tag.STATE) == tag.MOVED
 
     @property
     def content_bytes(self) -> int:
         """Of one that comes as a stream: the bytes of what it holds whole; 0 before."""
-        return _number(self.facts, tag.CONTENT)
+        return _number(self.own_tags, tag.CONTENT)
 
     @property
     def offset_bytes(self) -> int:
         """Of one that comes as a stream: up to which byte it is there."""
-        return _number(self.facts, tag.OFFSET)
+        return _number(self.own_tags, tag.OFFSET)
 
     @property
     def wiping(self) -> bool:
         """Whether it was deleted, and only its wiping is left to do."""
-        return self.facts.get(tag.STATE) == tag.WIPING
+        return self.own_tags.get(tag.STATE) == tag.WIPING
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Snapshot:
     size_bytes: int
     time_nanoseconds: int
     area_bytes: int
-    facts: Mapping[str, str]
+    own_tags: Mapping[str, str]
     overflowed: bool | None = False
     pool: str = ""
 
@@ -188,17 +188,17 @@ class Snapshot:
     @property
     def header_bytes(self) -> int:
         """How much of it is the volume's header, by its tags."""
-        return _number(self.facts, tag.HEADER)
+        return _number(self.own_tags, tag.HEADER)
 
     @property
     def is_encrypted(self) -> bool:
         """Whether the volume lies encrypted in its logical volume, and so the snapshot does."""
-        return is_encrypted(self.facts)
+        return is_encrypted(self.own_tags)
 
     @property
     def sequence(self) -> int:
         """Its number in the order of the group's snapshots; 0 where Carver 0.1.0 took it."""
-        return _number(self.facts, tag.SEQUENCE)
+        return _number(self.own_tags, tag.SEQUENCE)
 
     @property
     def is_thin(self) -> bool:
@@ -218,7 +218,7 @@ class Snapshot:
     @property
     def group_snapshot_id(self) -> str:
         """The group snapshot that it was taken for; empty where it was taken alone."""
-        return self.facts.get(tag.GROUP_SNAPSHOT, "")
+        return self.own_tags.get(tag.GROUP_SNAPSHOT, "")
 
     @property
     def problem(self) -> str:
@@ -231,28 +231,28 @@ class Snapshot:
         )
 
 
-def key_generation(facts: Mapping[str, str]) -> str:
+def key_generation(own_tags: Mapping[str, str]) -> str:
     """The name of the only key that opens what is encrypted; in brackets, why there is none."""
-    if tag.ROTATING in facts:
+    if tag.ROTATING in own_tags:
         return "(rotating)"
-    return facts.get(tag.KEY_GENERATION, "(unnamed)")
+    return own_tags.get(tag.KEY_GENERATION, "(unnamed)")
 
 
-def is_encrypted(facts: Mapping[str, str]) -> bool:
-    """Whether the facts are of what lies encrypted; also where one that says so is lost."""
-    return bool({tag.ENCRYPTION, tag.HEADER, tag.SEALED} & facts.keys())
+def is_encrypted(own_tags: Mapping[str, str]) -> bool:
+    """Whether the tags are of what lies encrypted; also where one that says so is lost."""
+    return bool({tag.ENCRYPTION, tag.HEADER, tag.SEALED} & own_tags.keys())
 
 
 def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
     """The volume that a logical volume is; None where it is none of Carver's."""
-    facts = tags.decode(logical.tags)
+    own_tags = tags.decode(logical.tags)
     prefixes = (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
-    if tag.NAME not in facts or not any(names.is_of(one, logical.name) for one in prefixes):
+    if tag.NAME not in own_tags or not any(names.is_of(one, logical.name) for one in prefixes):
         return None
     if names.is_part(logical.name):
         # lvm2 gives the tags of a RAID to its parts, too.
         return None
-    return _as_volume(group, logical, facts)
+    return _as_volume(group, logical, own_tags)
 
 
 def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
@@ -261,34 +261,34 @@ def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None
     Its area holds what the origin held once, and is nobody's: being there is its record. So it is
     of what a volume was to grow by.
     """
-    facts = tags.decode(logical.tags)
+    own_tags = tags.decode(logical.tags)
     is_left = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
     # Deleted while a disk was missing, and so not parted.
-    is_deferred = facts.get(tag.STATE) == tag.WIPING
-    if tag.NAME not in facts or not is_left:
+    is_deferred = own_tags.get(tag.STATE) == tag.WIPING
+    if tag.NAME not in own_tags or not is_left:
         return None
     if (logical.origin or logical.pool) and not is_deferred:
         return None
-    return _as_volume(group, logical, {**facts, tag.STATE: tag.WIPING})
+    return _as_volume(group, logical, {**own_tags, tag.STATE: tag.WIPING})
 
 
 def snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | None:
     """The snapshot that a logical volume is, if it is one and has what it was taken of."""
-    facts = tags.decode(logical.tags)
-    if tag.NAME not in facts or not _is_snapshot(logical.name):
+    own_tags = tags.decode(logical.tags)
+    if tag.NAME not in own_tags or not _is_snapshot(logical.name):
         return None
-    if not (logical.origin or logical.pool) or facts.get(tag.STATE) == tag.WIPING:
+    if not (logical.origin or logical.pool) or own_tags.get(tag.STATE) == tag.WIPING:
         return None
     return Snapshot(
         id=VolumeId.of(group, logical.name),
         group=group,
         name=logical.name,
-        source_id=VolumeId.of(group, facts.get(tag.SOURCE) or logical.origin or UNKNOWN),
-        size_bytes=_number(facts, tag.SIZE)
+        source_id=VolumeId.of(group, own_tags.get(tag.SOURCE) or logical.origin or UNKNOWN),
+        size_bytes=_number(own_tags, tag.SIZE)
         or group.volumes.get(logical.origin, logical).size_bytes,
-        time_nanoseconds=_number(facts, tag.TIME),
+        time_nanoseconds=_number(own_tags, tag.TIME),
         area_bytes=logical.size_bytes,
-        facts=facts,
+        own_tags=own_tags,
         overflowed=logical.overflowed,
         pool=logical.pool,
     )
@@ -305,8 +305,8 @@ def next_sequence(group: report.Group) -> int:
 
     The report must be one that was read within.
     """
-    facts = (tags.decode(one.tags) for one in group.volumes.values())
-    return 1 + max((_number(one, tag.SEQUENCE) for one in facts), default=0)
+    own_tags = (tags.decode(one.tags) for one in group.volumes.values())
+    return 1 + max((_number(one, tag.SEQUENCE) for one in own_tags), default=0)
 
 
 def is_older(one: Snapshot, other: Snapshot | Volume) -> bool | None:
@@ -331,24 +331,24 @@ def is_older(one: Snapshot, other: Snapshot | Volume) -> bool | None:
 
 def remains_of(snapshot: Snapshot, *, parted: bool = True) -> Volume:
     """What is left of a snapshot that is deleted: read-only, to be wiped once it is parted."""
-    facts = {**snapshot.facts, tag.STATE: tag.WIPING}
+    own_tags = {**snapshot.own_tags, tag.STATE: tag.WIPING}
     group, logical = snapshot.group, snapshot.group.volumes.get(snapshot.name)
     if parted and logical is not None:
         # The report is of before.
         alone = replace(logical, origin="")
         group = replace(group, volumes={**group.volumes, snapshot.name: alone})
-    return Volume(snapshot.id, group, snapshot.name, snapshot.area_bytes, facts, read_only=True)
+    return Volume(snapshot.id, group, snapshot.name, snapshot.area_bytes, own_tags, read_only=True)
 
 
 def _as_volume(
-    group: report.Group, logical: report.LogicalVolume, facts: Mapping[str, str]
+    group: report.Group, logical: report.LogicalVolume, own_tags: Mapping[str, str]
 ) -> Volume:
     return Volume(
         VolumeId.of(group, logical.name),
         group,
         logical.name,
         logical.size_bytes,
-        facts,
+        own_tags,
         health=logical.health or _lies_on(group, logical).health,
         read_only=logical.read_only,
     )
@@ -375,7 +375,9 @@ def place_of(identity: str) -> str:
 
 def is_whole(members: Sequence[Snapshot]) -> bool:
     """Whether these snapshots of a group are all that it has."""
-    return bool(members) and len(members) == max(_number(one.facts, tag.MEMBERS) for one in members)
+    return bool(members) and len(members) == max(
+        _number(one.own_tags, tag.MEMBERS) for one in members
+    )
 
 
 def _thin_id(snapshot: Snapshot) -> int | None:
@@ -383,7 +385,7 @@ def _thin_id(snapshot: Snapshot) -> int | None:
     return None if logical is None else logical.thin_id
 
 
-def _number(facts: Mapping[str, str], key: str) -> int:
-    """A fact that is a number; 0 where it is lost, or someone wrote something else."""
-    told = facts.get(key, "")
+def _number(own_tags: Mapping[str, str], key: str) -> int:
+    """A tag that is a number; 0 where it is lost, or someone wrote something else."""
+    told = own_tags.get(key, "")
     return int(told) if told.isascii() and told.isdigit() else 0

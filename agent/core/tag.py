@@ -1,4 +1,4 @@
-"""The facts that are kept as tags: their names, as LVM's metadata have them."""
+"""Keys of Carver's own LVM tags, and the values of those that are an enumeration."""
 
 from lvm import report
 

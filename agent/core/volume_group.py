@@ -251,8 +251,8 @@ class VolumeGroup:
         with self._guard:
             self._next = None
 
-    def promise(self, name: str, facts: Mapping[str, str]) -> None:
-        """Have a volume bear facts: from now on for whoever looks, and on disk soon.
+    def promise(self, name: str, own_tags: Mapping[str, str]) -> None:
+        """Add tags to a volume: from now on for whoever looks, and on disk soon.
 
         The caller holds the volume. One look where it was made since the last one. A process that
         is killed before has promised nothing.
@@ -262,7 +262,7 @@ class VolumeGroup:
             found = group.volumes.get(name)
         if found is None:
             raise lvm_errors.VolumeMissing(self.name, name)
-        new = frozenset(tags.encode(facts))
+        new = frozenset(tags.encode(own_tags))
         with self._guard:
             self._promised[found.uuid] = self._promised.get(found.uuid, frozenset()) | new
         self._behind.wake()

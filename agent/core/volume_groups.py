@@ -180,11 +180,11 @@ class VolumeGroups:
         """The disks that the operator named for a group, by their own paths."""
         return frozenset(os.path.realpath(one) for one in self._listed(name))
 
-    def promise(self, group: str, name: str, facts: Mapping[str, str]) -> None:
-        """Have a volume bear facts as tags, soon (`Engine.promise`)."""
+    def promise(self, group: str, name: str, own_tags: Mapping[str, str]) -> None:
+        """Add tags to a volume soon (`Engine.promise`)."""
         if (volume_group := self.of(group)) is None:
             raise lvm_errors.GroupMissing(group)
-        volume_group.promise(name, facts)
+        volume_group.promise(name, own_tags)
 
     def settle(self) -> None:
         """Do what was put off, and would be done soon (`Engine.settle`)."""

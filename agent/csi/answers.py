@@ -59,10 +59,10 @@ def put_volume(message: csi.Volume, one: Volume, here: csi.Topology) -> None:
     message.volume_id = str(one.id)
     message.capacity_bytes = one.capacity_bytes
     # One by one: `update` asks of each mapping first what it is.
-    for key, value in plan.context_of(one.facts).items():
+    for key, value in plan.context_of(one.own_tags).items():
         message.volume_context[key] = value
     message.accessible_topology.append(here)
-    source = contents.source_of(one.facts)
+    source = contents.source_of(one.own_tags)
     if source is not None and source.kind == requests.SNAPSHOT:
         message.content_source.snapshot.snapshot_id = source.id
     elif source is not None:

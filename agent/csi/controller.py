@@ -73,7 +73,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         if refusal := call.unsupported or plan.refusal(self._config, volume, call):
             return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
         confirmed = csi.ValidateVolumeCapabilitiesResponse.Confirmed(
-            volume_context=plan.context_of(volume.facts),
+            volume_context=plan.context_of(volume.own_tags),
             volume_capabilities=request.volume_capabilities,
             parameters=request.parameters,
             mutable_parameters=request.mutable_parameters,
@@ -138,7 +138,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
             volume = self._expander.expand(call)
         return csi.ControllerExpandVolumeResponse(
             capacity_bytes=volume.capacity_bytes,
-            node_expansion_required=volume.facts.get(tag.ACCESS) != BLOCK,
+            node_expansion_required=volume.own_tags.get(tag.ACCESS) != BLOCK,
         )
 
     def ControllerModifyVolume(  # noqa: N802

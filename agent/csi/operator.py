@@ -100,7 +100,7 @@ def _answer(progress: Progress) -> Struct:
 
 def _keys(found: Iterable[Volume | Snapshot]) -> dict[str, str]:
     """What the keys of those that are encrypted are called, by their ids."""
-    return {str(one.id): records.key_generation(one.facts) for one in found if one.is_encrypted}
+    return {str(one.id): records.key_generation(one.own_tags) for one in found if one.is_encrypted}
 
 
 def _list(entries: Iterable[Message], away: Mapping[str, str]) -> Struct:

@@ -283,7 +283,7 @@ class _Gauges(Collector):
         named = Counts[tuple[str, str]]()
         for snapshot in self._parts.inventory.all_snapshots(known):
             if snapshot.is_encrypted:
-                named[snapshot.group.name, records.key_generation(snapshot.facts)] += 1
+                named[snapshot.group.name, records.key_generation(snapshot.own_tags)] += 1
             percent = snapshot.group.volume(snapshot.name).data_percent
             if percent is not None and not snapshot.is_thin:
                 fullness.add_metric([str(snapshot.id)], percent / 100)
@@ -294,7 +294,7 @@ class _Gauges(Collector):
             held[volume.group.name] += 1
             sealed[volume.group.name] += volume.is_encrypted
             if volume.is_encrypted and not volume.wiping:
-                named[volume.group.name, records.key_generation(volume.facts)] += 1
+                named[volume.group.name, records.key_generation(volume.own_tags)] += 1
             for told in self._parts.diagnosis.of(volume, mounts, until_seconds=until):
                 labels = [str(volume.id), told.reason.of_volume, told.reason.word]
                 health.add_metric(labels, 1)

@@ -144,8 +144,8 @@ class Copier:
             raise errors.Copying(job.key, str(job))
         job.ended.result()
         volume = job.volume
-        facts = {**volume.facts, tag.STATE: tag.READY}
-        return replace(volume, size_bytes=volume.made_bytes, facts=facts)
+        own_tags = {**volume.own_tags, tag.STATE: tag.READY}
+        return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)
 
     def is_still(self, job: Copy) -> bool:
         """Whether a volume's filling is this one still: nobody deleted it, or began it anew."""
@@ -156,15 +156,15 @@ class Copier:
 
         Raises NoSuchSnapshot, OtherGroup or SourceLost where it can never be completed.
         """
-        if volume.group.volume(volume.name).origin or tag.FROM not in volume.facts:
+        if volume.group.volume(volume.name).origin or tag.FROM not in volume.own_tags:
             return None
-        source = contents.source_of(volume.facts)
+        source = contents.source_of(volume.own_tags)
         if source is not None and source.kind == SNAPSHOT:
             found = self._inventory.snapshot(known, source.id)
         elif (bridge := self._bridge_of(known, volume)) is not None:
             found = bridge
         else:
-            was = volume.facts.get(tag.FROM, "")
+            was = volume.own_tags.get(tag.FROM, "")
             raise errors.SourceLost(was, "it was not kept; ask anew")
         if found.problem:
             raise errors.SourceLost(str(found.id), found.problem)
@@ -241,23 +241,23 @@ class Copier:
             if (bridge := self._bridge_of(known, volume)) is not None:
                 self.bridges.start(Job(str(bridge.id)))
             raise errors.NoSuchVolume(volume_id)
-        source = VolumeId.parse(volume.facts.get(tag.FROM, ""))
+        source = VolumeId.parse(volume.own_tags.get(tag.FROM, ""))
         groups = {volume.group.name, volume.group.name if source is None else source.group}
         known = self._inventory.read(*groups)
         return self._copy_to(known, self._inventory.get(known, volume_id))
 
     def _bridge_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
         """The bridge that a volume is copied from, or was; one of its name may be another's."""
-        source = VolumeId.parse(volume.facts.get(tag.FROM, ""))
+        source = VolumeId.parse(volume.own_tags.get(tag.FROM, ""))
         if source is None:
             return None
-        name = names.logical_volume(ids.BRIDGE_PREFIX, volume.facts[tag.NAME])
+        name = names.logical_volume(ids.BRIDGE_PREFIX, volume.own_tags[tag.NAME])
         bridge = self._bridge(known, str(replace(source, name=name)))
         if bridge is None or bridge.source_id != source:
             return None
         taken = str(bridge.time_nanoseconds)
         # Versions before did not tell the moment.
-        return bridge if volume.facts.get(tag.BRIDGE, taken) == taken else None
+        return bridge if volume.own_tags.get(tag.BRIDGE, taken) == taken else None
 
     def _bridge(self, known: report.Report, identity: str) -> Snapshot | None:
         """The bridge of that id, if it is there."""
@@ -275,7 +275,7 @@ class Copier:
             self._grow(job.volume)
         if _is_overwritten(job.volume):
             self._overwrite(job, 0 if job.source is None else job.source.size_bytes)
-        if contents.may_hold_btrfs(job.volume.facts):
+        if contents.may_hold_btrfs(job.volume.own_tags):
             self._renew(job.volume)
         self.jobs.check(job)
         group, name = job.volume.group.name, job.volume.name
@@ -288,7 +288,7 @@ class Copier:
     def _renew(self, volume: Volume) -> None:
         """A btrfs that was copied gets an id of its own; there is none where none was made."""
         device = self._inventory.activate(volume).path
-        if tag.FORMATTED in volume.facts or filesystem.is_on(self._kernel, device):
+        if tag.FORMATTED in volume.own_tags or filesystem.is_on(self._kernel, device):
             filesystem.renew(self._kernel, device)
 
     def _grow(self, volume: Volume) -> None:
@@ -377,4 +377,4 @@ class Copier:
 
 def _is_overwritten(volume: Volume) -> bool:
     """Whether what nothing is copied to is overwritten; one that shares blocks has none."""
-    return tag.ZERO in volume.facts and not volume.layout.is_thin
+    return tag.ZERO in volume.own_tags and not volume.layout.is_thin

@@ -16,18 +16,18 @@ from lvm.tuning import Tuning
 
 @dataclass(frozen=True)
 class Contents:
-    """A source that can be read; `facts` are those of the volume that it is, or was taken of."""
+    """A source that can be read; `own_tags` are its volume's."""
 
     id: str
     group: str
     size_bytes: int
-    facts: Mapping[str, str]
+    own_tags: Mapping[str, str]
     of: Snapshot | Volume
 
 
-def source_of(facts: Mapping[str, str]) -> Source | None:
-    """What a volume with these facts was made of."""
-    parsed = VolumeId.parse(facts.get(tag.FROM, ""))
+def source_of(own_tags: Mapping[str, str]) -> Source | None:
+    """What a volume with these tags was made of."""
+    parsed = VolumeId.parse(own_tags.get(tag.FROM, ""))
     if parsed is None:
         return None
     is_snapshot = names.is_of(ids.SNAPSHOT_PREFIX, parsed.name)
@@ -47,12 +47,12 @@ def find(within: Inventory, known: report.Report, source: Source) -> Contents:
     else:
         found = within.usable(known, source.id)
         require_settled(found)
-    return Contents(source.id, found.group.name, found.size_bytes, found.facts, found)
+    return Contents(source.id, found.group.name, found.size_bytes, found.own_tags, found)
 
 
 def require_settled(volume: Volume) -> None:
     """Raise NotSnapshotted for a copy that has its source's master key, and is to get its own."""
-    if tag.SHARED_KEY in volume.facts:
+    if tag.SHARED_KEY in volume.own_tags:
         raise errors.NotSnapshotted(
             str(volume.id),
             "it is to get a master key of its own, which it does when it is staged first",
@@ -71,24 +71,24 @@ def size_of(size: SizeRange, contents: Contents) -> SizeRange:
     return SizeRange(size.required_bytes or least, size.limit_bytes)
 
 
-def facts_of(facts: Mapping[str, str], contents: Contents) -> dict[str, str]:
-    """The facts of a new volume that these are the contents of; it is not ready yet.
+def tags_of(own_tags: Mapping[str, str], contents: Contents) -> dict[str, str]:
+    """The tags of a new volume that these are the contents of; it is not ready yet.
 
     Raises BadField where they cannot be used in the way that is asked for.
     """
-    copied = {**facts, tag.STATE: tag.COPYING, tag.FROM: contents.id}
-    _check_encryption(facts, contents)
-    if tag.SEALED in contents.facts:
-        copied[tag.SEALED] = contents.facts[tag.SEALED]
-    fs_type = facts.get(tag.FS_TYPE, "")
+    copied = {**own_tags, tag.STATE: tag.COPYING, tag.FROM: contents.id}
+    _check_encryption(own_tags, contents)
+    if tag.SEALED in contents.own_tags:
+        copied[tag.SEALED] = contents.own_tags[tag.SEALED]
+    fs_type = own_tags.get(tag.FS_TYPE, "")
     if not fs_type:
         return copied  # a raw block device holds whatever it is
-    if contents.facts.get(tag.ACCESS) == BLOCK:
+    if contents.own_tags.get(tag.ACCESS) == BLOCK:
         raise errors.BadField(
             "volume_capabilities",
             f"mount: {contents.id!r} is of a raw block volume; what it holds is not Carver's",
         )
-    formatted = contents.facts.get(tag.FORMATTED, "")
+    formatted = contents.own_tags.get(tag.FORMATTED, "")
     if formatted and formatted != fs_type:
         raise errors.BadField(
             "volume_content_source", f"{contents.id!r} holds {formatted}, not {fs_type}"
@@ -98,13 +98,13 @@ def facts_of(facts: Mapping[str, str], contents: Contents) -> dict[str, str]:
 
 def header_bytes(contents: Contents) -> int:
     """How much of these is a header, which what is made of them has, too."""
-    told = contents.facts.get(tag.HEADER, "")
+    told = contents.own_tags.get(tag.HEADER, "")
     return int(told) if told.isdigit() else 0
 
 
-def _check_encryption(facts: Mapping[str, str], contents: Contents) -> None:
+def _check_encryption(own_tags: Mapping[str, str], contents: Contents) -> None:
     """Raise BadField where one is encrypted and the other is not: data are copied as they lie."""
-    wanted, has = facts.get(tag.ENCRYPTION, ""), contents.facts.get(tag.ENCRYPTION, "")
+    wanted, has = own_tags.get(tag.ENCRYPTION, ""), contents.own_tags.get(tag.ENCRYPTION, "")
     if wanted != has:
         what = "is encrypted" if has else "is not encrypted"
         raise errors.BadField(
@@ -114,15 +114,15 @@ def _check_encryption(facts: Mapping[str, str], contents: Contents) -> None:
         )
 
 
-def may_hold_btrfs(facts: Mapping[str, str]) -> bool:
+def may_hold_btrfs(own_tags: Mapping[str, str]) -> bool:
     """Whether a volume made of another's contents may hold a btrfs, which needs an id of its own.
 
     What was formatted a moment before a crash need not say so. One that is encrypted gets it when
     it is opened.
     """
-    if tag.ENCRYPTION in facts:
+    if tag.ENCRYPTION in own_tags:
         return False
-    return "btrfs" in (facts.get(tag.FORMATTED), facts.get(tag.FS_TYPE))
+    return "btrfs" in (own_tags.get(tag.FORMATTED), own_tags.get(tag.FS_TYPE))
 
 
 def is_in(contents: Contents, group: report.Group, pool: str) -> bool:
@@ -135,7 +135,7 @@ def share(
     contents: Contents,
     name: str,
     size_bytes: int,
-    facts: Mapping[str, str],
+    own_tags: Mapping[str, str],
     tuning: Tuning,
 ) -> Volume:
     """Make a volume that shares its blocks with these: one command, and none of them is copied.
@@ -144,7 +144,9 @@ def share(
     """
     group, origin = contents.of.group, contents.of.name
     present_bytes = group.volume(origin).size_bytes
-    if present_bytes == size_bytes and not may_hold_btrfs(facts):
-        facts = {**facts, tag.STATE: tag.READY}
-    thin.snapshot(lvm, group.name, name, origin=origin, facts=facts, read_only=False, tuning=tuning)
-    return Volume(VolumeId.of(group, name), group, name, present_bytes, facts)
+    if present_bytes == size_bytes and not may_hold_btrfs(own_tags):
+        own_tags = {**own_tags, tag.STATE: tag.READY}
+    thin.snapshot(
+        lvm, group.name, name, origin=origin, own_tags=own_tags, read_only=False, tuning=tuning
+    )
+    return Volume(VolumeId.of(group, name), group, name, present_bytes, own_tags)

@@ -176,17 +176,17 @@ class Provisioner:
         allocator = self._allocators.of(one)
         if content is None:
             header = plan.header_bytes(one, allocator, group)
-            size_bytes, facts = plan.of(call, one, group, header)
-            if tag.ZERO in facts:
+            size_bytes, own_tags = plan.of(call, one, group, header)
+            if tag.ZERO in own_tags:
                 # It is filled behind the answer, as a copy is.
-                facts |= {tag.STATE: tag.COPYING}
+                own_tags |= {tag.STATE: tag.COPYING}
         else:
             call = replace(call, size=contents.size_of(call.size, content))
-            header, held = contents.header_bytes(content), content.facts.get(tag.FORMATTED)
-            size_bytes, facts = plan.of(call, one, group, header, held)
-            facts = contents.facts_of(facts, content)
+            header, held = contents.header_bytes(content), content.own_tags.get(tag.FORMATTED)
+            size_bytes, own_tags = plan.of(call, one, group, header, held)
+            own_tags = contents.tags_of(own_tags, content)
             if one.encryption and one.reencrypt:
-                facts |= {tag.SHARED_KEY: "yes"}
+                own_tags |= {tag.SHARED_KEY: "yes"}
         if admit is not None:
             admit(known, size_bytes)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):
@@ -197,7 +197,7 @@ class Provisioner:
         self._eraser.forget(volume_id)
         if content is not None and contents.is_in(content, group, pool_name(one.name)):
             lvm = self._volume_groups.lvm(group.name)
-            made = contents.share(lvm, content, name, size_bytes, facts, call.tuning)
+            made = contents.share(lvm, content, name, size_bytes, own_tags, call.tuning)
             self._holds.allow(volume_id)
             return made, None
         source = None
@@ -205,17 +205,17 @@ class Provisioner:
             source = self._copier.prepare(known, call.name, content)
             undo.callback(self._copier.give_up, source)
             if source.is_bridge:
-                facts |= {tag.BRIDGE: str(source.time_nanoseconds)}
+                own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
         if one.layout.is_thin:
             self._pool_remover.keep(group, pool_name(one.name))
             undo.callback(self._pool_remover.give_back, group.name, pool_name(one.name))
-        new = New(name, size_bytes, facts, call.tuning.for_new())
+        new = New(name, size_bytes, own_tags, call.tuning.for_new())
         allocator.create(self._volume_groups.lvm(group.name), group, new)
         undo.pop_all()
         # Only now: what was to be received under that name might have come in between.
         self._holds.allow(volume_id)
         plan.complete(self._volume_groups.lvm(group.name), group.name, name, call.tuning)
-        return Volume(VolumeId.of(group, name), group, name, size_bytes, facts), source
+        return Volume(VolumeId.of(group, name), group, name, size_bytes, own_tags), source
 
     def completed(self, parameters: Parameters, capability: Capability) -> Parameters:
         """An inline volume's parameters as its class completes them; no command."""

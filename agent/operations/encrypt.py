@@ -74,7 +74,7 @@ class EncryptedDevices:
 
     def check(self, volume: Volume, keys: Keys) -> None:
         """The same of a volume that is there."""
-        called = volume.facts.get(tag.CLASS, "")
+        called = volume.own_tags.get(tag.CLASS, "")
         self.check_keys(str(volume.id), called, keys, encrypted=volume.is_encrypted)
 
     def opened(self, volume: Volume, device: Device, keys: Keys) -> tuple[Device, dict[str, str]]:
@@ -103,7 +103,7 @@ class EncryptedDevices:
         mapping = self._inventory.mapping(volume)
         if mapping is None:
             raise lvm_errors.Inactive(volume.group.name, mapping_name(device))
-        if tag.FORMATTED not in volume.facts:
+        if tag.FORMATTED not in volume.own_tags:
             offset_bytes = self._header(volume, device).offset_bytes
             luks.blank(self._kernel, device.path, offset_bytes, mapping.path)
         if self._is_to_be_renewed(volume, mapping):
@@ -152,7 +152,7 @@ class EncryptedDevices:
         if self._kernel.device_size_bytes(mapping.path) >= size_bytes:
             return True
         volume = self._inventory.glimpse(volume_id)
-        called = "" if volume is None else volume.facts.get(tag.CLASS, "")
+        called = "" if volume is None else volume.own_tags.get(tag.CLASS, "")
         if not keys.present and self._key_file(called) is None:
             if if_possible:
                 return False
@@ -165,8 +165,8 @@ class EncryptedDevices:
     def _sealed(self, volume: Volume, device: Device, key: Key) -> dict[str, str]:
         """Have a header on a volume that may have one; the tags that tell of it."""
         header = luks.read(self._kernel, device.path)
-        told, own = volume.facts.get(tag.SEALED), own_uuid(device)
-        may_be_new = not told and tag.FORMATTED not in volume.facts
+        told, own = volume.own_tags.get(tag.SEALED), own_uuid(device)
+        may_be_new = not told and tag.FORMATTED not in volume.own_tags
         if header is None or (may_be_new and not header.slots and header.uuid == own):
             if not may_be_new:
                 raise errors.HeaderDamaged(str(volume.id), "its header is not there, or not whole")
@@ -184,7 +184,7 @@ class EncryptedDevices:
             )
             return {tag.SEALED: own}
         # Of one that was killed between the two the header is its own by now, and the tag is not.
-        if not (tag.SHARED_KEY in volume.facts and header.uuid == own):
+        if not (tag.SHARED_KEY in volume.own_tags and header.uuid == own):
             _check(volume, header, told or ("" if volume.is_copied else own))
         return {} if told else {tag.SEALED: header.uuid}
 
@@ -201,7 +201,7 @@ class EncryptedDevices:
         """Open it by the key, or by the one before, which is no key of it afterwards."""
         previous = _other(keys.previous, key)
         is_unknown = False
-        if previous or tag.ROTATING in volume.facts or _is_newer(volume, keys):
+        if previous or tag.ROTATING in volume.own_tags or _is_newer(volume, keys):
             try:
                 self._rotate(volume, device, keys, key)
             except (errors.AgentError, lvm_errors.LvmError) as error:
@@ -236,7 +236,7 @@ class EncryptedDevices:
             for one in old:
                 self._cryptsetup.kill(path, key.data, one)
         left = self._slots(volume, device)
-        is_changed = left != slots or tag.ROTATING in volume.facts
+        is_changed = left != slots or tag.ROTATING in volume.own_tags
         if is_changed:
             # The copy opens by the old key.
             self._mappings.copies.keep(device, anew=True)
@@ -253,7 +253,7 @@ class EncryptedDevices:
         previous: Key | None,
     ) -> list[int]:
         """The slots that a change of keys left, beside the one that the present key opens."""
-        was_begun = bool(previous) or tag.ROTATING in volume.facts
+        was_begun = bool(previous) or tag.ROTATING in volume.own_tags
         others = [one for one in slots if one not in (fits, cryptsetup.RECOVERY)]
         return [
             one
@@ -263,10 +263,10 @@ class EncryptedDevices:
         ]
 
     def _record(self, volume: Volume, new: Mapping[str, str]) -> None:
-        self._inventory.replace_facts(volume.group.name, volume.name, tag.OF_KEYS, new)
+        self._inventory.replace_tags(volume.group.name, volume.name, tag.OF_KEYS, new)
 
     def _open(self, volume: Volume, device: Device, key: Key) -> None:
-        found = self._classes(volume.facts.get(tag.CLASS, ""))
+        found = self._classes(volume.own_tags.get(tag.CLASS, ""))
         self._cryptsetup.open(
             device.path,
             key.data,
@@ -291,7 +291,7 @@ class EncryptedDevices:
 
     def _is_to_be_renewed(self, volume: Volume, mapping: Device) -> bool:
         """Whether it is a copy of a btrfs, which has the id of what it was copied from."""
-        is_new_copy = volume.is_copied and tag.RENEWED not in volume.facts
+        is_new_copy = volume.is_copied and tag.RENEWED not in volume.own_tags
         return is_new_copy and filesystem.is_on(self._kernel, mapping.path)
 
     def _sector_bytes(self, device: Device) -> int:
@@ -300,7 +300,7 @@ class EncryptedDevices:
 
     @contextmanager
     def _key_of(self, volume: Volume, keys: Keys) -> Iterator[Key]:
-        with self._key(str(volume.id), volume.facts.get(tag.CLASS, ""), keys) as key:
+        with self._key(str(volume.id), volume.own_tags.get(tag.CLASS, ""), keys) as key:
             yield key
 
     @contextmanager
@@ -380,7 +380,7 @@ def _other(previous: Key | None, present: Key) -> Key | None:
 
 def _is_newer(volume: Volume, keys: Keys) -> bool:
     """Whether a call's key has a name that the volume's tags do not say."""
-    return keys.generation not in ("", volume.facts.get(tag.KEY_GENERATION))
+    return keys.generation not in ("", volume.own_tags.get(tag.KEY_GENERATION))
 
 
 def _check(volume: Volume, header: Header, expected: str) -> None:

@@ -119,8 +119,8 @@ class GrowthZeroer:
         # On each of its disks as much as the volume takes there, parity and copies included.
         spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
         taken = _taken_bytes(volume, size_bytes)
-        facts = {tag.NAME: volume.facts[tag.NAME], tag.STATE: tag.WIPING}
-        new = New(_name(volume.name), taken, facts)
+        own_tags = {tag.NAME: volume.own_tags[tag.NAME], tag.STATE: tag.WIPING}
+        new = New(_name(volume.name), taken, own_tags)
         volumes.create(
             self._volume_groups.lvm(group.name), group.name, new, layout=spread, disks=disks
         )
@@ -204,7 +204,7 @@ class Eraser:
         if volume.copy_on_write_snapshots or (volume.missing_disks and is_kept):
             # It may be long until the disk is back, or given up: the caller need not wait.
             self._put_on_record(_wipe_of(volume))
-            self._start(replace(volume, facts={**volume.facts, tag.STATE: tag.WIPING}))
+            self._start(replace(volume, own_tags={**volume.own_tags, tag.STATE: tag.WIPING}))
             return
         job = self._start(volume)
         wait([job.ended], self.grace_seconds)
@@ -228,7 +228,7 @@ class Eraser:
             # Also where nobody knows what lvm2 did for the job: a look tells.
             if job.removed or name not in self._inventory.read(group).group(group).volumes:
                 return False
-            old = {tag.STATE: job.volume.facts.get(tag.STATE, tag.READY)}
+            old = {tag.STATE: job.volume.own_tags.get(tag.STATE, tag.READY)}
             new = {tag.STATE: tag.WIPING}
             volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=new)
             job.on_record = True
@@ -318,13 +318,13 @@ class Eraser:
                         self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
                     )
             self._inventory.activate(volume, partial=bool(volume.missing_disks))
-            if tag.CACHE in volume.facts:
+            if tag.CACHE in volume.own_tags:
                 doomed += self._parted_cache(job, volume)
             self._revive_legs(volume)
             told = [self._wipe(job, replace(volume, name=name)) for name in doomed]
             if dead := self._dead_legs(volume):
                 raise errors.NotOverwritten(str(volume.id), _about_legs(volume, dead))
-        elif tag.CACHE in volume.facts:
+        elif tag.CACHE in volume.own_tags:
             doomed += filter(None, [caches.parted(volume.group, volume.name)])
         is_given_up = overwrites and bool(volume.missing_disks)
         with self._volume_groups.hold(volume.group.name):
@@ -469,11 +469,11 @@ class Eraser:
         So is all of one with a cache, and of what was a snapshot: a copy of a header may be in
         either.
         """
-        if not volume.is_encrypted or tag.CACHE in volume.facts or not _is_volume(volume.name):
+        if not volume.is_encrypted or tag.CACHE in volume.own_tags or not _is_volume(volume.name):
             return classes.ERASE_ZERO
         if not self.zero:
             return classes.ERASE_CRYPTO
-        called = volume.facts.get(tag.CLASS)
+        called = volume.own_tags.get(tag.CLASS)
         found = (one.erase for one in self._classes if one.name == called)
         return next(found, classes.ERASE_ZERO)
 
@@ -529,7 +529,7 @@ def _is_lost(volume: Volume, extent: int) -> bool | None:
 
 def _waits_for_disk(volume: Volume) -> bool:
     """Whether a part of it may come back with a disk, and nobody gave that up."""
-    return bool(volume.missing_disks) and tag.GIVEN_UP not in volume.facts
+    return bool(volume.missing_disks) and tag.GIVEN_UP not in volume.own_tags
 
 
 def _about_disks(volume: Volume) -> str:

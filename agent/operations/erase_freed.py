@@ -229,8 +229,8 @@ def _to_sweep(group: report.Group) -> Iterator[report.PhysicalVolume]:
 
 def _owed(group: report.Group) -> Mapping[str, str]:
     """What is on record of what is to be overwritten; empty where nothing is."""
-    facts = tags.decode(group.tags)
-    return {key: facts[key] for key in (tag.SWEEP, tag.SWEEP_DISKS) if key in facts}
+    own_tags = tags.decode(group.tags)
+    return {key: own_tags[key] for key in (tag.SWEEP, tag.SWEEP_DISKS) if key in own_tags}
 
 
 def _named(told: Mapping[str, str]) -> list[str]:

@@ -187,7 +187,7 @@ class Expander:
         """Grow it, out of use if need be; raises NoRoom, and VolumeInUse or InUse."""
         allocator = self._allocators.of_volume(volume)
         more = size_bytes - volume.size_bytes
-        if tag.ZERO in volume.facts and not volume.layout.is_thin:
+        if tag.ZERO in volume.own_tags and not volume.layout.is_thin:
             self._extend_overwritten(known, volume, size_bytes, allocator)
             return
         if more > (room := allocator.maximum_growth_bytes(volume)):
@@ -236,13 +236,13 @@ class Expander:
                 self._record(volume, {})
 
     def _put_on_record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
-        if volume.facts.get(key) != str(size_bytes):
+        if volume.own_tags.get(key) != str(size_bytes):
             self._record(volume, {key: str(size_bytes)})
             # So that those who only glimpse, as staging of a raw block volume does, know of it.
             self._inventory.read(volume.group.name)
 
     def _record(self, volume: Volume, new: dict[str, str]) -> None:
-        old = {key: volume.facts[key] for key in _ON_RECORD if key in volume.facts}
+        old = {key: volume.own_tags[key] for key in _ON_RECORD if key in volume.own_tags}
         volumes.mark(
             self._volume_groups.lvm(volume.group.name),
             volume.group.name,

@@ -223,7 +223,7 @@ class GroupSnapshotter:
         self._snapshotter.require_free(known, *planned)
         held = self._holding.choose(sources)
         self._check_room(call, sources, held)
-        facts = {
+        own_tags = {
             tag.NAME: call.name,
             tag.GROUP_SNAPSHOT: identity,
             tag.MEMBERS: str(len(sources)),
@@ -239,11 +239,11 @@ class GroupSnapshotter:
         ):
             for one in held.values():
                 self._hold(standstill, one)
-            facts |= {tag.TIME: str(time.time_ns())}
+            own_tags |= {tag.TIME: str(time.time_ns())}
             undo.callback(self._undo, identity, {one.group.name for one in sources})
             taken = [
                 self._snapshotter.take(
-                    name, one, facts, call.size, copy_on_write=str(one.id) in held
+                    name, one, own_tags, call.size, copy_on_write=str(one.id) in held
                 )
                 for name, one in planned.items()
             ]
@@ -254,12 +254,12 @@ class GroupSnapshotter:
 
     def _commit(self, members: list[Snapshot]) -> None:
         """Have it on record that all were taken; one command, none where it is."""
-        lacking = [one for one in members if tag.COMMITTED not in one.facts]
+        lacking = [one for one in members if tag.COMMITTED not in one.own_tags]
         if lacking:
             self._mark(lacking, new=_COMMITTED)
 
     def _mark(self, members: list[Snapshot], **change: Mapping[str, str]) -> None:
-        """Change facts of all, by one command a group; killed, some have the change."""
+        """Change tags of all, by one command a group; killed, some have the change."""
         for group in sorted({one.group.name for one in members}):
             own = [one for one in _names(members) if one[0] == group]
             volumes.mark_all(self._volume_groups.lvm(group), own, **change)
@@ -269,7 +269,7 @@ class GroupSnapshotter:
         if not found or self._inventory.is_half_made(known, found):
             return
         why = _why_awaited(self._inventory.awaited(known, found)) or (
-            f"{len(found)} of its {found[0].facts.get(tag.MEMBERS, 'many')} snapshots are"
+            f"{len(found)} of its {found[0].own_tags.get(tag.MEMBERS, 'many')} snapshots are"
             " left; volumes can be made of them, and DeleteVolumeGroupSnapshot removes them"
         )
         raise errors.NotWhole(found[0].group_snapshot_id, why)
@@ -342,10 +342,10 @@ class GroupSnapshotter:
 
     def _places(self, members: list[Snapshot]) -> Set[str]:
         """Those of Carver's groups that may hold parts of a group snapshot with these."""
-        if any(tag.MEMBER_GROUPS not in one.facts for one in members):
+        if any(tag.MEMBER_GROUPS not in one.own_tags for one in members):
             # Older ones do not say.
             return set(self._config.groups)
-        told = [place for one in members for place in one.facts[tag.MEMBER_GROUPS].split(",")]
+        told = [place for one in members for place in one.own_tags[tag.MEMBER_GROUPS].split(",")]
         return {one.partition("@")[0] for one in told} & set(self._config.groups)
 
     def _named(self, known: report.Report, own_name: str) -> list[Snapshot]:
@@ -373,7 +373,7 @@ class GroupSnapshotter:
 
     def _discard(self, known: report.Report, group_snapshot_id: str) -> None:
         members = self._inventory.members(known, group_snapshot_id)
-        if any(tag.COMMITTED in one.facts for one in members):
+        if any(tag.COMMITTED in one.own_tags for one in members):
             # From here on what is left of it is half made. The record goes before any of them does.
             with self._volume_groups.hold(*(one.group.name for one in members)):
                 self._mark(members, old=_COMMITTED)
@@ -383,7 +383,7 @@ class GroupSnapshotter:
             self._snapshotter.discard(one)
         # What a failed lvcreate left without its origin.
         for volume in self._inventory.doomed(known):
-            if volume.facts.get(tag.GROUP_SNAPSHOT) == group_snapshot_id:
+            if volume.own_tags.get(tag.GROUP_SNAPSHOT) == group_snapshot_id:
                 self._eraser.finish(volume)
 
 
@@ -432,7 +432,7 @@ def _same(found: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
             f"group snapshot {call.name!r} exists, of {', '.join(sources)}, not of"
             f" {', '.join(call.source_ids)}"
         )
-    if found.snapshots[0].facts.get(tag.ASKED, "") != _asked(call):
+    if found.snapshots[0].own_tags.get(tag.ASKED, "") != _asked(call):
         raise errors.Incompatible(f"group snapshot {call.name!r} exists with another size")
     return found
 

@@ -311,7 +311,7 @@ class Diagnosis:
 
         A raw block volume is open while it is staged, used or not.
         """
-        if device.below is None or volume.facts.get(tag.ACCESS) == BLOCK:
+        if device.below is None or volume.own_tags.get(tag.ACCESS) == BLOCK:
             return False
         is_used = mounts.of_device(device.number) or self._devices.is_mapping_open(device)
         return not is_used
@@ -397,7 +397,7 @@ def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Conditi
             " could not grow: see `journalctl -k` and Carver's log. It is tried again when it is"
             f" staged next: {errors.UNSTAGE}",
         )
-    if tag.ROTATING in volume.facts:
+    if tag.ROTATING in volume.own_tags:
         yield Condition(
             Reason.KEY_ROTATION_PENDING,
             f"encrypted volume {name} may still open by the key before, or by none that its secret"

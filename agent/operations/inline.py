@@ -212,7 +212,7 @@ class InlineVolumes:
         finally:
             if found or not is_here:
                 sweep.may_be_some = True
-        names = frozenset(one.facts[tag.NAME] for one in found if self._is_forgotten(one))
+        names = frozenset(one.own_tags[tag.NAME] for one in found if self._is_forgotten(one))
         suspects, sweep.suspects = names & sweep.suspects, names
         problems = [self._try_to_remove(name, group) for name in sorted(suspects)]
         for problem in filter(None, problems):
@@ -232,7 +232,7 @@ class InlineVolumes:
         total = self._config.inline_total_limit
         limit = total.of(sum(one.extents * one.extent_size_bytes for one in groups))
         if limit:
-            there = {one.facts[tag.NAME]: one.size_bytes for one in self._all_of(known)}
+            there = {one.own_tags[tag.NAME]: one.size_bytes for one in self._all_of(known)}
             self._admitted.admit(call.volume_id, size_bytes, there, limit)
 
     def _give_up(self, volume_id: str, attempt: _Attempt) -> None:
@@ -245,7 +245,7 @@ class InlineVolumes:
             volume = self._find(volume_id)
             if volume is None or volume.wiping:
                 return
-            if attempt.began or tag.FORMATTED not in volume.facts:
+            if attempt.began or tag.FORMATTED not in volume.own_tags:
                 self._provision.delete(str(volume.id))
         except Exception as error:
             # The caller is told of the first one.
@@ -267,7 +267,9 @@ class InlineVolumes:
             self._locks.hold(ids.logical_name(volume_id)),
         ):
             known = self._inventory.read(group)
-            every = [one for one in self._all_in(known, group) if one.facts[tag.NAME] == volume_id]
+            every = [
+                one for one in self._all_in(known, group) if one.own_tags[tag.NAME] == volume_id
+            ]
             for volume in filter(self._is_forgotten, every):
                 _log.warning(
                     "inline volume %s was left by a pod that is gone; removing it", volume_id
@@ -299,7 +301,7 @@ class InlineVolumes:
 
         It lies in the directory of all pods, and the target lies in it.
         """
-        place = volume.facts.get(tag.TARGET, "")
+        place = volume.own_tags.get(tag.TARGET, "")
         if volume.wiping or not volume.is_ephemeral or not place:
             return False
         for one in self._inside:

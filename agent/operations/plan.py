@@ -39,7 +39,7 @@ def header_bytes(one: DeviceClass, allocator: Allocator, group: report.Group) ->
     return -(-LEAST_BYTES // unit) * unit
 
 
-def header_facts(header_bytes: int) -> dict[str, str]:
+def header_tags(header_bytes: int) -> dict[str, str]:
     """What is kept of it."""
     return {tag.HEADER: str(header_bytes)} if header_bytes else {}
 
@@ -124,22 +124,22 @@ def of(
     header_bytes: int,
     held: str | None = None,
 ) -> tuple[int, dict[str, str]]:
-    """The size and the facts of the volume that is asked for."""
+    """The size and the tags of the volume that is asked for."""
     parameters = with_defaults(call.parameters, call.capabilities, one, held or "")
     _check_options(call, parameters)
     size = size_bytes(call.size, call.capabilities, parameters, group, one.layout, header_bytes)
-    facts = _facts(call, parameters, size, one.layout) | header_facts(header_bytes)
-    return size, facts | of_class(one, size, group)
+    own_tags = _own_tags(call, parameters, size, one.layout) | header_tags(header_bytes)
+    return size, own_tags | of_class(one, size, group)
 
 
 def of_class(one: DeviceClass, size_bytes: int, group: report.Group) -> dict[str, str]:
     """What is kept of a class with a volume of so many bytes, whoever asked for it."""
-    facts = {}
+    own_tags = {}
     if one.cache is not None and not one.layout.is_thin:
-        facts[tag.CACHE] = one.cache.fact(size_bytes, group.extent_size_bytes)
+        own_tags[tag.CACHE] = one.cache.tag_value(size_bytes, group.extent_size_bytes)
     if one.zero == tag.FULLY:
-        facts[tag.ZERO] = tag.FULLY
-    return facts
+        own_tags[tag.ZERO] = tag.FULLY
+    return own_tags
 
 
 def _check_options(call: CreateVolume, parameters: Parameters) -> None:
@@ -185,7 +185,7 @@ def size_bytes(
     return planned
 
 
-def _facts(
+def _own_tags(
     call: CreateVolume, parameters: Parameters, size_bytes: int, shape: layout.Layout
 ) -> dict[str, str]:
     """What is kept of a request: all that a repeated one is compared with."""
@@ -210,9 +210,11 @@ def _facts(
     }
 
 
-def context_of(facts: Mapping[str, str]) -> dict[str, str]:
-    """The volume_context that a volume's facts amount to."""
-    return {fields.PARAMETER_PREFIX + key: facts[key] for key in fields.PARAMETERS if key in facts}
+def context_of(own_tags: Mapping[str, str]) -> dict[str, str]:
+    """The volume_context that a volume's tags amount to."""
+    return {
+        fields.PARAMETER_PREFIX + key: own_tags[key] for key in fields.PARAMETERS if key in own_tags
+    }
 
 
 def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
@@ -263,7 +265,7 @@ def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
         raise errors.OperationPending(f"{found.id} (being wiped)")
     require_own(found)
     told = call.source.id if call.source is not None else ""
-    if (was := found.facts.get(tag.FROM, "")) != told:
+    if (was := found.own_tags.get(tag.FROM, "")) != told:
         raise errors.Incompatible(
             f"volume {call.name!r} exists, made of {was or 'nothing'}, not {told or 'nothing'}"
         )
@@ -278,13 +280,13 @@ def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
     # All else is compared as of a call for the size with which it was made.
     call = replace(call, size=SizeRange(made_bytes - header))
     # What it was made of gave the file system, and may be gone by now.
-    held = found.facts.get(tag.FS_TYPE) if told else None
-    _, facts = of(call, one, found.group, header, held)
+    held = found.own_tags.get(tag.FS_TYPE) if told else None
+    _, own_tags = of(call, one, found.group, header, held)
     compared = (tag.LAYOUT, tag.CACHE, tag.CAPABILITIES)
     for key in (*compared, *fields.PARAMETERS):
-        if (was := found.facts.get(key, "")) != (wanted := facts.get(key, "")):
+        if (was := found.own_tags.get(key, "")) != (wanted := own_tags.get(key, "")):
             raise errors.Incompatible(
-                f"volume {facts[tag.NAME]!r} exists with {key} {was or 'none'!r},"
+                f"volume {own_tags[tag.NAME]!r} exists with {key} {was or 'none'!r},"
                 f" not {wanted or 'none'!r}"
             )
 
@@ -297,15 +299,15 @@ def refusal(config: Config, volume: Volume, call: ValidateVolume) -> str:
         _check_made_so(config, volume, call)
     except errors.BadField as error:
         return str(error)
-    formatted = volume.facts.get(tag.FORMATTED)
+    formatted = volume.own_tags.get(tag.FORMATTED)
     for capability in call.capabilities:
         if capability.is_block:
             continue
-        if volume.facts[tag.ACCESS] == BLOCK:
+        if volume.own_tags[tag.ACCESS] == BLOCK:
             return "the volume was made for raw block access"
         if formatted and capability.fs_type not in {"", formatted}:
             return f"the volume is formatted with {formatted}, not {capability.fs_type}"
-        fs_type = capability.fs_type or formatted or volume.facts.get(tag.FS_TYPE, "")
+        fs_type = capability.fs_type or formatted or volume.own_tags.get(tag.FS_TYPE, "")
         minimum = filesystem.FILE_SYSTEMS[fs_type].minimum_bytes if fs_type else 0
         if volume.capacity_bytes < minimum:
             return f"{fs_type} needs {minimum} bytes, the volume has {volume.capacity_bytes}"
@@ -317,27 +319,27 @@ def _check_made_so(config: Config, volume: Volume, call: ValidateVolume) -> None
 
     What is not given is not compared: a class may have changed since.
     """
-    facts, given = volume.facts, call.parameters
-    if call.context and call.context != (own := context_of(facts)):
+    own_tags, given = volume.own_tags, call.parameters
+    if call.context and call.context != (own := context_of(own_tags)):
         raise errors.BadField("volume_context", f"{call.context} is not the volume's, {own}")
-    if facts[tag.ACCESS] == BLOCK or any(one.fs_type for one in call.capabilities):
+    if own_tags[tag.ACCESS] == BLOCK or any(one.fs_type for one in call.capabilities):
         # A raw block volume has none, and a capability's goes before it.
         given = replace(given, fs_type="")
     wanted = {key.removeprefix(fields.PARAMETER_PREFIX): v for key, v in given.context().items()}
-    made = {key: facts.get(key, "") for key in wanted}
+    made = {key: own_tags.get(key, "") for key in wanted}
     for key, (part, _) in fields.LAYOUT_PARAMETERS.items():
         if part in given.layout:
             wanted[key] = str(given.layout[part])
             made[key] = str(getattr(volume.layout, part))
     if given.cache_size is not None:
-        named = replace(given, device_class=given.device_class or facts.get(tag.CLASS, ""))
+        named = replace(given, device_class=given.device_class or own_tags.get(tag.CLASS, ""))
         # It has one, or else the parameter is refused.
         cache, extent = (
             device_class(config, "parameters", named).cache,
             volume.group.extent_size_bytes,
         )
-        wanted[fields.CACHE_SIZE] = cache.fact(volume.made_bytes, extent) if cache else ""
-        made[fields.CACHE_SIZE] = facts.get(tag.CACHE, "")
+        wanted[fields.CACHE_SIZE] = cache.tag_value(volume.made_bytes, extent) if cache else ""
+        made[fields.CACHE_SIZE] = own_tags.get(tag.CACHE, "")
     for key, value in wanted.items():
         if value != made[key]:
             was = made[key] or "none"

@@ -72,7 +72,7 @@ class Reencrypter:
         By the first of the keys that opens it, one process for each. Raises Reencrypting until it
         is done, WrongKey.
         """
-        if not (header.is_reencrypting or tag.SHARED_KEY in volume.facts):
+        if not (header.is_reencrypting or tag.SHARED_KEY in volume.own_tags):
             return False
         job = self.jobs.of(str(volume.id))
         if job is None or job.ended.done():
@@ -154,8 +154,8 @@ class Reencrypter:
                 self._reencrypt(job, header)
                 self._cryptsetup.name(job.device.path, own)
                 _log.info("volume %s has a master key of its own", job.key)
-        group, name, facts = job.volume.group.name, job.volume.name, job.volume.facts
-        old = {key: facts[key] for key in (tag.SHARED_KEY, tag.SEALED) if key in facts}
+        group, name, own_tags = job.volume.group.name, job.volume.name, job.volume.own_tags
+        old = {key: own_tags[key] for key in (tag.SHARED_KEY, tag.SEALED) if key in own_tags}
         new = {tag.SEALED: own}
         if old.get(tag.SEALED) == own:
             del old[tag.SEALED]

@@ -174,12 +174,12 @@ class PoolRemover:
         name = wipe_name(device_class)
         # The pool holds nothing else. One of that name elsewhere is someone's: lvm2 refuses then.
         if not thin.members(group, pool.name):
-            facts = {tag.STATE: tag.WIPING, tag.CLASS: device_class}
+            own_tags = {tag.STATE: tag.WIPING, tag.CLASS: device_class}
             thin.create(
                 self._volume_groups.lvm(group.name),
                 group.name,
                 pool.name,
-                New(name, pool.size_bytes, facts),
+                New(name, pool.size_bytes, own_tags),
             )
         return self._inventory.ensure_active(group.name, name).path
 
@@ -227,10 +227,10 @@ class PoolRemover:
 
 def _is_wiping(logical: report.LogicalVolume) -> bool:
     """Whether it is what overwrites a pool, and no volume of anyone's."""
-    facts = tags.decode(logical.tags)
+    own_tags = tags.decode(logical.tags)
     is_named_so = names.is_of(ids.WIPE_PREFIX, logical.name)
-    state = facts.get(tag.STATE)
-    return is_named_so and tag.NAME not in facts and state == tag.WIPING
+    state = own_tags.get(tag.STATE)
+    return is_named_so and tag.NAME not in own_tags and state == tag.WIPING
 
 
 def _abandoned(group: report.Group) -> list[str]:

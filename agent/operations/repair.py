@@ -272,7 +272,7 @@ class AutoRepair:
             for key in kept.keys() - degraded.keys():
                 kept.pop(key)
         for (key, _), since_seconds in sorted(seen.since.items(), key=lambda one: one[1]):
-            wait_seconds = self._after[degraded[key].facts[tag.CLASS]]
+            wait_seconds = self._after[degraded[key].own_tags[tag.CLASS]]
             is_due = now_seconds - since_seconds >= wait_seconds
             if is_due and seen.later.get(key, now_seconds) <= now_seconds:
                 self._repair(key, seen)
@@ -287,7 +287,7 @@ class AutoRepair:
         except (errors.AgentError, lvm_errors.LvmError, OSError):
             return
         for volume in self._inventory.present(known):
-            if volume.group.name != group or volume.facts.get(tag.CLASS, "") not in self._after:
+            if volume.group.name != group or volume.own_tags.get(tag.CLASS, "") not in self._after:
                 continue
             if volume.is_listed and volume.layout.is_raid and volume.missing_disks:
                 yield volume

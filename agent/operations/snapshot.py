@@ -65,7 +65,7 @@ class Snapshotter:
         self,
         name: str,
         volume: Volume,
-        facts: Mapping[str, str],
+        own_tags: Mapping[str, str],
         size: layout.Reserve | None,
         *,
         copy_on_write: bool = False,
@@ -79,14 +79,14 @@ class Snapshotter:
         area_bytes = self.needed_bytes(volume, size, copy_on_write=copy_on_write)
         group = volume.group
         pool = "" if copy_on_write else group.volume(volume.name).pool
-        facts = {
+        own_tags = {
             tag.TIME: str(time.time_ns()),
-            **facts,
+            **own_tags,
             tag.STATE: tag.READY,
             tag.SIZE: str(volume.size_bytes),
             tag.SOURCE: volume.name,
             tag.SEQUENCE: str(records.next_sequence(group)),
-            **{key: volume.facts[key] for key in _INHERITED if key in volume.facts},
+            **{key: volume.own_tags[key] for key in _INHERITED if key in volume.own_tags},
         }
         if pool:
             thin.snapshot(
@@ -94,7 +94,7 @@ class Snapshotter:
                 group.name,
                 name,
                 origin=volume.name,
-                facts=facts,
+                own_tags=own_tags,
                 read_only=True,
             )
         else:
@@ -104,7 +104,7 @@ class Snapshotter:
                 name,
                 origin=volume.name,
                 size_bytes=area_bytes,
-                facts=facts,
+                own_tags=own_tags,
                 disks=layout.anywhere(group),
             )
         return Snapshot(
@@ -113,9 +113,9 @@ class Snapshotter:
             name,
             volume.id,
             volume.size_bytes,
-            int(facts[tag.TIME]),
+            int(own_tags[tag.TIME]),
             area_bytes,
-            facts,
+            own_tags,
             pool=pool,
         )
 
@@ -132,7 +132,7 @@ class Snapshotter:
         Raises NoRoom, NotSnapshotted.
         """
         contents.require_settled(volume)
-        if not caches.can_be_origin(volume.facts.get(tag.CACHE, "")):
+        if not caches.can_be_origin(volume.own_tags.get(tag.CACHE, "")):
             raise errors.NotSnapshotted(
                 str(volume.id),
                 f"it has a cache of the kind {caches.CACHE}, and lvm2 cannot take one of it without"
@@ -193,7 +193,7 @@ class Snapshotter:
         """
         if self._is_deferred(snapshot):
             lvm, group = self._volume_groups.lvm(snapshot.group.name), snapshot.group.name
-            old = {tag.STATE: snapshot.facts.get(tag.STATE, tag.READY)}
+            old = {tag.STATE: snapshot.own_tags.get(tag.STATE, tag.READY)}
             volumes.mark(lvm, group, snapshot.name, old=old, new={tag.STATE: tag.WIPING})
         elif self._eraser.overwrites(snapshot) and not snapshot.is_thin:
             # Its area holds what the origin held; it may not be anyone else's before it is wiped.
@@ -272,7 +272,7 @@ class Snapshotter:
 
     def _area_bytes(self, size: layout.Reserve | None, volume: Volume, beside_bytes: int) -> int:
         """What a copy-on-write snapshot of the volume gets; raises NoRoom."""
-        one = self._config.device_class(volume.facts.get(tag.CLASS, ""))
+        one = self._config.device_class(volume.own_tags.get(tag.CLASS, ""))
         wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
         group = volume.group
         area = layout.copy_on_write_bytes(volume.size_bytes, wish, group)

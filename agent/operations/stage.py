@@ -11,8 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from agent.core import errors, ids, secret, users
-from agent.core import tag as fact
+from agent.core import errors, ids, secret, tag, users
 from agent.core.capabilities import BLOCK, MULTI_WRITER
 from agent.core.context import Context
 from agent.core.holds import Holds
@@ -139,12 +138,12 @@ class NodeVolumes:
             self._opening.check(volume, call.keys)
             volume = self._expander.catch_up(volume)
             device, seen = self._activate(volume), volume
-            if volume.facts[fact.ACCESS] == BLOCK:
+            if volume.own_tags[tag.ACCESS] == BLOCK:
                 raise errors.BadField(
                     "volume_capability.mount",
                     "the volume was made for raw block access; what it holds is not Carver's",
                 )
-            fs_type = fs_type or volume.facts.get(fact.FORMATTED) or DEFAULT_FS_TYPE
+            fs_type = fs_type or volume.own_tags.get(tag.FORMATTED) or DEFAULT_FS_TYPE
             # A call that was given up may have left mkfs or fsck at work.
             self._detached.finish(str(volume.id))
             device, tags = self._opening.opened(volume, device, call.keys)
@@ -159,9 +158,9 @@ class NodeVolumes:
                     f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
                 )
             self._mount(call, device, fs_type, known)
-            if seen is not None and fact.FORMATTED not in seen.facts:
+            if seen is not None and tag.FORMATTED not in seen.own_tags:
                 # An earlier call's promise was lost with its process.
-                self._promise(seen, {fact.FORMATTED: fs_type})
+                self._promise(seen, {tag.FORMATTED: fs_type})
         if _may_be_larger(seen) and not call.capability.read_only:
             # Each time, also where it is mounted: an earlier call may have ended before this.
             at = VolumeAt(call.volume_id, call.staging_path)
@@ -170,7 +169,7 @@ class NodeVolumes:
                     self._expander.settle(call.volume_id)
             except mount_errors.GrowFailed as error:
                 # A copy that was never expanded would stay smaller than its claim unnoticed.
-                if seen is None or not {fact.WANTED, fact.REFUSED} & seen.facts.keys():
+                if seen is None or not {tag.WANTED, tag.REFUSED} & seen.own_tags.keys():
                     raise
                 # A pod shall start with what there is; NodeExpandVolume tells why it is no more.
                 _log.warning("volume %s is staged as it is: %s", call.volume_id, error)
@@ -220,7 +219,7 @@ class NodeVolumes:
     def _forget_remount(self, volume_id: str) -> None:
         """What is unstaged is not mounted anew by a publish; a command where that was begun."""
         seen = self._inventory.glimpse(volume_id)
-        if seen is not None and fact.REMOUNT in seen.facts:
+        if seen is not None and tag.REMOUNT in seen.own_tags:
             with suppress(errors.AgentError, lvm_errors.LvmError):
                 self._mark_remount(seen, {})
 
@@ -272,7 +271,9 @@ class NodeVolumes:
             volume = self._begun_to_remount(call.volume_id, device)
             if volume is None:
                 return known
-            fs_type = volume.facts.get(fact.FORMATTED) or call.capability.fs_type or DEFAULT_FS_TYPE
+            fs_type = (
+                volume.own_tags.get(tag.FORMATTED) or call.capability.fs_type or DEFAULT_FS_TYPE
+            )
         elif mounted is None or len(everywhere) > 1:
             return known
         elif health.is_over_when_mounted_anew(self._kernel, known, mounted):
@@ -280,7 +281,7 @@ class NodeVolumes:
             try:
                 volume = self._inventory.require(call.volume_id)
                 # By this the next call goes on, where this one ends between two steps.
-                self._mark_remount(volume, {fact.REMOUNT: "yes"})
+                self._mark_remount(volume, {tag.REMOUNT: "yes"})
                 mounts.ensure_unmounted(self._kernel, call.staging_path, [device.number])
             except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError) as error:
                 _log.warning("volume %s is not mounted anew: %s", call.volume_id, error)
@@ -289,7 +290,7 @@ class NodeVolumes:
             return known
         _log.warning("volume %s had errors: it is checked and mounted anew", volume.id)
         # It was mounted: what is blank now was lost.
-        volume = replace(volume, facts={**volume.facts, fact.FORMATTED: fs_type})
+        volume = replace(volume, own_tags={**volume.own_tags, tag.FORMATTED: fs_type})
         again = StageVolume(call.volume_id, call.staging_path, call.capability, call.parameters)
         self._detached.finish(call.volume_id)
         self._ensure_formatted(again, volume, device, fs_type)
@@ -305,10 +306,10 @@ class NodeVolumes:
         except (errors.AgentError, lvm_errors.LvmError):
             return None
         is_open = device.below is not None or not volume.is_encrypted
-        return volume if is_open and fact.REMOUNT in volume.facts else None
+        return volume if is_open and tag.REMOUNT in volume.own_tags else None
 
     def _mark_remount(self, volume: Volume, new: Mapping[str, str]) -> None:
-        self._inventory.replace_facts(volume.group.name, volume.name, (fact.REMOUNT,), new)
+        self._inventory.replace_tags(volume.group.name, volume.name, (tag.REMOUNT,), new)
 
     def _require_plain(self, volume_id: str) -> None:
         """Raise NotStaged where a device is that of a volume that is encrypted, and not open.
@@ -415,7 +416,7 @@ class NodeVolumes:
         self, call: StageVolume, volume: Volume, device: Device, fs_type: str
     ) -> dict[str, str]:
         """Look, refuse the surprising, make; or look over what is there. The tag that tells it."""
-        formatted = volume.facts.get(fact.FORMATTED)
+        formatted = volume.own_tags.get(tag.FORMATTED)
         found = filesystem.probe(self._run, device.path, self._kernel)
         look = partial(self._require_same, volume, device, found)
         if found is not None and found.fs_type != fs_type:
@@ -437,16 +438,16 @@ class NodeVolumes:
                 oldest_kernel=self._oldest_kernel,
             )
             self._detached.do(str(volume.id), volume.group.name, "mkfs", make, look)
-            return {fact.FORMATTED: fs_type}
+            return {tag.FORMATTED: fs_type}
         # A crash came between mkfs and the tag: then what is there is known by its UUID.
         is_known = bool(formatted) or volume.is_copied or found.uuid == _own_uuid(device)
         if not is_known and not filesystem.gives_uuid(fs_type, words):
-            tag = lvm_tags.format_one(fact.FORMATTED, fs_type)
-            raise mount_errors.MadeByOthers(device.path, str(found), found.uuid, tag)
+            missing = lvm_tags.format_one(tag.FORMATTED, fs_type)
+            raise mount_errors.MadeByOthers(device.path, str(found), found.uuid, missing)
         if not table.read(self._kernel).of_device(device.number):
             check = partial(filesystem.check, self._run, device.path, fs_type)
             self._detached.do(str(volume.id), volume.group.name, "fsck", check, look)
-        return {} if formatted else {fact.FORMATTED: fs_type}
+        return {} if formatted else {tag.FORMATTED: fs_type}
 
     def _require_same(
         self, volume: Volume, device: Device, found: filesystem.Signature | None
@@ -536,8 +537,8 @@ class NodeVolumes:
 def _may_be_larger(volume: Volume | None) -> bool:
     """Whether a volume may be larger than its file system; so may one of which nothing is known."""
     # Than what was copied or sent to it, or than it was when it was staged before.
-    grew = {fact.FROM, fact.WANTED, fact.REFUSED, fact.RECEIVED}
-    return volume is None or bool(grew & volume.facts.keys())
+    grew = {tag.FROM, tag.WANTED, tag.REFUSED, tag.RECEIVED}
+    return volume is None or bool(grew & volume.own_tags.keys())
 
 
 def _own_uuid(device: Device) -> str:

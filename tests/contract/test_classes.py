@@ -282,11 +282,13 @@ def test_a_raid_in_use_that_lvm2_died_over_while_it_got_legs_is_not_made_anew(
     found = report.read(host.lvm).group(group)
     parts = {f"vol-pvc-1_rmeta_{number}": found.volume("vol-pvc-1") for number in range(2)}
     first, second = parts
-    facts = tags.decode(found.volume("vol-pvc-1").tags)
+    own_tags = tags.decode(found.volume("vol-pvc-1").tags)
 
     def seen(*bare: str, **more: str) -> Volume:
         within = replace(found, volumes={**found.volumes, **{one: parts[one] for one in bare}})
-        return Volume(VolumeId.of(found, "vol-pvc-1"), within, "vol-pvc-1", SIZE, {**facts, **more})
+        return Volume(
+            VolumeId.of(found, "vol-pvc-1"), within, "vol-pvc-1", SIZE, {**own_tags, **more}
+        )
 
     assert seen(first, second).is_half_made
     assert not seen(first).is_half_made

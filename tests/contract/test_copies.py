@@ -61,7 +61,7 @@ def names(host: AnyHost, group: str) -> set[str]:
     return set(report.read(host.lvm).group(group).volumes)
 
 
-def facts(host: AnyHost, group: str, name: str) -> Mapping[str, str]:
+def own_tags(host: AnyHost, group: str, name: str) -> Mapping[str, str]:
     return tags.decode(report.read(host.lvm).group(group).volume(name).tags)
 
 
@@ -98,7 +98,7 @@ def test_a_volume_of_a_snapshot_holds_what_the_snapshot_does_and_says_so(
     copied = device(host, group, "vol-pvc-2")
     assert host.read_bytes(copied, 8 * MIB, 4096) == BEFORE
     assert host.read_bytes(copied, 12 * MIB, 4096) == bytes(4096)
-    assert facts(host, group, "vol-pvc-2")["state"] == "ready"
+    assert own_tags(host, group, "vol-pvc-2")["state"] == "ready"
     assert client.create("pvc-2", 64 * MIB, block(), source=source) == made
     assert made in client.volumes()
 

@@ -73,7 +73,7 @@ def logical(host: AnyHost, group: str, name: str = "vol-pvc-1") -> Device:
     return device
 
 
-def facts(host: AnyHost, group: str, name: str = "vol-pvc-1") -> dict[str, str]:
+def own_tags(host: AnyHost, group: str, name: str = "vol-pvc-1") -> dict[str, str]:
     return dict(tags.decode(report.read(host.lvm).group(group).volume(name).tags))
 
 
@@ -434,7 +434,7 @@ def test_a_storage_class_may_encrypt_what_its_class_does_not(
 ) -> None:
     parameters = {"class": "plain", "carver/encryption": "luks2"}
     volume = client.create("pvc-1", 48 * MIB, mounted("ext4"), parameters=parameters)
-    assert facts(host, group)["encryption"] == "luks2"
+    assert own_tags(host, group)["encryption"] == "luks2"
     assert client.create("pvc-1", 48 * MIB, mounted("ext4"), parameters=parameters) == volume
     with expect.code("ALREADY_EXISTS", "encryption"):
         client.create("pvc-1", 48 * MIB, mounted("ext4"), parameters={"class": "plain"})

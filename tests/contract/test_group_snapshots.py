@@ -157,10 +157,10 @@ def test_what_the_snapshotter_tells_is_kept_as_tags(
     made = client.group_snapshot("1", pair, {**told, f"{prefix}content/name": "content-1"})
     known = report.read(host.lvm).group(group)
     for one in ids(made):
-        facts = tags.decode(known.volume(logical_name(one)).tags)
-        assert (facts["groupSnapshotName"], facts["namespace"]) == ("nightly", "shop")
-        assert (facts["content"], facts["name"]) == ("content-1", "1")
-        assert facts["groupSnapshot"] == made.group_snapshot_id
+        own_tags = tags.decode(known.volume(logical_name(one)).tags)
+        assert (own_tags["groupSnapshotName"], own_tags["namespace"]) == ("nightly", "shop")
+        assert (own_tags["content"], own_tags["name"]) == ("content-1", "1")
+        assert own_tags["groupSnapshot"] == made.group_snapshot_id
 
 
 # One moment

@@ -81,11 +81,11 @@ def test_an_inline_volume_is_carved_formatted_and_mounted_by_publishing(
 def test_its_tags_tell_whose_it_is(client: Client, host: AnyHost, group: str, target: Path) -> None:
     client.publish_inline(VOLUME, target, SMALL)
     [volume] = volumes(host, group)
-    facts = tags.decode(volume.tags)
-    assert facts["name"] == VOLUME
-    assert facts["ephemeral"] == "true"
-    assert (facts["pod"], facts["namespace"], facts["podUid"]) == ("web-0", "shop", "17")
-    assert facts["target"] == str(target)
+    own_tags = tags.decode(volume.tags)
+    assert own_tags["name"] == VOLUME
+    assert own_tags["ephemeral"] == "true"
+    assert (own_tags["pod"], own_tags["namespace"], own_tags["podUid"]) == ("web-0", "shop", "17")
+    assert own_tags["target"] == str(target)
 
 
 def test_unpublishing_wipes_and_removes_it(

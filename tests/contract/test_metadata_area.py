@@ -31,9 +31,9 @@ def made(host: AnyHost, name: str, device: str, metadata_bytes: int) -> Iterator
 def fill(host: AnyHost, group: str, left_bytes: int) -> dict[str, str]:
     """Have the group's text so long, by tags of its own, that so many bytes are left; the tags."""
     free = report.read(host.lvm).group(group).metadata_free_bytes
-    facts = {f"fill{number:04}": _WORD for number in range((free - left_bytes) // _TAG_BYTES)}
-    groups.mark(host.lvm, group, new=facts)
-    return facts
+    own_tags = {f"fill{number:04}": _WORD for number in range((free - left_bytes) // _TAG_BYTES)}
+    groups.mark(host.lvm, group, new=own_tags)
+    return own_tags
 
 
 @pytest.fixture
@@ -122,9 +122,9 @@ def test_a_text_longer_than_what_lvm2_has_for_it_is_read_and_written(host: AnyHo
         )
         assert volume_group is not None
         for part in range(12):
-            facts = {f"part{part}.{number}": _WORD for number in range(800)}
+            own_tags = {f"part{part}.{number}": _WORD for number in range(800)}
             assert volume_group.look() is not None
-            groups.mark(volume_group.lvm, "room_long", new=facts)
+            groups.mark(volume_group.lvm, "room_long", new=own_tags)
         found = volume_group.look()
         assert found is not None
         assert len(found.tags) == 12 * 800

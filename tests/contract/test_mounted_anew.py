@@ -65,7 +65,7 @@ class Shop:
         told = self.client.node_health(self.volume.volume_id).health_statuses
         return [one.reason for one in told]
 
-    def facts(self) -> dict[str, str]:
+    def own_tags(self) -> dict[str, str]:
         found = report.read(self.host.lvm).group(self.group).volume("vol-pvc-1")
         return dict(tags.decode(found.tags))
 
@@ -85,7 +85,7 @@ def test_the_pod_that_comes_next_has_a_file_system_that_was_checked(
     assert shop.reasons() == []
     assert not shop.mount().read_only
     assert "noatime" in shop.mount().options
-    assert "remount" not in shop.facts()
+    assert "remount" not in shop.own_tags()
     shop.unpublish("b")
     shop.unstage()
 
@@ -151,7 +151,7 @@ def test_one_that_was_unstaged_in_the_midst_of_it_is_not_mounted_by_a_publish_th
     host.lvm("lvchange", "--addtag", "carver.remount=yes", "--", f"{group}/vol-pvc-1")
     client.volumes()
     shop.unstage()
-    assert "remount" not in shop.facts()
+    assert "remount" not in shop.own_tags()
     with expect.code("FAILED_PRECONDITION", "is not staged"):
         shop.publish("a")
 
@@ -192,7 +192,7 @@ def test_one_that_was_killed_at_any_step_is_mounted_anew_by_the_next_call(
             assert not shop.mount().read_only, (stop_at, before)
             shop.unpublish("b")
             shop.unstage()
-            assert "remount" not in shop.facts()
+            assert "remount" not in shop.own_tags()
             shop.client.delete(shop.volume.volume_id)
         stop_at += 1
     assert taken > 5

@@ -72,7 +72,7 @@ def header(host: AnyHost, group: str, name: str) -> Header:
     return found
 
 
-def facts(host: AnyHost, group: str, name: str) -> dict[str, str]:
+def own_tags(host: AnyHost, group: str, name: str) -> dict[str, str]:
     return dict(tags.decode(report.read(host.lvm).group(group).volume(f"vol-{name}").tags))
 
 
@@ -193,8 +193,8 @@ def test_a_copy_has_the_sources_data_by_a_master_key_of_its_own(
     assert len(own.slots) == 1
     assert own.uuid != header(host, group, "source").uuid
     assert own.offset_bytes == header(host, group, "source").offset_bytes
-    assert "sharedKey" not in facts(host, group, "copy")
-    assert facts(host, group, "copy")["sealed"] == own.uuid
+    assert "sharedKey" not in own_tags(host, group, "copy")
+    assert own_tags(host, group, "copy")["sealed"] == own.uuid
     # It is done once.
     client.unstage(made.volume_id, staging)
     before = outside(host, group, "copy")
@@ -253,7 +253,7 @@ def test_a_class_that_re_encrypts_is_not_talked_out_of_it(
 ) -> None:
     made = copy(client, source)
     assert made.volume_context["carver/reencrypt"] == "true"
-    assert facts(host, group, "copy")["sharedKey"] == "yes"
+    assert own_tags(host, group, "copy")["sharedKey"] == "yes"
     with expect.code("INVALID_ARGUMENT", "parameters[reencrypt]", "true"):
         client.create("third", 0, block(), parameters={"carver/reencrypt": "false"})
 
@@ -274,11 +274,11 @@ def test_a_new_volume_and_a_copy_of_one_that_was_never_used_have_their_own_anywa
     client: Client, host: AnyHost, group: str, staging: Path
 ) -> None:
     new = client.create("source", SIZE, mounted("ext4"))
-    assert "sharedKey" not in facts(host, group, "source")
+    assert "sharedKey" not in own_tags(host, group, "source")
     made = client.create("copy", 0, mounted("ext4"), source=of_volume(new.volume_id))
-    assert facts(host, group, "copy")["sharedKey"] == "yes"
+    assert own_tags(host, group, "copy")["sharedKey"] == "yes"
     client.stage(made, staging, mounted("ext4"), KEY)
-    assert "sharedKey" not in facts(host, group, "copy")
+    assert "sharedKey" not in own_tags(host, group, "copy")
     client.snapshot("snap", made.volume_id)
 
 
@@ -400,7 +400,7 @@ def test_what_a_killed_cryptsetup_left_is_recovered_and_goes_on(
     client: Client, host: AnyHost, group: str, staging: Path, killed: csi.Volume
 ) -> None:
     assert header(host, group, "copy").is_reencrypting
-    assert facts(host, group, "copy")["sharedKey"] == "yes"
+    assert own_tags(host, group, "copy")["sharedKey"] == "yes"
     with expect.code("UNAUTHENTICATED"):
         client.stage(killed, staging, block(), OTHER)
     client.stage(killed, staging, block(), KEY)

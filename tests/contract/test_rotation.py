@@ -86,7 +86,7 @@ class Used:
         assert header is not None
         return header.slots
 
-    def facts(self, name: str = "vol-pvc-1") -> dict[str, str]:
+    def own_tags(self, name: str = "vol-pvc-1") -> dict[str, str]:
         found = report.read(self.host.lvm).group(self.group).volume(name).tags
         told = tags.decode(found)
         return {one: told[one] for one in ("rotating", "keyGeneration") if one in told}
@@ -159,7 +159,7 @@ def test_it_is_told_which_volumes_and_snapshots_have_the_key_of_a_name(used: Use
     assert set(used.keys().values()) == {"(unnamed)"}
     used.publish("b", NAMED)
     after = used.client.snapshot("after", used.volume.volume_id)
-    assert used.facts() == {"keyGeneration": "2026-11"}
+    assert used.own_tags() == {"keyGeneration": "2026-11"}
     told = [used.client.snapshots_here().keys[one.snapshot_id] for one in (before, after)]
     assert told == ["(unnamed)", "2026-11"]
     # What has the old key is told so until it is staged by the new one, which it does not have.
@@ -178,7 +178,7 @@ def test_it_is_told_which_volumes_and_snapshots_have_the_key_of_a_name(used: Use
     assert {used.client.volumes_here().keys[one.volume_id] for one in copies} == {"2026-11"}
     # The next key, and nobody says what it is called.
     used.publish("c", {"passphrase": "third", "previousPassphrase": NEW["passphrase"]})
-    assert used.facts() == {}
+    assert used.own_tags() == {}
 
 
 @pytest.mark.variation
@@ -190,7 +190,7 @@ def test_a_new_volume_is_known_to_have_the_key_of_a_name(
     secret = {**NEW, "passphraseGeneration": "first"} if named else NEW
     client.stage(volume, host.directory / "staging", block(), secret)
     used = Used(client, host, volume, block(), config)
-    assert used.facts() == ({"keyGeneration": "first"} if named else {})
+    assert used.own_tags() == ({"keyGeneration": "first"} if named else {})
 
 
 @pytest.mark.parametrize("previous", [{}, {"previousPassphrase": "another"}])
@@ -200,12 +200,12 @@ def test_a_key_that_is_none_of_the_volume_s_stops_no_pod_and_is_told(
     """The old pod uses it still: whoever looks can give the key that it has."""
     assert "KeyRotationPending" not in used.reasons()
     used.publish("b", {**NEW, **previous, "passphraseGeneration": "2"})
-    assert used.facts() == {"rotating": "yes"}
+    assert used.own_tags() == {"rotating": "yes"}
     assert set(used.keys().values()) == {"(rotating)"}
     assert "KeyRotationPending" in used.reasons()
     assert used.slots() == (0,)
     used.publish("c", NAMED)
-    assert used.facts() == {"keyGeneration": "2026-11"}
+    assert used.own_tags() == {"keyGeneration": "2026-11"}
     assert set(used.keys().values()) == {"2026-11"}
     assert "KeyRotationPending" not in used.reasons()
 
@@ -215,7 +215,7 @@ def test_who_goes_back_to_the_old_key_has_it(used: Used) -> None:
     used.publish("b", NAMED)
     back = {**OLD, "previousPassphrase": NEW["passphrase"], "passphraseGeneration": "2026-10"}
     used.publish("c", back)
-    assert used.facts() == {"keyGeneration": "2026-10"}
+    assert used.own_tags() == {"keyGeneration": "2026-10"}
     for pod in "abc":
         used.unpublish(pod)
     used.opens_by(OLD)
@@ -260,7 +260,7 @@ def test_a_volume_whose_group_lacks_a_disk_is_used_by_the_key_that_it_has(
     """lvm2 writes no tag then, and without one no key is changed."""
     used.unpublish("a")
     used.unstage()
-    real = Inventory.replace_facts
+    real = Inventory.replace_tags
 
     def refuse(*_: object) -> None:
         raise errors.CommandFailed(("lvm", "lvchange"), 5, "a disk is missing")
@@ -272,7 +272,7 @@ def test_a_volume_whose_group_lacks_a_disk_is_used_by_the_key_that_it_has(
     assert used.slots() == (0,)
     monkeypatch.setattr(Inventory, "replace_facts", real)
     used.publish("b", NAMED)
-    assert used.facts() == {"keyGeneration": "2026-11"}
+    assert used.own_tags() == {"keyGeneration": "2026-11"}
     used.unpublish("a")
     used.unpublish("b")
     used.opens_by(NEW)
@@ -296,10 +296,10 @@ def test_a_copy_that_gets_a_master_key_of_its_own_has_the_new_key_too(
             used.stage(NAMED)
         with expect.code("FAILED_PRECONDITION"):
             used.publish("a", NAMED)
-        assert used.facts() == {}
+        assert used.own_tags() == {}
     expect.soon(lambda: not service.reencrypter.counts()["running"])
     used.stage(NAMED)
-    assert used.facts() == {"keyGeneration": "2026-11"}
+    assert used.own_tags() == {"keyGeneration": "2026-11"}
     used.opens_by(NEW)
 
 
@@ -355,7 +355,7 @@ def test_a_rotation_that_was_killed_at_any_step_is_brought_to_its_end(
                 # One of the two is a key of it, whatever the kill left; and that is told.
                 assert set(used.slots()) & {0, 1}
                 CALLS[name](used)
-            assert used.facts() == {"keyGeneration": "2026-11"}, (stop_at, before)
+            assert used.own_tags() == {"keyGeneration": "2026-11"}, (stop_at, before)
             # Nor does the copy of the header that is kept open by the old key.
             assert node.config.header_backups is not None
             [kept] = node.config.header_backups.iterdir()

@@ -45,8 +45,12 @@ def test_a_snapshot_is_made_tagged_and_ready_in_two_commands(
     assert snapshot.creation_time.seconds > 0
     made = logical(host, group, "snap-snap-1")
     assert (made.origin, made.read_only) == ("vol-pvc-1", True)
-    facts = tags.decode(made.tags)
-    assert (facts["name"], facts["state"], facts["source"]) == ("snap-1", "ready", "vol-pvc-1")
+    own_tags = tags.decode(made.tags)
+    assert (own_tags["name"], own_tags["state"], own_tags["source"]) == (
+        "snap-1",
+        "ready",
+        "vol-pvc-1",
+    )
 
 
 def segments(node: str) -> csi.Topology:
@@ -242,9 +246,9 @@ def test_what_the_snapshotter_tells_is_kept_as_tags(
     prefix = "csi.storage.k8s.io/volumesnapshot"
     told = {f"{prefix}/name": "nightly", f"{prefix}/namespace": "shop"}
     client.snapshot("1", volume.volume_id, {**told, f"{prefix}content/name": "content-1"})
-    facts = tags.decode(logical(host, group, "snap-1").tags)
-    assert (facts["snapshot"], facts["namespace"]) == ("nightly", "shop")
-    assert facts["content"] == "content-1"
+    own_tags = tags.decode(logical(host, group, "snap-1").tags)
+    assert (own_tags["snapshot"], own_tags["namespace"]) == ("nightly", "shop")
+    assert own_tags["content"] == "content-1"
 
 
 # Lists

@@ -237,7 +237,7 @@ class Activations:
 
     def _activate(self, snapshot: Snapshot) -> devices.Device:
         group, name = snapshot.group.name, snapshot.name
-        is_own = tag.ACTIVATED in snapshot.facts
+        is_own = tag.ACTIVATED in snapshot.own_tags
         if snapshot.is_thin and not is_own and not self._inventory.is_active(group, name):
             volumes.mark(self._volume_groups.lvm(group), group, name, old={}, new=_OWN)
         return self._inventory.activate_snapshot(snapshot)
@@ -248,13 +248,13 @@ class Activations:
         with self._guard:
             self._leases = {word: one for word, one in self._leases.items() if one[1] > now}
             read = {*self._readers, *(key for key, _ in self._leases.values())}
-        own = [one for one in self._inventory.all_snapshots(known) if tag.ACTIVATED in one.facts]
+        own = [one for one in self._inventory.all_snapshots(known) if tag.ACTIVATED in one.own_tags]
         unread = [one for one in own if (one.group.name, one.name) not in read]
         if not unread:
             return []
         # A copy, which may be in another group, opens it for a moment at a time.
         every = self._inventory.present(self._inventory.glance())
-        copied = {one.facts.get(tag.FROM) for one in every if one.copying}
+        copied = {one.own_tags.get(tag.FROM) for one in every if one.copying}
         return [
             one.name
             for one in unread

@@ -74,7 +74,7 @@ def _start(kernel: Kernel, one: Snapshot | Volume, device: str) -> tuple[Logical
 
 def _unused_start(kernel: Kernel, one: Snapshot | Volume, device: str) -> LogicalOffset:
     """Where the data of a volume will begin that nobody used yet: then it has no header."""
-    was_used = {tag.SEALED, tag.FORMATTED} & one.facts.keys()
+    was_used = {tag.SEALED, tag.FORMATTED} & one.own_tags.keys()
     if was_used or not one.header_bytes or luks.bears_any(kernel, device):
         raise errors.BlocksUnknown(
             str(one.id),

@@ -105,7 +105,7 @@ def of_volumes(inventory: Inventory, known: report.Report, needs: "Needs") -> It
         if one.is_ephemeral:
             if _lacks_its_pod(one, needs):
                 yield _inline(one)
-        elif not needs.names(one.name, one.facts[tag.NAME], one.facts.get(tag.PV, "")):
+        elif not needs.names(one.name, one.own_tags[tag.NAME], one.own_tags.get(tag.PV, "")):
             kind = Kind.HALF_MADE if one.copying else Kind.VOLUME
             yield Candidate(kind, str(one.id), _uuid(one), _about(one), handle=str(one.id))
     for one in inventory.doomed(known):
@@ -143,26 +143,28 @@ def pod_of(target_path: str) -> str:
 
 def _lacks_its_pod(volume: Volume, needs: "Needs") -> bool:
     """Whether its pod is told of in its tags, and the cluster has no such pod on this node."""
-    uids = {volume.facts.get(tag.POD_UID, ""), pod_of(volume.facts.get(tag.TARGET, ""))} - {""}
+    uids = {volume.own_tags.get(tag.POD_UID, ""), pod_of(volume.own_tags.get(tag.TARGET, ""))} - {
+        ""
+    }
     return not volume.wiping and bool(uids) and needs.pods.isdisjoint(uids)
 
 
 def _inline(volume: Volume) -> Candidate:
-    facts, path = volume.facts, volume.facts.get(tag.TARGET, "")
-    pod = "/".join(filter(None, (facts.get(tag.NAMESPACE), facts.get(tag.POD))))
+    own_tags, path = volume.own_tags, volume.own_tags.get(tag.TARGET, "")
+    pod = "/".join(filter(None, (own_tags.get(tag.NAMESPACE), own_tags.get(tag.POD))))
     about = f"{volume.size_bytes} bytes, of pod {pod or 'without a name'}, which is gone"
     remedy = "" if path else "restart Carver and see its log: it is not known where it was"
     return Candidate(
-        Kind.INLINE, str(volume.id), _uuid(volume), about, facts[tag.NAME], path, remedy
+        Kind.INLINE, str(volume.id), _uuid(volume), about, own_tags[tag.NAME], path, remedy
     )
 
 
 def _half_made(inventory: Inventory, known: report.Report) -> Iterator[Candidate]:
     """Snapshots of a copy that is not under way, and those of group snapshots that never were."""
-    copying = {one.facts[tag.NAME] for one in inventory.present(known) if one.copying}
+    copying = {one.own_tags[tag.NAME] for one in inventory.present(known) if one.copying}
     half_made = inventory.half_made(known)
     for one in inventory.all_snapshots(known):
-        if one.is_bridge and one.facts[tag.NAME] not in copying:
+        if one.is_bridge and one.own_tags[tag.NAME] not in copying:
             yield _snapshot(one, "was made for a copy that is not under way")
         elif one.group_snapshot_id in half_made:
             yield _snapshot(one, f"of group snapshot {one.group_snapshot_id}, which never was")

@@ -67,7 +67,7 @@ class Mover:
 
         def find(seen: report.Report) -> Volume | None:
             for one in self._inventory.present(seen):
-                if name in (one.name, str(one.id), one.facts[tag.NAME]) and not one.is_ephemeral:
+                if name in (one.name, str(one.id), one.own_tags[tag.NAME]) and not one.is_ephemeral:
                     return one
             return None
 
@@ -82,7 +82,7 @@ class Mover:
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._volume(volume_id)
-            was = volume.facts.get(tag.MOVE_TO, "")
+            was = volume.own_tags.get(tag.MOVE_TO, "")
             if was and was != node:
                 raise errors.NotMoved(
                     volume_id, f"it moves to {was}; end that by --finish or --undo first"
@@ -101,7 +101,7 @@ class Mover:
         where another holds it, or the word's time is over.
         """
         volume = self._moving(volume_id)
-        held = self._holds.hold(volume_id, volume.facts[tag.MOVE_TO], HELD_SECONDS, word)
+        held = self._holds.hold(volume_id, volume.own_tags[tag.MOVE_TO], HELD_SECONDS, word)
         try:
             users.require_unused(self._kernel, self._inventory, volume)
             if not word:
@@ -128,7 +128,7 @@ class Mover:
             volume = self._moving(volume_id)
             if volume.moved:
                 return self._departure(volume)
-            if volume.facts.get(tag.STATE, tag.READY) != tag.READY:
+            if volume.own_tags.get(tag.STATE, tag.READY) != tag.READY:
                 raise errors.NotMoved(volume_id, "it is not this node's any more")
             known = self._inventory.awake(volume.group.name)
             snapshot = self._inventory.snapshot(known, snapshot_id)
@@ -139,7 +139,7 @@ class Mover:
             if snapshot.source_id != volume.id or snapshot.size_bytes != volume.size_bytes:
                 raise errors.NotMoved(volume_id, f"{snapshot_id} is not all of it")
             users.require_unused(self._kernel, self._inventory, volume)
-            self._holds.moved(volume_id, volume.facts[tag.MOVE_TO])
+            self._holds.moved(volume_id, volume.own_tags[tag.MOVE_TO])
             try:
                 self._mark(volume, {tag.STATE: tag.MOVED})
             except BaseException:
@@ -159,7 +159,7 @@ class Mover:
             volume = self._volume(volume_id)
             if _is_going(volume):
                 raise errors.NotMoved(volume_id, "what is left of it here is being deleted")
-            if tag.MOVE_TO in volume.facts:
+            if tag.MOVE_TO in volume.own_tags:
                 new = {tag.STATE: tag.READY} if volume.moved else {}
                 self._mark(volume, new, without=(tag.MOVE_TO, tag.MOVE_WORD))
             self._holds.allow(volume_id)
@@ -202,30 +202,30 @@ class Mover:
 
     def _moving(self, volume_id: str) -> Volume:
         volume = self._volume(volume_id)
-        if tag.MOVE_TO not in volume.facts:
+        if tag.MOVE_TO not in volume.own_tags:
             raise errors.NotMoved(volume_id, "no move of it was begun")
         return volume
 
     def _departure(self, volume: Volume) -> Departure:
-        facts = volume.facts
-        word = facts.get(tag.MOVE_WORD, "") if tag.MOVE_TO in facts else ""
+        own_tags = volume.own_tags
+        word = own_tags.get(tag.MOVE_WORD, "") if tag.MOVE_TO in own_tags else ""
         places = users.mounted_at(self._kernel, self._inventory, str(volume.id))
         return Departure(
             volume_id=str(volume.id),
-            state=tag.WIPING if _is_going(volume) else facts.get(tag.STATE, tag.READY),
-            node=facts.get(tag.MOVE_TO, ""),
+            state=tag.WIPING if _is_going(volume) else own_tags.get(tag.STATE, tag.READY),
+            node=own_tags.get(tag.MOVE_TO, ""),
             release=hashlib.sha256(word.encode()).hexdigest() if word else "",
             word=word if volume.moved else "",
             in_use=bool(places) or self._inventory.is_open(volume),
-            **{key: facts.get(key, "") for key in (tag.PV, tag.PVC, tag.NAMESPACE)},
+            **{key: own_tags.get(key, "") for key in (tag.PV, tag.PVC, tag.NAMESPACE)},
         )
 
     def _mark(self, volume: Volume, new: dict[str, str], without: tuple[str, ...] = ()) -> None:
-        old = {key: volume.facts[key] for key in (*new, *without) if key in volume.facts}
+        old = {key: volume.own_tags[key] for key in (*new, *without) if key in volume.own_tags}
         lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
         volumes.mark(lvm, group, volume.name, old=old, new=new)
 
 
 def _is_going(volume: Volume) -> bool:
     """Whether what is left of it here is being deleted: perhaps it is not whole any more."""
-    return volume.wiping or (volume.moved and tag.MOVE_ENDED in volume.facts)
+    return volume.wiping or (volume.moved and tag.MOVE_ENDED in volume.own_tags)

@@ -119,7 +119,7 @@ class Receiver:
         """The stream is on the disk, whole: from now on the volume holds what it says."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._coming(volume_id)
-            if volume.facts.get(tag.CHAIN) == header.chain:
+            if volume.own_tags.get(tag.CHAIN) == header.chain:
                 return
             self._require_into(volume, header.chain)
             new = {tag.CHAIN: header.chain, tag.CONTENT: str(header.size_bytes)}
@@ -139,7 +139,7 @@ class Receiver:
         with self._volume_groups.hold(ids.group_of(volume_id)):
             known = self._inventory.awake(ids.group_of(volume_id))
             volume = self._inventory.get(known, volume_id)
-            if not volume.receiving and tag.RECEIVED in volume.facts and volume.is_listed:
+            if not volume.receiving and tag.RECEIVED in volume.own_tags and volume.is_listed:
                 # An earlier call may have finished it, and not have known.
                 self._holds.allow(volume_id)
                 return
@@ -147,8 +147,8 @@ class Receiver:
             self._require_whole(volume, release)
             users.require_unused(self._kernel, self._inventory, volume)
             device = self._inventory.activate(volume)
-            if tag.FINISHING not in volume.facts:
-                new = {tag.FINISHING: volume.facts[tag.CHAIN]}
+            if tag.FINISHING not in volume.own_tags:
+                new = {tag.FINISHING: volume.own_tags[tag.CHAIN]}
                 volume = self._mark(volume, new, without=(tag.CHAIN,))
         self._look_over(volume, device)
         with self._volume_groups.hold(ids.group_of(volume_id)):
@@ -171,7 +171,7 @@ class Receiver:
                 return
             if not (volume.receiving or volume.wiping):
                 raise errors.NotReceived(volume_id, "it is finished, and so only to be deleted")
-            if volume.receiving and volume.facts.get(tag.FINISHING) != _WITHDRAWN:
+            if volume.receiving and volume.own_tags.get(tag.FINISHING) != _WITHDRAWN:
                 users.require_unused(self._kernel, self._inventory, volume)
                 # From the first byte that is overwritten on it does not hold what its tags said.
                 gone = (tag.CHAIN, tag.INTO, tag.OFFSET)
@@ -189,11 +189,11 @@ class Receiver:
             volume = self._inventory.get(known, volume_id)
             if volume.receiving:
                 return
-            was = volume.facts.get(tag.RELEASED, "")
-            if tag.RECEIVED not in volume.facts or not hmac.compare_digest(was, release):
+            was = volume.own_tags.get(tag.RELEASED, "")
+            if tag.RECEIVED not in volume.own_tags or not hmac.compare_digest(was, release):
                 raise errors.NotReceived(volume_id, "it did not come by this move")
-            if tag.MOVE_TO in volume.facts:
-                why = f"it moves on to {volume.facts[tag.MOVE_TO]}; --undo that move here first"
+            if tag.MOVE_TO in volume.own_tags:
+                why = f"it moves on to {volume.own_tags[tag.MOVE_TO]}; --undo that move here first"
                 raise errors.NotReceived(volume_id, why)
             if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(volume_id, held, "delete them first")
@@ -210,7 +210,7 @@ class Receiver:
             raise errors.NotReceived(name, why)
         group = self._inventory.group(known, one.group)
         size_bytes = layout.round_up(header.size_bytes, group.extent_size_bytes, one.layout)
-        facts = sending.facts_of(name, one, header, size_bytes, group)
+        own_tags = sending.tags_of(name, one, header, size_bytes, group)
         allocator = self._allocators.of(one)
         if size_bytes > (maximum := allocator.maximum_bytes(group)):
             raise errors.NoRoom(group.name, size_bytes, maximum, allocator.purpose(group))
@@ -222,10 +222,10 @@ class Receiver:
             if one.layout.is_thin:
                 self._pool_remover.keep(group, pool_name(one.name))
                 undo.callback(self._pool_remover.give_back, group.name, pool_name(one.name))
-            new = New(logical, size_bytes, facts)
+            new = New(logical, size_bytes, own_tags)
             allocator.create(self._volume_groups.lvm(group.name), group, new)
             undo.pop_all()
-        made = Volume(VolumeId.of(group, logical), group, logical, size_bytes, facts)
+        made = Volume(VolumeId.of(group, logical), group, logical, size_bytes, own_tags)
         return arrival(made)
 
     def _go_on(self, volume: Volume, name: str, header: Header) -> Arrival:
@@ -234,7 +234,7 @@ class Receiver:
         if not volume.receiving:
             raise errors.Incompatible(f"volume {name!r} exists, and does not come as a stream")
         self._holds.receiving(str(volume.id))
-        if volume.facts.get(tag.CHAIN) == header.chain:
+        if volume.own_tags.get(tag.CHAIN) == header.chain:
             return arrival(volume)
         self._require_fit(volume, name, header)
         users.require_unused(self._kernel, self._inventory, volume)
@@ -248,19 +248,19 @@ class Receiver:
             allocator.extend(self._volume_groups.lvm(group.name), volume, size_bytes)
             volume = replace(volume, size_bytes=size_bytes)
         self._inventory.activate(volume)
-        if volume.facts.get(tag.INTO) != header.chain:
+        if volume.own_tags.get(tag.INTO) != header.chain:
             volume = self._mark(volume, {tag.INTO: header.chain, tag.OFFSET: "0"})
         return arrival(volume)
 
     def _require_fit(self, volume: Volume, name: str, header: Header) -> None:
         """Raise NotReceived where the stream does not go on from what is there."""
-        facts = volume.facts
-        holds, into = facts.get(tag.CHAIN, ""), facts.get(tag.INTO, "")
-        if facts.get(tag.FINISHING) == _WITHDRAWN:
+        own_tags = volume.own_tags
+        holds, into = own_tags.get(tag.CHAIN, ""), own_tags.get(tag.INTO, "")
+        if own_tags.get(tag.FINISHING) == _WITHDRAWN:
             raise errors.NotReceived(name, "it was withdrawn, and is only to be removed")
-        if tag.FINISHING in facts:
+        if tag.FINISHING in own_tags:
             raise errors.NotReceived(name, "it is being finished, and takes no stream any more")
-        if facts.get(tag.RELEASE, "") != header.release:
+        if own_tags.get(tag.RELEASE, "") != header.release:
             raise errors.NotReceived(name, "it comes by another move, or by none")
         if header.base_chain != holds:
             raise errors.NotReceived(
@@ -281,33 +281,33 @@ class Receiver:
             )
 
     def _require_whole(self, volume: Volume, release: str) -> None:
-        facts, name = volume.facts, volume.facts[tag.NAME]
-        if facts.get(tag.FINISHING) == _WITHDRAWN:
+        own_tags, name = volume.own_tags, volume.own_tags[tag.NAME]
+        if own_tags.get(tag.FINISHING) == _WITHDRAWN:
             raise errors.NotReceived(name, "it was withdrawn, and is only to be removed")
-        if tag.INTO in facts or not (tag.CHAIN in facts or tag.FINISHING in facts):
+        if tag.INTO in own_tags or not (tag.CHAIN in own_tags or tag.FINISHING in own_tags):
             raise errors.NotReceived(name, "its stream is not whole")
-        wanted = facts.get(tag.RELEASE, "")
+        wanted = own_tags.get(tag.RELEASE, "")
         if wanted and not hmac.compare_digest(_digest(release), wanted):
             raise errors.NotReceived(
                 name, "its source has not released it; `carver volume move` there does both"
             )
-        if release and wanted and facts.get(tag.RELEASED) != release:
+        if release and wanted and own_tags.get(tag.RELEASED) != release:
             self._mark(volume, {tag.RELEASED: release})
 
     def _look_over(self, volume: Volume, device: Device) -> None:
         """Have the file system whole, and with an id of its own where it needs one."""
-        facts, identity = volume.facts, str(volume.id)
+        own_tags, identity = volume.own_tags, str(volume.id)
         if volume.is_encrypted:
             # What is in it is looked over when it is opened.
             header = luks.read(self._kernel, device.path)
-            if (sealed := facts.get(tag.SEALED)) and (header is None or header.uuid != sealed):
+            if (sealed := own_tags.get(tag.SEALED)) and (header is None or header.uuid != sealed):
                 raise errors.HeaderDamaged(identity, "it did not come with the stream")
             return
-        if facts[tag.ACCESS] == BLOCK:
+        if own_tags[tag.ACCESS] == BLOCK:
             return
         self._detached.finish(identity)
-        formatted = facts.get(tag.FORMATTED, "")
-        if contents.may_hold_btrfs(facts) and filesystem.is_on(self._kernel, device.path):
+        formatted = own_tags.get(tag.FORMATTED, "")
+        if contents.may_hold_btrfs(own_tags) and filesystem.is_on(self._kernel, device.path):
             filesystem.renew(self._kernel, device.path)
         found = filesystem.probe(self._run, device.path, self._kernel)
         if found is None:
@@ -329,36 +329,36 @@ class Receiver:
 
     @staticmethod
     def _require_into(volume: Volume, into: str) -> None:
-        if volume.facts.get(tag.INTO) != into:
+        if volume.own_tags.get(tag.INTO) != into:
             raise errors.NotReceived(str(volume.id), "another stream is being received")
 
     def _mark(
         self, volume: Volume, new: Mapping[str, str], without: tuple[str, ...] = ()
     ) -> Volume:
-        """Change facts, all or none; the volume as it is then. One command."""
-        new = {key: value for key, value in new.items() if volume.facts.get(key) != value}
-        gone = {key for key in (*new, *without) if key in volume.facts}
-        old = {key: volume.facts[key] for key in gone}
+        """Change tags, all or none; the volume as it is then. One command."""
+        new = {key: value for key, value in new.items() if volume.own_tags.get(key) != value}
+        gone = {key for key in (*new, *without) if key in volume.own_tags}
+        old = {key: volume.own_tags[key] for key in gone}
         lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
         volumes.mark(lvm, group, volume.name, old=old, new=new)
-        kept = {key: value for key, value in volume.facts.items() if key not in gone}
-        return replace(volume, facts={**kept, **new})
+        kept = {key: value for key, value in volume.own_tags.items() if key not in gone}
+        return replace(volume, own_tags={**kept, **new})
 
 
 def arrival(volume: Volume) -> Arrival:
     """How far a volume is, by its tags."""
-    facts = volume.facts
+    own_tags = volume.own_tags
     return Arrival(
         volume_id=str(volume.id),
-        state=facts.get(tag.STATE, tag.READY),
-        chain=facts.get(tag.CHAIN, ""),
+        state=own_tags.get(tag.STATE, tag.READY),
+        chain=own_tags.get(tag.CHAIN, ""),
         content_bytes=volume.content_bytes,
-        into=facts.get(tag.INTO, ""),
+        into=own_tags.get(tag.INTO, ""),
         offset_bytes=volume.offset_bytes,
-        received=facts.get(tag.RECEIVED, ""),
-        finishing=tag.FINISHING in facts,
+        received=own_tags.get(tag.RECEIVED, ""),
+        finishing=tag.FINISHING in own_tags,
         blank=volume.layout.is_thin,
-        release=facts.get(tag.RELEASE, "") or _digest(facts.get(tag.RELEASED, "")),
+        release=own_tags.get(tag.RELEASE, "") or _digest(own_tags.get(tag.RELEASED, "")),
     )
 
 

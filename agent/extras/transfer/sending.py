@@ -17,17 +17,17 @@ from agent.operations import plan
 from lvm import report, tags
 from mount import filesystem, luks
 
-# What of a volume's facts goes with it: the rest is its node's affair, or is made anew.
+# What of a volume's tags goes with it: the rest is its node's affair, or is made anew.
 TOLD = (
     *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED),
     *(*fields.PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV),
 )
 
 
-def facts_of(
+def tags_of(
     name: str, one: DeviceClass, header: Header, size_bytes: int, group: report.Group
 ) -> dict[str, str]:
-    """The facts of a volume that begins to come; what is wrong with the header's is told."""
+    """The tags of a volume that begins to come; what is wrong with the header's is told."""
     told = {key: value for key, value in header.facts.items() if key in TOLD}
     access = told.get(tag.ACCESS, BLOCK)
     if access not in (BLOCK, MOUNT):
@@ -41,7 +41,7 @@ def facts_of(
     formatted = told.get(tag.FORMATTED, "")
     if formatted and formatted not in filesystem.FILE_SYSTEMS:
         raise errors.NotAllowed("stream.facts[formatted]", formatted, filesystem.FILE_SYSTEMS)
-    facts = {
+    own_tags = {
         **told,
         tag.CLASS: one.name,
         tag.NAME: name,
@@ -55,10 +55,10 @@ def facts_of(
         **({tag.RELEASE: header.release} if header.release else {}),
         **plan.of_class(one, size_bytes, group),
     }
-    for key, value in facts.items():
+    for key, value in own_tags.items():
         if not tags.fits(key, value):
             raise errors.BadField(f"stream.facts[{key}]", "is too long to be kept in an LVM tag")
-    return facts
+    return own_tags
 
 
 def _check_encryption(one: DeviceClass, told: Mapping[str, str], size_bytes: int) -> None:
@@ -119,7 +119,7 @@ class Sender:
             size_bytes=snapshot.size_bytes,
             taken_nanoseconds=snapshot.time_nanoseconds,
             chain=chain_of(snapshot),
-            facts=self._facts(known, snapshot),
+            facts=self._own_tags(known, snapshot),
         )
         if not base_id:
             return header
@@ -145,18 +145,18 @@ class Sender:
             raise errors.SourceLost(snapshot_id, snapshot.problem)
         return snapshot
 
-    def _facts(self, known: report.Report, snapshot: Snapshot) -> dict[str, str]:
-        """The volume's facts, or what its snapshot has of them where it is gone."""
-        facts = snapshot.facts
+    def _own_tags(self, known: report.Report, snapshot: Snapshot) -> dict[str, str]:
+        """The volume's tags, or what its snapshot has of them where it is gone."""
+        own_tags = snapshot.own_tags
         volume_id = str(snapshot.source_id)
         if VolumeId.parse(volume_id) is not None:
             try:
-                volume = self._inventory.get(known, volume_id).facts
+                volume = self._inventory.get(known, volume_id).own_tags
             except errors.NoSuchVolume:
                 volume = {}
             # It may have been formatted, or got its header, since.
-            facts = {**volume, tag.FORMATTED: "", tag.SEALED: "", **facts}
-        return {key: facts[key] for key in TOLD if facts.get(key)}
+            own_tags = {**volume, tag.FORMATTED: "", tag.SEALED: "", **own_tags}
+        return {key: own_tags[key] for key in TOLD if own_tags.get(key)}
 
 
 def chain_of(snapshot: Snapshot) -> str:

@@ -45,7 +45,7 @@ def create(fake: FakeHost, name: str) -> None:
 
 
 def written(fake: FakeHost, name: str) -> dict[str, str]:
-    """The facts that are on disk."""
+    """The tags that are on disk."""
     return dict(tags.decode(frozenset(fake.lvm2.groups["data"].volumes[name].tags)))
 
 

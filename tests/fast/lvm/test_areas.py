@@ -91,12 +91,12 @@ def test_a_snapshot_whose_disk_is_missing_is_not_ready_and_not_lost() -> None:
     fake = FakeLvm(FakeDevices())
     fake.add_group("data", [10, 10])
     lvm = Lvm(lambda *words: fake(words), settings=())
-    facts = {"name": "a", "source": "vol-a", "size": str(EXTENT), "time": "0"}
+    own_tags = {"name": "a", "source": "vol-a", "size": str(EXTENT), "time": "0"}
     first, second = (disk.name for disk in report.read(lvm).group("data").disks)
     volumes.create(lvm, "data", volumes.New("vol-a", EXTENT, {"name": "a"}), disks=[first])
     size = 2 * EXTENT
     snapshots.create(
-        lvm, "data", "snap-a", origin="vol-a", size_bytes=size, facts=facts, disks=[second]
+        lvm, "data", "snap-a", origin="vol-a", size_bytes=size, own_tags=own_tags, disks=[second]
     )
     known = inventory(fake, "data")
     fake.deactivate("data", "vol-a")

@@ -102,9 +102,9 @@ def test_the_loss_of_a_fast_disk_is_told_by_what_was_on_it_alone(cache: Cache, w
     slow, fast = fake.add_group("data", [40, 40]).disks
     fast.tags = {report.FAST}
     lvm = Lvm(lambda *words: fake(words), settings=())
-    facts = {"name": "pvc-1", "cache": cache.fact(40 << 20, EXTENT)}
+    own_tags = {"name": "pvc-1", "cache": cache.tag_value(40 << 20, EXTENT)}
     group = report.read(lvm).group("data")
-    caches.create(lvm, group, New("vol-pvc-1", 40 << 20, facts), cache)
+    caches.create(lvm, group, New("vol-pvc-1", 40 << 20, own_tags), cache)
     fake.groups["data"].volumes["vol-pvc-1"].health = "partial"
     _check_each_loss(inventory(fake, "data"), slow, fast, words)
 
@@ -127,8 +127,8 @@ def test_the_loss_of_a_pool_s_fast_disk_is_told_of_each_of_its_volumes(
     one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
     known = inventory(fake, "data")
     group = known.read().group("data")
-    facts = {"name": "pvc-1"}
-    Allocators([one], known).of(one).create(lvm, group, New("vol-pvc-1", 40 << 20, facts))
+    own_tags = {"name": "pvc-1"}
+    Allocators([one], known).of(one).create(lvm, group, New("vol-pvc-1", 40 << 20, own_tags))
     # What lvm2 says of the pool alone holds for what is in it.
     fake.groups["data"].volumes["pool-thin"].health = "partial"
     _check_each_loss(known, slow, fast, words)
@@ -162,4 +162,4 @@ def test_a_cache_is_at_least_so_large_and_whole_extents() -> None:
     assert Cache().extents(1, EXTENT) == 4
     assert Cache().extents(1000, EXTENT) == 100
     assert Cache(size=Reserve(size_bytes=(20 << 20) + 1)).extents(1, EXTENT) == 6
-    assert Cache().fact(4000 << 20, EXTENT) == "cache:writethrough:419430400"
+    assert Cache().tag_value(4000 << 20, EXTENT) == "cache:writethrough:419430400"

@@ -134,7 +134,7 @@ def test_a_reserve_is_rounded_up_to_extents(reserve: Reserve, extents: int) -> N
 
 
 @pytest.mark.parametrize("shape", LAYOUTS, ids=str)
-def test_a_layout_survives_being_a_fact(shape: Layout) -> None:
+def test_a_layout_survives_being_a_tag(shape: Layout) -> None:
     assert Layout.parse(str(shape)) == shape
     assert Layout.parse("") == Layout()
 

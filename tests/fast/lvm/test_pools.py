@@ -45,7 +45,7 @@ def make(lvm: Lvm, policy: Policy, kept: int = 0) -> None:
         metadata_extents=thin.suitable_metadata_extents(group, pool.chunk_size_bytes),
         extent_size_bytes=EXTENT,
         chunk_size_bytes=pool.chunk_size_bytes,
-        facts={},
+        own_tags={},
     )
 
 

@@ -23,12 +23,12 @@ def test_any_text_survives_being_a_tag(text: str) -> None:
 
 
 @given(st.dictionaries(st.text(min_size=1), TEXT, max_size=5))
-def test_facts_survive_being_tags(facts: dict[str, str]) -> None:
-    plain = {key: value for key, value in facts.items() if "=" not in key}
+def test_own_tags_survive_being_encoded(own_tags: dict[str, str]) -> None:
+    plain = {key: value for key, value in own_tags.items() if "=" not in key}
     assert tags.decode(frozenset(tags.encode(plain))) == plain
 
 
-def test_tags_of_others_are_no_facts() -> None:
+def test_tags_of_others_are_left_out() -> None:
     every = frozenset({"backup", "other.name=x", "carver.name", "carver.state=ready"})
     assert tags.decode(every) == {"state": "ready"}
 

@@ -181,8 +181,12 @@ def test_a_volume_of_the_same_name_that_is_made_anew_begins_anew(node: Node) -> 
 
 
 def test_what_lacks_carver_s_tags_is_never_one(node: Node) -> None:
-    for name, facts in (("vol-mine", {}), ("others", {"name": "x"}), ("vol-2", {"state": "ready"})):
-        volumes.create(node.host.lvm, "data", volumes.New(name, 4 * MIB, facts))
+    for name, own_tags in (
+        ("vol-mine", {}),
+        ("others", {"name": "x"}),
+        ("vol-2", {"state": "ready"}),
+    ):
+        volumes.create(node.host.lvm, "data", volumes.New(name, 4 * MIB, own_tags))
     assert node.volumes() == {"vol-mine", "others", "vol-2"}
     assert node.after_a_grace() == {}
 
@@ -217,9 +221,14 @@ def test_a_copy_that_nobody_waits_for_is_half_made(node: Node) -> None:
 def test_a_bridge_without_its_copy_is_half_made(node: Node) -> None:
     source = node.volume("pvc-1")
     node.named(source)
-    facts = {"name": "pvc-2", "source": "vol-pvc-1"}
+    own_tags = {"name": "pvc-2", "source": "vol-pvc-1"}
     snapshots.create(
-        node.host.lvm, "data", "copy-pvc-2", origin="vol-pvc-1", size_bytes=4 * MIB, facts=facts
+        node.host.lvm,
+        "data",
+        "copy-pvc-2",
+        origin="vol-pvc-1",
+        size_bytes=4 * MIB,
+        own_tags=own_tags,
     )
     name = source.replace("vol-pvc-1", "copy-pvc-2")
     assert node.after_a_grace() == {name: Kind.HALF_MADE}

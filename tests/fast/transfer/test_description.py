@@ -22,7 +22,7 @@ def taken(directory: Path, told: dict[str, str], encryption: str = "") -> dict[s
     group = host.new_group(100)
     one = DeviceClass("plain", group, encryption=encryption)
     header = Header("volume", "snapshot", SIZE, 17, "chain", facts=told)
-    return sending.facts_of("copy", one, header, SIZE, report.read(host.lvm).group(group))
+    return sending.tags_of("copy", one, header, SIZE, report.read(host.lvm).group(group))
 
 
 def test_how_a_volume_is_encrypted_comes_with_it(tmp_path: Path) -> None:

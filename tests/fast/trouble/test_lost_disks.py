@@ -113,9 +113,9 @@ def test_what_waits_for_a_disk_is_tried_again_at_a_cost_for_each_that_does_not_g
 ) -> None:
     group, number = fake.lvm2.groups["data"], 100
     for name in (f"vol-{one}" for one in range(number)):
-        facts = {f"carver.name={name}", "carver.state=wiping"}
+        own_tags = {f"carver.name={name}", "carver.state=wiping"}
         group.volumes[name] = FakeVolume(
-            name, f"{len(group.volumes)}-0", {group.disks[0].name: 1}, facts
+            name, f"{len(group.volumes)}-0", {group.disks[0].name: 1}, own_tags
         )
     group.disks[0].extents = number
     fake.lose_disk("data", 0)

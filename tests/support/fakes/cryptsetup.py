@@ -167,8 +167,8 @@ class FakeCryptsetup:
             return Result(5, "", f"Cannot use device {path} which is in use.\n")
         offset = int(told["segments"]["0"]["offset"])
         was = device.media.inner or Media()
-        facts = (was.contents, was.fs_size_bytes, was.damage, was.errors)
-        inner = Sealed(*facts, outer=device.media, first_block=offset // BLOCK_BYTES)
+        own_tags = (was.contents, was.fs_size_bytes, was.damage, was.errors)
+        inner = Sealed(*own_tags, outer=device.media, first_block=offset // BLOCK_BYTES)
         inner.master = bytes.fromhex(told["master"])
         inner.passes_discards = "--allow-discards" in options
         if device.media.inner is None:

@@ -425,9 +425,9 @@ def _described(
     volumes: Iterable[report.LogicalVolume],
 ) -> Iterator[tuple[str, int, str, str, bool, str]]:
     for one in volumes:
-        facts = tags.decode(one.tags)
-        name = facts.get("name", f"?{one.name}")
-        formatted, state = facts.get("formatted", ""), facts.get("state", "")
+        own_tags = tags.decode(one.tags)
+        name = own_tags.get("name", f"?{one.name}")
+        formatted, state = own_tags.get("formatted", ""), own_tags.get("state", "")
         ahead = str(one.tuning.read_ahead_bytes)
         yield name, one.size_bytes, formatted, state, one.active, ahead
 

@@ -279,8 +279,8 @@ class RealHost:
         """Leave in place of an empty pool what an lvm2 leaves that dies while it makes one."""
         made = report.read(self.lvm).group(group).volume(pool)
         self.lvm("lvremove", "--yes", "--", f"{group}/{pool}")
-        facts = tags.decode(made.tags)
-        volumes.create(self.lvm, group, volumes.New(pool, made.size_bytes, facts))
+        own_tags = tags.decode(made.tags)
+        volumes.create(self.lvm, group, volumes.New(pool, made.size_bytes, own_tags))
 
     def half_open(self, device: Device) -> None:
         """Leave on an active volume what a cryptsetup leaves that dies while it opens it."""
