@@ -155,7 +155,7 @@ load: venv ## 200 volumes by 8 clients: times of calls, and what they cost the s
 	vagrant/lab.py during vagrant/lab.py run 'cd /carver && PYTHONPATH=.:tests:tests/support /opt/carver/test-venv/bin/python tests/load/run.py'
 
 .PHONY: vm
-vm: ## the lab VM, up and with the present tree installed (docs/lab.md)
+vm: ## the lab VM, up and with the present tree installed (docs/testing.md)
 	vagrant/lab.py up
 
 .PHONY: vm-ssh

@@ -278,7 +278,7 @@ def _session(words: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="lab.py", description="Drive the lab VM; see docs/lab.md."
+        prog="lab.py", description="Drive the lab VM; see docs/testing.md."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, function in _COMMANDS.items():

@@ -68,7 +68,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Health:
-    """Something that is wrong, in the words of docs/health.md."""
+    """Something that is wrong, in the words of docs/troubleshooting.md."""
 
     status: str
     reason: str

@@ -397,5 +397,5 @@ def _require_usable(group: Group) -> None:
             name,
             f"it is shared with other nodes by a lock manager ({manager}), which Carver does not"
             f" speak to; `vgchange --lock-type none {name}` makes it one node's alone, and"
-            " docs/lvm2.md says how where the manager is gone",
+            " docs/operations.md says how where the manager is gone",
         )

@@ -294,7 +294,7 @@ def _why_hidden(location: Location) -> str:
     return (
         f"it is the node's with the system id {location.system_id}, and lvm2 keeps it from this one"
         " (`lvm systemid`); `vgexport` it there and `vgimport` it here, or see `A group of another"
-        " node` in docs/lvm2.md"
+        " node` in docs/operations.md"
     )
 
 

@@ -91,7 +91,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
             raise errors.NotReady(
                 f"kubelet has not registered {DRIVER_NAME} ({self.state.value}, at {self.socket}):"
                 " is kubelet's root directory another, or does kubelet not run? See"
-                " docs/registration.md"
+                " docs/troubleshooting.md"
             )
 
     def GetInfo(  # noqa: N802

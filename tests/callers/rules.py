@@ -1,4 +1,4 @@
-"""How each caller takes each code, as data: docs/callers.md is this table, for people.
+"""How each caller takes each code, as data: callers.md is this table, for people.
 
 Read in the callers' sources, which each rule names. The fake callers act by it, and the recorded
 requests are judged by it.
@@ -64,7 +64,7 @@ class Rule:
         return Reaction.GOES_ON if code == "OK" else self.codes.get(code, self.otherwise)
 
     def row(self) -> str:
-        """The rule as docs/callers.md has it."""
+        """The rule as callers.md has it."""
         by_reaction: dict[Reaction, list[str]] = {}
         for code, reaction in self.codes.items():
             by_reaction.setdefault(reaction, []).append(code)

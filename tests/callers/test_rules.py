@@ -1,4 +1,4 @@
-"""docs/callers.md says what the fake callers do, and what was recorded of the real ones."""
+"""callers.md says what the fake callers do, and what was recorded of the real ones."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from callers.rules import Reaction
 
 from agent.core import codes
 
-DOCUMENT = Path(__file__).parents[2] / "docs/callers.md"
+DOCUMENT = Path(__file__).with_name("callers.md")
 
 
 def test_the_table_for_people_is_the_rules_of_the_fake_callers() -> None:

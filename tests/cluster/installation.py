@@ -148,7 +148,7 @@ def _nodes(kubectl: Kubectl, driver: str) -> list[Object]:
         if driver in {it["name"] for it in path(one, "spec", "drivers", default=[]) or []}
     }
     if not registered:
-        raise Unusable(f"no kubelet has registered {driver}: see docs/registration.md")
+        raise Unusable(f"no kubelet has registered {driver}: see docs/troubleshooting.md")
     found = [one for one in kubectl.all("nodes") if one["metadata"]["name"] in registered]
     open_ones = [one for one in found if not path(one, "spec", "unschedulable")]
     if not open_ones:

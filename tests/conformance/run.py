@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Hold what is installed to csi-sanity, class by class: `make conformance`. The lab VM is up.
 
-Every spec passes, or is skipped for a reason that docs/conformance.md gives; a reason that is no
+Every spec passes, or is skipped for a reason that specs.md gives; a reason that is no
 longer needed is a failure too.
 """
 
@@ -25,7 +25,7 @@ from vagrant import guest
 from vagrant.host import PROJECT
 
 MODULE, VERSION = "github.com/kubernetes-csi/csi-test/v5/cmd/csi-sanity", "v5.6.0"
-REASONS = PROJECT / "docs" / "conformance.md"
+REASONS = Path(__file__).with_name("specs.md")
 # The installed service's own, which is linear, and one that sanity.py serves.
 CLASSES = ("default", "thin")
 _BIN = PROJECT / ".cache" / "bin"

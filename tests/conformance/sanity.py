@@ -33,7 +33,7 @@ from agent.csi.client import Client
 from mount import table
 from mount.kernel import Kernel
 
-# Specs that no driver of Carver's kind can pass, for a mistake of their own: docs/conformance.md.
+# Specs that no driver of Carver's kind can pass, for a mistake of their own: specs.md.
 SKIPPED = (
     "CreateSnapshot [Controller Server] should succeed when creating a snapshot with accessibility"
     " requirements",

@@ -1,4 +1,4 @@
-"""What each access mode allows: exactly what docs/access-modes.md says."""
+"""What each access mode allows: exactly what docs/volumes.md says."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -19,12 +19,13 @@ from mount import filesystem, table
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
-DOCUMENT = Path(__file__).parents[2] / "docs" / "access-modes.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "volumes.md"
 
 
 def rows() -> Iterator[tuple[str, bool, list[str]]]:
     """Of the document's table: mode, readonly, and the codes."""
-    for line in re.findall(r"^\| `.*$", DOCUMENT.read_text(), re.M):
+    section = DOCUMENT.read_text().partition("## Access modes\n")[2].partition("\n## ")[0]
+    for line in re.findall(r"^\| `.*$", section, re.M):
         mode, read_only, *codes = (cell.strip().strip("`") for cell in line.strip("|").split("|"))
         yield mode, {"yes": True, "no": False}[read_only], codes
 

@@ -45,17 +45,17 @@ CASES = {
         ("is exported", "vgimport"),
         lambda host, group: host.lvm("vgimport", "--", group),
     ),
-    # docs/lvm2.md has the commands by which these two are taken over.
+    # docs/operations.md has the commands by which these two are taken over.
     "another node's": Case(
         lambda host, group: host.lvm("vgchange", "--yes", "--systemid", "that", "--", group),
-        ("the system id that", "vgexport", "docs/lvm2.md"),
+        ("the system id that", "vgexport", "docs/operations.md"),
         lambda host, group: host.lvm(
             "vgchange", "--yes", "--systemid", "", "--", group, settings=OTHER
         ),
     ),
     "shared": Case(
         lambda host, group: host.share(group),
-        ("shared with other nodes", "dlm", "vgchange --lock-type none", "docs/lvm2.md"),
+        ("shared with other nodes", "dlm", "vgchange --lock-type none", "docs/operations.md"),
         lambda host, group: host.lvm(
             *("vgchange", "--yes", "--lock-type", "none", "--lockopt", "force", "--", group),
             settings=("global/use_lvmlockd=1",),

@@ -73,7 +73,7 @@ def test_a_snapshot_is_where_its_volume_is_in_every_answer(
 def test_a_snapshot_for_where_the_node_says_it_is_is_there_and_the_same_each_time(
     client: Client, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
-    """In the place of csi-sanity's spec: see docs/conformance.md."""
+    """In the place of csi-sanity's spec: see docs/testing.md."""
     here = client.node.NodeGetInfo(csi.NodeGetInfoRequest()).accessible_topology
     request = csi.CreateSnapshotRequest(
         name="s",

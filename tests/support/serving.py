@@ -15,7 +15,7 @@ from agent.daemon.server import Service
 def start(config: Config, fake: FakeHost, **grace_seconds: float) -> Service:
     """Go on with what an earlier process left, and serve.
 
-    `wiper` and `copier` are how long a call waits for them, where that is not as usual.
+    `eraser` and `copier` are how long a call waits for them, where that is not as usual.
     """
     running = Service(
         config, Host(fake.run, fake.kernel, fake.devices, fake.disks, stream=fake.stream), fake.lvm

@@ -2,7 +2,7 @@
 
 Carver is a process of its own here, on disks that fail when they are told to. Each reason must come
 within the interval at which LVM is looked at, in every call that has to tell of it, with the cause,
-and be gone after the repair. docs/health.md has the reasons; the rarer ones are tried by
+and be gone after the repair. docs/troubleshooting.md has the reasons; the rarer ones are tried by
 test_reasons.py, that a pool runs full by test_full_pool.py.
 """
 

@@ -116,7 +116,7 @@ def volumes(carver: Client) -> Iterator[None]:
 
 @contextlib.contextmanager
 def trouble() -> Iterator[None]:
-    """Inside, a file system takes no writes, as after an error: docs/health.md has its word."""
+    """Inside, a file system takes no writes, as after an error (docs/troubleshooting.md)."""
     words = ("mount", "-o", "remount,{}", str(_KUBELET / "pvc-ledger.staged"))
     subprocess.run([one.format("ro") for one in words], check=True)
     try:

@@ -1,4 +1,4 @@
-"""The stream format (docs/stream-format.md): header, frames, and the digests that chain them."""
+"""The stream format (docs/backup.md): header, frames, and the digests that chain them."""
 
 import hashlib
 import json
@@ -268,7 +268,7 @@ def header_bytes(prefix: bytes) -> int:
     """How long the rest of a header is, its digest with it; raises BadStream."""
     magic, version, reserved, length = _PREFIX.unpack(prefix)
     if magic != MAGIC:
-        raise errors.BadStream("it is none: it does not begin as one (docs/stream-format.md)")
+        raise errors.BadStream("it is none: it does not begin as one (docs/backup.md)")
     if version != VERSION:
         raise errors.BadStream(
             f"it is of version {version}; this Carver reads version {VERSION} only"

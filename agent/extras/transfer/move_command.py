@@ -1,7 +1,7 @@
 """A volume moved to another node: rounds of snapshots sent while it is used, and a last one.
 
 Each call looks at what is on record on both sides and does what is left, so the same words go on
-after a crash of either. docs/decisions/29-streams.md has the table of states.
+after a crash of either. docs/backup.md has the table of states.
 """
 
 import argparse

@@ -314,7 +314,7 @@ REFUSED: dict[str, tuple[Mapping[str, Found], tuple[str, ...]]] = {
     "shared": (at(sda=told("1", lock_type="sanlock")), ("sanlock", "vgchange --lock-type none")),
     "shared by an old lvm2": (
         at(sda=told("1", status=frozenset({"CLUSTERED", "READ", "WRITE"}))),
-        ("clvmd", "vgchange --lock-type none", "docs/lvm2.md"),
+        ("clvmd", "vgchange --lock-type none", "docs/operations.md"),
     ),
 }
 

@@ -10,7 +10,7 @@ from agent.operations.health import Condition, Reason
 from proto import csi_pb2 as csi
 
 ROOT = Path(__file__).parents[3]
-TABLE = (ROOT / "docs/health.md").read_text().partition("## The reasons")[2]
+TABLE = (ROOT / "docs/troubleshooting.md").read_text().partition("## The reasons")[2]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split("|")]
     for line in TABLE.splitlines()

@@ -485,7 +485,7 @@ def test_the_writer_s_script_ends_where_it_can_write_no_more(tmp_path: Path) -> 
 
 
 def section(heading: str) -> str:
-    text = (PROGRAM.parents[2] / "docs" / "cluster.md").read_text()
+    text = (PROGRAM.parents[2] / "docs" / "testing.md").read_text()
     [found] = re.findall(rf"^#+ {heading}\n(.*?)(?=^#|\Z)", text, re.MULTILINE | re.DOTALL)
     return str(found)
 

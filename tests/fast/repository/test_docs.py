@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from floors import FLOORS
 from rich.console import Console
 
 from agent.cli import main as cli
@@ -74,7 +75,7 @@ def test_every_mutable_parameter_is_documented_and_no_other() -> None:
 
 
 def test_every_attribute_of_an_inline_volume_is_documented_and_no_other() -> None:
-    documented = section(text_of("docs/inline-volumes.md"), "Attributes")
+    documented = section(text_of("docs/volumes.md"), "Attributes")
     own = set(fields.INLINE_PARAMETERS) - set(fields.STORAGE_CLASS_PARAMETERS)
     assert first_cells(documented) == {fields.PARAMETER_PREFIX + one for one in own}
 
@@ -108,7 +109,7 @@ def test_every_mount_option_is_documented_and_no_other() -> None:
 
 
 def test_every_error_is_documented_with_its_code_and_no_other() -> None:
-    rows = re.findall(r"^\| `(\w+\.\w+)` \| (\w+) \|", text_of("docs/errors.md"), re.M)
+    rows = re.findall(r"^\| `(\w+\.\w+)` \| (\w+) \|", text_of("docs/troubleshooting.md"), re.M)
     assert dict(rows) == {
         f"{kind.__module__.partition('.')[0]}.{kind.__name__}": code.name
         for kind, code in codes.TABLE
@@ -118,7 +119,7 @@ def test_every_error_is_documented_with_its_code_and_no_other() -> None:
 
 
 def test_every_code_is_explained() -> None:
-    rows = section(text_of("docs/errors.md"), "The codes").splitlines()
+    rows = section(text_of("docs/troubleshooting.md"), "The codes").splitlines()
     explained = {line.split("|")[1].strip() for line in rows if line.startswith("|")}
     assert {code.name for _, code in codes.TABLE} <= explained
 
@@ -209,21 +210,10 @@ def test_every_make_target_that_is_named_can_be_made() -> None:
                 assert named[1] in targets, f"{document.name}: make {named[1]}"
 
 
-def test_the_modules_in_the_design_are_those_that_there_are() -> None:
-    design = section(text_of("docs/design.md"), "Modules")
-    folder, named = "", []
-    for line in design.splitlines():
-        cells = line.split("|")
-        if len(cells) < 4 or not coded(line):
-            continue
-        folder = next(iter(coded(cells[1])), folder)
-        named += [f"{folder}/{module}.py" for module in coded(cells[2])]
-    assert sorted(named) == sorted(
-        str(path.relative_to(ROOT))
-        for name in ("agent", "lvm", "mount")
-        for path in (ROOT / name).rglob("*.py")
-        if not path.stem.startswith("__")
-    )
+def test_the_floors_in_the_design_are_those_that_are_held() -> None:
+    rows = [line.split("|") for line in section(text_of("docs/design.md"), "Floors").splitlines()]
+    named = [sorted(coded(row[2])) for row in rows if len(row) == 5 and row[1].strip().isdigit()]
+    assert named == [sorted(one.replace(".", "/") for one in rooms) for rooms in FLOORS]
 
 
 def test_what_is_to_be_looked_for_in_a_file_is_in_it() -> None:

@@ -10,22 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from floors import FLOORS
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("agent", "lvm", "mount", "proto")
-
-
-# From the ground up. A module imports from its own floor and those below it. The daemon and the
-# command line share one, and neither imports an extra: agent/core/extras.py names these.
-FLOORS = (
-    ("mount",),
-    ("lvm",),
-    ("agent.core",),
-    ("agent.operations",),
-    ("agent.csi",),
-    ("agent.daemon", "agent.cli"),
-    ("agent.extras",),
-)
 
 
 @functools.cache

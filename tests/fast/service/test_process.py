@@ -595,7 +595,7 @@ def test_neither_the_service_nor_what_it_starts_leaves_a_core(tmp_path: Path) ->
 import resource, subprocess, sys
 resource.setrlimit(resource.RLIMIT_CORE, (1, resource.getrlimit(resource.RLIMIT_CORE)[1]))
 from agent.cli import main
-from agent.service import process
+from agent.daemon import process
 words = [sys.executable, "-c", "import resource; print(resource.getrlimit(resource.RLIMIT_CORE))"]
 process.serve = lambda *_: subprocess.run(words, check=True)
 main.main(["serve", "--config", sys.argv[1]])

@@ -152,7 +152,7 @@ def test_readiness_does_not_ask_what_only_another_registrar_knows(
 
 def test_a_node_without_kubelet_s_directory_is_not_ready(tmp_path: Path) -> None:
     registration = Registration(tmp_path / "none", ENDPOINT)
-    with pytest.raises(errors.NotReady, match=r"docs/registration\.md"):
+    with pytest.raises(errors.NotReady, match=r"docs/troubleshooting\.md"):
         registration.check()
 
 

@@ -41,7 +41,7 @@ def config(tmp_path: Path) -> Config:
 @contextmanager
 def serve(config: Config, fake: FakeHost, **grace_seconds: float) -> Iterator[Service]:
     """Carver, at the socket where the next one will be, too."""
-    running = serving.start(config, fake, **{"wiper": 20, "copier": 20, **grace_seconds})
+    running = serving.start(config, fake, **{"eraser": 20, "copier": 20, **grace_seconds})
     try:
         yield running
     finally:

@@ -1,6 +1,7 @@
 """The model: what every call answers and does, on a node that is a few dictionaries.
 
-Written from docs/errors.md and docs/design.md, sharing no line with the code that it judges.
+Written from docs/troubleshooting.md and docs/design.md, sharing no line with the code that it
+judges.
 """
 
 import copy
