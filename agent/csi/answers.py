@@ -7,7 +7,7 @@ from google.protobuf import timestamp_pb2
 
 from agent.core import requests
 from agent.core.records import Snapshot, Volume
-from agent.operations import contents, plan
+from agent.operations import clone, plan
 from agent.operations.health import Condition
 from agent.operations.volume_health import VolumeHealth
 from proto import csi_pb2 as csi
@@ -62,7 +62,7 @@ def put_volume(message: csi.Volume, one: Volume, here: csi.Topology) -> None:
     for key, value in plan.context_of(one.own_tags).items():
         message.volume_context[key] = value
     message.accessible_topology.append(here)
-    source = contents.source_of(one.own_tags)
+    source = clone.source_of(one.own_tags)
     if source is not None and source.kind == requests.SNAPSHOT:
         message.content_source.snapshot.snapshot_id = source.id
     elif source is not None:

@@ -5,13 +5,15 @@ from google.protobuf import wrappers_pb2
 
 from agent.core import fields, ids, requests, tag
 from agent.core.capabilities import BLOCK
+from agent.core.context import Context
 from agent.core.locks import VolumeLocks
 from agent.core.records import Snapshot, Volume
-from agent.core.settings import Config
 from agent.csi import answers
-from agent.operations import plan
-from agent.operations.create import Provisioner
+from agent.operations import modify, plan, validate
+from agent.operations.create import VolumeCreator
+from agent.operations.delete import VolumeDeleter
 from agent.operations.expand import Expander
+from agent.operations.listing import Listing
 from agent.operations.snapshot import Snapshotter
 from agent.operations.volume_health import VolumesHealth
 from proto import csi_pb2 as csi
@@ -25,15 +27,17 @@ class Controller(csi_pb2_grpc.ControllerServicer):
 
     def __init__(
         self,
-        config: Config,
-        provision: Provisioner,
+        context: Context,
+        creator: VolumeCreator,
+        deleter: VolumeDeleter,
+        listing: Listing,
         expander: Expander,
         snapshotter: Snapshotter,
         health: VolumesHealth,
         locks: VolumeLocks,
     ) -> None:
-        self._config = config
-        self._provision = provision
+        self._context, self._config = context, context.config
+        self._creator, self._deleter, self._listing = creator, deleter, listing
         self._expander = expander
         self._snapshotter = snapshotter
         self._health = health
@@ -44,13 +48,13 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.CreateVolumeResponse:
         """Make a volume, or find the one that an earlier call made."""
         call = requests.CreateVolume.from_proto(request)
-        names = [self._provision.logical_name(call.name)]
+        names = [self._creator.logical_name(call.name)]
         if call.source is not None:
             names.append(ids.logical_name(call.source.id))
         with self._locks.hold(*names):
-            made = self._provision.create(call)
+            made = self._creator.create(call)
         # With no lock: the source is in use meanwhile, and what is on record keeps it.
-        volume = self._provision.complete(made, lambda: self._locks.hold(names[0]))
+        volume = self._creator.complete(made, lambda: self._locks.hold(names[0]))
         return csi.CreateVolumeResponse(volume=self._volume(volume))
 
     def DeleteVolume(  # noqa: N802
@@ -59,9 +63,9 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """Wipe and remove a volume."""
         volume_id = fields.volume_id(request.volume_id)
         # A claim may be deleted before kubelet has unmounted its volume: only moments, as a rule.
-        self._locks.wait_until(lambda: not self._provision.is_mounted(volume_id))
+        self._locks.wait_until(lambda: not self._deleter.is_mounted(volume_id))
         with self._locks.hold(ids.logical_name(volume_id)):
-            self._provision.delete(volume_id)
+            self._deleter.delete(volume_id)
         return csi.DeleteVolumeResponse()
 
     def ValidateVolumeCapabilities(  # noqa: N802
@@ -69,8 +73,8 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ValidateVolumeCapabilitiesResponse:
         """Confirm that a volume can be used as described, or say why not."""
         call = requests.ValidateVolume.from_proto(request)
-        volume = self._provision.get(call.volume_id)
-        if refusal := call.unsupported or plan.refusal(self._config, volume, call):
+        volume = self._listing.get(call.volume_id)
+        if refusal := call.unsupported or validate.refusal(self._config, volume, call):
             return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
         confirmed = csi.ValidateVolumeCapabilitiesResponse.Confirmed(
             volume_context=plan.context_of(volume.own_tags),
@@ -84,7 +88,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ListVolumesRequest, context: grpc.ServicerContext
     ) -> csi.ListVolumesResponse:
         """List this node's volumes, part by part."""
-        part = self._provision.list(requests.Page.from_proto(request))
+        part = self._listing.page(requests.Page.from_proto(request))
         answer = csi.ListVolumesResponse(next_token=part.next_token)
         here = csi.Topology(segments=self._config.here)
         for volume in part.entries:
@@ -111,7 +115,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
     ) -> csi.GetCapacityResponse:
         """What CreateVolume with the same parameters could make now."""
-        capacity = self._provision.capacity(requests.GetCapacity.from_proto(request))
+        capacity = self._creator.capacity(requests.GetCapacity.from_proto(request))
         return csi.GetCapacityResponse(
             available_capacity=capacity.available_bytes,
             maximum_volume_size=wrappers_pb2.Int64Value(value=capacity.maximum_volume_bytes),
@@ -122,7 +126,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         self, request: csi.ControllerGetVolumeRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeResponse:
         """One volume."""
-        volume = self._provision.get(fields.volume_id(request.volume_id))
+        volume = self._listing.get(fields.volume_id(request.volume_id))
         # The status has to be there (CSI spec), with nothing to say.
         status = csi.ControllerGetVolumeResponse.VolumeStatus()
         return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
@@ -147,7 +151,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         """Change a volume's mutable parameters, all that are given or none."""
         call = requests.ModifyVolume.from_proto(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
-            self._provision.modify(call)
+            modify.modify(self._context, call)
         return csi.ControllerModifyVolumeResponse()
 
     def CreateSnapshot(  # noqa: N802

@@ -14,7 +14,7 @@ from agent.core import errors, ids, records
 from agent.core.locks import VolumeLocks
 from agent.core.records import Snapshot, Volume
 from agent.csi import answers, own
-from agent.operations.create import Listing
+from agent.operations.listing import Listing
 from agent.operations.repair import Progress, Repairer
 from agent.operations.replace_disk import Replacement
 

@@ -36,13 +36,15 @@ from agent.extras.transfer.service import Transfer
 from agent.operations import preflight
 from agent.operations.autoextend import Autoextender
 from agent.operations.clone import Copier
-from agent.operations.create import Listing, Provisioner
+from agent.operations.create import VolumeCreator
+from agent.operations.delete import VolumeDeleter
 from agent.operations.erase import Eraser, GrowthZeroer
 from agent.operations.erase_freed import FreedSpaceEraser
 from agent.operations.expand import Expander
 from agent.operations.group_snapshot import GroupSnapshotter
 from agent.operations.health import Diagnosis
 from agent.operations.inline import InlineVolumes
+from agent.operations.listing import Listing
 from agent.operations.reencrypt import Reencrypter
 from agent.operations.remove_pool import PoolRemover
 from agent.operations.repair import AutoRepair, Repairer
@@ -116,9 +118,13 @@ class Service:
         self.copier = Copier(context, snapshotter)
         holds = self.holds = Holds()
         self.reencrypter = Reencrypter(context)
-        provision = Provisioner(
+        deleter = VolumeDeleter(
             context, self.eraser, self.pool_remover, self.copier, self.reencrypter, holds
         )
+        creator = VolumeCreator(
+            context, self.eraser, self.pool_remover, self.copier, deleter, holds
+        )
+        listing = Listing(context)
         diagnosis = self.diagnosis = Diagnosis(host.kernel, host.devices, known)
         self.growth_zeroer = GrowthZeroer(context)
         expander = Expander(context, self.growth_zeroer)
@@ -127,8 +133,8 @@ class Service:
         metadata = SnapshotMetadata(self.delta)
         transfer = Transfer(
             Sender(context, self.delta.activations),
-            Receiver(context, provision, self.pool_remover, holds),
-            Mover(context, provision, holds),
+            Receiver(context, deleter, self.pool_remover, holds),
+            Mover(context, deleter, holds),
             metadata,
             locks,
         )
@@ -141,8 +147,8 @@ class Service:
         self.auto_repair = AutoRepair(context, repairer)
         self.replacement = Replacement(context, repairer)
         self.replacement.freed = self.freed_eraser.start
-        operator = Operator(repairer, self.replacement, Listing(context), locks, config.here)
-        self.inline_volumes = InlineVolumes(context, provision, access, locks)
+        operator = Operator(repairer, self.replacement, listing, locks, config.here)
+        self.inline_volumes = InlineVolumes(context, creator, deleter, access, locks)
         self.orphans = _orphans(config, host, known)
         self._interceptor = Interceptor(observe, self.admission)
         self._server = grpc.server(
@@ -154,7 +160,8 @@ class Service:
             Identity(self.readiness, config.driver_name), self._server
         )
         csi_pb2_grpc.add_ControllerServicer_to_server(
-            Controller(config, provision, expander, snapshotter, health, locks), self._server
+            Controller(context, creator, deleter, listing, expander, snapshotter, health, locks),
+            self._server,
         )
         csi_pb2_grpc.add_GroupControllerServicer_to_server(
             GroupController(config, self.group_snapshotter, locks), self._server

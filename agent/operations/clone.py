@@ -27,14 +27,15 @@ from functools import partial
 from agent.core import errors, ids, locks, records, tag
 from agent.core.context import Context
 from agent.core.ids import VolumeId
+from agent.core.inventory import Inventory
 from agent.core.jobs import Job, TaskQueue
 from agent.core.records import Snapshot, Volume
-from agent.core.requests import SNAPSHOT
-from agent.operations import contents
-from agent.operations.contents import Contents
-from agent.operations.snapshot import Snapshotter
-from lvm import command, names, report, volumes
+from agent.core.requests import SNAPSHOT, VOLUME, Source
+from agent.operations.snapshot import Snapshotter, require_settled
+from lvm import command, names, report, thin, volumes
 from lvm import errors as lvm_errors
+from lvm.lvm2 import Lvm
+from lvm.tuning import Tuning
 from mount import filesystem
 
 _log = logging.getLogger(__name__)
@@ -48,6 +49,68 @@ _LOOK_SECONDS = 10.0
 _DISMISS_SECONDS = 10.0
 # So that the answer comes before the caller's time is over, and tells how far it is.
 _MARGIN_SECONDS = 1.0
+
+
+def source_of(own_tags: Mapping[str, str]) -> Source | None:
+    """The source of a volume with these tags; None where it was made empty."""
+    parsed = VolumeId.parse(own_tags.get(tag.FROM, ""))
+    if parsed is None:
+        return None
+    is_snapshot = names.is_of(ids.SNAPSHOT_PREFIX, parsed.name)
+    return Source(SNAPSHOT if is_snapshot else VOLUME, str(parsed))
+
+
+def find(within: Inventory, known: report.Report, source: Source) -> Snapshot | Volume:
+    """The snapshot or volume that a new volume is to be made of, if it can be.
+
+    Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying, SourceLost, NotSnapshotted.
+    """
+    if source.kind == SNAPSHOT:
+        found = within.snapshot(known, source.id)
+        if found.problem:
+            raise errors.SourceLost(source.id, found.problem)
+        return found
+    volume = within.usable(known, source.id)
+    require_settled(volume)
+    return volume
+
+
+def is_in(origin: Snapshot | Volume, group: report.Group, pool: str) -> bool:
+    """Whether a source is in a group's thin pool, so that a volume in it can share its blocks."""
+    return origin.group.uuid == group.uuid and group.volume(origin.name).pool == pool
+
+
+def share(
+    lvm: Lvm,
+    origin: Snapshot | Volume,
+    name: str,
+    size_bytes: int,
+    own_tags: Mapping[str, str],
+    tuning: Tuning,
+) -> Volume:
+    """Make a thin volume that shares the blocks of its source: one command, no copy.
+
+    It is ready at once, unless it has to grow, or to get a file system's id of its own.
+    """
+    group = origin.group
+    present_bytes = group.volume(origin.name).size_bytes
+    if present_bytes == size_bytes and not may_hold_btrfs(own_tags):
+        own_tags = {**own_tags, tag.STATE: tag.READY}
+    thin.snapshot(
+        lvm, group.name, name, origin=origin.name, own_tags=own_tags, read_only=False, tuning=tuning
+    )
+    return Volume(VolumeId.of(group, name), group, name, present_bytes, own_tags)
+
+
+def may_hold_btrfs(own_tags: Mapping[str, str]) -> bool:
+    """Whether a copy with these tags may hold a btrfs, which needs an id of its own.
+
+    The tag may be missing if a crash came right after mkfs. An encrypted copy gets its id when it
+    is opened.
+    """
+    if tag.ENCRYPTION in own_tags:
+        return False
+    return "btrfs" in (own_tags.get(tag.FORMATTED), own_tags.get(tag.FS_TYPE))
 
 
 @dataclass(kw_only=True)
@@ -95,26 +158,26 @@ class Copier:
         # Those that this process took, and of which no volume was seen yet: by their ids, when.
         self._unused: dict[str, int] = {}
 
-    def prepare(self, known: report.Report, name: str, source: Contents) -> Snapshot:
+    def prepare(self, known: report.Report, name: str, origin: Snapshot | Volume) -> Snapshot:
         """What the volume called `name` can be copied from: a snapshot, or a bridge taken now.
 
         To be called with the source's group held, and a report that was read within. A command for
         a bridge. Raises NoRoom, and OperationPending while one of that name is taken away.
         """
-        if isinstance(source.of, Snapshot):
-            return source.of
+        if isinstance(origin, Snapshot):
+            return origin
         bridge = names.logical_volume(ids.BRIDGE_PREFIX, name)
-        identity = str(VolumeId.of(source.of.group, bridge))
+        identity = str(VolumeId.of(origin.group, bridge))
         if (found := self._bridge(known, identity)) is not None:
             # An earlier call's, whose time was over before it could make the volume.
             is_unused = self._unused.get(identity) == found.time_nanoseconds
-            if is_unused and found.source_id == source.of.id and not found.problem:
+            if is_unused and found.source_id == origin.id and not found.problem:
                 return found
             self.bridges.start(Job(identity))
             raise errors.OperationPending(f"{identity} (of no use any more)")
         self._snapshotter.require_free(known, bridge)
         try:
-            taken = self._snapshotter.take(bridge, source.of, {tag.NAME: name}, None)
+            taken = self._snapshotter.take(bridge, origin, {tag.NAME: name}, None)
         except lvm_errors.LvmError:
             # lvm2 that was told to end may have made it before.
             self.bridges.start(Job(identity))
@@ -158,7 +221,7 @@ class Copier:
         """
         if volume.group.volume(volume.name).origin or tag.FROM not in volume.own_tags:
             return None
-        source = contents.source_of(volume.own_tags)
+        source = source_of(volume.own_tags)
         if source is not None and source.kind == SNAPSHOT:
             found = self._inventory.snapshot(known, source.id)
         elif (bridge := self._bridge_of(known, volume)) is not None:
@@ -275,7 +338,7 @@ class Copier:
             self._grow(job.volume)
         if _is_overwritten(job.volume):
             self._overwrite(job, 0 if job.source is None else job.source.size_bytes)
-        if contents.may_hold_btrfs(job.volume.own_tags):
+        if may_hold_btrfs(job.volume.own_tags):
             self._renew(job.volume)
         self.jobs.check(job)
         group, name = job.volume.group.name, job.volume.name

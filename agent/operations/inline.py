@@ -23,10 +23,12 @@ from agent.core import codes, errors, fields, ids, tag, users
 from agent.core.background import PeriodicTask
 from agent.core.context import Context
 from agent.core.locks import VolumeLocks
+from agent.core.parameters import Parameters
 from agent.core.records import Volume
 from agent.core.requests import CreateVolume, PublishInline, SizeRange, StageVolume, Topology
-from agent.operations.create import Provisioner
-from agent.operations.plan import DEFAULT_SIZE_BYTES
+from agent.operations import plan
+from agent.operations.create import VolumeCreator
+from agent.operations.delete import VolumeDeleter
 from agent.operations.stage import NodeVolumes
 from lvm import command, report, tags
 from lvm.devices import Device
@@ -103,11 +105,16 @@ class InlineVolumes:
     """Carries out the Node's calls on inline volumes."""
 
     def __init__(
-        self, context: Context, provision: Provisioner, access: NodeVolumes, locks: VolumeLocks
+        self,
+        context: Context,
+        creator: VolumeCreator,
+        deleter: VolumeDeleter,
+        access: NodeVolumes,
+        locks: VolumeLocks,
     ) -> None:
         self._config = context.config
         self._kernel, self._inventory = context.kernel, context.inventory
-        self._provision = provision
+        self._creator, self._deleter = creator, deleter
         self._access = access
         self._locks = locks
         self._admitted = _Admitted()
@@ -126,7 +133,7 @@ class InlineVolumes:
         Five commands at most: a report, lvcreate, and what staging takes. None where it is there.
         """
         place = self._access.place(call.target_path)
-        parameters = self._provision.completed(call.parameters, call.capability)
+        parameters = self._complete(call)
         self._access.check_keys(call.volume_id, parameters, call.keys)
         about = {**(parameters.about or {}), tag.EPHEMERAL: _YES}
         if tags.fits(tag.TARGET, place):
@@ -151,11 +158,11 @@ class InlineVolumes:
             attempt.looked = True
             try:
                 with self._admitted.call():
-                    made = self._provision.create(wanted, admit)
+                    made = self._creator.create(wanted, admit)
             finally:
                 for one in self._sweeps.values():
                     one.may_be_some = True
-            return self._provision.complete(made, nullcontext)
+            return self._creator.complete(made, nullcontext)
 
         try:
             self._access.ensure_mounted(
@@ -176,7 +183,7 @@ class InlineVolumes:
         """
         volume = self._find(volume_id)
         if volume is not None:
-            self._provision.delete(str(volume.id))
+            self._deleter.delete(str(volume.id))
         self._admitted.forget(volume_id)
 
     def start(self) -> None:
@@ -219,9 +226,14 @@ class InlineVolumes:
             raise problem
         return False
 
+    def _complete(self, call: PublishInline) -> Parameters:
+        """The call's parameters as its class completes them; no command."""
+        one = plan.device_class(self._config, "volume_context", call.parameters)
+        return plan.with_defaults(call.parameters, [call.capability], one)
+
     def _check_limits(self, call: PublishInline, known: report.Report, size_bytes: int) -> None:
         """Refuse what the configuration does not allow."""
-        asked = call.size_bytes or DEFAULT_SIZE_BYTES
+        asked = call.size_bytes or plan.DEFAULT_SIZE_BYTES
         limit = self._config.inline_volume_limit
         if limit and asked > limit:
             raise errors.BadField(
@@ -246,7 +258,7 @@ class InlineVolumes:
             if volume is None or volume.wiping:
                 return
             if attempt.began or tag.FORMATTED not in volume.own_tags:
-                self._provision.delete(str(volume.id))
+                self._deleter.delete(str(volume.id))
         except Exception as error:
             # The caller is told of the first one.
             _log.warning("inline volume %s is left for now: %s", volume_id, error)
@@ -275,7 +287,7 @@ class InlineVolumes:
                     "inline volume %s was left by a pod that is gone; removing it", volume_id
                 )
                 try:
-                    self._provision.delete(str(volume.id))
+                    self._deleter.delete(str(volume.id))
                     self._admitted.forget(volume_id)
                 except errors.VolumeInUse as error:
                     _log.warning("%s", error)

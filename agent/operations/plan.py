@@ -5,19 +5,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from agent.core import errors, fields, records, tag
+from agent.core import errors, fields, tag
 from agent.core.allocation import Allocator, Thin
 from agent.core.capabilities import BLOCK, MOUNT, Capability
 from agent.core.classes import DeviceClass
 from agent.core.inventory import require_own
 from agent.core.parameters import Parameters
-from agent.core.records import Volume
-from agent.core.requests import CreateVolume, SizeRange, ValidateVolume
+from agent.core.records import Snapshot, Volume
+from agent.core.requests import CreateVolume, SizeRange
 from agent.core.settings import Config
-from lvm import layout, report, tags, tuning
-from lvm.layout import Layout
-from lvm.lvm2 import Lvm
-from lvm.tuning import PLAIN, Tuning
+from lvm import layout, report, tags
 from mount import filesystem
 
 LEAST_BYTES = 4 << 20
@@ -37,11 +34,6 @@ def header_bytes(one: DeviceClass, allocator: Allocator, group: report.Group) ->
     if unit > _MOST_UNIT_BYTES:
         return LEAST_BYTES
     return -(-LEAST_BYTES // unit) * unit
-
-
-def header_tags(header_bytes: int) -> dict[str, str]:
-    """What is kept of it."""
-    return {tag.HEADER: str(header_bytes)} if header_bytes else {}
 
 
 # What a volume is given where the caller names no size.
@@ -117,18 +109,90 @@ def with_defaults(
     )
 
 
-def of(
+def new(
+    call: CreateVolume,
+    one: DeviceClass,
+    allocator: Allocator,
+    group: report.Group,
+    origin: Snapshot | Volume | None,
+) -> tuple[int, dict[str, str]]:
+    """The size and the tags of a new volume, which is made of `origin`, or empty.
+
+    Raises BadField, BadSize.
+    """
+    if origin is None:
+        size, own_tags = _planned(call, one, group, header_bytes(one, allocator, group))
+        if tag.ZERO in own_tags:
+            # It is overwritten in the background, as a copy is written.
+            own_tags |= {tag.STATE: tag.COPYING}
+        return size, own_tags
+    call = replace(call, size=_size_of_copy(call.size, origin))
+    held = origin.own_tags.get(tag.FORMATTED)
+    size, own_tags = _planned(call, one, group, origin.header_bytes, held)
+    own_tags |= _tags_of_copy(own_tags, origin)
+    if one.encryption and one.reencrypt:
+        own_tags |= {tag.SHARED_KEY: "yes"}
+    return size, own_tags
+
+
+def _size_of_copy(size: SizeRange, origin: Snapshot | Volume) -> SizeRange:
+    """The requested size, by default the source's; raises BadSize for less than that."""
+    least = origin.capacity_bytes
+    for name in ("required_bytes", "limit_bytes"):
+        if 0 < getattr(size, name) < least:
+            raise errors.BadSize(
+                f"capacity_range.{name}: {getattr(size, name)} is less than what"
+                f" {str(origin.id)!r} holds, {least} bytes"
+            )
+    return SizeRange(size.required_bytes or least, size.limit_bytes)
+
+
+def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dict[str, str]:
+    """The tags that a new volume with these has of its source; it is not ready yet.
+
+    Raises BadField where the contents cannot be used as requested.
+    """
+    source_id, source = str(origin.id), origin.own_tags
+    copied = {tag.STATE: tag.COPYING, tag.FROM: source_id}
+    # Data are copied as they are on the disk.
+    if own_tags.get(tag.ENCRYPTION, "") != (has := source.get(tag.ENCRYPTION, "")):
+        raise errors.BadField(
+            "volume_content_source",
+            f"{source_id!r} {'is encrypted' if has else 'is not encrypted'}, and what is made of it"
+            f" must be so, too: ask for carver/encryption={has or 'nothing'}",
+        )
+    if tag.SEALED in source:
+        copied[tag.SEALED] = source[tag.SEALED]
+    fs_type = own_tags.get(tag.FS_TYPE, "")
+    if not fs_type:
+        return copied  # a raw block device may hold anything
+    if source.get(tag.ACCESS) == BLOCK:
+        raise errors.BadField(
+            "volume_capabilities",
+            f"mount: {source_id!r} is of a raw block volume; what it holds is not Carver's",
+        )
+    formatted = source.get(tag.FORMATTED, "")
+    if formatted and formatted != fs_type:
+        raise errors.BadField(
+            "volume_content_source", f"{source_id!r} holds {formatted}, not {fs_type}"
+        )
+    return copied | ({tag.FORMATTED: formatted} if formatted else {})
+
+
+def _planned(
     call: CreateVolume,
     one: DeviceClass,
     group: report.Group,
     header_bytes: int,
     held: str | None = None,
 ) -> tuple[int, dict[str, str]]:
-    """The size and the tags of the volume that is asked for."""
+    """The size and the tags of a volume with so large a header, and a file system it holds."""
     parameters = with_defaults(call.parameters, call.capabilities, one, held or "")
     _check_options(call, parameters)
     size = size_bytes(call.size, call.capabilities, parameters, group, one.layout, header_bytes)
-    own_tags = _own_tags(call, parameters, size, one.layout) | header_tags(header_bytes)
+    own_tags = _own_tags(call, parameters, size, one.layout)
+    if header_bytes:
+        own_tags[tag.HEADER] = str(header_bytes)
     return size, own_tags | of_class(one, size, group)
 
 
@@ -217,45 +281,6 @@ def context_of(own_tags: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
-    """Raise BadField for what a volume of that layout cannot have beside what it has."""
-    if not wanted.is_of_recovery:
-        return
-    if not shape.is_raid:
-        given = "minimum" if wanted.maximum_recovery_kib is None else "maximum"
-        raise errors.BadField(
-            f"{fields.MUTABLE}[{given}RecoveryRate]",
-            f"is for a RAID's layouts, this volume is {shape.kind}; allowed: carver/readAhead",
-        )
-    if why := wanted.over(present).refusal:
-        raise errors.BadField(fields.MUTABLE, why)
-
-
-def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:
-    """Give a new volume what lvcreate does not take: one command, mostly none."""
-    lacking = wanted.lacking_in(wanted.for_new().over(PLAIN))
-    if lacking != tuning.AS_IT_IS:
-        tuning.change(lvm, group, name, lacking)
-
-
-def ensure(lvm: Lvm, volume: Volume, wanted: Tuning) -> None:
-    """Have a volume as wanted: one command, none where it is; the group's lock is held.
-
-    Raises BadField, HasSnapshots; then nothing is changed.
-    """
-    group, present = volume.group, volume.group.volume(volume.name).tuning
-    check(wanted, volume.layout, present)
-    lacking = wanted.lacking_in(present)
-    if lacking == tuning.AS_IT_IS:
-        return
-    held = [str(one.id) for one in records.snapshots_of(volume) if not one.is_thin]
-    if held and lacking.read_ahead_bytes is not None:
-        raise errors.HasSnapshots(
-            str(volume.id), held, "lvm2 does not change its read-ahead with them; delete them first"
-        )
-    tuning.change(lvm, group.name, volume.name, lacking)
-
-
 def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
     """Raise Incompatible where the volume that is there is not what is asked for now.
 
@@ -281,7 +306,7 @@ def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
     call = replace(call, size=SizeRange(made_bytes - header))
     # What it was made of gave the file system, and may be gone by now.
     held = found.own_tags.get(tag.FS_TYPE) if told else None
-    _, own_tags = of(call, one, found.group, header, held)
+    _, own_tags = _planned(call, one, found.group, header, held)
     compared = (tag.LAYOUT, tag.CACHE, tag.CAPABILITIES)
     for key in (*compared, *fields.PARAMETERS):
         if (was := found.own_tags.get(key, "")) != (wanted := own_tags.get(key, "")):
@@ -289,58 +314,3 @@ def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
                 f"volume {own_tags[tag.NAME]!r} exists with {key} {was or 'none'!r},"
                 f" not {wanted or 'none'!r}"
             )
-
-
-def refusal(config: Config, volume: Volume, call: ValidateVolume) -> str:
-    """Why the volume cannot be used as wanted; empty where it can."""
-    try:
-        present = volume.group.volume(volume.name).tuning
-        check(call.tuning, volume.layout, present)
-        _check_made_so(config, volume, call)
-    except errors.BadField as error:
-        return str(error)
-    formatted = volume.own_tags.get(tag.FORMATTED)
-    for capability in call.capabilities:
-        if capability.is_block:
-            continue
-        if volume.own_tags[tag.ACCESS] == BLOCK:
-            return "the volume was made for raw block access"
-        if formatted and capability.fs_type not in {"", formatted}:
-            return f"the volume is formatted with {formatted}, not {capability.fs_type}"
-        fs_type = capability.fs_type or formatted or volume.own_tags.get(tag.FS_TYPE, "")
-        minimum = filesystem.FILE_SYSTEMS[fs_type].minimum_bytes if fs_type else 0
-        if volume.capacity_bytes < minimum:
-            return f"{fs_type} needs {minimum} bytes, the volume has {volume.capacity_bytes}"
-    return ""
-
-
-def _check_made_so(config: Config, volume: Volume, call: ValidateVolume) -> None:
-    """Raise BadField for what a caller has of a volume, or says of its class, and is not so.
-
-    What is not given is not compared: a class may have changed since.
-    """
-    own_tags, given = volume.own_tags, call.parameters
-    if call.context and call.context != (own := context_of(own_tags)):
-        raise errors.BadField("volume_context", f"{call.context} is not the volume's, {own}")
-    if own_tags[tag.ACCESS] == BLOCK or any(one.fs_type for one in call.capabilities):
-        # A raw block volume has none, and a capability's goes before it.
-        given = replace(given, fs_type="")
-    wanted = {key.removeprefix(fields.PARAMETER_PREFIX): v for key, v in given.context().items()}
-    made = {key: own_tags.get(key, "") for key in wanted}
-    for key, (part, _) in fields.LAYOUT_PARAMETERS.items():
-        if part in given.layout:
-            wanted[key] = str(given.layout[part])
-            made[key] = str(getattr(volume.layout, part))
-    if given.cache_size is not None:
-        named = replace(given, device_class=given.device_class or own_tags.get(tag.CLASS, ""))
-        # It has one, or else the parameter is refused.
-        cache, extent = (
-            device_class(config, "parameters", named).cache,
-            volume.group.extent_size_bytes,
-        )
-        wanted[fields.CACHE_SIZE] = cache.tag_value(volume.made_bytes, extent) if cache else ""
-        made[fields.CACHE_SIZE] = own_tags.get(tag.CACHE, "")
-    for key, value in wanted.items():
-        if value != made[key]:
-            was = made[key] or "none"
-            raise errors.BadField(f"parameters[{key}]", f"{value!r}, the volume has {was!r}")

@@ -12,7 +12,6 @@ from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import CreateSnapshot, ListSnapshots, Part
-from agent.operations import contents
 from agent.operations.erase import Eraser
 from agent.operations.remove_pool import PoolRemover
 from lvm import caches, layout, names, report, snapshots, thin, volumes
@@ -131,7 +130,7 @@ class Snapshotter:
 
         Raises NoRoom, NotSnapshotted.
         """
-        contents.require_settled(volume)
+        require_settled(volume)
         if not caches.can_be_origin(volume.own_tags.get(tag.CACHE, "")):
             raise errors.NotSnapshotted(
                 str(volume.id),
@@ -293,3 +292,12 @@ def _same(found: Snapshot, call: CreateSnapshot) -> Snapshot:
     if found.problem:
         _log.warning("snapshot %s can no longer be used: %s", found.id, found.problem)
     return found
+
+
+def require_settled(volume: Volume) -> None:
+    """Raise NotSnapshotted for a copy that has its source's master key, and is to get its own."""
+    if tag.SHARED_KEY in volume.own_tags:
+        raise errors.NotSnapshotted(
+            str(volume.id),
+            "it is to get a master key of its own, which it does when it is staged first",
+        )

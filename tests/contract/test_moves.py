@@ -23,7 +23,7 @@ from agent.csi.client import block, mounted
 from agent.extras.streams import reading
 from agent.extras.transfer import move_command, streams_command
 from agent.extras.transfer.move_command import Move, Options
-from agent.operations.create import Provisioner
+from agent.operations.delete import VolumeDeleter
 from lvm import volumes
 from mount.blocks import Bytes, Opened
 from proto import csi_pb2 as csi
@@ -510,7 +510,7 @@ def test_what_may_have_moved_on_from_there_is_taken_back_only_by_the_word_for_it
         going.run()
     # What is left there is deleted, and is not yet gone: it was a volume of that node.
     with monkeypatch.context() as patched:
-        patched.setattr(Provisioner, "_delete", die)
+        patched.setattr(VolumeDeleter, "_delete", die)
         with pytest.raises(grpc.RpcError):
             on.finish()
     with pytest.raises(errors.NotMoved, match="moved it on"):
@@ -597,7 +597,7 @@ def test_what_is_being_deleted_here_is_not_taken_back(
 
     with monkeypatch.context() as patched:
         # From here on it is overwritten.
-        patched.setattr(Provisioner, "_delete", die)
+        patched.setattr(VolumeDeleter, "_delete", die)
         with pytest.raises(grpc.RpcError):
             going.finish()
     with pytest.raises(errors.NotMoved, match="being deleted"):

@@ -19,7 +19,7 @@ from agent.core import errors, ids, tag, users
 from agent.core.context import Context
 from agent.core.holds import Holds
 from agent.core.records import Volume
-from agent.operations.create import Provisioner
+from agent.operations.delete import VolumeDeleter
 from lvm import errors as lvm_errors
 from lvm import report, volumes
 
@@ -51,10 +51,10 @@ class Departure:
 class Mover:
     """Lets volumes go."""
 
-    def __init__(self, context: Context, provisioner: Provisioner, holds: Holds) -> None:
+    def __init__(self, context: Context, deleter: VolumeDeleter, holds: Holds) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory = context.inventory
-        self._provisioner = provisioner
+        self._deleter = deleter
         self._holds = holds
 
     def status(self, volume_id: str) -> Departure:
@@ -181,7 +181,7 @@ class Mover:
             # Before its first byte is overwritten: an undo would take back what is not whole.
             if not _is_going(volume):
                 self._mark(volume, {tag.MOVE_ENDED: tag.WIPING})
-        self._provisioner.delete(volume_id, moved=True)
+        self._deleter.delete(volume_id, moved=True)
         self._holds.allow(volume_id)
 
     def _recall(self, volume_id: str) -> None:

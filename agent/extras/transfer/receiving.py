@@ -29,8 +29,8 @@ from agent.core.ids import VolumeId
 from agent.core.records import Volume
 from agent.extras.streams.form import Header
 from agent.extras.transfer import sending
-from agent.operations import contents
-from agent.operations.create import Provisioner
+from agent.operations import clone
+from agent.operations.delete import VolumeDeleter
 from agent.operations.remove_pool import PoolRemover
 from lvm import layout, names, report, volumes
 from lvm.devices import Device
@@ -68,12 +68,12 @@ class Receiver:
     """Takes volumes from elsewhere into this node's groups."""
 
     def __init__(
-        self, context: Context, provisioner: Provisioner, pool_remover: PoolRemover, holds: Holds
+        self, context: Context, deleter: VolumeDeleter, pool_remover: PoolRemover, holds: Holds
     ) -> None:
         self._config, self._run = context.config, context.run
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory = context.inventory
-        self._provisioner = provisioner
+        self._deleter = deleter
         self._pool_remover = pool_remover
         self._holds = holds
         self._allocators = Allocators(context.config.classes, context.inventory)
@@ -176,7 +176,7 @@ class Receiver:
                 # From the first byte that is overwritten on it does not hold what its tags said.
                 gone = (tag.CHAIN, tag.INTO, tag.OFFSET)
                 self._mark(volume, {tag.FINISHING: _WITHDRAWN}, without=gone)
-        self._provisioner.delete(volume_id, received=True)
+        self._deleter.delete(volume_id, received=True)
         self._holds.allow(volume_id)
 
     def withdraw(self, volume_id: str, release: str) -> None:
@@ -307,7 +307,7 @@ class Receiver:
             return
         self._detached.finish(identity)
         formatted = own_tags.get(tag.FORMATTED, "")
-        if contents.may_hold_btrfs(own_tags) and filesystem.is_on(self._kernel, device.path):
+        if clone.may_hold_btrfs(own_tags) and filesystem.is_on(self._kernel, device.path):
             filesystem.renew(self._kernel, device.path)
         found = filesystem.probe(self._run, device.path, self._kernel)
         if found is None:

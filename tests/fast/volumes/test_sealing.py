@@ -44,4 +44,3 @@ def test_a_volume_that_is_not_encrypted_has_none(fake: FakeHost, service: Servic
     one = DeviceClass("x", "data")
     allocator = Allocators([one], service.inventory).of(one)
     assert plan.header_bytes(one, allocator, report.read(fake.lvm).group("data")) == 0
-    assert plan.header_tags(0) == {}

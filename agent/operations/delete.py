@@ -1,0 +1,113 @@
+"""DeleteVolume: a volume is erased and removed, or its deletion is on record.
+
+Erasing may outlast the call: agent/operations/erase.py does that, and
+agent/operations/remove_pool.py for thin volumes.
+"""
+
+from contextlib import suppress
+
+from agent.core import errors, ids, users
+from agent.core.context import Context
+from agent.core.holds import Holds
+from agent.core.inventory import require_own
+from agent.core.luks_devices import Mappings
+from agent.core.records import Volume
+from agent.operations import erase
+from agent.operations.clone import Copier
+from agent.operations.erase import Eraser
+from agent.operations.reencrypt import Reencrypter
+from agent.operations.remove_pool import PoolRemover
+from lvm import report, volumes
+
+
+class VolumeDeleter:
+    """Deletes volumes of this node's groups."""
+
+    def __init__(
+        self,
+        context: Context,
+        eraser: Eraser,
+        pool_remover: PoolRemover,
+        copier: Copier,
+        reencrypter: Reencrypter,
+        holds: Holds,
+    ) -> None:
+        self._volume_groups, self._kernel = context.volume_groups, context.kernel
+        self._inventory = context.inventory
+        self._detached = context.detached
+        self._mappings = Mappings(context)
+        self._eraser = eraser
+        self._pool_remover = pool_remover
+        self._copier = copier
+        self._reencrypter = reencrypter
+        self._holds = holds
+
+    def is_mounted(self, volume_id: str) -> bool:
+        """Whether a volume that CreateVolume made is staged or published; no command."""
+        if ids.is_inline(volume_id):
+            return False
+        return bool(users.mounted_at(self._kernel, self._inventory, volume_id))
+
+    def delete(self, volume_id: str, *, received: bool = False, moved: bool = False) -> None:
+        """Erase and remove a volume; no volume of that id is no error.
+
+        One that is being received, or was moved, is deleted only with `received` or `moved`.
+        Raises VolumeInUse, HasSnapshots, Receiving, Moved.
+        """
+        self._detached.call_off(volume_id)
+        with (
+            suppress(errors.NoSuchVolume),
+            self._copier.halted(volume_id),
+            self._reencrypter.halted(volume_id),
+        ):
+            self._delete(volume_id, is_own=not (received or moved))
+
+    def _delete(self, volume_id: str, *, is_own: bool) -> None:
+        group = ids.group_of(volume_id)
+        # Held from the report on: of two deletions at once, one sees that its volume is the last
+        # in the pool.
+        with self._volume_groups.hold(group):
+            known = self._inventory.awake(group)
+            volume = self._inventory.get(known, volume_id)
+            if is_own:
+                self._holds.require_free(volume_id)
+                require_own(volume)
+            self._require_independent(known, volume)
+            lvm = self._volume_groups.lvm(group)
+            if grown := erase.leftover(volume.group, volume.name):
+                volumes.remove(lvm, group, grown)
+            # The pool zeroes what it allocates, so a thin volume is removed at once; while a disk
+            # of the pool is missing lvm2 cannot change it.
+            at_once = volume.layout.is_thin and not (
+                volume.missing_disks or volume.wiping or volume.copy_on_write_snapshots
+            )
+            if volume.is_half_made:
+                # It was never active, so there are no data to erase, and it cannot be activated.
+                volumes.remove(lvm, group, volume.name)
+            elif at_once:
+                users.require_unused(self._kernel, self._inventory, volume)
+                if volume.is_encrypted:
+                    self._mappings.ensure_closed(volume)
+                    self._mappings.erase(volume)
+                # Crash point: the pool may be empty; the next start removes it.
+                self._pool_remover.remove(volume)
+        # Crash point: a bridge to the volume is left; the next start removes it.
+        self._copier.clear(known, volume)
+        if volume.is_half_made:
+            return
+        if at_once:
+            self._pool_remover.after(volume, self._eraser.grace_seconds)
+        else:
+            # Crash point: before the tag `wiping` the caller repeats the call; after it the next
+            # start goes on.
+            self._eraser.delete(volume)
+
+    def _require_independent(self, known: report.Report, volume: Volume) -> None:
+        """Raise VolumeInUse or HasSnapshots for a volume that others depend on."""
+        volume_id = str(volume.id)
+        if copies := self._inventory.copies_of(known, volume_id):
+            raise errors.VolumeInUse(volume_id, f"{', '.join(copies)} is copied from it")
+        if held := volume.kept_snapshots:
+            raise errors.HasSnapshots(
+                volume_id, held, "they are nothing without it; delete them first"
+            )

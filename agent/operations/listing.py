@@ -1,0 +1,73 @@
+"""ListVolumes and ControllerGetVolume; and what is here, listed for people."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from agent.core import errors, locks, requests
+from agent.core.context import Context
+from agent.core.records import Snapshot, Volume
+from agent.core.requests import Page, Part
+from agent.core.volume_group import listed
+from lvm import errors as lvm_errors
+from lvm.report import Group, Report
+
+T = TypeVar("T")
+
+_NO_ANSWER = (
+    *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited, errors.GroupRefused),
+    lvm_errors.LvmError,
+)
+
+
+@dataclass(frozen=True)
+class Here(Generic[T]):
+    """The entries of the groups that are here, by id; and by name, why other groups are not."""
+
+    entries: tuple[T, ...]
+    away: Mapping[str, str]
+
+
+class Listing:
+    """Lists volumes and snapshots."""
+
+    def __init__(self, context: Context) -> None:
+        self._volume_groups = context.volume_groups
+        self._inventory = context.inventory
+
+    def get(self, volume_id: str) -> Volume:
+        """The volume of that id; raises NoSuchVolume."""
+        return self._inventory.require(volume_id)
+
+    def page(self, page: Page) -> Part[Volume]:
+        """A part of the volumes, in the order of their ids; raises what a missing group raises."""
+        requests.check(page)
+        every = self._inventory.all(self._inventory.listed())
+        return requests.part({str(one.id): one for one in every if one.is_listed}, page)
+
+    def volumes(self) -> Here[Volume]:
+        """The volumes of the groups that are here; raises TooManyCalls, Starting."""
+        known, away = self._look()
+        found = (one for one in self._inventory.present(known) if one.is_listed)
+        return Here(tuple(sorted(found, key=lambda one: str(one.id))), away)
+
+    def snapshots(self) -> Here[Snapshot]:
+        """The snapshots of the groups that are here; raises TooManyCalls, Starting."""
+        known, away = self._look()
+        found = self._inventory.snapshots(known)
+        return Here(tuple(sorted(found, key=lambda one: str(one.id))), away)
+
+    def _look(self) -> tuple[Report, Mapping[str, str]]:
+        """All groups as they are now, or were at their last answer; and why others are away."""
+        locks.enter()
+        here: dict[str, Group] = {}
+        away: dict[str, str] = {}
+        for name, read in listed(self._volume_groups):
+            try:
+                # The second call raises the reason, also for a group that Carver could not make.
+                group = read() or self._inventory.group(Report({}), name)
+            except _NO_ANSWER as error:
+                away[name] = str(error)
+            else:
+                here[name] = group
+        return Report(here), away

@@ -1,0 +1,59 @@
+"""ControllerModifyVolume: a volume's mutable parameters, all of them changed or none."""
+
+from agent.core import errors, fields, ids, records
+from agent.core.context import Context
+from agent.core.records import Volume
+from agent.core.requests import ModifyVolume
+from lvm import tuning
+from lvm.layout import Layout
+from lvm.lvm2 import Lvm
+from lvm.tuning import PLAIN, Tuning
+
+
+def modify(context: Context, call: ModifyVolume) -> None:
+    """Give a volume its mutable parameters: two commands, one if it has them.
+
+    Raises BadField, HasSnapshots; then nothing is changed.
+    """
+    with context.volume_groups.hold(ids.group_of(call.volume_id)):
+        volume = context.inventory.require(call.volume_id)
+        ensure(context.volume_groups.lvm(volume.group.name), volume, call.tuning)
+
+
+def ensure(lvm: Lvm, volume: Volume, wanted: Tuning) -> None:
+    """Change what a volume lacks of its parameters: one metadata write, or none.
+
+    The group's lock is held. Raises BadField, HasSnapshots; then nothing is changed.
+    """
+    group, present = volume.group, volume.group.volume(volume.name).tuning
+    check(wanted, volume.layout, present)
+    lacking = wanted.lacking_in(present)
+    if lacking == tuning.AS_IT_IS:
+        return
+    held = [str(one.id) for one in records.snapshots_of(volume) if not one.is_thin]
+    if held and lacking.read_ahead_bytes is not None:
+        raise errors.HasSnapshots(
+            str(volume.id), held, "lvm2 does not change its read-ahead with them; delete them first"
+        )
+    tuning.change(lvm, group.name, volume.name, lacking)
+
+
+def complete(lvm: Lvm, group: str, name: str, wanted: Tuning) -> None:
+    """Give a new volume the parameters that lvcreate refuses: one command, mostly none."""
+    lacking = wanted.lacking_in(wanted.for_new().over(PLAIN))
+    if lacking != tuning.AS_IT_IS:
+        tuning.change(lvm, group, name, lacking)
+
+
+def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
+    """Raise BadField for parameters that a volume of that layout, and with these, cannot have."""
+    if not wanted.is_of_recovery:
+        return
+    if not shape.is_raid:
+        given = "minimum" if wanted.maximum_recovery_kib is None else "maximum"
+        raise errors.BadField(
+            f"{fields.MUTABLE}[{given}RecoveryRate]",
+            f"is for a RAID's layouts, this volume is {shape.kind}; allowed: carver/readAhead",
+        )
+    if why := wanted.over(present).refusal:
+        raise errors.BadField(fields.MUTABLE, why)
