@@ -38,8 +38,8 @@ from agent.operations.autoextend import Autoextender
 from agent.operations.clone import Copier
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter
-from agent.operations.erase import Eraser, GrowthZeroer
-from agent.operations.erase_freed import FreedSpaceEraser
+from agent.operations.erase import Eraser
+from agent.operations.erase_free import FreedSpaceEraser, GrowthZeroer
 from agent.operations.expand import Expander
 from agent.operations.group_snapshot import GroupSnapshotter
 from agent.operations.health import Diagnosis
@@ -105,11 +105,13 @@ class Service:
             config, host.run, host.kernel, volume_groups, known, host.devices, host.stream
         )
         locks = self.locks = VolumeLocks()
-        self.eraser = Eraser(context)
         self.pool_remover = PoolRemover(context)
         self.freed_eraser = FreedSpaceEraser(context)
-        self.eraser.emptied = partial(self.pool_remover.after, wait_seconds=0)
-        self.eraser.given_up = self.freed_eraser.start
+        self.eraser = Eraser(
+            context,
+            emptied=partial(self.pool_remover.after, wait_seconds=0),
+            given_up=self.freed_eraser.start,
+        )
         self.autoextender = Autoextender(context)
         snapshotter = Snapshotter(context, self.eraser, self.pool_remover)
         self.group_snapshotter = GroupSnapshotter(
@@ -142,11 +144,9 @@ class Service:
             host.kernel, volume_groups, known, diagnosis, access.check, config.kubelet_dir
         )
         self.storage = StorageHealth(volume_groups, known, diagnosis, self.node, self.admission)
-        repairer = Repairer(context)
-        repairer.freed = self.freed_eraser.start
+        repairer = Repairer(context, freed=self.freed_eraser.start)
         self.auto_repair = AutoRepair(context, repairer)
-        self.replacement = Replacement(context, repairer)
-        self.replacement.freed = self.freed_eraser.start
+        self.replacement = Replacement(context, repairer, freed=self.freed_eraser.start)
         operator = Operator(repairer, self.replacement, listing, locks, config.here)
         self.inline_volumes = InlineVolumes(context, creator, deleter, access, locks)
         self.orphans = _orphans(config, host, known)

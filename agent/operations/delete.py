@@ -12,7 +12,7 @@ from agent.core.holds import Holds
 from agent.core.inventory import require_own
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
-from agent.operations import erase
+from agent.operations import erase_free
 from agent.operations.clone import Copier
 from agent.operations.erase import Eraser
 from agent.operations.reencrypt import Reencrypter
@@ -74,7 +74,7 @@ class VolumeDeleter:
                 require_own(volume)
             self._require_independent(known, volume)
             lvm = self._volume_groups.lvm(group)
-            if grown := erase.leftover(volume.group, volume.name):
+            if grown := erase_free.growth_reservation(volume.group, volume.name):
                 volumes.remove(lvm, group, grown)
             # The pool zeroes what it allocates, so a thin volume is removed at once; while a disk
             # of the pool is missing lvm2 cannot change it.

@@ -1,206 +1,237 @@
-"""Erase deleted volumes before their extents are freed, and zero extents that a volume grows by."""
+"""Erase deleted data before its extents are reused: the policy, and the removal of volumes.
+
+Free extents are zeroed in erase_free.py, empty thin pools in remove_pool.py; both go by the policy
+here.
+"""
 
 import errno
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from agent.core import classes, errors, ids, tag, users
-from agent.core.allocation import Allocator
 from agent.core.context import Context
 from agent.core.jobs import Job, Stopping, TaskQueue
 from agent.core.luks_devices import Mappings
-from agent.core.records import Snapshot, Volume
-from agent.operations import erase_freed
-from lvm import caches, layout, names, report, snapshots, tags, volumes
+from agent.core.records import Snapshot, Volume, is_encrypted
+from lvm import caches, groups, names, report, snapshots, tags, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import Raid
-from lvm.layout import LINEAR, Layout
-from lvm.volumes import New
+from lvm.lvm2 import Lvm
 
 _log = logging.getLogger(__name__)
 
-
-_ZERO_CHUNK_BYTES = 64 << 20
-_ZERO_WORKERS = 1
-
-
-@dataclass(kw_only=True)
-class _Growth(Job):
-    """The key is the volume's id."""
-
-    group: str
-    # The logical volume that has the extents, and its UUID.
-    name: str
-    uuid: str
-    size_bytes: int
-    done_bytes: int = 0
-
-    def __str__(self) -> str:
-        return f"{100 * self.done_bytes // self.size_bytes} % of {self.size_bytes} bytes"
+# A job can end between two chunks: small enough to stop soon, large enough to cost nothing.
+CHUNK_BYTES = 128 << 20
+_WORKERS = 2
+# Jobs that wait for a disk share one look at all groups for so long.
+_GLANCE_SECONDS = 1.0
 
 
-def leftover(group: report.Group, name: str) -> str:
-    """The logical volume that has what a volume is to grow by; empty where there is none."""
-    own = _name(name)
-    return own if own in group.volumes else ""
+class ErasePolicy:
+    """How deleted data is erased; the only reader of the setting `wipe`.
 
+    | setting `wipe` | a volume, thin pool or free extent | an encrypted volume                |
+    | -------------- | ---------------------------------- | ---------------------------------- |
+    | zero           | zeroed                             | header zeroed, then by its class's |
+    |                |                                    | `erase`: zero, crypto or discard   |
+    | none           | left as it is                      | header zeroed                      |
 
-class GrowthZeroer:
-    """Overwrites what volumes grow by."""
+    Zeroing punches a hole where the device guarantees that it reads as zeroes, else it uses
+    BLKZEROOUT (mount.blocks.zero_out), `CHUNK_BYTES` at a time, and ends with fsync(2). What lies
+    on a missing disk waits for that disk, or until an operator gives it up (tag `givenUp`); then
+    the group is tagged, and the free extents are zeroed before they are reused (mark_for_erase).
+    """
 
     def __init__(self, context: Context) -> None:
-        self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory = context.inventory
-        self.grace_seconds = 10.0
-        # The UUIDs of those that were overwritten and not taken yet.
-        self._done: set[str] = set()
-        self.jobs = TaskQueue(
-            "zero",
-            self._overwrite,
-            self._find,
-            "what volume %s is to grow by is not overwritten: %s",
-            workers=_ZERO_WORKERS,
-        )
+        self.zeroes = context.config.wipe == "zero"
+        self._classes = context.config.classes
 
-    def take(self, volume: Volume, more_bytes: int, allocator: Allocator) -> tuple[str, ...]:
-        """The extents that a volume grows by, which nobody has any more and which hold zeroes.
+    def erases(self, one: Volume | Snapshot) -> bool:
+        """Whether any of it is overwritten: all, or at least a LUKS header."""
+        return self.zeroes or one.is_encrypted
 
-        To be called with the group held, and a report that was read within; the caller extends the
-        volume at once. Two commands in all, of the first and of the last call. Raises Overwriting
-        until it is done, NoRoom.
+    def erases_any(self, every: Iterable[report.LogicalVolume]) -> bool:
+        """Whether the extents of any of these logical volumes must be zeroed before reuse."""
+        return self.zeroes or any(is_encrypted(tags.decode(one.tags)) for one in every)
+
+    def method(self, volume: Volume) -> str:
+        """How a volume that is erased is erased (classes.ERASURES).
+
+        An encrypted one with a cache, or made of a snapshot, is zeroed as a whole: either may hold
+        a copy of the header.
         """
-        group, own = volume.group, _name(volume.name)
-        lvm = self._volume_groups.lvm(group.name)
-        reserved = group.volumes.get(own)
-        if reserved is not None and reserved.size_bytes != _taken_bytes(volume, more_bytes):
-            # Another size was asked for before. In use, and so refused, while a piece is written.
-            volumes.remove(lvm, group.name, own)
-            reserved = None
-        if reserved is None:
-            if more_bytes > (room := allocator.maximum_growth_bytes(volume)):
-                raise errors.NoRoom(
-                    group.name, more_bytes, room, f"more {allocator.purpose(group)}"
-                )
-            reserved = self._reserve(volume, more_bytes)
-        if reserved.uuid not in self._done:
-            job = self.jobs.start(
-                _Growth(
-                    key=str(volume.id),
-                    on_record=False,
-                    group=group.name,
-                    name=own,
-                    uuid=reserved.uuid,
-                    size_bytes=more_bytes,
-                )
-            )
-            raise errors.Overwriting(job.key, str(job))
-        volumes.remove(lvm, group.name, own)
-        self._done.discard(reserved.uuid)
-        return reserved.ranges
-
-    def wait(self, volume_id: str) -> bool:
-        """Wait a moment for the overwriting that `take` began; whether it has come to its end."""
-        job = self.jobs.of(volume_id)
-        return job is None or bool(wait([job.ended], self.grace_seconds).done)
-
-    def stop(self) -> None:
-        """End at the next chunk; the next start removes what is left."""
-        self.jobs.stop()
-
-    def _reserve(self, volume: Volume, size_bytes: int) -> report.LogicalVolume:
-        """Take so many extents from where the volume would grow."""
-        group, shape = volume.group, volume.layout
-        disks = layout.growth_placement(group, group.volume(volume.name), shape)
-        # On each of its disks as much as the volume takes there, parity and copies included.
-        spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
-        taken = _taken_bytes(volume, size_bytes)
-        own_tags = {tag.NAME: volume.own_tags[tag.NAME], tag.STATE: tag.WIPING}
-        new = New(_name(volume.name), taken, own_tags)
-        volumes.create(
-            self._volume_groups.lvm(group.name), group.name, new, layout=spread, disks=disks
+        is_volume = any(
+            names.is_of(one, volume.name) for one in (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
         )
-        return self._inventory.read(group.name).group(group.name).volume(new.name)
+        if not volume.is_encrypted or tag.CACHE in volume.own_tags or not is_volume:
+            return classes.ERASE_ZERO
+        if not self.zeroes:
+            return classes.ERASE_CRYPTO
+        called = volume.own_tags.get(tag.CLASS)
+        found = (one.erase for one in self._classes if one.name == called)
+        return next(found, classes.ERASE_ZERO)
 
-    def _find(self, volume_id: str) -> _Growth:
-        # Nobody's but the caller's, who calls again.
-        raise errors.NoSuchVolume(volume_id)
-
-    def _overwrite(self, job: _Growth) -> None:
-        device = self._inventory.ensure_active(job.group, job.name).path
-        size_bytes = self._kernel.device_size_bytes(device)
-        job.size_bytes = size_bytes
-        for offset in range(0, size_bytes, _ZERO_CHUNK_BYTES):
-            self.jobs.check(job)
-            length = min(_ZERO_CHUNK_BYTES, size_bytes - offset)
-            self._kernel.zero_out(device, offset, length)
-            job.done_bytes = offset + length
-        self._kernel.flush(device)
-        self._done.add(job.uuid)
+    @staticmethod
+    def waits_for_disk(volume: Volume) -> bool:
+        """Whether a part of it may come back with a missing disk that was not given up."""
+        return bool(volume.missing_disks) and tag.GIVEN_UP not in volume.own_tags
 
 
-def _taken_bytes(volume: Volume, size_bytes: int) -> int:
-    """What so much of a volume takes on all of its disks."""
-    shape = volume.layout
-    return size_bytes if shape.is_linear else size_bytes // shape.stripes * shape.disks
+def chunks(end_bytes: int, begin_bytes: int = 0) -> Iterator[tuple[int, int]]:
+    """The offsets and lengths in which a device is zeroed, in bytes."""
+    for offset in range(begin_bytes, end_bytes, CHUNK_BYTES):
+        yield offset, min(CHUNK_BYTES, end_bytes - offset)
 
 
-def _name(name: str) -> str:
-    return names.logical_volume(ids.GROWTH_PREFIX, name)
+# Free extents to erase are on record as tags of their group: `sweep`, all of them; `sweepDisks`,
+# those on these disks. What is freed on a missing disk is free, with its data, once the disk is
+# back: lvm2 takes a disk on which nothing lies as whole by itself. Until a mark is removed nothing
+# is allocated there.
+_SWEEP = {tag.SWEEP: "yes"}
 
 
-# Small enough to stop soon when the service stops, large enough to cost nothing.
-_CHUNK_BYTES = 128 << 20
-_WORKERS = 2
-# A look at all groups serves those that wait for a disk for so long.
-_GLANCE_SECONDS = 1.0
+def mark_for_erase(lvm: Lvm, group: report.Group, disks: Collection[str] = ()) -> bool:
+    """Tag a group so that free extents on these disks (UUIDs; all by default) are zeroed first.
+
+    Call it before they are freed, with the group locked and a report that was read since. One
+    command, none if the tag is there already. Returns whether it was added.
+    """
+    marks = erase_marks(group)
+    if tag.SWEEP in marks:
+        return False
+    every = tag.BETWEEN.join(sorted({*_marked_disks(marks), *disks}))
+    is_named = bool(disks) and tags.fits(tag.SWEEP_DISKS, every)
+    new = {tag.SWEEP_DISKS: every} if is_named else _SWEEP
+    if new == marks:
+        return False
+    groups.mark(lvm, group.name, old=marks, new=new)
+    return True
+
+
+def unmark_disk(lvm: Lvm, group: report.Group, disk: str) -> None:
+    """Remove a disk (UUID) on which nothing was freed from the mark; call as `mark_for_erase`."""
+    marks = erase_marks(group)
+    if disk not in _marked_disks(marks):
+        return
+    left = tag.BETWEEN.join(sorted({*_marked_disks(marks)} - {disk}))
+    rest = {key: one for key, one in marks.items() if key != tag.SWEEP_DISKS}
+    groups.mark(lvm, group.name, old=marks, new={**rest, tag.SWEEP_DISKS: left} if left else rest)
+
+
+def unmark_if_erased(lvm: Lvm, group: report.Group) -> bool:
+    """Remove the marks if nothing is left to erase; call as `mark_for_erase`.
+
+    Returns whether the group has no mark then.
+    """
+    if not (marks := erase_marks(group)):
+        return True
+    is_busy = bool(group.moves or group.missing_disks) or is_sweep(group, ids.SWEEP)
+    if is_busy or any(disks_to_erase(group)):
+        return False
+    groups.mark(lvm, group.name, old=marks)
+    return True
+
+
+def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:
+    """Remove the sweep volume if it lacks a disk; call as `mark_for_erase`.
+
+    It holds no user's data, and is made again as long as the group is marked.
+    """
+    gone = {disk.uuid for disk in group.disks if disk.missing}
+    if is_sweep(group, ids.SWEEP) and group.volume(ids.SWEEP).disks & gone:
+        volumes.remove(lvm, group.name, ids.SWEEP)
+
+
+def is_sweep(group: report.Group, name: str) -> bool:
+    """Whether it is the volume that takes free extents to zero them; its name alone is no proof."""
+    made = group.volumes.get(name)
+    return name == ids.SWEEP and made is not None and bool(erase_marks(group)) and is_deleted(made)
+
+
+def is_deleted(logical: report.LogicalVolume) -> bool:
+    """Whether its tags say that it was deleted and only its removal is left."""
+    return tags.decode(logical.tags).get(tag.STATE) == tag.WIPING
+
+
+def is_given_up(logical: report.LogicalVolume) -> bool:
+    """Whether an operator gave up the part of it that lies on missing disks."""
+    return tag.GIVEN_UP in tags.decode(logical.tags)
+
+
+def disks_to_erase(group: report.Group) -> Iterator[report.PhysicalVolume]:
+    """The disks with free extents that must be zeroed."""
+    for one in group.disks:
+        if one.extents > one.allocated_extents and one.unclean:
+            yield one
+
+
+def erase_marks(group: report.Group) -> Mapping[str, str]:
+    """The group's tags that say which free extents must be zeroed; empty if none must."""
+    own_tags = tags.decode(group.tags)
+    return {key: own_tags[key] for key in (tag.SWEEP, tag.SWEEP_DISKS) if key in own_tags}
+
+
+def _marked_disks(marks: Mapping[str, str]) -> list[str]:
+    return [one for one in marks.get(tag.SWEEP_DISKS, "").split(tag.BETWEEN) if one]
 
 
 @dataclass(kw_only=True)
 class _Wipe(Job):
+    """The key is the volume's id."""
+
     volume: Volume
-    # Set under the group's lock: nothing is put on record of a volume that is gone.
+    # Set with the group locked: a volume that is gone is not tagged.
     removed: bool = False
 
 
 class Eraser:
-    """Wipes and removes volumes, a few at a time."""
+    """Erases and removes deleted volumes in the background, a few at a time.
 
-    def __init__(self, context: Context) -> None:
+    `emptied` is called after a thin volume or snapshot was removed, `given_up` with the name of a
+    group in which an operator gave something up.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        *,
+        emptied: Callable[[Volume], object],
+        given_up: Callable[[str], object],
+    ) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
-        self._inventory = context.inventory
-        self._classes = context.config.classes
+        self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
         self._mappings = Mappings(context)
-        self.zero = context.config.wipe == "zero"
-        # Told of a thin volume, or snapshot, that was removed; of a group in which something was
-        # given up.
-        self.emptied: Callable[[Volume], object] = lambda _volume: None
-        self.given_up: Callable[[str], object] = lambda _group: None
+        self.policy = ErasePolicy(context)
+        self._emptied, self._given_up = emptied, given_up
         self.grace_seconds = 2.0
         self._glanced = -math.inf, report.Report({})
-        # How long a worker waits for a cache that is written back, and how often it looks.
+        # How long a worker waits for a cache to be written back, and how often it looks.
         self.write_back_seconds = 2.0
         self.look_seconds = 0.5
         self.jobs = TaskQueue(
             "wipe",
             self._work,
             self._find,
-            "volume %s is deleted, but not wiped and removed: %s",
+            "volume %s is deleted, but not erased and removed yet: %s",
             workers=_WORKERS,
         )
 
     def delete(self, volume: Volume) -> None:
-        """Wipe and remove, or leave that to the background on record; raises VolumeInUse."""
+        """Erase and remove a volume; if that takes long, tag it and go on in the background.
+
+        Raises VolumeInUse.
+        """
         if volume.wiping:
             self._start(volume)
             return
         users.require_unused(self._kernel, self._inventory, volume)
         self._mappings.ensure_closed(volume)
-        is_kept = self.overwrites(volume) or volume.layout.is_thin
+        is_kept = self.policy.erases(volume) or volume.layout.is_thin
         if volume.copy_on_write_snapshots or (volume.missing_disks and is_kept):
             # It may be long until the disk is back, or given up: the caller need not wait.
             self._put_on_record(_wipe_of(volume))
@@ -212,47 +243,43 @@ class Eraser:
             if not job.ended.done() and self._put_on_record(job):
                 return
         except Exception:
-            # The caller hears that it is not deleted; who calls again has it begun anew.
+            # The call fails, and its repetition starts a new job.
             job.called_off.set()
             raise
         job.ended.result()
 
     def finish(self, volume: Volume) -> None:
-        """Wipe and remove what is on record already; most wipes are over when this returns."""
+        """Erase and remove a volume that is tagged already; waits a moment for it."""
         wait([self._start(volume).ended], self.grace_seconds)
 
     def _put_on_record(self, job: _Wipe) -> bool:
         """Tag a volume as deleted, unless it is removed already."""
         group, name = job.volume.group.name, job.volume.name
         with self._volume_groups.hold(group):
-            # Also where nobody knows what lvm2 did for the job: a look tells.
+            # A fresh report: the outcome of the job's own lvm2 commands may be unknown.
             if job.removed or name not in self._inventory.read(group).group(group).volumes:
                 return False
             old = {tag.STATE: job.volume.own_tags.get(tag.STATE, tag.READY)}
             new = {tag.STATE: tag.WIPING}
-            volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=new)
+            volumes.mark(self._lvm(group), group, name, old=old, new=new)
             job.on_record = True
         if job.ended.done():
-            # It failed in between, and nobody else will hear of it.
+            # It failed before it was on record, so the queue did not schedule a retry.
             self.jobs.try_again(job)
         return True
 
-    def overwrites(self, one: Volume | Snapshot) -> bool:
-        """Whether something of it is overwritten: all of it, or a header in it at least."""
-        return self.zero or one.is_encrypted
-
     def is_deleting(self, volume_id: str) -> bool:
-        """Whether the volume's data are being overwritten, or were in part."""
+        """Whether the volume's data is being overwritten, or was in part."""
         return self.jobs.has(volume_id)
 
     def counts(self) -> Mapping[str, int]:
-        """How many wipes wait for a worker, are under way, and failed and will be tried again."""
+        """How many jobs are queued, running, and failed and waiting for a retry."""
         return self.jobs.counts()
 
     def resume(self, *groups: str) -> int:
-        """Go on with the wipes that are left in these groups, or in all; returns how many."""
+        """Start a job for each deleted volume left in these groups, or in all; returns how many."""
         own = groups or self._volume_groups.names
-        # Held: nothing of what is found is removed, and made anew, before its job is there.
+        # Locked: a volume found is not removed and created anew before its job exists.
         with self._volume_groups.hold(*own):
             every = self._inventory.doomed(self._inventory.awake(*own))
             left = [one for one in every if one.group.name in own]
@@ -261,36 +288,35 @@ class Eraser:
         return len(left)
 
     def forget(self, volume_id: str) -> None:
-        """A new volume has the id now: what is known of an earlier one is void."""
+        """Forget the job of an earlier volume: a new one has the id."""
         self.jobs.forget(volume_id)
 
     def stop(self) -> None:
-        """End at the next chunk; the tags tell the next start what is left."""
+        """End at the next chunk; the next start resumes from the tags."""
         self.jobs.stop()
 
     def _start(self, volume: Volume) -> _Wipe:
-        """Begin, or find what is under way; raises Stopping while one that was called off ends."""
+        """Start a job, or find the running one; raises Stopping while a called-off one ends."""
         job = self.jobs.start(_wipe_of(volume))
         if job.called_off.is_set():
             raise Stopping(job.key)
         return job
 
     def _find(self, volume_id: str) -> _Wipe:
-        # Those that wait for a disk share one look, however many they are.
         seen_seconds, known = self._glanced
         if time.monotonic() - seen_seconds > _GLANCE_SECONDS:
             known = self._inventory.glance()
             self._glanced = time.monotonic(), known
         with suppress(errors.NoSuchVolume, errors.OtherGroup):
             volume = self._inventory.doomed_one(known, volume_id)
-            if _waits_for_disk(volume):
+            if self.policy.waits_for_disk(volume):
                 return _wipe_of(volume)
         return _wipe_of(
             self._inventory.doomed_one(self._inventory.awake(ids.group_of(volume_id)), volume_id)
         )
 
     def _work(self, job: _Wipe) -> None:
-        """Who deletes takes NoSuchVolume for success, so it is none without proof."""
+        """Erase and remove; DeleteVolume takes NoSuchVolume for success, so it needs proof."""
         try:
             self._wipe_and_remove(job)
         except errors.NoSuchVolume:
@@ -301,53 +327,54 @@ class Eraser:
                 raise errors.NotOverwritten(str(volume.id), why) from None
 
     def _wipe_and_remove(self, job: _Wipe) -> None:
+        """Detach the volume from its pool, origin or cache; overwrite it; remove it."""
         if job.volume.is_encrypted and job.volume.name in job.volume.group.volumes:
-            # However it goes, and however long that takes: it opens what is left of the volume.
+            # First of all: the copy of the header opens what is left of the volume.
             self._mappings.copies.forget(job.volume.group.volume(job.volume.name).uuid)
-        volume = self._parted(job.volume)
+        volume = self._detached(job.volume)
         if volume is None:
             return
-        doomed = [volume.name]
-        overwrites = self.overwrites(volume)
-        if overwrites and _waits_for_disk(volume):
+        group_name, doomed = volume.group.name, [volume.name]
+        erases = self.policy.erases(volume)
+        if erases and self.policy.waits_for_disk(volume):
             raise errors.NotOverwritten(str(volume.id), _about_disks(volume))
-        if overwrites:
+        if erases:
             if volume.read_only:
-                with self._volume_groups.hold(volume.group.name):
-                    volumes.allow_writing(
-                        self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
-                    )
+                with self._volume_groups.hold(group_name):
+                    volumes.allow_writing(self._lvm(group_name), group_name, volume.name)
             self._inventory.activate(volume, partial=bool(volume.missing_disks))
             if tag.CACHE in volume.own_tags:
-                doomed += self._parted_cache(job, volume)
-            self._revive_legs(volume)
-            told = [self._wipe(job, replace(volume, name=name)) for name in doomed]
-            if dead := self._dead_legs(volume):
-                raise errors.NotOverwritten(str(volume.id), _about_legs(volume, dead))
+                doomed += self._detached_cache(job, volume)
+            if self._dead_images(volume):
+                # The disk may have failed only for a while (lvmraid(7)).
+                with self._volume_groups.hold(group_name):
+                    volumes.refresh(self._lvm(group_name), group_name, volume.name)
+            are_lost = [self._overwrite(job, replace(volume, name=name)) for name in doomed]
+            if dead := self._dead_images(volume):
+                raise errors.NotOverwritten(str(volume.id), _about_images(volume, dead))
         elif tag.CACHE in volume.own_tags:
             doomed += filter(None, [caches.parted(volume.group, volume.name)])
-        is_given_up = overwrites and bool(volume.missing_disks)
-        with self._volume_groups.hold(volume.group.name):
+        is_partial = erases and bool(volume.missing_disks)
+        with self._volume_groups.hold(group_name):
             if job.called_off.is_set():
                 raise Stopping(job.key)
-            if is_given_up:
-                # A disk that is back is whole for lvm2 by itself, once nothing lies on it.
-                group = self._inventory.read(volume.group.name).group(volume.group.name)
-                disks = volume.missing_disks if all(told) else ()
-                erase_freed.owe(self._volume_groups.lvm(group.name), group, disks)
-            volumes.remove(self._volume_groups.lvm(volume.group.name), volume.group.name, *doomed)
+            lvm = self._lvm(group_name)
+            if is_partial:
+                group = self._inventory.read(group_name).group(group_name)
+                mark_for_erase(lvm, group, volume.missing_disks if all(are_lost) else ())
+            volumes.remove(lvm, group_name, *doomed)
             job.removed = True
-        if is_given_up:
+        if is_partial:
             _log.warning(
-                "volume %s is removed; what of it lies on the missing disks %s was not overwritten",
+                "volume %s is removed; its part on the missing disks %s was not overwritten",
                 *(volume.id, ", ".join(volume.missing_disks)),
             )
-            self.given_up(volume.group.name)
+            self._given_up(group_name)
 
-    def _parted(self, volume: Volume) -> Volume | None:
-        """What was deleted as a volume on its own, with extents of its own; None where it is gone.
+    def _detached(self, volume: Volume) -> Volume | None:
+        """A volume with extents of its own, split from an origin; None if it is removed.
 
-        Of what was deleted while a disk was missing, and could not be parted or removed then.
+        It was deleted while a disk was missing, and could not be split or removed then.
         """
         found = volume.group.volumes.get(volume.name)
         if found is None or not (found.pool or volume.group.made_of(volume.name) or found.origin):
@@ -356,79 +383,69 @@ class Eraser:
         with self._volume_groups.hold(group):
             volume = self._inventory.doomed_one(self._inventory.awake(group), str(volume.id))
             logical = volume.group.volume(volume.name)
-            if erase_freed.is_given_up(volume.on_disks) and volume.missing_disks:
-                self.given_up(group)
+            if is_given_up(volume.on_disks) and volume.missing_disks:
+                self._given_up(group)
                 why = "it was given up, and goes when all that goes with it is deleted"
                 raise errors.NotOverwritten(str(volume.id), why)
             is_thin = bool(logical.pool)
-            if (is_thin and volume.missing_disks) or (not is_thin and volume.group.missing_disks):
+            if volume.missing_disks if is_thin else volume.group.missing_disks:
                 raise errors.NotOverwritten(str(volume.id), _about_disks(volume))
             if volume.group.copy_on_write_of(volume.name):
                 raise errors.NotOverwritten(
                     str(volume.id), "its deleted snapshots are overwritten first"
                 )
-            lvm = self._volume_groups.lvm(group)
+            lvm = self._lvm(group)
             if is_thin:
                 if volume.is_encrypted:
                     self._mappings.erase(volume)
                 try:
                     volumes.remove(lvm, group, volume.name)
                 finally:
-                    # Also where nobody knows: its pool is looked at, and nothing else comes back.
-                    self.emptied(volume)
-            elif logical.is_copy_on_write:
+                    # Even if the outcome is unknown: the pool is looked at, and no retry comes.
+                    self._emptied(volume)
+                return None
+            if logical.is_copy_on_write:
                 snapshots.split(lvm, group, volume.name)
-        if is_thin:
-            return None
         return replace(volume, read_only=volume.read_only or logical.is_copy_on_write)
 
-    def _dead_legs(self, volume: Volume) -> str:
-        """How device-mapper tells of the legs of a RAID, where some take no writes. No command.
+    def _dead_images(self, volume: Volume) -> str:
+        """The kernel's health characters of a RAID with failed images; empty if none failed.
 
-        Those on missing disks are known; nothing is told where there are no others.
+        Images on missing disks do not count. No command.
         """
-        told = self._inventory.status(volume.group.name, volume.name)
-        found = (one.health for one in told if isinstance(one, Raid))
+        status = self._inventory.status(volume.group.name, volume.name)
+        found = (one.health for one in status if isinstance(one, Raid))
         lost = len(volume.missing_disks)
         return next((one for one in found if one.count("D") + one.count("-") > lost), "")
 
-    def _revive_legs(self, volume: Volume) -> None:
-        """Have a leg take writes again whose disk failed only for a while (lvmraid(7))."""
-        if self._dead_legs(volume):
-            with self._volume_groups.hold(volume.group.name):
-                volumes.refresh(
-                    self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
-                )
+    def _detached_cache(self, job: _Wipe, volume: Volume) -> list[str]:
+        """The cache as a volume of its own: it holds data that was written, too.
 
-    def _parted_cache(self, job: _Wipe, volume: Volume) -> list[str]:
-        """The cache of a volume as one of its own: what was written is there, too.
-
-        Killed afterwards, the volume has none; whoever goes on with it finds the parted one.
+        After a kill the volume has no cache, and the resumed job finds the detached one.
         """
         group, logical = volume.group, volume.group.volume(volume.name)
         if not caches.is_cached(logical):
             return list(filter(None, [caches.parted(group, volume.name)]))
-        self._make_clean(job, volume)
+        self._write_back(job, volume)
         with self._volume_groups.hold(group.name):
-            caches.split(self._volume_groups.lvm(group.name), logical)
+            caches.split(self._lvm(group.name), logical)
         return [caches.attached(logical)]
 
-    def _make_clean(self, job: _Wipe, volume: Volume) -> None:
-        """Have a cache written back before it is parted, while nobody is kept waiting.
+    def _write_back(self, job: _Wipe, volume: Volume) -> None:
+        """Have the kernel write a cache back before it is detached.
 
-        lvm2 would do that itself, but within its command and so under the group's lock: hours,
-        where much is dirty and the disk is slow. No worker waits so long either: raises
-        NotOverwritten, the kernel writes on, and the job is tried again with other volumes' jobs
-        done meanwhile.
+        lvm2 would do that within its command, with the group locked: hours, where much is dirty and
+        the disk is slow. A worker does not wait so long either: it raises NotOverwritten, the
+        kernel writes on, and the retry comes after other volumes' jobs.
         """
         group, name = volume.group.name, volume.name
         if caches.is_clean(self._inventory.status(group, name)):
             return
         try:
             with self._volume_groups.hold(group):
-                caches.clean(self._volume_groups.lvm(group), volume.group.volume(name))
+                caches.clean(self._lvm(group), volume.group.volume(name))
         except lvm_errors.CommandFailed as error:
-            _log.warning("the cache of %s is written back while it is parted: %s", volume.id, error)
+            _log.warning("the cache of %s is written back by lvm2 instead: %s", volume.id, error)
             return
         deadline_seconds = time.monotonic() + self.write_back_seconds
         while not caches.is_clean(self._inventory.status(group, name)):
@@ -437,66 +454,50 @@ class Eraser:
                 raise errors.NotOverwritten(str(volume.id), _about_cache(volume))
             time.sleep(self.look_seconds)
 
-    def _wipe(self, job: _Wipe, volume: Volume) -> bool:
-        """Overwrite it; whether what was not lies on missing disks, for certain."""
+    def _overwrite(self, job: _Wipe, volume: Volume) -> bool:
+        """Overwrite a volume; returns whether all that failed lies on missing disks for certain."""
         device = self._inventory.activate(volume).path
         is_partial = bool(job.volume.missing_disks)
         whole_bytes = size_bytes = self._kernel.device_size_bytes(device)
-        erasure = self._erasure(job.volume)
-        if erasure != classes.ERASE_ZERO:
-            size_bytes = min(whole_bytes, volume.header_bytes or _CHUNK_BYTES)
+        method = self.policy.method(job.volume)
+        if method != classes.ERASE_ZERO:
+            size_bytes = min(whole_bytes, volume.header_bytes or CHUNK_BYTES)
         elif job.volume.is_encrypted and not is_partial:
-            # Nobody can read it from then on, however long the rest takes.
+            # Without its header it cannot be read, however long the rest takes.
             self._mappings.erase(volume)
-        is_told = True
-        for offset in range(0, size_bytes, _CHUNK_BYTES):
+        are_lost = True
+        for offset, length in chunks(size_bytes):
             self.jobs.check(job)
-            length = min(_CHUNK_BYTES, size_bytes - offset)
             if is_partial:
-                is_told &= self._zero_what_is_there(volume, device, offset, length)
+                are_lost &= self._zero_present(volume, device, offset, length)
             else:
-                self._zero_out(volume, device, offset, length)
-        # Once the extents are free, a power loss may not bring back what they held.
+                self._zero(volume, device, offset, length)
+        # A power loss after the extents are free must not bring the data back.
         self._kernel.flush(device)
-        if erasure == classes.ERASE_DISCARD:
-            with suppress(OSError):  # a disk that does not know it
+        if method == classes.ERASE_DISCARD:
+            with suppress(OSError):  # the disk does not support it
                 self._kernel.discard(device, size_bytes, whole_bytes - size_bytes)
-        return is_told
+        return are_lost
 
-    def _erasure(self, volume: Volume) -> str:
-        """What is done beside the header to an encrypted volume; all of any other is overwritten.
+    def _zero_present(self, volume: Volume, device: str, offset: int, length: int) -> bool:
+        """Zero the extents that lie on disks that are present; raises where one of these fails.
 
-        So is all of one with a cache, and of what was a snapshot: a copy of a header may be in
-        either.
+        Returns whether all that failed lie on missing disks for certain.
         """
-        if not volume.is_encrypted or tag.CACHE in volume.own_tags or not _is_volume(volume.name):
-            return classes.ERASE_ZERO
-        if not self.zero:
-            return classes.ERASE_CRYPTO
-        called = volume.own_tags.get(tag.CLASS)
-        found = (one.erase for one in self._classes if one.name == called)
-        return next(found, classes.ERASE_ZERO)
-
-    def _zero_what_is_there(self, volume: Volume, device: str, offset: int, length: int) -> bool:
-        """Overwrite the extents that lie on disks that are there.
-
-        Whether those that failed are all on missing ones, for certain. What is there and fails is
-        raised.
-        """
-        extent, end, is_told = volume.group.extent_size_bytes, offset + length, True
+        extent, end, are_lost = volume.group.extent_size_bytes, offset + length, True
         while offset < end:
             size = min(extent - offset % extent, end - offset)
             try:
-                self._zero_out(volume, device, offset, size)
+                self._zero(volume, device, offset, size)
             except OSError as error:
                 is_lost = _is_lost(volume, offset // extent)
                 if error.errno != errno.EIO or is_lost is False:
                     raise
-                is_told &= is_lost is True
+                are_lost &= is_lost is True
             offset += size
-        return is_told
+        return are_lost
 
-    def _zero_out(self, volume: Volume, device: str, offset: int, length: int) -> None:
+    def _zero(self, volume: Volume, device: str, offset: int, length: int) -> None:
         try:
             self._kernel.zero_out(device, offset, length)
         except OSError as error:
@@ -505,14 +506,10 @@ class Eraser:
             raise
 
 
-def _is_volume(name: str) -> bool:
-    return any(names.is_of(one, name) for one in (ids.VOLUME_PREFIX, ids.INLINE_PREFIX))
-
-
 def _is_lost(volume: Volume, extent: int) -> bool | None:
-    """Whether an extent of a volume lies on a missing disk; None where that is not certain.
+    """Whether an extent of a volume lies on a missing disk; None if that is not certain.
 
-    What is striped, or has copies, lies on several disks at once.
+    An extent of a striped or mirrored volume lies on several disks.
     """
     logical = volume.group.volumes.get(volume.name)
     if logical is None or logical.layout != {"linear"}:
@@ -525,11 +522,6 @@ def _is_lost(volume: Volume, extent: int) -> bool | None:
         if extent < 0:
             return is_missing.get(disk)
     return None
-
-
-def _waits_for_disk(volume: Volume) -> bool:
-    """Whether a part of it may come back with a disk, and nobody gave that up."""
-    return bool(volume.missing_disks) and tag.GIVEN_UP not in volume.own_tags
 
 
 def _about_disks(volume: Volume) -> str:
@@ -550,22 +542,22 @@ def _about_disks(volume: Volume) -> str:
 def _about_cache(volume: Volume) -> str:
     path = f"{volume.group.name}/{volume.name}"
     return (
-        "its cache is written back first, and it is tried again each minute. Where the dirty blocks"
-        f" do not become fewer (`dmsetup status /dev/{path}`), look at `dmesg`, and mend or replace"
-        " the disk"
+        "its cache is written back first, and it is retried each minute. If the dirty blocks do not"
+        f" become fewer (`dmsetup status /dev/{path}`), look at `dmesg`, and repair or replace the"
+        " disk"
     )
 
 
-def _about_legs(volume: Volume, health: str) -> str:
+def _about_images(volume: Volume, health: str) -> str:
     path = f"{volume.group.name}/{volume.name}"
     return (
-        f"its legs are {health}, and D takes no writes (`lvs -a {path}`, `dmesg`). It is tried"
-        " again; mend or replace that disk"
+        f"the health of its RAID images is {health}, and D takes no writes (`lvs -a {path}`,"
+        " `dmesg`). It is retried; repair or replace that disk"
     )
 
 
 def _wipe_of(volume: Volume) -> _Wipe:
-    # Many may wait, and each would keep a report of all volumes.
+    # Many jobs may wait, and each would keep a report of all volumes.
     upon = [one.name for one in volume.group.made_of(volume.name)]
     pool = volume.group.volumes[volume.name].pool if volume.name in volume.group.volumes else ""
     parted = caches.parted(volume.group, volume.name)

@@ -33,7 +33,7 @@ from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
 from agent.core.requests import ExpandVolume, SizeRange
-from agent.operations.erase import GrowthZeroer
+from agent.operations.erase_free import GrowthZeroer
 from lvm import errors as lvm_errors
 from lvm import layout, report, volumes
 from mount import errors as mount_errors

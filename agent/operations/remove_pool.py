@@ -26,6 +26,7 @@ from agent.core.allocation import is_half_made_pool, is_own_pool, wipe_name
 from agent.core.context import Context
 from agent.core.jobs import Job, TaskQueue
 from agent.core.records import Snapshot, Volume
+from agent.operations.erase import ErasePolicy
 from lvm import caches, names, report, tags, thin, volumes
 from lvm import errors as lvm_errors
 from lvm.volumes import New
@@ -48,7 +49,7 @@ class PoolRemover:
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._devices = context.inventory, context.devices
-        self._zero = context.config.wipe == "zero"
+        self._zero = ErasePolicy(context).zeroes
         self.jobs = TaskQueue(
             "reclaim",
             self._wipe_and_remove,

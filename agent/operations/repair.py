@@ -11,9 +11,9 @@ from agent.core.background import PeriodicTask
 from agent.core.classes import AUTO
 from agent.core.context import Context
 from agent.core.inventory import Inventory
-from agent.core.records import Volume, is_encrypted
-from agent.operations import erase_freed
-from lvm import command, groups, report, tags, thin, volumes
+from agent.core.records import Volume
+from agent.operations.erase import ErasePolicy, mark_for_erase
+from lvm import command, groups, report, thin, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import Raid
 
@@ -47,13 +47,11 @@ def raid_of(known: Inventory, group: str, name: str) -> Raid | None:
 class Repairer:
     """Repairs volumes."""
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: Context, *, freed: Callable[[str], object]) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory = context.inventory
         self._allocators = Allocators(context.config.classes, context.inventory)
-        self._zero = context.config.wipe == "zero"
-        # Told of a group in which images on missing disks were replaced.
-        self.freed: Callable[[str], object] = lambda _group: None
+        self._policy, self._freed = ErasePolicy(context), freed
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> Progress:
         """Go on with the repair of a volume; of a thin one, of its pool, if that is said.
@@ -92,13 +90,13 @@ class Repairer:
             # lvm2 replaces no image meanwhile, and neither is there anything to do but wait.
             return Progress(False, f"{path} is rebuilt: {status.synced_percent:.0f} %")
         if lost:
-            if self._zero or is_encrypted(tags.decode(logical.tags)):
+            if self._policy.erases_any([logical]):
                 # What the old images hold is on nobody's extents from then on, and lvm2 takes such
                 # a disk as whole when it is back. All that are missing: the same by any report.
                 gone = {disk.uuid for disk in group.disks if disk.missing}
-                erase_freed.owe(lvm, group, gone)
+                mark_for_erase(lvm, group, gone)
             groups.replace_images(lvm, group.name, name, disks)
-            self.freed(group.name)
+            self._freed(group.name)
             return Progress(False, f"{path} is rebuilt on {', '.join(disks)}")
         if status is not None and "D" in status.health:
             volumes.refresh(lvm, group.name, name)

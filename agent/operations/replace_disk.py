@@ -16,8 +16,7 @@ from contextlib import suppress
 from agent.core import errors, tag
 from agent.core.allocation import is_own_pool
 from agent.core.context import Context
-from agent.core.records import is_encrypted
-from agent.operations import erase_freed
+from agent.operations import erase
 from agent.operations.repair import Progress, Repairer, rebuilding
 from lvm import errors as lvm_errors
 from lvm import groups, report, tags, thin
@@ -35,7 +34,9 @@ _WATCH_SECONDS = 60.0
 class Replacement:
     """Puts disks in the place of others."""
 
-    def __init__(self, context: Context, repairer: Repairer) -> None:
+    def __init__(
+        self, context: Context, repairer: Repairer, *, freed: Callable[[str], object]
+    ) -> None:
         self._volume_groups, self._kernel, self._run = (
             context.volume_groups,
             context.kernel,
@@ -43,9 +44,7 @@ class Replacement:
         )
         self._inventory = context.inventory
         self._repairer = repairer
-        self._zero = context.config.wipe == "zero"
-        # Told of a group in which extents are freed.
-        self.freed: Callable[[str], object] = lambda _group: None
+        self._policy, self._freed = erase.ErasePolicy(context), freed
         # What a disk has once all of another lies on it, by the UUIDs of both, where nothing but
         # that was ever moved to it: what is free on it then is as it was.
         self._filled: dict[tuple[str, str], int] = {}
@@ -148,7 +147,7 @@ class Replacement:
             inside = thin.members(group, name)
             if inside and is_own_pool(one):
                 continue  # what is in it tells
-            if erase_freed.is_sweep(group, name):
+            if erase.is_sweep(group, name):
                 continue  # nobody's
             is_deleted = is_own_pool(one) or tags.decode(one.tags).get(tag.STATE) == tag.WIPING
             (waiting if is_deleted else lost).append(name)
@@ -212,9 +211,9 @@ class Replacement:
         if leaving.allocatable:
             repairs.close(lvm, leaving.name)
         if leaving.allocated_extents or not coming.allocatable:
-            is_owed = self._zero or any(map(_is_encrypted, group.volumes.values()))
-            if is_owed and erase_freed.owe(lvm, group, set(pair)):
-                self.freed(group.name)
+            is_owed = self._policy.erases_any(group.volumes.values())
+            if is_owed and erase.mark_for_erase(lvm, group, set(pair)):
+                self._freed(group.name)
         if not coming.allocatable:
             # It was to be replaced, by the other one perhaps.
             repairs.reopen(lvm, coming.name)
@@ -229,7 +228,7 @@ class Replacement:
                 self._watched[leaving.uuid] = time.monotonic()
             return Progress(False, f"{leaving.name} is moved: {self._how_far(group)}")
         if self._filled.pop(pair, None) == coming.allocated_extents:
-            erase_freed.take_off(lvm, group, coming.uuid)
+            erase.unmark_disk(lvm, group, coming.uuid)
         repairs.reduce(lvm, group.name, leaving.name)
         self._volume_groups.outdate()
         return self._settled(self._look(group.name))
@@ -251,7 +250,7 @@ class Replacement:
     ) -> Progress:
         """Have nothing lie on a disk that is lost, and take it out."""
         lvm, told = self._volume_groups.lvm(group.name), []
-        erase_freed.drop(lvm, group)
+        erase.remove_partial_sweep(lvm, group)
         for name, one in sorted(group.volumes.items()):
             if "raid" in one.layout and leaving.uuid in one.disks:
                 told.append(self._mend(group, name, coming))
@@ -290,12 +289,8 @@ class Replacement:
         """The old disk is out; whether another may be lost by now."""
         # A change of the group behind the answer might meet that other disk's loss, and have lvm2
         # take the disk for missing for good.
-        if not erase_freed.settle(self._volume_groups.lvm(group.name), group):
-            self.freed(group.name)
+        if not erase.unmark_if_erased(self._volume_groups.lvm(group.name), group):
+            self._freed(group.name)
         if told := rebuilding(self._inventory, group):
             return Progress(False, f"volumes are rebuilt: {told}")
         return Progress(True, f"{group.name} is whole")
-
-
-def _is_encrypted(logical: report.LogicalVolume) -> bool:
-    return is_encrypted(tags.decode(logical.tags))

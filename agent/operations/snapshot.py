@@ -194,7 +194,7 @@ class Snapshotter:
             lvm, group = self._volume_groups.lvm(snapshot.group.name), snapshot.group.name
             old = {tag.STATE: snapshot.own_tags.get(tag.STATE, tag.READY)}
             volumes.mark(lvm, group, snapshot.name, old=old, new={tag.STATE: tag.WIPING})
-        elif self._eraser.overwrites(snapshot) and not snapshot.is_thin:
+        elif self._eraser.policy.erases(snapshot) and not snapshot.is_thin:
             # Its area holds what the origin held; it may not be anyone else's before it is wiped.
             snapshots.split(
                 self._volume_groups.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
@@ -213,13 +213,13 @@ class Snapshotter:
             return
         if snapshot.is_thin:
             self._pool_remover.after(snapshot, self._eraser.grace_seconds)
-        elif self._eraser.overwrites(snapshot):
+        elif self._eraser.policy.erases(snapshot):
             self._eraser.finish(records.remains_of(snapshot))
 
     def _is_deferred(self, snapshot: Snapshot) -> bool:
         """Whether lvm2 cannot part it now, or tell its pool that it goes."""
         if not snapshot.is_thin:
-            return self._eraser.overwrites(snapshot) and bool(snapshot.group.missing_disks)
+            return self._eraser.policy.erases(snapshot) and bool(snapshot.group.missing_disks)
         gone = {disk.uuid for disk in snapshot.group.disks if disk.missing}
         holder = snapshot.group.volumes.get(snapshot.pool)
         return holder is not None and not holder.disks.isdisjoint(gone)

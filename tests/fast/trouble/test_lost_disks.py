@@ -238,7 +238,7 @@ def test_a_volume_with_a_leg_that_stays_dead_is_kept(
         return None
 
     fake.intercept = intercept
-    with expect.code("FAILED_PRECONDITION", "legs", "AD"):
+    with expect.code("FAILED_PRECONDITION", "images", "AD"):
         client.delete(volume.volume_id)
     assert names(fake) == {"vol-pvc-1"}
     dead.clear()

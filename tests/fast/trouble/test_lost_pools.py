@@ -212,7 +212,7 @@ def test_a_volume_that_is_there_is_never_taken_for_deleted(
     def lost(*_: object) -> None:
         raise errors.NoSuchVolume(volume)
 
-    monkeypatch.setattr(service.eraser, "_parted", lost)
+    monkeypatch.setattr(service.eraser, "_detached", lost)
     with expect.code("FAILED_PRECONDITION", "not on record"):
         client.delete(volume)
     assert names(fake) == {"vol-a"}

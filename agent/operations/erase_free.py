@@ -1,0 +1,296 @@
+"""Zero free extents before a volume gets them: those of a growth, and those of lost disks."""
+
+import logging
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+
+from agent.core import errors, ids, tag
+from agent.core.allocation import Allocator, is_own_pool
+from agent.core.context import Context
+from agent.core.jobs import Job, TaskQueue
+from agent.core.luks_devices import Mappings
+from agent.core.records import Volume
+from agent.operations import erase
+from agent.operations.erase import ErasePolicy, erase_marks, is_deleted, is_given_up, is_sweep
+from lvm import groups, layout, names, report, thin, volumes
+from lvm.layout import LINEAR, Layout
+from lvm.volumes import New
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class _Growth(Job):
+    """The key is the volume's id."""
+
+    group: str
+    # The logical volume that has the extents, and its UUID.
+    name: str
+    uuid: str
+    size_bytes: int
+    done_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{100 * self.done_bytes // self.size_bytes} % of {self.size_bytes} bytes"
+
+
+def growth_reservation(group: report.Group, name: str) -> str:
+    """The logical volume that reserves the extents a volume grows by; empty if there is none."""
+    own = _reservation_name(name)
+    return own if own in group.volumes else ""
+
+
+class GrowthZeroer:
+    """Zeroes the extents that a volume grows by, in a logical volume that reserves them."""
+
+    def __init__(self, context: Context) -> None:
+        self._volume_groups, self._kernel = context.volume_groups, context.kernel
+        self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
+        self.grace_seconds = 10.0
+        # The UUIDs of reservations that are zeroed and not taken yet.
+        self._done: set[str] = set()
+        self.jobs = TaskQueue(
+            "zero",
+            self._overwrite,
+            self._find,
+            "the extents that volume %s grows by are not zeroed: %s",
+            workers=1,
+        )
+
+    def take(self, volume: Volume, more_bytes: int, allocator: Allocator) -> tuple[str, ...]:
+        """Free extents, zeroed, for a volume to grow by.
+
+        Call it with the group locked and a report that was read since, and extend the volume at
+        once. The first and the last call run two commands in all. Raises Overwriting until it is
+        done, NoRoom.
+        """
+        group, own = volume.group, _reservation_name(volume.name)
+        lvm = self._lvm(group.name)
+        reserved = group.volumes.get(own)
+        if reserved is not None and reserved.size_bytes != _taken_bytes(volume, more_bytes):
+            # An earlier call asked for another size. lvm2 refuses while a chunk is being zeroed.
+            volumes.remove(lvm, group.name, own)
+            reserved = None
+        if reserved is None:
+            if more_bytes > (room := allocator.maximum_growth_bytes(volume)):
+                raise errors.NoRoom(
+                    group.name, more_bytes, room, f"more {allocator.purpose(group)}"
+                )
+            reserved = self._reserve(volume, more_bytes)
+        if reserved.uuid not in self._done:
+            job = self.jobs.start(
+                _Growth(
+                    key=str(volume.id),
+                    on_record=False,
+                    group=group.name,
+                    name=own,
+                    uuid=reserved.uuid,
+                    size_bytes=more_bytes,
+                )
+            )
+            raise errors.Overwriting(job.key, str(job))
+        volumes.remove(lvm, group.name, own)
+        self._done.discard(reserved.uuid)
+        return reserved.ranges
+
+    def wait(self, volume_id: str) -> bool:
+        """Wait a moment for the job that `take` started; returns whether it has ended."""
+        job = self.jobs.of(volume_id)
+        return job is None or bool(wait([job.ended], self.grace_seconds).done)
+
+    def stop(self) -> None:
+        """End at the next chunk; the next start removes what is left."""
+        self.jobs.stop()
+
+    def _reserve(self, volume: Volume, size_bytes: int) -> report.LogicalVolume:
+        """Take the extents from the disks where the volume would grow."""
+        group, shape = volume.group, volume.layout
+        disks = layout.growth_placement(group, group.volume(volume.name), shape)
+        # As much of each disk as the volume takes there, parity and copies included.
+        spread = LINEAR if shape.is_linear else Layout("striped", stripes=shape.disks)
+        taken = _taken_bytes(volume, size_bytes)
+        own_tags = {tag.NAME: volume.own_tags[tag.NAME], tag.STATE: tag.WIPING}
+        new = New(_reservation_name(volume.name), taken, own_tags)
+        volumes.create(self._lvm(group.name), group.name, new, layout=spread, disks=disks)
+        return self._inventory.read(group.name).group(group.name).volume(new.name)
+
+    def _find(self, volume_id: str) -> _Growth:
+        # No retry: the caller repeats the call.
+        raise errors.NoSuchVolume(volume_id)
+
+    def _overwrite(self, job: _Growth) -> None:
+        device = self._inventory.ensure_active(job.group, job.name).path
+        job.size_bytes = self._kernel.device_size_bytes(device)
+        for offset, length in erase.chunks(job.size_bytes):
+            self.jobs.check(job)
+            self._kernel.zero_out(device, offset, length)
+            job.done_bytes = offset + length
+        self._kernel.flush(device)
+        self._done.add(job.uuid)
+
+
+def _taken_bytes(volume: Volume, size_bytes: int) -> int:
+    """What so much of a volume takes on all of its disks."""
+    shape = volume.layout
+    return size_bytes if shape.is_linear else size_bytes // shape.stripes * shape.disks
+
+
+def _reservation_name(name: str) -> str:
+    return names.logical_volume(ids.GROWTH_PREFIX, name)
+
+
+class FreedSpaceEraser:
+    """Removes what an operator gave up with a lost disk, and zeroes the extents that frees.
+
+    A thin pool that lost a part cannot be used at all, and a volume with snapshots cannot be taken
+    apart while a disk is missing: lvm2 refuses. So once all of it is deleted and given up it is
+    removed as it is, after the group was marked (erase.mark_for_erase): from then on nothing is
+    allocated there. When no disk is missing any more, one logical volume (the sweep) takes all free
+    extents that are marked; it is zeroed and removed, then the mark goes.
+
+    After a kill at any moment the mark, and the sweep, show what is left. The sweep holds no user's
+    data: it is removed while a disk is missing, and made again afterwards. Keys: `group/sweep`.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._volume_groups, self._kernel = context.volume_groups, context.kernel
+        self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
+        self._mappings = Mappings(context)
+        self._policy = ErasePolicy(context)
+        self.jobs = TaskQueue(
+            "sweep",
+            self._work,
+            self._find,
+            "%s: free extents are not zeroed yet: %s",
+            workers=1,
+        )
+
+    def start(self, group: str) -> Future[None]:
+        """Start the job of a group, or find the running one."""
+        return self.jobs.start(Job(f"{group}/{ids.SWEEP}")).ended
+
+    def resume(self, *groups: str) -> int:
+        """Start the jobs that are left in these groups, or in all; returns how many."""
+        known = self._inventory.read(*groups)
+        own = groups or self._volume_groups.names
+        every = self._inventory.own_groups(known)
+        left = [one.name for one in every if one.name in own and _is_left(one)]
+        for name in left:
+            self.start(name)
+        return len(left)
+
+    def stop(self) -> None:
+        """End at the next chunk; the next start resumes."""
+        self.jobs.stop()
+
+    def _find(self, key: str) -> Job:
+        name = key.partition("/")[0]
+        group = self._inventory.read(name).groups.get(name)
+        if group is None or not _is_left(group):
+            raise errors.NoSuchVolume(key)
+        return Job(key)
+
+    def _work(self, job: Job) -> None:
+        name = job.key.partition("/")[0]
+        uuid, done_bytes = "", 0
+        while True:
+            with self._volume_groups.hold(name):
+                if (group := self._take(name)) is None:
+                    return
+                taken = group.volume(ids.SWEEP)
+                if taken.uuid == uuid and taken.size_bytes == done_bytes:
+                    # Nothing was freed meanwhile.
+                    volumes.remove(self._lvm(name), name, ids.SWEEP)
+                    groups.mark(self._lvm(name), name, old=erase_marks(group))
+                    return
+            if taken.uuid != uuid:
+                # An earlier process may have zeroed an unknown part of it: all is zeroed again.
+                uuid, done_bytes = taken.uuid, 0
+            device = self._inventory.ensure_active(name, ids.SWEEP).path
+            for offset, length in erase.chunks(taken.size_bytes, done_bytes):
+                self.jobs.check(job)
+                self._kernel.zero_out(device, offset, length)
+            self._kernel.flush(device)
+            done_bytes = taken.size_bytes
+
+    def _take(self, name: str) -> report.Group | None:
+        """Remove what was given up, and take the free extents that must be zeroed.
+
+        The caller holds the group. Returns the group with the sweep, None if there is nothing to
+        zero. Raises NotSwept.
+        """
+        # A fresh report: a volume that was made in a pool since would go with the pool.
+        group = self._inventory.read(name).group(name)
+        for root in _roots(group):
+            self._remove(group, root)
+        group, lvm = self._inventory.read(name).group(name), self._lvm(name)
+        if erase.unmark_if_erased(lvm, group):
+            return None
+        if group.missing_disks:
+            if is_sweep(group, ids.SWEEP):
+                # A repair may need that room, and overwrites it.
+                volumes.remove(lvm, name, ids.SWEEP)
+            gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
+            raise errors.NotSwept(name, f"its disk {gone} is missing; replace it, or attach it")
+        if group.moves:
+            why = "extents are moved (`pvmove`), and what they leave is overwritten afterwards"
+            raise errors.NotSwept(name, why)
+        disks = list(erase.disks_to_erase(group))
+        if closed := ", ".join(one.name for one in disks if not one.allocatable):
+            why = f"its disk {closed} takes nothing new; open it (pvchange(8)), or take it out"
+            raise errors.NotSwept(name, why)
+        if disks:
+            self._reserve(group, disks)
+            group = self._inventory.read(name).group(name)
+        return group
+
+    def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:
+        """Make the sweep, or extend it, by all free extents of these disks."""
+        lvm = self._lvm(group.name)
+        own = [disk.name for disk in disks]
+        size_bytes = sum(one.unallocated_extents for one in disks) * group.extent_size_bytes
+        if is_sweep(group, ids.SWEEP):
+            size_bytes += group.volume(ids.SWEEP).size_bytes
+            volumes.extend(lvm, group.name, ids.SWEEP, size_bytes=size_bytes, disks=own)
+        else:
+            new = New(ids.SWEEP, size_bytes, {tag.STATE: tag.WIPING})
+            volumes.create(lvm, group.name, new, disks=own)
+
+    def _remove(self, group: report.Group, root: report.LogicalVolume) -> None:
+        """Remove a pool or an origin with all that depends on it; all of it was deleted."""
+        lvm, held = self._lvm(group.name), _dependents(group, root)
+        if self._policy.erases_any((root, *held)):
+            erase.mark_for_erase(lvm, group)
+        for one in (root, *held):
+            self._mappings.copies.forget(one.uuid)
+        volumes.remove_lost(lvm, group.name, root.name)
+        gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
+        _log.warning(
+            "%s/%s was given up and is removed with %s; its part on the missing disks %s was not"
+            " overwritten",
+            *(group.name, root.name, ", ".join(one.name for one in held) or "nothing", gone),
+        )
+
+
+def _is_left(group: report.Group) -> bool:
+    return bool(erase_marks(group)) or any(_roots(group))
+
+
+def _roots(group: report.Group) -> Iterator[report.LogicalVolume]:
+    """Pools and volumes with snapshots that were given up, lack a disk, and are all deleted."""
+    gone = {disk.uuid for disk in group.disks if disk.missing}
+    for one in group.volumes.values():
+        if not is_given_up(one) or not one.disks & gone:
+            continue
+        held = _dependents(group, one)
+        is_origin = bool(held) and is_deleted(one) and not one.pool
+        if (is_own_pool(one) or is_origin) and all(map(is_deleted, held)):
+            yield one
+
+
+def _dependents(group: report.Group, root: report.LogicalVolume) -> list[report.LogicalVolume]:
+    """The volumes in a pool, and the copy-on-write snapshots of these or of the root itself."""
+    inside = thin.members(group, root.name)
+    upon = [snap for one in (root, *inside) for snap in group.copy_on_write_of(one.name)]
+    return [*inside, *upon]
