@@ -18,6 +18,7 @@ from agent.cli import arguments
 from agent.cli import words as vocabulary
 from agent.cli.words import Commands
 from agent.core import errors, settings
+from agent.core.inventory import MONITOR_AGE_SECONDS
 from agent.daemon import log
 from lvm import errors as lvm_errors
 from mount import errors as mount_errors
@@ -238,7 +239,7 @@ def _node_findings(config: settings.Config) -> "Sequence[Finding]":
         config,
         host.kernel,
         host.run,
-        lambda: known().recent()[0],
+        lambda: known().state(max_age=MONITOR_AGE_SECONDS),
         refused=lambda: known().refused,
         ignored=lambda: known().ignored,
     )

@@ -13,7 +13,7 @@ from agent.core import errors, group_definitions, ids, luks_devices, records, so
 from agent.core.allocation import Allocators
 from agent.core.classes import DeviceClass
 from agent.core.host import Host
-from agent.core.inventory import Inventory
+from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
 from agent.operations import health as conditions
@@ -150,7 +150,7 @@ class Overview:
 def read(settings: Config, host: Host) -> Overview:
     """Look at everything once; raises what lvm2's report raises, and NotReady."""
     known = known_to(settings, host)
-    now, allocators = known.recent()[0], Allocators(settings.classes, known)
+    now, allocators = known.state(max_age=MONITOR_AGE_SECONDS), Allocators(settings.classes, known)
     diagnosis = Diagnosis(host.kernel, host.devices, known)
     mounts = table.read(host.kernel)
     return Overview(

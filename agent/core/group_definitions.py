@@ -136,7 +136,7 @@ def lay(
             _make(own, laid, known, one)
     volume_group.outdate()
     volume_group.is_awaited = False
-    if name not in laid.failures and (group := volume_group.look()) is not None:
+    if name not in laid.failures and (group := volume_group.state()) is not None:
         with _noted(laid.failures, name):
             laid.require_meant(group)
             _tell_of_absent(lvm.run, laid, group)

@@ -101,7 +101,7 @@ class Holds:
 
     def resume(self, inventory: Inventory, *groups: str) -> None:
         """See which volumes of these groups, or of all, are so by their tags."""
-        for one in inventory.present(inventory.read(*groups)):
+        for one in inventory.present(inventory.state(*groups)):
             if one.receiving:
                 self.receiving(str(one.id))
             elif one.moved:

@@ -12,14 +12,14 @@ from agent.core.activation import Activation
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
-from agent.core.volume_group import Glances, VolumeGroup, listed
+from agent.core.volume_group import begin_states
 from agent.core.volume_groups import VolumeGroups
 from lvm import devices, names, report, tags, volumes
 from lvm import errors as lvm_errors
 
-# Those who only watch are told what was seen so long ago, and wait for a new look so long.
-_RECENT_SECONDS = 60.0
-_WATCHING_SECONDS = 5.0
+# Metrics and health checks: how old a state may be, and how long they wait for a new one.
+MONITOR_AGE_SECONDS = 60.0
+_MONITOR_WAIT_SECONDS = 5.0
 
 
 class Inventory(Activation):
@@ -41,62 +41,68 @@ class Inventory(Activation):
         self._held: frozenset[tuple[str, str]] = frozenset()
         # The volumes in each group, by its name, as it was looked at last: lists are frequent.
         self._seen: dict[str, tuple[report.Group, Sequence[Volume]]] = {}
-        # The groups that someone went by what was seen of since `renew` had them looked at.
-        self._glimpsed: set[str] = set()
+        # The groups whose cached state was used since `refresh` had them read.
+        self._in_use: set[str] = set()
 
-    def read(self, *groups: str) -> report.Report:
-        """What lvm2 knows now of these groups, or of all where none is named.
+    def state(
+        self,
+        *groups: str,
+        max_age: float = 0.0,
+        quick: bool = False,
+        complete: bool = False,
+        resume: bool = False,
+    ) -> report.Report:
+        """The state of these groups now, or of all where none is named.
 
-        Of the others what can be told without waiting for a disk that does not answer: to know
-        whether they have something, too. One command for each group that was written to since.
-        Raises LvmError, GroupRefused, GroupSilent, TooManyCalls, Starting.
+        Of other groups it has what can be read without a wait for a disk that does not answer. One
+        command for each group that was written to since it was read. `quick`: for all
+        groups, the cached state of one that takes longer than three seconds; with `complete` an
+        error where that may lack something. `max_age` (seconds): the cached state where it is not
+        older; see `_cached_state`. `resume`: resume devices that a killed lvm2 left suspended, as
+        is due before a change. Raises LvmError, GroupRefused, GroupSilent, TooManyCalls, Starting.
         """
+        if max_age:
+            return self._cached_state(max_age)
         locks.enter(*groups)
+        if quick:
+            return _present(begin_states(self._volume_groups, complete=complete)())
         wanted = groups or self._groups
-        glances = Glances(one for one in self._volume_groups if one.name not in wanted)
-        seen = {one: self._volume_groups.of(one) for one in wanted}
-        looked = {name: one.look() for name, one in seen.items() if one is not None}
-        return _of_those_here(glances.end() | looked)
+        others = (one for one in self._volume_groups if one.name not in wanted)
+        end_others = begin_states(others)
+        found = {name: self._volume_groups.of(name) for name in wanted}
+        states = {name: one.state() for name, one in found.items() if one is not None}
+        known = _present(end_others() | states)
+        if resume:
+            self._resume(known, wanted)
+        return known
 
-    def listed(self) -> report.Report:
-        """What is in all groups now; of one that does not answer what was seen there last.
+    def search(self, find: Callable[[report.Report], Volume | None]) -> Volume | None:
+        """What `find` finds in the fresh state of the group that has it, or of all groups.
 
-        Raises what `read` raises for one that was never seen, or not since something was changed:
-        a list that lacks a volume would say it is gone.
+        So a volume in one group is found while another group hangs. Raises as `state` does.
         """
-        locks.enter()
-        return _of_those_here({name: told() for name, told in listed(self._volume_groups)})
+        seen = find(self.state(quick=True))
+        return find(self.state() if seen is None else self.state(seen.group.name))
 
-    def seek(self, find: Callable[[report.Report], Volume | None]) -> Volume | None:
-        """What `find` finds now in the group that has it; in all, where none seems to.
-
-        So what is in one group is told of while another is away. Raises what `read` raises.
-        """
-        seen = find(self.glance())
-        return find(self.read() if seen is None else self.read(seen.group.name))
-
-    def glance(self) -> report.Report:
-        """What can be told of all groups without waiting for a disk that does not answer."""
-        locks.enter()
-        return _of_those_here(Glances(self._volume_groups).end())
-
-    def awake(self, *groups: str) -> report.Report:
-        """The same, before a change; one more command for each device that was left suspended.
+    def _resume(self, known: report.Report, groups: Collection[str]) -> None:
+        """Resume devices that a killed lvm2 left suspended; one command for each.
 
         lvm2 suspends a device while it changes its table. Killed meanwhile (SIGKILL), it leaves it
-        so, and whoever reads or writes there waits for ever. lvm2 reports under the group's lock:
-        what a report says is suspended is left over, not under way.
+        so, and reads and writes there wait for ever. lvm2 reports under the group's lock: a device
+        that a report shows as suspended is left over, not under way.
         """
-        known = self.read(*groups)
         for group in self.own_groups(known):
-            if not groups or group.name in groups:
+            if group.name in groups:
                 self._let_go_of_parts(group)
         for group, logical in self._logical(known):
             held = (group.name, logical.name) in self._held
-            is_own = not groups or group.name in groups
-            if is_own and logical.suspended and not held and tags.decode(logical.tags):
+            if (
+                group.name in groups
+                and logical.suspended
+                and not held
+                and tags.decode(logical.tags)
+            ):
                 volumes.refresh(self._volume_groups.lvm(group.name), group.name, logical.name)
-        return known
 
     def ensure_active(
         self, group: str, name: str, by: str = "", *, partial: bool = False
@@ -105,7 +111,7 @@ class Inventory(Activation):
         try:
             return super().ensure_active(group, name, by, partial=partial)
         except lvm_errors.CommandFailed:
-            if not self._let_go_of_parts(self.read(group).group(group)):
+            if not self._let_go_of_parts(self.state(group).group(group)):
                 raise
         return super().ensure_active(group, name, by, partial=partial)
 
@@ -152,32 +158,34 @@ class Inventory(Activation):
             with self._guard:
                 self._held -= own
 
-    def recent(self) -> tuple[report.Report, float]:
-        """What was known at most a minute ago, and when (epoch, seconds), to watch it by.
+    def _cached_state(self, max_age: float) -> report.Report:
+        """The cached state, refreshed where it is older than `max_age` (seconds).
 
-        However many ask, and however often, it is one look a minute at each group, and none where
-        calls look anyway. Of a group that does not answer it is what was seen last. Where none
-        does that is here, the error is raised, again for as long.
-
-        Nobody waits longer than five seconds, whatever hangs: raises CommandTimedOut. Raises
-        GroupSilent.
+        However many ask, each group is read once in that time, and not at all where calls read it
+        anyway. A group that does not answer has its last state. Where no group answers, the error
+        is raised, again for as long. Raises CommandTimedOut after five seconds, GroupSilent.
         """
-        looks = [one.look_behind() for one in self._volume_groups if not _is_recent(one)]
-        if looks and not all(one.done() for one in looks):
-            wait(looks, _WATCHING_SECONDS)
         every = list(self._volume_groups)
-        # One that is refused was seen, and is as good as not here.
+        refreshing = [
+            one.refresh() for one in every if not 0 <= time.time() - one.tried_seconds < max_age
+        ]
+        wait(refreshing, _MONITOR_WAIT_SECONDS)
+        # A group that is refused was read, and is as good as absent.
         refused = errors.GroupRefused
         problems = [p for one in every if (p := one.problem) and not isinstance(p, refused)]
-        unseen = [one for one in every if not one.time_seconds]
-        answers = any(one.last is not None and one.problem is None for one in every)
+        answers = any(one.cached is not None and one.problem is None for one in every)
         if problems and not answers:
-            # The same error each time: without the traces of those who met it before.
+            # The same error each time: without the traces of earlier callers.
             raise problems[0].with_traceback(None)
-        if every and len(unseen) == len(every):
-            raise lvm_errors.CommandTimedOut(("lvm", "fullreport"), _WATCHING_SECONDS)
-        known = self._last()
-        return known, min((one.time_seconds for one in every if one.time_seconds), default=0.0)
+        if every and not any(one.time_seconds for one in every):
+            raise lvm_errors.CommandTimedOut(("lvm", "fullreport"), _MONITOR_WAIT_SECONDS)
+        return self._cached_report()
+
+    @property
+    def time_seconds(self) -> float:
+        """When the oldest cached state of a group was read (epoch); 0 where none was."""
+        times = (one.time_seconds for one in self._volume_groups if one.time_seconds)
+        return min(times, default=0.0)
 
     @property
     def refused(self) -> Mapping[str, errors.GroupRefused]:
@@ -200,13 +208,10 @@ class Inventory(Activation):
         """Why lvm2 gave no report of a group when it was asked last; no command."""
         return next((one.problem for one in self._volume_groups if one.problem is not None), None)
 
-    def glimpse(self, volume_id: str) -> Volume | None:
-        """A volume as the last report has it, without a look; None where none tells of it.
-
-        Whoever looks so has `renew` look anew when it is due.
-        """
-        self.leave_word()
-        known = self._last()
+    def cached(self, volume_id: str) -> Volume | None:
+        """A volume by the cached state, which is refreshed when it is due; None proves nothing."""
+        self.keep_fresh()
+        known = self._cached_report()
         if VolumeId.parse(volume_id) is None:
             return self.named(known, volume_id, ids.INLINE_PREFIX)
         try:
@@ -214,35 +219,34 @@ class Inventory(Activation):
         except (errors.NoSuchVolume, errors.OtherGroup):
             return None
 
-    def _last(self) -> report.Report:
-        """What was seen of each group when it was looked at last."""
-        return _of_those_here({one.name: one.last for one in self._volume_groups})
+    def _cached_report(self) -> report.Report:
+        return _present({one.name: one.cached for one in self._volume_groups})
 
     def is_held(self, group: str, name: str) -> bool:
         """Whether a logical volume is suspended on purpose: see `holding`."""
         return (group, name) in self._held
 
-    def leave_word(self) -> None:
-        """Somebody goes by what was seen last: have `renew` look anew when it is due."""
-        self._glimpsed.update(self._groups)
+    def keep_fresh(self) -> None:
+        """Have the next `refresh` read all groups: a caller goes by their cached state."""
+        self._in_use.update(self._groups)
 
     def outdate(self, written: str | None = None) -> None:
         """A disk changed, or may have: see `Engines.outdate`."""
         self._volume_groups.outdate(written)
 
-    def renew(self, due_seconds: float) -> list[Future[None]]:
-        """Have each group looked at that somebody glimpses at, and nobody asked for so long.
+    def refresh(self, max_age: float) -> "list[Future[report.Group | None]]":
+        """Begin to read each group whose cached state is used and older than that (seconds).
 
-        Whatever came of it: one that fails at once is not asked more often. Waits for nothing, and
-        returns the looks that it began. So is what was put off and is not begun yet.
+        Returns at once. A read that failed counts, so that it is not repeated at once. Begins
+        deferred work that had no thread, too.
         """
         self._volume_groups.catch_up()
-        begun: list[Future[None]] = []
+        begun = []
         for one in self._volume_groups:
-            is_due = abs(time.time() - one.tried_seconds) >= due_seconds
-            if is_due and one.name in self._glimpsed:
-                begun.append(one.look_behind())
-                self._glimpsed.discard(one.name)
+            is_due = abs(time.time() - one.tried_seconds) >= max_age
+            if is_due and one.name in self._in_use:
+                begun.append(one.refresh())
+                self._in_use.discard(one.name)
         return begun
 
     def require_group_of(self, known: report.Report, identity: str) -> None:
@@ -413,7 +417,7 @@ class Inventory(Activation):
 
     def require(self, volume_id: str) -> Volume:
         """The volume of that id, as it is now; one that was deleted is not there."""
-        return self.usable(self.awake(ids.group_of(volume_id)), volume_id)
+        return self.usable(self.state(ids.group_of(volume_id), resume=True), volume_id)
 
     def replace_tags(
         self, group: str, name: str, keys: Collection[str], new: Mapping[str, str]
@@ -423,7 +427,7 @@ class Inventory(Activation):
         Takes the group, and looks at it first. Raises what `read` raises, VolumeMissing.
         """
         with self._volume_groups.hold(group):
-            told = tags.decode(self.awake(group).group(group).volume(name).tags)
+            told = tags.decode(self.state(group, resume=True).group(group).volume(name).tags)
             has = {key: told[key] for key in keys if key in told}
             old, added = dict(has.items() - new.items()), dict(new.items() - has.items())
             if old or added:
@@ -451,11 +455,7 @@ def require_own(volume: Volume) -> None:
         raise errors.Moved(str(volume.id), volume.own_tags.get(tag.MOVE_TO, "another node"))
 
 
-def _is_recent(volume_group: VolumeGroup) -> bool:
-    return 0 <= time.time() - volume_group.tried_seconds < _RECENT_SECONDS
-
-
-def _of_those_here(groups: Mapping[str, report.Group | None]) -> report.Report:
+def _present(groups: Mapping[str, report.Group | None]) -> report.Report:
     return report.Report({name: one for name, one in groups.items() if one is not None})
 
 

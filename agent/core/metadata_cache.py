@@ -111,7 +111,7 @@ class MetadataCache:
         """
         self._generation = object()
 
-    def look(self, *, is_refused: bool) -> report.Group | None:
+    def state(self, *, is_refused: bool) -> report.Group | None:
         """The group as it is now; None where it is not on this node.
 
         One command where what is known of it may be true no more, else none. `is_refused`: it was

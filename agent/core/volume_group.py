@@ -7,10 +7,10 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 from agent.core import errors
@@ -27,19 +27,17 @@ from lvm.session import only_looks
 
 _log = logging.getLogger(__name__)
 
-State = Literal["unknown", "ready", "partial", "absent", "refused"]
+Status = Literal["unknown", "ready", "partial", "absent", "refused"]
 
-# How long those wait for it who have to do with another group, or make a list of all, and how long
-# then not again.
-_GLANCE_SECONDS = 3.0
+# How long `begin_states` waits, and for how long it then does not wait for that group again.
+_SHORT_WAIT_SECONDS = 3.0
 _REST_SECONDS = 60.0
 # What a look raises that proves nothing, and may be had again.
 _SILENCE = (
     *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited),
     lvm_errors.OutcomeUnknown,
 )
-# What is looked at behind everyone's back keeps nobody waiting.
-_BEHIND_SECONDS = 60.0
+_BACKGROUND_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -75,9 +73,9 @@ class VolumeGroup:
         listed: Callable[[], Collection[str]] = tuple,
     ) -> None:
         self.name = name
-        self.queue = GroupLock(f"volume group {name}")
+        self.lock = GroupLock(f"volume group {name}")
         # What it was when it was looked at last, and when that was (epoch, seconds).
-        self.last: report.Group | None = None
+        self.cached: report.Group | None = None
         self.time_seconds = 0.0
         # Whether Carver has not made it yet, or brought its disks: till then it is not just absent.
         self.is_awaited = False
@@ -89,12 +87,11 @@ class VolumeGroup:
         self.problem: Exception | None = None
         self._run = run
         node = replace(node, run=self._watched)
-        self._sight = MetadataCache(name, node, disks, devices, scan, renew, listed)
+        self._cache = MetadataCache(name, node, disks, devices, scan, renew, listed)
         # Who looks: one at a time.
-        self._looks = GroupLock(f"volume group {name}", MOST_LOOKING)
+        self._readers = GroupLock(f"volume group {name}", MOST_LOOKING)
         self._guard = threading.Lock()
-        self._looking: Future[None] | None = None
-        # A look that has not begun yet.
+        # A refresh that has not begun yet.
         self._next: Future[report.Group | None] | None = None
         # All that have not ended, the oldest first.
         self._stuck: tuple[_Stuck, ...] = ()
@@ -111,25 +108,25 @@ class VolumeGroup:
     @property
     def lvm(self) -> Lvm:
         """lvm2, which sees this group's disks and no others."""
-        return self._sight.lvm
+        return self._cache.lvm
 
     def lvm_with(self, disk: str) -> Lvm:
         """The same, which sees a disk more: one that is to become the group's."""
-        return self._sight.lvm_with(disk)
+        return self._cache.lvm_with(disk)
 
     @property
-    def state(self) -> State:
+    def status(self) -> Status:
         """As it was seen last."""
         if isinstance(self.problem, errors.GroupRefused):
             return "refused"
-        if self.last is None:
+        if self.cached is None:
             return "absent" if self.time_seconds else "unknown"
-        return "partial" if self.last.missing_disks else "ready"
+        return "partial" if self.cached.missing_disks else "ready"
 
     @property
     def answers(self) -> bool:
         """Whether it was there, and could be used, when it was looked at last."""
-        return self.problem is None and self.state in ("ready", "partial")
+        return self.problem is None and self.status in ("ready", "partial")
 
     @property
     def is_changed(self) -> bool:
@@ -139,38 +136,38 @@ class VolumeGroup:
     @property
     def ignored(self) -> Sequence[tuple[str, str]]:
         """The disks that claim to be the group's and are not, each with the reason."""
-        return self._sight.ignored
+        return self._cache.ignored
 
     @property
     def is_outdated(self) -> bool:
         """Whether a disk came, went or changed since it was looked at."""
-        return self._sight.is_outdated
+        return self._cache.is_outdated
 
     def outdate(self) -> None:
         """A disk came or went, or may have."""
-        self._sight.is_outdated = True
+        self._cache.is_outdated = True
 
     def has(self, disk: str) -> bool:
         """Whether that path was a disk of the group when it was looked at last."""
-        return self._sight.has(disk)
+        return self._cache.has(disk)
 
-    def look(self) -> report.Group | None:
+    def state(self) -> report.Group | None:
         """The group as it is now; None where it is not on this node.
 
-        One command where something was written to it since it was looked at last, else none.
+        One command where something was written to the group since it was read last, else none.
         Raises LvmError, GroupRefused, GroupSilent, GroupAwaited, GroupBusy.
         """
-        with self._looks.turn():
-            return self._look_in_turn()
+        with self._readers.turn():
+            return self._read()
 
-    def _look_in_turn(self) -> report.Group | None:
-        before, self._changed = self.state, False
+    def _read(self) -> report.Group | None:
+        before, self._changed = self.status, False
         # Before the look: what is written meanwhile is in it, or still here.
         promised = dict(self._promised)
         try:
-            self.last = _with_tags(self._look(), promised)
+            self.cached = _with_tags(self._report(), promised)
         except errors.GroupRefused as error:
-            self.last, self.problem, self.time_seconds = None, error, time.time()
+            self.cached, self.problem, self.time_seconds = None, error, time.time()
             raise
         except Exception as error:
             self.problem = error
@@ -178,58 +175,53 @@ class VolumeGroup:
         else:
             self.problem, self.time_seconds, self._rests_until = None, time.time(), 0.0
             self._is_stale = self._changed
-            if self.last is not None:
-                self.seen, self.seen_seconds = self.last, self.time_seconds
+            if self.cached is not None:
+                self.seen, self.seen_seconds = self.cached, self.time_seconds
         finally:
             self.tried_seconds = time.time()
             self._tell(before)
-        return self.last
+        return self.cached
 
-    def glance(self) -> report.Group | None:
-        """The same, or what it was when it was looked at last, where that would take long.
+    def refresh(self) -> "Future[report.Group | None]":
+        """Read the state in a background thread, after now; callers share a read not begun yet.
 
-        For those who have to do with another group, and ask of this one only what it has, too. A
-        command that does not end though its time is over does not hold them either.
+        Raises RuntimeError where no thread can be had.
         """
-        return Glances([self]).end()[self.name]
-
-    def begin_glance(self) -> Future[None] | None:
-        """The look that a glance waits for; None where it waits for none."""
-        return None if self._looks.is_taken or self._rests else self.look_behind()
-
-    def end_glance(self, looking: Future[None] | None) -> report.Group | None:
-        """What it is, or was, after that wait; where it was in vain, the next are spared it."""
-        if looking is not None and (not looking.done() or self.problem is not None):
-            self._rests_until = time.monotonic() + _REST_SECONDS
-        return self.last
-
-    def begin_list(self) -> "Future[report.Group | None] | None":
-        """The look that a list waits for; None where it waits for none.
-
-        It begins after now, as a list must have what was made before. Who asks before it begins has
-        the same one.
-        """
-        if self._rests and self.last is not None and not self._is_stale:
-            return None
         with self._guard:
             if self._next is None:
-                self._next = command.begin("look", self._look_next)
+                self._next = command.begin("look", self._refresh)
             return self._next
 
-    def end_list(self, looking: "Future[report.Group | None] | None") -> report.Group | None:
-        """The group after that wait; as it was last where it did not answer.
+    def _refresh(self) -> report.Group | None:
+        with command.time_limit(_BACKGROUND_SECONDS), ExitStack() as turn:
+            try:
+                turn.enter_context(self._readers.turn())
+            finally:
+                with self._guard:
+                    self._next = None
+            return self._read()
 
-        Raises what keeps a list from being whole: GroupBusy, GroupSilent, GroupAwaited where the
-        group was never seen, or not since something was changed in it; GroupRefused, LvmError.
-        """
-        if looking is None:
-            return self.last
-        if looking.done() and not isinstance(looking.exception(), _SILENCE):
-            return looking.result()
+    def _begin(self, complete: bool) -> "Future[report.Group | None] | None":
+        """Begin the refresh that `begin_states` waits for; None where the cache will do."""
+        if self._rests:
+            needs_refresh = complete and (self.cached is None or self._is_stale)
+        else:
+            needs_refresh = complete or not self._readers.is_taken
+        return self.refresh() if needs_refresh else None
+
+    def _end(
+        self, refreshing: "Future[report.Group | None] | None", complete: bool
+    ) -> report.Group | None:
+        """The state after that wait; after one in vain the next callers do not wait."""
+        if refreshing is None:
+            return self.cached
+        error = refreshing.exception() if refreshing.done() else None
+        if refreshing.done() and (error is None or (complete and not isinstance(error, _SILENCE))):
+            return refreshing.result()
         self._rests_until = time.monotonic() + _REST_SECONDS
-        if self.last is None or self._is_stale:
+        if complete and (self.cached is None or self._is_stale):
             raise self.silence
-        return self.last
+        return self.cached
 
     @property
     def silence(self) -> Exception:
@@ -239,26 +231,14 @@ class VolumeGroup:
             return errors.GroupBusy(f"volume group {self.name}", why)
         return self.problem.with_traceback(None)
 
-    def _look_next(self) -> report.Group | None:
-        try:
-            with command.time_limit(_BEHIND_SECONDS), self._looks.turn():
-                self._forget_next()
-                return self._look_in_turn()
-        finally:
-            self._forget_next()
-
-    def _forget_next(self) -> None:
-        with self._guard:
-            self._next = None
-
     def promise(self, name: str, own_tags: Mapping[str, str]) -> None:
         """Add tags to a volume: from now on for whoever looks, and on disk soon.
 
         The caller holds the volume. One look where it was made since the last one. A process that
         is killed before has promised nothing.
         """
-        found = self.last.volumes.get(name) if self.last is not None else None
-        if found is None and (group := self.look()) is not None:
+        found = self.cached.volumes.get(name) if self.cached is not None else None
+        if found is None and (group := self.state()) is not None:
             found = group.volumes.get(name)
         if found is None:
             raise lvm_errors.VolumeMissing(self.name, name)
@@ -282,12 +262,12 @@ class VolumeGroup:
         Raises what a look or lvm2 raises.
         """
         if self._promised:
-            with self.queue.turn():
+            with self.lock.turn():
                 self._write_promised()
         # Where somebody waits to change it, or looks, the look is his.
-        is_free = not self.queue.is_taken and not self._looks.is_taken
+        is_free = not self.lock.is_taken and not self._readers.is_taken
         if is_free and not is_ending:
-            self.look()
+            self.state()
 
     def stop(self) -> None:
         """Do what was put off, unless that takes long, and put nothing off any more."""
@@ -299,7 +279,7 @@ class VolumeGroup:
         A name may be another volume's by now: a UUID is not.
         """
         promised = dict(self._promised)
-        if (group := self.look()) is None:
+        if (group := self.state()) is None:
             raise lvm_errors.GroupMissing(self.name)
         there = {one.uuid: one for one in group.volumes.values()}
         names: defaultdict[frozenset[str], list[str]] = defaultdict(list)
@@ -313,35 +293,20 @@ class VolumeGroup:
                 if self._promised.get(uuid) == new:
                     del self._promised[uuid]
 
-    def look_behind(self) -> Future[None]:
-        """Have it looked at in a thread of its own: once at a time, however long it takes.
-
-        Raises RuntimeError where none can be had.
-        """
-        with self._guard:
-            if self._looking is None or self._looking.done():
-                self._looking = command.begin("look", self._look_for)
-            return self._looking
-
-    def _look_for(self) -> None:
-        # What it raises whoever waits sees by `problem`.
-        with command.time_limit(_BEHIND_SECONDS):
-            self.look()
-
     @property
     def _rests(self) -> bool:
         return time.monotonic() < self._rests_until
 
-    def _look(self) -> report.Group | None:
+    def _report(self) -> report.Group | None:
         is_refused = isinstance(self.problem, errors.GroupRefused)
-        found = self._sight.look(is_refused=is_refused)
+        found = self._cache.state(is_refused=is_refused)
         if found is None and self.is_awaited:
             raise errors.GroupAwaited(self.name)
         return found
 
-    def _tell(self, before: State) -> None:
+    def _tell(self, before: Status) -> None:
         """Say once what became of the group since it was looked at before."""
-        match before, self.state:
+        match before, self.status:
             case "absent" | "refused", "ready" | "partial":
                 _log.warning("volume group %s is on this node again", self.name)
             case (("unknown" | "ready" | "partial"), "absent"):
@@ -360,17 +325,17 @@ class VolumeGroup:
         try:
             result = self._run(*words)
         except lvm_errors.CommandStuck as error:
-            self._sight.forget()
+            self._cache.forget()
             with self._guard:
                 self._stuck += (_Stuck(words, error.ended, time.monotonic()),)
             raise
         except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
-            self._sight.forget()
+            self._cache.forget()
             raise
         else:
             # It may have failed half way, before a commit or after a device was suspended.
             if result.exit_code and is_change:
-                self._sight.forget()
+                self._cache.forget()
             return result
         finally:
             # Not before: a look beside it may have seen what was there until then.
@@ -395,34 +360,26 @@ class VolumeGroup:
                 raise lvm_errors.CommandStuck(one.words, one.seconds, one.ended)
 
 
-class Glances:
-    """Glances at several groups, begun at once: those that hang are waited for together."""
+def begin_states(
+    volume_groups: Iterable[VolumeGroup], *, complete: bool = False
+) -> Callable[[], dict[str, report.Group | None]]:
+    """Begin to refresh groups; the function returned waits for all together and gives the states.
 
-    def __init__(self, volume_groups: Iterable[VolumeGroup]) -> None:
-        self._until_seconds = time.monotonic() + _GLANCE_SECONDS
-        self._begun = [(one, one.begin_glance()) for one in volume_groups]
-
-    def end(self) -> dict[str, report.Group | None]:
-        """What `Engine.glance` tells of each, by their names."""
-        left, remaining = self._until_seconds - time.monotonic(), command.remaining_seconds()
-        patience = max(0.0, left if remaining is None else min(left, remaining))
-        wait([looking for _, looking in self._begun if looking is not None], patience)
-        return {one.name: one.end_glance(looking) for one, looking in self._begun}
-
-
-def listed(
-    volume_groups: Iterable[VolumeGroup],
-) -> Iterator[tuple[str, Callable[[], report.Group | None]]]:
-    """The names of groups, and what tells of each for a list (`Engine.end_list`).
-
-    All are looked at at once. Those that hang are waited for together, for three seconds, or half
-    of the caller's time.
+    It waits three seconds from now at most, or half of what is left of the deadline. A group
+    that takes longer has its cached state, and is not waited for again for a minute. `complete`
+    raises where that state may lack something: GroupBusy, GroupSilent, GroupAwaited for a group
+    that was never read, or not since it was changed; GroupRefused, LvmError.
     """
-    begun = [(one, one.begin_list()) for one in volume_groups]
-    remaining = command.remaining_seconds()
-    patience = _GLANCE_SECONDS if remaining is None else min(_GLANCE_SECONDS, remaining / 2)
-    wait([looking for _, looking in begun if looking is not None], patience)
-    return ((one.name, partial(one.end_list, looking)) for one, looking in begun)
+    until = time.monotonic() + _SHORT_WAIT_SECONDS
+    begun = [(one, one._begin(complete)) for one in volume_groups]
+
+    def end() -> dict[str, report.Group | None]:
+        left, remaining = until - time.monotonic(), command.remaining_seconds()
+        patience = left if remaining is None else min(left, remaining / 2)
+        wait([future for _, future in begun if future is not None], max(0.0, patience))
+        return {one.name: one._end(future, complete) for one, future in begun}
+
+    return end
 
 
 def _with_tags(

@@ -38,7 +38,7 @@ class Turns:
         turn = self._of[volume_group.name] = ExitStack()
         # Called when the turn is over.
         turn.callback(volume_group.wake)
-        turn.enter_context(volume_group.queue.turn())
+        turn.enter_context(volume_group.lock.turn())
 
     def enter(self, group: str, inside: AbstractContextManager[None]) -> None:
         """Enter what ends with the turn at a group."""

@@ -28,7 +28,7 @@ from agent.core.allocation import Allocators
 from agent.core.background import PeriodicTask
 from agent.core.classes import DeviceClass
 from agent.core.errors import AgentError, PoolSilent
-from agent.core.inventory import Inventory
+from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.locks import Admission
 from agent.daemon.registration import Registration, State
 from agent.extras.orphans.look import OrphanWatch
@@ -245,13 +245,13 @@ class _Gauges(Collector):
         )
         try:
             self._parts.admission.require_open()
-            known, time_seconds = self._parts.inventory.recent()
+            known = self._parts.inventory.state(max_age=MONITOR_AGE_SECONDS)
         except (AgentError, errors.LvmError):
             answers.add_metric([], 0)
             yield answers
             return
         answers.add_metric([], 1)
-        when.add_metric([], time_seconds)
+        when.add_metric([], self._parts.inventory.time_seconds)
         yield from (answers, when, *self._of_groups(known))
 
     def _of_groups(self, known: report.Report) -> Iterable[Metric]:

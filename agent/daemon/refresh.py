@@ -55,7 +55,7 @@ class Watch:
             with self._going_on("udev"):
                 self._hear(events)
             with self._going_on("LVM"):
-                self._inventory.renew(_DUE_SECONDS)
+                self._inventory.refresh(_DUE_SECONDS)
             with self._going_on("volume groups"):
                 self._then()
 

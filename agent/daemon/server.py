@@ -17,7 +17,7 @@ from agent.core.context import Context
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.holds import Holds
 from agent.core.host import Host
-from agent.core.inventory import Inventory
+from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.locks import Admission, VolumeLocks
 from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
@@ -95,7 +95,7 @@ class Service:
             config,
             host.kernel,
             host.run,
-            lambda: known.recent()[0],
+            lambda: known.state(max_age=MONITOR_AGE_SECONDS),
             refused=lambda: known.refused,
             ignored=lambda: known.ignored,
         )
@@ -239,7 +239,7 @@ def resume(service: Service, *groups: str) -> bool:
     What lvm2 refuses is left to the next time: it must not keep all calls waiting.
     """
     try:
-        seen = service.inventory.read(*groups)
+        seen = service.inventory.state(*groups)
     except errors.GroupRefused:
         return False  # told by the engine, and by each call
     service.holds.resume(service.inventory, *groups)

@@ -160,7 +160,7 @@ class Autoextender:
         later = self._later[part.group]
         try:
             with command.time_limit(_PATIENCE_SECONDS), self._volume_groups.hold(part.group):
-                more_bytes = part.extend(self._inventory.read(part.group), percent)
+                more_bytes = part.extend(self._inventory.state(part.group), percent)
         except (errors.AgentError, lvm_errors.LvmError) as error:
             self._give_up(part, percent, FAILED, str(error))
         except Exception as error:

@@ -264,7 +264,7 @@ class Copier:
         own = groups or self._volume_groups.names
         # Held: none of what is found is completed, and in use, before its job is there.
         with self._volume_groups.hold(*own):
-            known = self._inventory.read(*own)
+            known = self._inventory.state(*own)
             every = self._inventory.present(known)
             left = [one for one in every if one.copying and one.group.name in own]
             for volume in left:
@@ -297,7 +297,7 @@ class Copier:
         return Copy(key=str(volume.id), volume=volume, source=source)
 
     def _find(self, volume_id: str) -> Copy:
-        known = self._inventory.read(ids.group_of(volume_id))
+        known = self._inventory.state(ids.group_of(volume_id))
         volume = self._inventory.get(known, volume_id)
         if not volume.copying:
             # That it is complete was written, though nobody knew: it may be in use by now.
@@ -306,7 +306,7 @@ class Copier:
             raise errors.NoSuchVolume(volume_id)
         source = VolumeId.parse(volume.own_tags.get(tag.FROM, ""))
         groups = {volume.group.name, volume.group.name if source is None else source.group}
-        known = self._inventory.read(*groups)
+        known = self._inventory.state(*groups)
         return self._copy_to(known, self._inventory.get(known, volume_id))
 
     def _bridge_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
@@ -418,10 +418,10 @@ class Copier:
     def _sweep(self, job: Job) -> None:
         """Take a bridge away that no volume is copied from; a fresh look, as one may be by now."""
         # Any group may have such a volume; nothing is held while it is waited whether all answer.
-        self._inventory.read()
+        self._inventory.state()
         with self._volume_groups.hold(ids.group_of(job.key)):
             with command.time_limit(_LOOK_SECONDS):
-                known = self._inventory.awake()
+                known = self._inventory.state(resume=True)
             bridge = self._bridge(known, job.key)
             if bridge is None:
                 self._snapshotter.go_on(known, job.key)

@@ -101,7 +101,7 @@ class VolumeCreator:
         source = None
         with ExitStack() as undo, self._volume_groups.hold(*groups):
             with _absence_as_not_here():
-                known = self._inventory.awake(*groups)
+                known = self._inventory.state(*groups, resume=True)
             found = self._inventory.named(known, call.name, prefix)
             if found is not None and self._eraser.is_deleting(str(found.id)):
                 # Its tag may not say so yet.
@@ -110,7 +110,7 @@ class VolumeCreator:
                 # Crash point: lvm2 was killed while it made a RAID, which was never active.
                 group = found.group.name
                 volumes.remove(self._volume_groups.lvm(group), group, found.name)
-                known, found = self._inventory.awake(*groups), None
+                known, found = self._inventory.state(*groups, resume=True), None
             if found is None:
                 volume, source = self._make(call, one, known, prefix, undo, admit)
             else:
@@ -222,7 +222,7 @@ class VolumeCreator:
         parameters = plan.with_defaults(call.parameters, call.capabilities, one)
         try:
             with _absence_as_not_here():
-                group = self._inventory.group(self._inventory.read(one.group), one.group)
+                group = self._inventory.group(self._inventory.state(one.group), one.group)
         except errors.NotHere:
             return Capacity(0, 0, 0)
         plan.check_stripe_size(one, group)

@@ -67,7 +67,7 @@ class VolumeDeleter:
         # Held from the report on: of two deletions at once, one sees that its volume is the last
         # in the pool.
         with self._volume_groups.hold(group):
-            known = self._inventory.awake(group)
+            known = self._inventory.state(group, resume=True)
             volume = self._inventory.get(known, volume_id)
             if is_own:
                 self._holds.require_free(volume_id)

@@ -151,7 +151,7 @@ class EncryptedDevices:
         size_bytes = self._kernel.device_size_bytes(logical.path) - header.offset_bytes
         if self._kernel.device_size_bytes(mapping.path) >= size_bytes:
             return True
-        volume = self._inventory.glimpse(volume_id)
+        volume = self._inventory.cached(volume_id)
         called = "" if volume is None else volume.own_tags.get(tag.CLASS, "")
         if not keys.present and self._key_file(called) is None:
             if if_possible:

@@ -257,7 +257,7 @@ class Eraser:
         group, name = job.volume.group.name, job.volume.name
         with self._volume_groups.hold(group):
             # A fresh report: the outcome of the job's own lvm2 commands may be unknown.
-            if job.removed or name not in self._inventory.read(group).group(group).volumes:
+            if job.removed or name not in self._inventory.state(group).group(group).volumes:
                 return False
             old = {tag.STATE: job.volume.own_tags.get(tag.STATE, tag.READY)}
             new = {tag.STATE: tag.WIPING}
@@ -281,7 +281,7 @@ class Eraser:
         own = groups or self._volume_groups.names
         # Locked: a volume found is not removed and created anew before its job exists.
         with self._volume_groups.hold(*own):
-            every = self._inventory.doomed(self._inventory.awake(*own))
+            every = self._inventory.doomed(self._inventory.state(*own, resume=True))
             left = [one for one in every if one.group.name in own]
             for volume in left:
                 self.jobs.start(_wipe_of(volume))
@@ -305,14 +305,16 @@ class Eraser:
     def _find(self, volume_id: str) -> _Wipe:
         seen_seconds, known = self._glanced
         if time.monotonic() - seen_seconds > _GLANCE_SECONDS:
-            known = self._inventory.glance()
+            known = self._inventory.state(quick=True)
             self._glanced = time.monotonic(), known
         with suppress(errors.NoSuchVolume, errors.OtherGroup):
             volume = self._inventory.doomed_one(known, volume_id)
             if self.policy.waits_for_disk(volume):
                 return _wipe_of(volume)
         return _wipe_of(
-            self._inventory.doomed_one(self._inventory.awake(ids.group_of(volume_id)), volume_id)
+            self._inventory.doomed_one(
+                self._inventory.state(ids.group_of(volume_id), resume=True), volume_id
+            )
         )
 
     def _work(self, job: _Wipe) -> None:
@@ -321,7 +323,7 @@ class Eraser:
             self._wipe_and_remove(job)
         except errors.NoSuchVolume:
             volume = job.volume
-            group = self._inventory.read(volume.group.name).group(volume.group.name)
+            group = self._inventory.state(volume.group.name).group(volume.group.name)
             if volume.name in group.volumes:
                 why = "it is there, and not on record as deleted; delete it again"
                 raise errors.NotOverwritten(str(volume.id), why) from None
@@ -360,7 +362,7 @@ class Eraser:
                 raise Stopping(job.key)
             lvm = self._lvm(group_name)
             if is_partial:
-                group = self._inventory.read(group_name).group(group_name)
+                group = self._inventory.state(group_name).group(group_name)
                 mark_for_erase(lvm, group, volume.missing_disks if all(are_lost) else ())
             volumes.remove(lvm, group_name, *doomed)
             job.removed = True
@@ -381,7 +383,9 @@ class Eraser:
             return volume
         group = volume.group.name
         with self._volume_groups.hold(group):
-            volume = self._inventory.doomed_one(self._inventory.awake(group), str(volume.id))
+            volume = self._inventory.doomed_one(
+                self._inventory.state(group, resume=True), str(volume.id)
+            )
             logical = volume.group.volume(volume.name)
             if is_given_up(volume.on_disks) and volume.missing_disks:
                 self._given_up(group)

@@ -113,7 +113,7 @@ class GrowthZeroer:
         own_tags = {tag.NAME: volume.own_tags[tag.NAME], tag.STATE: tag.WIPING}
         new = New(_reservation_name(volume.name), taken, own_tags)
         volumes.create(self._lvm(group.name), group.name, new, layout=spread, disks=disks)
-        return self._inventory.read(group.name).group(group.name).volume(new.name)
+        return self._inventory.state(group.name).group(group.name).volume(new.name)
 
     def _find(self, volume_id: str) -> _Growth:
         # No retry: the caller repeats the call.
@@ -172,7 +172,7 @@ class FreedSpaceEraser:
 
     def resume(self, *groups: str) -> int:
         """Start the jobs that are left in these groups, or in all; returns how many."""
-        known = self._inventory.read(*groups)
+        known = self._inventory.state(*groups)
         own = groups or self._volume_groups.names
         every = self._inventory.own_groups(known)
         left = [one.name for one in every if one.name in own and _is_left(one)]
@@ -186,7 +186,7 @@ class FreedSpaceEraser:
 
     def _find(self, key: str) -> Job:
         name = key.partition("/")[0]
-        group = self._inventory.read(name).groups.get(name)
+        group = self._inventory.state(name).groups.get(name)
         if group is None or not _is_left(group):
             raise errors.NoSuchVolume(key)
         return Job(key)
@@ -221,10 +221,10 @@ class FreedSpaceEraser:
         zero. Raises NotSwept.
         """
         # A fresh report: a volume that was made in a pool since would go with the pool.
-        group = self._inventory.read(name).group(name)
+        group = self._inventory.state(name).group(name)
         for root in _roots(group):
             self._remove(group, root)
-        group, lvm = self._inventory.read(name).group(name), self._lvm(name)
+        group, lvm = self._inventory.state(name).group(name), self._lvm(name)
         if erase.unmark_if_erased(lvm, group):
             return None
         if group.missing_disks:
@@ -242,7 +242,7 @@ class FreedSpaceEraser:
             raise errors.NotSwept(name, why)
         if disks:
             self._reserve(group, disks)
-            group = self._inventory.read(name).group(name)
+            group = self._inventory.state(name).group(name)
         return group
 
     def _reserve(self, group: report.Group, disks: Collection[report.PhysicalVolume]) -> None:

@@ -73,7 +73,7 @@ class Expander:
     def _expand(self, call: ExpandVolume) -> Volume:
         group = ids.group_of(call.volume_id)
         with self._volume_groups.hold(group):
-            known = self._inventory.awake(group)
+            known = self._inventory.state(group, resume=True)
             volume = self._inventory.usable(known, call.volume_id)
             wanted = _wanted_bytes(volume, call.size)
             if wanted > volume.size_bytes:
@@ -128,7 +128,7 @@ class Expander:
         No command where there is no tag. A refusal of lvm2 is logged only: the volume is usable,
         and the next stage or expansion tries again.
         """
-        seen = self._inventory.glimpse(volume_id)
+        seen = self._inventory.cached(volume_id)
         if seen is None or not seen.refused_bytes:
             return
         with self._logging_refusals(volume_id), self._held(volume_id) as volume:
@@ -139,7 +139,7 @@ class Expander:
     def _held(self, volume_id: str) -> Iterator[Volume]:
         """Hold the group's lock; the volume by a fresh report."""
         with self._volume_groups.hold(group := ids.group_of(volume_id)):
-            yield self._inventory.usable(self._inventory.awake(group), volume_id)
+            yield self._inventory.usable(self._inventory.state(group, resume=True), volume_id)
 
     @contextmanager
     def _logging_refusals(self, volume_id: str) -> Iterator[None]:
@@ -159,7 +159,7 @@ class Expander:
 
     def is_due(self, volume_id: str) -> bool:
         """Whether a volume could not grow when it was asked, by the last report; no command."""
-        seen = self._inventory.glimpse(volume_id)
+        seen = self._inventory.cached(volume_id)
         return seen is not None and bool(seen.wanted_bytes or seen.refused_bytes)
 
     def catch_up(self, volume: Volume) -> Volume:
@@ -170,7 +170,7 @@ class Expander:
         if not volume.wanted_bytes:
             return volume
         with self._volume_groups.hold(volume.group.name):
-            known = self._inventory.awake(volume.group.name)
+            known = self._inventory.state(volume.group.name, resume=True)
             volume = self._inventory.usable(known, str(volume.id))
             wanted = volume.wanted_bytes
             try:
@@ -239,7 +239,7 @@ class Expander:
         if volume.own_tags.get(key) != str(size_bytes):
             self._record(volume, {key: str(size_bytes)})
             # So that those who only glimpse, as staging of a raw block volume does, know of it.
-            self._inventory.read(volume.group.name)
+            self._inventory.state(volume.group.name)
 
     def _record(self, volume: Volume, new: dict[str, str]) -> None:
         old = {key: volume.own_tags[key] for key in _ON_RECORD if key in volume.own_tags}

@@ -141,7 +141,7 @@ class GroupSnapshotter:
         own_name = self.logical_name(call.name)
         groups = self._groups(sources, lambda known: self._named(known, own_name))
         with ExitStack() as undo, self._volume_groups.hold(*groups) as turns:
-            known = self._inventory.awake(*groups)
+            known = self._inventory.state(*groups, resume=True)
             found = self._named(known, own_name)
             if not found:
                 return self._make(call, known, undo, turns)
@@ -158,7 +158,7 @@ class GroupSnapshotter:
         """The group snapshot of that id; raises NoSuchGroupSnapshot. A report of its groups."""
         if not _is_one(call.id):
             raise errors.NoSuchGroupSnapshot(call.id)
-        known = self._inventory.read(*self._groups_of(call.id))
+        known = self._inventory.state(*self._groups_of(call.id))
         found = self._find(known, call.id)
         if not records.is_whole(found):
             self._require_half_made(known, found)
@@ -177,7 +177,7 @@ class GroupSnapshotter:
             return
         groups = self._groups_of(call.id)
         with self._volume_groups.hold(*groups):
-            known = self._inventory.awake(*groups)
+            known = self._inventory.state(*groups, resume=True)
             found = self._find(known, call.id)
             if records.is_whole(found):
                 _compare(call, found)
@@ -191,7 +191,7 @@ class GroupSnapshotter:
     def resume(self, *groups: str) -> int:
         """Undo what is half-made, as far as these groups tell, or all; returns how many."""
         undone = 0
-        for one in self._inventory.group_snapshots(self._inventory.read(*groups)):
+        for one in self._inventory.group_snapshots(self._inventory.state(*groups)):
             # Of one that a call is at work on that call sees to all this.
             with suppress(errors.OperationPending), self._locks.hold(ids.logical_name(one)):
                 undone += self._settle(one, groups)
@@ -199,7 +199,7 @@ class GroupSnapshotter:
 
     def _settle(self, group_snapshot_id: str, groups: Sequence[str]) -> bool:
         """Undo a group snapshot if it was never whole, and say so; have it on record if it is."""
-        known = self._inventory.read(*groups)
+        known = self._inventory.state(*groups)
         members = self._inventory.members(known, group_snapshot_id)
         if records.is_whole(members):
             # Killed just before, or taken by a version that knew of no record.
@@ -336,7 +336,7 @@ class GroupSnapshotter:
         Of all others what was seen last is enough: one of them may not answer.
         """
         groups = frozenset(own)
-        while more := self._places(find(self._inventory.read(*groups))) - groups:
+        while more := self._places(find(self._inventory.state(*groups))) - groups:
             groups |= more
         return groups
 
@@ -367,7 +367,7 @@ class GroupSnapshotter:
         """Have nothing stay of what failed; where that fails too, it goes later."""
         try:
             with command.time_limit(_UNDOING_SECONDS):
-                self._discard(self._inventory.read(*groups), group_snapshot_id)
+                self._discard(self._inventory.state(*groups), group_snapshot_id)
         except Exception as error:
             _log.error("group snapshot %s stays half made for now: %s", group_snapshot_id, error)
 

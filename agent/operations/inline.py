@@ -214,7 +214,7 @@ class InlineVolumes:
         try:
             with command.time_limit(_PATIENCE_SECONDS):
                 # Only a look proves that there are none.
-                known = self._inventory.read(group)
+                known = self._inventory.state(group)
             found, is_here = self._all_in(known, group), group in known.groups
         finally:
             if found or not is_here:
@@ -278,7 +278,7 @@ class InlineVolumes:
             suppress(errors.OperationPending),
             self._locks.hold(ids.logical_name(volume_id)),
         ):
-            known = self._inventory.read(group)
+            known = self._inventory.state(group)
             every = [
                 one for one in self._all_in(known, group) if one.own_tags[tag.NAME] == volume_id
             ]
@@ -300,10 +300,10 @@ class InlineVolumes:
 
     def _find(self, volume_id: str) -> Volume | None:
         prefix = ids.INLINE_PREFIX
-        volume = self._inventory.named(self._inventory.glance(), volume_id, prefix)
+        volume = self._inventory.named(self._inventory.state(quick=True), volume_id, prefix)
         if volume is None:
             # A group that does not answer, or is not here, may hold it.
-            known = self._inventory.read()
+            known = self._inventory.state()
             volume = self._inventory.named(known, volume_id, prefix)
             self._inventory.require_groups(known)
         return volume

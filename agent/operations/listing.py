@@ -8,7 +8,7 @@ from agent.core import errors, locks, requests
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import Page, Part
-from agent.core.volume_group import listed
+from agent.core.volume_group import begin_states
 from lvm import errors as lvm_errors
 from lvm.report import Group, Report
 
@@ -42,7 +42,7 @@ class Listing:
     def page(self, page: Page) -> Part[Volume]:
         """A part of the volumes, in the order of their ids; raises what a missing group raises."""
         requests.check(page)
-        every = self._inventory.all(self._inventory.listed())
+        every = self._inventory.all(self._inventory.state(quick=True, complete=True))
         return requests.part({str(one.id): one for one in every if one.is_listed}, page)
 
     def volumes(self) -> Here[Volume]:
@@ -62,10 +62,11 @@ class Listing:
         locks.enter()
         here: dict[str, Group] = {}
         away: dict[str, str] = {}
-        for name, read in listed(self._volume_groups):
+        begun = {one.name: begin_states([one], complete=True) for one in self._volume_groups}
+        for name, end in begun.items():
             try:
                 # The second call raises the reason, also for a group that Carver could not make.
-                group = read() or self._inventory.group(Report({}), name)
+                group = end()[name] or self._inventory.group(Report({}), name)
             except _NO_ANSWER as error:
                 away[name] = str(error)
             else:

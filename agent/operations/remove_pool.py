@@ -101,7 +101,7 @@ class PoolRemover:
 
     def resume(self, *groups: str) -> int:
         """Go on with what is left in these groups, or in all; returns how many pools that is."""
-        known = self._inventory.read(*groups)
+        known = self._inventory.state(*groups)
         left = [
             (group.name, pool)
             for group in self._inventory.own_groups(known)
@@ -156,7 +156,7 @@ class PoolRemover:
 
     def _if_empty(self, group_name: str, pool: str) -> report.Group | None:
         """A fresh report of the group, if the pool is there and holds no volume of anyone's."""
-        group = self._inventory.awake(group_name).group(group_name)
+        group = self._inventory.state(group_name, resume=True).group(group_name)
         made = group.volumes.get(pool)
         if made is not None and is_half_made_pool(made):
             volumes.remove(self._volume_groups.lvm(group_name), group_name, pool)

@@ -10,7 +10,7 @@ from agent.core.allocation import Allocators
 from agent.core.background import PeriodicTask
 from agent.core.classes import AUTO
 from agent.core.context import Context
-from agent.core.inventory import Inventory
+from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.records import Volume
 from agent.operations.erase import ErasePolicy, mark_for_erase
 from lvm import command, groups, report, thin, volumes
@@ -60,7 +60,7 @@ class Repairer:
         Raises NotRepairable, NoRoom, VolumeInUse.
         """
         with self._volume_groups.hold(group := ids.group_of(volume_id)):
-            volume = self._inventory.usable(self._inventory.awake(group), volume_id)
+            volume = self._inventory.usable(self._inventory.state(group, resume=True), volume_id)
             logical = volume.group.volume(volume.name)
             if logical.pool:
                 return self._repair_pool(volume, logical.pool, told=pool_metadata)
@@ -161,7 +161,7 @@ class Repairer:
                 " `--pool-metadata`: the metadata are written anew as far as they can be read",
             )
         lvm = self._volume_groups.lvm(group.name)
-        known = self._inventory.read(group.name)
+        known = self._inventory.state(group.name)
         for one in self._inventory.present(known):
             if one.group.name == group.name and one.name in {member.name for member in members}:
                 users.require_unused(self._kernel, self._inventory, one)
@@ -281,7 +281,7 @@ class AutoRepair:
     def _degraded(self, group: str) -> Iterator[Volume]:
         """A group's volumes of these classes that lack a disk; none where no group answers."""
         try:
-            known, _ = self._inventory.recent()
+            known = self._inventory.state(max_age=MONITOR_AGE_SECONDS)
         except (errors.AgentError, lvm_errors.LvmError, OSError):
             return
         for volume in self._inventory.present(known):

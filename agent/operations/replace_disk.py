@@ -87,7 +87,7 @@ class Replacement:
         Who watched them ended with the service, or with the node. One command for each.
         """
         own = groups or self._volume_groups.names
-        known = self._inventory.read(*own)
+        known = self._inventory.state(*own)
         left = [
             one.name for one in self._inventory.own_groups(known) if one.name in own and one.moves
         ]
@@ -97,7 +97,7 @@ class Replacement:
 
     def _group_of(self, old: str, new: str) -> str:
         """The group that has the old disk, or had it: then it has the new one."""
-        known = self._inventory.read()
+        known = self._inventory.state()
         own = list(self._inventory.own_groups(known))
         for disk in (old, new):
             for group in own:
@@ -111,7 +111,7 @@ class Replacement:
         )
 
     def _look(self, name: str) -> report.Group:
-        return self._inventory.group(self._inventory.awake(name), name)
+        return self._inventory.group(self._inventory.state(name, resume=True), name)
 
     def _find(self, group: report.Group, disk: str) -> report.PhysicalVolume | None:
         """A disk of the group, by its UUID or any path of its device."""

@@ -52,7 +52,7 @@ class Snapshotter:
         users.flush(self._kernel, self._inventory, call.source_id)
         group = ids.group_of(call.source_id)
         with self._volume_groups.hold(group):
-            known = self._inventory.awake(group)
+            known = self._inventory.state(group, resume=True)
             if (found := self._named(known, name)) is not None:
                 return _same(found, call)
             volume = self._inventory.usable(known, call.source_id)
@@ -152,7 +152,7 @@ class Snapshotter:
         if parsed is None:
             return
         with self._volume_groups.hold(parsed.group):
-            known = self._inventory.awake(parsed.group)
+            known = self._inventory.state(parsed.group, resume=True)
             try:
                 snapshot = self._inventory.snapshot(known, snapshot_id)
             except errors.NoSuchSnapshot:
@@ -180,7 +180,7 @@ class Snapshotter:
             if snapshot.is_thin:
                 # Whether it was the last in its pool is asked of a fresh report.
                 name = snapshot.group.name
-                group = self._inventory.read(name).group(name)
+                group = self._inventory.state(name).group(name)
                 snapshot = replace(snapshot, group=group)
             self.part(snapshot)
         self.finish(snapshot)
@@ -229,7 +229,7 @@ class Snapshotter:
         parsed = VolumeId.parse(snapshot_id)
         if parsed is None:
             raise errors.NoSuchSnapshot(snapshot_id)
-        return self._inventory.snapshot(self._inventory.read(parsed.group), snapshot_id)
+        return self._inventory.snapshot(self._inventory.state(parsed.group), snapshot_id)
 
     def list(self, call: ListSnapshots) -> Part[Snapshot]:
         """A part of the snapshots, in the order of their ids; of one group where an id names it."""
@@ -237,10 +237,10 @@ class Snapshotter:
         named = VolumeId.parse(call.snapshot_id or call.source_id)
         if named is not None and named.group in self._config.groups:
             # The others' may hang: the external-snapshotter asks so how one snapshot is.
-            known = self._inventory.read(named.group)
+            known = self._inventory.state(named.group)
             self._inventory.group(known, named.group)
         else:
-            known = self._inventory.listed()
+            known = self._inventory.state(quick=True, complete=True)
             self._inventory.require_groups(known)
         found = {
             str(one.id): one

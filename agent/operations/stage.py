@@ -101,7 +101,7 @@ class NodeVolumes:
 
     def _settle_whole(self, volume_id: str, device: Device) -> None:
         """Drop a refused size from the record if all of the volume can be used by its device."""
-        seen = self._inventory.glimpse(volume_id)
+        seen = self._inventory.cached(volume_id)
         if seen is None or not seen.refused_bytes:
             return
         if self._kernel.device_size_bytes(device.path) >= seen.capacity_bytes:
@@ -114,7 +114,7 @@ class NodeVolumes:
 
     def _is_ready(self, call: StageVolume, device: Device) -> bool:
         """Whether an active raw block volume is as large as is on record, and open or plain."""
-        seen = self._inventory.glimpse(call.volume_id)
+        seen = self._inventory.cached(call.volume_id)
         if seen is None or seen.wanted_bytes or not seen.is_listed:
             return False
         if device.below is not None:
@@ -152,7 +152,7 @@ class NodeVolumes:
                 target.ensure_directory(self._kernel, call.staging_path)
                 self._mount(call, device, fs_type)
         else:
-            seen = self._inventory.glimpse(call.volume_id)
+            seen = self._inventory.cached(call.volume_id)
             if mounted.fs_type != (fs_type := fs_type or mounted.fs_type):
                 raise errors.Incompatible(
                     f"{call.staging_path} is staged with {mounted.fs_type}, not {fs_type}"
@@ -218,7 +218,7 @@ class NodeVolumes:
 
     def _forget_remount(self, volume_id: str) -> None:
         """What is unstaged is not mounted anew by a publish; a command where that was begun."""
-        seen = self._inventory.glimpse(volume_id)
+        seen = self._inventory.cached(volume_id)
         if seen is not None and tag.REMOUNT in seen.own_tags:
             with suppress(errors.AgentError, lvm_errors.LvmError):
                 self._mark_remount(seen, {})
@@ -316,7 +316,7 @@ class NodeVolumes:
 
         And what `require` does where the device is of what is no volume, or was none a while ago.
         """
-        volume = self._inventory.glimpse(volume_id)
+        volume = self._inventory.cached(volume_id)
         if volume is None or not volume.is_listed:
             volume = self._inventory.require(volume_id)
         if volume.is_encrypted:

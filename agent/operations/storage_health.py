@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 from agent.core import errors
 from agent.core.disks import REMEDY
-from agent.core.inventory import Inventory
+from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.locks import Admission
 from agent.core.volume_group import VolumeGroup
 from agent.core.volume_groups import VolumeGroups
@@ -47,7 +47,7 @@ class Readiness:
         self.probe()
         try:
             self._admission.require_open()
-            self._inventory.recent()
+            self._inventory.state(max_age=MONITOR_AGE_SECONDS)
         except (errors.AgentError, lvm_errors.LvmError) as error:
             raise errors.NotReady(str(error)) from None
 
@@ -77,7 +77,7 @@ class StorageHealth:
 
     def conditions(self) -> Sequence[Condition]:
         """Everything that is known against it, each reason once; usually nothing."""
-        self._inventory.leave_word()
+        self._inventory.keep_fresh()
         until = time.monotonic() + health.PATIENCE_SECONDS
         found = [*self._of_start()]
         for volume_group in self._volume_groups:
@@ -110,9 +110,9 @@ class StorageHealth:
                 f"{named} could not be looked at: {problem}; look for a disk that hangs (`dmesg`)",
                 volume_group.tried_seconds,
             )
-        if volume_group.last is not None:
-            yield from health.aged(_of_group(volume_group.last), volume_group.time_seconds)
-            yield from self._of_kernel(volume_group.last, until_seconds)
+        if volume_group.cached is not None:
+            yield from health.aged(_of_group(volume_group.cached), volume_group.time_seconds)
+            yield from self._of_kernel(volume_group.cached, until_seconds)
         elif volume_group.time_seconds and self._was_here(volume_group):
             yield Condition(
                 Reason.GROUP_MISSING,

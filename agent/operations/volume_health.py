@@ -14,7 +14,7 @@ from agent.core.ids import VolumeId
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
 from agent.core.requests import HealthAt, Page, Part
-from agent.core.volume_group import Glances, VolumeGroup
+from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
 from agent.operations import health
 from agent.operations.health import Condition, Diagnosis, Reason
@@ -98,7 +98,7 @@ class VolumesHealth:
         Raises BadToken, and for a group that never answered what a look at it raises.
         """
         requests.check(page)
-        self._inventory.leave_word()
+        self._inventory.keep_fresh()
         every: list[tuple[str, VolumeGroup, Volume]] = []
         self._require_seen(*self._volume_groups)
         for volume_group in self._volume_groups:
@@ -117,7 +117,7 @@ class VolumesHealth:
                 yield volume_id, VolumeHealth(volume_id, health.distinct(told))
 
     def _volumes(self, volume_group: VolumeGroup) -> Iterable[Volume]:
-        group = volume_group.last or volume_group.seen
+        group = volume_group.cached or volume_group.seen
         known = Report({} if group is None else {group.name: group})
         return [
             one
@@ -135,21 +135,21 @@ class VolumesHealth:
 
     def _of(self, volume_id: str, parsed: VolumeId, *, by_node: bool) -> VolumeHealth:
         self._check(volume_id)
-        self._inventory.leave_word()
+        self._inventory.keep_fresh()
         volume_group = self._volume_groups.known(parsed.group) or self._volume_groups.of(
             parsed.group
         )
         if volume_group is None:
             raise errors.OtherGroup(volume_id, f"group {parsed.group} is not on this node")
         self._require_seen(volume_group)
-        if volume_group.last is None or not parsed.is_of(volume_group.last.uuid):
+        if volume_group.cached is None or not parsed.is_of(volume_group.cached.uuid):
             return self._of_away(volume_id, parsed, volume_group, by_node=by_node)
         try:
-            volume = self._reported(volume_group.last, volume_id)
+            volume = self._reported(volume_group.cached, volume_id)
         except errors.Copying:
             volume = None  # as it was then; perhaps that is over
         active = self._inventory.device(volume_id) is not None
-        is_new = parsed.name not in volume_group.last.volumes
+        is_new = parsed.name not in volume_group.cached.volumes
         if is_new and active and names.is_of(ids.VOLUME_PREFIX, parsed.name):
             # Made since the last report.
             return VolumeHealth(volume_id, self._diagnosis.by_kernel(volume_id))
@@ -179,7 +179,7 @@ class VolumesHealth:
 
     def _inline(self, volume_id: str) -> VolumeHealth:
         """Of a volume whose id is kubelet's: which group it is in has to be seen."""
-        volume = self._inventory.glimpse(volume_id)
+        volume = self._inventory.cached(volume_id)
         if self._inventory.device(volume_id) is not None:
             if volume is None:
                 return VolumeHealth(volume_id, self._diagnosis.by_kernel(volume_id))
@@ -241,7 +241,7 @@ class VolumesHealth:
         remaining = command.remaining_seconds()
         patience = _PROOF_SECONDS if remaining is None else min(_PROOF_SECONDS, remaining)
         with command.time_limit(patience):
-            group = volume_group.look()
+            group = volume_group.state()
         if group is None:
             return None
         if VolumeId.parse(volume_id) is None:
@@ -251,13 +251,13 @@ class VolumesHealth:
 
     def _require_seen(self, *volume_groups: VolumeGroup) -> None:
         """Have groups looked at that this process never saw; raises what keeps it from that."""
-        unknown = [one for one in volume_groups if one.state == "unknown"]
+        unknown = [one for one in volume_groups if one.status == "unknown"]
         if not unknown:
             return
         locks.enter(*(one.name for one in unknown))
-        Glances(unknown).end()
+        begin_states(unknown)()
         for one in unknown:
-            if one.state == "unknown":
+            if one.status == "unknown":
                 raise one.silence
 
     def _gone(self, places: Iterable[str]) -> Iterable[Condition]:
@@ -273,9 +273,9 @@ class VolumesHealth:
 
 def _away(volume_group: VolumeGroup) -> tuple[Condition, ...]:
     """What is to be said of a group that is not here, or cannot be told from another."""
-    if volume_group.last is not None:
+    if volume_group.cached is not None:
         return ()
-    if volume_group.state == "refused":
+    if volume_group.status == "refused":
         refused = Condition(
             Reason.GROUP_REFUSED, str(volume_group.problem), volume_group.time_seconds
         )

@@ -415,7 +415,7 @@ def test_one_that_is_not_whole_goes_at_the_next_start(
     service: Service,
 ) -> None:
     whole = client.group_snapshot("other", pair)
-    service.inventory.read()
+    service.inventory.state()
     assert service.group_snapshotter.resume() == 1
     left = {logical_name(one) for one in ids(whole)}
     assert names(host, group) == {"vol-data", "vol-wal", *left}
@@ -443,7 +443,7 @@ def test_one_that_lost_a_part_is_kept_and_says_so(
     group: str,
     service: Service,
 ) -> None:
-    service.inventory.read()
+    service.inventory.state()
     assert service.group_snapshotter.resume() == 0
     with expect.code("FAILED_PRECONDITION", rest.group_snapshot_id, "1 of its 2"):
         client.find_group_snapshot(rest.group_snapshot_id, ids(rest))

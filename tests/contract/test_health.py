@@ -57,7 +57,7 @@ def test_a_device_that_was_left_suspended_is_told_of_until_it_is_resumed(
 ) -> None:
     service.diagnosis.settling_seconds = 0.1
     # As lvm2 tells of it once.
-    service.inventory.read()
+    service.inventory.state()
     host.suspend(group, "vol-pvc-1")
     try:
         host.commands.clear()
@@ -73,14 +73,14 @@ def test_a_snapshot_that_overflowed_is_told_of_its_volume_until_it_is_deleted(
     client: Client, service: Service, volume: csi.Volume, host: AnyHost, group: str
 ) -> None:
     snapshot = client.snapshot("s", volume.volume_id, {"size": "4Mi"})
-    service.inventory.read()
+    service.inventory.state()
     assert told(client, volume) == []
     device = host.devices.find(group, "vol-pvc-1")
     assert device is not None
     host.write_bytes(device.path, 0, b"x" * (12 * MIB))
     assert told(client, volume) == [(csi.DATA_LOSS, "SnapshotOverflowed")]
     client.delete_snapshot(snapshot.snapshot_id)
-    service.inventory.read()
+    service.inventory.state()
     assert told(client, volume) == []
 
 

@@ -77,7 +77,7 @@ def test_nothing_new_is_made_before_the_text_has_no_room_any_more(
         client.snapshot("snap-1", volume.volume_id)
     # What is there is served.
     assert client.create("pvc-1", EXTENT, block()) == volume
-    service.inventory.read()
+    service.inventory.state()
     assert "GroupMetadataFull" in {one.reason for one in client.storage_health()}
 
 
@@ -123,9 +123,9 @@ def test_a_text_longer_than_what_lvm2_has_for_it_is_read_and_written(host: AnyHo
         assert volume_group is not None
         for part in range(12):
             own_tags = {f"part{part}.{number}": _WORD for number in range(800)}
-            assert volume_group.look() is not None
+            assert volume_group.state() is not None
             groups.mark(volume_group.lvm, "room_long", new=own_tags)
-        found = volume_group.look()
+        found = volume_group.state()
         assert found is not None
         assert len(found.tags) == 12 * 800
         if found.metadata_bytes - 2 * found.metadata_free_bytes > 16 * MIB:

@@ -175,8 +175,8 @@ def test_of_disks_those_are_used_that_the_node_s_devices_file_lists(
     with host.listing(root, elsewhere, *disks[:listed]) as node:
         volume_groups = VolumeGroups(node, host.disks, host.devices, [group])
         [volume_group] = volume_groups
-        seen = volume_group.look()
-        assert volume_group.state == state
+        seen = volume_group.state()
+        assert volume_group.status == state
         assert (seen is not None and len(seen.disks) - seen.missing_disks) == listed
         known = report.read(node)
         assert (group in known.groups) == (listed > 0), "as lvm2 has it"

@@ -87,7 +87,7 @@ class Node:
 
     def names(self) -> set[str]:
         """Logical volumes, by lvm2; but for pools."""
-        told = self.service.inventory.read(self.group).group(self.group)
+        told = self.service.inventory.state(self.group).group(self.group)
         return {one.name for one in told.volumes.values() if "pool" not in one.layout}
 
 

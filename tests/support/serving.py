@@ -34,7 +34,7 @@ def again(service: Service) -> None:
         for jobs in every:
             for job in list(jobs._jobs.values()):
                 wait([job.ended], 20)
-                service.inventory.read()
+                service.inventory.state()
                 jobs._look_again(job)
             wait([one.ended for one in list(jobs._jobs.values())], 20)
         wait([one.ended for one in list(service.pool_remover.jobs._jobs.values())], 20)

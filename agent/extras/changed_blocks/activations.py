@@ -62,7 +62,7 @@ class Reservations:
         count = 0
         for name in groups or self._volume_groups.names:
             with self._volume_groups.hold(name):
-                found = self._inventory.read(name).groups.get(name)
+                found = self._inventory.state(name).groups.get(name)
                 for pool in _marked(found) if found is not None else ():
                     if not self._turns[name, pool].readers:
                         if not self._inventory.is_active(name, pool):
@@ -120,7 +120,7 @@ class Reservations:
 
     def _reserve(self, group: str, pool: str) -> None:
         with self._volume_groups.hold(group):
-            found = self._inventory.read(group).group(group)
+            found = self._inventory.state(group).group(group)
             if pool in _marked(found):
                 # Of an earlier reading that could not let go.
                 self._release(group, pool)
@@ -229,7 +229,7 @@ class Activations:
         count = 0
         for name in groups or self._volume_groups.names:
             with self._volume_groups.hold(name):
-                known = self._inventory.read(name)
+                known = self._inventory.state(name)
                 if unread := self._unread(known):
                     self._deactivate(name, unread)
                     count += len(unread)
@@ -253,7 +253,7 @@ class Activations:
         if not unread:
             return []
         # A copy, which may be in another group, opens it for a moment at a time.
-        every = self._inventory.present(self._inventory.glance())
+        every = self._inventory.present(self._inventory.state(quick=True))
         copied = {one.own_tags.get(tag.FROM) for one in every if one.copying}
         return [
             one.name

@@ -205,7 +205,7 @@ class Delta:
                 raise errors.NoSuchSnapshot(one)
         groups = sorted({ids.group_of(one) for one in identities})
         with self._volume_groups.hold(*groups):
-            known = self._inventory.awake(*groups)
+            known = self._inventory.state(*groups, resume=True)
             found = [self._found(known, one) for one in identities]
             if len(found) > 1:
                 _require_comparable(*found)

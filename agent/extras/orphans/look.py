@@ -165,7 +165,7 @@ class Seeker:
         """
         config = self._config
         found_places = candidates.all_of(self._kernel, config.kubelet_dir, config.driver_name)
-        known = self._inventory.read()
+        known = self._inventory.state()
         wanted = needs.read(self._lists(), config.driver_name, config.node_id, config.topology_key)
         mounts = table.read(self._kernel)
         found = [

@@ -60,7 +60,7 @@ class Mover:
     def status(self, volume_id: str) -> Departure:
         """How far it is; raises NoSuchVolume."""
         group = ids.group_of(volume_id)
-        return self._departure(self._inventory.get(self._inventory.read(group), volume_id))
+        return self._departure(self._inventory.get(self._inventory.state(group), volume_id))
 
     def named(self, name: str) -> Departure:
         """The same of a volume by its name, its logical volume's or its id."""
@@ -71,7 +71,7 @@ class Mover:
                     return one
             return None
 
-        if (found := self._inventory.seek(find)) is None:
+        if (found := self._inventory.search(find)) is None:
             raise errors.NoSuchVolume(name)
         return self._departure(found)
 
@@ -88,7 +88,9 @@ class Mover:
                     volume_id, f"it moves to {was}; end that by --finish or --undo first"
                 )
             if not was:
-                self._inventory.usable(self._inventory.awake(volume.group.name), volume_id)
+                self._inventory.usable(
+                    self._inventory.state(volume.group.name, resume=True), volume_id
+                )
                 word = secrets.token_hex(_WORD_BYTES)
                 self._mark(volume, {tag.MOVE_TO: node, tag.MOVE_WORD: word})
                 volume = self._volume(volume_id)
@@ -106,7 +108,9 @@ class Mover:
             users.require_unused(self._kernel, self._inventory, volume)
             if not word:
                 with self._volume_groups.hold(volume.group.name):
-                    known = self._inventory.awake(volume.group.name).group(volume.group.name)
+                    known = self._inventory.state(volume.group.name, resume=True).group(
+                        volume.group.name
+                    )
                     there = frozenset(one.uuid for one in known.volumes.values())
                     self._holds.note(volume_id, held, there)
         except BaseException:
@@ -130,7 +134,7 @@ class Mover:
                 return self._departure(volume)
             if volume.own_tags.get(tag.STATE, tag.READY) != tag.READY:
                 raise errors.NotMoved(volume_id, "it is not this node's any more")
-            known = self._inventory.awake(volume.group.name)
+            known = self._inventory.state(volume.group.name, resume=True)
             snapshot = self._inventory.snapshot(known, snapshot_id)
             uuid = snapshot.group.volume(snapshot.name).uuid
             if not self._holds.has_all(volume_id, word, uuid):
@@ -194,7 +198,7 @@ class Mover:
             self._holds.allow(volume_id)
 
     def _volume(self, volume_id: str) -> Volume:
-        known = self._inventory.awake(ids.group_of(volume_id))
+        known = self._inventory.state(ids.group_of(volume_id), resume=True)
         volume = self._inventory.get(known, volume_id)
         if volume.is_ephemeral:
             raise errors.NoSuchVolume(volume_id)

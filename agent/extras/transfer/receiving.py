@@ -81,7 +81,7 @@ class Receiver:
 
     def status(self, name: str) -> Arrival | None:
         """How far the volume of that name is; None where the report proves there is none."""
-        found = self._inventory.seek(lambda known: self._inventory.named(known, name))
+        found = self._inventory.search(lambda known: self._inventory.named(known, name))
         return None if found is None else arrival(found)
 
     def begin(self, name: str, device_class: str, header: Header) -> Arrival:
@@ -96,7 +96,7 @@ class Receiver:
             known_classes = [each.name for each in self._config.classes]
             raise errors.NotAllowed("class", device_class, known_classes)
         with self._volume_groups.hold(one.group):
-            known = self._inventory.awake(one.group)
+            known = self._inventory.state(one.group, resume=True)
             found = self._inventory.named(known, name)
             if found is None:
                 return self._make(known, one, name, header)
@@ -104,7 +104,7 @@ class Receiver:
                 return self._go_on(found, name, header)
         # It was received into another class's group.
         with self._volume_groups.hold(found.group.name):
-            known = self._inventory.awake(found.group.name)
+            known = self._inventory.state(found.group.name, resume=True)
             return self._go_on(self._inventory.get(known, str(found.id)), name, header)
 
     def record(self, volume_id: str, into: str, offset_bytes: int) -> None:
@@ -137,7 +137,7 @@ class Receiver:
         Damaged, ContentsLost.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            known = self._inventory.awake(ids.group_of(volume_id))
+            known = self._inventory.state(ids.group_of(volume_id), resume=True)
             volume = self._inventory.get(known, volume_id)
             if not volume.receiving and tag.RECEIVED in volume.own_tags and volume.is_listed:
                 # An earlier call may have finished it, and not have known.
@@ -164,7 +164,7 @@ class Receiver:
         with self._volume_groups.hold(ids.group_of(volume_id)):
             try:
                 volume = self._inventory.get(
-                    self._inventory.awake(ids.group_of(volume_id)), volume_id
+                    self._inventory.state(ids.group_of(volume_id), resume=True), volume_id
                 )
             except errors.NoSuchVolume:
                 self._holds.allow(volume_id)
@@ -185,7 +185,7 @@ class Receiver:
         Raises NotReceived where it is another's, VolumeInUse where it is used.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
-            known = self._inventory.awake(ids.group_of(volume_id))
+            known = self._inventory.state(ids.group_of(volume_id), resume=True)
             volume = self._inventory.get(known, volume_id)
             if volume.receiving:
                 return
@@ -321,7 +321,7 @@ class Receiver:
 
     def _coming(self, volume_id: str) -> Volume:
         """The volume, which still comes; the group is held. Raises NotReceived."""
-        known = self._inventory.awake(ids.group_of(volume_id))
+        known = self._inventory.state(ids.group_of(volume_id), resume=True)
         volume = self._inventory.get(known, volume_id)
         if not volume.receiving:
             raise errors.NotReceived(volume_id, "no stream of it is being received")

@@ -98,7 +98,7 @@ class Sender:
         SourceLost, BadField.
         """
         with self._volume_groups.hold(group_of(snapshot_id)):
-            known = self._inventory.awake(group_of(snapshot_id))
+            known = self._inventory.state(group_of(snapshot_id), resume=True)
             snapshot = self._ready(known, snapshot_id)
             header = self._header(known, snapshot, base_id)
             return header, self._activations.lease(snapshot)
@@ -109,7 +109,7 @@ class Sender:
 
     def chain(self, snapshot_id: str) -> str:
         """The name of exactly what a snapshot holds; it need not be active. The same errors."""
-        known = self._inventory.read(group_of(snapshot_id))
+        known = self._inventory.state(group_of(snapshot_id))
         return chain_of(self._ready(known, snapshot_id))
 
     def _header(self, known: report.Report, snapshot: Snapshot, base_id: str) -> Header:

@@ -414,8 +414,8 @@ class TestWhereAGroupIsAway:
         def look() -> Group | None:
             raise errors.GroupSilent("fast", ["/dev/sdx"])
 
-        monkeypatch.setattr(volume_group, "_look", look)
-        volume_group.last, volume_group.time_seconds = None, 0.0
+        monkeypatch.setattr(volume_group, "_report", look)
+        volume_group.cached, volume_group.time_seconds = None, 0.0
         assert "db" in shell("list")
         assert "/dev/sdx" in shell.complaint
 

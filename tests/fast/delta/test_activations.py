@@ -33,7 +33,7 @@ def test_a_reading_costs_as_many_commands_however_many_snapshots_there_are(
     with nodes.made(host, configured.carver(tmp_path), tmp_path, "here") as node:
         disk = disk_of(node, 2 + others)
         base, target, *_ = disk.snapshots
-        node.service.inventory.read()
+        node.service.inventory.state()
         host.commands.clear()
         with disk.service.delta.changed(base, target) as reading:
             assert list(reading.extents()) == []

@@ -52,7 +52,7 @@ def written(fake: FakeHost, name: str) -> dict[str, str]:
 def known(volume_groups: VolumeGroups, name: str) -> dict[str, str]:
     volume_group = volume_groups.of("data")
     assert volume_group is not None
-    group = volume_group.look()
+    group = volume_group.state()
     assert group is not None
     return dict(tags.decode(group.volumes[name].tags))
 
@@ -157,13 +157,13 @@ def test_a_change_is_looked_at_behind_the_answer_and_a_look_is_not(
 ) -> None:
     volume_group = volume_groups.of("data")
     assert volume_group is not None
-    volume_group.look()
+    volume_group.state()
     with volume_groups.hold("data"):
         volumes.create(volume_group.lvm, "data", volumes.New("a", 4 * MIB, {}))
     assert comes(lambda: len(commands(fake, "fullreport")) == 2)
-    assert comes(lambda: volume_group.last is not None and "a" in volume_group.last.volumes)
+    assert comes(lambda: volume_group.cached is not None and "a" in volume_group.cached.volumes)
     with volume_groups.hold("data"):
-        volume_group.look()
+        volume_group.state()
     volume_group.settle()
     assert len(commands(fake, "fullreport")) == 2
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from agent.core import errors, metadata_cache
 from agent.core import volume_group as module
 from agent.core.disks import Location, locate
-from agent.core.volume_group import VolumeGroup
+from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
 from lvm import errors as lvm_errors
 from lvm import report, volumes
@@ -61,33 +61,33 @@ def test_a_group_is_asked_once_for_as_long_as_nothing_is_written_to_it(
     fake: FakeHost, known: VolumeGroup
 ) -> None:
     for _ in range(5):
-        assert known.look() is not None
+        assert known.state() is not None
     assert looks(fake) == 1
     create(fake, "a")
-    found = [known.look() for _ in range(3)]
+    found = [known.state() for _ in range(3)]
     assert all(one is not None and "a" in one.volumes for one in found)
     assert looks(fake) == 2
-    assert known.state == "ready"
+    assert known.status == "ready"
 
 
 def test_what_a_command_changed_was_seen_by_a_look_that_began_later_only(
     known: VolumeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known.look()
+    known.state()
     assert not known.is_changed
     run = known._run
 
     def overtaken(*words: str) -> Result:
         monkeypatch.setattr(known, "_run", run)
-        known.look()
+        known.state()
         return run(*words)
 
     monkeypatch.setattr(known, "_run", overtaken)
     volumes.create(known.lvm, "data", volumes.New("a", 4 * MIB, {}))
-    assert known.last is not None
-    assert "a" not in known.last.volumes
+    assert known.cached is not None
+    assert "a" not in known.cached.volumes
     assert known.is_changed
-    known.look()
+    known.state()
     assert not known.is_changed
 
 
@@ -96,11 +96,11 @@ def test_what_is_written_to_a_disk_of_a_group_has_nobody_look_for_disks(fake: Fa
     volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["data", "other"])
     every = list(volume_groups)
     for one in every:
-        one.look()
+        one.state()
     scans = disks(fake).scans
     create(fake, "a")
     volume_groups.outdate(written=fake.lvm2.groups["data"].disks[0].name)
-    found = [one.look() for one in every]
+    found = [one.state() for one in every]
     assert found[0] is not None
     assert "a" in found[0].volumes
     assert disks(fake).scans == scans
@@ -112,9 +112,9 @@ def test_what_is_written_to_a_disk_of_a_group_has_nobody_look_for_disks(fake: Fa
 def test_a_disk_that_joins_the_group_is_seen_by_the_commit_alone(
     fake: FakeHost, known: VolumeGroup
 ) -> None:
-    known.look()
+    known.state()
     fake.lvm("vgextend", "--", "data", fake.new_device(40 * MIB))
-    found = known.look()
+    found = known.state()
     assert found is not None
     assert (len(found.disks), found.missing_disks) == (2, 0)
     assert len(known.lvm.devices) == 2
@@ -123,13 +123,13 @@ def test_a_disk_that_joins_the_group_is_seen_by_the_commit_alone(
 def test_a_disk_that_another_takes_the_place_of_is_seen_by_the_commits_alone(
     fake: FakeHost, known: VolumeGroup
 ) -> None:
-    known.look()
+    known.state()
     [old], new = known.lvm.devices, fake.new_device(40 * MIB)
     known.lvm_with(new)("vgextend", "--", "data", new)
-    known.look()
+    known.state()
     assert sorted(known.lvm.devices) == sorted([old, new])
     known.lvm("vgreduce", "--", "data", old)
-    found = known.look()
+    found = known.state()
     assert found is not None
     assert ([one.name for one in found.disks], found.missing_disks) == ([new], 0)
     assert known.lvm.devices == (new,)
@@ -146,7 +146,7 @@ def test_a_report_that_met_a_change_is_not_kept(fake: FakeHost, known: VolumeGro
 
     fake.intercept = change
     for _ in range(3):
-        known.look()
+        known.state()
     assert looks(fake) == 2
 
 
@@ -162,7 +162,7 @@ def test_a_report_that_met_a_change_is_not_kept(fake: FakeHost, known: VolumeGro
 def test_after_a_command_of_which_nobody_knows_what_it_did_it_is_asked_anew(
     fake: FakeHost, known: VolumeGroup, doubt: Exception
 ) -> None:
-    known.look()
+    known.state()
 
     def fail(words: Sequence[str]) -> Result | None:
         if words[1] == "lvcreate":
@@ -172,18 +172,18 @@ def test_after_a_command_of_which_nobody_knows_what_it_did_it_is_asked_anew(
     fake.intercept = fail
     with pytest.raises(type(doubt)):
         volumes.create(known.lvm, "data", volumes.New("a", 4 * MIB, {}))
-    known.look()
+    known.state()
     assert looks(fake) == 2
 
 
 def test_after_a_change_that_failed_it_is_asked_anew_of_what_it_did(
     fake: FakeHost, known: VolumeGroup
 ) -> None:
-    known.look()
+    known.state()
     fake.intercept = lambda words: Result(5, "", "half way") if words[1] == "lvcreate" else None
     with pytest.raises(lvm_errors.LvmError):
         volumes.create(known.lvm, "data", volumes.New("a", 4 * MIB, {}))
-    known.look()
+    known.state()
     assert looks(fake) == 2
 
 
@@ -192,11 +192,11 @@ def test_a_device_that_was_left_suspended_is_seen_to_be_resumed(
 ) -> None:
     create(fake, "a")
     fake.suspend("data", "a")
-    found = known.look()
+    found = known.state()
     assert found is not None
     assert found.volumes["a"].suspended
     fake.lvm2.resume("data", "a")
-    found = known.look()
+    found = known.state()
     assert found is not None
     assert not found.volumes["a"].suspended
 
@@ -207,12 +207,12 @@ def test_a_report_is_not_believed_for_ever(
     # A number of which differences are exact.
     now = 1024.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    known.look()
+    known.state()
     now += metadata_cache._LASTS_SECONDS - 1
-    known.look()
+    known.state()
     assert looks(fake) == 1
     now += 1
-    known.look()
+    known.state()
     assert looks(fake) == 2
 
 
@@ -221,28 +221,28 @@ def test_a_disk_that_came_or_went_is_seen_without_udev(
 ) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    known.look()
+    known.state()
     twin = fake.lvm2.add_group("twin", [10])
     twin.name = "data"
-    known.look()
+    known.state()
     assert not known.ignored
     now += metadata_cache._BLIND_SECONDS
-    known.look()
+    known.state()
     [ignored] = known.ignored
     assert ignored[0] == twin.disks[0].name
     assert "another group of that name" in ignored[1]
 
 
 def test_udev_s_word_has_the_disks_looked_at_at_once(fake: FakeHost, known: VolumeGroup) -> None:
-    known.look()
+    known.state()
     fake.lvm2.add_group("twin", [10]).name = "data"
     known.outdate()
-    assert known.look() is not None
+    assert known.state() is not None
     assert len(known.ignored) == 1
     del fake.lvm2.groups["twin"]
     known.outdate()
-    assert known.look() is not None
-    assert known.state == "ready"
+    assert known.state() is not None
+    assert known.status == "ready"
     assert not known.ignored
 
 
@@ -251,11 +251,11 @@ def test_twins_that_nothing_tells_apart_are_refused_until_one_is_gone(
 ) -> None:
     fake.lvm2.add_group("twin", [10]).name = "data"
     with pytest.raises(errors.GroupRefused):
-        known.look()
+        known.state()
     assert not known.answers
     del fake.lvm2.groups["twin"]
-    assert known.look() is not None
-    assert known.state == "ready"
+    assert known.state() is not None
+    assert known.status == "ready"
 
 
 @pytest.mark.parametrize("is_read_anew", [False, True], ids=["still known", "read anew"])
@@ -263,7 +263,7 @@ def test_forget_during_a_look_has_the_next_one_ask_lvm2(
     fake: FakeHost, known: VolumeGroup, monkeypatch: pytest.MonkeyPatch, is_read_anew: bool
 ) -> None:
     create(fake, "a")
-    known.look()
+    known.state()
     if is_read_anew:
         create(fake, "b")
     real, calls = fake.disks.fingerprint, itertools.count()
@@ -274,13 +274,13 @@ def test_forget_during_a_look_has_the_next_one_ask_lvm2(
         if next(calls) == is_read_anew:
             # Another call's lvm2 is killed over a change: no commit tells of the suspended device.
             fake.suspend("data", "a")
-            known._sight.forget()
+            known._cache.forget()
         return mark
 
     monkeypatch.setattr(fake.disks, "fingerprint", fingerprint)
-    known.look()
+    known.state()
     before = looks(fake)
-    found = known.look()
+    found = known.state()
     assert found is not None
     assert found.volumes["a"].suspended
     assert looks(fake) == before + 1
@@ -304,22 +304,22 @@ class Hanging:
 def test_a_glance_does_not_wait_twice_for_a_group_that_hangs(
     fake: FakeHost, known: VolumeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_GLANCE_SECONDS", 0.05)
-    seen = known.look()
+    monkeypatch.setattr(module, "_SHORT_WAIT_SECONDS", 0.05)
+    seen = known.state()
     fake.lvm2.groups["data"].seqno += 1
     hanging = Hanging(fake)
-    assert known.glance() == seen
+    assert begin_states([known])()["data"] == seen
     assert hanging.asked.acquire(timeout=20)
     for _ in range(100):
-        assert known.glance() == seen
+        assert begin_states([known])()["data"] == seen
     assert not hanging.asked.acquire(blocking=False)
     hanging.over.set()
-    known.look_behind().result(20)
+    known.refresh().result(20)
     assert looks(fake) == 2
     create(fake, "a")
     # It answers, and so it is waited for again.
-    monkeypatch.setattr(module, "_GLANCE_SECONDS", 20)
-    found = known.glance()
+    monkeypatch.setattr(module, "_SHORT_WAIT_SECONDS", 20)
+    found = begin_states([known])()["data"]
     assert found is not None
     assert "a" in found.volumes
 
@@ -329,10 +329,10 @@ def test_who_needs_a_group_that_hangs_waits_as_long_as_his_caller(
 ) -> None:
     hanging = Hanging(fake)
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(known.look)
+        first = pool.submit(known.state)
         assert hanging.asked.acquire(timeout=20)
         with time_limit(0.05), pytest.raises(errors.GroupBusy):
-            known.look()
+            known.state()
         hanging.over.set()
         assert first.result(20) is not None
 
@@ -358,12 +358,12 @@ def test_nothing_is_changed_before_all_that_did_not_end_has_ended(
     fake: FakeHost, known: VolumeGroup
 ) -> None:
     create(fake, "a")
-    known.look()
+    known.state()
     endless = Endless(fake, "lvextend", "fullreport")
     with pytest.raises(lvm_errors.CommandStuck):
         known.lvm("lvextend", "--extents", "+1", "data/a")
     with pytest.raises(lvm_errors.CommandStuck):
-        known.look()
+        known.state()
     endless.ended.add("fullreport")
     with pytest.raises(lvm_errors.StillRunning, match="lvextend was told to end"):
         known.lvm("lvcreate", "--extents", "1", "--name", "b", "data")
@@ -372,30 +372,30 @@ def test_nothing_is_changed_before_all_that_did_not_end_has_ended(
     endless.ended.add("lvextend")
     endless.kinds.clear()
     volumes.create(known.lvm, "data", volumes.New("b", 4 * MIB, {}))
-    assert known.look() is not None
+    assert known.state() is not None
     assert not known.is_changed
 
 
 def test_beside_a_look_that_does_not_end_none_is_begun(fake: FakeHost, known: VolumeGroup) -> None:
-    known.look()
+    known.state()
     fake.lvm2.groups["data"].seqno += 1
     endless = Endless(fake, "fullreport")
     for _ in range(20):
         with pytest.raises(lvm_errors.CommandStuck, match="lvm fullreport was told to end"):
-            known.look()
+            known.state()
     assert endless.begun == ["fullreport"]
     endless.ended.add("fullreport")
     endless.kinds.clear()
-    assert known.look() is not None
+    assert known.state() is not None
 
 
 def test_beside_a_change_that_does_not_end_it_is_looked(fake: FakeHost, known: VolumeGroup) -> None:
     create(fake, "a")
-    known.look()
+    known.state()
     Endless(fake, "lvextend")
     with pytest.raises(lvm_errors.CommandStuck):
         known.lvm("lvextend", "--extents", "+1", "data/a")
-    assert known.look() is not None
+    assert known.state() is not None
 
 
 def test_where_no_thread_can_be_had_to_look_the_next_one_looks(
@@ -407,8 +407,8 @@ def test_where_no_thread_can_be_had_to_look_the_next_one_looks(
     with monkeypatch.context() as without:
         without.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError):
-            known.look_behind()
-    known.look_behind().result(20)
+            known.refresh()
+    known.refresh().result(20)
     assert known.answers
 
 
@@ -629,28 +629,28 @@ def test_a_group_comes_goes_and_is_back(tmp_path: Path, caplog: pytest.LogCaptur
     known, seen = of_late(fake), list[str]()
 
     def states() -> list[str]:
-        seen.append(known.state)
+        seen.append(known.status)
         return seen[-1:]
 
-    assert known.look() is None
+    assert known.state() is None
     assert states() == ["absent"]
     assert fake.commands == []
     made = fake.lvm2.add_group("data", [10, 10])
-    assert known.look() is not None
+    assert known.state() is not None
     made.disks[1].missing = True
     known.outdate()
-    found = known.look()
+    found = known.state()
     assert found is not None
     assert found.missing_disks == 1
     assert states() == ["partial"]
     made.disks[1].missing = False
-    assert known.look() is not None
+    assert known.state() is not None
     assert states() == ["ready"]
     del fake.lvm2.groups["data"]
-    assert known.look() is None
+    assert known.state() is None
     assert states() == ["absent"]
     fake.lvm2.groups["data"] = made
-    assert known.look() is not None
+    assert known.state() is not None
     assert caplog.text.count("is not on this node:") == 2
     assert caplog.text.count("is on this node again") == 2
 
@@ -743,8 +743,8 @@ def test_what_changes_behind_carver_s_back_is_seen_by_the_next_look(
         DEEDS[deed](fake, serial)
         if not looked_at:
             continue
-        found = known.look()
-        fresh = of_late(fake).look()
+        found = known.state()
+        fresh = of_late(fake).state()
         if fresh is None or found is None:
             assert found == fresh
             continue
@@ -764,7 +764,7 @@ def still(group: report.Group) -> report.Group:
 def test_while_the_disks_are_looked_for_a_command_sees_those_that_were_there(
     fake: FakeHost, known: VolumeGroup
 ) -> None:
-    known.look()
+    known.state()
     before = known.lvm.devices
     during = []
 
@@ -772,9 +772,9 @@ def test_while_the_disks_are_looked_for_a_command_sees_those_that_were_there(
         during.append(known.lvm.devices)
         return fake.disks.scan()
 
-    known._sight._scan = scan
+    known._cache._scan = scan
     known.outdate()
-    known.look()
+    known.state()
     assert during == [before]
 
 
@@ -793,7 +793,7 @@ def test_a_shell_that_does_not_show_a_group_is_not_believed_before_another_was_a
     heals = [True]
     scan = VolumeGroups(fake.lvm, fake.disks, fake.devices, []).scan
     volume_group = VolumeGroup("data", fake.lvm, run, fake.disks, fake.devices, scan, renew)
-    assert volume_group.look() is not None
+    assert volume_group.state() is not None
     assert len(renewed) == 1
     # One that stays hidden is asked for by one shell at each look, and refused.
     blind[0], heals[0] = True, False
@@ -801,7 +801,7 @@ def test_a_shell_that_does_not_show_a_group_is_not_believed_before_another_was_a
     fake.lvm2.groups["data"].seqno += 1
     for _ in range(3):
         with pytest.raises(errors.GroupRefused, match="does not show it"):
-            volume_group.look()
+            volume_group.state()
     assert len(renewed) == 2
 
 

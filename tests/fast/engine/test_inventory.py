@@ -43,7 +43,7 @@ def node(tmp_path: Path) -> tuple[Inventory, Hanging]:
         fake.lvm2.add_group(one)
     volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, [*SICK, "sound"])
     known = Inventory(volume_groups, fake.devices)
-    known.read()
+    known.state()
     return known, Hanging(fake, volume_groups)
 
 
@@ -54,8 +54,8 @@ def caller() -> Iterator[ThreadPoolExecutor]:
 
 
 KINDS: dict[str, Callable[[Inventory], report.Report]] = {
-    "of one group": lambda known: known.read("sound"),
-    "of none": lambda known: known.glance(),
+    "of one group": lambda known: known.state("sound"),
+    "of none": lambda known: known.state(quick=True),
 }
 
 
@@ -66,7 +66,7 @@ def test_groups_that_hang_are_waited_for_together(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
-    monkeypatch.setattr(module, "_GLANCE_SECONDS", 30)
+    monkeypatch.setattr(module, "_SHORT_WAIT_SECONDS", 30)
     known, hanging = node
     read = caller.submit(KINDS[kind], known)
     expect.soon(lambda: hanging.asked == set(SICK), lambda: hanging.asked)
@@ -77,10 +77,10 @@ def test_groups_that_hang_are_waited_for_together(
 def test_what_hangs_is_what_it_was(
     node: tuple[Inventory, Hanging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_GLANCE_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_SHORT_WAIT_SECONDS", 0.05)
     known, hanging = node
     for _ in range(20):
-        assert set(known.read("sound").groups) == {*SICK, "sound"}
+        assert set(known.state("sound").groups) == {*SICK, "sound"}
     hanging.over.set()
 
 
@@ -94,11 +94,11 @@ def test_volumes_are_read_of_their_tags_once_for_each_change(
     for name in ("a", "b"):
         new = volumes.New(f"vol-{name}", 4 << 20, {"name": name})
         volumes.create(volume_groups.lvm("sound"), "sound", new)
-    told = [one.name for one in known.all(known.read())]
+    told = [one.name for one in known.all(known.state())]
     assert told == ["vol-a", "vol-b"]
     with monkeypatch.context() as patch:
         patch.setattr(records, "volume", lambda *_: pytest.fail("a volume was read anew"))
-        assert [one.name for one in known.all(known.read())] == told
+        assert [one.name for one in known.all(known.state())] == told
     del group.volumes["vol-a"]
     group.seqno += 1
-    assert [one.name for one in known.all(known.read())] == ["vol-b"]
+    assert [one.name for one in known.all(known.state())] == ["vol-b"]

@@ -19,6 +19,7 @@ from agent.daemon.refresh import Watch
 from lvm import events as module
 from lvm.command import Result
 from lvm.events import DiskEvent, DiskEvents
+from lvm.report import Group
 
 
 class Events:
@@ -53,8 +54,8 @@ class Known(Inventory):
     def outdate(self, written: str | None = None) -> None:
         self.outdated.append(written)
 
-    def renew(self, due_seconds: float) -> list[Future[None]]:
-        self.renewed.append(due_seconds)
+    def refresh(self, max_age: float) -> list[Future[Group | None]]:
+        self.renewed.append(max_age)
         self.turned.set()
         if self.fails:
             raise RuntimeError("no thread can be made")
@@ -95,12 +96,12 @@ def test_a_group_that_is_not_there_is_told_once_and_once_that_it_is_back(
     fake.lvm2.add_group("data")
     known = inventory(fake.lvm2, "data", "other")
     for _ in range(3):
-        known.read()
+        known.state()
     assert caplog.text.count("volume group other is not on this node") == 1
     assert "data" not in caplog.text
     fake.lvm2.add_group("other")
     for _ in range(3):
-        known.read()
+        known.state()
     assert caplog.text.count("volume group other is on this node again") == 1
 
 
@@ -141,7 +142,7 @@ def two(tmp_path: Path) -> Iterator[tuple[FakeHost, VolumeGroups, Inventory]]:
     fake.lvm2.add_group("sound")
     volume_groups = VolumeGroups(fake.lvm, fake.disks, fake.devices, ["sick", "sound"])
     known = Inventory(volume_groups, fake.devices)
-    known.read()
+    known.state()
     for one in volume_groups:
         one.time_seconds -= 61
         one.tried_seconds -= 61
@@ -166,8 +167,8 @@ def test_a_group_that_fails_at_once_is_asked_once_a_minute_as_one_that_answers(
 
     fake.intercept = refuse
     for _ in range(30):
-        known.leave_word()
-        wait(known.renew(60.0), 20)
+        known.keep_fresh()
+        wait(known.refresh(60.0), 20)
     assert len(asked) == 1
     assert len(fake.commands) == 1
 
@@ -184,8 +185,8 @@ def test_while_a_group_hangs_the_other_is_looked_at_and_nothing_waits(
             assert over.wait(20)
 
     fake.intercept = hang
-    known.leave_word()
-    hanging, other = known.renew(60.0)
+    known.keep_fresh()
+    hanging, other = known.refresh(60.0)
     other.result(20)
     assert not hanging.done()
     over.set()

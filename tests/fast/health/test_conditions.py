@@ -13,6 +13,7 @@ from fakes.host import FakeHost
 from fakes.kernel import FakeKernel
 from fakes.lvm import FakeDisk
 
+from agent.core.inventory import MONITOR_AGE_SECONDS
 from agent.csi.client import Client, block, mounted
 from agent.daemon.server import Service
 from lvm.command import Result
@@ -159,7 +160,7 @@ def test_what_lvm_reports_against_a_volume_is_told(
     remedy: str,
 ) -> None:
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = health
-    service.inventory.read()
+    service.inventory.state()
     told = seen(client, staged.volume_id, reason, status)
     assert health in told
     assert remedy in told
@@ -179,7 +180,7 @@ def renew(service: Service) -> None:
     """As the thread that watches does, when its time has come."""
     for volume_group in service.volume_groups:
         volume_group.time_seconds = volume_group.tried_seconds = 0.0
-    wait(service.inventory.renew(60.0))
+    wait(service.inventory.refresh(60.0))
 
 
 def test_health_is_what_lvm_said_last_and_no_process_is_started(
@@ -188,7 +189,7 @@ def test_health_is_what_lvm_said_last_and_no_process_is_started(
     group = fake.lvm2.groups["data"]
     # Without its only disk the group would not be here.
     group.disks.append(FakeDisk("/dev/other", "other", 10))
-    service.inventory.read()
+    service.inventory.state()
     group.disks[0].missing = True
     group.volumes["vol-pvc-1"].health = "partial"
     before = len(fake.commands)
@@ -214,7 +215,7 @@ def test_a_raw_block_volume_has_a_health_too(
     client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
     fake.lvm2.groups["data"].seqno += 1
-    service.inventory.read()
+    service.inventory.state()
     assert "partial" in seen(client, volume.volume_id, "DiskMissing", csi.INACCESSIBLE)
     assert client.stats(volume.volume_id, tmp_path / "target").usage[0].total == 16 * MIB
 
@@ -225,7 +226,7 @@ def test_an_inline_volume_has_a_health_too_of_the_node_s(
     client.publish_inline("csi-1", tmp_path / "target", {"size": "64Mi"})
     fake.lvm2.groups["data"].volumes["eph-csi-1"].health = "partial"
     fake.lvm2.groups["data"].seqno += 1
-    service.inventory.read()
+    service.inventory.state()
     [found] = client.node_health("csi-1", tmp_path / "target").health_statuses
     assert "eph-csi-1 is partial" in found.message
     with expect.code("NOT_FOUND"):
@@ -238,21 +239,21 @@ def test_while_lvm_does_not_answer_what_it_said_before_is_told(
 ) -> None:
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
     fake.lvm2.groups["data"].seqno += 1
-    service.inventory.read()
+    service.inventory.state()
     fake.intercept = lambda words: Result(5, "", "a disk hangs")
     fake.lvm2.groups["data"].seqno += 1
     renew(service)
     assert "partial" in told(client, staged, tmp_path / "staging")
     with pytest.raises(LvmError, match="a disk hangs"):
-        service.inventory.recent()
+        service.inventory.state(max_age=MONITOR_AGE_SECONDS)
 
 
 def test_a_volume_that_no_report_has_yet_is_told_of_by_the_kernel_alone(
     client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
     for volume_group in service.volume_groups:
-        assert volume_group.last is not None
-        volume_group.last = replace(volume_group.last, volumes={})
+        assert volume_group.cached is not None
+        volume_group.cached = replace(volume_group.cached, volumes={})
     fake.commands.clear()
     assert told(client, staged, tmp_path / "staging") == ""
     fake.lvm2.suspend("data", "vol-pvc-1")
@@ -264,23 +265,23 @@ def test_nothing_is_read_behind_anyone_s_back_while_nobody_asks(
     client: Client, service: Service, staged: csi.Volume, fake: FakeHost, tmp_path: Path
 ) -> None:
     before = len(fake.commands)
-    service.inventory._glimpsed.clear()
+    service.inventory._in_use.clear()
     renew(service)
     assert len(fake.commands) == before
 
     client.node_health(staged.volume_id)
-    service.inventory.read()
-    wait(service.inventory.renew(60.0))
+    service.inventory.state()
+    wait(service.inventory.refresh(60.0))
     assert len(fake.commands) == before + 1, "the report is new"
 
     fake.lvm2.groups["data"].seqno += 1
     service.inventory.outdate()
-    wait(service.inventory.renew(60.0))
+    wait(service.inventory.refresh(60.0))
     assert len(fake.commands) == before + 1, "new enough, also where a disk changed since"
 
     for volume_group in service.volume_groups:
         volume_group.time_seconds = volume_group.tried_seconds = time.time() - 70
-    wait(service.inventory.renew(60.0))
+    wait(service.inventory.refresh(60.0))
     assert len(fake.commands) == before + 2, "and then it is not"
 
 
@@ -289,7 +290,7 @@ def test_a_snapshot_that_ran_full_is_told_of_its_volume(
 ) -> None:
     snapshot = client.snapshot("s", staged.volume_id)
     # A volume is told of by its report, and its snapshots with it.
-    service.inventory.read()
+    service.inventory.state()
     fake.lvm2.wrote("/dev/mapper/data-vol--pvc--1", 320 * MIB)
     found = seen(client, staged.volume_id, "SnapshotOverflowed", csi.DATA_LOSS)
     assert f"snapshot {snapshot.snapshot_id} of it is of no use" in found

@@ -421,8 +421,8 @@ def test_an_engine_uses_no_disk_outside_the_devices_file(place: Place) -> None:
         file.write_text(listed)
         for one in known:
             one.outdate()
-            one.look()
-            assert one.state == state
+            one.state()
+            assert one.status == state
 
 
 def test_a_group_outside_the_devices_file_is_not_used(place: Place) -> None:

@@ -69,7 +69,7 @@ def words(client: Client) -> list[tuple[int, str]]:
 def look(service: Service) -> None:
     service.inventory.outdate()
     for one in service.volume_groups:
-        one.look_behind().exception(20)
+        one.refresh().exception(20)
 
 
 def test_storage_that_is_well_has_no_entry_and_costs_no_process(

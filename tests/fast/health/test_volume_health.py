@@ -54,7 +54,7 @@ def service(service: Service) -> Service:
 @pytest.fixture
 def volume(client: Client, service: Service) -> csi.Volume:
     made = client.create("pvc-1", 16 * MIB, block())
-    service.inventory.read()
+    service.inventory.state()
     return made
 
 
@@ -74,7 +74,7 @@ def take(fake: FakeHost, service: Service, name: str = "data") -> FakeGroup:
         fake.deactivate(name, one.name)
     gone = fake.lvm2.groups.pop(name)
     service.inventory.outdate()
-    volume_group(service, name).look()
+    volume_group(service, name).state()
     return gone
 
 
@@ -101,7 +101,7 @@ def test_a_group_that_is_gone_is_told_of_its_volumes_by_every_call_until_it_is_b
 
     fake.lvm2.groups["data"] = gone
     service.inventory.outdate()
-    volume_group(service).look()
+    volume_group(service).state()
     assert client.unhealthy() == []
     assert not client.node_health(volume.volume_id).health_statuses
 
@@ -142,7 +142,7 @@ def test_a_group_that_is_refused_is_told_with_why(
     fake.lvm2.groups["data"].exported = True
     service.inventory.outdate()
     with pytest.raises(GroupRefused):
-        volume_group(service).look()
+        volume_group(service).state()
     [found] = client.node_health(volume.volume_id).health_statuses
     assert (found.status, found.reason) == (csi.INACCESSIBLE, "GroupRefused")
 
@@ -178,7 +178,7 @@ def test_an_inline_volume_is_found_as_long_as_its_pod_is_there(
     client.publish_inline("csi-1", tmp_path / "target", {"size": "16Mi"})
     fake.commands.clear()
     assert not client.node_health("csi-1").health_statuses
-    service.inventory.read()
+    service.inventory.state()
     fake.commands.clear()
     assert not client.node_health("csi-1", tmp_path / "target").health_statuses
     assert fake.commands == []
@@ -193,7 +193,7 @@ def test_a_volume_that_is_being_wiped_is_no_volume_any_more(
     logical = fake.lvm2.groups["data"].volumes["vol-pvc-1"]
     logical.tags = {one.replace("state=ready", "state=wiping") for one in logical.tags}
     fake.lvm2.groups["data"].seqno += 1
-    service.inventory.read()
+    service.inventory.state()
     for ask in (client.volume_health, client.node_health):
         with expect.code("NOT_FOUND"):
             ask(volume.volume_id)
@@ -207,7 +207,7 @@ def test_a_volume_that_was_not_complete_then_and_is_now_is_one(
     complete = logical.tags
     logical.tags = {one.replace("state=ready", "state=copying") for one in complete}
     fake.lvm2.groups["data"].seqno += 1
-    service.inventory.read()
+    service.inventory.state()
     for ask in (client.volume_health, client.node_health):
         with expect.code("ABORTED"):
             ask(volume.volume_id)
@@ -247,7 +247,7 @@ def test_what_lvm2_does_not_tell_any_more_is_told_as_it_was_and_never_taken_for_
     fake.deactivate("data", "vol-pvc-1")
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
     fake.lvm2.groups["data"].seqno += 1
-    service.inventory.read()
+    service.inventory.state()
     # What a command did that failed is not known before the next look.
     volume_group(service).lvm.run("lvm", "lvremove", "--yes", "--", "data/none")
     assert volume_group(service).is_changed
@@ -285,12 +285,12 @@ def test_before_a_group_was_ever_seen_it_is_looked_at_and_what_hangs_is_told(
 ) -> None:
     made = client.create("pvc-1", 16 * MIB, block())
     for one in service.volume_groups:
-        one.last, one.time_seconds = None, 0.0
-        one._sight.forget()
+        one.cached, one.time_seconds = None, 0.0
+        one._cache.forget()
     assert not client.volume_health(made.volume_id).health_statuses
     for one in service.volume_groups:
-        one.last, one.time_seconds = None, 0.0
-        one._sight.forget()
+        one.cached, one.time_seconds = None, 0.0
+        one._cache.forget()
     service.inventory.outdate()
     assert isinstance(fake.disks, FakeDisks)
     fake.disks.hanging |= {"/dev/fake-data-0", "/dev/fake-other-0"}
@@ -324,7 +324,7 @@ def test_the_list_comes_in_pages_and_a_token_that_is_none_is_refused(
     ids = [client.create(f"{one}", 16 * MIB, block()).volume_id for one in range(5)]
     for number in (0, 1, 3):
         fake.lvm2.groups["data"].volumes[f"vol-{number}"].health = "partial"
-    service.inventory.read()
+    service.inventory.state()
     request = csi.ControllerListVolumeHealthRequest(max_entries=2)
     first = client.controller.ControllerListVolumeHealth(request)
     assert [one.volume_id for one in first.entries] == [ids[0], ids[1]]
@@ -347,7 +347,7 @@ def test_a_list_without_a_bound_comes_in_parts_that_fit_in_a_message_and_none_is
     ids = [client.create(f"{one}", 16 * MIB, block()).volume_id for one in range(9)]
     for number in range(9):
         fake.lvm2.groups["data"].volumes[f"vol-{number}"].health = "partial"
-    service.inventory.read()
+    service.inventory.state()
     whole = client.controller.ControllerListVolumeHealth(csi.ControllerListVolumeHealthRequest())
     assert [one.volume_id for one in whole.entries] == ids
     most = whole.ByteSize() // 2
@@ -477,7 +477,7 @@ def test_a_volume_that_could_never_be_staged_is_answered_for_at_paths_that_are_n
     fake.deactivate("data", "vol-pvc-1")
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
     fake.lvm2.groups["data"].seqno += 1
-    service.inventory.read()
+    service.inventory.state()
     found = client.node_health(volume.volume_id, tmp_path / "pods/x", tmp_path / "plugins/y")
     assert words(found) == [(csi.INACCESSIBLE, "DiskMissing")]
 
@@ -497,7 +497,7 @@ def test_two_things_that_are_wrong_are_two_entries(
 ) -> None:
     snapshot = client.snapshot("s", volume.volume_id)
     fake.lvm2.groups["data"].volumes["vol-pvc-1"].health = "partial"
-    service.inventory.read()
+    service.inventory.state()
     fake.lvm2.wrote("/dev/mapper/data-vol--pvc--1", 16 * MIB)
     assert snapshot.snapshot_id
     assert words(client.volume_health(volume.volume_id)) == [

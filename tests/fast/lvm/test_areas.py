@@ -100,9 +100,9 @@ def test_a_snapshot_whose_disk_is_missing_is_not_ready_and_not_lost() -> None:
     )
     known = inventory(fake, "data")
     fake.deactivate("data", "vol-a")
-    [snapshot] = known.snapshots(known.read())
+    [snapshot] = known.snapshots(known.state())
     assert snapshot.is_ready
     fake.groups["data"].disks[1].missing = True
-    [snapshot] = known.snapshots(known.read())
+    [snapshot] = known.snapshots(known.state())
     assert not snapshot.is_ready
     assert not snapshot.problem

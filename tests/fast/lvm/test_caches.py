@@ -67,7 +67,7 @@ def test_what_a_pool_with_a_cache_may_promise_can_be_held_for_a_thousand_states(
         lvm = Lvm(lambda *words, fake=fake: fake(words), settings=())
         known = inventory(fake, "data")
         allocator = Allocators([one], known).of(one)
-        group = known.read().group("data")
+        group = known.state().group("data")
         maximum = allocator.maximum_bytes(group)
         rooms[maximum > 0] += 1
         if not maximum:
@@ -76,7 +76,7 @@ def test_what_a_pool_with_a_cache_may_promise_can_be_held_for_a_thousand_states(
                 assert one.cache.of_pool(group) > group.fast_free_extents
             continue
         allocator.create(lvm, group, New("all", maximum, {}))
-        group = known.read().group("data")
+        group = known.state().group("data")
         made = group.volume("pool-thin")
         assert caches.is_cached(made)
         fast = {disk.uuid for disk in group.disks if disk.fast}
@@ -126,7 +126,7 @@ def test_the_loss_of_a_pool_s_fast_disk_is_told_of_each_of_its_volumes(
     lvm = Lvm(lambda *words: fake(words), settings=())
     one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
     known = inventory(fake, "data")
-    group = known.read().group("data")
+    group = known.state().group("data")
     own_tags = {"name": "pvc-1"}
     Allocators([one], known).of(one).create(lvm, group, New("vol-pvc-1", 40 << 20, own_tags))
     # What lvm2 says of the pool alone holds for what is in it.
@@ -138,7 +138,7 @@ def _check_each_loss(known: Inventory, slow: FakeDisk, fast: FakeDisk, words: st
     for disk, told in ((fast, words), (slow, "from a backup")):
         fast.missing = slow.missing = False
         disk.missing = True
-        [volume] = known.all(known.read())
+        [volume] = known.all(known.state())
         [problem] = health.by_report(volume)
         assert problem.reason is Reason.DISK_MISSING
         assert disk.uuid in problem.message
@@ -152,9 +152,9 @@ def test_a_pool_that_is_given_a_cache_has_it_on_record() -> None:
     known = inventory(fake, "data")
     for cache, kept in ((None, set()), (Cache(), {"carver.cache=cache:writethrough:16777216"})):
         one = DeviceClass("thin", "data", layout=Layout("thin"), pool=Policy(), cache=cache)
-        name, group = f"vol-{cache}", known.read().group("data")
+        name, group = f"vol-{cache}", known.state().group("data")
         Allocators([one], known).of(one).create(lvm, group, New(name[:8], 4 << 20, {}))
-        tags = known.read().group("data").volume("pool-thin").tags
+        tags = known.state().group("data").volume("pool-thin").tags
         assert {one for one in tags if one.startswith("carver.cache")} == kept
 
 

@@ -54,7 +54,7 @@ def test_ten_idle_minutes_cost_one_command_at_most(
         if second % ASKED_EACH == 0:
             service.readiness.check()
         resumption.step()
-        service.inventory.renew(60.0)
+        service.inventory.refresh(60.0)
     assert len(fake.commands) <= 1
     monkeypatch.undo()
     service.stop()

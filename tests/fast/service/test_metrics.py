@@ -483,7 +483,7 @@ def test_a_snapshot_s_area_is_measured_and_copies_are_counted(measured: Measured
     volume = measured.client.create("pvc-1", 64 * MIB, block())
     snapshot = measured.client.snapshot("1", volume.volume_id, {"size": "16MiB"})
     measured.host.write_bytes("/dev/mapper/data-vol--pvc--1", 0, bytes(4 * MIB))
-    measured.service.inventory.read()
+    measured.service.inventory.state()
     ratio = 'carver_snapshot_used_ratio{snapshot="' + snapshot.snapshot_id + '"}'
     assert f"{ratio} 0.25" in measured.metrics.text().decode()
     for state in ("queued", "running", "failed"):

@@ -19,7 +19,7 @@ from fakes.host import FakeHost
 
 from agent.core import errors, inventory
 from agent.core.host import Host
-from agent.core.inventory import Inventory
+from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.locks import Admission
 from agent.core.settings import Config
 from agent.core.values import Address
@@ -247,7 +247,7 @@ def test_the_node_is_ready_when_its_groups_are_there_and_asked_once_a_minute(
     control.parent.mkdir(parents=True)
     control.write_bytes(b"")
     known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
-    node = preflight.Node(config, fake.kernel, fake.run, known.read, tmp_path)
+    node = preflight.Node(config, fake.kernel, fake.run, known.state, tmp_path)
     port = serve(readyz=monitor.readyz(Readiness(known, node, Admission()).check))
     for _ in range(3):
         assert get(port, "/readyz") == (200, "ok\n")
@@ -263,14 +263,14 @@ def test_a_node_without_any_of_the_groups_is_ready_and_lvm2_is_not_asked(
     known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
     for minute in range(1, 10):
         now[0] = 60.0 * minute
-        known.recent()
+        known.state(max_age=MONITOR_AGE_SECONDS)
     assert fake.commands == []
     # A disk came, and the group is there.
     known.outdate()
     fake.lvm2.add_group("data", [10])
     for _ in range(3):
         now[0] += 61
-        assert "data" in known.recent()[0].groups
+        assert "data" in known.state(max_age=MONITOR_AGE_SECONDS).groups
     assert len(fake.commands) == 1
 
 
@@ -281,7 +281,7 @@ def test_a_disk_that_does_not_answer_is_a_reason_for_not_being_ready(
     disks.hanging.add("/dev/sdb")
     fake.lvm2.groups.clear()
     known = Inventory(VolumeGroups(fake.lvm, disks, fake.lvm2, ["data"]), fake.lvm2)
-    node = preflight.Node(config, fake.kernel, fake.run, known.read)
+    node = preflight.Node(config, fake.kernel, fake.run, known.state)
     with pytest.raises(errors.NotReady, match="/dev/sdb"):
         Readiness(known, node, Admission()).check()
 
@@ -291,7 +291,7 @@ def test_a_sick_lvm2_is_the_reason_for_not_being_ready(
 ) -> None:
     fake.intercept = lambda words: Result(5, "", "a disk hangs")
     known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
-    node = preflight.Node(config, fake.kernel, fake.run, known.read)
+    node = preflight.Node(config, fake.kernel, fake.run, known.state)
     readiness = Readiness(known, node, Admission())
     for _ in range(2):
         with pytest.raises(errors.NotReady, match="a disk hangs"):
@@ -310,15 +310,15 @@ def test_an_lvm2_that_hangs_keeps_those_who_watch_waiting_for_seconds_only(
         assert answering.wait(60)
 
     fake.intercept = hang
-    monkeypatch.setattr(inventory, "_WATCHING_SECONDS", 0.05)
+    monkeypatch.setattr(inventory, "_MONITOR_WAIT_SECONDS", 0.05)
     known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
     for _ in range(3):
         with pytest.raises(lvm_errors.CommandTimedOut):
-            known.recent()
+            known.state(max_age=MONITOR_AGE_SECONDS)
     assert len(asked) == 1
     answering.set()
-    monkeypatch.setattr(inventory, "_WATCHING_SECONDS", 20.0)
-    assert "data" in known.recent()[0].groups
+    monkeypatch.setattr(inventory, "_MONITOR_WAIT_SECONDS", 20.0)
+    assert "data" in known.state(max_age=MONITOR_AGE_SECONDS).groups
     assert len(asked) == 1
 
 

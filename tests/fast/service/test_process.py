@@ -391,7 +391,7 @@ def test_readiness_tells_the_truth(config: Config, fake: FakeHost, tmp_path: Pat
     control = tmp_path / "dev/mapper/control"
     control.parent.mkdir(parents=True)
     known, admission = inventory(fake.lvm2, "data", lvm=fake.lvm), Admission()
-    node = preflight.Node(config, fake.kernel, fake.run, known.read, tmp_path)
+    node = preflight.Node(config, fake.kernel, fake.run, known.state, tmp_path)
     readiness = Readiness(known, node, admission)
     with pytest.raises(errors.NotReady, match="device-mapper does not answer"):
         readiness.check()

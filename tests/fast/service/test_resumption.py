@@ -57,7 +57,7 @@ def test_a_group_that_comes_while_it_is_looked_for_in_vain_is_taken_up_by_a_late
         was_there = tried.count(name) > 1
         # A call has a look just then, and meets it.
         for one in volume_groups:
-            one.look()
+            one.state()
         return was_there
 
     own = Recovery(volume_groups, take_up)

@@ -41,7 +41,7 @@ def sent(here: Node, fake: FakeHost) -> bytes:
 
 def pretended(there: Node) -> csi.Volume:
     """What comes, as whoever guesses its id asks for it."""
-    group = there.service.inventory.read(there.group).group(there.group)
+    group = there.service.inventory.state(there.group).group(there.group)
     return csi.Volume(volume_id=str(VolumeId.of(group, "vol-copy")))
 
 

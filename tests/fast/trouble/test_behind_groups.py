@@ -59,8 +59,8 @@ def service(config: Config, fake: FakeHost, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("agent.operations.autoextend._LOOK_SECONDS", 0.01)
     monkeypatch.setattr("agent.operations.repair._LOOK_SECONDS", 0.01)
     monkeypatch.setattr("agent.operations.inline._TURN_SECONDS", 0.05)
-    monkeypatch.setattr("agent.core.volume_group._GLANCE_SECONDS", 0.1)
-    monkeypatch.setattr("agent.core.inventory._WATCHING_SECONDS", 0.1)
+    monkeypatch.setattr("agent.core.volume_group._SHORT_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("agent.core.inventory._MONITOR_WAIT_SECONDS", 0.1)
     running = serving.start(config, fake)
     yield running
     running.stop()
@@ -199,7 +199,7 @@ def test_a_raid_volume_is_repaired_while_lvm2_hangs_for_another_group(
     for one in GROUPS:
         client.create(f"raid-{one}", EXTENT, block(), parameters={"class": f"raid-{one}"})
         fake.lose_disk(one, 0)
-    service.inventory.read()
+    service.inventory.state()
     asked = hang()
     service.auto_repair.start()
     assert asked.wait(60)
@@ -212,7 +212,7 @@ def test_a_repair_that_raises_what_nobody_foresaw_is_tried_again(
     monkeypatch.setattr("agent.operations.repair._RETRY_SECONDS", 0.01)
     client.create("raid-b", EXTENT, block(), parameters={"class": "raid-b"})
     fake.lose_disk("b", 0)
-    service.inventory.read()
+    service.inventory.state()
     failed: list[Sequence[str]] = []
 
     def once(words: Sequence[str]) -> Result | None:

@@ -20,6 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from agent.core import volume_group
 from agent.core.classes import DeviceClass
+from agent.core.inventory import MONITOR_AGE_SECONDS
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.core.values import Address
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
@@ -432,9 +433,9 @@ def test_a_list_that_would_lack_a_group_is_unavailable_and_names_the_group(
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
 ) -> None:
-    monkeypatch.setattr(volume_group, "_GLANCE_SECONDS", 0.1)
+    monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 0.1)
     group = service.volume_groups._volume_groups["a"]
-    group.last, group.time_seconds = None, 0.0
+    group.cached, group.time_seconds = None, 0.0
     fake.lvm2.groups["a"].seqno += 1
     trouble = Trouble(fake, ends_in_time=False)
     with expect.code("UNAVAILABLE", "volume group a"):
@@ -445,7 +446,7 @@ def test_a_list_that_would_lack_a_group_is_unavailable_and_names_the_group(
 def test_a_list_never_lacks_a_volume_that_was_made_just_before_its_group_hung(
     client: Client, fake: FakeHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(volume_group, "_GLANCE_SECONDS", 0.1)
+    monkeypatch.setattr(volume_group, "_SHORT_WAIT_SECONDS", 0.1)
     assert client.volumes() == []
     trouble: list[Trouble] = []
 
@@ -499,7 +500,7 @@ def test_a_scrape_and_readiness_say_what_they_can_while_disks_hang(
     if hangs == "a":
         assert found["carver_lvm_up",] == 1
         assert found["carver_group_present", "b"] == 1
-        service.readiness._inventory.recent()
+        service.readiness._inventory.state(max_age=MONITOR_AGE_SECONDS)
     else:
         assert found["carver_lvm_up",] == 0
 

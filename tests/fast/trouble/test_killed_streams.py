@@ -191,7 +191,7 @@ def test_a_reading_that_was_killed_at_any_step_leaves_no_snapshot_active(
 
 def require_inactive(node: Node) -> None:
     """No snapshot is active, nor said to be."""
-    found = node.service.inventory.read(node.group).group(node.group).volumes.values()
+    found = node.service.inventory.state(node.group).group(node.group).volumes.values()
     assert not [one.name for one in found if "carver.activated=reading" in one.tags]
     assert not [one for one in node.host.devices.active(node.group) if one.startswith("snap-")]
 

@@ -79,7 +79,7 @@ def again(service: Service, volume: csi.Volume) -> None:
     jobs = service.eraser.jobs
     failed = jobs._jobs[volume.volume_id]
     wait([failed.ended], 20)
-    service.inventory.read()
+    service.inventory.state()
     jobs._look_again(failed)
     wait([one.ended for one in list(jobs._jobs.values())], 20)
 
@@ -128,12 +128,12 @@ def test_what_waits_for_a_disk_is_tried_again_at_a_cost_for_each_that_does_not_g
         made["volumes"] += 1
         return make(*words)
 
-    def glance() -> report.Report:
-        made["looks"] += 1
-        return look()
+    def state(*groups: str, **options: bool) -> report.Report:
+        made["looks"] += "quick" in options
+        return look(*groups)
 
-    look = service.inventory.glance
-    monkeypatch.setattr(service.inventory, "glance", glance)
+    look = service.inventory.state
+    monkeypatch.setattr(service.inventory, "state", state)
     monkeypatch.setattr(records, "_as_volume", counted)
     jobs._look_again(*jobs._jobs.values())
     wait([job.ended for job in list(jobs._jobs.values())], 60)
@@ -204,7 +204,7 @@ def test_those_that_wait_for_a_disk_ask_lvm2_once_a_minute_together(
     jobs = service.eraser.jobs
     failed = [jobs._jobs[one] for one in ids]
     wait([job.ended for job in failed], 20)
-    service.inventory.read()
+    service.inventory.state()
     fake.commands.clear()
     for job in failed:
         jobs._look_again(job)

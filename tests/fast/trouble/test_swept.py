@@ -133,7 +133,7 @@ def test_one_that_was_repaired_unasked_leaves_the_same(
     make(client, "a", "auto")
     fake.lose_disk("data", 0)
     for now in (0, 600):
-        service.inventory.read()
+        service.inventory.state()
         service.auto_repair.step(now)
     assert group.tags == owed(group.disks[0].uuid)
 

@@ -152,7 +152,7 @@ def test_deleting_one_of_two_volumes_of_a_name_leaves_the_other_its_bridge(
         idle(service)
         [volume_id] = [
             str(one.id)
-            for one in service.inventory.present(service.inventory.read())
+            for one in service.inventory.present(service.inventory.state())
             if one.name == "vol-x" and one.group.name == "a"
         ]
         client.delete(volume_id)

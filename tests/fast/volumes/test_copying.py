@@ -335,7 +335,7 @@ def test_a_bridge_without_a_copy_goes_at_the_next_start(
     fake.lvm2.deactivate("data", "vol-pvc-1")
     bridge.name = "copy-pvc-9"
     assert client.snapshots() == []
-    service.inventory.read()
+    service.inventory.state()
     # A start waits no longer than this for what goes on behind it.
     service.copier.grace_seconds = 0
     service.copier.resume()

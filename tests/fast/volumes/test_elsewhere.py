@@ -67,7 +67,7 @@ def test_capacity_costs_no_command_where_no_group_is_here(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     fake.lvm2.groups.clear()
-    service.inventory.read()
+    service.inventory.state()
     asked = len(fake.commands)
     assert client.capacity().available_capacity == 0
     assert len(fake.commands) == asked

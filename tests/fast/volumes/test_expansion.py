@@ -50,7 +50,7 @@ def length(fake: FakeHost) -> int:
 
 def message(client: Client, service: Service, volume: csi.Volume) -> str:
     """What the volume's health says of its growth."""
-    service.inventory.read()
+    service.inventory.state()
     every = client.volume_health(volume.volume_id).health_statuses
     [found] = [one.message for one in every if one.reason == "ExpansionPending"]
     return str(found)

@@ -302,7 +302,7 @@ def test_a_pool_that_cannot_grow_is_told_of_before_it_is_full(
     fake.lvm2.groups["data"].disks[0].extents = 22
     fill(pool, 91)
     assert not service.autoextender.step(0)
-    service.inventory.read()
+    service.inventory.state()
     [told] = client.volume_health(volume.volume_id).health_statuses
     assert (told.status, told.reason) == (csi.DEGRADED, "PoolNearlyFull")
     assert "91 % full" in told.message
@@ -321,8 +321,8 @@ def test_a_pool_that_has_all_that_it_promised_may_well_be_full(
     assert isinstance(pool, FakePool)
     fill(pool, 99)
     assert not client.volume_health(volume.volume_id).health_statuses
-    service.inventory.read()
+    service.inventory.state()
     assert not client.volume_health(volume.volume_id).health_statuses
     client.create("pvc-2", EXTENT, block(), parameters=THIN)
-    service.inventory.read()
+    service.inventory.state()
     assert client.volume_health(volume.volume_id).health_statuses

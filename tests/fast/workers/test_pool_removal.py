@@ -183,7 +183,7 @@ def test_a_restart_removes_a_wipe_from_a_pool_that_is_in_use_again(
         *("--virtualsize", f"{EXTENT}b", "--addtag", "carver.state=wiping"),
         *("--thinpool", "pool-thin", "--name", "wipe-thin", "--", "data"),
     )
-    service.inventory.read()
+    service.inventory.state()
     assert service.pool_remover.resume() == 1
     service.pool_remover.give_back("data", "pool-thin").result(20)
     assert names(fake) == {"pool-thin", "vol-pvc-1"}

@@ -256,7 +256,7 @@ def test_a_volume_is_repaired_unasked_once_it_was_degraded_for_long(
     for name, device_class in (("a", "auto"), ("b", "raid"), ("c", "plain")):
         make(client, name, device_class)
     fake.lose_disk("data", 0)
-    service.inventory.read()
+    service.inventory.state()
     volumes = fake.lvm2.groups["data"].volumes
     for now in (0, 300, 599):
         service.auto_repair.step(now)
@@ -274,7 +274,7 @@ def test_a_disk_that_is_back_in_time_begins_no_rebuild(
     before = dict(fake.lvm2.groups["data"].volumes["vol-a"].extents)
     for now, lose in ((0, True), (500, False), (550, True), (1100, True)):
         (fake.lose_disk if lose else fake.bring_disk)("data", 0)
-        service.inventory.read()
+        service.inventory.state()
         service.auto_repair.step(now)
     assert fake.lvm2.groups["data"].volumes["vol-a"].extents == before
     service.auto_repair.step(1150)
@@ -287,7 +287,7 @@ def test_a_repair_without_room_is_told_once_and_tried_again(
     make(client, "a", "auto", 39)
     fake.lose_disk("data", 0)
     fake.lvm2.groups["data"].disks[2].allocatable = False
-    service.inventory.read()
+    service.inventory.state()
     for now in range(0, 3000, 30):
         service.auto_repair.step(now)
     assert len([one for one in caplog.messages if "not repaired yet" in one]) == 1
