@@ -25,8 +25,11 @@ from lvm.lvm2 import Lvm
 
 _log = logging.getLogger(__name__)
 
-# A job can end between two chunks: small enough to stop soon, large enough to cost nothing.
-CHUNK_BYTES = 128 << 20
+# A job can end between two chunks. CreateVolume, which may want a pool that is being zeroed, and
+# the end of the service wait for one at most.
+CHUNK_BYTES = 64 << 20
+# Zeroed of an encrypted volume without a tag that says how long its LUKS header is.
+_LONGEST_HEADER_BYTES = 128 << 20
 _WORKERS = 2
 # Jobs that wait for a disk share one look at all groups for so long.
 _GLANCE_SECONDS = 1.0
@@ -465,7 +468,7 @@ class Eraser:
         whole_bytes = size_bytes = self._kernel.device_size_bytes(device)
         method = self.policy.method(job.volume)
         if method != classes.ERASE_ZERO:
-            size_bytes = min(whole_bytes, volume.header_bytes or CHUNK_BYTES)
+            size_bytes = min(whole_bytes, volume.header_bytes or _LONGEST_HEADER_BYTES)
         elif job.volume.is_encrypted and not is_partial:
             # Without its header it cannot be read, however long the rest takes.
             self._mappings.erase(volume)

@@ -25,13 +25,13 @@ from lvm.thin import Policy
 MIB = 1 << 20
 EXTENT = 4 * MIB
 # Three pieces of what is overwritten at a time.
-POOL = Reserve(size_bytes=96 * MIB)
+POOL = Reserve(size_bytes=192 * MIB)
 
 
 @pytest.fixture
 def fake(tmp_path: Path) -> FakeHost:
     host = FakeHost(tmp_path)
-    host.lvm2.add_group("data", [60])
+    host.lvm2.add_group("data", [120])
     return host
 
 
@@ -77,10 +77,10 @@ def test_every_chunk_of_a_pool_is_overwritten_before_its_extents_are_free(
     disk.free.set()
     service.pool_remover.give_back("data", "pool-thin").result(20)
     assert [(offset, length) for _, offset, length in disk.written] == [
-        (offset * MIB, 32 * MIB) for offset in (0, 32, 64)
+        (offset * MIB, 64 * MIB) for offset in (0, 64, 128)
     ]
     assert names(fake) == set()
-    assert free_extents(fake) == 60
+    assert free_extents(fake) == 120
 
 
 def test_a_pool_whose_last_volume_went_without_anyone_knowing_is_given_back(
@@ -102,7 +102,7 @@ def test_a_pool_whose_last_volume_went_without_anyone_knowing_is_given_back(
     # The caller's next call finds no volume.
     client.delete(volume.volume_id)
     expect.soon(lambda: not names(fake))
-    assert free_extents(fake) == 60
+    assert free_extents(fake) == 120
 
 
 def test_what_is_no_whole_chunk_was_never_given_out_and_is_not_overwritten(
@@ -110,10 +110,10 @@ def test_what_is_no_whole_chunk_was_never_given_out_and_is_not_overwritten(
 ) -> None:
     disk.free.set()
     volume = client.create("pvc-1", EXTENT, block())
-    fake.lvm("lvextend", "--size", f"{108 * MIB}b", "--", "data/pool-thin")
+    fake.lvm("lvextend", "--size", f"{204 * MIB}b", "--", "data/pool-thin")
     client.delete(volume.volume_id)
     service.pool_remover.give_back("data", "pool-thin").result(20)
-    assert disk.written[-1][1:] == (64 * MIB, 32 * MIB)
+    assert disk.written[-1][1:] == (128 * MIB, 64 * MIB)
     assert names(fake) == set()
 
 
@@ -203,7 +203,7 @@ def test_a_wipe_that_fails_is_tried_again(
     removed, lvm2 = threading.Event(), fake.lvm2.__call__
 
     def program(words: Sequence[str]) -> Result:
-        if "not given back" in caplog.text:
+        if "not removed yet" in caplog.text:
             disk.error = None
         result = lvm2(words)
         if words[-1] == "data/pool-thin" and words[1] == "lvremove":
@@ -214,7 +214,7 @@ def test_a_wipe_that_fails_is_tried_again(
     volume = client.create("pvc-1", EXTENT, block())
     client.delete(volume.volume_id)
     assert removed.wait(20)
-    assert "pool data/pool-thin is empty, but not given back" in caplog.text
+    assert "pool data/pool-thin is empty, but not removed yet" in caplog.text
     assert names(fake) == set()
 
 
