@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from lvm import labels, sysfs
+from lvm import labels
 from lvm.labels import Kind, dashed
+from mount import sysfs
 
 # The later file outweighs the earlier, setting by setting.
 _FILES = ("lvm.conf", "lvmlocal.conf")

@@ -12,10 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from lvm import errors, names, sysfs
+from lvm import errors, names
 from lvm.devicemapper import DeviceMapper
 from lvm.devicemapper import Events as Events
 from lvm.devicemapper import Status as Status
+from mount import errors as mount_errors
+from mount import sysfs
 
 # struct disk_header, drivers/md/dm-snap-persistent.c: magic, valid, version, size of a chunk.
 _HEADER = struct.Struct("<4I")
@@ -58,7 +60,9 @@ class ExceptionTable:
             told = (
                 f"magic {magic:#x}, valid {valid}, version {version}, chunks of {sectors} sectors"
             )
-            raise errors.BadReport(f"{device} is no store of a snapshot that can be read: {told}")
+            raise mount_errors.BadReport(
+                f"{device} is no store of a snapshot that can be read: {told}"
+            )
         self._chunk_bytes: int = sectors * _SECTOR_BYTES
 
     @property

@@ -1,43 +1,9 @@
 """What can go wrong with LVM. The one file that understands lvm2's messages."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-
-class LvmError(Exception):
-    """Any failure of this package."""
-
-
-class ProgramMissing(LvmError):
-    """A program is not installed."""
-
-    def __init__(self, program: str) -> None:
-        super().__init__(f"{program} is not installed on this node, or not on the PATH")
-        self.program = program
-
-
-class OutcomeUnknown(LvmError):
-    """Whether lvm2 did what it was told is not known: a fresh report says."""
-
-
-class CommandTimedOut(OutcomeUnknown):
-    """The caller's time was over before the command ended."""
-
-    def __init__(self, words: Sequence[str], seconds: float) -> None:
-        super().__init__(f"no time left for {' '.join(words[:3])} (ended after {seconds:.1f} s)")
-        self.words = tuple(words)
-
-
-class CommandStuck(CommandTimedOut):
-    """The same, and it has not ended though it was told to: `ended` tells whether it has by now."""
-
-    def __init__(self, words: Sequence[str], seconds: float, ended: Callable[[], bool]) -> None:
-        super().__init__(words, seconds)
-        self.args = (
-            f"{' '.join(words[:2])} was told to end after {seconds:.1f} s, and still runs: see"
-            " `dmesg` for a disk that does not answer",
-        )
-        self.ended = ended
+from mount.errors import CommandError, CommandFailed, OutcomeUnknown
 
 
 class SessionLost(OutcomeUnknown):
@@ -51,7 +17,7 @@ class SessionLost(OutcomeUnknown):
         self.words = tuple(words)
 
 
-class StillRunning(LvmError):
+class StillRunning(CommandError):
     """A command whose time is over has not ended, and nothing is changed beside it."""
 
     def __init__(self, subcommand: str, seconds: float) -> None:
@@ -59,18 +25,6 @@ class StillRunning(LvmError):
             f"{subcommand} was told to end {seconds:.0f} s ago and still runs; until it has"
             " ended nothing else is changed: see `dmesg` for a disk that does not answer"
         )
-
-
-class CommandFailed(LvmError):
-    """lvm2 refused or failed, for a reason that has no class of its own."""
-
-    def __init__(self, words: Sequence[str], exit_code: int, stderr: str) -> None:
-        super().__init__(
-            f"{' '.join(words[:2])} failed with exit code {exit_code}: {_told(stderr)}"
-        )
-        self.words = tuple(words)
-        self.exit_code = exit_code
-        self.stderr = stderr
 
 
 class NoSpace(CommandFailed):
@@ -108,7 +62,7 @@ class NoDeviceMapper(CommandFailed):
     """The kernel's device-mapper does not answer."""
 
 
-class GroupMissing(LvmError):
+class GroupMissing(CommandError):
     """No group of that name is on this node."""
 
     def __init__(self, group: str) -> None:
@@ -118,7 +72,7 @@ class GroupMissing(LvmError):
         self.group = group
 
 
-class VolumeMissing(LvmError):
+class VolumeMissing(CommandError):
     """A successful report of the group does not have the volume."""
 
     def __init__(self, group: str, name: str) -> None:
@@ -127,7 +81,7 @@ class VolumeMissing(LvmError):
         self.name = name
 
 
-class Inactive(LvmError):
+class Inactive(CommandError):
     """A volume was activated, yet the kernel does not have its device."""
 
     def __init__(self, group: str, name: str) -> None:
@@ -135,13 +89,6 @@ class Inactive(LvmError):
             f"logical volume {group}/{name} was activated but has no device; see `dmesg`, and"
             " activation/volume_list in lvm.conf(5)"
         )
-
-
-class BadReport(LvmError):
-    """lvm2 reported something that is not understood."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(f"lvm2's report is not understood: {problem}")
 
 
 # What lvm2 2.03 prints in the C locale. Its exit code is 5 for nearly everything.
@@ -189,10 +136,3 @@ def classify(words: Sequence[str], exit_code: int, stderr: str) -> CommandFailed
 def _meant(stderr: str) -> type[CommandFailed]:
     """The first that its words are known for."""
     return next((error for pattern, error in _MESSAGES if pattern.search(stderr)), CommandFailed)
-
-
-def _told(stderr: str) -> str:
-    """lvm2's own words, less its warnings, on one line."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    telling = [line for line in lines if not line.startswith("WARNING:")] or lines
-    return "; ".join(telling) or "it said nothing"

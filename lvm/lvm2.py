@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lvm import errors, labels
-from lvm.command import Run
+from mount import errors as mount_errors
+from mount.command import Run
 
 _UDEV_CONTROL = Path("/run/udev/control")
 _LVM = "etc/lvm"
@@ -152,7 +153,7 @@ class Lvm:
         configured = ["--config", told] if told else []
         result = self.run("lvm", subcommand, *confined, *configured, *words)
         if result.exit_code == _NOT_FOUND:
-            raise errors.ProgramMissing("lvm")
+            raise mount_errors.ProgramMissing("lvm")
         if result.exit_code != 0:
             raise errors.classify(("lvm", subcommand), result.exit_code, result.stderr)
         return result.stdout
@@ -165,5 +166,5 @@ def version(run: Run) -> tuple[int, int, int]:
         raise errors.classify(("lvm", "version"), result.exit_code, result.stderr)
     found = _VERSION.search(result.stdout)
     if found is None:
-        raise errors.BadReport(f"no version in {result.stdout.strip()!r}")
+        raise mount_errors.BadReport(f"no version in {result.stdout.strip()!r}")
     return int(found[1]), int(found[2]), int(found[3])

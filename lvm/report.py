@@ -16,6 +16,7 @@ from typing import Any
 from lvm import errors, raid, tags
 from lvm.lvm2 import Lvm
 from lvm.tuning import AUTO, PLAIN, Tuning
+from mount import errors as mount_errors
 
 Row = Mapping[str, str]
 
@@ -306,7 +307,7 @@ def read(lvm: Lvm, overflowed: Overflowed = lambda _disk, _offset_bytes: None) -
         free = [disk for part in parts if not part.get("vg") for disk in part["pv"]]
         orphans = [disk["pv_name"] for disk in free if not disk["pv_in_use"]]
     except (KeyError, ValueError, TypeError) as error:
-        raise errors.BadReport(f"{type(error).__name__}: {error}") from error
+        raise mount_errors.BadReport(f"{type(error).__name__}: {error}") from error
     return Report({group.name: group for group in groups}, tuple(orphans))
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Self
 
 from lvm import errors
-from lvm.command import (
+from mount import errors as mount_errors
+from mount.command import (
     Conversation,
     ConversationOver,
     Converse,
@@ -292,7 +293,7 @@ class Session:
         self._stuck: tuple[Conversation, str, float] | None = None
 
     def __call__(self, *words: str) -> Result:
-        """Have the shell do what it can do, and a process the rest: the seam `lvm.command.Run`.
+        """Have the shell do what it can do, and a process the rest: the seam `mount.command.Run`.
 
         Raises what a process raises, SessionLost, and StillRunning.
         """
@@ -336,7 +337,7 @@ class Session:
         What takes longer than a moment is left to end by itself.
         """
         self._is_closed = True
-        with suppress(errors.CommandTimedOut), self._my_turn(_RENEWED, _GRACE_SECONDS):
+        with suppress(mount_errors.CommandTimedOut), self._my_turn(_RENEWED, _GRACE_SECONDS):
             self._hang_up("what it did last")
             if self._stuck is not None and self._stuck[0].end(_GRACE_SECONDS):
                 self._stuck = None
@@ -353,7 +354,7 @@ class Session:
                 raise ValueError("it lacks memory")
         except TimeoutError:
             self._give_up(line, "its time is over")
-            raise errors.CommandTimedOut(words, time.monotonic() - started) from None
+            raise mount_errors.CommandTimedOut(words, time.monotonic() - started) from None
         except (ConversationOver, ValueError) as doubt:
             self._give_up(line, str(doubt))
             if line.changes:
@@ -381,7 +382,7 @@ class Session:
     def _start(self, confinement: Confinement, words: tuple[str, ...]) -> None:
         limit = remaining_seconds()
         if limit == 0:
-            raise errors.CommandTimedOut(words, 0.0)
+            raise mount_errors.CommandTimedOut(words, 0.0)
         # Settings of some commands that mean nothing to others: one shell for all of them.
         self._confinement = self._confinement.joined(confinement)
         try:
@@ -393,7 +394,7 @@ class Session:
                 report=REPORT,
             )
             self._shell.exchange(None, min(_START_SECONDS, limit or _START_SECONDS))
-        except (OSError, ConversationOver, errors.ProgramMissing) as problem:
+        except (OSError, ConversationOver, mount_errors.ProgramMissing) as problem:
             why = str(problem) or "it shows no prompt"
             _log.warning("no shell of lvm2's, but a process for each command: %s", why)
             self._rests_until = time.monotonic() + _LACKING_RESTS * self._rest_seconds
@@ -427,7 +428,7 @@ class Session:
         remaining = remaining_seconds()
         limit = min(longest_seconds, math.inf if remaining is None else remaining)
         if not self._turn.acquire(timeout=-1 if limit == math.inf else limit):
-            raise errors.CommandTimedOut(words, limit)
+            raise mount_errors.CommandTimedOut(words, limit)
         try:
             yield
         finally:

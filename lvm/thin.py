@@ -6,13 +6,14 @@ from fractions import Fraction
 from typing import BinaryIO
 from xml.parsers import expat
 
-from lvm import errors, tags
+from lvm import tags
 from lvm.devicemapper import ThinPool
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
 from lvm.report import Group, LogicalVolume
 from lvm.tuning import AS_IT_IS, Tuning
 from lvm.volumes import New
+from mount import errors as mount_errors
 
 _MIB, _GIB = 1 << 20, 1 << 30
 # lvmthin(7): chunks of 64 KiB to 1 GiB, metadata of 2 MiB to some 16 GiB, of which a chunk takes 64
@@ -351,6 +352,6 @@ def _runs(printed: BinaryIO, holder: str, elements: Mapping[str, tuple[str, str]
         # Raises where the end is missing, as of a program that died.
         parser.Parse(b"", True)
     except (expat.ExpatError, KeyError, ValueError) as error:
-        raise errors.BadReport(f"{type(error).__name__}: {error}") from error
+        raise mount_errors.BadReport(f"{type(error).__name__}: {error}") from error
     if not holders:
-        raise errors.BadReport("the pool's metadata do not have the volume")
+        raise mount_errors.BadReport("the pool's metadata do not have the volume")

@@ -3,7 +3,7 @@
 Nothing here knows of gRPC: agent/core/codes.py maps these classes to codes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 # How many users of a mount a message names.
 _SHOWN_USERS = 8
@@ -337,3 +337,65 @@ class CryptPending(MountError):
     def __init__(self, device: str) -> None:
         self.device = device
         super().__init__(f"{device} is opened when others are: each takes memory; call again")
+
+
+class CommandError(Exception):
+    """A program, lvm2 above all, did not do or report what it should; the root of these errors."""
+
+
+class ProgramMissing(CommandError):
+    """A program is not installed."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__(f"{program} is not installed on this node, or not on the PATH")
+        self.program = program
+
+
+class OutcomeUnknown(CommandError):
+    """Whether lvm2 did what it was told is not known: a fresh report says."""
+
+
+class CommandTimedOut(OutcomeUnknown):
+    """The caller's time was over before the command ended."""
+
+    def __init__(self, words: Sequence[str], seconds: float) -> None:
+        super().__init__(f"no time left for {' '.join(words[:3])} (ended after {seconds:.1f} s)")
+        self.words = tuple(words)
+
+
+class CommandStuck(CommandTimedOut):
+    """The same, and it has not ended though it was told to: `ended` tells whether it has by now."""
+
+    def __init__(self, words: Sequence[str], seconds: float, ended: Callable[[], bool]) -> None:
+        super().__init__(words, seconds)
+        self.args = (
+            f"{' '.join(words[:2])} was told to end after {seconds:.1f} s, and still runs: see"
+            " `dmesg` for a disk that does not answer",
+        )
+        self.ended = ended
+
+
+class CommandFailed(CommandError):
+    """lvm2 refused or failed, for a reason that has no class of its own."""
+
+    def __init__(self, words: Sequence[str], exit_code: int, stderr: str) -> None:
+        super().__init__(
+            f"{' '.join(words[:2])} failed with exit code {exit_code}: {_told(stderr)}"
+        )
+        self.words = tuple(words)
+        self.exit_code = exit_code
+        self.stderr = stderr
+
+
+class BadReport(CommandError):
+    """lvm2 reported something that is not understood."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"lvm2's report is not understood: {problem}")
+
+
+def _told(stderr: str) -> str:
+    """lvm2's own words, less its warnings, on one line."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    telling = [line for line in lines if not line.startswith("WARNING:")] or lines
+    return "; ".join(telling) or "it said nothing"

@@ -13,7 +13,7 @@ from real.any import AnyHost
 from real.host import Lab, RealHost, lab, real_host
 
 import agent.core.locks
-import lvm.programs
+import mount.programs
 from agent.core import background, users
 
 
@@ -89,7 +89,7 @@ def no_unfaked_commands(
     def refuse(words: tuple[str, ...], *_how: object) -> None:
         raise AssertionError(f"an unfaked command: {' '.join(words)}")
 
-    monkeypatch.setattr(lvm.programs, "_execute", refuse)
+    monkeypatch.setattr(mount.programs, "_execute", refuse)
 
 
 @pytest.fixture(scope="session")

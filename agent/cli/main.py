@@ -20,7 +20,6 @@ from agent.cli.words import Commands
 from agent.core import errors, settings
 from agent.core.inventory import MONITOR_AGE_SECONDS
 from agent.daemon import log
-from lvm import errors as lvm_errors
 from mount import errors as mount_errors
 
 if TYPE_CHECKING:
@@ -37,7 +36,12 @@ def main(words: Sequence[str] | None = None) -> int:
     parsed = parser().parse_args(words)
     try:
         return int(parsed.run(parsed))
-    except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError, OSError) as error:
+    except (
+        errors.AgentError,
+        mount_errors.CommandError,
+        mount_errors.MountError,
+        OSError,
+    ) as error:
         # An OSError names its file.
         hint = isinstance(error, PermissionError) and os.geteuid() != 0
         print(f"carver: {error}{'; run it as root (sudo)' * hint}", file=sys.stderr)

@@ -8,9 +8,10 @@ from agent.core.background import Probes
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
 from agent.core.volume_groups import VolumeGroups
-from lvm import command, devicemapper, devices, names, thin, volumes
+from lvm import devicemapper, devices, names, thin, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
+from mount import command
 
 # How long a call waits for what the kernel says of a pool, which is told in moments as a rule.
 _POOL_SECONDS = 5.0

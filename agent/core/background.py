@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from agent.core import errors
-from lvm import command
-from lvm import errors as lvm_errors
+from mount import command
+from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class DeferredWork:
 
 
 # What is no wonder needs no trace to be understood.
-_KNOWN = (errors.AgentError, lvm_errors.LvmError, OSError)
+_KNOWN = (errors.AgentError, mount_errors.CommandError, OSError)
 
 
 class PeriodicTask:

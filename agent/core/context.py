@@ -6,8 +6,8 @@ from agent.core.background import DetachedTasks
 from agent.core.inventory import Inventory
 from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
-from lvm.command import Runner, Stream
 from lvm.devices import Devices
+from mount.command import Runner, Stream
 from mount.kernel import Kernel
 
 

@@ -17,12 +17,11 @@ from agent.core import errors
 from agent.core.disks import locate
 from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.core.volume_groups import VolumeGroups
-from lvm import errors as lvm_errors
 from lvm import groups, lvm2, report, tags
-from lvm.command import Run
 from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
 from mount import in_use, loop
+from mount.command import Run
 from mount.kernel import Kernel
 from mount.table import DeviceNumber
 
@@ -118,7 +117,7 @@ def lay(
 
     One command where the group is there, none where Carver is not to make it. One that cannot be
     made is told in the log, and by Foundations to whoever needs the group. Where lvm2 or a disk
-    does not answer LvmError or GroupSilent is raised, and all of it is to be done again: each step
+    does not answer, CommandError or GroupSilent is raised and all is to be done again: each step
     is looked for first.
     """
     volume_group = volume_groups.known(name)
@@ -187,9 +186,9 @@ def _noted(failures: dict[str, str], name: str) -> Iterator[None]:
     failures.pop(name, None)
     try:
         yield
-    except (lvm_errors.OutcomeUnknown, errors.GroupSilent):
+    except (mount_errors.OutcomeUnknown, errors.GroupSilent):
         raise
-    except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError) as error:
+    except (errors.AgentError, mount_errors.CommandError, mount_errors.MountError) as error:
         _log.error("volume group %s is not made: %s", name, error)
         failures[name] = str(error)
 

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agent.core.settings import Config
-from lvm.command import Converse, Finished, Runner, Stream
 from lvm.devices import Devices, KernelDevices
 from lvm.disks import Disks, KernelDisks
-from lvm.programs import Programs
+from mount.command import Converse, Finished, Runner, Stream
 from mount.kernel import Kernel
+from mount.programs import Programs
 
 _log = logging.getLogger(__name__)
 

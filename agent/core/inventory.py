@@ -15,7 +15,7 @@ from agent.core.records import Snapshot, Volume
 from agent.core.volume_group import begin_states
 from agent.core.volume_groups import VolumeGroups
 from lvm import devices, names, report, tags, volumes
-from lvm import errors as lvm_errors
+from mount import errors as mount_errors
 
 # Metrics and health checks: how old a state may be, and how long they wait for a new one.
 MONITOR_AGE_SECONDS = 60.0
@@ -59,7 +59,8 @@ class Inventory(Activation):
         groups, the cached state of one that takes longer than three seconds; with `complete` an
         error where that may lack something. `max_age` (seconds): the cached state where it is not
         older; see `_cached_state`. `resume`: resume devices that a killed lvm2 left suspended, as
-        is due before a change. Raises LvmError, GroupRefused, GroupSilent, TooManyCalls, Starting.
+        is due before a change. Raises CommandError, GroupRefused, GroupSilent, TooManyCalls,
+        Starting.
         """
         if max_age:
             return self._cached_state(max_age)
@@ -110,7 +111,7 @@ class Inventory(Activation):
         """The same; where lvm2 fails at what a killed one left, once more without that."""
         try:
             return super().ensure_active(group, name, by, partial=partial)
-        except lvm_errors.CommandFailed:
+        except mount_errors.CommandFailed:
             if not self._let_go_of_parts(self.state(group).group(group)):
                 raise
         return super().ensure_active(group, name, by, partial=partial)
@@ -139,7 +140,7 @@ class Inventory(Activation):
         if not left:
             return False
         # Refused for a part of what somebody else activated meanwhile.
-        with suppress(lvm_errors.LvmError):
+        with suppress(mount_errors.CommandError):
             volumes.deactivate(self._volume_groups.lvm(group.name), group.name, *left)
         return True
 
@@ -178,7 +179,7 @@ class Inventory(Activation):
             # The same error each time: without the traces of earlier callers.
             raise problems[0].with_traceback(None)
         if every and not any(one.time_seconds for one in every):
-            raise lvm_errors.CommandTimedOut(("lvm", "fullreport"), _MONITOR_WAIT_SECONDS)
+            raise mount_errors.CommandTimedOut(("lvm", "fullreport"), _MONITOR_WAIT_SECONDS)
         return self._cached_report()
 
     @property

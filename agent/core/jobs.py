@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from agent.core import errors
-from lvm import command
-from lvm.errors import LvmError, OutcomeUnknown
+from mount import command
+from mount.errors import CommandError, OutcomeUnknown
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ _TOGETHER = 0.1
 # What keeps a group from being looked at at all; who asks next for another volume meets it, too.
 _OF_THE_GROUP = (
     *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited, errors.TooManyCalls),
-    *(errors.Starting, errors.NotReady, LvmError),
+    *(errors.Starting, errors.NotReady, CommandError),
 )
 
 

@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 
 from agent.core import errors
-from lvm import command
+from mount import command
 
 # A group alone gets three quarters; of three that hang each some three tenths, and a tenth is left.
 TIMES_LEFT = 3

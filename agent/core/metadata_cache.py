@@ -16,10 +16,11 @@ from dataclasses import dataclass, field, replace
 
 from agent.core import errors
 from agent.core.disks import Location, claims, locate
-from lvm import command, devicemapper, lvm2, report
+from lvm import devicemapper, lvm2, report
 from lvm.devices import Devices, Events
 from lvm.disks import Disks, Fingerprint, Found
 from lvm.lvm2 import Lvm
+from mount import command
 
 _log = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class MetadataCache:
         """The group as it is now; None where it is not on this node.
 
         One command where what is known of it may be true no more, else none. `is_refused`: it was
-        when it was looked at last. Raises LvmError, GroupRefused, GroupSilent.
+        when it was looked at last. Raises CommandError, GroupRefused, GroupSilent.
         """
         known, self._known, generation = self._known, None, self._generation
         if known is not None and known.generation is not generation:

@@ -24,8 +24,9 @@ from types import TracebackType
 from typing import Self
 
 from agent.core import errors, ids
-from lvm import command, names
+from lvm import names
 from lvm.devices import Devices
+from mount import command
 
 _log = logging.getLogger(__name__)
 

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from agent.core import errors
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
-from lvm import command
 from lvm.devices import Device
-from mount import loop, table, target
+from mount import command, loop, table, target
 from mount import mounts as nodes
 from mount.kernel import Kernel
 from mount.table import DeviceNumber, Mount, Table

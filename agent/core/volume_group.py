@@ -17,13 +17,15 @@ from agent.core import errors
 from agent.core.background import DeferredWork
 from agent.core.locks import MOST_LOOKING, GroupLock
 from agent.core.metadata_cache import MetadataCache
-from lvm import command, report, tags, volumes
 from lvm import errors as lvm_errors
-from lvm.command import Result, Run
+from lvm import report, tags, volumes
 from lvm.devices import Devices
 from lvm.disks import Disks, Found
 from lvm.lvm2 import Lvm
 from lvm.session import only_looks
+from mount import command
+from mount import errors as mount_errors
+from mount.command import Result, Run
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ _REST_SECONDS = 60.0
 # What a look raises that proves nothing, and may be had again.
 _SILENCE = (
     *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited),
-    lvm_errors.OutcomeUnknown,
+    mount_errors.OutcomeUnknown,
 )
 _BACKGROUND_SECONDS = 60.0
 
@@ -155,7 +157,7 @@ class VolumeGroup:
         """The group as it is now; None where it is not on this node.
 
         One command where something was written to the group since it was read last, else none.
-        Raises LvmError, GroupRefused, GroupSilent, GroupAwaited, GroupBusy.
+        Raises CommandError, GroupRefused, GroupSilent, GroupAwaited, GroupBusy.
         """
         with self._readers.turn():
             return self._read()
@@ -226,7 +228,7 @@ class VolumeGroup:
     @property
     def silence(self) -> Exception:
         """Why it does not answer, for callers to repeat."""
-        if self.problem is None or isinstance(self.problem, lvm_errors.OutcomeUnknown):
+        if self.problem is None or isinstance(self.problem, mount_errors.OutcomeUnknown):
             why = str(self.problem or "it has not answered")
             return errors.GroupBusy(f"volume group {self.name}", why)
         return self.problem.with_traceback(None)
@@ -319,17 +321,17 @@ class VolumeGroup:
                 _log.error("%s", self.problem)
 
     def _watched(self, *words: str) -> Result:
-        """The seam `lvm.command.Run`: after a command that may have done anything, look anew."""
+        """The seam `mount.command.Run`: after a command that may have done anything, look anew."""
         self._require_none_stuck(words)
         is_change = not only_looks(words)
         try:
             result = self._run(*words)
-        except lvm_errors.CommandStuck as error:
+        except mount_errors.CommandStuck as error:
             self._cache.forget()
             with self._guard:
                 self._stuck += (_Stuck(words, error.ended, time.monotonic()),)
             raise
-        except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
+        except (mount_errors.OutcomeUnknown, lvm_errors.StillRunning):
             self._cache.forget()
             raise
         else:
@@ -357,7 +359,7 @@ class VolumeGroup:
             raise lvm_errors.StillRunning(stuck[0].words[1], stuck[0].seconds)
         for one in stuck:
             if only_looks(one.words):
-                raise lvm_errors.CommandStuck(one.words, one.seconds, one.ended)
+                raise mount_errors.CommandStuck(one.words, one.seconds, one.ended)
 
 
 def begin_states(
@@ -368,7 +370,7 @@ def begin_states(
     It waits three seconds from now at most, or half of what is left of the deadline. A group
     that takes longer has its cached state, and is not waited for again for a minute. `complete`
     raises where that state may lack something: GroupBusy, GroupSilent, GroupAwaited for a group
-    that was never read, or not since it was changed; GroupRefused, LvmError.
+    that was never read, or not since it was changed; GroupRefused, CommandError.
     """
     until = time.monotonic() + _SHORT_WAIT_SECONDS
     begun = [(one, one._begin(complete)) for one in volume_groups]

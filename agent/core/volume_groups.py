@@ -13,13 +13,14 @@ from agent.core import locks
 from agent.core.background import side_by_side
 from agent.core.disks import names_of
 from agent.core.volume_group import VolumeGroup
-from lvm import blockdevices, command, lvm2
+from lvm import blockdevices, lvm2
 from lvm import errors as lvm_errors
 from lvm.devices import Devices
 from lvm.disks import PATIENCE_SECONDS, Disks, Found
 from lvm.labels import Kind, PhysicalLabel
 from lvm.lvm2 import Lvm
 from lvm.session import Session
+from mount import command
 
 # How long a service that ends waits for what its groups have put off, and for lvm2's shells.
 _STOPPING_SECONDS = 6.0

@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from agent.core import codes, errors, secret
 from agent.core.ids import VolumeId
 from agent.core.locks import Admission, Shares
-from lvm import command
+from mount import command
 from proto import csi_pb2 as csi
 
 _log = logging.getLogger(__name__)

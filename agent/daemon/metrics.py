@@ -39,8 +39,10 @@ from agent.operations.erase import Eraser
 from agent.operations.health import Diagnosis
 from agent.operations.reencrypt import Reencrypter
 from agent.operations.storage_health import StorageHealth
-from lvm import command, errors, groups, report
-from lvm.command import Finished, Result, Runner, Stream
+from lvm import errors, groups, report
+from mount import command
+from mount import errors as mount_errors
+from mount.command import Finished, Result, Runner, Stream
 
 # A time of creation for each counter would be as many series again, and nobody asks for it.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -246,7 +248,7 @@ class _Gauges(Collector):
         try:
             self._parts.admission.require_open()
             known = self._parts.inventory.state(max_age=MONITOR_AGE_SECONDS)
-        except (AgentError, errors.LvmError):
+        except (AgentError, mount_errors.CommandError):
             answers.add_metric([], 0)
             yield answers
             return

@@ -30,7 +30,7 @@ from agent.daemon.registration import Registration
 from agent.daemon.server import Service, resume
 from agent.daemon.startup import Recovery, Startup
 from agent.operations import preflight
-from lvm.command import Finished
+from mount.command import Finished
 
 if TYPE_CHECKING:
     from agent.daemon.metrics import Metrics, Parts

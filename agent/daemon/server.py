@@ -53,10 +53,10 @@ from agent.operations.snapshot import Snapshotter
 from agent.operations.stage import NodeVolumes
 from agent.operations.storage_health import Readiness, StorageHealth
 from agent.operations.volume_health import VolumesHealth
-from lvm import errors as lvm_errors
-from lvm.command import Converse, Run
 from lvm.lvm2 import Lvm
 from lvm.session import Session
+from mount import errors as mount_errors
+from mount.command import Converse, Run
 from proto import csi_pb2_grpc
 
 if TYPE_CHECKING:
@@ -256,9 +256,9 @@ def resume(service: Service, *groups: str) -> bool:
     for what, step in steps.items():
         try:
             count = step(*groups)
-        except lvm_errors.OutcomeUnknown:
+        except mount_errors.OutcomeUnknown:
             raise
-        except lvm_errors.LvmError as error:
+        except mount_errors.CommandError as error:
             _log.error("%s that were left are not seen to before the next start: %s", what, error)
             continue
         if count:

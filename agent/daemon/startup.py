@@ -8,7 +8,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from agent.core.locks import Admission
 from agent.core.volume_groups import VolumeGroups
-from lvm import command
+from mount import command
 
 _log = logging.getLogger(__name__)
 

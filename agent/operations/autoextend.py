@@ -23,13 +23,14 @@ from agent.core import errors, ids
 from agent.core.allocation import Allocators, pool_name
 from agent.core.background import PeriodicTask
 from agent.core.context import Context
-from lvm import command, layout, names, report, thin, volumes
-from lvm import errors as lvm_errors
+from lvm import layout, names, report, thin, volumes
 from lvm.devicemapper import Snapshot, Status, ThinPool
 from lvm.devices import Written
 from lvm.layout import Reserve
 from lvm.lvm2 import Lvm
 from lvm.thin import Policy
+from mount import command
+from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ class Autoextender:
         try:
             with command.time_limit(_PATIENCE_SECONDS), self._volume_groups.hold(part.group):
                 more_bytes = part.extend(self._inventory.state(part.group), percent)
-        except (errors.AgentError, lvm_errors.LvmError) as error:
+        except (errors.AgentError, mount_errors.CommandError) as error:
             self._give_up(part, percent, FAILED, str(error))
         except Exception as error:
             # Such as a fork that failed: that passes, and whoever fills the pool does not wait.

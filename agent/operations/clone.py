@@ -32,11 +32,11 @@ from agent.core.jobs import Job, TaskQueue
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import SNAPSHOT, VOLUME, Source
 from agent.operations.snapshot import Snapshotter, require_settled
-from lvm import command, names, report, thin, volumes
-from lvm import errors as lvm_errors
+from lvm import names, report, thin, volumes
 from lvm.lvm2 import Lvm
 from lvm.tuning import Tuning
-from mount import filesystem
+from mount import command, filesystem
+from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Copier:
         self._snapshotter.require_free(known, bridge)
         try:
             taken = self._snapshotter.take(bridge, origin, {tag.NAME: name}, None)
-        except lvm_errors.LvmError:
+        except mount_errors.CommandError:
             # lvm2 that was told to end may have made it before.
             self.bridges.start(Job(identity))
             raise

@@ -129,7 +129,12 @@ class EncryptedDevices:
             except mount_errors.WrongKey:
                 self._record(volume, _PENDING)
                 raise
-        except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError, OSError) as error:
+        except (
+            errors.AgentError,
+            mount_errors.CommandError,
+            mount_errors.MountError,
+            OSError,
+        ) as error:
             _log.warning("volume %s does not have the key of its secret: %s", volume_id, error)
         else:
             self._known[volume_id] = keys.digests()
@@ -204,7 +209,7 @@ class EncryptedDevices:
         if previous or tag.ROTATING in volume.own_tags or _is_newer(volume, keys):
             try:
                 self._rotate(volume, device, keys, key)
-            except (errors.AgentError, lvm_errors.LvmError) as error:
+            except (errors.AgentError, mount_errors.CommandError) as error:
                 # Nothing can be put on record now. It is opened by the key that it has.
                 is_unknown = True
                 _log.warning("volume %s keeps the key that it has: %s", volume.id, error)

@@ -19,9 +19,9 @@ from agent.core.jobs import Job, Stopping, TaskQueue
 from agent.core.luks_devices import Mappings
 from agent.core.records import Snapshot, Volume, is_encrypted
 from lvm import caches, groups, names, report, snapshots, tags, volumes
-from lvm import errors as lvm_errors
 from lvm.devicemapper import Raid
 from lvm.lvm2 import Lvm
+from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
@@ -451,7 +451,7 @@ class Eraser:
         try:
             with self._volume_groups.hold(group):
                 caches.clean(self._lvm(group), volume.group.volume(name))
-        except lvm_errors.CommandFailed as error:
+        except mount_errors.CommandFailed as error:
             _log.warning("the cache of %s is written back by lvm2 instead: %s", volume.id, error)
             return
         deadline_seconds = time.monotonic() + self.write_back_seconds

@@ -83,7 +83,7 @@ class Expander:
                     self._put_on_record(volume, wanted)
                     held = volume.copy_on_write_snapshots
                     raise errors.GrowsLater(call.volume_id, wanted, held, str(error)) from None
-                except (*_NO_ROOM, lvm_errors.CommandFailed) as error:
+                except (*_NO_ROOM, mount_errors.CommandFailed) as error:
                     self._refuse(volume, wanted)
                     if not isinstance(error, _NO_ROOM):
                         raise
@@ -104,7 +104,7 @@ class Expander:
             yield
         except errors.TooLarge as error:
             raise errors.CannotGrow(volume_id, error.problem) from None
-        except (lvm_errors.LvmError, mount_errors.MountError) as error:
+        except (mount_errors.CommandError, mount_errors.MountError) as error:
             if isinstance(error, lvm_errors.VolumeMissing) or not codes.is_final(error):
                 raise
             raise errors.CannotGrow(volume_id, str(error)) from None
@@ -114,7 +114,7 @@ class Expander:
         """Record a final error while a volume's file system or LUKS mapping grows, and raise it."""
         try:
             yield
-        except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError) as error:
+        except (errors.AgentError, mount_errors.CommandError, mount_errors.MountError) as error:
             if codes.is_final(error):
                 with self._logging_refusals(volume_id), self._held(volume_id) as volume:
                     # A larger size on record has each stage grow the file system as well.
@@ -150,9 +150,9 @@ class Expander:
         """
         try:
             yield
-        except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
+        except (mount_errors.OutcomeUnknown, lvm_errors.StillRunning):
             raise
-        except (errors.AgentError, lvm_errors.LvmError) as error:
+        except (errors.AgentError, mount_errors.CommandError) as error:
             _log.warning(
                 "volume %s: its tag `%s` is not changed: %s", volume_id, tag.REFUSED, error
             )
@@ -175,9 +175,9 @@ class Expander:
             wanted = volume.wanted_bytes
             try:
                 self._extend(known, volume, wanted)
-            except (lvm_errors.OutcomeUnknown, lvm_errors.StillRunning):
+            except (mount_errors.OutcomeUnknown, lvm_errors.StillRunning):
                 raise  # the next call looks first, and nothing is changed before
-            except (errors.AgentError, lvm_errors.LvmError) as error:
+            except (errors.AgentError, mount_errors.CommandError) as error:
                 _log.warning("volume %s is not grown to %d bytes yet: %s", volume.id, wanted, error)
                 return volume
         _log.info("volume %s is grown to the %d bytes that were asked for", volume.id, wanted)

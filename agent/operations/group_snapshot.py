@@ -17,9 +17,9 @@ from agent.core.requests import CreateGroupSnapshot, KnownGroupSnapshot
 from agent.core.volume_groups import Turns
 from agent.operations.erase import Eraser
 from agent.operations.snapshot import Snapshotter
-from lvm import command, names, report, tags, volumes
+from lvm import names, report, tags, volumes
 from lvm.devices import Device, Devices
-from mount import loop, table
+from mount import command, loop, table
 
 _log = logging.getLogger(__name__)
 

@@ -30,10 +30,10 @@ from agent.operations import plan
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter
 from agent.operations.stage import NodeVolumes
-from lvm import command, report, tags
+from lvm import report, tags
 from lvm.devices import Device
+from mount import command, table, target
 from mount import errors as mount_errors
-from mount import table, target
 
 _log = logging.getLogger(__name__)
 

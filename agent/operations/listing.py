@@ -9,14 +9,14 @@ from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import Page, Part
 from agent.core.volume_group import begin_states
-from lvm import errors as lvm_errors
 from lvm.report import Group, Report
+from mount import errors as mount_errors
 
 T = TypeVar("T")
 
 _NO_ANSWER = (
     *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited, errors.GroupRefused),
-    lvm_errors.LvmError,
+    mount_errors.CommandError,
 )
 
 

@@ -13,12 +13,12 @@ from agent.core.disks import REMEDY
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import Config
 from lvm import blockdevices, groups, lvm2, report
-from lvm import errors as lvm_errors
-from lvm.command import Run
-from lvm.programs import ENVIRONMENT, HOST_NAMESPACES
 from lvm.report import Group, Report
+from mount import errors as mount_errors
 from mount import filesystem, table
+from mount.command import Run
 from mount.kernel import Kernel
+from mount.programs import ENVIRONMENT, HOST_NAMESPACES
 
 PASS = "pass"  # noqa: S105 - no password
 WARN = "warn"
@@ -161,7 +161,7 @@ def _unfiltered(node: GroupNode) -> Mapping[str, Group]:
     settings = (*lvm2.without_udev(), "devices/use_devicesfile=0", *everything)
     try:
         return report.read(lvm2.Lvm(node.run, settings=settings)).groups
-    except lvm_errors.LvmError:
+    except mount_errors.CommandError:
         return {}
 
 
@@ -329,7 +329,7 @@ def _lvm2(node: Node) -> Iterator[Seen]:
         return
     try:
         found = lvm2.version(node.run)
-    except lvm_errors.LvmError as error:
+    except mount_errors.CommandError as error:
         yield FAIL, str(error), "install lvm2, where `lvm` in the configuration says that it is"
         return
     shown, least = (f"{one[0]}.{one[1]:02}.{one[2]}" for one in (found, LEAST_LVM2))
@@ -342,7 +342,7 @@ def _lvm2(node: Node) -> Iterator[Seen]:
 def _groups(node: Node) -> Iterator[Seen]:
     try:
         known = node.report()
-    except (lvm_errors.LvmError, errors.NotReady) as error:
+    except (mount_errors.CommandError, errors.NotReady) as error:
         yield FAIL, str(error), "mend that first; the groups cannot be looked at without it"
         return
     root = node.at(str(node.settings.lvm_root))

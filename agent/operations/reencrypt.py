@@ -28,10 +28,10 @@ from agent.core.jobs import Job, TaskQueue
 from agent.core.luks_devices import Mappings, own_uuid, progress
 from agent.core.records import Volume
 from agent.core.secret import Key, Keys
-from lvm import command, volumes
+from lvm import volumes
 from lvm.devices import Device
+from mount import command, luks
 from mount import errors as mount_errors
-from mount import luks
 from mount.luks import Header
 
 _log = logging.getLogger(__name__)

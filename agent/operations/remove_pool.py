@@ -26,8 +26,8 @@ from agent.core.jobs import Job, TaskQueue
 from agent.core.records import Snapshot, Volume
 from agent.operations.erase import ErasePolicy, chunks
 from lvm import caches, names, report, tags, thin, volumes
-from lvm import errors as lvm_errors
 from lvm.volumes import New
+from mount import errors as mount_errors
 
 
 @dataclass
@@ -62,7 +62,7 @@ class PoolRemover:
         group = thin_one.group.name
         try:
             volumes.remove(self._lvm(group), group, thin_one.name)
-        except lvm_errors.LvmError:
+        except mount_errors.CommandError:
             self.after(thin_one, wait_seconds=0)
             raise
 

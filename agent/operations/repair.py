@@ -13,9 +13,10 @@ from agent.core.context import Context
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.records import Volume
 from agent.operations.erase import ErasePolicy, mark_for_erase
-from lvm import command, groups, report, thin, volumes
-from lvm import errors as lvm_errors
+from lvm import groups, report, thin, volumes
 from lvm.devicemapper import Raid
+from mount import command
+from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
@@ -184,9 +185,9 @@ class Repairer:
         if not self._inventory.is_active(group.name, pool):
             try:
                 volumes.activate(self._volume_groups.lvm(group.name), group.name, pool)
-            except lvm_errors.OutcomeUnknown:
+            except mount_errors.OutcomeUnknown:
                 raise
-            except lvm_errors.CommandFailed as error:
+            except mount_errors.CommandFailed as error:
                 # lvm2 has thin_check(8) look at them before that.
                 return f"it cannot be activated: {error}"
         status = thin.status_of(self._inventory.status(group.name, pool))
@@ -282,7 +283,7 @@ class AutoRepair:
         """A group's volumes of these classes that lack a disk; none where no group answers."""
         try:
             known = self._inventory.state(max_age=MONITOR_AGE_SECONDS)
-        except (errors.AgentError, lvm_errors.LvmError, OSError):
+        except (errors.AgentError, mount_errors.CommandError, OSError):
             return
         for volume in self._inventory.present(known):
             if volume.group.name != group or volume.own_tags.get(tag.CLASS, "") not in self._after:
@@ -294,7 +295,7 @@ class AutoRepair:
         try:
             with command.time_limit(_PATIENCE_SECONDS):
                 told = self._repairer.repair(volume_id).message
-        except (errors.AgentError, lvm_errors.LvmError) as error:
+        except (errors.AgentError, mount_errors.CommandError) as error:
             told = f"it is not repaired yet: {error}"
         except Exception as error:
             # The next volume may well be repaired.

@@ -25,7 +25,6 @@ from agent.operations.encrypt import EncryptedDevices
 from agent.operations.erase import Eraser
 from agent.operations.expand import Expander
 from agent.operations.reencrypt import Reencrypter
-from lvm import errors as lvm_errors
 from lvm import tags as lvm_tags
 from lvm.devices import Device
 from mount import errors as mount_errors
@@ -195,7 +194,7 @@ class NodeVolumes:
             yield
         except Exception:
             if device.below is not None:
-                with suppress(mount_errors.MountError, lvm_errors.LvmError):
+                with suppress(mount_errors.MountError, mount_errors.CommandError):
                     self._mappings.close_unused(volume_id)
             raise
 
@@ -220,7 +219,7 @@ class NodeVolumes:
         """What is unstaged is not mounted anew by a publish; a command where that was begun."""
         seen = self._inventory.cached(volume_id)
         if seen is not None and tag.REMOUNT in seen.own_tags:
-            with suppress(errors.AgentError, lvm_errors.LvmError):
+            with suppress(errors.AgentError, mount_errors.CommandError):
                 self._mark_remount(seen, {})
 
     def publish(self, call: PublishVolume) -> None:
@@ -283,7 +282,7 @@ class NodeVolumes:
                 # By this the next call goes on, where this one ends between two steps.
                 self._mark_remount(volume, {tag.REMOUNT: "yes"})
                 mounts.ensure_unmounted(self._kernel, call.staging_path, [device.number])
-            except (errors.AgentError, lvm_errors.LvmError, mount_errors.MountError) as error:
+            except (errors.AgentError, mount_errors.CommandError, mount_errors.MountError) as error:
                 _log.warning("volume %s is not mounted anew: %s", call.volume_id, error)
                 return known
         else:
@@ -295,7 +294,7 @@ class NodeVolumes:
         self._detached.finish(call.volume_id)
         self._ensure_formatted(again, volume, device, fs_type)
         self._mount(again, device, fs_type)
-        with suppress(errors.AgentError, lvm_errors.LvmError):
+        with suppress(errors.AgentError, mount_errors.CommandError):
             self._mark_remount(volume, {})
         return table.read(self._kernel)
 
@@ -303,7 +302,7 @@ class NodeVolumes:
         """The volume, where an earlier call unmounted it to mount it anew."""
         try:
             volume = self._inventory.require(volume_id)
-        except (errors.AgentError, lvm_errors.LvmError):
+        except (errors.AgentError, mount_errors.CommandError):
             return None
         is_open = device.below is not None or not volume.is_encrypted
         return volume if is_open and tag.REMOUNT in volume.own_tags else None

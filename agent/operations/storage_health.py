@@ -11,10 +11,10 @@ from agent.core.volume_group import VolumeGroup
 from agent.core.volume_groups import VolumeGroups
 from agent.operations import health, preflight
 from agent.operations.health import Condition, Diagnosis, Reason
-from lvm import errors as lvm_errors
 from lvm import groups
 from lvm.disks import DiskErrors
 from lvm.report import Group
+from mount import errors as mount_errors
 
 
 class Readiness:
@@ -35,7 +35,7 @@ class Readiness:
             if found.verdict == preflight.FAIL:
                 raise errors.NotReady(f"{found.message}; {found.remedy}")
         for problem in (self._admission.problem, self._inventory.problem):
-            if isinstance(problem, lvm_errors.ProgramMissing):
+            if isinstance(problem, mount_errors.ProgramMissing):
                 raise errors.NotReady(str(problem))
         return self._admission.is_open
 
@@ -48,7 +48,7 @@ class Readiness:
         try:
             self._admission.require_open()
             self._inventory.state(max_age=MONITOR_AGE_SECONDS)
-        except (errors.AgentError, lvm_errors.LvmError) as error:
+        except (errors.AgentError, mount_errors.CommandError) as error:
             raise errors.NotReady(str(error)) from None
 
 
@@ -104,7 +104,7 @@ class StorageHealth:
             return
         if isinstance(problem, errors.GroupSilent):
             yield Condition(Reason.DISK_NOT_RESPONDING, str(problem), volume_group.tried_seconds)
-        elif isinstance(problem, lvm_errors.LvmError | OSError):
+        elif isinstance(problem, mount_errors.CommandError | OSError):
             yield Condition(
                 Reason.LVM_NOT_ANSWERING,
                 f"{named} could not be looked at: {problem}; look for a disk that hangs (`dmesg`)",

@@ -18,17 +18,17 @@ from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
 from agent.operations import health
 from agent.operations.health import Condition, Diagnosis, Reason
-from lvm import command, names
-from lvm import errors as lvm_errors
+from lvm import names
 from lvm.report import Group, Report
-from mount import table, target
+from mount import command, table, target
+from mount import errors as mount_errors
 from mount.kernel import Kernel
 
 # How long whoever asks for a volume that nothing tells of waits for its group.
 _PROOF_SECONDS = 5.0
 _NO_ANSWER = (
     *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited, errors.GroupRefused),
-    lvm_errors.LvmError,
+    mount_errors.CommandError,
 )
 
 

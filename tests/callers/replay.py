@@ -16,7 +16,7 @@ from callers.rules import Reaction
 from real.any import AnyHost
 
 from agent.csi.client import block
-from lvm.command import Result
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 # How long to wait for a call to be at work before the one is made that it shall meet. What comes of

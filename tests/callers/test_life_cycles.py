@@ -19,9 +19,9 @@ from real.any import AnyHost
 
 from agent.core.classes import DeviceClass
 from agent.csi.client import Mode, block, mounted
-from lvm.command import Result
 from lvm.layout import Layout
 from lvm.thin import Policy
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

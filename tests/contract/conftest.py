@@ -16,8 +16,8 @@ from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import Client, mounted
 from agent.daemon.server import Service
-from lvm.command import Result
 from mount import cryptsetup
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 

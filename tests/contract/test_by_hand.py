@@ -24,7 +24,8 @@ from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
-from lvm import errors, report
+from lvm import report
+from mount import errors as mount_errors
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -48,7 +49,7 @@ class Hand:
         of_groups = (self._extend, self._move, self._reduce, self._rename_group)
         deed = self._random.choice((*of_volumes, *of_groups))
         self.done.append(deed.__name__)
-        with suppress(errors.CommandFailed):
+        with suppress(mount_errors.CommandFailed):
             deed()
 
     def undo(self) -> None:

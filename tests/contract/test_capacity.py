@@ -17,6 +17,7 @@ from real.any import AnyHost
 from lvm import errors, layout, report, volumes
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
+from mount import errors as mount_errors
 
 STATES = int(os.environ.get("CARVER_STATES", "12"))
 IN_EARNEST_EVERY = 20
@@ -107,7 +108,7 @@ def test_lvm2_makes_what_is_reported_and_nothing_larger(host: AnyHost) -> None:
                 seen[shape] += 1
                 try:
                     make(lvm, known, maximum, shape)
-                except errors.LvmError as error:
+                except mount_errors.CommandError as error:
                     raise AssertionError(f"state {number}, {shape}: {state}") from error
             if maximum and in_earnest:
                 volumes.remove(lvm, name, "largest")

@@ -26,11 +26,11 @@ from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot
 from agent.daemon import server
 from agent.daemon.server import Service
-from lvm import errors as lvm_errors
 from lvm import report, tags, volumes
 from lvm.layout import Reserve
 from lvm.thin import Policy
 from mount import cryptsetup, luks
+from mount import errors as mount_errors
 from mount.blocks import Reader
 from mount.cryptsetup import Cryptsetup
 from proto import csi_pb2 as csi
@@ -818,7 +818,7 @@ def test_a_program_that_fails_is_told_and_nothing_stays_reserved(
     # A number that no volume of the pool has.
     monkeypatch.setattr(type(host.devices), "thin_id", lambda *_: 99)
     with (
-        pytest.raises(lvm_errors.BadReport, match="do not have the volume"),
+        pytest.raises(mount_errors.BadReport, match="do not have the volume"),
         disk.service.delta.allocated(taken),
     ):
         pass

@@ -17,9 +17,9 @@ from agent.core.settings import TOPOLOGY_KEY, Config
 from agent.csi.client import Client, block, mounted, of_snapshot
 from agent.daemon.server import Service
 from lvm import report, tags
-from lvm.command import Result
 from lvm.layout import Layout
 from lvm.thin import Policy
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -22,11 +22,11 @@ from agent.csi.client import Client, Mode, block, mounted
 from agent.daemon.server import Service
 from agent.operations.inline import InlineVolumes
 from lvm import report, tags
-from lvm.command import Result
 from lvm.layout import Layout, Reserve
 from lvm.report import LogicalVolume
 from lvm.thin import Policy
 from mount import table
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -13,8 +13,8 @@ from real.any import AnyHost
 from agent.csi.client import Client, block, mounted
 from agent.daemon.server import Service
 from lvm import report
-from lvm.command import Result
 from mount import table
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -19,9 +19,10 @@ from agent.core.inventory import Inventory
 from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
-from lvm import errors, report, tags
+from lvm import report, tags
 from lvm.layout import Layout
 from lvm.thin import Policy
+from mount import errors as mount_errors
 from mount import luks
 from mount.kernel import Kernel
 from proto import csi_pb2 as csi
@@ -263,7 +264,7 @@ def test_a_volume_whose_group_lacks_a_disk_is_used_by_the_key_that_it_has(
     real = Inventory.replace_tags
 
     def refuse(*_: object) -> None:
-        raise errors.CommandFailed(("lvm", "lvchange"), 5, "a disk is missing")
+        raise mount_errors.CommandFailed(("lvm", "lvchange"), 5, "a disk is missing")
 
     monkeypatch.setattr(Inventory, "replace_facts", refuse)
     used.stage(NAMED)

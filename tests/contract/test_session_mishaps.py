@@ -28,9 +28,10 @@ from real.any import AnyHost
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import block, of_snapshot, of_volume
-from lvm import errors, session
+from lvm import session
 from lvm.layout import Layout
 from lvm.thin import Policy
+from mount import errors as mount_errors
 
 # What a caller is told that is to call again.
 UNFINISHED = {"UNAVAILABLE", "DEADLINE_EXCEEDED", "ABORTED"}
@@ -70,7 +71,7 @@ class Place:
         """Let what is done behind the answers come to its end, or fail."""
         for jobs in behind(self.machine.service):
             wait([job.ended for job in list(jobs._jobs.values())], _PATIENCE_SECONDS)
-        with suppress(errors.LvmError):
+        with suppress(mount_errors.CommandError):
             self.machine.service.volume_groups.settle()
 
     def until(self, condition: Callable[[], bool], seen: Callable[[], object]) -> None:

@@ -15,8 +15,8 @@ from agent.core.errors import OperationPending
 from agent.core.locks import MOST_CALLS_WAITING, VolumeLocks
 from agent.csi.client import Client, block, mounted
 from agent.daemon.server import Service
-from lvm import command
-from lvm.command import Result
+from mount import command
+from mount.command import Result
 
 MIB = 1 << 20
 # As good as for ever: what is waited for comes, or the test has failed.

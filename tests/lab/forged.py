@@ -20,9 +20,9 @@ from lvm import report
 from lvm.devices import KernelDevices
 from lvm.disks import KernelDisks
 from lvm.lvm2 import Lvm
-from lvm.programs import Programs
 from mount import loop
 from mount.kernel import Kernel
+from mount.programs import Programs
 
 MIB = 1 << 20
 OPERATORS = "across_reboot"

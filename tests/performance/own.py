@@ -40,7 +40,7 @@ from rich.console import Console
 from agent.core.background import DeferredWork
 from agent.core.ids import VolumeId
 from agent.csi.client import Client
-from lvm.command import Result
+from mount.command import Result
 
 _GROUP = "data"
 _EXTENTS = 8192

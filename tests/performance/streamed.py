@@ -21,8 +21,8 @@ from agent.csi.client import Client, block
 from agent.extras.transfer import streams_command
 from lvm.devices import KernelDevices
 from lvm.disks import KernelDisks
-from lvm.programs import Programs
 from mount.kernel import Kernel
+from mount.programs import Programs
 
 _MIB = 1 << 20
 # What changed, in one piece, and what is around it: large enough that a second of calls around

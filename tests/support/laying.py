@@ -6,8 +6,8 @@ from agent.core import group_definitions
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
-from lvm.command import Run
 from lvm.lvm2 import Lvm
+from mount.command import Run
 from mount.kernel import Kernel
 
 

@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 from agent.core import errors, tag
 from agent.core.context import Context
 from agent.core.records import Snapshot
-from lvm import command, devices, report, tags, volumes
+from lvm import devices, report, tags, volumes
 from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
+from mount import command
+from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
@@ -99,7 +101,7 @@ class Reservations:
         try:
             # Whoever leaves has perhaps no time left, nor a place among the calls.
             contextvars.Context().run(self._let_go, group, pool)
-        except (errors.AgentError, lvm_errors.LvmError, OSError) as error:
+        except (errors.AgentError, mount_errors.CommandError, OSError) as error:
             _log.error("thin pool %s/%s keeps old metadata for now: %s", group, pool, error)
         finally:
             self._changed(turn, readers=0)
@@ -221,7 +223,7 @@ class Activations:
         try:
             # Whoever read has perhaps no time left, nor a place among the calls.
             contextvars.Context().run(sweep)
-        except (errors.AgentError, lvm_errors.LvmError, OSError) as error:
+        except (errors.AgentError, mount_errors.CommandError, OSError) as error:
             _log.warning("snapshots in %s stay active for now: %s", ", ".join(groups), error)
 
     def resume(self, *groups: str) -> int:

@@ -20,8 +20,8 @@ from agent.core.context import Context
 from agent.core.holds import Holds
 from agent.core.records import Volume
 from agent.operations.delete import VolumeDeleter
-from lvm import errors as lvm_errors
 from lvm import report, volumes
+from mount import errors as mount_errors
 
 _WORD_BYTES = 16
 # How long a volume is kept from being used when whoever sends it falls silent.
@@ -151,7 +151,7 @@ class Mover:
                 self._recall(volume_id)
                 raise
             # Where it has no device, whoever wants to use it asks what it is.
-            with suppress(lvm_errors.LvmError):
+            with suppress(mount_errors.CommandError):
                 volumes.deactivate(
                     self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
                 )

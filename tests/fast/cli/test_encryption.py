@@ -14,8 +14,8 @@ from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import Client
 from agent.daemon.server import Service
-from lvm import errors
 from lvm.devices import Device
+from mount import errors as mount_errors
 from mount import luks
 
 MIB = 1 << 20
@@ -173,7 +173,7 @@ def test_a_header_of_a_re_encryption_is_neither_kept_nor_replaced_nor_given_keys
         with fake.stream(*begin, stdin=bytearray(b"sesame")) as told:
             assert list(told) == []
 
-    with fake.killed_reencryption(where), pytest.raises(errors.CommandFailed):
+    with fake.killed_reencryption(where), pytest.raises(mount_errors.CommandFailed):
         reencrypt()
     assert "its own master key" in shell("header show db")
     before = fake.read_bytes(where, 0, 4 * MIB)

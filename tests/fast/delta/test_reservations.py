@@ -16,9 +16,10 @@ from agent.core.host import Host
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from agent.extras.changed_blocks.activations import Reservations
-from lvm import command, tags
+from lvm import tags
 from lvm.layout import Layout
 from lvm.thin import Policy
+from mount import command
 
 MIB = 1 << 20
 OWN = "carver.metadataSnapshot=reserved"

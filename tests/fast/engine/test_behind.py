@@ -15,7 +15,7 @@ from agent.core.background import DeferredWork
 from agent.core.volume_groups import VolumeGroups
 from lvm import errors as lvm_errors
 from lvm import tags, volumes
-from lvm.command import Result
+from mount.command import Result
 
 MIB = 1 << 20
 EXT4 = {tag.FORMATTED: "ext4"}

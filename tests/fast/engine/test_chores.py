@@ -15,7 +15,7 @@ from agent.core import background, errors
 from agent.core.background import DetachedTasks
 from agent.core.settings import Config
 from agent.csi.client import Client, mounted, of_snapshot
-from lvm.command import Result, time_limit
+from mount.command import Result, time_limit
 
 MIB = 1 << 20
 DEVICE = "/dev/mapper/data-vol--db"

@@ -21,9 +21,10 @@ from agent.core.volume_group import VolumeGroup, begin_states
 from agent.core.volume_groups import VolumeGroups
 from lvm import errors as lvm_errors
 from lvm import report, volumes
-from lvm.command import Result, time_limit
 from lvm.disks import Fingerprint, Found, Unanswered
 from lvm.labels import Group, Kind, PhysicalLabel
+from mount import errors as mount_errors
+from mount.command import Result, time_limit
 
 MIB = 1 << 20
 DATA = "AAAAAA-0000-0000-0000-0000-0000-000000"
@@ -153,7 +154,7 @@ def test_a_report_that_met_a_change_is_not_kept(fake: FakeHost, known: VolumeGro
 @pytest.mark.parametrize(
     "doubt",
     [
-        lvm_errors.CommandTimedOut(("lvm", "lvcreate"), 1.0),
+        mount_errors.CommandTimedOut(("lvm", "lvcreate"), 1.0),
         lvm_errors.SessionLost(("lvm", "lvcreate"), "it died"),
         lvm_errors.StillRunning("lvcreate", 1.0),
     ],
@@ -181,7 +182,7 @@ def test_after_a_change_that_failed_it_is_asked_anew_of_what_it_did(
 ) -> None:
     known.state()
     fake.intercept = lambda words: Result(5, "", "half way") if words[1] == "lvcreate" else None
-    with pytest.raises(lvm_errors.LvmError):
+    with pytest.raises(mount_errors.CommandError):
         volumes.create(known.lvm, "data", volumes.New("a", 4 * MIB, {}))
     known.state()
     assert looks(fake) == 2
@@ -351,7 +352,7 @@ class Endless:
         if words[1] not in self.kinds:
             return None
         kind = words[1]
-        raise lvm_errors.CommandStuck(tuple(words), 1.0, lambda: kind in self.ended)
+        raise mount_errors.CommandStuck(tuple(words), 1.0, lambda: kind in self.ended)
 
 
 def test_nothing_is_changed_before_all_that_did_not_end_has_ended(
@@ -360,9 +361,9 @@ def test_nothing_is_changed_before_all_that_did_not_end_has_ended(
     create(fake, "a")
     known.state()
     endless = Endless(fake, "lvextend", "fullreport")
-    with pytest.raises(lvm_errors.CommandStuck):
+    with pytest.raises(mount_errors.CommandStuck):
         known.lvm("lvextend", "--extents", "+1", "data/a")
-    with pytest.raises(lvm_errors.CommandStuck):
+    with pytest.raises(mount_errors.CommandStuck):
         known.state()
     endless.ended.add("fullreport")
     with pytest.raises(lvm_errors.StillRunning, match="lvextend was told to end"):
@@ -381,7 +382,7 @@ def test_beside_a_look_that_does_not_end_none_is_begun(fake: FakeHost, known: Vo
     fake.lvm2.groups["data"].seqno += 1
     endless = Endless(fake, "fullreport")
     for _ in range(20):
-        with pytest.raises(lvm_errors.CommandStuck, match="lvm fullreport was told to end"):
+        with pytest.raises(mount_errors.CommandStuck, match="lvm fullreport was told to end"):
             known.state()
     assert endless.begun == ["fullreport"]
     endless.ended.add("fullreport")
@@ -393,7 +394,7 @@ def test_beside_a_change_that_does_not_end_it_is_looked(fake: FakeHost, known: V
     create(fake, "a")
     known.state()
     Endless(fake, "lvextend")
-    with pytest.raises(lvm_errors.CommandStuck):
+    with pytest.raises(mount_errors.CommandStuck):
         known.lvm("lvextend", "--extents", "+1", "data/a")
     assert known.state() is not None
 

@@ -10,8 +10,8 @@ import pytest
 from agent.core import errors
 from agent.core import jobs as module
 from agent.core.jobs import Job, TaskQueue
-from lvm import command
-from lvm import errors as lvm_errors
+from mount import command
+from mount import errors as mount_errors
 
 FAILURE = OSError(5, "Input/output error")
 
@@ -77,8 +77,8 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[Work]:
         errors.TooManyCalls(80),
         errors.OtherGroup("data@1/vol-a", "group data is not on this node"),
         errors.SourceLost("data@1/snap-a", "it ran full"),
-        lvm_errors.CommandTimedOut(("lvm", "fullreport"), 1.0),
-        lvm_errors.CommandFailed(("lvm", "fullreport"), 5, ""),
+        mount_errors.CommandTimedOut(("lvm", "fullreport"), 1.0),
+        mount_errors.CommandFailed(("lvm", "fullreport"), 5, ""),
         OSError(5, "Input/output error"),
     ],
     ids=lambda error: type(error).__name__,

@@ -8,7 +8,7 @@ import pytest
 
 from agent.core import errors, locks
 from agent.core.locks import MOST_LOOKING, MOST_WAITING, GroupLock
-from lvm.command import time_limit
+from mount.command import time_limit
 
 LONG = 20.0
 

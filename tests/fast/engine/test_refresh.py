@@ -17,9 +17,9 @@ from agent.core.volume_groups import VolumeGroups
 from agent.daemon import refresh
 from agent.daemon.refresh import Watch
 from lvm import events as module
-from lvm.command import Result
 from lvm.events import DiskEvent, DiskEvents
 from lvm.report import Group
+from mount.command import Result
 
 
 class Events:

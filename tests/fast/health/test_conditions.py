@@ -16,8 +16,8 @@ from fakes.lvm import FakeDisk
 from agent.core.inventory import MONITOR_AGE_SECONDS
 from agent.csi.client import Client, block, mounted
 from agent.daemon.server import Service
-from lvm.command import Result
-from lvm.errors import LvmError
+from mount.command import Result
+from mount.errors import CommandError
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -244,7 +244,7 @@ def test_while_lvm_does_not_answer_what_it_said_before_is_told(
     fake.lvm2.groups["data"].seqno += 1
     renew(service)
     assert "partial" in told(client, staged, tmp_path / "staging")
-    with pytest.raises(LvmError, match="a disk hangs"):
+    with pytest.raises(CommandError, match="a disk hangs"):
         service.inventory.state(max_age=MONITOR_AGE_SECONDS)
 
 

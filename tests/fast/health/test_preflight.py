@@ -20,8 +20,8 @@ from agent.operations import preflight
 from agent.operations.preflight import FAIL, PASS, WARN, Finding, Node
 from lvm import groups, lvm2, report
 from lvm.caches import Cache
-from lvm.command import Result
 from lvm.layout import Layout
+from mount.command import Result
 from mount.kernel import Kernel
 
 RELEASE = "6.1.0-test"

@@ -14,10 +14,10 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
-from lvm.command import Result
 from lvm.disks import DiskErrors
 from lvm.layout import Layout
 from lvm.thin import Policy
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

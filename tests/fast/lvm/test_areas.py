@@ -8,9 +8,10 @@ from fakes.devices import FakeDevices
 from fakes.known import inventory
 from fakes.lvm import FakeLvm
 
-from lvm import devices, errors, report, snapshots, volumes
+from lvm import devices, report, snapshots, volumes
 from lvm.devices import KernelDevices
 from lvm.lvm2 import Lvm
+from mount import errors as mount_errors
 
 EXTENT = 4 << 20
 SNAPSHOT = 0x70416E53
@@ -83,7 +84,7 @@ def test_what_is_no_store_that_can_be_read_has_no_copies_to_tell_of(
     monkeypatch.setattr("os.O_DIRECT", 0)
     disk = tmp_path / "store"
     disk.write_bytes(struct.pack("<4I", *header).ljust(8192, b"\0"))
-    with pytest.raises(errors.BadReport):
+    with pytest.raises(mount_errors.BadReport):
         devices.ExceptionTable(str(disk))
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from lvm import devicemapper, devices, names, sysfs
+from lvm import devicemapper, devices, names
 from lvm.devicemapper import Cache, DeviceMapper, Mirror, Raid, Snapshot, ThinPool, WriteCache
 from lvm.devices import KernelDevices
+from mount import sysfs
 
 SECTORS = 2048
 SIZE = SECTORS * 512

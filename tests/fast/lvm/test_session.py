@@ -14,10 +14,12 @@ from fakes import shell_program
 from hypothesis import given
 from hypothesis import strategies as some
 
-from lvm import command, errors, programs, session
-from lvm.command import Finished, Result, time_limit
-from lvm.programs import Programs
+from lvm import errors, session
 from lvm.session import Confinement, Line, Session
+from mount import command, programs
+from mount import errors as mount_errors
+from mount.command import Finished, Result, time_limit
+from mount.programs import Programs
 
 REPORT = ("lvm", "fullreport", "--reportformat", "json")
 CHANGE = ("lvm", "lvremove", "--yes", "--", "group/volume")
@@ -421,12 +423,12 @@ def test_a_shell_without_a_prompt_is_not_waited_for(
 
 def test_an_lvm2_that_is_not_installed_is_named(tmp_path: Path) -> None:
     def missing(*words: str, **_: object) -> command.Conversation:
-        raise errors.ProgramMissing(words[0])
+        raise mount_errors.ProgramMissing(words[0])
 
     def run(*words: str) -> Result:
-        raise errors.ProgramMissing(words[0])
+        raise mount_errors.ProgramMissing(words[0])
 
-    with pytest.raises(errors.ProgramMissing, match="lvm is not installed"):
+    with pytest.raises(mount_errors.ProgramMissing, match="lvm is not installed"):
         Session(run, missing, tmp_path / "own", root=tmp_path)(*CHANGE)
 
 
@@ -437,7 +439,7 @@ def test_an_lvm2_that_is_not_installed_is_named(tmp_path: Path) -> None:
 def test_a_shell_that_does_not_answer_in_time_is_ended(place: Place, deed: str) -> None:
     place.session(*REPORT)
     place.plan(deed)
-    with time_limit(HANG_SECONDS), pytest.raises(errors.CommandTimedOut):
+    with time_limit(HANG_SECONDS), pytest.raises(mount_errors.CommandTimedOut):
         place.session(*CHANGE)
     assert not place.runs()
     assert place.session(*CHANGE).exit_code == 0
@@ -449,7 +451,7 @@ def test_what_does_not_end_holds_neither_its_caller_nor_looks_but_changes(
     monkeypatch.setattr(session, "_GRACE_SECONDS", 0.2)
     place.session(*REPORT)
     place.plan("hold_lock")
-    with time_limit(HANG_SECONDS), pytest.raises(errors.CommandTimedOut):
+    with time_limit(HANG_SECONDS), pytest.raises(mount_errors.CommandTimedOut):
         place.session(*CHANGE)
     with pytest.raises(errors.StillRunning, match="lvremove was told to end"):
         place.session("lvm", "lvcreate", "group")
@@ -471,7 +473,7 @@ def test_a_shell_that_was_given_up_gets_rid_of_what_it_reports(
     monkeypatch.setattr(session, "_GRACE_SECONDS", 0.2)
     place.session(*REPORT)
     place.plan("hold_lock")
-    with time_limit(HANG_SECONDS), pytest.raises(errors.CommandTimedOut):
+    with time_limit(HANG_SECONDS), pytest.raises(mount_errors.CommandTimedOut):
         place.session(*REPORT)
     place.let_go()
     expect.soon(lambda: place.session(*REPORT) and not place.runs())
@@ -483,7 +485,7 @@ def test_a_stopped_shell_does_nothing_when_it_is_let_go_on(
     monkeypatch.setattr(session, "_GRACE_SECONDS", 0.2)
     place.session(*REPORT)
     place.plan("stop")
-    with time_limit(HANG_SECONDS), pytest.raises(errors.CommandTimedOut):
+    with time_limit(HANG_SECONDS), pytest.raises(mount_errors.CommandTimedOut):
         place.session(*CHANGE)
     with pytest.raises(errors.StillRunning):
         place.session(*CHANGE)
@@ -494,7 +496,7 @@ def test_a_stopped_shell_does_nothing_when_it_is_let_go_on(
 
 
 def test_who_has_no_time_left_is_not_served(place: Place) -> None:
-    with time_limit(0.0), pytest.raises(errors.CommandTimedOut):
+    with time_limit(0.0), pytest.raises(mount_errors.CommandTimedOut):
         place.session(*CHANGE)
     assert place.done("shell") == []
 
@@ -505,7 +507,7 @@ def test_a_caller_waits_for_another_s_command_as_long_as_it_has_time(place: Plac
     with ThreadPoolExecutor(1) as other:
         first = other.submit(place.session, *CHANGE)
         expect.soon(lambda: "hangs" in (place.directory / "done").read_text())
-        with time_limit(0.2), pytest.raises(errors.CommandTimedOut):
+        with time_limit(0.2), pytest.raises(mount_errors.CommandTimedOut):
             place.session(*REPORT)
         place.let_go()
         assert first.exception(AMPLE_SECONDS) is None
@@ -521,10 +523,10 @@ def test_whoever_has_the_shell_renewed_or_closed_waits_for_no_other_s_command(
     with ThreadPoolExecutor(1) as other:
         first = other.submit(place.session, *CHANGE)
         expect.soon(lambda: "hangs" in (place.directory / "done").read_text())
-        with time_limit(0.2), pytest.raises(errors.CommandTimedOut):
+        with time_limit(0.2), pytest.raises(mount_errors.CommandTimedOut):
             place.session.renew()
         monkeypatch.setattr(session, "_LONGEST_TURN_SECONDS", 0.2)
-        with pytest.raises(errors.CommandTimedOut):
+        with pytest.raises(mount_errors.CommandTimedOut):
             place.session.renew()
         place.session.close()
         assert not first.done()

@@ -8,8 +8,9 @@ from typing import BinaryIO
 import chosen
 import pytest
 
-from lvm import errors, thin
+from lvm import thin
 from lvm.thin import Run
+from mount import errors as mount_errors
 
 CHUNK = 64 << 10
 # Both as thin-provisioning-tools 0.9.0 print them.
@@ -69,7 +70,7 @@ def test_a_volume_without_blocks_has_none() -> None:
     ],
 )
 def test_what_is_not_understood_is_no_answer(printed: bytes) -> None:
-    with pytest.raises(errors.BadReport):
+    with pytest.raises(mount_errors.BadReport):
         list(thin.mapped(io.BytesIO(printed)))
 
 
@@ -78,7 +79,7 @@ def test_a_volume_that_the_metadata_do_not_have_is_no_empty_one(
     read: Callable[[BinaryIO], Iterator[Run]],
 ) -> None:
     """thin_dump ends with 0 all the same."""
-    with pytest.raises(errors.BadReport, match="do not have"):
+    with pytest.raises(mount_errors.BadReport, match="do not have"):
         list(read(io.BytesIO(EMPTY)))
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lvm import errors, layout, lvm2, names, tags
 from lvm.report import Group, PhysicalVolume
+from mount import errors as mount_errors
 
 TEXT = st.text(max_size=128)
 
@@ -96,11 +97,13 @@ def test_only_disks_that_can_be_used_count_as_room() -> None:
         ("  Logical volume d/v in use.", errors.InUse),
         ("  Cannot change VG data while PVs are missing.", errors.DisksMissing),
         ("  Is device-mapper driver missing from kernel?", errors.NoDeviceMapper),
-        ("  Something new.", errors.CommandFailed),
-        ("", errors.CommandFailed),
+        ("  Something new.", mount_errors.CommandFailed),
+        ("", mount_errors.CommandFailed),
     ],
 )
-def test_lvm_s_messages_are_understood(stderr: str, error: type[errors.CommandFailed]) -> None:
+def test_lvm_s_messages_are_understood(
+    stderr: str, error: type[mount_errors.CommandFailed]
+) -> None:
     found = errors.classify(("lvm", "lvcreate"), 5, f"  WARNING: noise\n{stderr}\n")
     assert type(found) is error
     assert "WARNING" not in str(found) or not stderr

@@ -8,8 +8,8 @@ from typing import BinaryIO
 
 import pytest
 
-from lvm.command import Result
 from mount import cryptsetup, errors
+from mount.command import Result
 from mount.cryptsetup import Cryptsetup
 
 KEY = bytearray(b"correct horse battery staple")

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from lvm.command import Result
-from lvm.programs import Programs
 from mount import calls, errors, filesystem
+from mount.command import Result
 from mount.filesystem import Signature
 from mount.kernel import Kernel
+from mount.programs import Programs
 
 pytestmark = pytest.mark.starts_programs
 

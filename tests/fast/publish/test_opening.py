@@ -15,8 +15,8 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, mounted
 from agent.operations import encrypt
-from lvm.command import Result
 from mount import luks
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -112,7 +112,7 @@ def test_core_and_operations_name_neither_grpc_nor_the_wire(
 @pytest.mark.parametrize(
     ("library", "owners"),
     [
-        ("sh", {"lvm/programs.py"}),
+        ("sh", {"mount/programs.py"}),
         ("pyudev", {"lvm/events.py"}),
         ("prometheus_client", {"agent/daemon/metrics.py"}),
         (
@@ -123,7 +123,10 @@ def test_core_and_operations_name_neither_grpc_nor_the_wire(
         ("rich", {"agent/cli/terminal.py"}),
         ("yaml", {"agent/extras/kubernetes/access.py"}),
         ("shtab", {"agent/cli/main.py"}),
-        ("subprocess", {"proto/generate.py", "lvm/programs.py", "agent/extras/transfer/remote.py"}),
+        (
+            "subprocess",
+            {"proto/generate.py", "mount/programs.py", "agent/extras/transfer/remote.py"},
+        ),
         ("xxhash", {"agent/extras/streams/form.py"}),
         ("zstandard", {"agent/extras/streams/form.py"}),
         ("asyncio", set()),

@@ -18,7 +18,7 @@ from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.daemon import process, server
 from agent.operations import preflight
-from lvm.command import Result
+from mount.command import Result
 
 # What a volume bears once its file system is made.
 PROMISED = "carver.formatted=ext4"

@@ -24,8 +24,8 @@ from agent.csi.client import Client, block, mounted
 from agent.daemon import process, server, startup
 from agent.daemon.monitor import Monitor
 from agent.operations import preflight
-from lvm import errors as lvm_errors
-from lvm.command import Result, time_limit
+from mount import errors as mount_errors
+from mount.command import Result, time_limit
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -212,7 +212,7 @@ def test_what_lvm2_refuses_of_what_was_left_keeps_no_call_waiting(
     running = serving.start(config, fake)
 
     def refused(*_groups: str) -> int:
-        raise lvm_errors.CommandFailed(("lvm", "lvremove"), 5, "no")
+        raise mount_errors.CommandFailed(("lvm", "lvremove"), 5, "no")
 
     running.group_snapshotter.resume = refused  # type: ignore[method-assign]
     server.resume(running)

@@ -31,10 +31,11 @@ from agent.extras.orphans.look import Orphan, OrphanWatch
 from agent.operations import autoextend
 from agent.operations.health import Reason
 from lvm import errors
-from lvm.command import Result
 from lvm.layout import Layout, Reserve
 from lvm.lvm2 import Lvm
 from lvm.thin import Policy
+from mount import errors as mount_errors
+from mount.command import Result
 
 ROOT = Path(__file__).parents[3]
 MONITORING = ROOT / "deploy" / "monitoring"
@@ -141,9 +142,9 @@ def test_a_command_that_never_ended_well_is_counted_and_still_raises() -> None:
     metrics = Metrics()
 
     def run(*words: str, stdin: bytearray | None = None) -> Result:
-        raise errors.CommandTimedOut(words, 1.0)
+        raise mount_errors.CommandTimedOut(words, 1.0)
 
-    with pytest.raises(errors.CommandTimedOut):
+    with pytest.raises(mount_errors.CommandTimedOut):
         metrics.counted(run)("lvm", "lvs")
     assert 'outcome="CommandTimedOut",program="lvm",subcommand="lvs"} 1.0' in (
         metrics.text().decode()

@@ -29,8 +29,8 @@ from agent.daemon.monitor import Monitor, Page
 from agent.daemon.server import Service
 from agent.operations import preflight
 from agent.operations.storage_health import Readiness
-from lvm import errors as lvm_errors
-from lvm.command import Result
+from mount import errors as mount_errors
+from mount.command import Result
 
 HERE = Address("127.0.0.1", 0)
 Serve = Callable[..., int]
@@ -313,7 +313,7 @@ def test_an_lvm2_that_hangs_keeps_those_who_watch_waiting_for_seconds_only(
     monkeypatch.setattr(inventory, "_MONITOR_WAIT_SECONDS", 0.05)
     known = fake_known.inventory(fake.lvm2, "data", lvm=fake.lvm)
     for _ in range(3):
-        with pytest.raises(lvm_errors.CommandTimedOut):
+        with pytest.raises(mount_errors.CommandTimedOut):
             known.state(max_age=MONITOR_AGE_SECONDS)
     assert len(asked) == 1
     answering.set()

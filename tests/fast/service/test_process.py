@@ -34,9 +34,9 @@ from agent.csi.client import Client, block
 from agent.daemon import log, process
 from agent.operations import preflight
 from agent.operations.storage_health import Readiness
-from lvm import errors as lvm_errors
-from lvm.command import Finished, Result
+from mount import errors as mount_errors
 from mount import loop
+from mount.command import Finished, Result
 from mount.filesystem import Signature
 from proto import csi_pb2 as csi
 
@@ -427,7 +427,7 @@ def test_probe_fails_where_there_is_no_lvm2(
     def missing(words: Sequence[str]) -> Result | None:
         if lvm2 == "host":
             return Result(127, "", "nsenter: failed to execute lvm: No such file or directory")
-        raise lvm_errors.ProgramMissing(words[0])
+        raise mount_errors.ProgramMissing(words[0])
 
     fake.intercept = missing
     running = Running(config, fake, monkeypatch, begins=False)

@@ -17,7 +17,7 @@ from agent.core.ids import VolumeId
 from agent.csi.client import block
 from agent.extras.transfer import streams_command
 from lvm import errors as lvm_errors
-from lvm.command import Result
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 DATA = b"contents" * 512

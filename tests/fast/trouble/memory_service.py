@@ -14,8 +14,8 @@ from fakes.host import FakeHost
 
 from agent.core.host import Host
 from agent.daemon.server import Service
-from lvm.command import Result
-from lvm.programs import Programs
+from mount.command import Result
+from mount.programs import Programs
 
 
 class Reader(FakeCryptsetup):

@@ -18,11 +18,12 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
-from lvm import command, errors
-from lvm.command import Result
 from lvm.devicemapper import Status
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
+from mount import command
+from mount import errors as mount_errors
+from mount.command import Result
 
 MIB = 1 << 20
 EXTENT = 4 * MIB
@@ -76,7 +77,7 @@ def hang(fake: FakeHost) -> Iterator[Callable[[], threading.Event]]:
             asked.set()
             limit = command.remaining_seconds()
             if not over.wait(60 if limit is None else limit):
-                raise errors.CommandTimedOut(tuple(words), limit or 60.0)
+                raise mount_errors.CommandTimedOut(tuple(words), limit or 60.0)
         return None
 
     def begin() -> threading.Event:

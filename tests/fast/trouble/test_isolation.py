@@ -29,10 +29,10 @@ from agent.daemon.metrics import Metrics, Parts
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service
 from agent.operations import preflight
-from lvm import command, errors
-from lvm.command import Result
 from lvm.layout import Reserve
-from mount import loop
+from mount import command, loop
+from mount import errors as mount_errors
+from mount.command import Result
 from mount.kernel import Kernel
 from proto import csi_pb2 as csi
 
@@ -58,7 +58,7 @@ class Trouble:
         self.asked.set()
         limit = command.remaining_seconds() if self._ends_in_time else None
         if not self.over.wait(30 if limit is None else limit):
-            raise errors.CommandTimedOut(tuple(words), limit or 30.0)
+            raise mount_errors.CommandTimedOut(tuple(words), limit or 30.0)
         return None
 
 

@@ -19,7 +19,7 @@ from model.stopping import CHANGING, Cut, Killed, Switch
 from agent.core.classes import DeviceClass
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import BackingFile, Config, GroupDefinition
-from lvm.command import Result
+from mount.command import Result
 from mount.kernel import Kernel
 
 # Looking costs one command, and changes nothing that could be left half done.

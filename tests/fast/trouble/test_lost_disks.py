@@ -21,8 +21,8 @@ from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm import report
-from lvm.command import Result
 from lvm.layout import Layout
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

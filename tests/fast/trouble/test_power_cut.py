@@ -15,9 +15,9 @@ from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm import report
 from lvm.caches import Cache
-from lvm.command import Result
 from lvm.layout import Layout, Reserve
 from lvm.thin import Policy
+from mount.command import Result
 
 MIB = 1 << 20
 SIZE = 32 * MIB

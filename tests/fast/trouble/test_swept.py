@@ -22,9 +22,9 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
-from lvm.command import Result
 from lvm.layout import Layout
 from lvm.thin import Policy
+from mount.command import Result
 
 EXTENT = 4 << 20
 MARKER = b"a secret".ljust(4096, b"!")

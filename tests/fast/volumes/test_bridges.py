@@ -16,7 +16,7 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block, of_volume
 from agent.daemon.server import Service
-from lvm.command import Result
+from mount.command import Result
 
 MIB = 1 << 20
 SIZE = 32 * MIB

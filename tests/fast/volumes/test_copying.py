@@ -20,9 +20,10 @@ from agent.core.jobs import Job, TaskQueue
 from agent.core.settings import Config
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
-from lvm import command
 from lvm import errors as lvm_errors
-from lvm.command import Result
+from mount import command
+from mount import errors as mount_errors
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -367,7 +368,7 @@ class Deadline:
             if self._made:
                 self._fake.lvm2_program(words)
         if of_caller and self.over:
-            raise lvm_errors.CommandTimedOut(words, 1.0)
+            raise mount_errors.CommandTimedOut(words, 1.0)
         return None
 
 

@@ -11,7 +11,7 @@ from fakes.host import FakeHost
 
 from agent.csi.client import Client, block, mounted, of_volume
 from agent.daemon.server import Service
-from lvm.command import Result
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

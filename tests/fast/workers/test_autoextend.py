@@ -19,10 +19,10 @@ from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm import thin
-from lvm.command import Result
 from lvm.layout import Layout, Reserve
 from lvm.report import Group, PhysicalVolume
 from lvm.thin import Policy, Pool
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

@@ -22,9 +22,9 @@ from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm import report
-from lvm.command import Result
 from lvm.layout import Layout
 from lvm.thin import Policy
+from mount.command import Result
 
 MIB = 1 << 20
 EXTENT = 4 * MIB

@@ -20,7 +20,7 @@ from agent.csi.client import Client, block, of_volume
 from agent.daemon.server import Service
 from lvm import errors as lvm_errors
 from lvm import report
-from lvm.command import Result
+from mount.command import Result
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20

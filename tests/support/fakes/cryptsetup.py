@@ -20,8 +20,8 @@ from fakes import filesystems
 from fakes.devices import BLOCK_BYTES, LEFTOVER, FakeDevice, FakeDevices, Media
 
 from lvm import errors
-from lvm.command import Result
 from mount import luks
+from mount.command import Result
 from mount.filesystem import Signature
 
 _SECTOR_BYTES = 512

@@ -20,13 +20,13 @@ from fakes.kernel import FakeKernel
 from fakes.lvm import FakeLvm, FakePool, FakeVolume
 
 from lvm import errors, groups, lvm2
-from lvm.command import Result
 from lvm.devices import Device, Devices
 from lvm.disks import Disks
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount import table
+from mount.command import Result
 from mount.filesystem import Signature
 from mount.kernel import Kernel
 
@@ -67,12 +67,12 @@ class FakeHost:
     def converse(
         self, *words: str, prompt: str, environment: Mapping[str, str], report: str
     ) -> shell.FakeShell:
-        """The seam `lvm.command.Converse`: a shell to which something can happen."""
+        """The seam `mount.command.Converse`: a shell to which something can happen."""
         begin = shell.converse(lambda told: self.lvm2_program(told))
         return begin(*words, prompt=prompt, environment=environment, report=report)
 
     def run(self, *words: str, stdin: bytearray | None = None) -> Result:
-        """The seam `lvm.command.Runner`."""
+        """The seam `mount.command.Runner`."""
         if (answer := self.intercept(words)) is not None:
             return answer
         self.commands.append(words)
@@ -89,7 +89,7 @@ class FakeHost:
 
     @contextmanager
     def stream(self, *words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
-        """The seam `lvm.command.Stream`."""
+        """The seam `mount.command.Stream`."""
         if (answer := self.intercept(words)) is None:
             self.commands.append(words)
             called = words[2:] if words[0] == "env" else words

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lvm.command import ConversationOver, Result
+from mount.command import ConversationOver, Result
 
 _PROCESSED = 1
 _MOST_WORDS = 63
@@ -12,7 +12,7 @@ _STARVED = Result(5, "", "  Failed to allocate memory for a command.\n")
 
 
 class FakeShell:
-    """What `lvm.command.Conversation` is, over a fake lvm2; and what can happen to its process."""
+    """A `mount.command.Conversation` with a fake lvm2; and what can happen to its process."""
 
     def __init__(self, lvm2: Callable[[Sequence[str]], Result]) -> None:
         self._lvm2 = lvm2
@@ -111,7 +111,7 @@ def _row(number: int, kind: str, message: str, subcommand: str) -> dict[str, str
 
 
 def converse(lvm2: Callable[[Sequence[str]], Result]) -> Callable[..., FakeShell]:
-    """The seam `lvm.command.Converse`, over a fake lvm2."""
+    """The seam `mount.command.Converse`, over a fake lvm2."""
 
     def start(*words: str, prompt: str, environment: Mapping[str, str], report: str) -> FakeShell:
         assert words == ("lvm",)

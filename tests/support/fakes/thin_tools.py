@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fakes.devices import BLOCK_BYTES
 from fakes.lvm import FakeLvm, FakePool
 
-from lvm.command import Result
+from mount.command import Result
 
 _Blocks = Mapping[int, bytes]
 

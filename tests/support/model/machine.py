@@ -24,8 +24,8 @@ from agent.csi import client
 from agent.csi.client import Client
 from agent.daemon.server import Service
 from lvm import report, tags
-from lvm.command import Converse
 from mount import loop, mounts, table
+from mount.command import Converse
 from proto import csi_pb2 as csi
 
 # The fs_bytes that a file system tells lacks its own metadata: on a real one, that much at most.

@@ -14,7 +14,7 @@ from typing import Protocol
 from model.spoken import Spoken
 
 from lvm import session
-from lvm.command import Conversation, ConversationOver, Result
+from mount.command import Conversation, ConversationOver, Result
 
 # Within a command of an lvm2 that is neither slow nor quick.
 _SOON_SECONDS = 0.05
@@ -32,7 +32,7 @@ class Shell(Conversation, Protocol):
 
 
 class StartShell(Protocol):
-    """The seam `lvm.command.Converse`, for such shells."""
+    """The seam `mount.command.Converse`, for such shells."""
 
     def __call__(
         self, *words: str, prompt: str, environment: Mapping[str, str], report: str

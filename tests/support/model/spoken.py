@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from lvm.command import Conversation
+from mount.command import Conversation
 
 
 class Spoken:
-    """The seam `lvm.command.Conversation`: `tell` has each line said, and returns the answer."""
+    """The seam `mount.command.Conversation`: `tell` has each line said, and returns the answer."""
 
     def __init__(self, one: Conversation, tell: Callable[[str, float | None], str]) -> None:
         self._one, self._tell = one, tell

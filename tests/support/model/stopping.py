@@ -13,9 +13,9 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from model.spoken import Spoken
 
-from lvm.command import Conversation, Converse, Result, Runner, Stream
 from lvm.devices import Devices
-from lvm.errors import CommandTimedOut
+from mount.command import Conversation, Converse, Result, Runner, Stream
+from mount.errors import CommandTimedOut
 from mount.kernel import Kernel
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class Switch:
         self._lock = threading.RLock()
 
     def run(self, run: Runner) -> Runner:
-        """The seam `lvm.command.Runner`, through the switch."""
+        """The seam `mount.command.Runner`, through the switch."""
 
         def through(*words: str, stdin: bytearray | None = None) -> Result:
             return self._step(_named(words), lambda: run(*words, stdin=stdin))
@@ -93,7 +93,7 @@ class Switch:
         return through
 
     def stream(self, stream: Stream) -> Stream:
-        """The seam `lvm.command.Stream`, through the switch: what is read of it is no step."""
+        """The seam `mount.command.Stream`, through the switch: what is read of it is no step."""
 
         @contextmanager
         def through(*words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
@@ -104,7 +104,7 @@ class Switch:
         return through
 
     def converse(self, converse: Converse) -> Converse:
-        """The seam `lvm.command.Converse`, through the switch: a step is what a shell is told."""
+        """The seam `mount.command.Converse`, through the switch: a step is what a shell is told."""
 
         def start(
             *words: str, prompt: str, environment: Mapping[str, str], report: str
@@ -173,7 +173,7 @@ class Cut(Switch):
         self._cut_at, self._cut_before = stop_at, before
 
     def run(self, run: Runner) -> Runner:
-        """The seam `lvm.command.Runner`: work behind the answers has no deadline."""
+        """The seam `mount.command.Runner`: work behind the answers has no deadline."""
         whole = super().run(run)
 
         def through(*words: str, stdin: bytearray | None = None) -> Result:

@@ -18,16 +18,17 @@ from real import kinds, mounts
 from real.disks import let_go_of_left_behind
 from real.shell import RealShell
 
-from lvm import errors, lvm2, names, report, tags, volumes
-from lvm.command import Result
+from lvm import lvm2, names, report, tags, volumes
 from lvm.devices import Device, Devices, KernelDevices, mapping_name
 from lvm.disks import Disks, KernelDisks
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
-from lvm.programs import Programs
 from lvm.session import Session
+from mount import errors as mount_errors
 from mount import loop, luks, table
+from mount.command import Result
 from mount.kernel import Kernel
+from mount.programs import Programs
 
 _EXTENT_BYTES = 4 << 20
 _LOOK_SECONDS = 0.02
@@ -148,12 +149,12 @@ class RealHost:
     def converse(
         self, *words: str, prompt: str, environment: Mapping[str, str], report: str
     ) -> RealShell:
-        """The seam `lvm.command.Converse`: a shell to which something can happen."""
+        """The seam `mount.command.Converse`: a shell to which something can happen."""
         begin = self._lab.programs.converse
         return RealShell(begin(*words, prompt=prompt, environment=environment, report=report))
 
     def run(self, *words: str, stdin: bytearray | None = None) -> Result:
-        """The seam `lvm.command.Runner`."""
+        """The seam `mount.command.Runner`."""
         if (answer := self.intercept(words)) is not None:
             return answer
         self.commands.append(words)
@@ -163,7 +164,7 @@ class RealHost:
 
     @contextmanager
     def stream(self, *words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
-        """The seam `lvm.command.Stream`."""
+        """The seam `mount.command.Stream`."""
         assert self.intercept(words) is None, "what is streamed has no other answer"
         self.commands.append(words)
         with self._lab.programs.stream(*words, stdin=stdin) as printed:
@@ -260,7 +261,7 @@ class RealHost:
         for _ in range(_TRIES):
             self.lvm("lvremove", "--yes", "--", f"{group}/{name}")
             leg = Path("/dev/mapper", f"{names.device(group, name)}_rmeta_0")
-            with suppress(errors.LvmError):
+            with suppress(mount_errors.CommandError):
                 volumes.create(replace(self.lvm, run=_Killing(leg)), group, new, layout=layout)
             if report.read(self.lvm).group(group).is_bare(name, layout.disks):
                 return

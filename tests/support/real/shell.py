@@ -7,14 +7,14 @@ from pathlib import Path
 from threading import Timer
 from typing import Any
 
-from lvm.command import Conversation
+from mount.command import Conversation
 
 # What a command needs more than the shell has: some, and less than any has enough of.
 _PART_OF_A_COMMAND_BYTES = 1 << 18
 
 
 class RealShell:
-    """What `lvm.command.Conversation` is, and what can happen to its process."""
+    """What `mount.command.Conversation` is, and what can happen to its process."""
 
     def __init__(self, conversation: Conversation) -> None:
         self.exchange, self.end = conversation.exchange, conversation.end

@@ -20,6 +20,7 @@ from fakes.lvm.records import (
 from lvm import errors as lvm_errors
 from lvm.devicemapper import Cache, Mirror, Raid, Snapshot, Status, WriteCache
 from lvm.devices import Device, Events, Exceptions, Written, mapping_name
+from mount import errors as mount_errors
 
 
 @dataclass
@@ -219,7 +220,7 @@ class KernelSide(Machine):
         if not volume.active or not volume.is_copy_on_write:
             raise lvm_errors.Inactive(group, name)
         if volume.overflowed:
-            raise lvm_errors.BadReport("it is no store of a snapshot that can be read")
+            raise mount_errors.BadReport("it is no store of a snapshot that can be read")
         return FakeExceptions(self.groups[group].volumes[volume.origin].media, volume.media)
 
     def _active(self, group: str, name: str) -> FakeDevice:

@@ -10,7 +10,7 @@ from fakes.lvm.records import Failure
 from fakes.lvm.reports import Reports
 from fakes.lvm.volumes import VolumeCommands
 
-from lvm.command import Result
+from mount.command import Result
 
 # Commands that change nothing, and what lvchange changes but whether a volume is active.
 _LOOKS = {"version", "fullreport", "--test", "--syncaction"}

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, cast
 
 import sh
 
-from lvm import command, errors
-from lvm.command import Conversation, ConversationOver, Finished, Result, remaining_seconds
+from mount import command, errors
+from mount.command import Conversation, ConversationOver, Finished, Result, remaining_seconds
 
 # How often it is looked whether a program is alive whose terminal something else has open too.
 _LOOK_SECONDS = 1.0
@@ -215,12 +215,12 @@ class Programs:
         remaining, started = remaining_seconds(), time.monotonic()
         if remaining == 0:
             raise errors.CommandTimedOut(words, 0.0)
-        problem: errors.BadReport | None = None
+        problem: errors.CommandError | None = None
         with TemporaryFile() as stderr, _piped(words, stderr, stdin) as running, _ended_in(running):
             output = cast("BinaryIO", running.stdout)
             try:
                 yield output
-            except errors.BadReport as error:
+            except errors.CommandError as error:
                 # What is cut off is told by how the program ended.
                 problem = error
             is_read = not output.read(1)
@@ -233,7 +233,7 @@ class Programs:
         if remaining_seconds() == 0:
             raise errors.CommandTimedOut(words, remaining or 0.0)
         if is_read and code:
-            raise errors.classify(words, code, told)
+            raise errors.CommandFailed(words, code, told)
         if problem is not None:
             raise problem
 

@@ -4,9 +4,10 @@ import time
 
 import pytest
 
-from lvm import command, errors
-from lvm.command import Finished
-from lvm.programs import Programs
+from mount import command
+from mount import errors as mount_errors
+from mount.command import Finished
+from mount.programs import Programs
 
 pytestmark = pytest.mark.starts_programs
 
@@ -35,7 +36,7 @@ def test_what_a_program_shall_read_is_its_own_when_it_runs() -> None:
 
 def test_a_program_that_failed_is_told_when_all_was_read() -> None:
     with (
-        pytest.raises(errors.CommandFailed, match=r"exit code 3: it broke"),
+        pytest.raises(mount_errors.CommandFailed, match=r"exit code 3: it broke"),
         Programs().stream("sh", "-c", "echo some; echo it broke >&2; exit 3") as printed,
     ):
         assert printed.read() == b"some\n"
@@ -43,13 +44,13 @@ def test_a_program_that_failed_is_told_when_all_was_read() -> None:
 
 def read_as_a_report(script: str) -> None:
     with Programs().stream("sh", "-c", script) as printed:
-        raise errors.BadReport(printed.read().decode())
+        raise mount_errors.BadReport(printed.read().decode())
 
 
 def test_what_is_cut_off_is_told_by_how_the_program_ended() -> None:
-    with pytest.raises(errors.CommandFailed, match="exit code 3"):
+    with pytest.raises(mount_errors.CommandFailed, match="exit code 3"):
         read_as_a_report("echo some; exit 3")
-    with pytest.raises(errors.BadReport, match="garbage"):
+    with pytest.raises(mount_errors.BadReport, match="garbage"):
         read_as_a_report("echo garbage")
 
 
@@ -71,18 +72,18 @@ def test_a_program_that_nobody_reads_on_is_ended() -> None:
 def test_a_program_is_ended_when_its_caller_s_time_is_over() -> None:
     with (
         command.time_limit(0.2),
-        pytest.raises(errors.CommandTimedOut),
+        pytest.raises(mount_errors.CommandTimedOut),
         Programs().stream("sh", "-c", "exec sleep 600") as printed,
     ):
         assert printed.read() == b""
     with (
         command.time_limit(0),
-        pytest.raises(errors.CommandTimedOut),
+        pytest.raises(mount_errors.CommandTimedOut),
         Programs().stream("true"),
     ):
         pass
 
 
 def test_a_program_that_is_not_installed_is_named() -> None:
-    with pytest.raises(errors.ProgramMissing, match="no-such"), Programs().stream("no-such"):
+    with pytest.raises(mount_errors.ProgramMissing, match="no-such"), Programs().stream("no-such"):
         pass

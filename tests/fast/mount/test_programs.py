@@ -12,10 +12,11 @@ import expect
 import grpc
 import pytest
 
-from lvm import command, errors, programs
-from lvm.command import Finished
 from lvm.lvm2 import Lvm
-from lvm.programs import Programs
+from mount import command, programs
+from mount import errors as mount_errors
+from mount.command import Finished
+from mount.programs import Programs
 from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
@@ -47,14 +48,14 @@ def test_a_program_sees_only_the_environment_that_it_is_given(
 
 
 def test_a_program_that_is_not_installed_is_named() -> None:
-    with pytest.raises(errors.ProgramMissing, match="no-such-program"):
+    with pytest.raises(mount_errors.ProgramMissing, match="no-such-program"):
         Programs()("no-such-program")
 
 
 def test_a_program_is_ended_with_term_when_its_time_is_over() -> None:
     finished: list[Finished] = []
     run = Programs(observe=finished.append)
-    with command.time_limit(0.2), pytest.raises(errors.CommandTimedOut):
+    with command.time_limit(0.2), pytest.raises(mount_errors.CommandTimedOut):
         # A program that would survive nothing but KILL's absence: it says so by its exit code.
         run("sh", "-c", "trap 'exit 7' TERM; while :; do sleep 0.05; done")
     assert finished[0].exit_code != 9
@@ -66,7 +67,7 @@ def test_a_program_that_does_not_end_when_it_is_told_to_gives_its_caller_up(
     monkeypatch.setattr(programs, "_GRACE_SECONDS", 0.1)
     go_on = tmp_path / "go on"
     # As long as a shell may take to set its trap on a busy machine.
-    with command.time_limit(2), pytest.raises(errors.CommandStuck) as caught:
+    with command.time_limit(2), pytest.raises(mount_errors.CommandStuck) as caught:
         Programs()("sh", "-c", f"trap '' TERM; until [ -e '{go_on}' ]; do sleep 0.05; done")
     assert not caught.value.ended()
     go_on.touch()
@@ -74,7 +75,7 @@ def test_a_program_that_does_not_end_when_it_is_told_to_gives_its_caller_up(
 
 
 def test_no_program_is_started_when_no_time_is_left(tmp_path: Path) -> None:
-    with command.time_limit(0.0), pytest.raises(errors.CommandTimedOut):
+    with command.time_limit(0.0), pytest.raises(mount_errors.CommandTimedOut):
         Programs()("touch", str(tmp_path / "started"))
     assert not (tmp_path / "started").exists()
 
