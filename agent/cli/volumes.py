@@ -12,7 +12,7 @@ import grpc
 
 from agent.cli import encryption, status, terminal
 from agent.cli.encryption import Headers
-from agent.core import errors, fields, ids, secret, sockets, tag, users
+from agent.core import errors, ids, secret, sockets, tag, users
 from agent.core.host import Host
 from agent.core.ids import VolumeId
 from agent.core.luks_devices import HeaderCopies
@@ -395,7 +395,7 @@ def _secrets(key_file: str) -> Iterator[dict[str, str]]:
     if text is None:
         raise errors.BadField("--key-file", "is no UTF-8, and a secret of CSI's is text")
     try:
-        yield {fields.PASSPHRASE: text}
+        yield {secret.PASSPHRASE: text}
     finally:
         secret.wipe(text)
 

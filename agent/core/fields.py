@@ -1,49 +1,14 @@
-"""Fields of requests: the keys of parameters and contexts, and checks of single fields."""
+"""Check single fields of requests."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from agent.core import errors, tag, values
+from agent.core import errors
 from mount import errors as mount_errors
 from mount import options, target
 
-PARAMETER_PREFIX = "carver/"
-# Each is kept as a tag of the same name.
-PARAMETERS = (
-    *(tag.CLASS, tag.FS_TYPE, tag.MKFS_OPTIONS, tag.MOUNT_OPTIONS),
-    *(tag.ENCRYPTION, tag.REENCRYPT),
-)
-# What they may override of their class's layout: the field, and how it is read.
-LAYOUT_PARAMETERS: Mapping[str, tuple[str, Callable[[str], int]]] = {
-    "stripes": ("stripes", values.parse_count),
-    "stripeSize": ("stripe_size_bytes", values.parse_size),
-    "mirrors": ("mirrors", values.parse_count),
-}
-CACHE_SIZE = "cacheSize"
-# What a parameter says that is either given so or not at all.
-YES = "true"
-STORAGE_CLASS_PARAMETERS = (*PARAMETERS, *LAYOUT_PARAMETERS, CACHE_SIZE)
-# What a VolumeAttributesClass may say: the field of a Tuning, and how it is read.
-MUTABLE = "mutable_parameters"
-MUTABLE_PARAMETERS: Mapping[str, tuple[str, Callable[[str], object]]] = {
-    "readAhead": ("read_ahead_bytes", values.parse_read_ahead),
-    "minimumRecoveryRate": ("minimum_recovery_kib", values.parse_rate),
-    "maximumRecoveryRate": ("maximum_recovery_kib", values.parse_rate),
-}
-# What a pod may say of an inline volume: as a StorageClass may, and how large it is.
-SIZE = "size"
-INLINE_PARAMETERS = (*STORAGE_CLASS_PARAMETERS, SIZE)
-EPHEMERAL = "csi.storage.k8s.io/ephemeral"
-# What a secret may hold: the volume's key, and the one that it had before.
-PASSPHRASE, PREVIOUS_PASSPHRASE = "passphrase", "previousPassphrase"
-# And a name for the key, which is no secret: it is kept in the clear.
-GENERATION = "passphraseGeneration"
-# What a VolumeSnapshotClass may say.
-SNAPSHOT_PARAMETERS = (SIZE,)
-
-
-Number = TypeVar("Number")
+T = TypeVar("T")
 
 # CSI spec, "Size Limits" and CreateVolumeRequest.name.
 _MAXIMUM_STRING_BYTES = 128
@@ -84,8 +49,8 @@ def path(field: str, path: str) -> str:
         raise errors.BadField(field, str(error)) from None
 
 
-def number(field: str, text: str, read: Callable[[str], Number]) -> Number:
-    """What `read` makes of a text; raises BadField where it refuses with a ValueError."""
+def parsed(field: str, text: str, read: Callable[[str], T]) -> T:
+    """The value that `read` makes of a text; raises BadField for its ValueError."""
     try:
         return read(text)
     except ValueError as error:

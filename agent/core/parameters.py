@@ -1,119 +1,214 @@
-"""What classes and pods say of volumes and snapshots, beside what Kubernetes tells of itself."""
+"""Parameters of StorageClasses, inline volumes, VolumeAttributesClasses and snapshot classes.
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+Each is a row of one of the tables below. A new one is a row; if it changes how a volume is made,
+also a function that applies it. What creates, compares, validates and stages volumes goes by rows.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from agent.core import classes, errors, fields, tag, values
+from agent.core.classes import DeviceClass
 from lvm import tags
 from lvm.layout import Reserve
 from lvm.tuning import Tuning
 from mount import errors as mount_errors
-from mount import filesystem
+from mount import filesystem, options
+
+# May stand before any key; in a volume_context it always does.
+PREFIX = "carver/"
+MUTABLE_FIELD = "mutable_parameters"
+EPHEMERAL = "csi.storage.k8s.io/ephemeral"
+CACHE_SIZE = "cacheSize"
+SIZE = "size"
+# The one value of a parameter that is set or left out.
+_YES = "true"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter.
+
+    `read` makes its value of a text; raises ValueError. `tag` keeps it with the volume, and what is
+    kept must be the same in a repeated CreateVolume. `text` is its value in that tag and in the
+    volume_context, where an empty one is left out; None: `tag` holds more than this value, and the
+    volume_context nothing. `part` is the field of the Layout or Tuning that it sets. `apply`
+    changes the class that a new volume is made by; raises ValueError.
+    """
+
+    key: str
+    read: Callable[[str], Any]
+    tag: str = ""
+    text: Callable[[Any], str] | None = None
+    part: str = ""
+    apply: Callable[[DeviceClass, Any], DeviceClass] | None = None
+
+
+def _optional(*allowed: str) -> Callable[[str], str]:
+    """Read one of a few texts, or an empty one."""
+    return lambda text: values.choice(*allowed)(text) if text else ""
+
+
+def _mount_options(text: str) -> tuple[str, ...]:
+    found = tuple(filter(None, text.split(",")))
+    try:
+        options.parse(found, None)
+    except mount_errors.BadOption as error:
+        raise ValueError(str(error)) from None
+    return found
+
+
+def _inline_size(text: str) -> int:
+    """Bytes; 0 for an empty text: the default size."""
+    if not text:
+        return 0
+    size_bytes = values.parse_size(text)
+    if size_bytes == 0:
+        raise ValueError("must be larger than 0")
+    return size_bytes
+
+
+def _set_cache_size(one: DeviceClass, size: Reserve) -> DeviceClass:
+    if one.cache is None:
+        raise ValueError("the class has no cache; name one that has")
+    if one.layout.is_thin:
+        raise ValueError("cannot be set for a volume of a thin pool: the cache is its pool's")
+    return replace(one, cache=replace(one.cache, size=size))
+
+
+def _set_encryption(one: DeviceClass, encryption: str) -> DeviceClass:
+    return replace(one, encryption=encryption or one.encryption)
+
+
+def _set_reencrypt(one: DeviceClass, reencrypt: str) -> DeviceClass:
+    if reencrypt and not one.encryption:
+        raise ValueError(f"is for encrypted volumes; ask for {PREFIX}{tag.ENCRYPTION}, too")
+    return replace(one, reencrypt=bool(reencrypt) or one.reencrypt)
+
+
+def _of_layout(key: str, read: Callable[[str], int], part: str) -> Parameter:
+    """A parameter that overrides a field of the class's layout."""
+
+    def apply(one: DeviceClass, value: int) -> DeviceClass:
+        changed: dict[str, Any] = {part: value}
+        return replace(one, layout=replace(one.layout, **changed))
+
+    return Parameter(key, read, tag.LAYOUT, None, part, apply)
+
+
+# A StorageClass's. Applied in this order.
+STORAGE_CLASS: Sequence[Parameter] = (
+    _of_layout("stripes", values.parse_count, "stripes"),
+    _of_layout("stripeSize", values.parse_size, "stripe_size_bytes"),
+    _of_layout("mirrors", values.parse_count, "mirrors"),
+    Parameter(CACHE_SIZE, values.parse_part, tag.CACHE, apply=_set_cache_size),
+    Parameter(tag.CLASS, str, tag.CLASS, str),
+    Parameter(tag.FS_TYPE, _optional(*filesystem.FILE_SYSTEMS), tag.FS_TYPE, str),
+    Parameter(tag.MKFS_OPTIONS, lambda text: tuple(text.split()), tag.MKFS_OPTIONS, " ".join),
+    Parameter(tag.MOUNT_OPTIONS, _mount_options, tag.MOUNT_OPTIONS, ",".join),
+    Parameter(
+        *(tag.ENCRYPTION, _optional(*classes.ENCRYPTIONS), tag.ENCRYPTION, str),
+        apply=_set_encryption,
+    ),
+    Parameter(tag.REENCRYPT, _optional(_YES), tag.REENCRYPT, str, apply=_set_reencrypt),
+)
+# A pod's, of its inline volume.
+INLINE: Sequence[Parameter] = (*STORAGE_CLASS, Parameter(SIZE, _inline_size))
+# A VolumeAttributesClass's: what may change while a volume lives. lvm.tuning applies them, and
+# LVM's metadata keep them.
+MUTABLE: Sequence[Parameter] = (
+    Parameter("readAhead", values.parse_read_ahead, part="read_ahead_bytes"),
+    Parameter("minimumRecoveryRate", values.parse_rate, part="minimum_recovery_kib"),
+    Parameter("maximumRecoveryRate", values.parse_rate, part="maximum_recovery_kib"),
+)
+# A VolumeSnapshotClass's or VolumeGroupSnapshotClass's.
+SNAPSHOT: Sequence[Parameter] = (Parameter(SIZE, values.parse_part),)
+# In a volume_context, and each in a tag of its own.
+IN_CONTEXT = tuple(row for row in STORAGE_CLASS if row.text is not None)
 
 # CSI spec, "Size Limits".
 _MAXIMUM_MAP_BYTES = 4096
 # Kubernetes' own keys. Sidecars strip them from some calls (CreateVolume) and leave them in others
 # (GetCapacity, pkg/capacity of external-provisioner); kubelet adds some. They are never refused.
 _KUBERNETES_PREFIX = "csi.storage.k8s.io/"
-# Those that say the file system. The second has no prefix, is deprecated, and still understood by
+# Name the file system. The second has no prefix, is deprecated, and still understood by
 # external-provisioner.
 _FS_TYPE = (f"{_KUBERNETES_PREFIX}fstype", "fstype")
-# What the external-provisioner adds with --extra-create-metadata. Kept as tags, for people.
-_ABOUT = {
+# The tags that keep what Kubernetes says of an object, for people. Added by external-provisioner
+# with --extra-create-metadata;
+_OF_CLAIM = {
     "csi.storage.k8s.io/pvc/name": tag.PVC,
     "csi.storage.k8s.io/pvc/namespace": tag.NAMESPACE,
     "csi.storage.k8s.io/pv/name": tag.PV,
 }
-# What kubelet adds where the CSIDriver has podInfoOnMount.
-_POD = {
+# by kubelet where the CSIDriver has podInfoOnMount;
+_OF_POD = {
     "csi.storage.k8s.io/pod.name": tag.POD,
     "csi.storage.k8s.io/pod.namespace": tag.NAMESPACE,
     "csi.storage.k8s.io/pod.uid": tag.POD_UID,
     "csi.storage.k8s.io/serviceAccount.name": "serviceAccount",
 }
+# by external-snapshotter with --extra-create-metadata.
+OF_SNAPSHOT = {
+    "csi.storage.k8s.io/volumesnapshot/name": "snapshot",
+    "csi.storage.k8s.io/volumesnapshot/namespace": tag.NAMESPACE,
+    "csi.storage.k8s.io/volumesnapshotcontent/name": "content",
+}
+OF_GROUP_SNAPSHOT = {
+    "csi.storage.k8s.io/volumegroupsnapshot/name": "groupSnapshotName",
+    "csi.storage.k8s.io/volumegroupsnapshot/namespace": tag.NAMESPACE,
+    "csi.storage.k8s.io/volumegroupsnapshotcontent/name": "content",
+}
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What a StorageClass may say, with or without the prefix `carver/`."""
+    """Parameters of a volume by their keys, as read; `about` are tags that keep metadata."""
 
-    device_class: str = ""
-    fs_type: str = ""
-    mkfs_options: tuple[str, ...] = ()
-    mount_options: tuple[str, ...] = ()
-    about: Mapping[str, str] | None = None
-    # Fields of lvm.layout.Layout that are not to be the class's.
-    layout: Mapping[str, int] = field(default_factory=dict)
-    cache_size: Reserve | None = None
-    encryption: str = ""
-    reencrypt: bool = False
+    given: Mapping[str, Any] = field(default_factory=dict)
+    about: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def from_proto(cls, wire: Mapping[str, str], field: str = "parameters") -> Self:
-        """Read and check a StorageClass's parameters: each must be known."""
-        found, about = _of_volume(wire, field, fields.STORAGE_CLASS_PARAMETERS, _ABOUT)
-        return cls._read(found, field, about)
+        """Read a StorageClass's parameters: each must be known. Raises BadField."""
+        return cls(*_of_volume(field, wire, STORAGE_CLASS, _OF_CLAIM))
 
     @classmethod
-    def from_pod(cls, wire: Mapping[str, str]) -> tuple[Self, str]:
-        """Read an inline volume's attributes and its size, among what kubelet tells of the pod."""
-        field = "volume_context"
-        found, about = _of_volume(wire, field, fields.INLINE_PARAMETERS, _POD)
-        size = found.pop(fields.SIZE, "")
-        return cls._read(found, field, about), size
+    def from_pod(cls, wire: Mapping[str, str]) -> Self:
+        """Read an inline volume's attributes, beside what kubelet adds. Raises BadField."""
+        return cls(*_of_volume("volume_context", wire, INLINE, _OF_POD))
 
     @classmethod
     def from_context(cls, wire: Mapping[str, str]) -> Self:
-        """Read a volume_context: what `context` made, among keys that other programs added."""
-        own = {
-            key.removeprefix(fields.PARAMETER_PREFIX): value
-            for key, value in wire.items()
-            if key.startswith(fields.PARAMETER_PREFIX)
-        }
-        for key in own:
-            if key not in fields.PARAMETERS:
-                raise errors.NotAllowed(
-                    "volume_context", fields.PARAMETER_PREFIX + key, fields.PARAMETERS
-                )
-        return cls._read(own, "volume_context", {})
+        """Read a volume_context that `context` made; other programs may have added keys."""
+        own = {key: value for key, value in wire.items() if key.startswith(PREFIX)}
+        return cls(_read("volume_context", own, IN_CONTEXT))
 
-    @classmethod
-    def _read(cls, found: Mapping[str, str], field: str, about: Mapping[str, str]) -> Self:
-        for key, value in (*found.items(), *about.items()):
-            _check_fits(field, key, value)
-        fs_type = found.get(tag.FS_TYPE, "")
-        if fs_type and fs_type not in filesystem.FILE_SYSTEMS:
-            raise errors.NotAllowed(f"{field}[fsType]", fs_type, filesystem.FILE_SYSTEMS)
-        mount_options = tuple(filter(None, found.get(tag.MOUNT_OPTIONS, "").split(",")))
-        fields.mount_options(f"{field}[mountOptions]", mount_options)
-        layout = {
-            one: fields.number(f"{field}[{key}]", found[key], read)
-            for key, (one, read) in fields.LAYOUT_PARAMETERS.items()
-            if key in found
-        }
-        encryption = found.get(tag.ENCRYPTION, "")
-        if encryption and encryption not in classes.ENCRYPTIONS:
-            raise errors.NotAllowed(f"{field}[{tag.ENCRYPTION}]", encryption, classes.ENCRYPTIONS)
-        reencrypt = found.get(tag.REENCRYPT, "")
-        if reencrypt and reencrypt != fields.YES:
-            raise errors.NotAllowed(f"{field}[{tag.REENCRYPT}]", reencrypt, [fields.YES])
-        cache_size = None
-        if fields.CACHE_SIZE in found:
-            cache_size = fields.number(
-                f"{field}[{fields.CACHE_SIZE}]", found[fields.CACHE_SIZE], values.parse_part
-            )
-        return cls(
-            device_class=found.get(tag.CLASS, ""),
-            fs_type=fs_type,
-            mkfs_options=tuple(found.get(tag.MKFS_OPTIONS, "").split()),
-            mount_options=mount_options,
-            about=about,
-            layout=layout,
-            cache_size=cache_size,
-            encryption=encryption,
-            reencrypt=bool(reencrypt),
-        )
+    @property
+    def device_class(self) -> str:
+        """The device class's name; empty for the default."""
+        return str(self.given.get(tag.CLASS, ""))
+
+    @property
+    def fs_type(self) -> str:
+        """The file system; empty for the class's."""
+        return str(self.given.get(tag.FS_TYPE, ""))
+
+    @property
+    def mkfs_options(self) -> tuple[str, ...]:
+        """Arguments of mkfs."""
+        return tuple(self.given.get(tag.MKFS_OPTIONS, ()))
+
+    @property
+    def mount_options(self) -> tuple[str, ...]:
+        """Options of each mount."""
+        return tuple(self.given.get(tag.MOUNT_OPTIONS, ()))
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether encryption is asked for."""
+        return bool(self.given.get(tag.ENCRYPTION))
 
     def check_for(self, fs_type: str, field: str) -> None:
         """Check the options against the one file system that they are for."""
@@ -123,95 +218,129 @@ class Parameters:
             raise errors.BadField(f"{field}[mkfsOptions]", str(error)) from None
         fields.mount_options(f"{field}[mountOptions]", self.mount_options, fs_type)
 
+    def applied(self, one: DeviceClass, field: str) -> DeviceClass:
+        """A class with what the parameters override; raises BadField."""
+        for row in STORAGE_CLASS:
+            if row.apply is None or row.key not in self.given:
+                continue
+            try:
+                one = row.apply(one, self.given[row.key])
+            except ValueError as error:
+                raise errors.BadField(
+                    f"{field}[{row.key}]", f"{error} (class {one.name})"
+                ) from None
+        return one
+
+    def completed(self, one: DeviceClass, fs_type: str) -> Self:
+        """The parameters with all that a class and a file system add, so that both may change."""
+        inherits = not self.mkfs_options and fs_type == one.fs_type
+        own = {
+            tag.CLASS: one.name,
+            tag.FS_TYPE: fs_type,
+            tag.MKFS_OPTIONS: one.mkfs_options if inherits else self.mkfs_options,
+            tag.ENCRYPTION: one.encryption,
+            tag.REENCRYPT: _YES if one.encryption and one.reencrypt else "",
+        }
+        return replace(self, given={**self.given, **own})
+
+    def with_value(self, key: str, value: Any) -> Self:
+        """The parameters with another value of one."""
+        return replace(self, given={**self.given, key: value})
+
+    def own_tags(self) -> dict[str, str]:
+        """The tags that keep them, but for those that keep more (`Parameter.text`)."""
+        texts = {
+            row.tag: row.text(self.given[row.key])
+            for row in IN_CONTEXT
+            if row.text is not None and row.key in self.given
+        }
+        return {key: text for key, text in texts.items() if text}
+
     def context(self) -> dict[str, str]:
         """The volume_context that carries what staging needs."""
-        values = {
-            tag.CLASS: self.device_class,
-            tag.FS_TYPE: self.fs_type,
-            tag.MKFS_OPTIONS: " ".join(self.mkfs_options),
-            tag.MOUNT_OPTIONS: ",".join(self.mount_options),
-            tag.ENCRYPTION: self.encryption,
-            tag.REENCRYPT: fields.YES if self.reencrypt else "",
-        }
-        return {fields.PARAMETER_PREFIX + key: value for key, value in values.items() if value}
+        return context_of(self.own_tags())
+
+
+def context_of(own_tags: Mapping[str, str]) -> dict[str, str]:
+    """The volume_context of a volume with these tags."""
+    return {PREFIX + row.key: own_tags[row.tag] for row in IN_CONTEXT if row.tag in own_tags}
 
 
 def snapshot_parameters(
-    parameters: Mapping[str, str], known: Mapping[str, str]
+    wire: Mapping[str, str], names: Mapping[str, str]
 ) -> tuple[Reserve | None, dict[str, str]]:
-    """The size of a snapshot's area, if the parameters say it, and what they tell about it."""
+    """Read a snapshot class's parameters: the size of the COW store, if given, and metadata tags.
+
+    `names` are the tags by the keys of external-snapshotter. Raises BadField.
+    """
     field = "parameters"
-    _check_map(field, parameters)
-    about, rest = _told(parameters, known)
-    for key, value in about.items():
-        _check_fits(field, key, value)
-    found = _known(rest, field, fields.SNAPSHOT_PARAMETERS)
-    if fields.SIZE not in found:
-        return None, about
-    return fields.number(f"{field}[{fields.SIZE}]", found[fields.SIZE], values.parse_part), about
+    _check_map(field, wire)
+    about = _about(field, wire, names)
+    return _read(field, _without_kubernetes(wire), SNAPSHOT).get(SIZE), about
 
 
 def tuning_of(wire: Mapping[str, str]) -> Tuning:
-    """A VolumeAttributesClass's parameters, beside what sidecars tell of the claim."""
-    _check_map(fields.MUTABLE, wire)
-    _, rest = _told(wire, _ABOUT)
-    found = _known(rest, fields.MUTABLE, tuple(fields.MUTABLE_PARAMETERS))
-    said: dict[str, Any] = {
-        part: fields.number(f"{fields.MUTABLE}[{key}]", found[key], read)
-        for key, (part, read) in fields.MUTABLE_PARAMETERS.items()
-        if key in found
-    }
-    if why := Tuning(**said).refusal:
-        raise errors.BadField(fields.MUTABLE, why)
-    return Tuning(**said)
-
-
-def _told(
-    wire: Mapping[str, str], names: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """What Kubernetes tells, by the names of the tags that it is kept as, and what is Carver's."""
-    about = {names[key]: value for key, value in wire.items() if key in names}
-    own = {key: value for key, value in wire.items() if not key.startswith(_KUBERNETES_PREFIX)}
-    return about, own
+    """Read a VolumeAttributesClass's parameters; raises BadField."""
+    _check_map(MUTABLE_FIELD, wire)
+    given = _read(MUTABLE_FIELD, _without_kubernetes(wire), MUTABLE)
+    tuning = Tuning(**{row.part: given[row.key] for row in MUTABLE if row.key in given})
+    if why := tuning.refusal:
+        raise errors.BadField(MUTABLE_FIELD, why)
+    return tuning
 
 
 def _of_volume(
-    wire: Mapping[str, str], field: str, allowed: Sequence[str], names: Mapping[str, str]
-) -> tuple[dict[str, str], dict[str, str]]:
-    """A volume's parameters, and what Kubernetes tells of it."""
+    field: str, wire: Mapping[str, str], rows: Sequence[Parameter], names: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """A volume's parameters, and the tags of what Kubernetes says of it."""
     _check_map(field, wire)
-    about, own = _told(wire, names)
-    found = _known({key: own[key] for key in own if key not in _FS_TYPE}, field, allowed)
+    own = _without_kubernetes(wire)
+    own = {key: value for key, value in own.items() if key not in _FS_TYPE}
+    given = _read(field, own, rows)
     for key in _FS_TYPE:
-        if told := wire.get(key, ""):
-            if (other := found.get(tag.FS_TYPE) or told) != told:
+        if wanted := wire.get(key, ""):
+            if (other := given.get(tag.FS_TYPE) or wanted) != wanted:
                 raise errors.BadField(
-                    f"{field}[{key}]", f"{told!r}, but {other!r} is asked for too"
+                    f"{field}[{key}]", f"{wanted!r}, but {other!r} is asked for too"
                 )
-            found[tag.FS_TYPE] = told
-    return found, about
+            given |= _read(field, {tag.FS_TYPE: wanted}, rows)
+    return given, _about(field, wire, names)
 
 
-def _known(wire: Mapping[str, str], field: str, allowed: Sequence[str]) -> dict[str, str]:
-    """Parameters by their names, without the prefix; each must be allowed, and given once."""
-    found: dict[str, str] = {}
-    for key, value in wire.items():
-        name = key.removeprefix(fields.PARAMETER_PREFIX)
-        if name not in allowed:
-            raise errors.NotAllowed(field, key, [fields.PARAMETER_PREFIX + one for one in allowed])
-        if name in found:
+def _read(field: str, wire: Mapping[str, str], rows: Sequence[Parameter]) -> dict[str, Any]:
+    """Read parameters with or without the prefix; each must be in `rows`, and given once."""
+    known = {row.key: row for row in rows}
+    given: dict[str, Any] = {}
+    for key, text in wire.items():
+        name = key.removeprefix(PREFIX)
+        if name not in known:
+            raise errors.NotAllowed(field, key, [PREFIX + one for one in known])
+        if name in given:
             raise errors.BadField(f"{field}[{key}]", "is given with the prefix and without")
-        found[name] = value
-    return found
+        _check_fits(field, name, text)
+        given[name] = fields.parsed(f"{field}[{name}]", text, known[name].read)
+    return given
 
 
-def _check_fits(field: str, key: str, value: str) -> None:
-    if not tags.fits(key, value):
+def _without_kubernetes(wire: Mapping[str, str]) -> dict[str, str]:
+    return {key: text for key, text in wire.items() if not key.startswith(_KUBERNETES_PREFIX)}
+
+
+def _about(field: str, wire: Mapping[str, str], names: Mapping[str, str]) -> dict[str, str]:
+    """The tags of what Kubernetes says of an object."""
+    about = {names[key]: text for key, text in wire.items() if key in names}
+    for key, text in about.items():
+        _check_fits(field, key, text)
+    return about
+
+
+def _check_fits(field: str, key: str, text: str) -> None:
+    if not tags.fits(key, text):
         raise errors.BadField(f"{field}[{key}]", "is too long to be kept in an LVM tag")
 
 
 def _check_map(field: str, wire: Mapping[str, str]) -> None:
-    if sum(len(key.encode()) + len(value.encode()) for key, value in wire.items()) > (
+    if sum(len(key.encode()) + len(text.encode()) for key, text in wire.items()) > (
         _MAXIMUM_MAP_BYTES
     ):
         raise errors.BadField(field, f"are larger than {_MAXIMUM_MAP_BYTES} bytes")

@@ -5,12 +5,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Generic, Self, TypeVar
 
-from agent.core import errors, fields, secret, tag, values
-from agent.core import fields as checks
-from agent.core import fields as keys
+from agent.core import errors, fields, secret
 from agent.core.capabilities import READER_ONLY, Capability
 from agent.core.ids import VolumeId
-from agent.core.parameters import Parameters, snapshot_parameters, tuning_of
+from agent.core.parameters import (
+    EPHEMERAL,
+    MUTABLE_FIELD,
+    OF_GROUP_SNAPSHOT,
+    OF_SNAPSHOT,
+    SIZE,
+    Parameters,
+    snapshot_parameters,
+    tuning_of,
+)
 from agent.core.secret import Keys
 from lvm.layout import Reserve
 from lvm.tuning import AS_IT_IS, Tuning
@@ -231,7 +238,7 @@ class ModifyVolume:
         """Read and check the request."""
         volume_id = fields.volume_id(wire.volume_id)
         if not wire.mutable_parameters:
-            raise errors.Missing(fields.MUTABLE)
+            raise errors.Missing(MUTABLE_FIELD)
         return cls(volume_id, tuning_of(wire.mutable_parameters))
 
 
@@ -278,19 +285,6 @@ class GetCapacity:
         return cls(capabilities, parameters, where, unsupported=False)
 
 
-# What the external-snapshotter adds, also with --extra-create-metadata.
-_ABOUT_SNAPSHOT = {
-    "csi.storage.k8s.io/volumesnapshot/name": "snapshot",
-    "csi.storage.k8s.io/volumesnapshot/namespace": tag.NAMESPACE,
-    "csi.storage.k8s.io/volumesnapshotcontent/name": "content",
-}
-_ABOUT_GROUP_SNAPSHOT = {
-    "csi.storage.k8s.io/volumegroupsnapshot/name": "groupSnapshotName",
-    "csi.storage.k8s.io/volumegroupsnapshot/namespace": tag.NAMESPACE,
-    "csi.storage.k8s.io/volumegroupsnapshotcontent/name": "content",
-}
-
-
 @dataclass(frozen=True)
 class CreateSnapshot:
     """CreateSnapshot. `size` is what its area for old data gets, None: as its class says."""
@@ -307,7 +301,7 @@ class CreateSnapshot:
         fields.name("name", wire.name)
         if not wire.source_volume_id:
             raise errors.Missing("source_volume_id")
-        size, about = snapshot_parameters(wire.parameters, _ABOUT_SNAPSHOT)
+        size, about = snapshot_parameters(wire.parameters, OF_SNAPSHOT)
         topology = Topology.from_proto(wire.accessibility_requirements)
         return cls(wire.name, wire.source_volume_id, size, about, topology)
 
@@ -333,7 +327,7 @@ class CreateGroupSnapshot:
                 raise errors.Missing(f"{field}[{index}]")
             if one in wire.source_volume_ids[:index]:
                 raise errors.BadField(f"{field}[{index}]", f"{one!r} is named twice")
-        size, about = snapshot_parameters(wire.parameters, _ABOUT_GROUP_SNAPSHOT)
+        size, about = snapshot_parameters(wire.parameters, OF_GROUP_SNAPSHOT)
         return cls(wire.name, tuple(sorted(wire.source_volume_ids)), size, about)
 
 
@@ -421,8 +415,8 @@ class StageVolume:
     def from_proto(cls, wire: csi.NodeStageVolumeRequest) -> Self:
         """Read and check the request."""
         return cls(
-            volume_id=checks.volume_id(wire.volume_id),
-            staging_path=checks.path("staging_target_path", wire.staging_target_path),
+            volume_id=fields.volume_id(wire.volume_id),
+            staging_path=fields.path("staging_target_path", wire.staging_target_path),
             capability=_capability(wire),
             parameters=Parameters.from_context(wire.volume_context),
             keys=keys_of(wire.secrets),
@@ -444,12 +438,12 @@ class PublishVolume:
     @classmethod
     def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
         """Read and check the request."""
-        volume_id = checks.volume_id(wire.volume_id)
-        target_path = checks.path("target_path", wire.target_path)
+        volume_id = fields.volume_id(wire.volume_id)
+        target_path = fields.path("target_path", wire.target_path)
         capability = _capability(wire)
         return cls(
             volume_id=volume_id,
-            staging_path=checks.path("staging_target_path", wire.staging_target_path),
+            staging_path=fields.path("staging_target_path", wire.staging_target_path),
             target_path=target_path,
             capability=capability,
             parameters=Parameters.from_context(wire.volume_context),
@@ -472,25 +466,25 @@ class PublishInline:
     @staticmethod
     def is_meant(wire: csi.NodePublishVolumeRequest) -> bool:
         """Whether kubelet says that the volume is an inline one."""
-        told = wire.volume_context.get(keys.EPHEMERAL, "false")
+        told = wire.volume_context.get(EPHEMERAL, "false")
         if told not in {"true", "false"}:
-            raise errors.NotAllowed(f"volume_context[{keys.EPHEMERAL}]", told, ("true", "false"))
+            raise errors.NotAllowed(f"volume_context[{EPHEMERAL}]", told, ("true", "false"))
         return told == "true"
 
     @classmethod
     def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
         """Read and check the request. A read-only one has the mode that allows no writer."""
-        checks.name("volume_id", wire.volume_id)
+        fields.name("volume_id", wire.volume_id)
         if VolumeId.parse(wire.volume_id) is not None:
             raise errors.BadField("volume_id", "is one that CreateVolume gave, not an inline one")
-        target_path = checks.path("target_path", wire.target_path)
+        target_path = fields.path("target_path", wire.target_path)
         capability = _capability(wire)
         if capability.is_block:
             raise errors.BadField("volume_capability", "an inline volume is mounted, never block")
         if wire.readonly:
             capability = replace(capability, mode=READER_ONLY)
-        parameters, size = Parameters.from_pod(wire.volume_context)
-        size_bytes = checks.number(f"volume_context[{keys.SIZE}]", size, _size) if size else 0
+        parameters = Parameters.from_pod(wire.volume_context)
+        size_bytes = parameters.given.get(SIZE, 0)
         own = keys_of(wire.secrets)
         return cls(wire.volume_id, target_path, capability, parameters, size_bytes, own)
 
@@ -505,13 +499,13 @@ class VolumeAt:
     @classmethod
     def from_unstage(cls, wire: csi.NodeUnstageVolumeRequest) -> Self:
         """Read and check NodeUnstageVolume."""
-        path = checks.path("staging_target_path", wire.staging_target_path)
-        return cls(checks.volume_id(wire.volume_id), path)
+        path = fields.path("staging_target_path", wire.staging_target_path)
+        return cls(fields.volume_id(wire.volume_id), path)
 
     @classmethod
     def from_unpublish(cls, wire: csi.NodeUnpublishVolumeRequest) -> Self:
         """Read and check NodeUnpublishVolume."""
-        return cls(checks.volume_id(wire.volume_id), checks.path("target_path", wire.target_path))
+        return cls(fields.volume_id(wire.volume_id), fields.path("target_path", wire.target_path))
 
     @classmethod
     def from_volume_path(
@@ -523,7 +517,7 @@ class VolumeAt:
         """
         if not wire.volume_path:
             raise errors.Missing("volume_path")
-        return cls(checks.volume_id(wire.volume_id), wire.volume_path)
+        return cls(fields.volume_id(wire.volume_id), wire.volume_path)
 
 
 @dataclass(frozen=True)
@@ -536,10 +530,10 @@ class HealthAt:
     @classmethod
     def from_proto(cls, wire: csi.NodeGetVolumeHealthRequest) -> Self:
         """Read and check the request; both paths are optional."""
-        fields = ("volume_publish_path", "staging_target_path")
-        told = ((one, getattr(wire, one)) for one in fields)
-        paths = tuple(checks.path(field, path) for field, path in told if path)
-        return cls(checks.volume_id(wire.volume_id), paths)
+        named = ("volume_publish_path", "staging_target_path")
+        given = ((one, getattr(wire, one)) for one in named)
+        paths = tuple(fields.path(field, path) for field, path in given if path)
+        return cls(fields.volume_id(wire.volume_id), paths)
 
 
 def keys_of(secrets: Mapping[str, str]) -> Keys:
@@ -549,9 +543,9 @@ def keys_of(secrets: Mapping[str, str]) -> Keys:
     """
     present, previous = (
         secret.of_text(f"secrets[{name}]", secrets[name]) if name in secrets else None
-        for name in (keys.PASSPHRASE, keys.PREVIOUS_PASSPHRASE)
+        for name in (secret.PASSPHRASE, secret.PREVIOUS_PASSPHRASE)
     )
-    made = Keys(present, previous, secrets.get(keys.GENERATION, ""))
+    made = Keys(present, previous, secrets.get(secret.GENERATION, ""))
     try:
         _check_generation(made)
     except errors.BadField:
@@ -562,7 +556,7 @@ def keys_of(secrets: Mapping[str, str]) -> Keys:
 
 def _check_generation(told: Keys) -> None:
     """Raise BadField for a name of a key that cannot be kept, or is the key itself."""
-    field = f"secrets[{keys.GENERATION}]"
+    field = f"secrets[{secret.GENERATION}]"
     if told.generation and not _GENERATION.fullmatch(told.generation):
         raise errors.BadField(
             field,
@@ -577,10 +571,3 @@ def _capability(wire: csi.NodeStageVolumeRequest | csi.NodePublishVolumeRequest)
     if not wire.HasField("volume_capability"):
         raise errors.Missing("volume_capability")
     return Capability.from_proto(wire.volume_capability)
-
-
-def _size(text: str) -> int:
-    size_bytes = values.parse_size(text)
-    if size_bytes == 0:
-        raise ValueError("must be larger than 0")
-    return size_bytes

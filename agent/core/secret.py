@@ -17,6 +17,10 @@ from dataclasses import dataclass
 
 from agent.core import errors
 
+# Keys of a secret: the passphrase, the one before it, and a name for the first, which is kept in
+# the clear.
+PASSPHRASE, PREVIOUS_PASSPHRASE = "passphrase", "previousPassphrase"
+GENERATION = "passphraseGeneration"
 # What CSI and cryptsetup have room for.
 MOST_BYTES = 2048
 _PR_SET_DUMPABLE = 4

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from google.protobuf import timestamp_pb2
 
 from agent.core import requests
+from agent.core.parameters import context_of
 from agent.core.records import Snapshot, Volume
-from agent.operations import clone, plan
+from agent.operations import clone
 from agent.operations.health import Condition
 from agent.operations.volume_health import VolumeHealth
 from proto import csi_pb2 as csi
@@ -59,7 +60,7 @@ def put_volume(message: csi.Volume, one: Volume, here: csi.Topology) -> None:
     message.volume_id = str(one.id)
     message.capacity_bytes = one.capacity_bytes
     # One by one: `update` asks of each mapping first what it is.
-    for key, value in plan.context_of(one.own_tags).items():
+    for key, value in context_of(one.own_tags).items():
         message.volume_context[key] = value
     message.accessible_topology.append(here)
     source = clone.source_of(one.own_tags)

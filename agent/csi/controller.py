@@ -7,9 +7,10 @@ from agent.core import fields, ids, requests, tag
 from agent.core.capabilities import BLOCK
 from agent.core.context import Context
 from agent.core.locks import VolumeLocks
+from agent.core.parameters import context_of
 from agent.core.records import Snapshot, Volume
 from agent.csi import answers
-from agent.operations import modify, plan, validate
+from agent.operations import modify, validate
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter
 from agent.operations.expand import Expander
@@ -77,7 +78,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         if refusal := call.unsupported or validate.refusal(self._config, volume, call):
             return csi.ValidateVolumeCapabilitiesResponse(message=refusal)
         confirmed = csi.ValidateVolumeCapabilitiesResponse.Confirmed(
-            volume_context=plan.context_of(volume.own_tags),
+            volume_context=context_of(volume.own_tags),
             volume_capabilities=request.volume_capabilities,
             parameters=request.parameters,
             mutable_parameters=request.mutable_parameters,

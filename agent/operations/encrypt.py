@@ -24,12 +24,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from agent.core import errors, tag
-from agent.core import fields as words
 from agent.core.classes import BYPASSES, DeviceClass
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings, own_uuid
 from agent.core.records import Volume
-from agent.core.secret import MOST_BYTES, Key, Keys
+from agent.core.secret import MOST_BYTES, PASSPHRASE, Key, Keys
 from agent.core.settings import Config
 from agent.operations.reencrypt import Reencrypter
 from lvm import errors as lvm_errors
@@ -65,7 +64,7 @@ class EncryptedDevices:
         """
         if not encrypted and keys.present:
             raise errors.BadField(
-                f"secrets[{words.PASSPHRASE}]",
+                f"secrets[{PASSPHRASE}]",
                 f"is given, but volume {volume_id!r} is not encrypted; make it of a StorageClass"
                 " with carver/encryption, or give no secret",
             )

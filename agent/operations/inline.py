@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
-from agent.core import codes, errors, fields, ids, tag, users
+from agent.core import codes, errors, ids, tag, users
 from agent.core.background import PeriodicTask
 from agent.core.context import Context
 from agent.core.locks import VolumeLocks
-from agent.core.parameters import Parameters
+from agent.core.parameters import SIZE, Parameters
 from agent.core.records import Volume
 from agent.core.requests import CreateVolume, PublishInline, SizeRange, StageVolume, Topology
 from agent.operations import plan
@@ -135,7 +135,7 @@ class InlineVolumes:
         place = self._access.place(call.target_path)
         parameters = self._complete(call)
         self._access.check_keys(call.volume_id, parameters, call.keys)
-        about = {**(parameters.about or {}), tag.EPHEMERAL: _YES}
+        about = {**parameters.about, tag.EPHEMERAL: _YES}
         if tags.fits(tag.TARGET, place):
             about[tag.TARGET] = place
         wanted = CreateVolume(
@@ -237,7 +237,7 @@ class InlineVolumes:
         limit = self._config.inline_volume_limit
         if limit and asked > limit:
             raise errors.BadField(
-                f"volume_context[{fields.SIZE}]",
+                f"volume_context[{SIZE}]",
                 f"{asked} bytes are more than inline_volume_limit, {limit} bytes, allows",
             )
         groups = self._inventory.own_groups(known)

@@ -1,7 +1,8 @@
 """ControllerModifyVolume: a volume's mutable parameters, all of them changed or none."""
 
-from agent.core import errors, fields, ids, records
+from agent.core import errors, ids, records
 from agent.core.context import Context
+from agent.core.parameters import MUTABLE_FIELD
 from agent.core.records import Volume
 from agent.core.requests import ModifyVolume
 from lvm import tuning
@@ -52,8 +53,8 @@ def check(wanted: Tuning, shape: Layout, present: Tuning = PLAIN) -> None:
     if not shape.is_raid:
         given = "minimum" if wanted.maximum_recovery_kib is None else "maximum"
         raise errors.BadField(
-            f"{fields.MUTABLE}[{given}RecoveryRate]",
+            f"{MUTABLE_FIELD}[{given}RecoveryRate]",
             f"is for a RAID's layouts, this volume is {shape.kind}; allowed: carver/readAhead",
         )
     if why := wanted.over(present).refusal:
-        raise errors.BadField(fields.MUTABLE, why)
+        raise errors.BadField(MUTABLE_FIELD, why)

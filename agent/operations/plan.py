@@ -3,14 +3,13 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
-from agent.core import errors, fields, tag
+from agent.core import errors, tag
 from agent.core.allocation import Allocator, Thin
 from agent.core.capabilities import BLOCK, MOUNT, Capability
 from agent.core.classes import DeviceClass
 from agent.core.inventory import require_own
-from agent.core.parameters import Parameters
+from agent.core.parameters import STORAGE_CLASS, Parameters
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import CreateVolume, SizeRange
 from agent.core.settings import Config
@@ -49,29 +48,7 @@ def device_class(config: Config, field: str, parameters: Parameters) -> DeviceCl
     if found is None:
         known = [one.name for one in config.classes]
         raise errors.NotAllowed(f"{field}[class]", parameters.device_class, known)
-    return _overridden(field, found, parameters)
-
-
-def _overridden(field: str, one: DeviceClass, parameters: Parameters) -> DeviceClass:
-    """A class with the layout, and the size of its caches, that the parameters make of its own."""
-    if parameters.cache_size is not None:
-        why = "has no cache" if one.cache is None else "has one for all, its pool's"
-        if one.cache is None or one.layout.is_thin:
-            raise errors.BadField(f"{field}[{fields.CACHE_SIZE}]", f"class {one.name} {why}")
-        one = replace(one, cache=replace(one.cache, size=parameters.cache_size))
-    if parameters.encryption:
-        one = replace(one, encryption=parameters.encryption)
-    if parameters.reencrypt:
-        if not one.encryption:
-            why = f"is for volumes that are encrypted; ask for carver/{tag.ENCRYPTION}, too"
-            raise errors.BadField(f"{field}[{tag.REENCRYPT}]", f"{why} (class {one.name})")
-        one = replace(one, reencrypt=True)
-    chosen: dict[str, Any] = dict(parameters.layout)
-    try:
-        return replace(one, layout=replace(one.layout, **chosen))
-    except layout.Impossible as error:
-        [key] = [key for key, (part, _) in fields.LAYOUT_PARAMETERS.items() if part == error.part]
-        raise errors.BadField(f"{field}[{key}]", f"{error} (class {one.name})") from None
+    return parameters.applied(found, field)
 
 
 def check_stripe_size(one: DeviceClass, group: report.Group) -> None:
@@ -97,16 +74,7 @@ def with_defaults(
     asked = next((c.fs_type for c in capabilities if c.fs_type), "") or parameters.fs_type
     mounted = any(not capability.is_block for capability in capabilities)
     fs_type = (asked or held or one.fs_type) if mounted else ""
-    inherits = not parameters.mkfs_options and fs_type == one.fs_type
-    return Parameters(
-        device_class=one.name,
-        fs_type=fs_type,
-        mkfs_options=one.mkfs_options if inherits else parameters.mkfs_options,
-        mount_options=parameters.mount_options,
-        about=parameters.about,
-        encryption=one.encryption,
-        reencrypt=bool(one.encryption) and one.reencrypt,
-    )
+    return parameters.completed(one, fs_type)
 
 
 def new(
@@ -253,10 +221,6 @@ def _own_tags(
     call: CreateVolume, parameters: Parameters, size_bytes: int, shape: layout.Layout
 ) -> dict[str, str]:
     """What is kept of a request: all that a repeated one is compared with."""
-    chosen = {
-        key.removeprefix(fields.PARAMETER_PREFIX): value
-        for key, value in parameters.context().items()
-    }
     capabilities = "|".join(sorted(map(str, call.capabilities)))
     if not tags.fits(tag.CAPABILITIES, capabilities):
         # Only compared, never read back: where there is no room, its digest will do.
@@ -269,15 +233,8 @@ def _own_tags(
         tag.LAYOUT: str(shape),
         tag.ACCESS: BLOCK if only_block else MOUNT,
         tag.CAPABILITIES: capabilities,
-        **chosen,
-        **(parameters.about or {}),
-    }
-
-
-def context_of(own_tags: Mapping[str, str]) -> dict[str, str]:
-    """The volume_context that a volume's tags amount to."""
-    return {
-        fields.PARAMETER_PREFIX + key: own_tags[key] for key in fields.PARAMETERS if key in own_tags
+        **parameters.own_tags(),
+        **parameters.about,
     }
 
 
@@ -307,8 +264,7 @@ def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
     # What it was made of gave the file system, and may be gone by now.
     held = found.own_tags.get(tag.FS_TYPE) if told else None
     _, own_tags = _planned(call, one, found.group, header, held)
-    compared = (tag.LAYOUT, tag.CACHE, tag.CAPABILITIES)
-    for key in (*compared, *fields.PARAMETERS):
+    for key in (tag.CAPABILITIES, *(row.tag for row in STORAGE_CLASS)):
         if (was := found.own_tags.get(key, "")) != (wanted := own_tags.get(key, "")):
             raise errors.Incompatible(
                 f"volume {own_tags[tag.NAME]!r} exists with {key} {was or 'none'!r},"

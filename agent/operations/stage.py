@@ -119,7 +119,7 @@ class NodeVolumes:
         if device.below is not None:
             return self._mappings.is_used(device)
         self._opening.check(seen, call.keys)
-        return not (seen.is_encrypted or call.parameters.encryption)
+        return not (seen.is_encrypted or call.parameters.is_encrypted)
 
     def ensure_mounted(
         self, call: StageVolume, device: Device | None, find: Callable[[], Volume]
@@ -200,7 +200,7 @@ class NodeVolumes:
 
     def check_keys(self, volume_id: str, parameters: Parameters, keys: Keys) -> None:
         """Raise what staging would raise for want of a key, before there is a volume."""
-        encrypted = bool(parameters.encryption)
+        encrypted = parameters.is_encrypted
         self._opening.check_keys(volume_id, parameters.device_class, keys, encrypted=encrypted)
 
     def unstage(self, call: VolumeAt) -> None:

@@ -1,9 +1,8 @@
 """ValidateVolumeCapabilities: whether a volume can be used as described, and why not."""
 
-from dataclasses import replace
-
-from agent.core import errors, fields, tag
+from agent.core import errors, parameters, tag
 from agent.core.capabilities import BLOCK
+from agent.core.parameters import CACHE_SIZE
 from agent.core.records import Volume
 from agent.core.requests import ValidateVolume
 from agent.core.settings import Config
@@ -39,24 +38,24 @@ def _require_same(config: Config, volume: Volume, call: ValidateVolume) -> None:
     Parameters that are not given are not compared: a class may have changed since.
     """
     own_tags, given = volume.own_tags, call.parameters
-    if call.context and call.context != (own := plan.context_of(own_tags)):
+    if call.context and call.context != (own := parameters.context_of(own_tags)):
         raise errors.BadField("volume_context", f"{call.context} is not the volume's, {own}")
     if own_tags[tag.ACCESS] == BLOCK or any(one.fs_type for one in call.capabilities):
         # A raw block volume has no file system, and a capability's goes before the parameter's.
-        given = replace(given, fs_type="")
-    wanted = {key.removeprefix(fields.PARAMETER_PREFIX): v for key, v in given.context().items()}
+        given = given.with_value(tag.FS_TYPE, "")
+    wanted = given.own_tags()
     made = {key: own_tags.get(key, "") for key in wanted}
-    for key, (part, _) in fields.LAYOUT_PARAMETERS.items():
-        if part in given.layout:
-            wanted[key] = str(given.layout[part])
-            made[key] = str(getattr(volume.layout, part))
-    if given.cache_size is not None:
-        named = replace(given, device_class=given.device_class or own_tags.get(tag.CLASS, ""))
+    for row in parameters.STORAGE_CLASS:
+        if row.part and row.key in given.given:
+            wanted[row.key] = str(given.given[row.key])
+            made[row.key] = str(getattr(volume.layout, row.part))
+    if CACHE_SIZE in given.given:
+        named = given.with_value(tag.CLASS, given.device_class or own_tags.get(tag.CLASS, ""))
         # The class has a cache, or else the parameter is refused.
         cache = plan.device_class(config, "parameters", named).cache
         extent = volume.group.extent_size_bytes
-        wanted[fields.CACHE_SIZE] = cache.tag_value(volume.made_bytes, extent) if cache else ""
-        made[fields.CACHE_SIZE] = own_tags.get(tag.CACHE, "")
+        wanted[CACHE_SIZE] = cache.tag_value(volume.made_bytes, extent) if cache else ""
+        made[CACHE_SIZE] = own_tags.get(tag.CACHE, "")
     for key, value in wanted.items():
         if value != made[key]:
             was = made[key] or "none"

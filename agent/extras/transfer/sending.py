@@ -3,12 +3,12 @@
 import uuid
 from collections.abc import Mapping
 
-from agent.core import errors, fields, records, tag
+from agent.core import errors, records, tag
 from agent.core.capabilities import BLOCK, MOUNT
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.ids import VolumeId, group_of
-from agent.core.parameters import Parameters
+from agent.core.parameters import IN_CONTEXT, Parameters
 from agent.core.records import Snapshot
 from agent.extras.changed_blocks.activations import Activations
 from agent.extras.streams import form
@@ -17,10 +17,12 @@ from agent.operations import plan
 from lvm import report, tags
 from mount import filesystem, luks
 
+# Tags of the parameters that staging needs.
+PARAMETERS = tuple(row.tag for row in IN_CONTEXT)
 # What of a volume's tags goes with it: the rest is its node's affair, or is made anew.
 TOLD = (
     *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED),
-    *(*fields.PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV),
+    *(*PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV),
 )
 
 
@@ -32,8 +34,7 @@ def tags_of(
     access = told.get(tag.ACCESS, BLOCK)
     if access not in (BLOCK, MOUNT):
         raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
-    given = {fields.PARAMETER_PREFIX + key: told[key] for key in fields.PARAMETERS if key in told}
-    given[fields.PARAMETER_PREFIX + tag.CLASS] = one.name
+    given = {key: told[key] for key in PARAMETERS if key in told} | {tag.CLASS: one.name}
     parameters = Parameters.from_proto(given, "stream.facts")
     if parameters.fs_type:
         parameters.check_for(parameters.fs_type, "stream.facts")

@@ -13,7 +13,8 @@ from rich.console import Console
 from agent.cli import main as cli
 from agent.cli import terminal
 from agent.cli.status import Class, Group, Overview, Pool, Snapshot, Volume
-from agent.core import classes, codes, fields, settings
+from agent.core import classes, codes, settings
+from agent.core.parameters import INLINE, MUTABLE, PREFIX, STORAGE_CLASS
 from mount import filesystem, options
 
 ROOT = Path(__file__).parents[3]
@@ -64,20 +65,20 @@ def test_every_key_of_a_group_is_documented_and_no_other() -> None:
 
 def test_every_parameter_of_a_storage_class_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "StorageClass parameters")
-    parameters = {fields.PARAMETER_PREFIX + one for one in fields.STORAGE_CLASS_PARAMETERS}
+    parameters = {PREFIX + row.key for row in STORAGE_CLASS}
     assert first_cells(documented) == parameters
 
 
 def test_every_mutable_parameter_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/configuration.md"), "VolumeAttributesClass parameters")
-    parameters = {fields.PARAMETER_PREFIX + one for one in fields.MUTABLE_PARAMETERS}
+    parameters = {PREFIX + row.key for row in MUTABLE}
     assert first_cells(documented) == parameters
 
 
 def test_every_attribute_of_an_inline_volume_is_documented_and_no_other() -> None:
     documented = section(text_of("docs/volumes.md"), "Attributes")
-    own = set(fields.INLINE_PARAMETERS) - set(fields.STORAGE_CLASS_PARAMETERS)
-    assert first_cells(documented) == {fields.PARAMETER_PREFIX + one for one in own}
+    own = set(INLINE) - set(STORAGE_CLASS)
+    assert first_cells(documented) == {PREFIX + row.key for row in own}
 
 
 @pytest.mark.parametrize("fs_type", filesystem.FILE_SYSTEMS)

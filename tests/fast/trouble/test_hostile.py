@@ -30,8 +30,8 @@ from google.protobuf.message import Message
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from agent.core.fields import MUTABLE
 from agent.core.host import Host
+from agent.core.parameters import MUTABLE_FIELD as MUTABLE
 from agent.core.settings import TOPOLOGY_KEY
 from agent.csi.client import Client, block, mounted
 from agent.daemon.server import Service
