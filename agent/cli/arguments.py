@@ -5,11 +5,10 @@ from collections.abc import Mapping
 
 from agent.cli.words import Commands, add_name, verb
 from agent.core import values
-from agent.extras.transfer import command_line
 
 
-def add_volume(commands: Commands) -> None:
-    """The words of `carver volume`."""
+def add_volume(commands: Commands) -> Commands:
+    """Add `carver volume`; return its verbs."""
     volume = commands.add_parser(
         "volume",
         help="make, use and delete volumes by hand",
@@ -158,9 +157,6 @@ def add_volume(commands: Commands) -> None:
 
     _add_header(verbs)
 
-    command_line.add_receive(verbs)
-    command_line.add_move(verbs)
-
     delete = verb(
         verbs,
         "delete",
@@ -169,6 +165,7 @@ def add_volume(commands: Commands) -> None:
     )
     add_name(delete)
     delete.add_argument("--yes", action="store_true", help="do not ask")
+    return verbs
 
 
 def _add_header(volume: Commands) -> None:
@@ -205,8 +202,8 @@ def _add_header(volume: Commands) -> None:
     restore.add_argument("--yes", action="store_true", help="do not ask")
 
 
-def add_snapshot(commands: Commands) -> None:
-    """The words of `carver snapshot`."""
+def add_snapshot(commands: Commands) -> Commands:
+    """Add `carver snapshot`; return its verbs."""
     snapshot = commands.add_parser(
         "snapshot",
         help="take, list and delete snapshots by hand",
@@ -237,8 +234,6 @@ def add_snapshot(commands: Commands) -> None:
     )
     _add_forms(listing)
 
-    command_line.add_send(verbs)
-
     delete = verb(
         verbs,
         "delete",
@@ -247,6 +242,7 @@ def add_snapshot(commands: Commands) -> None:
     )
     add_name(delete, "snapshot")
     delete.add_argument("--yes", action="store_true", help="do not ask")
+    return verbs
 
 
 def add_group(commands: Commands) -> None:

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from agent.cli import arguments
 from agent.cli import words as vocabulary
-from agent.cli.words import Commands
-from agent.core import errors, settings
+from agent.cli.words import CommandLine, Commands, require_root
+from agent.core import errors, extras, settings
 from agent.core.inventory import MONITOR_AGE_SECONDS
 from agent.daemon import log
 from mount import errors as mount_errors
@@ -90,11 +90,11 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_status(commands)
-    arguments.add_volume(commands)
-    arguments.add_snapshot(commands)
+    volume, snapshot = arguments.add_volume(commands), arguments.add_snapshot(commands)
     arguments.add_group(commands)
-    _add_doctor(commands)
-    _add_orphans(commands)
+    line = CommandLine(commands, volume, snapshot, _add_doctor(commands))
+    for _, module in extras.modules("command_line"):
+        module.add(line)
     _add_completion(commands)
     return top
 
@@ -130,7 +130,7 @@ def _add_status(commands: Commands) -> None:
     made.set_defaults(run=_status)
 
 
-def _add_doctor(commands: Commands) -> None:
+def _add_doctor(commands: Commands) -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
         help="check what this node must have, and tell how to mend what it lacks",
@@ -140,31 +140,9 @@ def _add_doctor(commands: Commands) -> None:
         " is 1 if a check fails.",
     )
     doctor.add_argument("--json", action="store_true", help="one JSON object")
-    doctor.add_argument(
-        "--cluster",
-        action="store_true",
-        help="check the cluster in place of the node: by --kubeconfig, as an administrator",
-    )
     settings.add_arguments(doctor)
-    doctor.set_defaults(run=_doctor)
-
-
-def _add_orphans(commands: Commands) -> None:
-    orphans = commands.add_parser(
-        "orphans",
-        help="show what nobody needs any more, and delete one of it by its name",
-        description="Show what the cluster does not need any more: volumes that no"
-        " PersistentVolume names, inline volumes of pods that are gone, what was left half-made,"
-        " directories without a volume, objects of nodes that are gone, claims that wait for"
-        " one. What was seen twice, a"
-        " grace apart, counts. Asks the API server, and changes nothing there. The exit code is 1"
-        " where that is not known.",
-    )
-    orphans.add_argument("--json", action="store_true", help="as JSON")
-    orphans.add_argument("--delete", metavar="NAME", help="delete the one of that name")
-    orphans.add_argument("--yes", action="store_true", help="without which nothing is deleted")
-    settings.add_arguments(orphans, ("endpoint", "kubeconfig", "orphan_grace_seconds"))
-    orphans.set_defaults(run=_orphans)
+    doctor.set_defaults(run=_doctor, findings=_node_findings)
+    return doctor
 
 
 def _add_completion(commands: Commands) -> None:
@@ -195,7 +173,7 @@ def _status(parsed: argparse.Namespace) -> int:
     from agent.cli import status, terminal
     from agent.core.host import this_host
 
-    _require_root()
+    require_root()
     config = settings.load(parsed, os.environ)
     host = this_host(config)
     if parsed.json:
@@ -211,10 +189,7 @@ def _doctor(parsed: argparse.Namespace) -> int:
     from agent.cli import terminal
     from agent.operations import preflight
 
-    if not parsed.cluster:
-        _require_root()
-    config = settings.load(parsed, os.environ)
-    found = _cluster_findings(config) if parsed.cluster else _node_findings(config)
+    found: Sequence[Finding] = parsed.findings(settings.load(parsed, os.environ))
     well = all(one.verdict != preflight.FAIL for one in found)
     if parsed.json:
         checks = [asdict(one) for one in found]
@@ -224,19 +199,12 @@ def _doctor(parsed: argparse.Namespace) -> int:
     return 0 if well else 1
 
 
-def _cluster_findings(config: settings.Config) -> "Sequence[Finding]":
-    from agent.extras.kubernetes import access, checks
-    from agent.extras.kubernetes.objects import Lists, Objects
-
-    server = access.find(config.kubeconfig, os.environ)
-    return checks.everything(Lists(server), Objects(server))
-
-
 def _node_findings(config: settings.Config) -> "Sequence[Finding]":
     from agent.cli import status
     from agent.core.host import this_host
     from agent.operations import preflight
 
+    require_root()
     host = this_host(config)
     known = cache(lambda: status.known_to(config, host))
     node = preflight.Node(
@@ -250,32 +218,11 @@ def _node_findings(config: settings.Config) -> "Sequence[Finding]":
     return preflight.everything(node)
 
 
-def _orphans(parsed: argparse.Namespace) -> int:
-    from agent.core.host import this_host
-    from agent.extras.orphans import command
-
-    _require_root()
-    config = settings.load(parsed, os.environ)
-    host = this_host(config)
-    seeker = command.seeker(config, host)
-    if parsed.delete:
-        command.delete(config, host.kernel, seeker, parsed.delete, confirmed=parsed.yes)
-    else:
-        command.show(seeker.look(), config.orphan_grace_seconds, as_json=parsed.json)
-    return 0
-
-
 def _completion(parsed: argparse.Namespace) -> int:
     import shtab
 
     print(shtab.complete(parser(), shell=parsed.shell, preamble=vocabulary.SHELLS[parsed.shell]))
     return 0
-
-
-def _require_root() -> None:
-    """Raise NotPermitted for who would be told that what he may not see is not there."""
-    if os.geteuid() != 0:
-        raise errors.NotPermitted("look at disks, LVM and mounts")
 
 
 def _seconds(text: str) -> float:

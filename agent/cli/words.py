@@ -3,15 +3,30 @@
 import argparse
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from agent.core import settings
+from agent.core import errors, settings
 
 if TYPE_CHECKING:
     from agent.cli.volumes import Manual
 
 # argparse has no public name for what add_subparsers returns.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """Where extras add words: commands, verbs of `carver volume` and `snapshot`, doctor's options.
+
+    A doctor's option puts a function from settings to findings in the place of `findings`.
+    """
+
+    commands: Commands
+    volume: Commands
+    snapshot: Commands
+    doctor: argparse.ArgumentParser
+
 
 # The shells that are completed, and how each finds the names of what there is.
 SHELLS = {
@@ -59,3 +74,9 @@ def _by_hand(
     with volumes.connected(config, this_host(config)) as verbs:
         act(verbs, parsed)
     return 0
+
+
+def require_root() -> None:
+    """Raise NotPermitted: without root, what may not be read would look as if it were absent."""
+    if os.geteuid() != 0:
+        raise errors.NotPermitted("look at disks, LVM and mounts")

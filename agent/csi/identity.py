@@ -1,5 +1,6 @@
 """CSI Identity: who this plugin is, what it offers, and whether it can work."""
 
+from collections.abc import Iterable
 from importlib.metadata import version
 
 import grpc
@@ -16,8 +17,15 @@ _Expansion = csi.PluginCapability.VolumeExpansion
 class Identity(csi_pb2_grpc.IdentityServicer):
     """The Identity service."""
 
-    def __init__(self, readiness: Readiness, driver_name: str) -> None:
+    def __init__(
+        self,
+        readiness: Readiness,
+        driver_name: str,
+        offered: Iterable[csi.PluginCapability.Service.Type.ValueType] = (),
+    ) -> None:
+        """`offered` are optional services, beside those that Carver always has."""
         self._readiness = readiness
+        self._offered = tuple(offered)
         self._name = driver_name
         # It is read from a file.
         self._version = version("carver")
@@ -37,7 +45,7 @@ class Identity(csi_pb2_grpc.IdentityServicer):
             _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,
             _Service.GROUP_CONTROLLER_SERVICE,
             _Service.SNAPSHOT_ACCESSIBILITY_CONSTRAINTS,
-            _Service.SNAPSHOT_METADATA_SERVICE,
+            *self._offered,
         )
         capabilities = [
             csi.PluginCapability(service=_Service(type=service)) for service in services

@@ -30,8 +30,8 @@ from agent.core.classes import DeviceClass
 from agent.core.errors import AgentError, PoolSilent
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.locks import Admission
+from agent.daemon.extra import Extra, Gauge
 from agent.daemon.registration import Registration, State
-from agent.extras.orphans.look import OrphanWatch
 from agent.operations import health as conditions
 from agent.operations.autoextend import Autoextender
 from agent.operations.clone import Copier
@@ -65,7 +65,7 @@ class Parts:
     reencrypter: Reencrypter
     autoextender: Autoextender
     registration: Registration
-    orphans: OrphanWatch | None = None
+    extras: Sequence[Extra] = ()
     rounds: Sequence[PeriodicTask] = ()
 
 
@@ -238,8 +238,8 @@ class _Gauges(Collector):
             storage.add_metric([told.reason.of_storage, told.reason.word], 1)
         yield storage
 
-        if self._parts.orphans is not None:
-            yield from of_orphans(self._parts.orphans)
+        for extra in self._parts.extras:
+            yield from map(_of_extra, extra.gauges())
 
         answers = GaugeMetricFamily("carver_lvm_up", "Whether lvm2 gave a report when last asked.")
         when = GaugeMetricFamily(
@@ -354,18 +354,11 @@ class _Gauges(Collector):
         return available
 
 
-def of_orphans(watch: OrphanWatch) -> Iterable[Metric]:
-    """How many orphans there are, and when they were looked for."""
-    orphans = GaugeMetricFamily(
-        "carver_orphans", "What nobody needs any more, seen twice, a grace apart.", labels=["kind"]
-    )
-    for kind, count in watch.counts().items():
-        orphans.add_metric([kind], count)
-    when = GaugeMetricFamily(
-        "carver_orphans_timestamp_seconds", "When orphans were looked for last, to the end."
-    )
-    when.add_metric([], watch.time_seconds)
-    return orphans, when
+def _of_extra(gauge: Gauge) -> Metric:
+    made = GaugeMetricFamily(gauge.name, gauge.help, labels=[gauge.label] if gauge.label else None)
+    for value, measured in gauge.values.items():
+        made.add_metric([value] if gauge.label else [], measured)
+    return made
 
 
 def _by_state(name: str, documentation: str, counts: Mapping[str, int]) -> Metric:

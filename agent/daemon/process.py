@@ -208,7 +208,7 @@ def _measured(config: Config, service: Service, registration: Registration) -> "
         service.reencrypter,
         service.autoextender,
         registration,
-        service.orphans,
+        tuple(service.extras.values()),
         (service.autoextender.rounds, service.auto_repair.rounds, service.inline_volumes.rounds),
     )
 
@@ -239,8 +239,8 @@ def _after(service: Service, watch: Watch) -> None:
     service.autoextender.start()
     service.auto_repair.start()
     watch.start()
-    if service.orphans is not None:
-        service.orphans.start()
+    for extra in service.extras.values():
+        extra.start()
     notify("STATUS=ready")
     _check(service.node)
 

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import grpc
 
-from agent.core import errors, group_definitions
+from agent.core import errors, extras, group_definitions
 from agent.core import locks as admission
 from agent.core.background import side_by_side
 from agent.core.context import Context
@@ -27,12 +26,7 @@ from agent.csi.identity import Identity
 from agent.csi.interceptor import Interceptor
 from agent.csi.node import Node
 from agent.csi.operator import Operator
-from agent.extras.changed_blocks.delta import Delta
-from agent.extras.changed_blocks.service import SnapshotMetadata
-from agent.extras.transfer.moving import Mover
-from agent.extras.transfer.receiving import Receiver
-from agent.extras.transfer.sending import Sender
-from agent.extras.transfer.service import Transfer
+from agent.daemon.extra import Extra
 from agent.operations import preflight
 from agent.operations.autoextend import Autoextender
 from agent.operations.clone import Copier
@@ -58,9 +52,6 @@ from lvm.session import Session
 from mount import errors as mount_errors
 from mount.command import Converse, Run
 from proto import csi_pb2_grpc
-
-if TYPE_CHECKING:
-    from agent.extras.orphans.look import OrphanWatch
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +92,7 @@ class Service:
         )
         self.admission = Admission()
         self.readiness = Readiness(known, self.node, self.admission)
-        context = Context(
+        context = self.context = Context(
             config, host.run, host.kernel, volume_groups, known, host.devices, host.stream
         )
         locks = self.locks = VolumeLocks()
@@ -120,7 +111,7 @@ class Service:
         self.copier = Copier(context, snapshotter)
         holds = self.holds = Holds()
         self.reencrypter = Reencrypter(context)
-        deleter = VolumeDeleter(
+        deleter = self.deleter = VolumeDeleter(
             context, self.eraser, self.pool_remover, self.copier, self.reencrypter, holds
         )
         creator = VolumeCreator(
@@ -131,15 +122,6 @@ class Service:
         self.growth_zeroer = GrowthZeroer(context)
         expander = Expander(context, self.growth_zeroer)
         access = NodeVolumes(context, self.eraser, self.copier, expander, self.reencrypter, holds)
-        self.delta = Delta(context)
-        metadata = SnapshotMetadata(self.delta)
-        transfer = Transfer(
-            Sender(context, self.delta.activations),
-            Receiver(context, deleter, self.pool_remover, holds),
-            Mover(context, deleter, holds),
-            metadata,
-            locks,
-        )
         health = VolumesHealth(
             host.kernel, volume_groups, known, diagnosis, access.check, config.kubelet_dir
         )
@@ -149,15 +131,19 @@ class Service:
         self.replacement = Replacement(context, repairer, freed=self.freed_eraser.start)
         operator = Operator(repairer, self.replacement, listing, locks, config.here)
         self.inline_volumes = InlineVolumes(context, creator, deleter, access, locks)
-        self.orphans = _orphans(config, host, known)
+        # Last: an extra takes of the service what it needs.
+        self.extras: dict[str, Extra] = {}
+        for name, module in extras.modules("service"):
+            self.extras[name] = module.add(self)
+        offered = [one for extra in self.extras.values() for one in extra.offered]
         self._interceptor = Interceptor(observe, self.admission)
         self._server = grpc.server(
             ThreadPoolExecutor(admission.THREADS, thread_name_prefix="rpc"),
             interceptors=[self._interceptor],
         )
-        self._server.add_generic_rpc_handlers((operator.handler(), transfer.handler()))
+        self._server.add_generic_rpc_handlers((operator.handler(),))
         csi_pb2_grpc.add_IdentityServicer_to_server(
-            Identity(self.readiness, config.driver_name), self._server
+            Identity(self.readiness, config.driver_name, offered), self._server
         )
         csi_pb2_grpc.add_ControllerServicer_to_server(
             Controller(context, creator, deleter, listing, expander, snapshotter, health, locks),
@@ -166,11 +152,12 @@ class Service:
         csi_pb2_grpc.add_GroupControllerServicer_to_server(
             GroupController(config, self.group_snapshotter, locks), self._server
         )
-        csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(metadata, self._server)
         csi_pb2_grpc.add_NodeServicer_to_server(
             Node(config, expander, access, self.inline_volumes, health, self.storage, locks),
             self._server,
         )
+        for extra in self.extras.values():
+            extra.add_services(self._server)
 
     def start(self, path: Path) -> None:
         """Serve on a unix socket that only root can reach."""
@@ -190,10 +177,9 @@ class Service:
         other group from having on its disks what it promised.
         """
         self.inline_volumes.stop()
-        if self.orphans is not None:
-            self.orphans.stop()
         # Before the wait: a stream may last for hours.
-        self.delta.stop()
+        for extra in self.extras.values():
+            extra.stop()
         self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
         # Before what may take long: only calls promise.
         self.volume_groups.stop()
@@ -221,17 +207,6 @@ def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Calla
     return begin
 
 
-def _orphans(config: Config, host: Host, known: Inventory) -> "OrphanWatch | None":
-    if not config.orphan_interval_seconds:
-        return None
-    # Imported here: who does not ask for it reads no kubeconfig.
-    from agent.extras.orphans import look
-    from agent.extras.orphans.look import OrphanWatch
-
-    seeker = look.seeker(config, host.kernel, known)
-    return OrphanWatch(seeker.look, config.orphan_interval_seconds)
-
-
 def resume(service: Service, *groups: str) -> bool:
     """Take up the wipes and copies that are left in these groups, or in all.
 
@@ -250,9 +225,9 @@ def resume(service: Service, *groups: str) -> bool:
         "groups with a disk that is being emptied": service.replacement.resume,
         "half-made group snapshots": service.group_snapshotter.resume,
         "copies": service.copier.resume,
-        "metadata snapshots": service.delta.reservations.resume,
-        "snapshots that were read": service.delta.activations.resume,
     }
+    for extra in service.extras.values():
+        steps |= extra.recoveries()
     for what, step in steps.items():
         try:
             count = step(*groups)

@@ -4,12 +4,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import configured
-import nodes
 import pytest
 from clocks import Clock
-from nodes import Node
 from real.any import AnyHost
 
 from agent.core.host import Host
@@ -19,6 +18,9 @@ from agent.daemon.server import Service
 from mount import cryptsetup
 from mount.command import Result
 from proto import csi_pb2 as csi
+
+if TYPE_CHECKING:
+    from nodes import Node
 
 
 @pytest.fixture(autouse=True)
@@ -91,15 +93,20 @@ def target(host: AnyHost) -> Path:
 
 
 @pytest.fixture
-def here(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
+def here(host: AnyHost, config: Config, tmp_path: Path) -> "Iterator[Node]":
     """A service with a group of its own, as a node has."""
+    # Only here: nodes are for extras, and the core's tests run without these.
+    import nodes
+
     with nodes.made(host, config, tmp_path, "here") as node:
         yield node
 
 
 @pytest.fixture
-def there(host: AnyHost, config: Config, tmp_path: Path) -> Iterator[Node]:
+def there(host: AnyHost, config: Config, tmp_path: Path) -> "Iterator[Node]":
     """Another node."""
+    import nodes
+
     with nodes.made(host, config, tmp_path, "there") as node:
         yield node
 

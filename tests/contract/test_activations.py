@@ -12,6 +12,7 @@ from nodes import MIB, Node
 from agent.core import ids
 from agent.csi.client import block, of_snapshot
 from agent.daemon import server
+from agent.extras.changed_blocks import service as changed_blocks
 from agent.extras.transfer import streams_command
 from lvm import report, tags, volumes
 
@@ -51,7 +52,7 @@ def test_a_backup_leaves_no_snapshot_active(disk: Disk) -> None:
     for number in range(4):
         disk.write(number * MIB, b"b" * 4096)
         taken = disk.snapshot()
-        with disk.service.delta.allocated(taken) as reading:
+        with changed_blocks.of(disk.service).delta.allocated(taken) as reading:
             assert active(disk) == tagged(disk) == [name_of(taken)]
             assert list(reading.extents())
         require_left_alone(disk)
@@ -65,7 +66,7 @@ def test_a_backup_leaves_no_snapshot_active(disk: Disk) -> None:
 def test_what_was_active_before_stays_active(disk: Disk) -> None:
     older, newer = disk.snapshot(), disk.snapshot()
     path = disk.logical(older)
-    with disk.service.delta.changed(older, newer):
+    with changed_blocks.of(disk.service).delta.changed(older, newer):
         assert tagged(disk) == [name_of(newer)]
     require_left_alone(disk, name_of(older))
     server.resume(disk.service)
@@ -77,13 +78,13 @@ def test_what_was_active_before_stays_active(disk: Disk) -> None:
 def test_what_two_read_at_once_is_deactivated_after_the_last(disk: Disk) -> None:
     one, two, three = (disk.snapshot() for _ in range(3))
     with ExitStack() as ending:
-        ending.enter_context(disk.service.delta.changed(two, three))
-        with disk.service.delta.changed(one, two) as reading:
+        ending.enter_context(changed_blocks.of(disk.service).delta.changed(two, three))
+        with changed_blocks.of(disk.service).delta.changed(one, two) as reading:
             assert len(active(disk)) == 3
             assert list(reading.extents()) == []
         assert active(disk) == [name_of(two), name_of(three)]
         # A look of a start that comes meanwhile, as for a group that was away.
-        disk.service.delta.activations.resume()
+        changed_blocks.of(disk.service).delta.activations.resume()
         assert active(disk) == [name_of(two), name_of(three)]
     require_left_alone(disk)
 
@@ -114,13 +115,13 @@ def test_many_readings_at_once_leave_none_active_and_each_is_whole(disk: Disk) -
 def test_what_a_user_has_open_is_deactivated_after_a_later_reading(disk: Disk) -> None:
     taken, other = disk.snapshot(), disk.snapshot()
     with ExitStack() as user:
-        with disk.service.delta.allocated(taken) as reading:
+        with changed_blocks.of(disk.service).delta.allocated(taken) as reading:
             user.enter_context(disk.host.kernel.opened(reading.device))
         assert active(disk) == tagged(disk) == [name_of(taken)]
-        with disk.service.delta.allocated(other):
+        with changed_blocks.of(disk.service).delta.allocated(other):
             pass
         assert active(disk) == [name_of(taken)]
-    with disk.service.delta.allocated(other):
+    with changed_blocks.of(disk.service).delta.allocated(other):
         pass
     require_left_alone(disk)
 
@@ -129,7 +130,7 @@ def test_what_a_user_has_open_is_deactivated_after_a_later_reading(disk: Disk) -
 def test_a_volume_that_is_staged_while_it_is_read_stays_as_it_is(disk: Disk, here: Node) -> None:
     taken, staging = disk.snapshot(), here.directory / "staging"
     here.host.deactivate(disk.group, disk.name)
-    with disk.service.delta.changed(taken, disk.id):
+    with changed_blocks.of(disk.service).delta.changed(taken, disk.id):
         disk.client.stage(disk.volume, staging, block())
     require_left_alone(disk)
     assert disk.host.devices.find(disk.group, disk.name) is not None
@@ -171,13 +172,13 @@ def test_a_stream_leaves_no_snapshot_active(
             nodes.stream(here, "s-0")
     assert tagged(disk) == [name_of(older)]
     # It may not have opened it yet, as far as anyone knows.
-    with disk.service.delta.allocated(newer):
+    with changed_blocks.of(disk.service).delta.allocated(newer):
         pass
     assert active(disk) == [name_of(older)]
     # Its time is over.
-    leases = here.service.delta.activations._leases
+    leases = changed_blocks.of(here.service).delta.activations._leases
     leases.update({word: (key, 0.0) for word, (key, _) in leases.items()})
-    with disk.service.delta.allocated(newer):
+    with changed_blocks.of(disk.service).delta.allocated(newer):
         pass
     require_left_alone(disk)
 
@@ -188,7 +189,7 @@ def test_what_a_command_reads_is_not_deactivated_by_another(disk: Disk, here: No
     with streams_command.outgoing(here.at, taken) as first:
         with streams_command.outgoing(here.at, taken):
             pass
-        with disk.service.delta.allocated(taken):
+        with changed_blocks.of(disk.service).delta.allocated(taken):
             pass
         assert active(disk) == [name_of(taken)]
         # Of a service that knows nothing of it.
@@ -222,7 +223,7 @@ def test_what_is_copied_is_not_deactivated_meanwhile(
     monkeypatch.setattr(jobs, "check", between_two_pieces)
     monkeypatch.setattr(here.service.copier, "grace_seconds", 60)
     restoring = threading.Thread(target=restore)
-    with disk.service.delta.allocated(taken):
+    with changed_blocks.of(disk.service).delta.allocated(taken):
         restoring.start()
         assert begun.wait(60)
     assert active(disk) == [name_of(taken)]
@@ -230,6 +231,6 @@ def test_what_is_copied_is_not_deactivated_meanwhile(
     restoring.join()
     assert codes == []
     assert here.content("vol-copy", len(disk.held)) == disk.held
-    with disk.service.delta.allocated(taken):
+    with changed_blocks.of(disk.service).delta.allocated(taken):
         pass
     require_left_alone(disk)

@@ -26,6 +26,7 @@ from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot
 from agent.daemon import server
 from agent.daemon.server import Service
+from agent.extras.changed_blocks import service as changed_blocks
 from lvm import report, tags, volumes
 from lvm.layout import Reserve
 from lvm.thin import Policy
@@ -89,14 +90,14 @@ def require_exact(disk: Disk, some: random.Random | None = None) -> None:
     for number, target in enumerate(those):
         held = disk.holds(target)
         assert disk.read(target) == held
-        with disk.service.delta.allocated(target) as reading:
+        with changed_blocks.of(disk.service).delta.allocated(target) as reading:
             seen = reading.for_user()
             assert seen.size_bytes == len(held)
             allocated = blocks_of(seen.extents(), len(held))
             # What nobody wrote to an encrypted volume is noise, which is no zeroes.
             assert (disk.has_written(target) if disk.is_sealed else unlike(b"", held)) <= allocated
             logical = blocks_of(reading.extents(), reading.size_bytes)
-        with disk.service.delta.allocated(target, is_compared=False) as reading:
+        with changed_blocks.of(disk.service).delta.allocated(target, is_compared=False) as reading:
             assert logical <= blocks_of(reading.extents(), reading.size_bytes)
         bases = those[:number]
         if some is not None and len(bases) > 2:
@@ -108,11 +109,11 @@ def require_exact(disk: Disk, some: random.Random | None = None) -> None:
 def require_exact_delta(disk: Disk, base: str, target: str) -> None:
     """What differs is named, to the user and in the logical volume, and nothing else is."""
     old, new = disk.holds(base), disk.holds(target)
-    with disk.service.delta.changed(base, target) as reading:
+    with changed_blocks.of(disk.service).delta.changed(base, target) as reading:
         named = blocks_of(reading.for_user().extents(), len(new))
         logical = blocks_of(reading.extents(), reading.size_bytes)
         lies = disk.lies(target, reading.size_bytes)
-    with disk.service.delta.changed(base, target, is_compared=False) as reading:
+    with changed_blocks.of(disk.service).delta.changed(base, target, is_compared=False) as reading:
         assert logical <= blocks_of(reading.extents(), reading.size_bytes)
     if not disk.is_sealed:
         assert named == logical == unlike(old, new)
@@ -178,7 +179,7 @@ def test_what_was_written_between_two_snapshots_is_named_and_nothing_else(disk: 
     disk.write(8 * MIB, b"c" * 4096)
     newer = disk.snapshot()
     disk.write(12 * MIB, b"d" * 4096)
-    with disk.service.delta.changed(older, newer) as reading:
+    with changed_blocks.of(disk.service).delta.changed(older, newer) as reading:
         assert list(reading.extents()) == [Extent(4096, 4096), Extent(8 * MIB, 4096)]
         # From within a range on, from its end, from the end of all.
         assert list(reading.extents(LogicalOffset(8 * MIB))) == [Extent(8 * MIB, 4096)]
@@ -187,7 +188,7 @@ def test_what_was_written_between_two_snapshots_is_named_and_nothing_else(disk: 
         assert list(reading.extents(LogicalOffset(SIZE))) == []
         with pytest.raises(errors.NotBeyond):
             reading.extents(LogicalOffset(SIZE + 1))
-    with disk.service.delta.changed(newer, disk.id) as reading:
+    with changed_blocks.of(disk.service).delta.changed(newer, disk.id) as reading:
         assert list(reading.extents()) == [Extent(12 * MIB, 4096)]
 
 
@@ -199,7 +200,7 @@ def test_what_was_written_and_is_the_same_has_not_changed(disk: Disk) -> None:
     disk.write(0, b"b" * 4096)
     disk.write(0, b"a" * 4096)
     disk.write(4096, bytes(4096))
-    with disk.service.delta.changed(older, disk.snapshot()) as reading:
+    with changed_blocks.of(disk.service).delta.changed(older, disk.snapshot()) as reading:
         assert list(reading.extents()) == []
 
 
@@ -210,10 +211,10 @@ def test_growth_between_snapshots_counts_as_zeroes(disk: Disk) -> None:
     disk.grow()
     disk.write(SIZE, b"a" * 4096)
     newer = disk.snapshot()
-    with disk.service.delta.changed(older, newer) as reading:
+    with changed_blocks.of(disk.service).delta.changed(older, newer) as reading:
         assert reading.size_bytes == len(disk.held) > SIZE
         assert list(reading.extents()) == [Extent(SIZE, 4096)]
-    with disk.service.delta.allocated(older) as reading:
+    with changed_blocks.of(disk.service).delta.allocated(older) as reading:
         assert reading.size_bytes == SIZE
 
 
@@ -223,7 +224,7 @@ def test_a_snapshot_compared_with_itself_has_not_changed(disk: Disk) -> None:
     disk.write(0, b"a" * 4096)
     taken = disk.snapshot()
     disk.write(0, b"b" * 4096)
-    with disk.service.delta.changed(taken, taken) as reading:
+    with changed_blocks.of(disk.service).delta.changed(taken, taken) as reading:
         assert list(reading.extents()) == []
 
 
@@ -231,7 +232,7 @@ def test_a_snapshot_compared_with_itself_has_not_changed(disk: Disk) -> None:
 @layouts
 def test_what_is_read_cannot_be_deleted_meanwhile(disk: Disk, client: Client) -> None:
     older, newer = disk.snapshot(), disk.snapshot()
-    with disk.service.delta.changed(older, newer) as reading:
+    with changed_blocks.of(disk.service).delta.changed(older, newer) as reading:
         for one in (older, newer):
             with expect.code("FAILED_PRECONDITION"):
                 client.delete_snapshot(one)
@@ -250,7 +251,7 @@ def test_a_restored_volume_is_another_and_is_not_compared(disk: Disk, client: Cl
     for one in (restored.volume_id, other.snapshot_id):
         with (
             pytest.raises(errors.NotComparable, match="the one is of"),
-            disk.service.delta.changed(taken, one),
+            changed_blocks.of(disk.service).delta.changed(taken, one),
         ):
             pass
 
@@ -272,7 +273,7 @@ def test_a_step_of_the_clock_has_no_say_in_what_differs(
     newer = disk.snapshot()
     disk.write(8192, b"c" * 4096)
     require_exact(disk)
-    with disk.service.delta.changed(older, newer) as reading:
+    with changed_blocks.of(disk.service).delta.changed(older, newer) as reading:
         assert list(reading.extents()) == [Extent(4096, 4096)]
     with expect.code("INVALID_ARGUMENT", "taken later"):
         changed(client, newer, older)
@@ -494,7 +495,7 @@ thin = pytest.mark.parametrize("layout", ["thin"])
 def test_a_pool_s_metadata_are_let_go_of_before_anything_is_told(disk: Disk) -> None:
     disk.write(0, b"a" * 4096)
     taken = disk.snapshot()
-    with disk.service.delta.allocated(taken) as reading:
+    with changed_blocks.of(disk.service).delta.allocated(taken) as reading:
         assert not is_reserved(disk)
         assert not has_mark(disk)
         assert list(reading.extents()) == [Extent(0, 64 * KIB)]
@@ -507,14 +508,14 @@ def test_what_somebody_else_reserved_is_told_and_left_alone(disk: Disk) -> None:
     disk.host.devices.reserve_metadata(disk.group, "pool-thin")
     with (
         pytest.raises(errors.MetadataReserved, match="not Carver's"),
-        disk.service.delta.allocated(taken),
+        changed_blocks.of(disk.service).delta.allocated(taken),
     ):
         pass
-    assert disk.service.delta.reservations.resume() == 0
+    assert changed_blocks.of(disk.service).delta.reservations.resume() == 0
     assert is_reserved(disk)
     assert not has_mark(disk)
     disk.host.devices.release_metadata(disk.group, "pool-thin")
-    with disk.service.delta.allocated(taken) as reading:
+    with changed_blocks.of(disk.service).delta.allocated(taken) as reading:
         assert list(reading.extents()) == []
 
 
@@ -537,7 +538,7 @@ def test_what_a_kill_left_is_released_by_the_next_start(
     disk.logical(disk.id)
     assert not is_reserved(disk)
     assert not has_mark(disk)
-    with disk.service.delta.allocated(taken) as reading:
+    with changed_blocks.of(disk.service).delta.allocated(taken) as reading:
         assert list(reading.extents()) == []
 
 
@@ -550,7 +551,7 @@ def test_a_snapshot_that_is_newer_than_what_is_reserved_is_read_by_a_reservation
     volumes.mark(disk.host.lvm, disk.group, "pool-thin", old={}, new=mark)
     disk.host.devices.reserve_metadata(disk.group, "pool-thin")
     disk.write(0, b"a" * 4096)
-    with disk.service.delta.allocated(disk.snapshot()) as reading:
+    with changed_blocks.of(disk.service).delta.allocated(disk.snapshot()) as reading:
         assert list(reading.extents()) == [Extent(0, 64 * KIB)]
     assert not is_reserved(disk)
     assert not has_mark(disk)
@@ -744,7 +745,7 @@ def test_a_snapshot_that_overflows_while_it_is_read_is_told_as_lost(
 ) -> None:
     disk.write(0, b"a" * MIB)
     taken = client.snapshot("small", disk.id, {"size": "4Mi"}).snapshot_id
-    with disk.service.delta.allocated(taken) as reading:
+    with changed_blocks.of(disk.service).delta.allocated(taken) as reading:
         extents = reading.extents()
         for at in range(0, 8 * MIB, 64 * KIB):
             disk.write(at, b"b" * 64 * KIB)
@@ -819,7 +820,7 @@ def test_a_program_that_fails_is_told_and_nothing_stays_reserved(
     monkeypatch.setattr(type(host.devices), "thin_id", lambda *_: 99)
     with (
         pytest.raises(mount_errors.BadReport, match="do not have the volume"),
-        disk.service.delta.allocated(taken),
+        changed_blocks.of(disk.service).delta.allocated(taken),
     ):
         pass
     assert not is_reserved(disk)
@@ -830,7 +831,7 @@ def test_a_program_that_fails_is_told_and_nothing_stays_reserved(
 def test_streams_end_when_the_service_does(client: Client, service: Service, host: AnyHost) -> None:
     disk = Disk(client, service, host, "linear")
     taken = disk.snapshot()
-    with service.delta.allocated(taken) as reading:
-        service.delta.stop()
+    with changed_blocks.of(service).delta.allocated(taken) as reading:
+        changed_blocks.of(service).delta.stop()
         with pytest.raises(errors.OperationPending):
             list(reading.extents())

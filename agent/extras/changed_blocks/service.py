@@ -1,15 +1,18 @@
 """CSI SnapshotMetadata: which ranges of a snapshot are allocated, or changed since another."""
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import grpc
 
 from agent.core import errors, ids
+from agent.core.context import Context
 from agent.core.extents import Extent, LogicalOffset, Reading, UserExtent, UserOffset
 from agent.core.requests import GetMetadata
+from agent.daemon.extra import Extra
+from agent.daemon.server import Service
 from agent.extras.changed_blocks.comparing import TOLD_BYTES
 from agent.extras.changed_blocks.delta import Delta
 from lvm import names
@@ -90,6 +93,41 @@ class SnapshotMetadata(csi_pb2_grpc.SnapshotMetadataServicer):
             call.base_id, call.snapshot_id, context.is_active, is_compared=is_compared
         )
         return _answers(_to_logical(reading, call), call, csi.GetMetadataDeltaResponse)
+
+
+class ChangedBlocks(Extra):
+    """The extra: readings of snapshots, and the service that answers with them."""
+
+    offered = (csi.PluginCapability.Service.SNAPSHOT_METADATA_SERVICE,)
+
+    def __init__(self, context: Context) -> None:
+        self.delta = Delta(context)
+        self.metadata = SnapshotMetadata(self.delta)
+
+    def add_services(self, server: grpc.Server) -> None:
+        """Register SnapshotMetadata."""
+        csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(self.metadata, server)
+
+    def recoveries(self) -> Mapping[str, Callable[..., int]]:
+        """Release what readings that were killed have left."""
+        return {
+            "metadata snapshots": self.delta.reservations.resume,
+            "snapshots that were read": self.delta.activations.resume,
+        }
+
+    def stop(self) -> None:
+        """End readings at their next piece: a stream may last for hours."""
+        self.delta.stop()
+
+
+def add(service: Service) -> ChangedBlocks:
+    """Make the extra of a service."""
+    return ChangedBlocks(service.context)
+
+
+def of(service: Service) -> ChangedBlocks:
+    """The extra of a service, which has it."""
+    return cast(ChangedBlocks, service.extras["changed_blocks"])
 
 
 def _require_snapshots(*identities: str) -> None:

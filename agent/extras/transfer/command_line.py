@@ -1,18 +1,25 @@
-"""The words of `carver snapshot send`, `carver volume receive` and `carver volume move`."""
+"""`carver snapshot send`, `carver volume receive` and `carver volume move`."""
 
 import argparse
 import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from agent.cli.words import Commands, add_name, verb
+from agent.cli.words import CommandLine, Commands, add_name, verb
 from agent.core import errors
 
 if TYPE_CHECKING:
     from agent.cli.volumes import Manual
 
 
-def add_receive(verbs: Commands) -> None:
+def add(line: CommandLine) -> None:
+    """Add the verbs."""
+    _add_receive(line.volume)
+    _add_move(line.volume)
+    _add_send(line.snapshot)
+
+
+def _add_receive(verbs: Commands) -> None:
     """The words of `carver volume receive`."""
     receive = verb(
         verbs,
@@ -70,7 +77,7 @@ def _receive(verbs: "Manual", parsed: argparse.Namespace) -> None:
     claims.finish(verbs, parsed)
 
 
-def add_send(verbs: Commands) -> None:
+def _add_send(verbs: Commands) -> None:
     """The words of `carver snapshot send`."""
     send = verb(verbs, "send", "write a snapshot as a stream to the standard output", _send)
     add_name(send, "snapshot")
@@ -113,7 +120,7 @@ def _send(verbs: "Manual", parsed: argparse.Namespace) -> None:
     )
 
 
-def add_move(verbs: Commands) -> None:
+def _add_move(verbs: Commands) -> None:
     """The words of `carver volume move`."""
     move = verb(
         verbs,

@@ -17,6 +17,9 @@ from google.protobuf.struct_pb2 import Struct
 from agent.core import errors, ids
 from agent.core.locks import VolumeLocks
 from agent.csi import own
+from agent.daemon.extra import Extra
+from agent.daemon.server import Service
+from agent.extras.changed_blocks import service as changed_blocks
 from agent.extras.changed_blocks.service import SnapshotMetadata
 from agent.extras.streams import form
 from agent.extras.transfer.moving import Mover
@@ -29,7 +32,20 @@ _LONGEST = 64 << 10
 Told = Mapping[str, str]
 
 
-class Transfer:
+def add(service: Service) -> "Transfer":
+    """Make the extra of a service."""
+    readings = changed_blocks.of(service)
+    context, deleter, holds = service.context, service.deleter, service.holds
+    return Transfer(
+        Sender(context, readings.delta.activations),
+        Receiver(context, deleter, service.pool_remover, holds),
+        Mover(context, deleter, holds),
+        readings.metadata,
+        service.locks,
+    )
+
+
+class Transfer(Extra):
     """The calls, by their names."""
 
     def __init__(
@@ -44,8 +60,11 @@ class Transfer:
         self._metadata = metadata
         self._locks = locks
 
-    def handler(self) -> grpc.GenericRpcHandler:
-        """What a server is given."""
+    def add_services(self, server: grpc.Server) -> None:
+        """Register Carver's own service of transfers."""
+        server.add_generic_rpc_handlers((self._handler(),))
+
+    def _handler(self) -> grpc.GenericRpcHandler:
         calls: Mapping[str, Callable[[Told], object]] = {
             "OpenSnapshot": self._open,
             "CloseSnapshot": self._close,

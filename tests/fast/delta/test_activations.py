@@ -10,6 +10,7 @@ from histories import Disk
 from nodes import Node
 
 from agent.core import ids
+from agent.extras.changed_blocks import service as changed_blocks
 from lvm import volumes
 
 
@@ -35,7 +36,7 @@ def test_a_reading_costs_as_many_commands_however_many_snapshots_there_are(
         base, target, *_ = disk.snapshots
         node.service.inventory.state()
         host.commands.clear()
-        with disk.service.delta.changed(base, target) as reading:
+        with changed_blocks.of(disk.service).delta.changed(base, target) as reading:
             assert list(reading.extents()) == []
         said = [words[2:4] if words[0] == "env" else words[:2] for words in host.commands]
         # Two tags and two activations; a look, the pool's tag, thin_delta, its tag again; a look;
@@ -51,7 +52,7 @@ def test_what_was_left_in_a_group_takes_three_commands(host: FakeHost, tmp_path:
             volumes.mark(host.lvm, disk.group, name, old={}, new={"activated": "reading"})
             disk.logical(one)
         host.commands.clear()
-        assert node.service.delta.activations.resume() == 20
+        assert changed_blocks.of(node.service).delta.activations.resume() == 20
         assert len(host.commands) == 3
-        assert node.service.delta.activations.resume() == 0
+        assert changed_blocks.of(node.service).delta.activations.resume() == 0
         assert [one for one in host.devices.active(disk.group) if one.startswith("snap-")] == []

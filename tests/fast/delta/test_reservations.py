@@ -15,6 +15,7 @@ from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
+from agent.extras.changed_blocks import service as changed_blocks
 from agent.extras.changed_blocks.activations import Reservations
 from lvm import tags
 from lvm.layout import Layout
@@ -42,7 +43,7 @@ def pool(host: FakeHost, tmp_path: Path) -> Iterator[tuple[FakePool, Reservation
         client.create("pvc-1", 16 * MIB, block())
         found = host.lvm2.groups[group].volumes["pool-thin"]
         assert isinstance(found, FakePool)
-        yield found, service.delta.reservations
+        yield found, changed_blocks.of(service).delta.reservations
     service.stop()
 
 

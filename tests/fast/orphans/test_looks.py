@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import api_server
 import configured
@@ -37,6 +38,7 @@ from agent.extras.orphans import command as orphans
 from agent.extras.orphans import needs
 from agent.extras.orphans.candidates import Kind
 from agent.extras.orphans.look import Clock, Orphan, OrphanWatch, Seeker, Sightings
+from agent.extras.orphans.service import Orphans
 from lvm import report, snapshots, volumes
 from mount import table
 
@@ -667,10 +669,14 @@ def test_nothing_that_a_look_raises_ends_the_looks(caplog: pytest.LogCaptureFixt
 
 
 def test_a_service_looks_by_itself_where_it_is_told_to(node: Node) -> None:
-    assert node.service.orphans is None
+    def watch_of(service: Service) -> OrphanWatch | None:
+        return cast(Orphans, service.extras["orphans"]).watch
+
+    assert watch_of(node.service) is None
     config = replace(node.config, orphan_interval_seconds=60)
     service = Service(config, node.machine, node.host.lvm)
-    assert service.orphans is not None
-    service.orphans.step()
-    assert service.orphans.time_seconds > 0
+    watch = watch_of(service)
+    assert watch is not None
+    watch.step()
+    assert watch.time_seconds > 0
     service.stop()

@@ -23,11 +23,12 @@ from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.csi.client import Client, block
 from agent.daemon import registration
-from agent.daemon.metrics import Metrics, Parts, of_orphans
+from agent.daemon.metrics import Metrics, Parts
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service
 from agent.extras.orphans.candidates import Candidate, Kind
 from agent.extras.orphans.look import Orphan, OrphanWatch
+from agent.extras.orphans.service import Orphans
 from agent.operations import autoextend
 from agent.operations.health import Reason
 from lvm import errors
@@ -86,7 +87,7 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     jobs = (service.eraser, service.copier, service.reencrypter)
     running = (*health, *jobs, service.autoextender)
     known, admission = service.inventory, service.admission
-    orphans = OrphanWatch(list, interval_seconds=600)
+    orphans = (Orphans(OrphanWatch(list, interval_seconds=600)),)
     rounds = (
         service.autoextender.rounds,
         service.auto_repair.rounds,
@@ -332,14 +333,12 @@ def test_orphans_are_counted_by_kind_where_they_are_looked_for() -> None:
     found = [Orphan(lost, 3600, sure=True), Orphan(lost, 60, sure=False)]
     watch = OrphanWatch(lambda: found, 600, clock=lambda: 42.0)
     watch.step()
-    samples = {
-        (sample.name, *sample.labels.values()): sample.value
-        for family in of_orphans(watch)
-        for sample in family.samples
-    }
-    assert samples["carver_orphans", "volume"] == 1
-    assert samples["carver_orphans", "inline"] == 0
-    assert samples["carver_orphans_timestamp_seconds",] == 42
+    by_kind, when = Orphans(watch).gauges()
+    assert (by_kind.name, by_kind.label) == ("carver_orphans", "kind")
+    assert by_kind.values["volume"] == 1
+    assert by_kind.values["inline"] == 0
+    assert (when.name, when.values) == ("carver_orphans_timestamp_seconds", {"": 42})
+    assert Orphans().gauges() == ()
 
 
 def test_the_registration_is_in_one_state(measured: Measured) -> None:

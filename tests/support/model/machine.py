@@ -96,7 +96,9 @@ class Machine:
             self.service.freed_eraser.resume()
             self.service.group_snapshotter.resume()
             self.service.copier.resume()
-            self.service.delta.reservations.resume()
+            for extra in self.service.extras.values():
+                for resume in extra.recoveries().values():
+                    resume()
         self.service.start(endpoint)
         self.client = Client(endpoint)
         switch.counting = True

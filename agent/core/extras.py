@@ -1,0 +1,30 @@
+"""The extras: optional parts of Carver, each a folder of agent/extras.
+
+This is their one list. Nothing in the core imports an extra; the service and the command load those
+that are installed, and work without them. A module `service` of an extra has `add(service)`, which
+returns an agent.daemon.extra.Extra; a module `command_line` has `add(command_line)`.
+"""
+
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+# In this order: an extra may use those before it.
+NAMES = ("changed_blocks", "transfer", "kubernetes", "orphans")
+
+
+def modules(name: str) -> Iterator[tuple[str, ModuleType]]:
+    """Import the module of that name from each extra that is installed and has one."""
+    for extra in NAMES:
+        path = f"agent.extras.{extra}.{name}"
+        if _exists(path):
+            yield extra, import_module(path)
+
+
+def _exists(path: str) -> bool:
+    try:
+        return find_spec(path) is not None
+    except ModuleNotFoundError:
+        # The extra's folder, or that of all of them, is not installed.
+        return False
