@@ -201,7 +201,7 @@ class Mirror:
 
     @classmethod
     def parse(cls, size_bytes: int, line: str) -> Self:
-        """The mirror of a status line: its number of legs, these, what is in sync, and more."""
+        """The mirror of a status line: its number of images, these, what is in sync, and more."""
         words = line.split()
         return cls(size_bytes, *_fraction(words[1 + int(words[0])]))
 

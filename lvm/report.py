@@ -24,7 +24,7 @@ Row = Mapping[str, str]
 # for a pool's data and metadata, and for what a cached one holds its data in; lvmcache(7) for its
 # cache.
 _PART = re.compile(r"(_r(image|meta)_\d+|_t(data|meta)|_w?corig|_cache_cvol)+$")
-_LEG = "_rmeta_"
+_IMAGE_METADATA = "_rmeta_"
 # The data of a RAID's image, or its metadata: the volume and the image's number.
 _IMAGE = re.compile(r"(.+)_r(?:image|meta)_(\d+)")
 # What a pool's data are called below a cache of either kind.
@@ -220,13 +220,13 @@ class Group:
     def _pool_bytes(self) -> Mapping[str, int]:
         return {pool: sum(one.size_bytes for one in held) for pool, held in self._by_pool.items()}
 
-    def is_bare(self, name: str, legs: int) -> bool:
-        """Whether the metadata of each of a RAID's first legs are a volume of their own.
+    def is_bare(self, name: str, images: int) -> bool:
+        """Whether the metadata of each of a RAID's first images are a volume of their own.
 
-        Of a RAID that lvm2 makes they are until they are cleared; of one that gets another leg only
-        that leg's are. It refuses to activate either ("with visible SubLVs").
+        While lvm2 makes a RAID, they are until they are cleared; while it adds an image, only those
+        of that image are. lvm2 refuses to activate either ("with visible SubLVs").
         """
-        return all(f"{name}{_LEG}{number}" in self.volumes for number in range(legs))
+        return all(f"{name}{_IMAGE_METADATA}{number}" in self.volumes for number in range(images))
 
     def only(self, *names: str) -> "Group":
         """The same with these of its volumes: what can be kept for long, and by many."""

@@ -126,7 +126,7 @@ class Volume:
     def is_half_made(self) -> bool:
         """Whether it is a RAID over whose making lvm2 died: it was never active, and cannot be.
 
-        So nobody ever wrote to it. Of one that was, and gets other legs or more, one of the first
+        So nobody ever wrote to it. Of one that was, and gets other images or more, one of the first
         is whole.
         """
         layout = self.layout

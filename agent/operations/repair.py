@@ -101,7 +101,9 @@ class Repairer:
             return Progress(False, f"{path} is rebuilt on {', '.join(disks)}")
         if status is not None and "D" in status.health:
             volumes.refresh(lvm, group.name, name)
-            return Progress(False, f"{path} has a leg that failed for a while, which is brought in")
+            return Progress(
+                False, f"{path} has a RAID image that failed for a while and is refreshed"
+            )
         if status is not None and status.action == "repair":
             return Progress(False, f"{path} has its copies made alike")
         if status is not None and status.mismatches:

@@ -275,7 +275,7 @@ def test_an_override_that_cannot_be_is_refused_by_its_name(
         client.capacity(parameters)
 
 
-def test_a_raid_in_use_that_lvm2_died_over_while_it_got_legs_is_not_made_anew(
+def test_a_raid_in_use_that_lvm2_died_over_while_it_got_images_is_not_made_anew(
     client: Client, host: AnyHost, group: str
 ) -> None:
     client.create("pvc-1", SIZE, block(), parameters={"class": "raid1"})

@@ -23,7 +23,7 @@ FAULTS: tuple[Fault, ...] = (
     late.group_late,
     outside.metadata_full,
     outside.disk_errors,
-    outside.leg_failed,
+    outside.image_failed,
     outside.disk_lost,
     replaced.disk_replaced,
     lvm2.lvm2_killed,

@@ -126,9 +126,9 @@ def disk_errors(bench: Bench) -> tuple[int, str]:
     return len(kinds), "refused while it lasts; everything as before when the disk answers again"
 
 
-def leg_failed(bench: Bench) -> tuple[int, str]:
-    """A leg of a RAID fails for a while."""
-    group = "carver_leg"
+def image_failed(bench: Bench) -> tuple[int, str]:
+    """An image of a RAID fails for a while."""
+    group = "carver_image"
     classes = f'[[classes]]\nname = "plain"\ngroup = "{group}"\ndefault = true\nlayout = "raid1"\n'
     with (
         bench.host() as host,
@@ -146,7 +146,7 @@ def leg_failed(bench: Bench) -> tuple[int, str]:
         second.mend()
         trial.machine.client.delete(volume.volume_id)
         trial.leaked += sum(len(_marked(one)) for one in (first, second))
-    return 1, "the volume is overwritten on both legs"
+    return 1, "the volume is overwritten on both images"
 
 
 def disk_lost(bench: Bench) -> tuple[int, str]:

@@ -212,23 +212,23 @@ def test_those_that_wait_for_a_disk_ask_lvm2_once_a_minute_together(
     assert fake.commands == []
 
 
-def test_a_leg_that_takes_no_writes_is_brought_back_before_it_is_overwritten(
+def test_an_image_that_takes_no_writes_is_brought_back_before_it_is_overwritten(
     client: Client, fake: FakeHost
 ) -> None:
     volume = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": "raid"})
     fake.write_bytes("/dev/mapper/data-vol--pvc--1", 0, MARKER)
-    fake.fail_leg("data", "vol-pvc-1", 2)
+    fake.fail_image("data", "vol-pvc-1", 2)
     client.delete(volume.volume_id)
     assert names(fake) == set()
     assert MARKER not in fake.freed_bytes("data")
 
 
-def test_a_volume_with_a_leg_that_stays_dead_is_kept(
+def test_a_volume_with_an_image_that_stays_dead_is_kept(
     client: Client, fake: FakeHost, service: Service
 ) -> None:
     volume = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": "raid"})
     fake.write_bytes("/dev/mapper/data-vol--pvc--1", 0, MARKER)
-    fake.fail_leg("data", "vol-pvc-1", 2)
+    fake.fail_image("data", "vol-pvc-1", 2)
     dead = threading.Event()
     dead.set()
 
@@ -246,7 +246,7 @@ def test_a_volume_with_a_leg_that_stays_dead_is_kept(
     assert MARKER not in fake.freed_bytes("data")
 
 
-def test_a_raid_with_a_leg_on_a_missing_disk_is_kept_until_it_is_whole_or_given_up(
+def test_a_raid_with_an_image_on_a_missing_disk_is_kept_until_it_is_whole_or_given_up(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     volume = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": "raid"})
@@ -305,14 +305,14 @@ def test_what_is_striped_over_a_lost_disk_is_overwritten_with_all_that_is_free(
     assert fake.lvm2.groups["data"].tags == {"carver.sweep=yes"}
 
 
-def test_a_leg_that_takes_no_writes_is_not_given_up_with_a_lost_disk(
+def test_an_image_that_takes_no_writes_is_not_given_up_with_a_lost_disk(
     client: Client, service: Service, fake: FakeHost
 ) -> None:
     volume = client.create("pvc-1", 4 * EXTENT, block(), parameters={"class": "raid3"})
     fake.write_bytes("/dev/mapper/data-vol--pvc--1", 0, MARKER)
     fake.lose_disk("data", 0)
     fake.lvm(*GIVE_UP, "data/vol-pvc-1")
-    fake.fail_leg("data", "vol-pvc-1", 1)
+    fake.fail_image("data", "vol-pvc-1", 1)
     dead = threading.Event()
     dead.set()
 

@@ -107,20 +107,20 @@ def test_what_had_no_copy_is_not_repaired(client: Client, fake: FakeHost, servic
             client.repair(volume)
 
 
-def test_a_leg_that_failed_for_a_while_is_brought_in(
+def test_an_image_that_failed_for_a_while_is_brought_in(
     client: Client, fake: FakeHost, service: Service
 ) -> None:
     volume = make(client, "a", "raid")
-    fake.fail_leg("data", "vol-a", 1)
+    fake.fail_image("data", "vol-a", 1)
     repaired(client, volume)
     assert not fake.lvm2.groups["data"].volumes["vol-a"].failed
 
 
-def test_a_leg_that_lvm2_told_of_is_brought_in_though_nothing_of_that_is_in_the_metadata(
+def test_an_image_that_lvm2_told_of_is_brought_in_though_nothing_of_that_is_in_the_metadata(
     client: Client, fake: FakeHost, service: Service
 ) -> None:
     volume = make(client, "a", "raid")
-    fake.fail_leg("data", "vol-a", 1)
+    fake.fail_image("data", "vol-a", 1)
     make(client, "b", "raid")
     repaired(client, volume)
     assert not fake.lvm2.groups["data"].volumes["vol-a"].failed

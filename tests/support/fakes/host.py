@@ -149,8 +149,8 @@ class FakeHost:
         found = self.lvm2.groups[group]
         for number in range(layout.disks):
             tags = set(found.volumes[name].tags)
-            leg = FakeVolume(f"{name}_rmeta_{number}", f"leg-{number}", {}, tags)
-            found.volumes[leg.name] = leg
+            image = FakeVolume(f"{name}_rmeta_{number}", f"image-{number}", {}, tags)
+            found.volumes[image.name] = image
         found.seqno += 1
 
     def leave_parts(self, group: str, name: str, *parts: str) -> None:
@@ -295,8 +295,8 @@ class FakeHost:
             one.health = "partial" if missing & set(one.extents) else ""
             self.lvm2.deactivate(group, one.name)
 
-    def fail_leg(self, group: str, name: str, number: int) -> None:
-        """A leg of a RAID takes no writes from now on; what is on it stays."""
+    def fail_image(self, group: str, name: str, number: int) -> None:
+        """An image of a RAID takes no writes from now on; what is on it stays."""
         volume = self.lvm2.groups[group].volumes[name]
         disk = self.lvm2.groups[group].disks[number].name
         volume.failed[disk], volume.health = volume.media.copy(), "refresh needed"

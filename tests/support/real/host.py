@@ -260,9 +260,9 @@ class RealHost:
         new = volumes.New(name, found.size_bytes, tags.decode(found.tags))
         for _ in range(_TRIES):
             self.lvm("lvremove", "--yes", "--", f"{group}/{name}")
-            leg = Path("/dev/mapper", f"{names.device(group, name)}_rmeta_0")
+            image = Path("/dev/mapper", f"{names.device(group, name)}_rmeta_0")
             with suppress(mount_errors.CommandError):
-                volumes.create(replace(self.lvm, run=_Killing(leg)), group, new, layout=layout)
+                volumes.create(replace(self.lvm, run=_Killing(image)), group, new, layout=layout)
             if report.read(self.lvm).group(group).is_bare(name, layout.disks):
                 return
         raise AssertionError("lvm2 was always quicker")

@@ -70,9 +70,9 @@ class FakeVolume:
     cleaning: bool = False
     # Whether dmeventd was asked to watch it.
     watched: bool = False
-    # Of a RAID, by disk: what a leg that takes no writes has on it still.
+    # Of a RAID, by disk: what an image that takes no writes has on it still.
     failed: dict[str, Media] = field(default_factory=dict)
-    # The same: which legs are not in sync yet, and for how many looks.
+    # The same: which images are not in sync yet, and for how many looks.
     rebuilding: dict[str, int] = field(default_factory=dict)
     # What its parts have after its name, those that are active by themselves.
     left: tuple[str, ...] = ()
@@ -251,7 +251,7 @@ class Failure(Exception):
 
 
 def lost_ranges(group: FakeGroup, volume: FakeVolume) -> list[tuple[int, int]]:
-    """What of a linear volume lies on missing disks, in bytes; of a RAID, other legs have it."""
+    """What of a linear volume lies on missing disks, in bytes; of a RAID, other images have it."""
     if volume.layout.kind not in ("linear", "striped"):
         return []
     missing, found, at = {one.name for one in group.disks if one.missing}, [], 0

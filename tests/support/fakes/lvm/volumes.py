@@ -320,8 +320,8 @@ class VolumeCommands(PoolCommands):
             for gone in (one, *self._snapshots(group, one)):
                 del group.volumes[gone.name]
                 self._free(group, gone)
-            for leg in [name for name in group.volumes if name.startswith(f"{one.name}_rmeta_")]:
-                del group.volumes[leg]
+            for image in [name for name in group.volumes if name.startswith(f"{one.name}_rmeta_")]:
+                del group.volumes[image]
             for other in group.volumes.values():
                 # A thin snapshot is whole without its origin.
                 other.origin = "" if other.origin == one.name else other.origin
