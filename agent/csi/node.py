@@ -8,7 +8,9 @@ from agent.core.settings import Config
 from agent.csi import answers
 from agent.operations.expand import Expander
 from agent.operations.inline import InlineVolumes
-from agent.operations.stage import NodeVolumes, Statistics
+from agent.operations.node_volumes import NodeVolumes, Statistics
+from agent.operations.publish import Publisher
+from agent.operations.stage import Stager
 from agent.operations.storage_health import StorageHealth
 from agent.operations.volume_health import VolumesHealth
 from proto import csi_pb2 as csi
@@ -24,7 +26,9 @@ class Node(csi_pb2_grpc.NodeServicer):
         self,
         config: Config,
         expander: Expander,
-        access: NodeVolumes,
+        stager: Stager,
+        publisher: Publisher,
+        node_volumes: NodeVolumes,
         inline_volumes: InlineVolumes,
         health: VolumesHealth,
         storage: StorageHealth,
@@ -32,7 +36,8 @@ class Node(csi_pb2_grpc.NodeServicer):
     ) -> None:
         self._config = config
         self._expander = expander
-        self._access = access
+        self._stager, self._publisher = stager, publisher
+        self._volumes = node_volumes
         self._inline_volumes = inline_volumes
         self._health = health
         self._storage = storage
@@ -45,7 +50,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         call = requests.StageVolume.from_proto(request)
         held = self._locks.hold(ids.logical_name(call.volume_id), call.staging_path)
         with call.keys.used(), held:
-            self._access.stage(call)
+            self._stager.stage(call)
         return csi.NodeStageVolumeResponse()
 
     def NodeUnstageVolume(  # noqa: N802
@@ -54,7 +59,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         """Unmount the volume's staging path."""
         call = requests.VolumeAt.from_unstage(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
-            self._access.unstage(call)
+            self._stager.unstage(call)
         return csi.NodeUnstageVolumeResponse()
 
     def NodePublishVolume(  # noqa: N802
@@ -70,7 +75,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         call = requests.PublishVolume.from_proto(request)
         held = self._locks.hold(ids.logical_name(call.volume_id), call.target_path)
         with call.keys.used(), held:
-            self._access.publish(call)
+            self._publisher.publish(call)
         return csi.NodePublishVolumeResponse()
 
     def NodeUnpublishVolume(  # noqa: N802
@@ -79,7 +84,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         """Make the volume disappear from a workload's path; an inline one altogether."""
         call = requests.VolumeAt.from_unpublish(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
-            self._access.unpublish(call)
+            self._publisher.unpublish(call)
             if ids.is_inline(call.volume_id):
                 self._inline_volumes.ensure_absent(call.volume_id)
         return csi.NodeUnpublishVolumeResponse()
@@ -89,7 +94,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     ) -> csi.NodeGetVolumeStatsResponse:
         """Measure how large and how full the volume is."""
         call = requests.VolumeAt.from_volume_path(request)
-        return csi.NodeGetVolumeStatsResponse(usage=_usage(self._access.statistics(call)))
+        return csi.NodeGetVolumeStatsResponse(usage=_usage(self._volumes.statistics(call)))
 
     def NodeGetVolumeHealth(  # noqa: N802
         self, request: csi.NodeGetVolumeHealthRequest, context: grpc.ServicerContext
@@ -115,14 +120,7 @@ class Node(csi_pb2_grpc.NodeServicer):
         )
         own = requests.keys_of(request.secrets)
         with own.used(), self._locks.hold(ids.logical_name(call.volume_id)):
-            size_bytes = self._access.size_bytes(at)
-            with self._expander.in_use(call.volume_id):
-                # A claim that is made smaller again withdraws what is on record.
-                if not call.size.allows(size_bytes) or self._expander.is_due(call.volume_id):
-                    size_bytes = self._expander.expand(call).capacity_bytes
-                with self._expander.filling(call.volume_id):
-                    self._access.fill_device(at, own)
-                self._expander.settle(call.volume_id)
+            size_bytes = self._expander.expand_in_use(call, at, own)
         return csi.NodeExpandVolumeResponse(capacity_bytes=size_bytes)
 
     def NodeGetCapabilities(  # noqa: N802

@@ -32,6 +32,7 @@ from agent.operations.autoextend import Autoextender
 from agent.operations.clone import Copier
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter
+from agent.operations.encrypt import EncryptedDevices
 from agent.operations.erase import Eraser
 from agent.operations.erase_free import FreedSpaceEraser, GrowthZeroer
 from agent.operations.expand import Expander
@@ -39,12 +40,14 @@ from agent.operations.group_snapshot import GroupSnapshotter
 from agent.operations.health import Diagnosis
 from agent.operations.inline import InlineVolumes
 from agent.operations.listing import Listing
+from agent.operations.node_volumes import NodeVolumes
+from agent.operations.publish import Publisher
 from agent.operations.reencrypt import Reencrypter
 from agent.operations.remove_pool import PoolRemover
 from agent.operations.repair import AutoRepair, Repairer
 from agent.operations.replace_disk import Replacement
 from agent.operations.snapshot import Snapshotter
-from agent.operations.stage import NodeVolumes
+from agent.operations.stage import Stager
 from agent.operations.storage_health import Readiness, StorageHealth
 from agent.operations.volume_health import VolumesHealth
 from lvm.lvm2 import Lvm
@@ -120,17 +123,20 @@ class Service:
         listing = Listing(context)
         diagnosis = self.diagnosis = Diagnosis(host.kernel, host.devices, known)
         self.growth_zeroer = GrowthZeroer(context)
-        expander = Expander(context, self.growth_zeroer)
-        access = NodeVolumes(context, self.eraser, self.copier, expander, self.reencrypter, holds)
+        node_volumes = NodeVolumes(context, self.eraser, self.copier, holds)
+        encrypted = EncryptedDevices(context, self.reencrypter)
+        expander = Expander(context, self.growth_zeroer, node_volumes, encrypted)
+        stager = Stager(context, node_volumes, encrypted, expander, self.reencrypter)
+        publisher = Publisher(context, node_volumes, encrypted, stager)
         health = VolumesHealth(
-            host.kernel, volume_groups, known, diagnosis, access.check, config.kubelet_dir
+            host.kernel, volume_groups, known, diagnosis, node_volumes.check, config.kubelet_dir
         )
         self.storage = StorageHealth(volume_groups, known, diagnosis, self.node, self.admission)
         repairer = Repairer(context, freed=self.freed_eraser.start)
         self.auto_repair = AutoRepair(context, repairer)
         self.replacement = Replacement(context, repairer, freed=self.freed_eraser.start)
         operator = Operator(repairer, self.replacement, listing, locks, config.here)
-        self.inline_volumes = InlineVolumes(context, creator, deleter, access, locks)
+        self.inline_volumes = InlineVolumes(context, creator, deleter, stager, locks)
         # Last: an extra takes of the service what it needs.
         self.extras: dict[str, Extra] = {}
         for name, module in extras.modules("service"):
@@ -153,7 +159,17 @@ class Service:
             GroupController(config, self.group_snapshotter, locks), self._server
         )
         csi_pb2_grpc.add_NodeServicer_to_server(
-            Node(config, expander, access, self.inline_volumes, health, self.storage, locks),
+            Node(
+                config,
+                expander,
+                stager,
+                publisher,
+                node_volumes,
+                self.inline_volumes,
+                health,
+                self.storage,
+                locks,
+            ),
             self._server,
         )
         for extra in self.extras.values():

@@ -47,13 +47,13 @@ _USUAL = tuple(one for one in cryptsetup.SLOTS if one != cryptsetup.RECOVERY)
 class EncryptedDevices:
     """Opens volumes. Each call's keys are its caller's to overwrite."""
 
-    def __init__(self, context: Context, mappings: Mappings, reencrypter: Reencrypter) -> None:
+    def __init__(self, context: Context, reencrypter: Reencrypter) -> None:
         self._config: Config = context.config
         self._run, self._kernel = context.run, context.kernel
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
-        self._mappings = mappings
+        self._mappings = Mappings(context)
         self._reencrypter = reencrypter
-        self._cryptsetup = mappings.cryptsetup
+        self._cryptsetup = self._mappings.cryptsetup
         # The keys that each open volume is known to have, as digests.
         self._known: dict[str, tuple[object, ...]] = {}
 
@@ -109,6 +109,11 @@ class EncryptedDevices:
             filesystem.renew(self._kernel, mapping.path)
             tags[tag.RENEWED] = "yes"
         return mapping, tags
+
+    def follow_open(self, volume_id: str, keys: Keys) -> None:
+        """Have a volume that is in use take the key that its secret has now; see `follow`."""
+        if keys.present and (device := self._inventory.device(volume_id)) is not None:
+            self.follow(volume_id, device, keys)
 
     def follow(self, volume_id: str, mapping: Device, keys: Keys) -> None:
         """Have an open volume take the key that its secret has now, in place of the one before.

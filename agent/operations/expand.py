@@ -1,25 +1,24 @@
-"""Volumes made larger: now, or when they are staged next.
+"""ControllerExpandVolume and NodeExpandVolume: volumes grow now, or when they are staged next.
 
 lvm2 extends the origin of copy-on-write snapshots only while it is not active. A cluster asks a
-node to expand a volume when a pod has it, so that moment would never come by itself. What was asked
-for is put on record then, as a tag, and the call is FAILED_PRECONDITION: of this code kubelet lets
-the pod go on, or start, and asks again when the volume is mounted next (expandOnPlugin in
-pkg/volume/util/operationexecutor/node_expander.go). So it is where there is no room: after any
-other code the pod does not start. OK with the present size would not do, for kubelet reads no size
-in the answer and notes the claim as grown. The next stage finds the record and grows the volume
-while it is nobody's: it is deactivated, extended, and activated as ever.
+node to expand a volume when a pod has it, so that moment would never come by itself. So the size is
+recorded as the tag `wanted`, and the call is FAILED_PRECONDITION: after this code kubelet lets the
+pod go on, or start, and asks again when the volume is mounted next (expandOnPlugin in
+pkg/volume/util/operationexecutor/node_expander.go). The same code serves where there is no room:
+after any other the pod does not start, and after OK with the present size kubelet, which reads no
+size in the answer, marks the claim as grown. The next stage finds the tag and grows the volume
+while it is not in use: it is deactivated, extended, and activated as ever. Without room by then, or
+where lvm2 refuses, the volume is staged as it is, for a pod shall start, and the tag stays.
 
-A wish that the volume's size meets is none, so it needs no step of its own to be dropped. Killed
-before the tag is written, the caller calls again; killed after it, or between deactivation and
-growth, the next stage finds the wish; killed later, the volume is as large as wanted, and staging
-goes on as after any kill. Where there is no room by then, or lvm2 refuses, the volume is staged as
-it is, for a pod shall start, and the wish stays.
+A wanted size that the volume has is void, so no step of its own removes the tag. Crash points:
+before the tag is written the caller repeats the call; after it, or between deactivation and growth,
+the next stage finds it; later, the volume has the size, and staging goes on as after any kill.
 
-Without such snapshots, a size that the volume cannot have is recorded in another tag, `refused`,
-for the volume's health. A stage does not grow the volume to it: the claim may have been made
-smaller since, a volume never shrinks, and kubelet asks for the claim's size as soon as the volume
-is mounted. The tag also marks a volume that grew while its file system, or its open LUKS mapping,
-did not. It is removed when all three have the size, or when less is asked for.
+Without such snapshots, a size that the volume cannot have is recorded as the tag `refused`, for the
+volume's health. A stage does not grow the volume to it: the claim may have been made smaller since,
+a volume never shrinks, and kubelet asks for the claim's size as soon as the volume is mounted. The
+tag also marks a volume that grew while its file system, or its open LUKS mapping, did not. It is
+removed when all three have the size, or when less is asked for.
 """
 
 import logging
@@ -27,16 +26,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-from agent.core import codes, errors, ids, tag, users
+from agent.core import codes, errors, ids, secret, tag, users
 from agent.core.allocation import Allocator, Allocators
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
-from agent.core.requests import ExpandVolume, SizeRange
+from agent.core.requests import ExpandVolume, SizeRange, VolumeAt
+from agent.core.secret import Keys
+from agent.operations.encrypt import EncryptedDevices
 from agent.operations.erase_free import GrowthZeroer
+from agent.operations.node_volumes import NodeVolumes
 from lvm import errors as lvm_errors
 from lvm import layout, report, volumes
 from mount import errors as mount_errors
+from mount import filesystem, loop, table
 
 _log = logging.getLogger(__name__)
 
@@ -45,14 +48,49 @@ _NO_ROOM = (errors.NoRoom, lvm_errors.NoSpace, lvm_errors.MetadataFull)
 
 
 class Expander:
-    """Makes volumes larger; their file systems are not touched."""
+    """Makes volumes larger, and what is on them."""
 
-    def __init__(self, context: Context, growth_zeroer: GrowthZeroer) -> None:
+    def __init__(
+        self,
+        context: Context,
+        growth_zeroer: GrowthZeroer,
+        node_volumes: NodeVolumes,
+        encrypted: EncryptedDevices,
+    ) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory = context.inventory
         self._growth_zeroer = growth_zeroer
+        self._volumes, self._encrypted = node_volumes, encrypted
         self._mappings = Mappings(context)
         self._allocators = Allocators(context.config.classes, context.inventory)
+
+    def expand_in_use(self, call: ExpandVolume, at: VolumeAt, keys: Keys) -> int:
+        """Grow a volume where it is smaller than asked, then all on it; its capacity in bytes.
+
+        Raises CannotGrow for each final error of lvm2, the mount or LUKS: a pod must start with the
+        present size, because it can run on no other node. Errors after which the operation may
+        still be in progress pass unchanged, because the caller repeats the call; so does a volume
+        that is not there.
+        """
+        volume_id, size_bytes = call.volume_id, self._volumes.size_bytes(at)
+        try:
+            seen = self._inventory.cached(volume_id)
+            # A claim that is made smaller again withdraws what is on record.
+            is_on_record = seen is not None and (seen.wanted_bytes or seen.refused_bytes)
+            if is_on_record or not call.size.allows(size_bytes):
+                size_bytes = self.expand(call).capacity_bytes
+            # Crash point: the volume is larger than what is on it; kubelet repeats the call, and
+            # each stage tries it.
+            with self._recording(volume_id):
+                self.fill_device(at, keys)
+            self.settle(volume_id)
+        except errors.TooLarge as error:
+            raise errors.CannotGrow(volume_id, error.problem) from None
+        except (mount_errors.CommandError, mount_errors.MountError) as error:
+            if isinstance(error, lvm_errors.VolumeMissing) or not codes.is_final(error):
+                raise
+            raise errors.CannotGrow(volume_id, str(error)) from None
+        return size_bytes
 
     def expand(self, call: ExpandVolume) -> Volume:
         """Make the volume at least as large as asked; one that already is, stays.
@@ -92,25 +130,29 @@ class Expander:
                 self._withdraw(volume, wanted)
         return replace(volume, size_bytes=max(wanted, volume.size_bytes))
 
-    @contextmanager
-    def in_use(self, volume_id: str) -> Iterator[None]:
-        """Raise CannotGrow for each final error of lvm2, the mount or LUKS while a volume grows.
+    def fill_device(
+        self, call: VolumeAt, keys: Keys = secret.NONE, *, if_possible: bool = False
+    ) -> bool:
+        """Grow all that is on the device to its size: ioctls only, also where it has that size.
 
-        A pod must start with the size that there is, because it can run on no other node. Errors
-        after which the operation may still be in progress pass unchanged: the caller repeats the
-        call. So does a volume that is not there.
+        One command with its key for an encrypted volume that grew; without the key it raises
+        GrowsWithKey or, `if_possible`, returns False.
         """
-        try:
-            yield
-        except errors.TooLarge as error:
-            raise errors.CannotGrow(volume_id, error.problem) from None
-        except (mount_errors.CommandError, mount_errors.MountError) as error:
-            if isinstance(error, lvm_errors.VolumeMissing) or not codes.is_final(error):
-                raise
-            raise errors.CannotGrow(volume_id, str(error)) from None
+        known = table.read(self._kernel)
+        device, mounted = self._volumes.anywhere(call, known)
+        is_whole = True
+        if device.below is not None:
+            is_whole = self._encrypted.fill(call.volume_id, device, keys, if_possible=if_possible)
+        for read_only in loop.over(self._kernel, device.number):
+            loop.grow(self._kernel, read_only)
+        if mounted.device == device.number:
+            # The kernel grows a file system through a writable mount only; any of them will do.
+            writable = [one for one in known.of_device(device.number) if not one.read_only]
+            filesystem.grow(self._kernel, (writable or [mounted])[0])
+        return is_whole
 
     @contextmanager
-    def filling(self, volume_id: str) -> Iterator[None]:
+    def _recording(self, volume_id: str) -> Iterator[None]:
         """Record a final error while a volume's file system or LUKS mapping grows, and raise it."""
         try:
             yield
@@ -156,11 +198,6 @@ class Expander:
             _log.warning(
                 "volume %s: its tag `%s` is not changed: %s", volume_id, tag.REFUSED, error
             )
-
-    def is_due(self, volume_id: str) -> bool:
-        """Whether a volume could not grow when it was asked, by the last report; no command."""
-        seen = self._inventory.cached(volume_id)
-        return seen is not None and bool(seen.wanted_bytes or seen.refused_bytes)
 
     def catch_up(self, volume: Volume) -> Volume:
         """A volume that is about to be activated, as large as is on record, if it can be.

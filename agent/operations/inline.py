@@ -29,7 +29,7 @@ from agent.core.requests import CreateVolume, PublishInline, SizeRange, StageVol
 from agent.operations import plan
 from agent.operations.create import VolumeCreator
 from agent.operations.delete import VolumeDeleter
-from agent.operations.stage import NodeVolumes
+from agent.operations.stage import Stager
 from lvm import report, tags
 from lvm.devices import Device
 from mount import command, table, target
@@ -109,13 +109,13 @@ class InlineVolumes:
         context: Context,
         creator: VolumeCreator,
         deleter: VolumeDeleter,
-        access: NodeVolumes,
+        stager: Stager,
         locks: VolumeLocks,
     ) -> None:
         self._config = context.config
         self._kernel, self._inventory = context.kernel, context.inventory
         self._creator, self._deleter = creator, deleter
-        self._access = access
+        self._stager = stager
         self._locks = locks
         self._admitted = _Admitted()
         self._inside = context.config.kubelet_dir
@@ -132,9 +132,9 @@ class InlineVolumes:
 
         Five commands at most: a report, lvcreate, and what staging takes. None where it is there.
         """
-        place = self._access.place(call.target_path)
+        place = target.resolve(self._kernel, call.target_path, self._inside)
         parameters = self._complete(call)
-        self._access.check_keys(call.volume_id, parameters, call.keys)
+        self._stager.check_keys(call.volume_id, parameters, call.keys)
         about = {**parameters.about, tag.EPHEMERAL: _YES}
         if tags.fits(tag.TARGET, place):
             about[tag.TARGET] = place
@@ -165,7 +165,7 @@ class InlineVolumes:
             return self._creator.complete(made, nullcontext)
 
         try:
-            self._access.ensure_mounted(
+            self._stager.ensure_mounted(
                 StageVolume(call.volume_id, place, call.capability, parameters, call.keys),
                 device,
                 find,

@@ -25,7 +25,7 @@ def test_what_is_to_look_over_what_came_leaves_the_next_one_of_its_name_alone(
     nodes.receive(there, "copy", nodes.stream(there, "1"))
     identity = str(streams_command.status(there.at, "copy")["volume_id"])
     # Staging and receiving wait for the same turns.
-    work = there.service.inline_volumes._access._detached
+    work = there.service.inline_volumes._stager._detached
     begun, over = threading.Event(), threading.Event()
 
     def long() -> None:

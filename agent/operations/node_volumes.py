@@ -1,0 +1,138 @@
+"""Volumes in use on this node: found by id and path, measured, unmounted.
+
+No call here starts a process: the kernel's mount table and sysfs have all that is needed.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from agent.core import errors, ids, users
+from agent.core.context import Context
+from agent.core.holds import Holds
+from agent.core.requests import VolumeAt
+from agent.operations.clone import Copier
+from agent.operations.erase import Eraser
+from lvm.devices import Device
+from mount import errors as mount_errors
+from mount import health, loop, mounts, table, target
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Size and usage of a volume.
+
+    `usage` is None for a raw block volume, and for a file system that does not answer.
+    """
+
+    total_bytes: int
+    usage: health.Usage | None
+
+
+class NodeVolumes:
+    """Finds the devices and mounts of volumes."""
+
+    def __init__(self, context: Context, eraser: Eraser, copier: Copier, holds: Holds) -> None:
+        self._kernel, self._inventory = context.kernel, context.inventory
+        self._eraser = eraser
+        self._copier = copier
+        self._holds = holds
+        # The directories in which kubelet may have volumes mounted.
+        self.inside = context.config.kubelet_dir
+
+    def place(self, path: str) -> str:
+        """A path of a request, resolved; raises BadPath unless it is inside kubelet's directory."""
+        return target.resolve(self._kernel, path, self.inside)
+
+    def check(self, volume_id: str) -> None:
+        """Raise NoSuchVolume, Copying, Receiving, Moved for what is not a volume now.
+
+        Jobs and holds of this process count, also before a report has their tags.
+        """
+        self._holds.require_free(volume_id)
+        if self._eraser.is_deleting(volume_id):
+            raise errors.NoSuchVolume(volume_id)
+        if self._copier.is_copying(volume_id):
+            raise errors.Copying(volume_id, "it is not complete")
+
+    def device(self, volume_id: str) -> Device | None:
+        """The device of a volume that CreateVolume made; None where it is not active.
+
+        No command. Raises what `check` raises.
+        """
+        if ids.is_inline(volume_id):
+            raise errors.NoSuchVolume(volume_id)
+        self.check(volume_id)
+        return self._inventory.device(volume_id)
+
+    def statistics(self, call: VolumeAt) -> Statistics:
+        """How large and how full the volume is where it is staged or published."""
+        device, mounted = self._at(call, table.read(self._kernel))
+        if mounted.device == device.number:
+            with suppress(mount_errors.TargetError):  # it does not answer; its health says so
+                found = health.of(self._kernel, mounted.path)
+                return Statistics(found.total_bytes, found)
+        return Statistics(health.device_size_bytes(self._kernel, device.path), None)
+
+    def size_bytes(self, call: VolumeAt) -> int:
+        """The device's size, if the volume is staged or published, at the path or elsewhere."""
+        device, _ = self.anywhere(call, table.read(self._kernel))
+        return health.device_size_bytes(self._kernel, device.path)
+
+    def anywhere(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
+        """The volume's device, and its mount at the path or else any; raises NoSuchPath.
+
+        For growth: of a raw block volume that several pods have, kubelet sends the path of the
+        last pod, also after that pod ended (DevicePath in its actual state of the world).
+        """
+        try:
+            return self._at(call, known)
+        except (errors.NoSuchPath, errors.NotStaged):
+            device = self._inventory.device(call.volume_id)
+            found = [] if device is None else users.places(self._kernel, known, device)
+            if device is None or not found:
+                raise
+            return device, found[0]
+
+    def _at(self, call: VolumeAt, known: table.Table) -> tuple[Device, table.Mount]:
+        """The volume's device and its mount at the path; raises NoSuchPath."""
+        inline = ids.is_inline(call.volume_id)
+        device = (self._inventory.device if inline else self.device)(call.volume_id)
+        try:
+            mounted = known.top(self.place(call.path))
+        except mount_errors.BadPath:
+            mounted = None
+        if device is not None and mounted is not None:
+            if mounted.device == device.number:
+                return device, mounted
+            if mounts.node(self._kernel, mounted.path) in users.numbers(self._kernel, device):
+                return device, mounted
+        if mounted is not None and mounted.is_stale_node:
+            raise errors.NotStaged(
+                call.volume_id,
+                f"{mounted.path} shows a device that went away; look at `dmesg`, and have it"
+                " unpublished first",
+            )
+        raise errors.NoSuchPath(call.volume_id, call.path)
+
+    def ensure_unmounted(self, call: VolumeAt) -> None:
+        """Unmount the volume from a path; a path without a mount is no error.
+
+        Raises ForeignMount for another volume's.
+        """
+        device = self._inventory.device(call.volume_id)
+        if device is None:
+            # Only the stale node of a device that went away may be unmounted.
+            mounts.ensure_unmounted(self._kernel, call.path, [])
+            return
+        loops = loop.over(self._kernel, device.number)
+        numbers = users.numbers(self._kernel, device, loops)
+        mounts.ensure_unmounted(self._kernel, call.path, numbers)
+        self.detach_unused(loops)
+
+    def detach_unused(self, loops: Sequence[str]) -> None:
+        """Detach those of the read-only loop devices that are published nowhere."""
+        for one in loops:
+            known = table.read(self._kernel)
+            if not mounts.bound(self._kernel, known, [self._kernel.device_number(one)]):
+                loop.detach(self._kernel, one)

@@ -1,0 +1,189 @@
+"""NodePublishVolume: the staged file system, or the device, bound to a pod's path; and the reverse.
+
+Neither starts a process, except where a file system that had errors is mounted again.
+"""
+
+import logging
+from contextlib import suppress
+from dataclasses import replace
+
+from agent.core import errors, tag, users
+from agent.core.capabilities import MULTI_WRITER
+from agent.core.context import Context
+from agent.core.records import Volume
+from agent.core.requests import PublishVolume, StageVolume, VolumeAt
+from agent.operations.encrypt import EncryptedDevices
+from agent.operations.node_volumes import NodeVolumes
+from agent.operations.stage import DEFAULT_FS_TYPE, Stager
+from lvm.devices import Device
+from mount import errors as mount_errors
+from mount import health, loop, mounts, options, table, target
+
+_log = logging.getLogger(__name__)
+
+_LOOKUP_ERRORS = (errors.AgentError, mount_errors.CommandError)
+
+
+class Publisher:
+    """Publishes and unpublishes volumes."""
+
+    def __init__(
+        self,
+        context: Context,
+        node_volumes: NodeVolumes,
+        encrypted: EncryptedDevices,
+        stager: Stager,
+    ) -> None:
+        self._kernel, self._inventory = context.kernel, context.inventory
+        self._detached = context.detached
+        self._volumes = node_volumes
+        self._encrypted = encrypted
+        self._stager = stager
+
+    def publish(self, call: PublishVolume) -> None:
+        """Bind the staged file system, or the device itself, to the target path."""
+        call = replace(
+            call,
+            staging_path=self._volumes.place(call.staging_path),
+            target_path=self._volumes.place(call.target_path),
+        )
+        device = self._volumes.device(call.volume_id)
+        if device is None:
+            self._inventory.require(call.volume_id)
+            raise errors.NotStaged(call.volume_id, "its logical volume is not active")
+        if call.capability.is_block:
+            self._publish_device(call, device)
+        else:
+            self._publish_directory(call, device)
+        self._encrypted.follow_open(call.volume_id, call.keys)
+
+    def _publish_directory(self, call: PublishVolume, device: Device) -> None:
+        known = self._without_errors(call, device, table.read(self._kernel))
+        staged = known.top(call.staging_path)
+        if staged is None or staged.device != device.number:
+            raise errors.NotStaged(call.volume_id, f"it is not at {call.staging_path}")
+        flags = options.parse(call.capability.mount_flags)
+        asked = {*flags.attributes, *call.parameters.mount_options}
+        if staged.read_only and not call.read_only and "ro" not in asked:
+            raise errors.NotStaged(
+                call.volume_id, f"{call.staging_path} is read-only: {staged}", errors.UNSTAGE
+            )
+        mounted = known.top(call.target_path)
+        if mounted is None or mounted.device != device.number:
+            self._require_single(call, device, known)
+        # Crash point: an empty directory, or a bind whose flags are not set yet; the next call
+        # completes it.
+        target.ensure_directory(self._kernel, call.target_path)
+        mounts.ensure_bound(
+            self._kernel, call.staging_path, call.target_path, flags, call.read_only, known
+        )
+
+    def _without_errors(
+        self, call: PublishVolume, device: Device, known: table.Table
+    ) -> table.Table:
+        """Mount the staged file system again after an error, if it is published nowhere.
+
+        Kubelet does not stage again when one pod follows another. Returns the mount table as it is
+        then. Raises what staging raises; the file system is unmounted then, and the next call goes
+        on.
+        """
+        everywhere = known.of_device(device.number)
+        mounted = next((one for one in everywhere if one.path == call.staging_path), None)
+        if mounted is None and not everywhere:
+            # Crash point: unmounted, and not mounted again.
+            volume = self._to_be_remounted(call.volume_id, device)
+            if volume is None:
+                return known
+            formatted = volume.own_tags.get(tag.FORMATTED)
+            fs_type = formatted or call.capability.fs_type or DEFAULT_FS_TYPE
+        elif mounted is None or len(everywhere) > 1:
+            return known
+        elif health.is_over_when_mounted_anew(self._kernel, known, mounted):
+            fs_type = mounted.fs_type
+            try:
+                volume = self._inventory.require(call.volume_id)
+                self._tag_remount(volume, {tag.REMOUNT: "yes"})
+                # Crash point: by the tag, the next call goes on after the unmount.
+                mounts.ensure_unmounted(self._kernel, call.staging_path, [device.number])
+            except (*_LOOKUP_ERRORS, mount_errors.MountError) as error:
+                _log.warning("volume %s is not mounted anew: %s", call.volume_id, error)
+                return known
+        else:
+            return known
+        _log.warning("volume %s had errors: it is checked and mounted anew", volume.id)
+        # It was mounted, so a blank device has lost its file system, and must not get another.
+        volume = replace(volume, own_tags={**volume.own_tags, tag.FORMATTED: fs_type})
+        again = StageVolume(call.volume_id, call.staging_path, call.capability, call.parameters)
+        self._detached.finish(call.volume_id)
+        self._stager.ensure_formatted(again, volume, device, fs_type)
+        self._stager.mount(again, device, fs_type)
+        with suppress(*_LOOKUP_ERRORS):
+            self._tag_remount(volume, {})
+        return table.read(self._kernel)
+
+    def _to_be_remounted(self, volume_id: str, device: Device) -> Volume | None:
+        """The volume, if an earlier call unmounted it to mount it again."""
+        try:
+            volume = self._inventory.require(volume_id)
+        except _LOOKUP_ERRORS:
+            return None
+        is_open = device.below is not None or not volume.is_encrypted
+        return volume if is_open and tag.REMOUNT in volume.own_tags else None
+
+    def _tag_remount(self, volume: Volume, new: dict[str, str]) -> None:
+        self._inventory.replace_tags(volume.group.name, volume.name, (tag.REMOUNT,), new)
+
+    def _publish_device(self, call: PublishVolume, device: Device) -> None:
+        if device.below is None:
+            self._require_plain(call.volume_id)
+        published = mounts.node(self._kernel, call.target_path)
+        if published is None or published not in users.numbers(self._kernel, device):
+            self._require_single(call, device, table.read(self._kernel))
+        elif (published == device.number) == call.read_only:
+            raise errors.Incompatible(
+                f"{call.target_path} is published {'read-write' if call.read_only else 'read-only'}"
+            )
+        target.ensure_file(self._kernel, call.target_path)
+        try:
+            source = self._kernel.real_path(device.path)
+            if call.read_only:
+                # A read-only bind of a device node does not prevent writes to the device; a
+                # read-only loop device over it does. Crash point: a loop device that is bound
+                # nowhere; the next publish uses it, the next unpublish detaches it.
+                source = loop.attach_read_only(self._kernel, device.path)
+            flags = options.Options()
+            mounts.ensure_bound(self._kernel, source, call.target_path, flags, call.read_only)
+        except mount_errors.MountError:
+            self._volumes.detach_unused(loop.over(self._kernel, device.number))
+            raise
+
+    def _require_plain(self, volume_id: str) -> None:
+        """Raise NotStaged for the device of an encrypted volume that is not open.
+
+        Raises what `Inventory.require` raises if the last report has no such volume, and a new one
+        has none either.
+        """
+        volume = self._inventory.cached(volume_id)
+        if volume is None or not volume.is_listed:
+            volume = self._inventory.require(volume_id)
+        if volume.is_encrypted:
+            raise errors.NotStaged(volume_id, "it is encrypted, and not open")
+
+    def _require_single(self, call: PublishVolume, device: Device, known: table.Table) -> None:
+        """Only SINGLE_NODE_MULTI_WRITER allows a second target (CSI spec, NodePublishVolume)."""
+        if call.capability.mode == MULTI_WRITER:
+            return
+        found = set(users.targets(self._kernel, known, device, self._volumes.inside))
+        if others := found - {call.staging_path, call.target_path}:
+            raise errors.VolumeInUse(
+                call.volume_id,
+                f"it is published at {', '.join(sorted(others))}, and {call.capability.mode}"
+                " allows one target",
+            )
+
+    def unpublish(self, call: VolumeAt) -> None:
+        """Unmount and remove the target path; a path that is not there is no error."""
+        call = replace(call, path=self._volumes.place(call.path))
+        self._volumes.ensure_unmounted(call)
+        # Crash point: unmounted, and the path is left; kubelet repeats the call.
+        target.ensure_absent(self._kernel, call.path)
