@@ -1,58 +1,53 @@
-"""A disk of a group in another's place: taken in, filled, and the old one taken out.
+"""Replace a disk of a group: add the new one, move or rebuild what lies on the old one, remove it.
 
-What lies on a disk that is there is moved, online; of a disk that is lost, the images of RAID
-volumes are built anew from the others. Where anything would be lost with it nothing is begun, and
-the volumes are named.
+Data on a present disk is moved, online; of a lost disk, RAID images are rebuilt from the others. If
+any data would be lost, nothing is begun, and the error names the volumes.
 
-Each call looks how far it is and goes on from there: taken in, nothing new on the old one, moved or
-rebuilt, taken out, in sync. So what a kill left is gone on with by the same call, and the call that
-is made once more than needed finds all done. What runs behind it the kernel does.
+Each call looks, takes the next step, and reports how far the replacement is: new disk added, old
+one closed, moved or rebuilt, old one removed, in sync. So repeating the call completes what a kill
+interrupted, and one call more finds it done. The kernel does the long work in the background.
 """
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from agent.core import errors, tag
+from agent.core import errors
 from agent.core.allocation import is_own_pool
 from agent.core.context import Context
 from agent.operations import erase
 from agent.operations.repair import Progress, Repairer, rebuilding
 from lvm import errors as lvm_errors
-from lvm import groups, report, tags, thin
-from lvm import groups as repairs
+from lvm import groups, thin
 from lvm.devicemapper import Mirror
 from lvm.labels import PhysicalLabel
+from lvm.report import Group, PhysicalVolume
 from mount import errors as mount_errors
 from mount import in_use
 from mount.table import DeviceNumber
 
-# lvm2's process that watches a move is started again so often: it may have been killed.
+# How often lvm2's process that watches a move is started again: it may have been killed.
 _WATCH_SECONDS = 60.0
 
 
 class Replacement:
-    """Puts disks in the place of others."""
+    """Replaces disks; `freed` is called with a group in which extents were freed."""
 
     def __init__(
         self, context: Context, repairer: Repairer, *, freed: Callable[[str], object]
     ) -> None:
-        self._volume_groups, self._kernel, self._run = (
-            context.volume_groups,
-            context.kernel,
-            context.run,
-        )
-        self._inventory = context.inventory
+        self._kernel, self._run, self._inventory = context.kernel, context.run, context.inventory
+        self._volume_groups, self._lvm = context.volume_groups, context.volume_groups.lvm
         self._repairer = repairer
         self._policy, self._freed = erase.ErasePolicy(context), freed
-        # What a disk has once all of another lies on it, by the UUIDs of both, where nothing but
-        # that was ever moved to it: what is free on it then is as it was.
+        # By the UUIDs of both disks: the extents allocated on the new one when all of the old one
+        # lies there, if no earlier move left data on it. Its free extents are clean then.
         self._filled: dict[tuple[str, str], int] = {}
-        # When a move was begun, or gone on with, by this process (monotonic, seconds).
+        # When this process last started a move, or its watcher (monotonic, seconds).
         self._watched: dict[str, float] = {}
 
     def replace(self, old: str, new: str) -> Progress:
-        """Go on with it. `old` is a path, or the UUID of a disk that is missing; `new` is a path.
+        """Take the next step. `old` is a path, or a missing disk's UUID; `new` is a path.
 
         Raises NoSuchDisk, WouldBeLost, DiskTooSmall, NotVacant, BadField, and what the repair of a
         volume raises.
@@ -66,39 +61,39 @@ class Replacement:
             if leaving == coming:
                 raise errors.BadField("new_disk", f"{new} is the disk that it shall replace")
             if leaving.missing:
-                self._require_copies(group, leaving)
+                _require_copies(group, leaving)
             elif gone := ", ".join(disk.uuid for disk in group.disks if disk.missing):
                 why = f"lvm2 moves nothing while the disk {gone} is missing; replace that one first"
                 raise errors.NotRepairable(leaving.name, why)
             if coming is None:
-                self._take_in(group, leaving, new)
+                self._add(group, leaving, new)
                 group = self._look(name)
-                leaving, coming = self._own(group, leaving.uuid), self._find(group, new)
+                leaving, coming = _by_uuid(group, leaving.uuid), self._find(group, new)
             if coming is None:
                 raise errors.NoSuchDisk(new, [one.name for one in group.disks], [])
             if leaving.fast and not coming.fast:
-                groups.mark_fast(self._volume_groups.lvm(name), [coming.name])
-            step = self._rebuild if leaving.missing else self._move
-            return step(group, leaving, coming)
+                groups.mark_fast(self._lvm(name), [coming.name])
+            if leaving.missing:
+                return self._rebuild(group, leaving, coming)
+            return self._move(group, leaving, coming)
 
-    def resume(self, *groups: str) -> int:
-        """Have moves watched in these groups, or in all; returns in how many there are any.
+    def resume(self, *names: str) -> int:
+        """Have lvm2 watch the moves in these groups, or in all; returns how many groups have any.
 
-        Who watched them ended with the service, or with the node. One command for each.
+        The earlier watcher ended with the service, or with the node. One command for each group.
         """
-        own = groups or self._volume_groups.names
+        own = names or self._volume_groups.names
         known = self._inventory.state(*own)
         left = [
             one.name for one in self._inventory.own_groups(known) if one.name in own and one.moves
         ]
         for name in left:
-            repairs.watch_moves(self._volume_groups.lvm(name))
+            groups.watch_moves(self._lvm(name))
         return len(left)
 
     def _group_of(self, old: str, new: str) -> str:
-        """The group that has the old disk, or had it: then it has the new one."""
-        known = self._inventory.state()
-        own = list(self._inventory.own_groups(known))
+        """The group that has the old disk, or, if that is removed already, the new one."""
+        own = list(self._inventory.own_groups(self._inventory.state()))
         for disk in (old, new):
             for group in own:
                 if self._find(group, disk) is not None:
@@ -110,19 +105,20 @@ class Replacement:
             [disk.uuid for disk in every if disk.missing],
         )
 
-    def _look(self, name: str) -> report.Group:
+    def _look(self, name: str) -> Group:
         return self._inventory.group(self._inventory.state(name, resume=True), name)
 
-    def _find(self, group: report.Group, disk: str) -> report.PhysicalVolume | None:
+    def _find(self, group: Group, disk: str) -> PhysicalVolume | None:
         """A disk of the group, by its UUID or any path of its device."""
         for one in group.disks:
             if one.uuid == disk:
                 return one
         number = self._number(disk)
-        there = [one for one in group.disks if not one.missing]
-        if number is None:
-            return next((one for one in there if one.name == disk), None)
-        return next((one for one in there if self._number(one.name) == number), None)
+        for one in group.disks:
+            is_same = one.name == disk if number is None else self._number(one.name) == number
+            if is_same and not one.missing:
+                return one
+        return None
 
     def _number(self, path: str) -> DeviceNumber | None:
         try:
@@ -130,32 +126,8 @@ class Replacement:
         except OSError:
             return None
 
-    @staticmethod
-    def _own(group: report.Group, uuid: str) -> report.PhysicalVolume:
-        return next(one for one in group.disks if one.uuid == uuid)
-
-    def _require_copies(self, group: report.Group, leaving: report.PhysicalVolume) -> None:
-        """Raise WouldBeLost for what lies on a missing disk and nowhere else."""
-        lost: list[str] = []
-        waiting: list[str] = []
-        for name, one in sorted(group.volumes.items()):
-            holder = group.volumes.get(one.pool, one)
-            if leaving.uuid not in holder.disks:
-                continue
-            if group.survives(holder):
-                continue
-            inside = thin.members(group, name)
-            if inside and is_own_pool(one):
-                continue  # what is in it tells
-            if erase.is_sweep(group, name):
-                continue  # nobody's
-            is_deleted = is_own_pool(one) or tags.decode(one.tags).get(tag.STATE) == tag.WIPING
-            (waiting if is_deleted else lost).append(name)
-        if lost or waiting:
-            raise errors.WouldBeLost(leaving.uuid, lost, waiting)
-
-    def _take_in(self, group: report.Group, leaving: report.PhysicalVolume, new: str) -> None:
-        """Make a vacant disk the group's."""
+    def _add(self, group: Group, leaving: PhysicalVolume, new: str) -> None:
+        """Add a vacant disk to the group."""
         if not self._volume_groups.allows(new):
             raise errors.BadField(
                 "new_disk",
@@ -176,47 +148,41 @@ class Replacement:
         if room < leaving.allocated_extents:
             raise errors.DiskTooSmall(new, room * extent, leaving.allocated_extents * extent)
         lvm = self._volume_groups.lvm_with(group.name, path)
-        repairs.extend(lvm, group.name, path, group.metadata_bytes)
+        groups.extend(lvm, group.name, path, group.metadata_bytes)
         self._volume_groups.outdate()
 
-    def _require_equal_blocks(self, group: report.Group, new: str) -> None:
-        """Raise NotVacant for a disk of 4 KiB where the group's are of 512 bytes, or the reverse.
+    def _require_equal_blocks(self, group: Group, new: str) -> None:
+        """Raise NotVacant for a disk of 4 KiB blocks if the group's have 512 bytes, or vice versa.
 
-        lvm2 refuses it too, with the disk labelled already.
+        lvm2 refuses it too, but has labelled the disk by then.
         """
         own = set()
         for one in group.disks:
-            with suppress(OSError):  # it is missing, or has gone by now
+            with suppress(OSError):  # it is missing, or has just gone
                 own.add(self._kernel.logical_block_bytes(one.name))
         size = self._kernel.logical_block_bytes(new)
         if own and size not in own:
-            told = " and ".join(str(one) for one in sorted(own))
-            found = f"has logical blocks of {size} bytes, and {group.name}'s disks such of {told}"
+            others = " and ".join(str(one) for one in sorted(own))
+            found = f"has logical blocks of {size} bytes, and {group.name}'s disks such of {others}"
             raise mount_errors.NotVacant(new, found, "name a disk with blocks like theirs")
 
-    def _move(
-        self,
-        group: report.Group,
-        leaving: report.PhysicalVolume,
-        coming: report.PhysicalVolume,
-    ) -> Progress:
-        """Empty a disk that is there.
+    def _move(self, group: Group, leaving: PhysicalVolume, coming: PhysicalVolume) -> Progress:
+        """Close a present disk, move its extents, and remove it from the group.
 
-        What a move frees holds tenants' data: on the old disk, and where the move is broken off on
-        the new one. So both are on record before, and nobody gets what is free there. While the old
-        one is closed nothing is overwritten either; if the replacement is given up, it is.
+        A move frees extents with users' data: on the old disk, and on the new one if the move is
+        aborted. So both are marked first, and nothing is allocated on their free extents. While the
+        old one is closed they are not zeroed either; if the replacement is abandoned, they are.
         """
-        lvm = self._volume_groups.lvm(group.name)
-        pair = leaving.uuid, coming.uuid
+        lvm, pair = self._lvm(group.name), (leaving.uuid, coming.uuid)
         if leaving.allocatable:
-            repairs.close(lvm, leaving.name)
+            groups.close(lvm, leaving.name)
         if leaving.allocated_extents or not coming.allocatable:
-            is_owed = self._policy.erases_any(group.volumes.values())
-            if is_owed and erase.mark_for_erase(lvm, group, set(pair)):
+            erases = self._policy.erases_any(group.volumes.values())
+            if erases and erase.mark_for_erase(lvm, group, set(pair)):
                 self._freed(group.name)
         if not coming.allocatable:
-            # It was to be replaced, by the other one perhaps.
-            repairs.reopen(lvm, coming.name)
+            # An earlier call closed it, to replace it.
+            groups.reopen(lvm, coming.name)
         if leaving.allocated_extents:
             if not (group.moves or coming.unclean):
                 self._filled[pair] = leaving.allocated_extents + coming.allocated_extents
@@ -224,41 +190,36 @@ class Replacement:
                 self._filled.pop(pair, None)
             since = time.monotonic() - self._watched.get(leaving.uuid, -_WATCH_SECONDS)
             if not group.moves or since >= _WATCH_SECONDS:
-                repairs.move(lvm, leaving.name, coming.name)
+                groups.move(lvm, leaving.name, coming.name)
                 self._watched[leaving.uuid] = time.monotonic()
             return Progress(False, f"{leaving.name} is moved: {self._how_far(group)}")
         if self._filled.pop(pair, None) == coming.allocated_extents:
             erase.unmark_disk(lvm, group, coming.uuid)
-        repairs.reduce(lvm, group.name, leaving.name)
+        groups.reduce(lvm, group.name, leaving.name)
         self._volume_groups.outdate()
         return self._settled(self._look(group.name))
 
-    def _how_far(self, group: report.Group) -> str:
-        told = [
+    def _how_far(self, group: Group) -> str:
+        percents = [
             f"{one.synced_percent:.0f} %"
             for name in sorted(group.moves)
             for one in self._inventory.status(group.name, name)
             if isinstance(one, Mirror)
         ]
-        return ", ".join(told) or "begun"
+        return ", ".join(percents) or "begun"
 
-    def _rebuild(
-        self,
-        group: report.Group,
-        leaving: report.PhysicalVolume,
-        coming: report.PhysicalVolume,
-    ) -> Progress:
-        """Have nothing lie on a disk that is lost, and take it out."""
-        lvm, told = self._volume_groups.lvm(group.name), []
+    def _rebuild(self, group: Group, leaving: PhysicalVolume, coming: PhysicalVolume) -> Progress:
+        """Rebuild the RAID images of a lost disk, and remove it from the group."""
+        lvm, steps = self._lvm(group.name), []
         erase.remove_partial_sweep(lvm, group)
         for name, one in sorted(group.volumes.items()):
             if "raid" in one.layout and leaving.uuid in one.disks:
-                told.append(self._mend(group, name, coming))
+                steps.append(self._repair(group, name, coming))
         if leaving.uuid in group.spare_disks:
-            repairs.remove_spare(lvm, group.name)
+            groups.remove_spare(lvm, group.name)
         group = self._look(group.name)
-        if self._own(group, leaving.uuid).allocated_extents:
-            return Progress(False, "; ".join(told) or "a repair is awaited")
+        if _by_uuid(group, leaving.uuid).allocated_extents:
+            return Progress(False, "; ".join(steps) or "a repair is awaited")
         others = [one for one in group.disks if one.missing and one.allocated_extents]
         if others:
             return Progress(
@@ -266,31 +227,51 @@ class Replacement:
                 f"nothing lies on {leaving.uuid} any more; it is taken out with"
                 f" {', '.join(one.uuid for one in others)}, which are missing too: replace them",
             )
-        repairs.reduce_missing(lvm, group.name)
+        groups.reduce_missing(lvm, group.name)
         self._volume_groups.outdate()
         return self._settled(self._look(group.name))
 
-    def _mend(self, group: report.Group, name: str, coming: report.PhysicalVolume) -> str:
-        """Go on with a RAID volume of which images are lost; how far it is.
+    def _repair(self, group: Group, name: str, coming: PhysicalVolume) -> str:
+        """Take the next step of a RAID volume's repair; returns how far it is.
 
-        Of several that are lost lvm2 builds any on the new disk, and a disk has one image only.
+        Of several lost images lvm2 may rebuild any on the new disk, and a disk has one image only.
         """
         own, disks = group.volume(name).disks, [coming.name]
         if coming.uuid in own:
             disks += [one.name for one in group.disks if one.uuid not in own and one.image_extents]
         try:
-            return self._repairer.mend(group, name, disks).message
+            return self._repairer.next_step(group, name, disks).message
         except lvm_errors.NoSpace:
             if coming.uuid not in own:
                 raise
         return f"{group.name}/{name} lacks more than one disk: replace each, then this one again"
 
-    def _settled(self, group: report.Group) -> Progress:
-        """The old disk is out; whether another may be lost by now."""
-        # A change of the group behind the answer might meet that other disk's loss, and have lvm2
-        # take the disk for missing for good.
-        if not erase.unmark_if_erased(self._volume_groups.lvm(group.name), group):
+    def _settled(self, group: Group) -> Progress:
+        """The old disk is removed; done when all volumes are in sync, so another may be lost."""
+        # Within the call: a later change of the group might meet the loss of that other disk, and
+        # have lvm2 mark it as missing for good.
+        if not erase.unmark_if_erased(self._lvm(group.name), group):
             self._freed(group.name)
-        if told := rebuilding(self._inventory, group):
-            return Progress(False, f"volumes are rebuilt: {told}")
+        if unsynced := rebuilding(self._inventory, group):
+            return Progress(False, f"volumes are rebuilt: {unsynced}")
         return Progress(True, f"{group.name} is whole")
+
+
+def _by_uuid(group: Group, uuid: str) -> PhysicalVolume:
+    return next(one for one in group.disks if one.uuid == uuid)
+
+
+def _require_copies(group: Group, leaving: PhysicalVolume) -> None:
+    """Raise WouldBeLost for volumes of which data lies on a missing disk and nowhere else."""
+    lost: list[str] = []
+    waiting: list[str] = []
+    for name, one in sorted(group.volumes.items()):
+        holder = group.volumes.get(one.pool, one)
+        if leaving.uuid not in holder.disks or group.survives(holder):
+            continue
+        if (is_own_pool(one) and thin.members(group, name)) or erase.is_sweep(group, name):
+            continue  # the volumes in a pool count, and the sweep holds no data
+        is_deleted = is_own_pool(one) or erase.is_deleted(one)
+        (waiting if is_deleted else lost).append(name)
+    if lost or waiting:
+        raise errors.WouldBeLost(leaving.uuid, lost, waiting)
