@@ -1,4 +1,9 @@
-"""Checks of the node and its groups (`carver doctor`), each with its verdict and remedy."""
+"""Checks of the node and its volume groups (`carver doctor`), each with a verdict and a remedy.
+
+CHECKS at the end of this file is the table. A check is a function with a row there: its docstring
+says what it looks at, and it yields a verdict, what was seen, and a remedy for each finding. What a
+check cannot read is a warning, not an error.
+"""
 
 import errno
 import os
@@ -8,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from agent.core import errors, group_definitions, sockets
+from agent.core import errors, sockets
 from agent.core.disks import REMEDY
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.settings import Config
@@ -24,157 +29,22 @@ PASS = "pass"  # noqa: S105 - no password
 WARN = "warn"
 FAIL = "fail"
 
-# A verdict, what was seen, and the remedy, which is empty where all is well.
+# A verdict, what was seen, and the remedy, which is empty for PASS.
 Seen = tuple[str, str, str]
-
-
-# Above it the check of a group's metadata area warns; from 94 % on nothing new is made.
-_NEARLY_FULL_PERCENT = 80
-
-
-@dataclass(frozen=True)
-class GroupNode:
-    """What the checks look at. `root` is where lvm2's own root directory is seen."""
-
-    settings: Config
-    kernel: Kernel
-    run: Run
-    known: Report
-    # Of groups that the report lacks though they are here.
-    refused: Mapping[str, errors.GroupRefused]
-    # The disks that claim to be a group's and are not, each as a sentence.
-    ignored: Mapping[str, Sequence[str]]
-    root: Path
-
-
-def every(node: GroupNode) -> Iterator[Seen]:
-    """What there is to say of each group; a command where filters or a devices file hide some."""
-    listed = {one.group: one.devices for one in node.settings.definitions if one.devices}
-    definitions = group_definitions.GroupDefinitions(node.kernel, listed)
-    unfiltered = _unfiltered(node)
-    for name in node.settings.groups:
-        group, whole = node.known.groups.get(name), unfiltered.get(name)
-        if (refusal := node.refused.get(name)) is not None:
-            yield FAIL, str(refusal), "as it says; its classes have no room here until then"
-        elif whole is not None and (group is None or whole.missing_disks < group.missing_disks):
-            yield _hidden(name, group, node.root)
-        elif group is not None:
-            yield from _present(node, definitions, group)
-            for told in node.ignored.get(name, ()):
-                yield WARN, f"volume group {name}: {told}", REMEDY
-        elif name in listed:
-            yield (
-                WARN,
-                f"volume group {name} is not there, which Carver makes of {', '.join(listed[name])}"
-                " when it starts",
-                "start it; if it did, its log says why the group could not be made",
-            )
-        else:
-            yield (
-                WARN,
-                f"volume group {name} is not on this node, so its classes have no room here",
-                "attach its disks (`pvs --all`), make it (`vgcreate --metadatasize 80m`), or"
-                " correct the class",
-            )
-
-
-def _present(node: GroupNode, definitions: GroupDefinitions, group: Group) -> Iterator[Seen]:
-    name = group.name
-    try:
-        definitions.group(node.known, name)
-    except errors.GroupRefused as error:
-        yield FAIL, str(error), "`vgrename` that group, or correct the list"
-        return
-    for device in definitions.absent(group):
-        yield (
-            WARN,
-            f"{device} is listed for volume group {name}, and is none of its disks",
-            f"if nothing on it is needed, `vgextend {name} {device}`; else correct the list",
-        )
-    blocks = _blocks(node.kernel, group)
-    if len(blocks) > 1:
-        told = "; ".join(f"{size} bytes: {', '.join(blocks[size])}" for size in sorted(blocks))
-        yield (
-            WARN,
-            f"volume group {name} has disks with logical blocks of several sizes ({told}): a file"
-            " system that was made on the smaller ones may not be mounted once it lies on others",
-            "move what is on one kind to the other (`pvmove`), and take that out (`vgreduce`)",
-        )
-    if group.missing_disks:
-        yield (
-            WARN,
-            f"volume group {name} misses {group.missing_disks} of its disks",
-            "attach them again, or see `A disk is replaced` in docs/operations.md",
-        )
-    else:
-        fill = f"{groups.text_percent(group):.0f} %"
-        told = f"is whole, with {len(group.disks)} disks; its metadata area is {fill} full"
-        yield PASS, f"volume group {name} {told}", ""
-    if groups.text_percent(group) >= _NEARLY_FULL_PERCENT:
-        yield (
-            WARN,
-            f"the metadata area of volume group {name} is {groups.text_percent(group):.0f} % full:"
-            " soon nothing new is made there",
-            "delete volumes or snapshots, or see `A group's metadata area is full` in"
-            " docs/operations.md",
-        )
-
-
-def _hidden(name: str, group: Group | None, root: Path) -> Seen:
-    if (file := lvm2.devices_file(root)) is not None:
-        listing = f"the node's devices file does not list (/{file.relative_to(root)})"
-        remedy = f"`vgimportdevices {name}` on the node, if it shall be used; see lvmdevices(8)"
-    else:
-        listing = (
-            "the filters in the node's lvm.conf reject (devices/filter, devices/global_filter)"
-        )
-        remedy = "correct the filter, or name the disks in the setting `devices`"
-    if group is None:
-        told = f"is on disks that {listing}, so lvm2 does not use it, and its classes have no room"
-        return WARN, f"volume group {name} {told}", remedy
-    return (
-        WARN,
-        f"volume group {name} misses {group.missing_disks} of its disks, some of which {listing}",
-        remedy,
-    )
-
-
-def _blocks(kernel: Kernel, group: Group) -> Mapping[int, list[str]]:
-    """The disks that are there, by the size of their logical blocks."""
-    found: dict[int, list[str]] = {}
-    for disk in group.disks:
-        with suppress(OSError):
-            found.setdefault(kernel.logical_block_bytes(disk.name), []).append(disk.name)
-    return found
-
-
-def _unfiltered(node: GroupNode) -> Mapping[str, Group]:
-    """The groups without the node's devices file and filters: a command, where it matters."""
-    named = node.settings.groups
-    there = [node.known.groups[one] for one in named if one in node.known.groups]
-    is_well = len(there) == len(named) and not any(one.missing_disks for one in there)
-    has_any = lvm2.devices_file(node.root) is not None or blockdevices.read(node.root) is not None
-    # `devices` outweighs both: they are not heeded then.
-    if is_well or node.settings.devices or not has_any:
-        return {}
-    everything = ('devices/filter=["a|.*|"]', 'devices/global_filter=["a|.*|"]')
-    settings = (*lvm2.without_udev(), "devices/use_devicesfile=0", *everything)
-    try:
-        return report.read(lvm2.Lvm(node.run, settings=settings)).groups
-    except mount_errors.CommandError:
-        return {}
-
 
 # lvm2 2.03.12 brought --devices, by which Carver confines it (WHATS_NEW of lvm2).
 LEAST_LVM2 = (2, 3, 12)
+PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
 _CAP_SYS_ADMIN = 21  # linux/capability.h
-_FOR_SNAPSHOTS = "dm-snapshot"
 _THIN_PROGRAMS = ("thin_check", "thin_repair", "thin_dump")
+# From here on the check of a group's metadata area warns; from 94 % on nothing new is made.
+_NEARLY_FULL_PERCENT = 80
+_MAKE_LOOP = "`modprobe loop`; in a container, mount the host's /dev"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found; the remedy is empty where all is well."""
+    """What one check found; the remedy is empty for PASS."""
 
     check: str
     verdict: str
@@ -191,14 +61,19 @@ class Node:
     run: Run
     report: Callable[[], Report]
     root: Path = Path("/")
-    # Of groups that the last report lacks though they are here.
+    # The groups that are here, but not in the last report.
     refused: Callable[[], Mapping[str, errors.GroupRefused]] = dict
-    # The disks that claim to be a group's and are not, each as a sentence.
+    # The disks that claim to be a group's and are ignored, each as a sentence, by group.
     ignored: Callable[[], Mapping[str, Sequence[str]]] = dict
 
     def at(self, path: str) -> Path:
-        """A path of the machine's."""
+        """Where a path of the machine is found."""
         return self.root / path.lstrip("/")
+
+    @property
+    def lvm_root(self) -> Path:
+        """Where the root directory of lvm2 is found."""
+        return self.at(str(self.settings.lvm_root))
 
 
 Check = Callable[[Node], Iterator[Seen]]
@@ -206,15 +81,15 @@ Check = Callable[[Node], Iterator[Seen]]
 
 def everything(node: Node) -> Sequence[Finding]:
     """All checks, in the order in which one depends on another."""
-    return tuple(one for name, check in CHECKS.items() for one in _made(name, check, node))
+    return tuple(one for name, check in CHECKS.items() for one in _findings(name, check, node))
 
 
 def cheap(node: Node) -> Sequence[Finding]:
-    """Those that start no process and read no report, for who asks all day long."""
-    return tuple(one for name in CHEAP for one in _made(name, CHECKS[name], node))
+    """The checks that start no process and read no report, for frequent callers."""
+    return tuple(one for name in CHEAP for one in _findings(name, CHECKS[name], node))
 
 
-def _made(name: str, check: Check, node: Node) -> Iterator[Finding]:
+def _findings(name: str, check: Check, node: Node) -> Iterator[Finding]:
     try:
         for verdict, message, remedy in check(node):
             yield Finding(name, verdict, message, remedy)
@@ -222,11 +97,16 @@ def _made(name: str, check: Check, node: Node) -> Iterator[Finding]:
         yield Finding(name, WARN, f"cannot be looked at: {error}", "see whether /proc is there")
 
 
+def _pass(message: str) -> Seen:
+    return PASS, message, ""
+
+
 def _privileges(node: Node) -> Iterator[Seen]:
+    """The effective capabilities of this process."""
     lines = node.at("/proc/self/status").read_text().splitlines()
     held = dict(line.split(":", 1) for line in lines).get("CapEff", "0")
     if int(held, 16) >> _CAP_SYS_ADMIN & 1:
-        yield PASS, "may mount and use device-mapper", ""
+        yield _pass("may mount and use device-mapper")
     else:
         yield (
             FAIL,
@@ -236,6 +116,7 @@ def _privileges(node: Node) -> Iterator[Seen]:
 
 
 def _kubelet_directory(node: Node) -> Iterator[Seen]:
+    """The propagation of the mounts that hold kubelet's volumes: shared."""
     mounts = table.read(node.kernel)
     for directory in node.settings.kubelet_dir:
         # Where kubelet has volumes; in a container these two are the mounts that lead to the host.
@@ -245,7 +126,7 @@ def _kubelet_directory(node: Node) -> Iterator[Seen]:
         for place, holder in private.items():
             seen = "/" if holder is None else holder.path
             yield (
-                # Without kubelet there is nobody else who must see the mounts.
+                # Without kubelet nothing else needs to see the mounts.
                 FAIL if node.at(place).exists() else WARN,
                 f"{place} is in a mount that is not shared ({seen}): kubelet and pods would not see"
                 " what Carver mounts there",
@@ -253,7 +134,7 @@ def _kubelet_directory(node: Node) -> Iterator[Seen]:
                 " under systemd, nothing that gives the unit mounts of its own (systemd.exec(5))",
             )
         if not private:
-            yield PASS, f"{directory} is in a shared mount", ""
+            yield _pass(f"{directory} is in a shared mount")
 
 
 def _is_shared(mount: table.Mount | None) -> bool:
@@ -261,11 +142,12 @@ def _is_shared(mount: table.Mount | None) -> bool:
 
 
 def _registration(node: Node) -> Iterator[Seen]:
+    """The directory where kubelet looks for drivers."""
     directory = node.settings.registration_directory
     if node.settings.registration == "none":
-        yield PASS, "is left to another program", ""
+        yield _pass("is left to another program")
     elif node.at(str(directory)).is_dir():
-        yield PASS, f"{directory} is there", ""
+        yield _pass(f"{directory} is there")
     else:
         yield (
             WARN,
@@ -276,11 +158,12 @@ def _registration(node: Node) -> Iterator[Seen]:
 
 
 def _device_mapper(node: Node) -> Iterator[Seen]:
+    """The control node of device-mapper."""
     control = "/dev/mapper/control"
     try:
-        # Opening the control node loads the driver's module where it is not loaded yet.
+        # Opening it loads the driver's module if needed.
         with node.at(control).open("rb"):
-            yield PASS, f"{control} answers", ""
+            yield _pass(f"{control} answers")
     except OSError as error:
         yield (
             FAIL,
@@ -290,8 +173,10 @@ def _device_mapper(node: Node) -> Iterator[Seen]:
 
 
 def _devices(node: Node) -> Iterator[Seen]:
+    """The kernel's /dev, the configured `devices`, and loop devices."""
     holder = table.read(node.kernel).holding("/dev")
-    if holder is None or holder.fs_type != "devtmpfs":
+    is_kernels = holder is not None and holder.fs_type == "devtmpfs"
+    if not is_kernels:
         kind = "no mount" if holder is None else holder.fs_type
         yield (
             WARN,
@@ -310,20 +195,22 @@ def _devices(node: Node) -> Iterator[Seen]:
             FAIL if any(one.file for one in node.settings.definitions) else WARN,
             "there are no loop devices, which read-only raw block volumes and a group on a file"
             " need",
-            "`modprobe loop`; in a container, mount the host's /dev",
+            _MAKE_LOOP,
         )
-    elif holder is not None and holder.fs_type == "devtmpfs":
-        yield PASS, "/dev is the kernel's own, with loop devices", ""
+    elif is_kernels:
+        yield _pass("/dev is the kernel's own, with loop devices")
 
 
 def _udev(node: Node) -> Iterator[Seen]:
+    """Whether udev runs; either is fine."""
     if node.at("/run/udev/control").exists():
-        yield PASS, "udev runs, and lvm2 waits for it", ""
+        yield _pass("udev runs, and lvm2 waits for it")
     else:
-        yield PASS, "there is no udev here: lvm2 is run without it, and makes nodes itself", ""
+        yield _pass("there is no udev here: lvm2 is run without it, and makes nodes itself")
 
 
 def _lvm2(node: Node) -> Iterator[Seen]:
+    """The version of lvm2."""
     if node.settings.lvm == "host" and not _has(node, HOST_NAMESPACES[0]):
         yield FAIL, 'nsenter is missing, which lvm = "host" needs', "install util-linux"
         return
@@ -336,25 +223,135 @@ def _lvm2(node: Node) -> Iterator[Seen]:
     if found < LEAST_LVM2:
         yield FAIL, f"lvm2 is {shown}, too old", f"install {least} or newer"
     else:
-        yield PASS, f"lvm2 is {shown}; {least} is enough", ""
+        yield _pass(f"lvm2 is {shown}; {least} is enough")
 
 
 def _groups(node: Node) -> Iterator[Seen]:
+    """Each volume group of a class; one more command where filters or a devices file hide some."""
     try:
         known = node.report()
     except (mount_errors.CommandError, errors.NotReady) as error:
         yield FAIL, str(error), "mend that first; the groups cannot be looked at without it"
         return
-    root = node.at(str(node.settings.lvm_root))
-    seen = GroupNode(
-        node.settings, node.kernel, node.run, known, node.refused(), node.ignored(), root
-    )
-    yield from every(seen)
+    refused, ignored = node.refused(), node.ignored()
+    listed = {one.group: one.devices for one in node.settings.definitions if one.devices}
+    definitions = GroupDefinitions(node.kernel, listed)
+    unfiltered = _unfiltered(node, known)
+    for name in node.settings.groups:
+        group, whole = known.groups.get(name), unfiltered.get(name)
+        if (refusal := refused.get(name)) is not None:
+            yield FAIL, str(refusal), "as it says; its classes have no room here until then"
+        elif whole is not None and (group is None or whole.missing_disks < group.missing_disks):
+            yield _hidden(name, group, node.lvm_root)
+        elif group is not None:
+            yield from _of_group(node, known, definitions, group)
+            for why in ignored.get(name, ()):
+                yield WARN, f"volume group {name}: {why}", REMEDY
+        elif name in listed:
+            yield (
+                WARN,
+                f"volume group {name} is not there, which Carver makes of {', '.join(listed[name])}"
+                " when it starts",
+                "start it; if it did, its log says why the group could not be made",
+            )
+        else:
+            yield (
+                WARN,
+                f"volume group {name} is not on this node, so its classes have no room here",
+                "attach its disks (`pvs --all`), make it (`vgcreate --metadatasize 80m`), or"
+                " correct the class",
+            )
+
+
+def _of_group(
+    node: Node, known: Report, definitions: GroupDefinitions, group: Group
+) -> Iterator[Seen]:
+    name, fill = group.name, groups.text_percent(group)
+    try:
+        definitions.group(known, name)
+    except errors.GroupRefused as error:
+        yield FAIL, str(error), "`vgrename` that group, or correct the list"
+        return
+    for device in definitions.absent(group):
+        yield (
+            WARN,
+            f"{device} is listed for volume group {name}, and is none of its disks",
+            f"if nothing on it is needed, `vgextend {name} {device}`; else correct the list",
+        )
+    blocks = _blocks(node.kernel, group)
+    if len(blocks) > 1:
+        sizes = "; ".join(f"{size} bytes: {', '.join(blocks[size])}" for size in sorted(blocks))
+        yield (
+            WARN,
+            f"volume group {name} has disks with logical blocks of several sizes ({sizes}): a file"
+            " system that was made on the smaller ones may not be mounted once it lies on others",
+            "move what is on one kind to the other (`pvmove`), and take that out (`vgreduce`)",
+        )
+    if group.missing_disks:
+        yield (
+            WARN,
+            f"volume group {name} misses {group.missing_disks} of its disks",
+            "attach them again, or see `A disk is replaced` in docs/operations.md",
+        )
+    else:
+        yield _pass(
+            f"volume group {name} is whole, with {len(group.disks)} disks; its metadata area is"
+            f" {fill:.0f} % full"
+        )
+    if fill >= _NEARLY_FULL_PERCENT:
+        yield (
+            WARN,
+            f"the metadata area of volume group {name} is {fill:.0f} % full: soon nothing new is"
+            " made there",
+            "delete volumes or snapshots, or see `A group's metadata area is full` in"
+            " docs/operations.md",
+        )
+
+
+def _hidden(name: str, group: Group | None, root: Path) -> Seen:
+    """A group of which the node's devices file, or a filter, hides disks."""
+    if (file := lvm2.devices_file(root)) is not None:
+        why = f"the node's devices file does not list (/{file.relative_to(root)})"
+        remedy = f"`vgimportdevices {name}` on the node, if it shall be used; see lvmdevices(8)"
+    else:
+        why = "the filters in the node's lvm.conf reject (devices/filter, devices/global_filter)"
+        remedy = "correct the filter, or name the disks in the setting `devices`"
+    if group is None:
+        seen = f"is on disks that {why}, so lvm2 does not use it, and its classes have no room"
+    else:
+        seen = f"misses {group.missing_disks} of its disks, some of which {why}"
+    return WARN, f"volume group {name} {seen}", remedy
+
+
+def _blocks(kernel: Kernel, group: Group) -> Mapping[int, list[str]]:
+    """The disks that are present, by the size of their logical blocks."""
+    found: dict[int, list[str]] = {}
+    for disk in group.disks:
+        with suppress(OSError):
+            found.setdefault(kernel.logical_block_bytes(disk.name), []).append(disk.name)
+    return found
+
+
+def _unfiltered(node: Node, known: Report) -> Mapping[str, Group]:
+    """The groups without the node's devices file and filters: a command, if that may differ."""
+    root, found = node.lvm_root, [known.groups.get(one) for one in node.settings.groups]
+    is_well = all(one is not None and not one.missing_disks for one in found)
+    has_any = lvm2.devices_file(root) is not None or blockdevices.read(root) is not None
+    # The setting `devices` overrides both.
+    if is_well or node.settings.devices or not has_any:
+        return {}
+    every = ('devices/filter=["a|.*|"]', 'devices/global_filter=["a|.*|"]')
+    settings = (*lvm2.without_udev(), "devices/use_devicesfile=0", *every)
+    try:
+        return report.read(lvm2.Lvm(node.run, settings=settings)).groups
+    except mount_errors.CommandError:
+        return {}
 
 
 def _kernel(node: Node) -> Iterator[Seen]:
+    """The kernel's system calls for mounts."""
     if node.kernel.has_new_mount_calls():
-        yield PASS, "the kernel makes read-only binds at once (mount_setattr, Linux 5.12)", ""
+        yield _pass("the kernel makes read-only binds at once (mount_setattr, Linux 5.12)")
     else:
         yield (
             WARN,
@@ -365,17 +362,16 @@ def _kernel(node: Node) -> Iterator[Seen]:
 
 
 def _modules(node: Node) -> Iterator[Seen]:
-    needed = {one.layout.module: one.name for one in node.settings.classes}
+    """The kernel modules that the classes need: FAIL without; for snapshots WARN."""
+    needed = {one.layout.module: one.name for one in node.settings.classes if one.layout.module}
     needed |= {f"dm-{one.cache.kind}": one.name for one in node.settings.classes if one.cache}
-    wanted = {_FOR_SNAPSHOTS: "snapshots"} | {
-        module: f"class {name}" for module, name in needed.items() if module
-    }
+    wanted = {"dm-snapshot": "snapshots"} | {one: f"class {needed[one]}" for one in needed}
     for module, purpose in sorted(wanted.items()):
         there = _module_is_there(node, module)
         if there:
-            yield PASS, f"the kernel has {module}, for {purpose}", ""
+            yield _pass(f"the kernel has {module}, for {purpose}")
         elif there is None and module not in needed:
-            yield PASS, f"{module}, for {purpose}, is loaded when it is wanted, if it is there", ""
+            yield _pass(f"{module}, for {purpose}, is loaded when it is wanted, if it is there")
         elif there is None:
             yield (
                 WARN,
@@ -392,13 +388,14 @@ def _modules(node: Node) -> Iterator[Seen]:
 
 
 def _file_systems(node: Node) -> Iterator[Seen]:
+    """The programs of each file system, FAIL if a class uses it; and blkid."""
     if not _has(node, "blkid"):
-        # Volumes are looked at with its library, in this process; what shall be a disk is not.
-        verdict, told = WARN, "blkid is missing, without which no device is made a disk of a group"
+        # Volumes are read by its library, in this process; future disks of a group are not.
+        verdict, seen = WARN, "blkid is missing, without which no device is made a disk of a group"
         if not _has_libblkid(node):
             verdict = FAIL
-            told = "neither blkid nor its library is there: nothing is ever formatted"
-        yield verdict, told, "install util-linux"
+            seen = "neither blkid nor its library is there: nothing is ever formatted"
+        yield verdict, seen, "install util-linux"
     used = {one.fs_type for one in node.settings.classes}
     for fs_type in filesystem.FILE_SYSTEMS:
         if missing := missing_programs(node, fs_type):
@@ -408,12 +405,11 @@ def _file_systems(node: Node) -> Iterator[Seen]:
                 f"install {PACKAGES[fs_type]}",
             )
         else:
-            yield PASS, f"{fs_type}: found {' and '.join(_programs(fs_type))}", ""
+            yield _pass(f"{fs_type}: found {' and '.join(_programs(fs_type))}")
 
 
 def _has_libblkid(node: Node) -> bool:
     try:
-        # It holds not a byte.
         node.kernel.signatures(os.devnull)
     except OSError as error:
         return error.errno != errno.ENOSYS
@@ -421,7 +417,7 @@ def _has_libblkid(node: Node) -> bool:
 
 
 def missing_programs(node: Node, fs_type: str) -> list[str]:
-    """The programs that a file system needs and this node has not; no command."""
+    """The programs that a file system needs and this node lacks; no command."""
     return [one for one in _programs(fs_type) if not _has(node, one)]
 
 
@@ -431,8 +427,9 @@ def _programs(fs_type: str) -> tuple[str, ...]:
 
 
 def _thin_tools(node: Node) -> Iterator[Seen]:
+    """The programs that lvm2 runs for thin pools, if a class is thin."""
     thin = [one.name for one in node.settings.classes if one.layout.is_thin]
-    # With lvm = "host" lvm2 calls the host's, which cannot be seen from here.
+    # With lvm = "host" lvm2 runs the host's, which cannot be seen from here.
     if not thin or node.settings.lvm == "host":
         return
     if missing := [one for one in _THIN_PROGRAMS if not _has(node, one)]:
@@ -443,25 +440,25 @@ def _thin_tools(node: Node) -> Iterator[Seen]:
             "install thin-provisioning-tools",
         )
     else:
-        yield PASS, "the programs that check and mend thin pools are there", ""
+        yield _pass("the programs that check and mend thin pools are there")
 
 
 def _encryption(node: Node) -> Iterator[Seen]:
-    encrypted = [one.name for one in node.settings.classes if one.encryption]
+    """Cryptsetup, dm-crypt, AES instructions and key files, if a class is encrypted."""
+    encrypted = [one for one in node.settings.classes if one.encryption]
     if not encrypted:
         return
-    named = f"class {', '.join(encrypted)}"
+    named = f"class {', '.join(one.name for one in encrypted)}"
     if not _has(node, "cryptsetup"):
         yield FAIL, f"cryptsetup is missing, which {named} needs", "install cryptsetup-bin"
     there = _module_is_there(node, "dm-crypt")
     if there is False:
         yield FAIL, f"the kernel has no dm-crypt, which {named} needs", "install its modules"
     elif _has(node, "cryptsetup"):
-        yield PASS, f"cryptsetup is there, and dm-crypt{' perhaps' * (there is None)}", ""
-    flags = node.at("/proc/cpuinfo").read_text().lower().split()
-    # x86 and 64-bit ARM call it the same.
-    if "aes" in flags:
-        yield PASS, "the processor has instructions for AES", ""
+        yield _pass(f"cryptsetup is there, and dm-crypt{' perhaps' * (there is None)}")
+    # x86 and 64-bit ARM have the same name for it.
+    if "aes" in node.at("/proc/cpuinfo").read_text().lower().split():
+        yield _pass("the processor has instructions for AES")
     else:
         yield (
             WARN,
@@ -479,14 +476,12 @@ def _encryption(node: Node) -> Iterator[Seen]:
 
 
 def _service(node: Node) -> Iterator[Seen]:
+    """Whether a process serves the socket."""
     endpoint = node.settings.endpoint
     if sockets.is_served(endpoint):
-        yield PASS, f"a process serves {endpoint}", ""
+        yield _pass(f"a process serves {endpoint}")
     else:
         yield WARN, f"no process serves {endpoint}", "`systemctl start carver`, or `carver serve`"
-
-
-PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
 
 
 def _has(node: Node, program: str) -> bool:
@@ -495,7 +490,7 @@ def _has(node: Node, program: str) -> bool:
 
 
 def _module_is_there(node: Node, module: str) -> bool | None:
-    """Whether a module is loaded, built in or can be loaded; None where that cannot be told."""
+    """Whether a module is loaded, built in or can be loaded; None if that cannot be told."""
     if node.at(f"/sys/module/{module.replace('-', '_')}").exists():
         return True
     release = node.at("/proc/sys/kernel/osrelease").read_text().strip()

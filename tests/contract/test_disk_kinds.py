@@ -185,16 +185,9 @@ def test_the_doctor_tells_of_a_group_that_was_mixed_by_force(
 ) -> None:
     forced = ("devices/allow_mixed_block_sizes=1",)
     host.lvm("vgextend", "--quiet", "--quiet", "--", group, usual, settings=forced)
-    node = preflight.GroupNode(
-        configured.carver(tmp_path, group),
-        host.kernel,
-        host.run,
-        report.read(host.lvm),
-        {},
-        {},
-        tmp_path,
-    )
-    (verdict, message, remedy), (whole, *_) = preflight.every(node)
+    config, known = configured.carver(tmp_path, group), report.read(host.lvm)
+    node = preflight.Node(config, host.kernel, host.run, lambda: known, tmp_path)
+    (verdict, message, remedy), (whole, *_) = preflight.CHECKS["groups"](node)
     assert (verdict, whole) == (WARN, PASS)
     for word in (f"512 bytes: {usual}", "4096 bytes", "pvmove"):
         assert word in message + remedy

@@ -180,10 +180,9 @@ def test_of_disks_those_are_used_that_the_node_s_devices_file_lists(
         assert (seen is not None and len(seen.disks) - seen.missing_disks) == listed
         known = report.read(node)
         assert (group in known.groups) == (listed > 0), "as lvm2 has it"
-        looked = preflight.GroupNode(
-            configured.carver(tmp_path, group), host.kernel, host.run, known, {}, {}, root
-        )
-        [(found, message, remedy)] = preflight.every(looked)
+        config = configured.carver(tmp_path, group)
+        looked = preflight.Node(config, host.kernel, host.run, lambda: known, root)
+        [(found, message, remedy)] = preflight.CHECKS["groups"](looked)
         assert found == verdict
         assert (f"vgimportdevices {group}" in remedy) == ("devices file" in message)
         assert ("devices file" in message) == (verdict == WARN)
