@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 
-from agent.core import errors
+from agent.core import errors, trace
 from mount import command
 
 # A group alone gets three quarters; of three that hang each some three tenths, and a tenth is left.
@@ -127,7 +127,7 @@ class Admission:
             self._free -= 1
         remaining = command.remaining_seconds()
         patience = _PATIENCE_SECONDS if remaining is None else min(_PATIENCE_SECONDS, remaining)
-        with self._changed:
+        with self._changed, trace.step(trace.WAIT, "start"):
             self._changed.wait_for(lambda: self.is_open or self.problem is not None, patience)
         try:
             self.require_open()
@@ -240,7 +240,8 @@ class VolumeLocks:
         """
         with self._changed:
             if self._taken(names):
-                self._await_turn(names)
+                with trace.step(trace.WAIT, "volume"):
+                    self._await_turn(names)
             self._held.update(names)
         try:
             yield
@@ -346,7 +347,9 @@ class GroupLock:
             mine = threading.Event()
             self._waiting.append(mine)
         limit = command.remaining_seconds()
-        if mine.wait(limit):
+        with trace.step(trace.WAIT, self._what):
+            mine.wait(limit)
+        if mine.is_set():
             return
         with self._guard:
             if not mine.is_set():

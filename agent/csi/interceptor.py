@@ -1,7 +1,6 @@
 """Around every call: its deadline, its log line without secrets, and its error as a gRPC status."""
 
 import logging
-import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -12,9 +11,10 @@ from google.protobuf import json_format
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from agent.core import codes, errors, secret
+from agent.core import codes, errors, secret, trace
 from agent.core.ids import VolumeId
 from agent.core.locks import Admission, Shares
+from agent.core.trace import Trace, Traces
 from mount import command
 from proto import csi_pb2 as csi
 
@@ -69,15 +69,17 @@ _Behaviour = Callable[[Message, grpc.ServicerContext], Any]
 class Interceptor(grpc.ServerInterceptor):
     """The only one. What a service raises becomes the code that agent/core/codes.py gives it.
 
-    `observe` is told of each call that ended: its method, its code's name, and its seconds.
+    `observe` gets the trace of each call that ended.
     """
 
     def __init__(
         self,
-        observe: Callable[[str, str, float], None] | None = None,
+        observe: Callable[[Trace], None] | None = None,
         admission: Admission | None = None,
+        traces: Traces | None = None,
     ) -> None:
-        self._observe = observe or (lambda _method, _code, _seconds: None)
+        self._observe = observe or (lambda _trace: None)
+        self._traces = traces or Traces()
         self._admission = admission or Admission()
         # Who asks whether the service lives is answered though each other thread waits for a disk.
         self._identity = ThreadPoolExecutor(_IDENTITY_THREADS, thread_name_prefix="identity")
@@ -109,53 +111,61 @@ class Interceptor(grpc.ServerInterceptor):
 
     def _call(self, method: str, behaviour: _Behaviour) -> _Behaviour:
         def call(request: Message, context: grpc.ServicerContext) -> Any:
-            started = time.monotonic()
-            response = None
+            made, response = Trace(method, _subject(request)), None
             try:
                 with (
+                    trace.within(made),
                     command.time_limit(_remaining_seconds(context)),
                     self._admission.call(_group(request)),
                 ):
                     response = behaviour(request, context)
             except Exception as error:
-                told = self._tell(method, request, started, error)
+                status = self._record(made, request, error)
             else:
-                told = self._tell(method, request, started)
-            _end(context, *told)
+                status = self._record(made, request)
+            _end(context, *status)
             return response
 
         return call
 
     def _stream(self, method: str, behaviour: _Behaviour) -> _Behaviour:
         def stream(request: Message, context: grpc.ServicerContext) -> Iterator[Any]:
-            started = time.monotonic()
+            made = Trace(method, _subject(request))
             try:
                 with (
                     self._stream_shares.one(_group(request) or ""),
-                    closing(self._answers(behaviour, request, context)) as answers,
+                    closing(self._answers(made, behaviour, request, context)) as answers,
                 ):
                     yield from answers
             except GeneratorExit:
                 # A caller that has gone is met at the next answer: gRPC drops this generator.
-                self._tell(method, request, started, errors.NotWanted("the rest"))
+                self._record(made, request, errors.NotWanted("the rest"))
                 raise
             except Exception as error:
-                told = self._tell(method, request, started, error)
+                status = self._record(made, request, error)
             else:
-                told = self._tell(method, request, started)
-            _end(context, *told)
+                status = self._record(made, request)
+            _end(context, *status)
 
         stream.__dict__["experimental_thread_pool"] = self._streams
         return stream
 
     def _answers(
-        self, behaviour: _Behaviour, request: Message, context: grpc.ServicerContext
+        self,
+        made: Trace,
+        behaviour: _Behaviour,
+        request: Message,
+        context: grpc.ServicerContext,
     ) -> Generator[Any, None, None]:
         """One answer after the other, each as a call: between two the caller has its own time."""
         with ExitStack() as ending:
             answers: Iterator[Any] | None = None
             while True:
-                with command.time_limit(_remaining_seconds(context)), self._admission.call():
+                with (
+                    trace.within(made),
+                    command.time_limit(_remaining_seconds(context)),
+                    self._admission.call(),
+                ):
                     if answers is None:
                         answers = ending.enter_context(closing(behaviour(request, context)))
                     answer = next(answers, None)
@@ -163,18 +173,18 @@ class Interceptor(grpc.ServerInterceptor):
                     return
                 yield answer
 
-    def _tell(
-        self, method: str, request: Message, started: float, problem: Exception | None = None
+    def _record(
+        self, made: Trace, request: Message, problem: Exception | None = None
     ) -> tuple[grpc.StatusCode, str]:
-        """Tell the log, and whoever counts, how a call came out; what its caller is told."""
+        """Log and count a call that ended; return its code and message."""
         code, message = grpc.StatusCode.OK, ""
         if problem is not None:
             code, message = codes.code_of(problem), str(problem) or type(problem).__name__
         if code in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
-            _log.debug("%s raised", method, exc_info=problem)
-        seconds = time.monotonic() - started
-        _write(method, request, code, message, seconds)
-        self._observe(method, code.name, seconds)
+            _log.debug("%s raised", made.method, exc_info=problem)
+        self._traces.end(made, code.name)
+        _write(made, request, message)
+        self._observe(made)
         return code, message
 
 
@@ -223,23 +233,24 @@ def _group(request: Message) -> str | None:
     return "" if getattr(request, "volume_id", "") else None
 
 
-def _write(
-    method: str, request: Message, code: grpc.StatusCode, message: str, seconds: float
-) -> None:
-    fields = {
-        "method": method,
-        "volume": _subject(request),
-        "code": code.name,
-        "milliseconds": round(seconds * 1000, 1),
+def _write(made: Trace, request: Message, message: str) -> None:
+    fields: dict[str, object] = {
+        "method": made.method,
+        "volume": made.volume,
+        "code": made.code,
+        "milliseconds": round(made.seconds * 1000, 1),
     }
     if message:
         fields["error"] = message
     # Probes and capability questions come all day long; they are news only when they fail.
-    routine = code is grpc.StatusCode.OK and method in _ROUTINE
+    routine = made.code == grpc.StatusCode.OK.name and made.method in _ROUTINE
     level = logging.DEBUG if routine else logging.INFO
+    is_debug = _log.isEnabledFor(logging.DEBUG)
+    if is_debug and made.steps:
+        fields["steps"] = ", ".join(map(str, made.steps))
     _log.log(level, "call", extra={"fields": fields})
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("request", extra={"fields": {"method": method, **stripped(request)}})
+    if is_debug:
+        _log.debug("request", extra={"fields": {"method": made.method, **stripped(request)}})
 
 
 # What a call is about, in the order in which a request is asked for it.

@@ -30,6 +30,7 @@ from agent.core.classes import DeviceClass
 from agent.core.errors import AgentError, PoolSilent
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.locks import Admission
+from agent.core.trace import Trace
 from agent.daemon.extra import Extra, Gauge
 from agent.daemon.registration import Registration, State
 from agent.operations import health as conditions
@@ -87,6 +88,12 @@ class Metrics:
             buckets=_BUCKETS,
             registry=self._registry,
         )
+        self._step_seconds = Counter(
+            "carver_call_step_seconds",
+            "Time that CSI calls spent waiting, in programs and in the kernel.",
+            ["method", "kind"],
+            registry=self._registry,
+        )
         self._commands = Counter(
             "carver_commands",
             "Programs that ended: OK, the error that lvm2's failure was, or the exit code.",
@@ -102,10 +109,12 @@ class Metrics:
         )
         ProcessCollector(registry=self._registry)
 
-    def count_call(self, method: str, code: str, seconds: float) -> None:
-        """A call ended."""
-        self._calls.labels(method, code).inc()
-        self._call_seconds.labels(method).observe(seconds)
+    def count_call(self, ended: Trace) -> None:
+        """Count a call that ended, and sum its steps by their kinds."""
+        self._calls.labels(ended.method, ended.code).inc()
+        self._call_seconds.labels(ended.method).observe(ended.seconds)
+        for kind, seconds in ended.by_kind.items():
+            self._step_seconds.labels(ended.method, kind).inc(seconds)
 
     def counted(self, run: Runner) -> Runner:
         """The same, with each program counted, also one that could not be started."""

@@ -4,12 +4,13 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import grpc
 
-from agent.core import errors, extras, group_definitions
+from agent.core import errors, extras, group_definitions, trace
 from agent.core import locks as admission
 from agent.core.background import side_by_side
 from agent.core.context import Context
@@ -19,6 +20,7 @@ from agent.core.host import Host
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.locks import Admission, VolumeLocks
 from agent.core.settings import Config
+from agent.core.trace import Trace, Traces
 from agent.core.volume_groups import VolumeGroups
 from agent.csi.controller import Controller
 from agent.csi.group_controller import GroupController
@@ -72,9 +74,11 @@ class Service:
         config: Config,
         host: Host,
         lvm: Lvm,
-        observe: Callable[[str, str, float], None] | None = None,
+        observe: Callable[[Trace], None] | None = None,
         definitions: GroupDefinitions = group_definitions.NONE,
     ) -> None:
+        self.traces = Traces()
+        host, lvm = _traced(host), replace(lvm, run=trace.traced_run(lvm.run))
         sessions = _sessions(config, host, lvm.run, host.converse) if host.converse else None
         volume_groups = self.volume_groups = VolumeGroups(
             lvm,
@@ -142,7 +146,7 @@ class Service:
         for name, module in extras.modules("service"):
             self.extras[name] = module.add(self)
         offered = [one for extra in self.extras.values() for one in extra.offered]
-        self._interceptor = Interceptor(observe, self.admission)
+        self._interceptor = Interceptor(observe, self.admission, self.traces)
         self._server = grpc.server(
             ThreadPoolExecutor(admission.THREADS, thread_name_prefix="rpc"),
             interceptors=[self._interceptor],
@@ -211,6 +215,17 @@ class Service:
         }
         side_by_side(works, _ENDING_SECONDS)
         self.volume_groups.close()
+
+
+def _traced(host: Host) -> Host:
+    """The host, each operation of which is a step of the call that asks for it."""
+    return replace(
+        host,
+        run=trace.traced_run(host.run),
+        observe=trace.traced_observer(host.observe),
+        kernel=trace.traced(host.kernel),
+        devices=trace.traced(host.devices),
+    )
 
 
 def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Callable[[str], Session]:

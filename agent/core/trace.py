@@ -1,0 +1,160 @@
+"""The trace of a call: what it waited for, and each step that it took, with their times.
+
+A step is a program, an operation of the kernel (mount(2), ioctl(2), sysfs), or a wait: for the
+volume, for the volume group, for a place among the calls, for mkfs or fsck. The debug log has the
+trace of each call, metrics sum the steps by kind, and `carver trace` shows the slowest of late.
+"""
+
+import contextvars
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+from mount.command import Finished, Result, Run
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Run)
+
+WAIT, PROGRAM, KERNEL = "wait", "program", "kernel"
+KINDS = (WAIT, PROGRAM, KERNEL)
+# Shorter ones, as the reading of a file in sysfs, would only hide the others.
+_SHORTEST_SECONDS = 0.0005
+# A call that retries for minutes keeps its first steps; how long all took is summed all the same.
+_MOST_STEPS = 64
+# Of the calls that ended last so many are kept.
+_MOST_CALLS = 256
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its kind, such as `wait`, what it was, when it began in the call, and how long."""
+
+    kind: str
+    what: str
+    after_seconds: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.what} {self.seconds * 1000:.1f} ms"
+
+
+@dataclass
+class Trace:
+    """A call, or one that ended."""
+
+    method: str
+    volume: str
+    time_seconds: float = field(default_factory=time.time)
+    began_seconds: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    code: str = ""
+    steps: list[Step] = field(default_factory=list)
+    by_kind: dict[str, float] = field(default_factory=dict)
+
+    def add(self, kind: str, what: str, seconds: float) -> None:
+        """A step ended just now."""
+        self.by_kind[kind] = self.by_kind.get(kind, 0.0) + seconds
+        if seconds >= _SHORTEST_SECONDS and len(self.steps) < _MOST_STEPS:
+            after_seconds = time.monotonic() - self.began_seconds - seconds
+            self.steps.append(Step(kind, what, after_seconds, seconds))
+
+
+class Traces:
+    """The calls that ended last."""
+
+    def __init__(self) -> None:
+        self._ended: deque[Trace] = deque(maxlen=_MOST_CALLS)
+        self._guard = threading.Lock()
+
+    def end(self, ended: Trace, code: str) -> None:
+        """Keep a call that ended, if it took any steps."""
+        ended.seconds, ended.code = time.monotonic() - ended.began_seconds, code
+        if ended.steps:
+            with self._guard:
+                self._ended.append(ended)
+
+    def slowest(self, most: int) -> Sequence[Trace]:
+        """So many of those that are kept, the slowest first."""
+        with self._guard:
+            kept = list(self._ended)
+        return sorted(kept, key=lambda one: -one.seconds)[:most]
+
+
+_current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("trace", default=None)
+
+
+@contextmanager
+def within(made: Trace) -> Iterator[None]:
+    """Trace what this thread does inside as that call's."""
+    token = _current.set(made)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def step(kind: str, what: str) -> Iterator[None]:
+    """Time what is done inside as a step of this thread's call, if it carries out one."""
+    trace = _current.get()
+    if trace is None:
+        yield
+        return
+    began = time.monotonic()
+    try:
+        yield
+    finally:
+        trace.add(kind, what, time.monotonic() - began)
+
+
+def traced_run(run: R) -> R:
+    """Run programs, each as a step."""
+
+    def tracing(*words: str, **more: Any) -> Result:
+        with step(PROGRAM, _name(words)):
+            return run(*words, **more)
+
+    return cast(R, tracing)
+
+
+def traced_observer(observe: Callable[[Finished], None]) -> Callable[[Finished], None]:
+    """Observe commands that a shell of lvm2's carried out, each as a step."""
+
+    def tracing(finished: Finished) -> None:
+        if (trace := _current.get()) is not None:
+            trace.add(PROGRAM, _name(finished.words), finished.seconds)
+        observe(finished)
+
+    return tracing
+
+
+def traced(seam: T) -> T:
+    """Call the methods of a seam to the kernel, each as a step."""
+    return cast(T, _Traced(seam))
+
+
+class _Traced:
+    def __init__(self, seam: object) -> None:
+        self._seam = seam
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._seam, name)
+        if _current.get() is None or not callable(found):
+            return found
+
+        def tracing(*words: object, **named: object) -> object:
+            with step(KERNEL, name):
+                return found(*words, **named)
+
+        return tracing
+
+
+def _name(words: Sequence[str]) -> str:
+    """A program, of lvm2 and cryptsetup with its subcommand; never an argument."""
+    if words[0] == "env":
+        words = words[2:]  # it only sets a variable for the program behind it
+    return " ".join(words[:2] if words[0] in ("lvm", "cryptsetup") else words[:1])

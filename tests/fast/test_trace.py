@@ -1,0 +1,128 @@
+"""What of a call's time its trace explains: waits, programs, the kernel's operations."""
+
+import json
+import logging
+import threading
+import time
+from pathlib import Path
+
+import configured
+import pytest
+import serving
+from fakes.host import FakeHost
+
+from agent.core import trace
+from agent.core.locks import GroupLock, VolumeLocks
+from agent.core.trace import KERNEL, PROGRAM, WAIT, Trace, Traces
+from agent.csi.client import Client, mounted
+from mount.command import Finished, Result
+
+
+def traced() -> Trace:
+    return Trace("NodeStageVolume", "data@1/vol-a")
+
+
+def steps(made: Trace) -> list[tuple[str, str]]:
+    return [(one.kind, one.what) for one in made.steps]
+
+
+def test_a_program_is_a_step_by_its_name_without_its_arguments() -> None:
+    def run(*_words: str) -> Result:
+        time.sleep(0.002)
+        return Result(0, "", "")
+
+    made = traced()
+    with trace.within(made):
+        trace.traced_run(run)("lvm", "lvcreate", "--name", "secret")
+        trace.traced_run(run)("env", "A=b", "mkfs.ext4", "/dev/data/vol-a")
+        trace.traced_observer(lambda _: None)(Finished(("lvm", "lvs"), 0, 1.5))
+    assert steps(made) == [(PROGRAM, "lvm lvcreate"), (PROGRAM, "mkfs.ext4"), (PROGRAM, "lvm lvs")]
+    assert made.by_kind[PROGRAM] > 1.5
+
+
+def test_a_failing_step_is_timed_and_its_error_passed_on() -> None:
+    class Kernel:
+        def mount(self) -> None:
+            time.sleep(0.002)
+            raise OSError(5, "Input/output error")
+
+    made = traced()
+    with trace.within(made), pytest.raises(OSError, match="Input/output error"):
+        trace.traced(Kernel()).mount()
+    assert steps(made) == [(KERNEL, "mount")]
+
+
+def test_what_no_call_asks_for_is_no_step() -> None:
+    with trace.step(WAIT, "volume"):
+        pass
+    assert trace.traced(Path("/")).is_dir()
+
+
+def test_steps_are_bounded_and_their_time_is_not() -> None:
+    made = traced()
+    for _ in range(1000):
+        made.add(PROGRAM, "lvm lvs", 1.0)
+    assert len(made.steps) < 100
+    assert made.by_kind == {PROGRAM: 1000.0}
+
+
+def test_the_slowest_of_the_last_calls_come_first() -> None:
+    traces = Traces()
+    for seconds in range(1000):
+        made = Trace("CreateVolume", f"vol-{seconds}")
+        made.add(WAIT, "volume", 1.0)
+        made.began_seconds -= seconds % 7
+        traces.end(made, "OK")
+    slowest = traces.slowest(20)
+    assert len(slowest) == 20
+    assert all(one.seconds >= 6 for one in slowest)
+    # Long ago, others may have been slower.
+    assert int(slowest[-1].volume.removeprefix("vol-")) > 500
+
+
+def test_waits_for_the_volume_and_for_the_group_are_told_apart() -> None:
+    locks, group = VolumeLocks(), GroupLock("volume group data")
+    locks.grace_seconds = 20
+    held, go_on = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with locks.hold("vol-a"), group.turn():
+            held.set()
+            go_on.wait(20)
+
+    holder = threading.Thread(target=other)
+    holder.start()
+    assert held.wait(20)
+    threading.Timer(0.05, go_on.set).start()
+    made = traced()
+    with trace.within(made), locks.hold("vol-a"), group.turn():
+        pass
+    holder.join(20)
+    assert (WAIT, "volume") in steps(made)
+    again = traced()
+    with trace.within(again), locks.hold("vol-a"), group.turn():
+        pass
+    assert not again.steps
+
+
+def test_a_call_is_kept_with_its_steps_and_logged_with_them_on_debug(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A fake's programs take no time.
+    monkeypatch.setattr(trace, "_SHORTEST_SECONDS", 0.0)
+    fake = FakeHost(tmp_path)
+    group = fake.new_group(100)
+    config = configured.carver(tmp_path, group)
+    caplog.set_level(logging.DEBUG, "carver.calls")
+    service = serving.start(config, fake)
+    try:
+        with Client(config.endpoint) as client:
+            client.create("a", 32 << 20, mounted())
+    finally:
+        service.stop()
+    [created] = [one for one in service.traces.slowest(9) if one.method == "CreateVolume"]
+    assert created.code == "OK"
+    assert (PROGRAM, "lvm lvcreate") in steps(created)
+    assert created.seconds >= sum(one.seconds for one in created.steps)
+    lines = [one.fields for one in caplog.records if one.msg == "call"]  # type: ignore[attr-defined]
+    assert any("lvm lvcreate" in json.dumps(one.get("steps", "")) for one in lines)
