@@ -9,9 +9,10 @@ import logging
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Generic, TypeVar
 
 from agent.core import errors
@@ -126,73 +127,139 @@ class DeferredWork:
         self._told = problem
 
 
-# What is no wonder needs no trace to be understood.
-_KNOWN = (errors.AgentError, mount_errors.CommandError, OSError)
+# Errors with a sentence of their own: their trace adds nothing.
+_EXPECTED = (errors.AgentError, mount_errors.CommandError, OSError)
 
 
 class PeriodicTask:
-    """Has `look` at each of these groups, which says whether it is to be had again at once.
+    """Work repeated in a background thread until `stop`.
 
-    `failure` is what the log says of a look that failed, of the group's name and the error.
+    `work` runs `first_seconds` after `start`, then `interval_seconds` after each run, or at once
+    where it returns True. Whatever it raises is counted in `failures`, logged once as `failure`
+    (with %s for the error) for as long as it stays the same, and retried after `retry_seconds`,
+    doubled up to `longest_retry_seconds`; by default after `interval_seconds`.
     """
 
     def __init__(
-        self, kind: str, groups: Sequence[str], look: Callable[[str], bool], failure: str
+        self,
+        name: str,
+        work: Callable[[], bool | None],
+        interval_seconds: float,
+        failure: str,
+        *,
+        first_seconds: float = 0.0,
+        retry_seconds: float | None = None,
+        longest_retry_seconds: float | None = None,
     ) -> None:
-        self.kind, self._groups = kind, tuple(groups)
-        self._look, self._failure = look, failure
+        self.failures = 0
+        self._name, self._work, self._failure = name, work, failure
+        self._interval_seconds = interval_seconds
+        self._first_seconds = first_seconds
+        self._retry_seconds = interval_seconds if retry_seconds is None else retry_seconds
+        self._longest_retry_seconds = longest_retry_seconds or self._retry_seconds
         self._stopping = threading.Event()
-        self._threads: list[threading.Thread] = []
-        # By the groups; each is written by its own thread only.
-        self._failures = dict.fromkeys(self._groups, 0)
+        self._thread: threading.Thread | None = None
+        # The failures in a row, and the last one.
+        self._in_a_row, self._problem = 0, ""
+        # How long the next retry waits.
+        self._pause_seconds = self._retry_seconds
 
     @property
     def is_alive(self) -> bool:
-        """Whether any group is looked at."""
-        return any(one.is_alive() for one in self._threads)
+        """Whether the thread runs."""
+        return self._thread is not None and self._thread.is_alive()
 
-    def failures(self) -> Mapping[str, int]:
-        """How many looks at each group failed until now."""
-        return dict(self._failures)
-
-    def start(self, pause_seconds: float) -> None:
-        """Look from now on, so many seconds after the look before, and at first after as many."""
-        for group in self._groups:
-            words = (group, pause_seconds)
-            name = f"{self.kind} {group}"
-            thread = threading.Thread(target=self._run, args=words, name=name, daemon=True)
-            thread.start()
-            # Last: a stop that comes meanwhile joins no thread that was not started.
-            self._threads.append(thread)
+    def start(self) -> None:
+        """Begin; raises RuntimeError where no thread can be had."""
+        # A daemon: work that hangs must not keep the process from ending.
+        thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+        thread.start()
+        self._thread = thread
 
     def stop(self) -> None:
-        """Begin no look any more."""
+        """Begin no further run; one that is under way goes on."""
         self._stopping.set()
 
-    def join(self, seconds: float) -> None:
-        """Wait so long at most until those that are under way have ended."""
-        until = time.monotonic() + seconds
-        for thread in list(self._threads):
-            thread.join(max(0.0, until - time.monotonic()))
+    def join(self, seconds: float | None = None) -> None:
+        """Wait so long at most until the thread has ended; without a limit by default."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
-    def _run(self, group: str, pause_seconds: float) -> None:
-        failures, told = 0, ""
+    def run_once(self) -> float:
+        """Do the work once; return after how many seconds it is due again. Raises nothing."""
+        try:
+            is_due = self._work()
+        except Exception as error:
+            self.failures += 1
+            self._in_a_row += 1
+            if self._problem != (problem := str(error) or type(error).__name__):
+                trace = None if isinstance(error, _EXPECTED) else error
+                _log.error(self._failure, problem, exc_info=trace)
+            self._problem = problem
+            pause_seconds = self._pause_seconds
+            self._pause_seconds = min(2 * pause_seconds, self._longest_retry_seconds)
+            return pause_seconds
+        if self._in_a_row:
+            _log.warning("%s: well again after %d failures", self._name, self._in_a_row)
+        self._in_a_row, self._problem, self._pause_seconds = 0, "", self._retry_seconds
+        return 0.0 if is_due else self._interval_seconds
+
+    def _run(self) -> None:
+        pause_seconds = self._first_seconds
         while not self._stopping.wait(pause_seconds):
-            try:
-                while self._look(group) and not self._stopping.is_set():
-                    pass
-            except Exception as error:
-                failures += 1
-                self._failures[group] += 1
-                # The same again each time is told once.
-                if told != (problem := str(error) or type(error).__name__):
-                    trace = None if isinstance(error, _KNOWN) else error
-                    _log.error(self._failure, group, problem, exc_info=trace)
-                told = problem
-            else:
-                if failures:
-                    _log.warning("%s %s: well again after %d failures", self.kind, group, failures)
-                failures, told = 0, ""
+            pause_seconds = self.run_once()
+
+
+class GroupTasks:
+    """One PeriodicTask for each volume group: one that hangs delays no other's.
+
+    `failure` is logged with %s for the group's name and for the error.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        groups: Iterable[str],
+        work: Callable[[str], bool | None],
+        interval_seconds: float,
+        failure: str,
+    ) -> None:
+        self.kind = kind
+        self._tasks = {
+            one: PeriodicTask(
+                f"{kind} {one}",
+                partial(work, one),
+                interval_seconds,
+                failure.replace("%s", one, 1),
+                first_seconds=interval_seconds,
+            )
+            for one in groups
+        }
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether any group's task runs."""
+        return any(one.is_alive for one in self._tasks.values())
+
+    def failures(self) -> Mapping[str, int]:
+        """How many runs failed until now, by the group."""
+        return {group: one.failures for group, one in self._tasks.items()}
+
+    def start(self) -> None:
+        """Begin, each after its interval."""
+        for one in self._tasks.values():
+            one.start()
+
+    def stop(self) -> None:
+        """Begin no further run."""
+        for one in self._tasks.values():
+            one.stop()
+
+    def join(self, seconds: float) -> None:
+        """Wait so long at most until all have ended."""
+        until = time.monotonic() + seconds
+        for one in self._tasks.values():
+            one.join(max(0.0, until - time.monotonic()))
 
 
 T = TypeVar("T")

@@ -25,7 +25,7 @@ from prometheus_client.registry import Collector
 
 from agent.core import records
 from agent.core.allocation import Allocators
-from agent.core.background import PeriodicTask
+from agent.core.background import GroupTasks
 from agent.core.classes import DeviceClass
 from agent.core.errors import AgentError, PoolSilent
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
@@ -67,7 +67,7 @@ class Parts:
     autoextender: Autoextender
     registration: Registration
     extras: Sequence[Extra] = ()
-    rounds: Sequence[PeriodicTask] = ()
+    tasks: Sequence[GroupTasks] = ()
 
 
 class Metrics:
@@ -226,9 +226,9 @@ class _Gauges(Collector):
             "Looks behind the answers that failed, and are had again.",
             labels=["kind", "group"],
         )
-        for rounds in parts.rounds:
-            for group, count in rounds.failures().items():
-                failures.add_metric([rounds.kind, group], count)
+        for tasks in parts.tasks:
+            for group, count in tasks.failures().items():
+                failures.add_metric([tasks.kind, group], count)
         yield failures
 
         registration = GaugeMetricFamily(

@@ -28,7 +28,7 @@ from agent.daemon import monitor
 from agent.daemon.refresh import Watch
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service, resume
-from agent.daemon.startup import Recovery, Startup
+from agent.daemon.startup import Recovery, startup
 from agent.operations import preflight
 from mount.command import Finished
 
@@ -164,7 +164,7 @@ def serve(config: Config, host: Host, is_told: Callable[[], None] = lambda: None
         ending.callback(watch.stop)
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")
-        beginning = Startup(begin, service.admission, partial(_after, service, watch))
+        beginning = startup(begin, service.admission, partial(_after, service, watch))
         beginning.start()
         ending.callback(beginning.stop)
         ending.callback(is_told)
@@ -209,7 +209,7 @@ def _measured(config: Config, service: Service, registration: Registration) -> "
         service.autoextender,
         registration,
         tuple(service.extras.values()),
-        (service.autoextender.rounds, service.auto_repair.rounds, service.inline_volumes.rounds),
+        (service.autoextender.tasks, service.auto_repair.tasks, service.inline_volumes.tasks),
     )
 
 

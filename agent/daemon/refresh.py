@@ -1,28 +1,23 @@
-"""What LVM says, kept recent for those who only glimpse at it, by the clock; and events of disks.
+"""Background refresh of the cached state: by the clock, and by udev's events of disks.
 
-Nothing is read while nobody asks: an idle node runs no command.
+Only what callers use is refreshed, so an idle node runs no command.
 """
 
-import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
+from agent.core.background import PeriodicTask
 from agent.core.inventory import Inventory
 from lvm.events import DiskEvents
 
-_log = logging.getLogger(__name__)
-
 _TURN_SECONDS = 2.0
-# A look costs a process only where something was written to the group.
-_DUE_SECONDS = 60.0
+# A refresh costs a process only where something was written to the group.
+_MAX_AGE_SECONDS = 60.0
 
 
 class Watch:
-    """A thread that has the inventory read anew when its report is due.
+    """Refreshes the inventory, marks it outdated at events of disks, and does `then` regularly.
 
-    At each of its turns it does `then`, which has to return at once, as all else that it does:
-    udev's events come however long a group hangs.
+    `then` has to return at once, as a refresh does: it begins what may hang in other threads.
     """
 
     def __init__(
@@ -33,56 +28,43 @@ class Watch:
     ) -> None:
         self._inventory = known
         self._listen = listen
-        self._then = then
-        # Why not, as it was told last, by what was to be looked at.
-        self._told: dict[str, str] = {}
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._events: DiskEvents | None = None
+        failure = "%s is not watched: %%s"
+        # Waiting for events is its pause.
+        self._udev = PeriodicTask(
+            "udev", self._hear, 0.0, failure % "udev", retry_seconds=_TURN_SECONDS
+        )
+        self._tasks = (
+            self._udev,
+            PeriodicTask("refresh", self._refresh, _TURN_SECONDS, failure % "LVM"),
+            PeriodicTask("volume groups", then, _TURN_SECONDS, "volume groups are not tried: %s"),
+        )
 
     def start(self) -> None:
         """Begin."""
-        self._thread.start()
+        for one in self._tasks:
+            one.start()
 
     def stop(self) -> None:
-        """End at the next turn; a command of lvm2's that is at work is left to end by itself."""
-        self._stopping.set()
+        """Begin no further run; a command of lvm2's under way is left to end by itself."""
+        for one in self._tasks:
+            one.stop()
 
-    def _run(self) -> None:
-        events: DiskEvents | None = None
-        with self._going_on("udev"):
-            events = self._listen()
-        while not self._stopping.is_set():
-            with self._going_on("udev"):
-                self._hear(events)
-            with self._going_on("LVM"):
-                self._inventory.refresh(_DUE_SECONDS)
-            with self._going_on("volume groups"):
-                self._then()
+    def _refresh(self) -> None:
+        self._inventory.refresh(_MAX_AGE_SECONDS)
 
-    def _hear(self, events: DiskEvents | None) -> None:
-        """Wait for events, or where there are none for the clock."""
-        if events is None:
-            self._stopping.wait(_TURN_SECONDS)
+    def _hear(self) -> None:
+        """Wait for events; where there is no udev, leave it to the clock."""
+        if self._events is None and (events := self._listen()) is not None:
+            self._events = events
+        if self._events is None:
+            self._udev.stop()
             return
         try:
-            told = events.wait(_TURN_SECONDS)
+            heard = self._events.wait(_TURN_SECONDS)
         except Exception:
-            # What was heard before that is lost with it.
+            # Events before that are lost.
             self._inventory.outdate()
             raise
-        for event in told:
+        for event in heard:
             self._inventory.outdate(event.written)
-
-    @contextmanager
-    def _going_on(self, what: str) -> Iterator[None]:
-        """Nothing that is raised inside ends the thread, or has it turn without a pause."""
-        try:
-            yield
-        except Exception as error:
-            # The same again at each turn is told once.
-            if self._told.get(what) != (problem := str(error) or type(error).__name__):
-                _log.error("%s could not be looked at: %s", what, problem)
-            self._told[what] = problem
-            self._stopping.wait(_TURN_SECONDS)
-        else:
-            self._told.pop(what, None)

@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 
 from agent.core import errors, sockets
+from agent.core.background import PeriodicTask
 from agent.core.settings import DRIVER_NAME
 from proto import pluginregistration_pb2 as kubelet
 from proto import pluginregistration_pb2_grpc
@@ -69,18 +70,23 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         # Kubelet may answer before `_serve` has noted that it waits for that.
         self._answering = threading.Lock()
         self._problem = ""
-        self._stopping = threading.Event()
-        self._watching = threading.Thread(target=self._watch, name="registration", daemon=True)
+        self._task = PeriodicTask(
+            "registration",
+            self._ensure_served,
+            interval_seconds,
+            "cannot make the registration socket: %s",
+            retry_seconds=retry_seconds,
+        )
 
     def start(self) -> None:
         """Serve the socket where kubelet has its directory, and as soon as it has one."""
-        self._watching.start()
+        self._task.start()
 
     def stop(self) -> None:
         """Take the socket away: kubelet sends no more calls."""
-        self._stopping.set()
-        if self._watching.is_alive():
-            self._watching.join()
+        self._task.stop()
+        self._task.join()
+        self._end()
 
     def check(self) -> None:
         """Raise NotReady unless kubelet has registered Carver, or leaves that to someone else.
@@ -125,19 +131,6 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
                 )
                 self._retry = min(self._retry * 2, _LONGEST_RETRY_SECONDS)
         return kubelet.RegistrationStatusResponse()
-
-    def _watch(self) -> None:
-        while True:
-            pause = self._interval
-            try:
-                self._ensure_served()
-            except (OSError, RuntimeError) as error:
-                # RuntimeError is what grpc raises where it cannot bind.
-                self._tell(f"the registration socket cannot be made: {error}")
-                pause = self._first_retry
-            if self._stopping.wait(pause):
-                break
-        self._end()
 
     def _ensure_served(self) -> None:
         if self._is_ours() and not self._is_due_again():

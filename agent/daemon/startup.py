@@ -1,11 +1,11 @@
 """Start-up and recovery: before lvm2 has answered, and for each group when it answers."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
+from agent.core.background import PeriodicTask
 from agent.core.locks import Admission
 from agent.core.volume_groups import VolumeGroups
 from mount import command
@@ -14,61 +14,40 @@ _log = logging.getLogger(__name__)
 
 _FIRST_RETRY_SECONDS = 1.0
 _LONGEST_RETRY_SECONDS = 60.0
-# Whoever waits for a disk shall not hold what the next attempt needs.
-_BEGIN_SECONDS = 60.0
+# An attempt that waits for a disk must not hold what the next one needs.
+_PATIENCE_SECONDS = 60.0
 
 
-class Startup:
-    """Carries out `begin` until it succeeds, then has calls admitted, then does what comes after.
+def startup(
+    begin: Callable[[], None], admission: Admission, after: Callable[[], None]
+) -> PeriodicTask:
+    """Make a task that retries `begin` until it succeeds, then admits calls, then does `after`.
 
     `begin` looks before it acts, so it may fail, or be killed, at any step.
     """
 
-    def __init__(
-        self, begin: Callable[[], None], admission: Admission, after: Callable[[], None]
-    ) -> None:
-        self._begin = begin
-        self._admission = admission
-        self._after = after
-        self._stopping = threading.Event()
-        self._problem = ""
-        # A command that does not end must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="beginning", daemon=True)
-
-    def start(self) -> None:
-        """Begin."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Try no more; what is under way is left to end by itself."""
-        self._stopping.set()
-
-    def _run(self) -> None:
-        pause = _FIRST_RETRY_SECONDS
-        while not self._succeeds():
-            if self._stopping.wait(pause):
-                return
-            pause = min(2 * pause, _LONGEST_RETRY_SECONDS)
-        self._admission.open()
-        self._after()
-
-    def _succeeds(self) -> bool:
+    def attempt() -> None:
         try:
-            with command.time_limit(_BEGIN_SECONDS):
-                self._begin()
+            with command.time_limit(_PATIENCE_SECONDS):
+                begin()
         except Exception as error:
-            if (problem := str(error) or type(error).__name__) != self._problem:
-                _log.error("no volume group can be used yet, and it is tried again: %s", problem)
-            self._problem = problem
-            self._admission.refuse(error)
-            return False
-        if self._problem:
-            _log.warning("lvm2 answers now: volume groups can be used")
-        return True
+            admission.refuse(error)
+            raise
+        task.stop()
+        admission.open()
+        after()
+
+    task = PeriodicTask(
+        "startup",
+        attempt,
+        _LONGEST_RETRY_SECONDS,
+        "no volume group can be used yet, and it is tried again: %s",
+        retry_seconds=_FIRST_RETRY_SECONDS,
+        longest_retry_seconds=_LONGEST_RETRY_SECONDS,
+    )
+    return task
 
 
-# Whoever waits for a disk shall not hold what the next attempt needs.
-_PATIENCE_SECONDS = 60.0
 # How long a start waits for the other groups once one was taken up.
 _OTHERS_SECONDS = 3.0
 # So often one that does not answer is tried again: soon where a disk came, went or changed.

@@ -21,7 +21,7 @@ from functools import partial
 
 from agent.core import errors, ids
 from agent.core.allocation import Allocators, pool_name
-from agent.core.background import PeriodicTask
+from agent.core.background import GroupTasks
 from agent.core.context import Context
 from lvm import layout, names, report, thin, volumes
 from lvm.devicemapper import Snapshot, Status, ThinPool
@@ -93,16 +93,18 @@ class Autoextender:
             one: {} for one in context.volume_groups.names
         }
         self._areas: dict[str, _Areas] = {one: _Areas() for one in context.volume_groups.names}
-        self.rounds = PeriodicTask("grow", context.volume_groups.names, self.look, _FAILURE)
+        self.tasks = GroupTasks(
+            "grow", context.volume_groups.names, self.look, _LOOK_SECONDS, _FAILURE
+        )
 
     def start(self) -> None:
         """Look from now on."""
-        self.rounds.start(_LOOK_SECONDS)
+        self.tasks.start()
 
     def stop(self) -> None:
         """Look no more; an extension that is under way comes to its end, unless that takes long."""
-        self.rounds.stop()
-        self.rounds.join(_ENDING_SECONDS)
+        self.tasks.stop()
+        self.tasks.join(_ENDING_SECONDS)
 
     def counts(self) -> Mapping[tuple[str, str], int]:
         """How often each kind was extended, had no room, or failed to be."""

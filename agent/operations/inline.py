@@ -20,7 +20,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from agent.core import codes, errors, ids, tag, users
-from agent.core.background import PeriodicTask
+from agent.core.background import GroupTasks
 from agent.core.context import Context
 from agent.core.locks import VolumeLocks
 from agent.core.parameters import SIZE, Parameters
@@ -120,12 +120,14 @@ class InlineVolumes:
         self._admitted = _Admitted()
         self._inside = context.config.kubelet_dir
         self._sweeps = {one: _Sweep() for one in context.config.groups}
-        self.rounds = PeriodicTask("inline", context.config.groups, self.sweep_one, _FAILURE)
+        self.tasks = GroupTasks(
+            "inline", context.config.groups, self.sweep_one, _TURN_SECONDS, _FAILURE
+        )
 
     @property
     def is_alive(self) -> bool:
         """Whether what is forgotten is looked for."""
-        return self.rounds.is_alive
+        return self.tasks.is_alive
 
     def publish(self, call: PublishInline) -> None:
         """Have the volume mounted at its target: carved, formatted, mounted, whatever is left.
@@ -188,11 +190,11 @@ class InlineVolumes:
 
     def start(self) -> None:
         """Look for what is forgotten, from time to time."""
-        self.rounds.start(_TURN_SECONDS)
+        self.tasks.start()
 
     def stop(self) -> None:
         """Look no more."""
-        self.rounds.stop()
+        self.tasks.stop()
 
     def sweep(self) -> None:
         """Wipe and remove the volumes that nobody will unpublish any more, in all groups."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from agent.core import errors, ids, tag, users
 from agent.core.allocation import Allocators
-from agent.core.background import PeriodicTask
+from agent.core.background import GroupTasks
 from agent.core.classes import AUTO
 from agent.core.context import Context
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
@@ -226,21 +226,21 @@ class AutoRepair:
         # The delays in seconds, by class.
         self._after: Mapping[str, float] = {one.name: one.repair_after_seconds for one in classes}
         self._seen = {one: _Seen() for one in sorted({one.group for one in classes})}
-        self.rounds = PeriodicTask("repair", tuple(self._seen), self.look, _FAILURE)
+        self.tasks = GroupTasks("repair", tuple(self._seen), self.look, _LOOK_SECONDS, _FAILURE)
 
     @property
     def is_alive(self) -> bool:
         """Whether any group is looked at."""
-        return self.rounds.is_alive
+        return self.tasks.is_alive
 
     def start(self) -> None:
         """Look periodically, if a class asks for it."""
-        self.rounds.start(_LOOK_SECONDS)
+        self.tasks.start()
 
     def stop(self) -> None:
         """Start no more repairs; the kernel goes on with those it has begun."""
-        self.rounds.stop()
-        self.rounds.join(_ENDING_SECONDS)
+        self.tasks.stop()
+        self.tasks.join(_ENDING_SECONDS)
 
     def step(self, now_seconds: float) -> None:
         """Look once at each group, as if it were then; for tests."""

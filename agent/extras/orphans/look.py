@@ -4,16 +4,16 @@ import fcntl
 import json
 import logging
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agent.core import errors
+from agent.core.background import PeriodicTask
 from agent.core.inventory import Inventory
 from agent.core.settings import Config
 from agent.extras.kubernetes import access
@@ -22,10 +22,6 @@ from agent.extras.orphans import candidates, needs
 from agent.extras.orphans.candidates import Candidate, Kind
 from mount import table
 from mount.kernel import Kernel
-
-if TYPE_CHECKING:
-    pass
-
 
 _log = logging.getLogger(__name__)
 
@@ -191,7 +187,7 @@ def seeker(config: Config, kernel: Kernel, inventory: Inventory) -> Seeker:
 
 
 class OrphanWatch:
-    """Looks each `interval_seconds` in a thread of its own."""
+    """Looks for orphans each `interval_seconds` in the background."""
 
     def __init__(
         self,
@@ -200,53 +196,29 @@ class OrphanWatch:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._look = look
-        self._interval_seconds = interval_seconds
         self._clock = clock
         self._counts: Counter[Kind] = Counter()
-        self._told: frozenset[str] = frozenset()
-        self._problem = ""
+        self._logged: frozenset[str] = frozenset()
         self._time_seconds = 0.0
-        self._stopping = threading.Event()
-        # A server that does not answer must not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="orphans", daemon=True)
+        self.task = PeriodicTask(
+            "orphans", self._step, interval_seconds, "orphans are not looked for: %s"
+        )
 
     @property
     def time_seconds(self) -> float:
-        """When the last whole look was (epoch); 0 where none came to its end."""
+        """When the last complete look was (epoch); 0 where none was."""
         return self._time_seconds
 
     def counts(self) -> Mapping[Kind, int]:
-        """How many of each kind there were at the last whole look, the sure ones only."""
+        """How many of each kind there were at the last complete look, the sure ones only."""
         return {one: self._counts[one] for one in Kind}
 
-    def start(self) -> None:
-        """Look from now on."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Look no more."""
-        self._stopping.set()
-
-    def step(self) -> None:
-        """Look once, and tell of what is new; of a look that failed once as long as it does."""
-        try:
-            found = [one.candidate for one in self._look() if one.sure]
-        except Exception as error:
-            # Nothing but a stop ends the looks.
-            if (problem := str(error) or type(error).__name__) != self._problem:
-                _log.warning("orphans are not looked for: %s", problem)
-            self._problem = problem
-            return
-        self._problem = ""
+    def _step(self) -> None:
+        """Look once, and log new orphans."""
+        found = [one.candidate for one in self._look() if one.sure]
         self._counts, self._time_seconds = Counter(one.kind for one in found), self._clock()
         for one in found:
-            if one.key not in self._told:
-                told = (one.kind, one.name, one.about, one.told_remedy)
-                _log.warning("orphan: %s %s: %s; %s", *told)
-        self._told = frozenset(one.key for one in found)
-
-    def _run(self) -> None:
-        while True:
-            self.step()
-            if self._stopping.wait(self._interval_seconds):
-                return
+            if one.key not in self._logged:
+                words = (one.kind, one.name, one.about, one.told_remedy)
+                _log.warning("orphan: %s %s: %s; %s", *words)
+        self._logged = frozenset(one.key for one in found)

@@ -19,12 +19,12 @@ class Orphans(Extra):
     def start(self) -> None:
         """Look from now on."""
         if self.watch is not None:
-            self.watch.start()
+            self.watch.task.start()
 
     def stop(self) -> None:
         """Look no more."""
         if self.watch is not None:
-            self.watch.stop()
+            self.watch.task.stop()
 
     def gauges(self) -> Iterable[Gauge]:
         """How many orphans there are, and when they were looked for."""

@@ -623,12 +623,12 @@ def test_the_service_counts_the_sure_ones_and_tells_each_once(
 ) -> None:
     watch = OrphanWatch(lambda: node.seeker().look(), 600, clock=lambda: 42.0)
     node.volume("pvc-1")
-    watch.step()
+    watch.task.run_once()
     assert set(watch.counts().values()) == {0}
     node.seconds += GRACE
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            watch.step()
+            watch.task.run_once()
     assert watch.counts()[Kind.VOLUME] == 1
     assert watch.time_seconds == 42
     assert caplog.text.count("carver orphans --delete") == 1
@@ -640,14 +640,14 @@ def test_a_look_that_fails_changes_no_count_and_is_told_once(
 ) -> None:
     now = iter((1.0, 2.0))
     watch = OrphanWatch(lambda: node.seeker().look(), 600, clock=lambda: next(now))
-    watch.step()
+    watch.task.run_once()
     node.api.lie(VOLUMES, *[status(403)] * 3)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            watch.step()
+            watch.task.run_once()
     assert watch.time_seconds == 1
     assert caplog.text.count("orphans are not looked for") == 1
-    watch.step()
+    watch.task.run_once()
     assert watch.time_seconds == 2
 
 
@@ -662,9 +662,9 @@ def test_nothing_that_a_look_raises_ends_the_looks(caplog: pytest.LogCaptureFixt
         return []
 
     watch = OrphanWatch(look, 0.001)
-    watch.start()
+    watch.task.start()
     assert enough.wait(60)
-    watch.stop()
+    watch.task.stop()
     assert caplog.text.count("orphans are not looked for") == 3
 
 
@@ -677,6 +677,6 @@ def test_a_service_looks_by_itself_where_it_is_told_to(node: Node) -> None:
     service = Service(config, node.machine, node.host.lvm)
     watch = watch_of(service)
     assert watch is not None
-    watch.step()
+    watch.task.run_once()
     assert watch.time_seconds > 0
     service.stop()

@@ -89,9 +89,9 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     known, admission = service.inventory, service.admission
     orphans = (Orphans(OrphanWatch(list, interval_seconds=600)),)
     rounds = (
-        service.autoextender.rounds,
-        service.auto_repair.rounds,
-        service.inline_volumes.rounds,
+        service.autoextender.tasks,
+        service.auto_repair.tasks,
+        service.inline_volumes.tasks,
     )
     metrics.watch(Parts(config.classes, known, admission, *running, kubelet, orphans, rounds))
     service.start(config.endpoint)
@@ -332,7 +332,7 @@ def test_orphans_are_counted_by_kind_where_they_are_looked_for() -> None:
     lost = Candidate(Kind.VOLUME, "data@00000000/vol-1", "uuid", "4 MiB")
     found = [Orphan(lost, 3600, sure=True), Orphan(lost, 60, sure=False)]
     watch = OrphanWatch(lambda: found, 600, clock=lambda: 42.0)
-    watch.step()
+    watch.task.run_once()
     by_kind, when = Orphans(watch).gauges()
     assert (by_kind.name, by_kind.label) == ("carver_orphans", "kind")
     assert by_kind.values["volume"] == 1

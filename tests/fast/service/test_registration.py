@@ -273,7 +273,7 @@ def test_a_socket_that_cannot_be_made_is_told_once_and_tried_again(
         registration = start()
         expect.soon(lambda: len(failed) > 1)
         assert registration.state is State.OFF
-    assert caplog.text.count("cannot be made") == 1
+    assert caplog.text.count("cannot make the registration socket") == 1
     expect.soon(waiting(registration))
     assert [path.name for path in registry.iterdir()] == [registration.socket.name]
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import expect
 import pytest
 
-from agent.core.background import PeriodicTask
+from agent.core.background import GroupTasks
 from lvm import errors as lvm_errors
 
 FAILURE = "group %s is not looked at: %s"
@@ -42,17 +42,17 @@ def hanging() -> Iterator[Look]:
 
 
 def test_what_hangs_in_one_group_is_met_by_no_other(hanging: Look) -> None:
-    rounds = PeriodicTask("test", ["a", "b"], hanging, FAILURE)
-    rounds.start(0.001)
+    tasks = GroupTasks("test", ["a", "b"], hanging, 0.001, FAILURE)
+    tasks.start()
     expect.soon(lambda: hanging.counts["b"] > 5)
     assert hanging.counts["a"] == 1
-    rounds.stop()
+    tasks.stop()
     began = time.monotonic()
-    rounds.join(0.1)
+    tasks.join(0.1)
     assert time.monotonic() - began < 5, "an end does not wait for what hangs"
-    assert rounds.is_alive
+    assert tasks.is_alive
     hanging.over.set()
-    expect.soon(lambda: not rounds.is_alive)
+    expect.soon(lambda: not tasks.is_alive)
     assert hanging.counts["a"] == 1, "after a stop nothing begins"
 
 
@@ -72,25 +72,25 @@ def test_nothing_that_a_look_raises_ends_it(
 ) -> None:
     caplog.set_level(logging.WARNING)
     look = Look(problem)
-    rounds = PeriodicTask("test", ["a"], look, FAILURE)
-    rounds.start(0.001)
+    tasks = GroupTasks("test", ["a"], look, 0.001, FAILURE)
+    tasks.start()
     expect.soon(lambda: look.counts["a"] > 5)
     assert len([one for one in caplog.messages if "group a is not looked at" in one]) == 1
-    assert rounds.failures()["a"] >= 5
+    assert tasks.failures()["a"] >= 5
     look.problem = None
     expect.soon(lambda: any("test a: well again after" in one for one in caplog.messages))
-    rounds.stop()
-    rounds.join(60)
-    assert not rounds.is_alive
+    tasks.stop()
+    tasks.join(60)
+    assert not tasks.is_alive
 
 
 def test_a_mistake_is_told_with_where_it_was_made(caplog: pytest.LogCaptureFixture) -> None:
     look = Look(ZeroDivisionError("a mistake"))
-    rounds = PeriodicTask("test", ["a"], look, FAILURE)
-    rounds.start(0.001)
+    tasks = GroupTasks("test", ["a"], look, 0.001, FAILURE)
+    tasks.start()
     expect.soon(lambda: caplog.records)
-    rounds.stop()
-    assert "test_rounds.py" in caplog.text
+    tasks.stop()
+    assert "test_periodic.py" in caplog.text
 
 
 def test_a_look_that_found_something_is_had_again_at_once() -> None:
@@ -103,8 +103,8 @@ def test_a_look_that_found_something_is_had_again_at_once() -> None:
             done.set()
         return again
 
-    rounds = PeriodicTask("test", ["a"], look, FAILURE)
-    rounds.start(0.3)
+    tasks = GroupTasks("test", ["a"], look, 0.3, FAILURE)
+    tasks.start()
     assert done.wait(60)
-    rounds.stop()
+    tasks.stop()
     assert list(looks) == []
