@@ -34,6 +34,12 @@ SIDE_BY_SIDE := -m pytest -q -n 2 --dist worksteal
 fast: venv ## the fast tier: no root, no LVM, no VM
 	$(BIN)/python $(SIDE_BY_SIDE)
 
+ROOMS ?=
+.PHONY: quick
+quick: venv ## the tests of the rooms that were edited, or of ROOMS="lvm agent/core"
+	$(BIN)/ruff check -q .
+	$(BIN)/python tests/quick.py $(ROOMS)
+
 .PHONY: fast-every
 fast-every: venv ## the fast tier, with the long cases that `make test` leaves out
 	$(BIN)/python $(SIDE_BY_SIDE) --every
