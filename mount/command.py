@@ -37,8 +37,8 @@ class Result:
     """How a program ended."""
 
     exit_code: int
-    stdout: str
-    stderr: str
+    stdout: str = ""
+    stderr: str = ""
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ Argon2id takes so much memory for so long that two of it run at once and no more
 
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO, Protocol
 
 from mount import errors
-from mount.filesystem import Result
+from mount.command import Result, Runner, Stream
 
 # AES-256 in XTS mode, whose key has two parts.
 CIPHER, KEY_BITS = "aes-xts-plain64", 512
@@ -35,24 +34,6 @@ _TELLING_SECONDS = 1
 # cryptsetup(8), "RETURN CODES".
 _NO_PERMISSION, _NO_MEMORY, _IN_USE = 2, 3, 5
 _UDEV_CONTROL = Path("/run/udev/control")
-
-
-class Runner(Protocol):
-    """Runs a program to its end. Raises only if it is missing or takes too long."""
-
-    def __call__(self, *words: str, stdin: bytearray | None = None) -> Result:
-        """Run `words`, the first of which is the program; `stdin` is what it reads there."""
-        ...
-
-
-class Stream(Protocol):
-    """Runs a program, and gives what it prints as it comes; left early, it ends the program."""
-
-    def __call__(
-        self, *words: str, stdin: bytearray | None = None
-    ) -> AbstractContextManager[BinaryIO]:
-        """Start `words`; it has read `stdin`, or will: whoever gave it may overwrite it."""
-        ...
 
 
 class Cryptsetup:

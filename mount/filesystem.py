@@ -2,44 +2,16 @@
 
 import errno
 import re
-import shlex
 import struct
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mount import errors, table
+from mount.command import Run
 from mount.kernel import Kernel
 
 _MIB = 1024 * 1024
-
-
-class Result(Protocol):
-    """What a program that ended left behind."""
-
-    @property
-    def exit_code(self) -> int:
-        """The exit status; not zero is no exception here."""
-        ...
-
-    @property
-    def stdout(self) -> str:
-        """What it printed."""
-        ...
-
-    @property
-    def stderr(self) -> str:
-        """What it complained about."""
-        ...
-
-
-class Run(Protocol):
-    """Runs a program to its end. Raises only if it is missing or takes too long."""
-
-    def __call__(self, *words: str) -> Result:
-        """Run `words`, the first of which is the program."""
-        ...
 
 
 Version = tuple[int, int]
@@ -58,37 +30,64 @@ class Feature:
 
 @dataclass(frozen=True)
 class FileSystem:
-    """How one file system is made, and what it needs.
+    """Everything that Carver knows of one file system; a further one is one more record here.
 
-    `options` are Carver's own (option letter → value), `allowed` the letters users may give, and
-    `merged` those whose values are comma lists, so that a user's words are added to ours.
-    `uuid` is the option that gives it one, or of a comma list the word. `duplicate_data` are mount
-    options for a copy that has its origin's UUID. `check` is the program
-    that looks over a file system before it is mounted, and mends what it can without asking;
-    `repair` is what a person does with one that is damaged. `features` are switched off for older
-    kernels, in the order in which mkfs learned them.
+    Making one: `program` is its mkfs, from `package`; `options` are Carver's own (letter to value).
+    Users may give the letters in `allowed` and `flags` (those without a value); a user's words are
+    added to Carver's where the letter is in `merged` (comma lists). `uuid` is the option that sets
+    the UUID, and the word within its comma list. `features` are switched off for kernels that
+    cannot mount them, in the order in which mkfs learned them.
+
+    Keeping one: `grow` fills the device of `size_bytes` under a writable mount. `check` mends
+    without asking, before a mount; `repair` is what a person runs on a damaged one.
+    `mount_options` are the file system's own (a word that ends in "=" takes a value);
+    `duplicate_data` those that a copy with its origin's UUID is mounted with. The kernel's error
+    counters are of the disk or of the structures (`errors_of_medium`); see kernel.error_counters.
     """
 
     program: str
+    package: str
     minimum_bytes: int
     options: Mapping[str, str]
     allowed: str
     flags: str
     merged: str
+    grow: Callable[[Kernel, table.Mount, int], None]
     repair: str
+    mount_options: str
     uuid: tuple[str, str] = ("-U", "")
     check: tuple[str, ...] = ()
     duplicate_data: tuple[str, ...] = ()
     features: tuple[Feature, ...] = ()
+    errors_of_medium: bool = False
+    error_remedy: str = ""
+
+
+def _grow_ext4(kernel: Kernel, mount: table.Mount, size_bytes: int) -> None:
+    kernel.grow_ext4(mount.path, size_bytes // kernel.statvfs(mount.path).f_bsize)
+
+
+def _grow_xfs(kernel: Kernel, mount: table.Mount, size_bytes: int) -> None:
+    geometry = kernel.xfs_geometry(mount.path)
+    blocks = size_bytes // geometry.block_size_bytes
+    # The same size is EINVAL where a last, too short allocation group was left out before.
+    if blocks > geometry.blocks:
+        kernel.grow_xfs(mount.path, blocks, geometry.max_inode_percent)
+
+
+def _grow_btrfs(kernel: Kernel, mount: table.Mount, _size_bytes: int) -> None:
+    kernel.grow_btrfs(mount.path)
 
 
 # The features are spelled out: a file system is the same on every node, whatever its mke2fs.conf,
 # and a kernel as old as 4.18 can mount it. All are older than e2fsprogs 1.44 and xfsprogs 5.1. What
 # newer tools switch on (orphan_file, rmapbt, …) a class may ask for; `features` has what mkfs.xfs
-# switches on by itself.
+# switches on by itself. The mount options are from the kernel's Documentation/filesystems/ext4/,
+# admin-guide/xfs.rst, and btrfs(5).
 FILE_SYSTEMS: Mapping[str, FileSystem] = {
     "ext4": FileSystem(
         program="mkfs.ext4",
+        package="e2fsprogs",
         # Below 8 MiB mke2fs leaves the journal out.
         minimum_bytes=8 * _MIB,
         options={
@@ -105,18 +104,38 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         flags="",
         merged="-O -E",
         check=("fsck.ext4", "-p"),
+        grow=_grow_ext4,
         repair="e2fsck -f",
+        # noacl and nouser_xattr: newer kernels refuse them, with messages of their own.
+        mount_options=(
+            "acl noacl user_xattr nouser_xattr barrier barrier= nobarrier commit= data= delalloc "
+            "nodelalloc discard nodiscard dioread_lock dioread_nolock auto_da_alloc "
+            "noauto_da_alloc errors=continue errors=remount-ro grpquota usrquota prjquota quota "
+            "noquota init_itable init_itable= noinit_itable inode_readahead_blks= "
+            "journal_checksum nojournal_checksum journal_ioprio= max_batch_time= max_dir_size_kb= "
+            "min_batch_time= noload norecovery i_version stripe="
+        ),
+        # s_error_count: what ext4 found wrong in its own structures.
+        error_remedy="then have the volume unstaged and staged again, which checks it",
     ),
     "xfs": FileSystem(
         program="mkfs.xfs",
+        package="xfsprogs",
         # xfsprogs 5.19 refuses less: "Filesystem must be larger than 300MB."
         minimum_bytes=300 * _MIB,
         options={"-m": "crc=1,finobt=1,reflink=1,rmapbt=0", "-i": "sparse=1"},
         allowed="-b -d -i -l -n -s -m -L",
         flags="-K",
         merged="-b -d -i -l -n -s -m",
+        grow=_grow_xfs,
         # fsck.xfs(8) does nothing: mounting replays the log.
         repair="xfs_repair",
+        mount_options=(
+            "allocsize= discard nodiscard filestreams grpid nogrpid inode32 inode64 largeio "
+            "nolargeio logbsize= logbufs= noalign norecovery nouuid noquota quota uquota usrquota "
+            "uqnoenforce gquota grpquota gqnoenforce pquota prjquota pqnoenforce sunit= swidth= "
+            "swalloc wsync"
+        ),
         uuid=("-m", "uuid="),
         duplicate_data=("nouuid",),
         # mkfs.xfs(8): options since xfsprogs 5.10, 5.19, 6.10, defaults since 5.15, 6.5, 6.18.
@@ -130,6 +149,7 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
     ),
     "btrfs": FileSystem(
         program="mkfs.btrfs",
+        package="btrfs-progs",
         # mkfs.btrfs is content with 109 MiB, but the kernel resizes to no less than 256 MiB
         # (btrfs_ioctl_resize): a smaller one could not grow by a little.
         minimum_bytes=256 * _MIB,
@@ -137,8 +157,19 @@ FILE_SYSTEMS: Mapping[str, FileSystem] = {
         allowed="-d -m -n -s -O -L -U",
         flags="-K",
         merged="-O",
+        grow=_grow_btrfs,
         # fsck.btrfs(8) does nothing either.
         repair="btrfs check",
+        mount_options=(
+            "acl noacl autodefrag noautodefrag barrier nobarrier commit= compress compress= "
+            "compress-force compress-force= datacow nodatacow datasum nodatasum discard discard= "
+            "nodiscard flushoncommit noflushoncommit max_inline= metadata_ratio= skip_balance "
+            "space_cache= ssd nossd ssd_spread nossd_spread thread_pool= treelog notreelog "
+            "user_subvol_rm_allowed"
+        ),
+        # btrfs(5), device stats: failed reads, writes and flushes, and data with a wrong checksum.
+        errors_of_medium=True,
+        error_remedy="then scrub it, and reset the counters with `btrfs device stats --reset`",
     ),
 }
 
@@ -183,49 +214,24 @@ def known(fs_type: str) -> FileSystem:
         raise errors.UnsupportedFileSystem(fs_type, tuple(FILE_SYSTEMS)) from None
 
 
-def probe(run: Run, device: str, kernel: Kernel | None = None) -> Signature | None:
-    """What the device itself holds, None if it is blank. Raises ProbeFailed when that is unsure.
+def probe(kernel: Kernel, device: str) -> Signature | None:
+    """Find what a device holds, by its superblocks; None if it is blank. Raises ProbeFailed.
 
-    The superblocks are read, never udev's database, which is stale or absent at times: in this
-    process where a `kernel` is given and has libblkid, else by a program.
+    By libblkid in this process, which takes a tenth of the time of a program; lvm2 and every mkfs
+    need that library too. Never by udev's database, which may be stale or absent.
     """
-    tags = None if kernel is None else _found(kernel, device)
-    if tags is None:
-        tags = _told(run, device)
+    try:
+        tags = kernel.signatures(device)
+    except OSError as error:
+        raise errors.ProbeFailed(device, str(error.strerror)) from error
     uuid, label = tags.get("UUID", ""), tags.get("LABEL", "")
     if "TYPE" in tags:
         return Signature(tags["TYPE"], tags.get("USAGE", "unknown"), uuid, label)
     if "PTTYPE" in tags:
         return Signature(tags["PTTYPE"], "partition table", tags.get("PTUUID", ""))
-    if unknown := {"USAGE", "UUID", "LABEL"} & tags.keys():
-        raise errors.ProbeFailed(device, f"blkid tells {', '.join(sorted(unknown))} but no type")
+    if tags:
+        raise errors.ProbeFailed(device, f"libblkid finds {', '.join(sorted(tags))} but no type")
     return None
-
-
-def _found(kernel: Kernel, device: str) -> Mapping[str, str] | None:
-    """What blkid's library tells, None where that is missing."""
-    try:
-        return kernel.signatures(device)
-    except OSError as error:
-        if error.errno == errno.ENOSYS:
-            return None
-        raise errors.ProbeFailed(device, str(error.strerror)) from error
-
-
-def _told(run: Run, device: str) -> Mapping[str, str]:
-    """What blkid tells."""
-    # blkid -p alone answers 2 and nothing else for a blank device, a missing one and one that
-    # cannot be read alike. With --info it answers 0 and the device's I/O limits, but only once it
-    # has opened and read the device: that is what proves a blank one blank (seen on 2.38).
-    usages = ("--usages", "filesystem,raid,crypto,other")
-    result = run("blkid", "--probe", "--info", *usages, "--output", "export", "--", device)
-    if result.exit_code == 8:  # blkid(8): ambivalent
-        raise errors.ProbeFailed(device, "it bears the signatures of more than one thing")
-    tags = _tags(result.stdout)
-    if result.exit_code != 0 or "MINIMUM_IO_SIZE" not in tags:
-        why = result.stderr.strip() or "it is missing, or it cannot be read"
-        raise errors.ProbeFailed(device, f"{why} (blkid: exit {result.exit_code})")
-    return tags
 
 
 def make(
@@ -313,46 +319,20 @@ def check_size(fs_type: str, size_bytes: int) -> None:
 def grow(kernel: Kernel, mount: table.Mount) -> None:
     """Have a mounted file system fill its device; nothing happens if it does. Raises GrowFailed.
 
-    `mount` must be writable: the kernel grows through no other.
+    `mount` must be writable: the kernel grows through no other. By ioctls and not by resize2fs and
+    the like: each NodeExpandVolume and NodeStageVolume calls this, and a process would cost most
+    of either's time (and xfs_growfs and btrfs parse the mount table anew).
     """
+    grow_it = known(mount.fs_type).grow
     try:
         if kernel.device_number(mount.source) != mount.device:
             raise errors.GrowFailed(mount.path, mount.fs_type, f"{mount.source} is another device")
-        size_bytes = kernel.device_size_bytes(mount.source)
-        if mount.fs_type == "ext4":
-            kernel.grow_ext4(mount.path, size_bytes // kernel.statvfs(mount.path).f_bsize)
-        elif mount.fs_type == "xfs":
-            _grow_xfs(kernel, mount.path, size_bytes)
-        elif mount.fs_type == "btrfs":
-            kernel.grow_btrfs(mount.path)
-        else:
-            raise errors.UnsupportedFileSystem(mount.fs_type, tuple(FILE_SYSTEMS))
+        grow_it(kernel, mount, kernel.device_size_bytes(mount.source))
     except OSError as error:
         why = str(error.strerror)
         if error.errno == errno.EPERM and mount.fs_type == "ext4":
             why += " (ext4 asks for CAP_SYS_RESOURCE; is Carver privileged?)"
         raise errors.GrowFailed(mount.path, mount.fs_type, why) from error
-
-
-def _grow_xfs(kernel: Kernel, path: str, size_bytes: int) -> None:
-    geometry = kernel.xfs_geometry(path)
-    blocks = size_bytes // geometry.block_size_bytes
-    # The same size is EINVAL where a last, too short allocation group was left out before.
-    if blocks > geometry.blocks:
-        kernel.grow_xfs(path, blocks, geometry.max_inode_percent)
-
-
-def _tags(export: str) -> dict[str, str]:
-    """KEY=value lines, blanks and the like escaped with backslashes as for a shell."""
-    pairs = (line.partition("=") for line in export.splitlines())
-    return {key: _unescaped(value) for key, equals, value in pairs if equals}
-
-
-def _unescaped(value: str) -> str:
-    try:
-        return "".join(shlex.split(value))
-    except ValueError:
-        return value
 
 
 def gives_uuid(fs_type: str, options: Sequence[str]) -> bool:

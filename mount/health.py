@@ -4,7 +4,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mount import errors, table
+from mount import errors, filesystem, table
 from mount.kernel import Kernel
 from mount.table import Mount
 
@@ -94,23 +94,12 @@ def problems(kernel: Kernel, mounts: table.Table, mount: Mount) -> Iterator[Prob
         )
         return
     if counted := [f"{name} {count}" for name, count in counters.items() if count]:
-        kind, remedy = _COUNTED[mount.fs_type]
+        made = filesystem.known(mount.fs_type)
         yield Problem(
-            kind,
+            Kind.MEDIUM_ERRORS if made.errors_of_medium else Kind.ERRORS,
             f"{named} has met errors ({', '.join(counted)}); see the kernel log (journalctl -k),"
-            f" back the data up, {remedy}",
+            f" back the data up, {made.error_remedy}",
         )
-
-
-_COUNTED = {
-    # s_error_count: what ext4 found wrong in its own structures.
-    "ext4": (Kind.ERRORS, "then have the volume unstaged and staged again, which checks it"),
-    # btrfs(5), device stats: reads, writes and flushes that failed, and data with a wrong checksum.
-    "btrfs": (
-        Kind.MEDIUM_ERRORS,
-        "then scrub it, and reset the counters with `btrfs device stats --reset`",
-    ),
-}
 
 
 def is_over_when_mounted_anew(kernel: Kernel, mounts: table.Table, mount: Mount) -> bool:

@@ -8,7 +8,6 @@ from pathlib import Path
 import psutil
 
 from mount import errors, filesystem, table
-from mount.filesystem import Run
 from mount.kernel import Kernel
 from mount.table import DeviceNumber
 
@@ -91,9 +90,9 @@ def require_unused(kernel: Kernel, device: str) -> None:
         raise errors.NotVacant(device, "is in exclusive use by another process", "see `fuser -v`")
 
 
-def require_blank(run: Run, device: str) -> None:
-    """No signature is on the device: one command. Raises NotVacant, ProbeFailed."""
-    if (found := filesystem.probe(run, device)) is not None:
+def require_blank(kernel: Kernel, device: str) -> None:
+    """Require a device without any signature. Raises NotVacant, ProbeFailed."""
+    if (found := filesystem.probe(kernel, device)) is not None:
         raise errors.NotVacant(device, f"holds {found}", _emptied(device))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mount import errors
+from mount.filesystem import FILE_SYSTEMS, known
 
 ATTRIBUTES = (
     "ro",
@@ -39,32 +40,6 @@ _DEFAULTS = {
 }
 _ATIME = {"noatime", "relatime", "strictatime"}
 
-# What each file system may be told, by the kernel's Documentation/filesystems/ext4/, admin-guide/
-# xfs.rst and btrfs(5); a word that ends in "=" takes a value.
-FILE_SYSTEM_DATA = {
-    # noacl and nouser_xattr: newer kernels refuse them, in words of their own.
-    "ext4": (
-        "acl noacl user_xattr nouser_xattr barrier barrier= nobarrier commit= data= delalloc "
-        "nodelalloc discard nodiscard dioread_lock dioread_nolock auto_da_alloc noauto_da_alloc "
-        "errors=continue errors=remount-ro grpquota usrquota prjquota quota noquota init_itable "
-        "init_itable= noinit_itable inode_readahead_blks= journal_checksum "
-        "nojournal_checksum journal_ioprio= max_batch_time= max_dir_size_kb= min_batch_time= "
-        "noload norecovery i_version stripe="
-    ),
-    "xfs": (
-        "allocsize= discard nodiscard filestreams grpid nogrpid "
-        "inode32 inode64 largeio nolargeio logbsize= logbufs= noalign norecovery nouuid noquota "
-        "quota uquota usrquota uqnoenforce gquota grpquota gqnoenforce pquota prjquota pqnoenforce "
-        "sunit= swidth= swalloc wsync"
-    ),
-    "btrfs": (
-        "acl noacl autodefrag noautodefrag barrier nobarrier commit= compress compress= "
-        "compress-force compress-force= datacow nodatacow datasum nodatasum discard discard= "
-        "nodiscard flushoncommit noflushoncommit max_inline= metadata_ratio= "
-        "skip_balance space_cache= ssd nossd ssd_spread nossd_spread "
-        "thread_pool= treelog notreelog user_subvol_rm_allowed"
-    ),
-}
 
 _WORD = re.compile(r"[a-z][a-z0-9_-]*(=[A-Za-z0-9_.:+-]+)?")
 
@@ -183,11 +158,8 @@ def _refuse_contradictions(words: Sequence[str]) -> None:
 
 
 def _allowed_data(fs_type: str | None) -> frozenset[str]:
-    if fs_type is None:
-        return frozenset(" ".join(FILE_SYSTEM_DATA.values()).split())
-    if fs_type not in FILE_SYSTEM_DATA:
-        raise errors.UnsupportedFileSystem(fs_type, tuple(FILE_SYSTEM_DATA))
-    return frozenset(FILE_SYSTEM_DATA[fs_type].split())
+    kinds = FILE_SYSTEMS.values() if fs_type is None else [known(fs_type)]
+    return frozenset(word for one in kinds for word in one.mount_options.split())
 
 
 def _what_is(allowed: frozenset[str]) -> str:

@@ -138,7 +138,7 @@ def lay(
     if name not in laid.failures and (group := volume_group.state()) is not None:
         with _noted(laid.failures, name):
             laid.require_meant(group)
-            _tell_of_absent(lvm.run, laid, group)
+            _tell_of_absent(laid, group)
             slow = [disk.name for disk in group.disks if not disk.fast]
             if unmarked := _same_as(kernel, slow, one.fast):
                 groups.mark_fast(volume_group.lvm, unmarked)
@@ -210,7 +210,7 @@ def _make(
     orphans = _numbers(kernel, known.orphans)
     for device in devices:
         if not _numbers(kernel, [device]) & orphans:
-            in_use.require_blank(lvm.run, device)
+            in_use.require_blank(kernel, device)
             if definition.file is not None:
                 _fill(kernel, device, groups.LABEL_BYTES + metadata_bytes)
     # lvm2 knows devices by the names of their nodes, not by every link that leads to them.
@@ -248,12 +248,12 @@ def _fill(kernel: Kernel, device: str, size_bytes: int) -> None:
         raise errors.NotReady(f"{device} cannot be written: {error.strerror}") from None
 
 
-def _tell_of_absent(run: Run, laid: GroupDefinitions, group: report.Group) -> None:
+def _tell_of_absent(laid: GroupDefinitions, group: report.Group) -> None:
     """A disk that is listed later is not added unasked: `vgextend` cannot be undone in general."""
     for device in laid.absent(group):
         try:
             in_use.require_unused(laid.kernel, device)
-            in_use.require_blank(run, device)
+            in_use.require_blank(laid.kernel, device)
         except mount_errors.MountError as error:
             _log.warning("%s is listed for volume group %s: %s", device, group.name, error)
         else:

@@ -49,7 +49,7 @@ class EncryptedDevices:
 
     def __init__(self, context: Context, reencrypter: Reencrypter) -> None:
         self._config: Config = context.config
-        self._run, self._kernel = context.run, context.kernel
+        self._kernel = context.kernel
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
         self._mappings = Mappings(context)
         self._reencrypter = reencrypter
@@ -200,7 +200,7 @@ class EncryptedDevices:
     def _require_blank(self, volume: Volume, device: Device) -> None:
         if luks.bears_any(self._kernel, device.path):
             raise errors.HeaderDamaged(str(volume.id), "there is a header that is not whole")
-        found = filesystem.probe(self._run, device.path, self._kernel)
+        found = filesystem.probe(self._kernel, device.path)
         if found is not None:
             raise mount_errors.UnexpectedContents(device.path, str(found), "nothing")
         if not volume.header_bytes:

@@ -388,21 +388,16 @@ def _modules(node: Node) -> Iterator[Seen]:
 
 
 def _file_systems(node: Node) -> Iterator[Seen]:
-    """The programs of each file system, FAIL if a class uses it; and blkid."""
-    if not _has(node, "blkid"):
-        # Volumes are read by its library, in this process; future disks of a group are not.
-        verdict, seen = WARN, "blkid is missing, without which no device is made a disk of a group"
-        if not _has_libblkid(node):
-            verdict = FAIL
-            seen = "neither blkid nor its library is there: nothing is ever formatted"
-        yield verdict, seen, "install util-linux"
+    """The programs of each file system, FAIL if a class uses it; and libblkid."""
+    if not _has_libblkid(node):
+        yield FAIL, "libblkid is missing, so nothing is ever formatted", "install libblkid1"
     used = {one.fs_type for one in node.settings.classes}
     for fs_type in filesystem.FILE_SYSTEMS:
         if missing := missing_programs(node, fs_type):
             yield (
                 FAIL if fs_type in used else WARN,
                 f"{fs_type}: {', '.join(missing)} is missing, so no volume can have it",
-                f"install {PACKAGES[fs_type]}",
+                f"install {filesystem.FILE_SYSTEMS[fs_type].package}",
             )
         else:
             yield _pass(f"{fs_type}: found {' and '.join(_programs(fs_type))}")

@@ -36,7 +36,7 @@ class Replacement:
     def __init__(
         self, context: Context, repairer: Repairer, *, freed: Callable[[str], object]
     ) -> None:
-        self._kernel, self._run, self._inventory = context.kernel, context.run, context.inventory
+        self._kernel, self._inventory = context.kernel, context.inventory
         self._volume_groups, self._lvm = context.volume_groups, context.volume_groups.lvm
         self._repairer = repairer
         self._policy, self._freed = erase.ErasePolicy(context), freed
@@ -137,7 +137,7 @@ class Replacement:
         path = self._kernel.real_path(new)
         label = self._volume_groups.scan().get(path)
         if not isinstance(label, PhysicalLabel):
-            in_use.require_blank(self._run, new)
+            in_use.require_blank(self._kernel, new)
         elif label.is_used or label.group is not None:
             name = label.group.name if label.group is not None else "another group"
             raise mount_errors.NotVacant(new, f"is a disk of {name}", "name another")

@@ -174,7 +174,7 @@ class Stager:
         Raises UnexpectedContents, ContentsLost, MadeByOthers.
         """
         formatted = volume.own_tags.get(tag.FORMATTED)
-        found = filesystem.probe(self._run, device.path, self._kernel)
+        found = filesystem.probe(self._kernel, device.path)
         look = partial(self._require_same, volume, device, found)
         if found is not None and found.fs_type != fs_type:
             raise mount_errors.UnexpectedContents(device.path, str(found), fs_type)
@@ -211,7 +211,7 @@ class Stager:
     ) -> None:
         """Raise NoSuchVolume, UnexpectedContents where a volume changed since it was probed."""
         self._inventory.require_same(volume, device)
-        now = filesystem.probe(self._run, device.path, self._kernel)
+        now = filesystem.probe(self._kernel, device.path)
         if now != found:
             raise mount_errors.UnexpectedContents(device.path, str(now), str(found))
 

@@ -15,6 +15,7 @@ from lvm import groups
 from lvm.disks import DiskErrors
 from lvm.report import Group
 from mount import errors as mount_errors
+from mount import filesystem
 
 
 class Readiness:
@@ -150,7 +151,7 @@ class StorageHealth:
                 yield Condition(
                     Reason.FILE_SYSTEM_TOOLS_MISSING,
                     f"{', '.join(missing)} is missing, so no volume can have {fs_type}: install"
-                    f" {preflight.PACKAGES[fs_type]}",
+                    f" {filesystem.FILE_SYSTEMS[fs_type].package}",
                 )
         if not self.node.at("/dev/loop-control").exists():
             yield Condition(

@@ -59,7 +59,7 @@ def test_what_was_written_is_there_when_attached_again(host: Any, file: str) -> 
     filesystem.make(host.run, loop.attach(host.kernel, file), "ext4")
     loop.detach(host.kernel, loop.attach(host.kernel, file))
 
-    found = filesystem.probe(host.run, loop.attach(host.kernel, file))
+    found = filesystem.probe(host.kernel, loop.attach(host.kernel, file))
 
     assert found is not None
     assert found.fs_type == "ext4"

@@ -115,7 +115,7 @@ def test_a_file_system_whose_uuid_the_class_gives_is_known_without_its_tag(
     volume = client.create("pvc-2", 64 * MIB, mounted("ext4"), parameters=options)
     client.stage(volume, staging)
     client.unstage(volume.volume_id, staging)
-    found = filesystem.probe(host.run, device(host, group, "vol-pvc-2"), host.kernel)
+    found = filesystem.probe(host.kernel, device(host, group, "vol-pvc-2"))
     assert found is not None
     assert found.uuid == uuid
     host.lvm("lvchange", "--deltag", "carver.formatted=ext4", "--", f"{group}/vol-pvc-2")

@@ -309,7 +309,7 @@ class Receiver:
         formatted = own_tags.get(tag.FORMATTED, "")
         if clone.may_hold_btrfs(own_tags) and filesystem.is_on(self._kernel, device.path):
             filesystem.renew(self._kernel, device.path)
-        found = filesystem.probe(self._run, device.path, self._kernel)
+        found = filesystem.probe(self._kernel, device.path)
         if found is None:
             if formatted:
                 raise errors.ContentsLost(identity, formatted)

@@ -25,7 +25,7 @@ from mount.command import Result
 from mount.kernel import Kernel
 
 RELEASE = "6.1.0-test"
-PROGRAMS = ("blkid", "nsenter", "mkfs.ext4", "fsck.ext4", "mkfs.xfs", "mkfs.btrfs")
+PROGRAMS = ("nsenter", "mkfs.ext4", "fsck.ext4", "mkfs.xfs", "mkfs.btrfs")
 THIN_PROGRAMS = ("thin_check", "thin_repair", "thin_dump")
 MODULES = ("dm-raid", "dm-thin-pool", "dm-snapshot")
 
@@ -135,8 +135,7 @@ def without(path: str) -> Callable[[Place], None]:
     return lambda place: (place.root / path.lstrip("/")).unlink()
 
 
-def without_blkid_and_its_library(place: Place) -> None:
-    without("/usr/sbin/blkid")(place)
+def without_libblkid(place: Place) -> None:
     place.host.kernel = KernelWithoutLibblkid(place.host.block)
 
 
@@ -297,8 +296,7 @@ LACKS: list[tuple[Callable[[Place], None], str, str, str]] = [
     (no_cache, "modules", FAIL, "no dm-cache, which class plain needs"),
     (no_snapshots, "modules", WARN, "no dm-snapshot, which snapshots need"),
     (no_list_of_modules, "modules", WARN, "dm-raid, for class plain, is not loaded"),
-    (without("/usr/sbin/blkid"), "file systems", WARN, "no device is made a disk of a group"),
-    (without_blkid_and_its_library, "file systems", FAIL, "nothing is ever formatted"),
+    (without_libblkid, "file systems", FAIL, "nothing is ever formatted"),
     (without("/usr/sbin/fsck.ext4"), "file systems", FAIL, "fsck.ext4"),
     (without("/usr/sbin/mkfs.xfs"), "file systems", WARN, "mkfs.xfs"),
     (thin_without_its_tools, "thin tools", FAIL, "thin_check"),

@@ -43,22 +43,22 @@ def test_the_fake_takes_what_the_real_one_takes() -> None:
         assert inspect.signature(fake) == inspect.signature(real), name
 
 
-def test_one_module_has_ctypes_and_nothing_starts_a_process() -> None:
+def test_one_module_has_ctypes_and_one_starts_processes() -> None:
     users = {path.name for path in PACKAGE.glob("*.py") if "ctypes" in set(imports(path))}
 
     assert users == {"calls.py"}
     for path in PACKAGE.glob("*.py"):
-        assert not {"subprocess", "sh", "pyudev", "lvm", "agent", "grpc", "proto"} & set(
-            imports(path)
-        ), path.name
+        starts = {"subprocess", "sh"} & set(imports(path))
+        assert not starts or path.name == "programs.py", path.name
 
 
-def test_every_error_is_a_mount_error_with_a_sentence_of_its_own() -> None:
+def test_every_error_has_one_of_two_roots_and_a_sentence_of_its_own() -> None:
     classes = [one for one in vars(errors).values() if inspect.isclass(one)]
     found = [one for one in classes if one.__module__ == errors.__name__]
 
+    roots = (errors.MountError, errors.CommandError)
     assert len(found) > 15
-    assert all(issubclass(one, errors.MountError) and one.__doc__ for one in found)
+    assert all(issubclass(one, roots) and one.__doc__ for one in found)
     assert "holds swap (other), not ext4" in str(
         errors.UnexpectedContents("/dev/dm-3", "swap (other)", "ext4")
     )

@@ -5,12 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mount import errors, options
+from mount.filesystem import FILE_SYSTEMS
 from mount.options import Options
 
 _known = [
     *options.ATTRIBUTES,
     *options.SUPERBLOCK,
-    *" ".join(options.FILE_SYSTEM_DATA.values()).split(),
+    *" ".join(one.mount_options for one in FILE_SYSTEMS.values()).split(),
     "rw",
     "defaults",
 ]

@@ -100,8 +100,8 @@ def test_every_mount_option_is_documented_and_no_other() -> None:
     assert documented["of the mount"] == set(options.ATTRIBUTES)
     assert documented["of the superblock"] == set(options.SUPERBLOCK)
     assert documented["of SELinux"] == {options.CONTEXT}
-    for fs_type, words in options.FILE_SYSTEM_DATA.items():
-        assert documented[f"of {fs_type}"] == set(words.split())
+    for fs_type, known in filesystem.FILE_SYSTEMS.items():
+        assert documented[f"of {fs_type}"] == set(known.mount_options.split())
     for word in documented["the defaults, said aloud"]:
         assert options.parse([word]) == options.Options()
 

@@ -1,4 +1,4 @@
-"""blkid, mkfs and fsck for the fake runner: they act on the devices in memory.
+"""libblkid, mkfs and fsck for the fake runner: they act on the devices in memory.
 
 Each takes all words of a command, the program first. Words that the real programs are not given by
 Carver fail the test: what is not faked was not meant.
@@ -7,38 +7,18 @@ Carver fail the test: what is not faked was not meant.
 import json
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import pairwise
 
 from fakes.devices import BLOCK_BYTES, BTRFS_SUPERBLOCK_AT, FakeDevice, FakeDevices, Media
 
 from mount import filesystem
+from mount.command import Result
 from mount.filesystem import FILE_SYSTEMS, Signature
 
 
-@dataclass(frozen=True)
-class Result:
-    """What a fake program leaves behind."""
-
-    exit_code: int = 0
-    stdout: str = ""
-    stderr: str = ""
-
-
-def blkid(words: Sequence[str], devices: FakeDevices) -> Result:
-    *flags, separator, path = words[1:]
-    usages = ["--usages", "filesystem,raid,crypto,other"]
-    assert flags == ["--probe", "--info", *usages, "--output", "export"], words
-    assert separator == "--", words
-    if not devices.knows(path) or devices.get(path).unreadable:
-        return Result(2)
-    escaped = {name: value.replace(" ", "\\ ") for name, value in tags(devices.get(path)).items()}
-    told = {"DEVNAME": path, "MINIMUM_IO_SIZE": "512", **escaped}
-    return Result(0, "".join(f"{name}={value}\n" for name, value in told.items()))
-
-
 def tags(device: FakeDevice) -> dict[str, str]:
-    """What blkid and its library tell of a device."""
+    """What libblkid finds on a device."""
     found = device.contents or device.media.looks_like
     if found is None:
         return {}
@@ -78,19 +58,19 @@ def mkfs(words: Sequence[str], devices: FakeDevices) -> Result:
     assert (quiet, separator) == ("-q", "--"), words
     assert not {"-f", "-F", "--force"} & set(options), words
     if not devices.knows(path):
-        return Result(1, stderr=f"{program}: No such file or directory while opening {path}\n")
+        return Result(1, "", f"{program}: No such file or directory while opening {path}\n")
     device = devices.get(path)
     if device.mounted or device.held:
-        return Result(1, stderr=f"{path} is apparently in use by the system\n")
+        return Result(1, "", f"{path} is apparently in use by the system\n")
     if device.read_only:
-        return Result(1, stderr=f"{path}: Read-only file system\n")
+        return Result(1, "", f"{path}: Read-only file system\n")
     if device.contents is not None and fs_type != "ext4":
         found = f"{path} appears to contain an existing filesystem ({device.contents.fs_type})."
-        return Result(1, stderr=f"{program}: {found}\n")
+        return Result(1, "", f"{program}: {found}\n")
     if device.size_bytes < FILE_SYSTEMS[fs_type].minimum_bytes and fs_type != "ext4":
-        return Result(1, stderr=f"{program}: {path} is too small\n")
+        return Result(1, "", f"{program}: {path} is too small\n")
     _write(device, fs_type, options)
-    return Result()
+    return Result(0, "", "")
 
 
 def fsck(words: Sequence[str], devices: FakeDevices) -> Result:
@@ -100,16 +80,15 @@ def fsck(words: Sequence[str], devices: FakeDevices) -> Result:
     device = devices.get(path)
     found = device.contents
     if device.mounted or device.held or not found or found.fs_type != program.removeprefix("fsck."):
-        return Result(8, stderr=f"{program}: cannot open {path}\n")
+        return Result(8, "", f"{program}: cannot open {path}\n")
     if device.media.damage == "much":
-        return Result(4, f"{path}: UNEXPECTED INCONSISTENCY; RUN fsck MANUALLY.\n")
+        return Result(4, f"{path}: UNEXPECTED INCONSISTENCY; RUN fsck MANUALLY.\n", "")
     mended, device.media.damage = bool(device.media.damage), ""
     device.media.errors = 0
-    return Result(int(mended), f"{path}: {'mended' if mended else 'clean'}\n")
+    return Result(int(mended), f"{path}: {'mended' if mended else 'clean'}\n", "")
 
 
 PROGRAMS: dict[str, Callable[[Sequence[str], FakeDevices], Result]] = {
-    "blkid": blkid,
     **{f"mkfs.{fs_type}": mkfs for fs_type in FILE_SYSTEMS},
     **{f"fsck.{fs_type}": fsck for fs_type in FILE_SYSTEMS},
 }

@@ -27,8 +27,9 @@ from fakes.devices import (
 
 from mount.block_devices import LoopStatus
 from mount.blocks import PIECE_BYTES, Bytes, Opened, Reader
+from mount.filesystem import FILE_SYSTEMS
 from mount.kernel import Kernel, XfsGeometry
-from mount.options import CONTEXT, FILE_SYSTEM_DATA, SUPERBLOCK
+from mount.options import CONTEXT, SUPERBLOCK
 from mount.table import Mount
 
 _BLOCK_BYTES = 4096
@@ -145,7 +146,7 @@ class FakeKernel(Kernel):
         if not stat.S_ISDIR(self._lstat_mode(path)):
             _fail(errno.ENOTDIR, path)
         found = self.devices.get(device)
-        known = {*FILE_SYSTEM_DATA[fs_type].split(), *SUPERBLOCK, "ro"}
+        known = {*FILE_SYSTEMS[fs_type].mount_options.split(), *SUPERBLOCK, "ro"}
         contexts = [word.removeprefix(CONTEXT) for word in parameters if word.startswith(CONTEXT)]
         if self.selinux:
             parameters = [word for word in parameters if not word.startswith(CONTEXT)]
