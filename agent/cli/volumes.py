@@ -19,11 +19,12 @@ from agent.core.luks_devices import HeaderCopies
 from agent.core.secret import Key
 from agent.core.settings import Config
 from agent.csi import client
-from agent.csi.client import Client, Here
+from agent.csi.client import Client
 from lvm import names
 from lvm.devices import Device
 from mount import cryptsetup, table
 from mount.cryptsetup import Cryptsetup
+from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
 # Beside the socket, which is inside kubelet's directory as staging paths have to be.
@@ -365,7 +366,7 @@ def _tell_away(away: Mapping[str, str]) -> None:
         print(why, file=sys.stderr)
 
 
-def _named(name: str, here: Here[csi.Volume]) -> csi.Volume:
+def _named(name: str, here: carver.VolumesHereResponse) -> csi.Volume:
     """The volume of that name, logical volume or id; raises NoSuchVolume, PerhapsAway."""
     logical = names.logical_volume(ids.VOLUME_PREFIX, name)
     for one in here.entries:

@@ -614,7 +614,10 @@ class CallRefused(AgentError):
     """The service said no to a call that a person made."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__(f"{message} ({code})")
+        # gRPC's own words, of an older service.
+        is_unknown = code == "UNIMPLEMENTED" and message == "Method not found!"
+        remedy = "; use the command and the service of the same version" if is_unknown else ""
+        super().__init__(f"{message} ({code}){remedy}")
 
 
 class NotPublished(AgentError):

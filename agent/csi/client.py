@@ -1,30 +1,19 @@
 """Call a CSI plugin over its socket, as kubelet and the provisioner do."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import grpc
-from google.protobuf import json_format
-from google.protobuf.message import Message
-from google.protobuf.struct_pb2 import Struct
+from google.protobuf.empty_pb2 import Empty
 
-from agent.core.extents import (
-    LOGICAL_START,
-    USER_START,
-    Extent,
-    LogicalOffset,
-    UserExtent,
-    UserOffset,
-)
-from agent.csi import own
+from proto import carver_pb2 as carver
+from proto import carver_pb2_grpc, csi_pb2_grpc
 from proto import csi_pb2 as csi
-from proto import csi_pb2_grpc
 
 Mode = csi.VolumeCapability.AccessMode.Mode
-M = TypeVar("M", bound=Message)
+S = TypeVar("S")
 
 # A socket of this machine's costs nothing to try: the pauses between attempts need not grow to
 # minutes, as they would for a server far away.
@@ -34,20 +23,6 @@ _OPTIONS = (
     # A node may have any number of volumes.
     ("grpc.max_receive_message_length", -1),
 )
-
-
-@dataclass(frozen=True)
-class Here(Generic[M]):
-    """What is in the groups that are here, and by their names why others are away.
-
-    `claims` are those that volumes were made for, by the volumes' ids; `keys` what the keys of
-    what is encrypted are called (`agent.core.records.key_generation`).
-    """
-
-    entries: Sequence[M]
-    away: Mapping[str, str]
-    claims: Mapping[str, str]
-    keys: Mapping[str, str]
 
 
 def mounted(
@@ -82,6 +57,20 @@ def of_volume(volume_id: str) -> csi.VolumeContentSource:
     return csi.VolumeContentSource(volume=source)
 
 
+class _Channel:
+    """A channel whose calls that are answered once have a deadline, unless it is given."""
+
+    def __init__(self, channel: grpc.Channel, timeout_seconds: float) -> None:
+        self._channel = channel
+        self.timeout_seconds = timeout_seconds
+        self.unary_stream = channel.unary_stream
+        self.close = channel.close
+
+    def unary_unary(self, *method: Any, **codecs: Any) -> Callable[..., Any]:
+        call = self._channel.unary_unary(*method, **codecs)
+        return lambda request, timeout=None: call(request, timeout=timeout or self.timeout_seconds)
+
+
 class Client:
     """The plugin's services, and its everyday calls in a few words.
 
@@ -89,16 +78,20 @@ class Client:
     """
 
     def __init__(self, socket: Path, timeout_seconds: float = 120) -> None:
-        self._channel = grpc.insecure_channel(f"unix://{socket}", options=_OPTIONS)
-        self._timeout = timeout_seconds
-        self.identity = csi_pb2_grpc.IdentityStub(self._channel)
-        self.controller = csi_pb2_grpc.ControllerStub(self._channel)
-        self.group_controller = csi_pb2_grpc.GroupControllerStub(self._channel)
-        self.node = csi_pb2_grpc.NodeStub(self._channel)
-        self.snapshot_metadata = csi_pb2_grpc.SnapshotMetadataStub(self._channel)
-        self._own = own.stubs(self._channel)
-        self._written = own.ranges(self._channel, own.WRITTEN)
-        self._differing = own.ranges(self._channel, own.DIFFERING)
+        channel = grpc.insecure_channel(f"unix://{socket}", options=_OPTIONS)
+        self.channel = _Channel(channel, timeout_seconds)
+        self._stubs: dict[object, Any] = {}
+        self.identity = self.stub(csi_pb2_grpc.IdentityStub)
+        self.controller = self.stub(csi_pb2_grpc.ControllerStub)
+        self.group_controller = self.stub(csi_pb2_grpc.GroupControllerStub)
+        self.node = self.stub(csi_pb2_grpc.NodeStub)
+        self.operator = self.stub(carver_pb2_grpc.OperatorStub)
+
+    def stub(self, kind: Callable[[grpc.Channel], S]) -> S:
+        """A service's generated stub, such as TransferStub, on this connection."""
+        if kind not in self._stubs:
+            self._stubs[kind] = kind(cast(grpc.Channel, self.channel))
+        return cast(S, self._stubs[kind])
 
     def __enter__(self) -> Self:
         return self
@@ -109,15 +102,15 @@ class Client:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._channel.close()
+        self.channel.close()
 
     def info(self) -> csi.GetPluginInfoResponse:
         """The plugin's name and version."""
-        return self.identity.GetPluginInfo(csi.GetPluginInfoRequest(), timeout=self._timeout)
+        return self.identity.GetPluginInfo(csi.GetPluginInfoRequest())
 
     def probe(self) -> csi.ProbeResponse:
         """Whether the plugin can work."""
-        return self.identity.Probe(csi.ProbeRequest(), timeout=self._timeout)
+        return self.identity.Probe(csi.ProbeRequest())
 
     def capacity(
         self, parameters: Mapping[str, str] | None = None, *capabilities: csi.VolumeCapability
@@ -126,7 +119,7 @@ class Client:
         request = csi.GetCapacityRequest(
             parameters=parameters or {}, volume_capabilities=capabilities
         )
-        return self.controller.GetCapacity(request, timeout=self._timeout)
+        return self.controller.GetCapacity(request)
 
     def create(
         self,
@@ -149,12 +142,12 @@ class Client:
             volume_content_source=source,
             mutable_parameters=mutable or {},
         )
-        return self.controller.CreateVolume(request, timeout=self._timeout).volume
+        return self.controller.CreateVolume(request).volume
 
     def delete(self, volume_id: str) -> None:
         """Delete a volume."""
         request = csi.DeleteVolumeRequest(volume_id=volume_id)
-        self.controller.DeleteVolume(request, timeout=self._timeout)
+        self.controller.DeleteVolume(request)
 
     def volumes(self) -> list[csi.Volume]:
         """All volumes."""
@@ -164,12 +157,12 @@ class Client:
     def volume(self, volume_id: str) -> csi.ControllerGetVolumeResponse:
         """One volume, with its status."""
         request = csi.ControllerGetVolumeRequest(volume_id=volume_id)
-        return self.controller.ControllerGetVolume(request, timeout=self._timeout)
+        return self.controller.ControllerGetVolume(request)
 
     def volume_health(self, volume_id: str) -> csi.VolumeHealth:
         """What the Controller knows against a volume."""
         request = csi.ControllerGetVolumeHealthRequest(volume_id=volume_id)
-        answer = self.controller.ControllerGetVolumeHealth(request, timeout=self._timeout)
+        answer = self.controller.ControllerGetVolumeHealth(request)
         return answer.volume_health
 
     def unhealthy(self) -> list[csi.VolumeHealth]:
@@ -186,13 +179,11 @@ class Client:
             volume_publish_path=str(publish_path),
             staging_target_path=str(staging_path),
         )
-        return self.node.NodeGetVolumeHealth(request, timeout=self._timeout).volume_health
+        return self.node.NodeGetVolumeHealth(request).volume_health
 
     def storage_health(self) -> list[csi.NodeGetStorageHealthResponse.StorageBackendHealth]:
         """What the Node knows against its storage."""
-        answer = self.node.NodeGetStorageHealth(
-            csi.NodeGetStorageHealthRequest(), timeout=self._timeout
-        )
+        answer = self.node.NodeGetStorageHealth(csi.NodeGetStorageHealthRequest())
         return list(answer.backend_health)
 
     def confirms(self, volume_id: str, capability: csi.VolumeCapability) -> bool:
@@ -200,14 +191,12 @@ class Client:
         request = csi.ValidateVolumeCapabilitiesRequest(
             volume_id=volume_id, volume_capabilities=[capability]
         )
-        answer = self.controller.ValidateVolumeCapabilities(request, timeout=self._timeout)
+        answer = self.controller.ValidateVolumeCapabilities(request)
         return answer.HasField("confirmed")
 
     def can_expand(self) -> bool:
         """Whether the Controller's part of an expansion is offered."""
-        answer = self.controller.ControllerGetCapabilities(
-            csi.ControllerGetCapabilitiesRequest(), timeout=self._timeout
-        )
+        answer = self.controller.ControllerGetCapabilities(csi.ControllerGetCapabilitiesRequest())
         wanted = csi.ControllerServiceCapability.RPC.EXPAND_VOLUME
         return any(one.rpc.type == wanted for one in answer.capabilities)
 
@@ -218,12 +207,12 @@ class Client:
         request = csi.CreateSnapshotRequest(
             name=name, source_volume_id=volume_id, parameters=parameters or {}
         )
-        return self.controller.CreateSnapshot(request, timeout=self._timeout).snapshot
+        return self.controller.CreateSnapshot(request).snapshot
 
     def delete_snapshot(self, snapshot_id: str) -> None:
         """Delete a snapshot."""
         request = csi.DeleteSnapshotRequest(snapshot_id=snapshot_id)
-        self.controller.DeleteSnapshot(request, timeout=self._timeout)
+        self.controller.DeleteSnapshot(request)
 
     def snapshots(self, *, volume_id: str = "", snapshot_id: str = "") -> list[csi.Snapshot]:
         """All snapshots, those of a volume, or the one with an id."""
@@ -234,7 +223,7 @@ class Client:
     def _every(self, call: Callable[..., Any], request: Any) -> Iterator[Any]:
         """The entries of a list, part by part."""
         while True:
-            answer = call(request, timeout=self._timeout)
+            answer = call(request)
             yield from answer.entries
             if not answer.next_token:
                 return
@@ -247,7 +236,7 @@ class Client:
         request = csi.CreateVolumeGroupSnapshotRequest(
             name=name, source_volume_ids=volume_ids, parameters=parameters or {}
         )
-        answer = self.group_controller.CreateVolumeGroupSnapshot(request, timeout=self._timeout)
+        answer = self.group_controller.CreateVolumeGroupSnapshot(request)
         return answer.group_snapshot
 
     def find_group_snapshot(
@@ -257,7 +246,7 @@ class Client:
         request = csi.GetVolumeGroupSnapshotRequest(
             group_snapshot_id=group_snapshot_id, snapshot_ids=snapshot_ids
         )
-        answer = self.group_controller.GetVolumeGroupSnapshot(request, timeout=self._timeout)
+        answer = self.group_controller.GetVolumeGroupSnapshot(request)
         return answer.group_snapshot
 
     def delete_group_snapshot(
@@ -267,7 +256,7 @@ class Client:
         request = csi.DeleteVolumeGroupSnapshotRequest(
             group_snapshot_id=group_snapshot_id, snapshot_ids=snapshot_ids
         )
-        self.group_controller.DeleteVolumeGroupSnapshot(request, timeout=self._timeout)
+        self.group_controller.DeleteVolumeGroupSnapshot(request)
 
     def stage(
         self,
@@ -284,14 +273,14 @@ class Client:
             volume_context=volume.volume_context,
             secrets=secrets or {},
         )
-        self.node.NodeStageVolume(request, timeout=self._timeout)
+        self.node.NodeStageVolume(request)
 
     def unstage(self, volume_id: str, staging_path: Path | str) -> None:
         """Undo `stage`."""
         request = csi.NodeUnstageVolumeRequest(
             volume_id=volume_id, staging_target_path=str(staging_path)
         )
-        self.node.NodeUnstageVolume(request, timeout=self._timeout)
+        self.node.NodeUnstageVolume(request)
 
     def publish(
         self,
@@ -313,7 +302,7 @@ class Client:
             readonly=read_only,
             secrets=secrets or {},
         )
-        self.node.NodePublishVolume(request, timeout=self._timeout)
+        self.node.NodePublishVolume(request)
 
     def publish_inline(
         self,
@@ -336,107 +325,51 @@ class Client:
             readonly=read_only,
             secrets=secrets or {},
         )
-        self.node.NodePublishVolume(request, timeout=self._timeout)
+        self.node.NodePublishVolume(request)
 
     def unpublish(self, volume_id: str, target_path: Path | str) -> None:
         """Undo `publish`."""
         request = csi.NodeUnpublishVolumeRequest(volume_id=volume_id, target_path=str(target_path))
-        self.node.NodeUnpublishVolume(request, timeout=self._timeout)
+        self.node.NodeUnpublishVolume(request)
 
     def stats(self, volume_id: str, volume_path: Path | str) -> csi.NodeGetVolumeStatsResponse:
         """Measure a volume where it is staged or published."""
         request = csi.NodeGetVolumeStatsRequest(volume_id=volume_id, volume_path=str(volume_path))
-        return self.node.NodeGetVolumeStats(request, timeout=self._timeout)
+        return self.node.NodeGetVolumeStats(request)
 
     def expand(self, volume_id: str, required_bytes: int) -> csi.ControllerExpandVolumeResponse:
         """Grow a volume, the Controller's part."""
         request = csi.ControllerExpandVolumeRequest(
             volume_id=volume_id, capacity_range=csi.CapacityRange(required_bytes=required_bytes)
         )
-        return self.controller.ControllerExpandVolume(request, timeout=self._timeout)
+        return self.controller.ControllerExpandVolume(request)
 
     def modify(self, volume_id: str, parameters: Mapping[str, str]) -> None:
         """Change a volume's mutable parameters."""
         request = csi.ControllerModifyVolumeRequest(
             volume_id=volume_id, mutable_parameters=parameters
         )
-        self.controller.ControllerModifyVolume(request, timeout=self._timeout)
+        self.controller.ControllerModifyVolume(request)
 
-    def volumes_here(self) -> Here[csi.Volume]:
-        """The volumes of the groups that are here."""
-        return self._here(own.VOLUMES_HERE, csi.Volume)
+    def volumes_here(self) -> carver.VolumesHereResponse:
+        """The volumes of the groups that are on this node."""
+        return self.operator.VolumesHere(Empty())
 
-    def snapshots_here(self) -> Here[csi.Snapshot]:
-        """The same of snapshots."""
-        return self._here(own.SNAPSHOTS_HERE, csi.Snapshot)
-
-    def _here(self, method: str, kind: type[M]) -> Here[M]:
-        answer = self._own[method](Struct(), timeout=self._timeout)
-        told: dict[str, Any] = json_format.MessageToDict(answer)
-        entries = [json_format.ParseDict(one, kind()) for one in told["entries"]]
-        return Here(entries, told["away"], told.get("claims", {}), told.get("keys", {}))
+    def snapshots_here(self) -> carver.SnapshotsHereResponse:
+        """The snapshots of the groups that are on this node."""
+        return self.operator.SnapshotsHere(Empty())
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> tuple[bool, str]:
         """Go on with a volume's repair: whether all is done, and what was, or is waited for."""
-        words: dict[str, str | bool] = {"volume_id": volume_id, "pool_metadata": pool_metadata}
-        return self._operate(own.REPAIR_VOLUME, words)
+        request = carver.RepairVolumeRequest(volume_id=volume_id, pool_metadata=pool_metadata)
+        answer = self.operator.RepairVolume(request)
+        return answer.done, answer.message
 
     def replace_disk(self, old_disk: str, new_disk: str) -> tuple[bool, str]:
-        """Go on with putting a disk in the place of another; the same."""
-        words: dict[str, str | bool] = {"old_disk": old_disk, "new_disk": new_disk}
-        return self._operate(own.REPLACE_DISK, words)
-
-    def _operate(self, method: str, words: Mapping[str, str | bool]) -> tuple[bool, str]:
-        request = Struct()
-        request.update(words)
-        answer = self._own[method](request, timeout=self._timeout)
-        return bool(answer["done"]), str(answer["message"])
-
-    def transfer(self, method: str, **words: str) -> dict[str, str]:
-        """A call of agent/extras/transfer/service.py; what it answers."""
-        request = Struct()
-        request.update(words)
-        answer = self._own[method](request, timeout=self._timeout)
-        return {key: str(value) for key, value in answer.items()}
-
-    def blocks(
-        self,
-        snapshot_id: str,
-        base_snapshot_id: str = "",
-        starting_offset: UserOffset = USER_START,
-    ) -> Iterator[UserExtent]:
-        """What a snapshot holds, or how it differs from an older one, as the volume's user sees it.
-
-        That is CSI's.
-        """
-        answers: Iterable[csi.GetMetadataAllocatedResponse | csi.GetMetadataDeltaResponse]
-        if base_snapshot_id:
-            answers = self.snapshot_metadata.GetMetadataDelta(
-                _delta(snapshot_id, base_snapshot_id, starting_offset)
-            )
-        else:
-            answers = self.snapshot_metadata.GetMetadataAllocated(
-                csi.GetMetadataAllocatedRequest(
-                    snapshot_id=snapshot_id, starting_offset=starting_offset
-                )
-            )
-        return (UserExtent(UserOffset(at), length) for at, length in _told(answers))
-
-    def logical_blocks(
-        self,
-        snapshot_id: str,
-        base_snapshot_id: str = "",
-        starting_offset: LogicalOffset = LOGICAL_START,
-        *,
-        is_compared: bool = False,
-    ) -> Iterator[Extent]:
-        """What of a snapshot's logical volume was written, at all or since an older one.
-
-        Or what differs, where that is to be compared, which takes a base.
-        """
-        ask = self._differing if is_compared else self._written
-        answers = ask(_delta(snapshot_id, base_snapshot_id, starting_offset))
-        return (Extent(at, length) for at, length in _told(answers))
+        """Go on with putting a disk in the place of another; answers as `repair` does."""
+        request = carver.ReplaceDiskRequest(old_disk=old_disk, new_disk=new_disk)
+        answer = self.operator.ReplaceDisk(request)
+        return answer.done, answer.message
 
     def node_expand(
         self,
@@ -452,23 +385,4 @@ class Client:
             capacity_range=csi.CapacityRange(required_bytes=required_bytes),
             secrets=secrets or {},
         )
-        return self.node.NodeExpandVolume(request, timeout=self._timeout)
-
-
-def _delta(
-    snapshot_id: str, base_snapshot_id: str, starting_offset: int
-) -> csi.GetMetadataDeltaRequest:
-    return csi.GetMetadataDeltaRequest(
-        base_snapshot_id=base_snapshot_id,
-        target_snapshot_id=snapshot_id,
-        starting_offset=starting_offset,
-    )
-
-
-def _told(
-    answers: Iterable[csi.GetMetadataAllocatedResponse | csi.GetMetadataDeltaResponse],
-) -> Iterator[tuple[int, int]]:
-    """The ranges of all answers: where each begins, and how long it is."""
-    for answer in answers:
-        for one in answer.block_metadata:
-            yield one.byte_offset, one.size_bytes
+        return self.node.NodeExpandVolume(request)

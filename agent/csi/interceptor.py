@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from importlib.metadata import version
 from typing import Any
 
 import grpc
@@ -95,7 +96,7 @@ class Interceptor(grpc.ServerInterceptor):
         """Wrap the handler of a call that is answered once, or by a stream of answers."""
         handler = continuation(handler_call_details)
         if handler is None:
-            return None
+            return _unknown(handler_call_details.method)
         method = handler_call_details.method.rpartition("/")[2]
         wire = (_wiping(handler.request_deserializer), handler.response_serializer)
         if handler.unary_stream:
@@ -186,6 +187,21 @@ class Interceptor(grpc.ServerInterceptor):
         _write(made, request, message)
         self._observe(made)
         return code, message
+
+
+def _unknown(path: str) -> "grpc.RpcMethodHandler[Any, Any] | None":
+    """Refuse a call of Carver's own that this version does not have; gRPC refuses all others."""
+    if not path.startswith("/carver."):
+        return None
+
+    def refuse(_request: bytes, context: grpc.ServicerContext) -> bytes:
+        message = (
+            f"cannot answer {path}: this service is Carver {version('carver')}, and does not have"
+            " that call; use the command and the service of the same version"
+        )
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, message)
+
+    return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 def _wiping(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:

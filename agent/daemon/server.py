@@ -56,7 +56,7 @@ from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount import errors as mount_errors
 from mount.command import Converse, Run
-from proto import csi_pb2_grpc
+from proto import carver_pb2_grpc, csi_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
@@ -151,7 +151,7 @@ class Service:
             ThreadPoolExecutor(admission.THREADS, thread_name_prefix="rpc"),
             interceptors=[self._interceptor],
         )
-        self._server.add_generic_rpc_handlers((operator.handler(),))
+        carver_pb2_grpc.add_OperatorServicer_to_server(operator, self._server)
         csi_pb2_grpc.add_IdentityServicer_to_server(
             Identity(self.readiness, config.driver_name, offered), self._server
         )

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 import grpc
 import nodes
 import pytest
+from changed_blocks import blocks
 from histories import Disk
 from nodes import MIB, Node
 
@@ -15,6 +16,7 @@ from agent.daemon import server
 from agent.extras.changed_blocks import service as changed_blocks
 from agent.extras.transfer import streams_command
 from lvm import report, tags, volumes
+from proto import carver_pb2 as carver
 
 TAG = "activated"
 
@@ -57,7 +59,7 @@ def test_a_backup_leaves_no_snapshot_active(disk: Disk) -> None:
             assert list(reading.extents())
         require_left_alone(disk)
         if base:
-            assert list(disk.client.blocks(taken, base))
+            assert list(blocks(disk.client, taken, base))
             require_left_alone(disk)
         base = taken
 
@@ -98,7 +100,7 @@ def test_many_readings_at_once_leave_none_active_and_each_is_whole(disk: Disk) -
         try:
             for turn in range(3):
                 base, target = taken[0], taken[1 + (number + turn) % 2]
-                assert list(disk.client.blocks(target, base)) == []
+                assert list(blocks(disk.client, target, base)) == []
         except BaseException as error:
             problems.append(error)
 
@@ -158,16 +160,13 @@ def test_a_stream_leaves_no_snapshot_active(
     older, newer = disk.snapshot(), disk.snapshot()
     nodes.stream(here, "s-1", since="s-0")
     require_left_alone(disk)
-    ask = here.client.transfer
 
-    def killed(method: str, **words: str) -> dict[str, str]:
+    def killed(_request: carver.CloseSnapshotRequest) -> None:
         """The command ends before it says that it does."""
-        if method == "CloseSnapshot":
-            raise KeyboardInterrupt
-        return ask(method, **words)
+        raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(here.client, "transfer", killed)
+        patched.setattr(here.transfer, "CloseSnapshot", killed)
         with pytest.raises(KeyboardInterrupt):
             nodes.stream(here, "s-0")
     assert tagged(disk) == [name_of(older)]

@@ -14,6 +14,7 @@ import configured
 import expect
 import histories
 import pytest
+from changed_blocks import blocks
 from clocks import Clock
 from fakes.cryptsetup import copies
 from histories import KEY, KIB, MIB, SEALED, SIZE, Disk, live, unlike
@@ -27,6 +28,7 @@ from agent.csi.client import Client, block, of_snapshot
 from agent.daemon import server
 from agent.daemon.server import Service
 from agent.extras.changed_blocks import service as changed_blocks
+from agent.extras.transfer import streams_command
 from lvm import report, tags, volumes
 from lvm.layout import Reserve
 from lvm.thin import Policy
@@ -35,6 +37,7 @@ from mount import errors as mount_errors
 from mount.blocks import Reader
 from mount.cryptsetup import Cryptsetup
 from proto import csi_pb2 as csi
+from proto.csi_pb2_grpc import SnapshotMetadataStub
 
 LAYOUTS = configured.layouts("linear", "striped", "raid1", "thin")
 
@@ -134,7 +137,7 @@ def require_backups_hold_all(disk: Disk) -> None:
     for target in disk.snapshots:
         held = disk.holds(target)
         kept += bytes(len(held) - len(kept))
-        for one in disk.client.blocks(target, base):
+        for one in blocks(disk.client, target, base):
             start, end = one.offset_bytes, one.offset_bytes + one.length_bytes
             kept[start:end] = held[start:end]
         base = target
@@ -387,7 +390,7 @@ def test_another_passphrase_changes_no_block(disk: Disk, client: Client, host: A
     [one] = [one for one in told(changed(client, older, newer)) if one.offset_bytes >= MIB]
     assert one == Extent(2 * MIB, 4096)
     # The header is another, which a stream has.
-    assert any(one.offset_bytes < 4 * MIB for one in client.logical_blocks(newer, older))
+    assert any(one.offset_bytes < 4 * MIB for one in streams_command.extents(client, newer, older))
 
 
 def made_anew(disk: Disk, host: AnyHost, offset_bytes: int) -> None:
@@ -455,7 +458,7 @@ def test_what_the_user_of_an_encrypted_volume_sees_is_told_or_refused(
             allocated(client, newer)
     # Each by itself is as before, and so is the logical volume.
     assert told(allocated(client, older))
-    assert list(client.logical_blocks(newer, older))
+    assert list(streams_command.extents(client, newer, older))
 
 
 @pytest.mark.variation
@@ -569,7 +572,7 @@ def allocated(
     request = csi.GetMetadataAllocatedRequest(
         snapshot_id=snapshot_id, starting_offset=start, max_results=results
     )
-    return list(client.snapshot_metadata.GetMetadataAllocated(request))
+    return list(client.stub(SnapshotMetadataStub).GetMetadataAllocated(request))
 
 
 def changed(
@@ -581,7 +584,7 @@ def changed(
         starting_offset=start,
         max_results=results,
     )
-    return list(client.snapshot_metadata.GetMetadataDelta(request))
+    return list(client.stub(SnapshotMetadataStub).GetMetadataDelta(request))
 
 
 def told(answers: Answers) -> list[Extent]:
@@ -602,12 +605,12 @@ def test_what_was_written_is_told_without_a_look_at_it(
         raise AssertionError("it was read")
 
     monkeypatch.setattr(Reader, "read", refuse)
-    [one] = client.logical_blocks(newer, older)
+    [one] = streams_command.extents(client, newer, older)
     assert one.offset_bytes == MIB
     assert one.length_bytes in (4096, 64 * KIB)
-    covered = client.logical_blocks(newer)
+    covered = streams_command.extents(client, newer)
     assert MIB // BLOCK_BYTES in blocks_of(covered, SIZE)
-    assert list(client.logical_blocks(newer, older, LogicalOffset(one.end_bytes))) == []
+    assert list(streams_command.extents(client, newer, older, one.end_bytes)) == []
 
 
 @pytest.mark.variation
@@ -763,7 +766,7 @@ def test_a_stream_that_is_cancelled_lets_go_of_everything(disk: Disk, client: Cl
     request = csi.GetMetadataDeltaRequest(
         base_snapshot_id=older, target_snapshot_id=newer, max_results=1
     )
-    stream = client.snapshot_metadata.GetMetadataDelta(request)
+    stream = client.stub(SnapshotMetadataStub).GetMetadataDelta(request)
     assert len(next(stream).block_metadata) == 1
     stream.cancel()
     with expect.code("CANCELLED"):

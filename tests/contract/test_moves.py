@@ -26,6 +26,7 @@ from agent.extras.transfer.move_command import Move, Options
 from agent.operations.delete import VolumeDeleter
 from lvm import volumes
 from mount.blocks import Bytes, Opened
+from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
 
@@ -214,20 +215,20 @@ def test_nobody_begins_to_use_it_while_the_last_round_is_sent(
 def test_who_asks_for_a_volume_beside_another_call_asks_again(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ask = here.client.transfer
+    ask = here.transfer.HoldMove
     codes: list[str] = []
     compared, kept = threading.Event(), threading.Event()
     grace = here.service.locks.grace_seconds
 
-    def meet(method: str, **words: str) -> dict[str, str]:
-        if method != "HoldMove" or not compared.is_set():
-            return ask(method, **words)
+    def meet(request: carver.HoldMoveRequest) -> carver.HoldMoveResponse:
+        if not compared.is_set():
+            return ask(request)
         # Only then: another call that meets this one waits for it, as it would at any time.
         monkeypatch.setattr(here.service.locks, "grace_seconds", grace if codes else 0.0)
         first = here.service.locks.hold(ids.logical_name(volume.volume_id))
         with first if not codes else nullcontext():
             try:
-                told = ask(method, **words)
+                told = ask(request)
             except grpc.RpcError as error:
                 codes.append(error.code().name)
                 raise
@@ -240,7 +241,7 @@ def test_who_asks_for_a_volume_beside_another_call_asks_again(
             compared.set()
             assert kept.wait(60)
 
-    monkeypatch.setattr(here.client, "transfer", meet)
+    monkeypatch.setattr(here.transfer, "HoldMove", meet)
     monkeypatch.setattr(move_command, "_KEEP_SECONDS", 0.01)
     stand = Stand(there)
     stand.before = wait
@@ -252,16 +253,16 @@ def test_who_asks_for_a_volume_beside_another_call_asks_again(
 def test_a_move_that_was_killed_while_it_held_the_volume_is_waited_for(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = {"volume_id": volume.volume_id}
-    here.client.transfer("BeginMove", node="there", **name)
-    held = here.client.transfer("HoldMove", **name)
+    here.transfer.BeginMove(carver.BeginMoveRequest(volume_id=volume.volume_id, node="there"))
+    hold = carver.HoldMoveRequest(volume_id=volume.volume_id)
+    hold.token = here.transfer.HoldMove(hold).token
     looks: list[float] = []
 
     def look(seconds: float) -> None:
         looks.append(seconds)
         if len(looks) == 3:
             # As its time does that is over.
-            here.client.transfer("ReleaseMove", **name, **held)
+            here.transfer.ReleaseMove(hold)
 
     monkeypatch.setattr(move_command, "sleep", look)
     move(here, Stand(there), volume).run()
@@ -417,35 +418,37 @@ def test_what_was_taken_before_the_last_round_began_is_not_all_whatever_the_cloc
     here: Node, volume: csi.Volume, clock: Clock
 ) -> None:
     """The snapshot is of a time to come: what was written after it would be lost."""
-    identity = {"volume_id": volume.volume_id}
-    here.client.transfer("BeginMove", **identity, node="there")
+    here.transfer.BeginMove(carver.BeginMoveRequest(volume_id=volume.volume_id, node="there"))
     clock.step(7200)
     early = here.client.snapshot("early", volume.volume_id)
     clock.step(-7200)
     write(here, "vol-db", random.Random(3))
-    word = here.client.transfer("HoldMove", **identity)["word"]
+    hold = carver.HoldMoveRequest(volume_id=volume.volume_id)
+    hold.token = here.transfer.HoldMove(hold).token
+    commit = carver.CommitMoveRequest(
+        volume_id=volume.volume_id, snapshot_id=early.snapshot_id, token=hold.token
+    )
     with expect.code("FAILED_PRECONDITION", "send another"):
-        here.client.transfer("CommitMove", **identity, snapshot_id=early.snapshot_id, word=word)
+        here.transfer.CommitMove(commit)
     clock.step(-7200)
-    last = here.client.snapshot("last", volume.volume_id)
-    here.client.transfer("HoldMove", **identity, word=word)
-    told = here.client.transfer("CommitMove", **identity, snapshot_id=last.snapshot_id, word=word)
-    assert told["state"] == "moved"
+    commit.snapshot_id = here.client.snapshot("last", volume.volume_id).snapshot_id
+    here.transfer.HoldMove(hold)
+    assert here.transfer.CommitMove(commit).state == "moved"
 
 
 @pytest.mark.variation
 def test_who_goes_on_holding_a_volume_is_not_waited_for_for_ever(
     here: Node, there: Node, volume: csi.Volume, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = {"volume_id": volume.volume_id}
-    here.client.transfer("BeginMove", node="there", **name)
-    held = here.client.transfer("HoldMove", **name)
+    here.transfer.BeginMove(carver.BeginMoveRequest(volume_id=volume.volume_id, node="there"))
+    hold = carver.HoldMoveRequest(volume_id=volume.volume_id)
+    hold.token = here.transfer.HoldMove(hold).token
     looks: list[float] = []
     monkeypatch.setattr(move_command, "sleep", looks.append)
     with expect.code("FAILED_PRECONDITION", "last time"):
         move(here, Stand(there), volume).run()
     assert sum(looks) > 30
-    here.client.transfer("ReleaseMove", **name, **held)
+    here.transfer.ReleaseMove(hold)
     assert usable(here) == [volume]
 
 
@@ -578,7 +581,7 @@ def test_what_was_never_usable_there_is_taken_back_unasked(
         going.run()
     if state == "withdrawn":
         # An undo was cut off where all that is left there is overwritten.
-        word = here.client.transfer("MoveStatus", name="db")["word"]
+        word = here.transfer.MoveStatus(carver.NameRequest(name="db")).word
         stand.before = lambda _words: None
         going.run()
         streams_command.withdraw(there.at, "db", word)
@@ -628,7 +631,9 @@ def test_it_moves_to_one_node_at_a_time(here: Node, there: Node, volume: csi.Vol
     with pytest.raises(errors.NodeRefused, match="ends"):
         move(here, stand, volume).run()
     with expect.code("FAILED_PRECONDITION", "moves to there"):
-        here.client.transfer("BeginMove", volume_id=volume.volume_id, node="elsewhere")
+        here.transfer.BeginMove(
+            carver.BeginMoveRequest(volume_id=volume.volume_id, node="elsewhere")
+        )
     with pytest.raises(errors.NodeRefused), expect_kept(here):
         move(here, stand, volume).run()
 

@@ -88,7 +88,8 @@ def test_a_group_that_is_not_this_node_s_is_told_and_left_alone_until_it_is(
     client: Client, service: Service, host: AnyHost, config: Config, group: str, case: str
 ) -> None:
     volume = client.create("pvc-1", SIZE, block())
-    assert (client.volumes_here().entries, client.volumes_here().away) == ([volume], {})
+    whole = client.volumes_here()
+    assert (list(whole.entries), dict(whole.away)) == ([volume], {})
     host.deactivate(group, "vol-pvc-1")
     CASES[case].take(host, group)
     [disk] = _disks_of(host, group)

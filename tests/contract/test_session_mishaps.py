@@ -17,6 +17,7 @@ from pathlib import Path
 import chosen
 import grpc
 import pytest
+from changed_blocks import blocks
 from fakes.host import FakeHost
 from model.cases import CASES, EXTENTS, Case
 from model.expected import EXTENT_BYTES, Model
@@ -286,12 +287,12 @@ def delete_all(machine: Machine) -> None:
 
 
 def allocated(machine: Machine) -> object:
-    return list(machine.client.blocks(machine.snapshot_id_of("snap")))
+    return list(blocks(machine.client, machine.snapshot_id_of("snap")))
 
 
 def changed(machine: Machine) -> object:
     later, snap = (machine.snapshot_id_of(one) for one in ("later", "snap"))
-    return list(machine.client.blocks(later, snap))
+    return list(blocks(machine.client, later, snap))
 
 
 A, B, SNAP = create("a"), create("b"), snapshot("snap")

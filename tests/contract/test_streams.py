@@ -10,6 +10,7 @@ import histories
 import nodes
 import pytest
 from clocks import Clock
+from google.protobuf.message import Message
 from nodes import LAYOUTS, MIB, SIZE, Node, volume_of, write
 
 from agent.core import errors, ids
@@ -336,18 +337,18 @@ def test_what_was_taken_anew_by_the_same_name_is_not_sent_as_what_it_was(
         disk.forget_order(disk.snapshot())
     base, target = disk.snapshots
     disk.write(4 * MIB, b"b" * 4096)
-    name = "transfer" if which == "snapshot" else "logical_blocks"
-    ask, taken = getattr(here.client, name), [target if which == "snapshot" else base]
+    name = "OpenSnapshot" if which == "snapshot" else "GetWritten"
+    ask, taken = getattr(here.transfer, name), [target if which == "snapshot" else base]
 
-    def meet(*words: str, **more: str) -> object:
-        found = ask(*words, **more) if which == "snapshot" else None
+    def meet(request: Message) -> object:
+        found = ask(request) if which == "snapshot" else None
         if taken:
             gone = taken.pop()
             here.client.delete_snapshot(gone)
             here.client.snapshot(ids.logical_name(gone).removeprefix("snap-"), disk.id, ROOM)
-        return found or ask(*words, **more)
+        return found or ask(request)
 
-    monkeypatch.setattr(here.client, name, meet)
+    monkeypatch.setattr(here.transfer, name, meet)
     with pytest.raises(errors.SourceLost, match="taken anew"):
         nodes.stream(here, "s-1", since="s-0")
 

@@ -9,6 +9,7 @@ import configured
 import expect
 import grpc
 import pytest
+from changed_blocks import blocks
 from fakes.host import FakeHost
 from fakes.kernel import _FakeReader
 
@@ -86,16 +87,16 @@ def test_streams_of_disks_that_hang_leave_those_of_other_groups_alone(
 
     monkeypatch.setattr(_FakeReader, "read", read)
     streams = [
-        Thread(target=lambda: list(client.blocks(snapshots["sick"]))) for _ in range(STREAMS)
+        Thread(target=lambda: list(blocks(client, snapshots["sick"]))) for _ in range(STREAMS)
     ]
     for one in streams:
         one.start()
     try:
         for _ in streams:
             assert at_work.acquire(timeout=60)
-        list(client.blocks(snapshots["sound"]))
+        list(blocks(client, snapshots["sound"]))
         with expect.code("UNAVAILABLE", "calls are at work"):
-            list(client.blocks(snapshots["sick"]))
+            list(blocks(client, snapshots["sick"]))
     finally:
         over.set()
         for one in streams:

@@ -39,6 +39,7 @@ from rich.console import Console
 from agent.core import errors
 from agent.csi.client import Client, block
 from proto import csi_pb2 as csi
+from proto.csi_pb2_grpc import SnapshotMetadataStub
 
 _WHERE = Path("/var/tmp")
 _CLIENTS = 8
@@ -143,13 +144,13 @@ def rest(life: Life, by_hand: Bare) -> list[Step]:
 def allocated(client: Client, snapshot_id: str) -> None:
     """Read the whole stream."""
     request = csi.GetMetadataAllocatedRequest(snapshot_id=snapshot_id)
-    assert sum(1 for _ in client.snapshot_metadata.GetMetadataAllocated(request))
+    assert sum(1 for _ in client.stub(SnapshotMetadataStub).GetMetadataAllocated(request))
 
 
 def changed(client: Client, base_id: str, target_id: str) -> None:
     """Read the whole stream."""
     request = csi.GetMetadataDeltaRequest(base_snapshot_id=base_id, target_snapshot_id=target_id)
-    assert sum(1 for _ in client.snapshot_metadata.GetMetadataDelta(request))
+    assert sum(1 for _ in client.stub(SnapshotMetadataStub).GetMetadataDelta(request))
 
 
 class Pass:

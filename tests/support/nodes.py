@@ -30,6 +30,7 @@ from agent.extras.transfer import streams_command
 from lvm import volumes
 from mount.blocks import Bytes
 from proto import csi_pb2 as csi
+from proto.carver_pb2_grpc import TransferStub
 
 MIB = 1 << 20
 SIZE = 24 * MIB
@@ -66,6 +67,7 @@ class Node:
         own = Config(**{**vars(self.config), "endpoint": endpoint})
         self.service = started(self.host, own, switch)
         self.client = Client(endpoint)
+        self.transfer = self.client.stub(TransferStub)
         self.at = Manual(self.client, own, machine(self.host))
 
     def stop(self) -> None:

@@ -1,7 +1,7 @@
 """CSI SnapshotMetadata: which ranges of a snapshot are allocated, or changed since another."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import TypeVar, cast
 
@@ -9,7 +9,7 @@ import grpc
 
 from agent.core import errors, ids
 from agent.core.context import Context
-from agent.core.extents import Extent, LogicalOffset, Reading, UserExtent, UserOffset
+from agent.core.extents import Extent, Reading, UserExtent, UserOffset
 from agent.core.requests import GetMetadata
 from agent.daemon.extra import Extra
 from agent.daemon.server import Service
@@ -20,13 +20,10 @@ from proto import csi_pb2 as csi
 from proto import csi_pb2_grpc
 
 T = TypeVar("T")
-# How large it is, and its ranges.
-_Told = tuple[int, Iterator[Extent | UserExtent]]
+Range = Extent | UserExtent
 
-# Where the caller sets no bound: some 30 KiB in an answer.
+# The most ranges in one answer: some 30 KiB.
 _RESULTS = 1024
-# Ranges are merged, so they are as long as they happen to be.
-_STYLE = csi.BlockMetadataType.VARIABLE_LENGTH
 
 
 class SnapshotMetadata(csi_pb2_grpc.SnapshotMetadataServicer):
@@ -43,56 +40,18 @@ class SnapshotMetadata(csi_pb2_grpc.SnapshotMetadataServicer):
     ) -> Generator[csi.GetMetadataAllocatedResponse, None, None]:
         """The ranges of a snapshot that may hold anything but zeroes."""
         call = GetMetadata.from_proto(request)
-        _require_snapshots(call.snapshot_id)
+        require_snapshots(call.snapshot_id)
         reading = self._delta.allocated(call.snapshot_id, context.is_active)
-        return _answers(_to_user(reading, call), call, csi.GetMetadataAllocatedResponse)
+        return _answers(reading, call, csi.GetMetadataAllocatedResponse)
 
     def GetMetadataDelta(  # noqa: N802
         self, request: csi.GetMetadataDeltaRequest, context: grpc.ServicerContext
     ) -> Generator[csi.GetMetadataDeltaResponse, None, None]:
         """The ranges in which a snapshot differs from an earlier one of the same volume."""
         call = GetMetadata.from_proto(request)
-        _require_snapshots(call.base_id, call.snapshot_id)
+        require_snapshots(call.base_id, call.snapshot_id)
         reading = self._delta.changed(call.base_id, call.snapshot_id, context.is_active)
-        return _answers(_to_user(reading, call), call, csi.GetMetadataDeltaResponse)
-
-    def written(
-        self, request: csi.GetMetadataDeltaRequest, context: grpc.ServicerContext
-    ) -> Generator[csi.GetMetadataDeltaResponse, None, None]:
-        """The ranges of a logical volume that were written between the two, or at all.
-
-        No device is read for it. None of CSI's, whose base must be named, and which names what the
-        volume's user sees: agent/extras/transfer/service.py has names for this and the next.
-        """
-        if request.base_snapshot_id:
-            return self._of_logical(request, context, is_compared=False)
-        whole = csi.GetMetadataAllocatedRequest(
-            snapshot_id=request.target_snapshot_id, starting_offset=request.starting_offset
-        )
-        call = GetMetadata.from_proto(whole)
-        _require_snapshots(call.snapshot_id)
-        reading = self._delta.allocated(call.snapshot_id, context.is_active, is_compared=False)
-        return _answers(_to_logical(reading, call), call, csi.GetMetadataDeltaResponse)
-
-    def differing(
-        self, request: csi.GetMetadataDeltaRequest, context: grpc.ServicerContext
-    ) -> Generator[csi.GetMetadataDeltaResponse, None, None]:
-        """The ranges of a logical volume in which the two differ."""
-        return self._of_logical(request, context, is_compared=True)
-
-    def _of_logical(
-        self,
-        request: csi.GetMetadataDeltaRequest,
-        context: grpc.ServicerContext,
-        *,
-        is_compared: bool,
-    ) -> Generator[csi.GetMetadataDeltaResponse, None, None]:
-        call = GetMetadata.from_proto(request)
-        _require_snapshots(call.base_id, call.snapshot_id)
-        reading = self._delta.changed(
-            call.base_id, call.snapshot_id, context.is_active, is_compared=is_compared
-        )
-        return _answers(_to_logical(reading, call), call, csi.GetMetadataDeltaResponse)
+        return _answers(reading, call, csi.GetMetadataDeltaResponse)
 
 
 class ChangedBlocks(Extra):
@@ -102,11 +61,10 @@ class ChangedBlocks(Extra):
 
     def __init__(self, context: Context) -> None:
         self.delta = Delta(context)
-        self.metadata = SnapshotMetadata(self.delta)
 
     def add_services(self, server: grpc.Server) -> None:
         """Register SnapshotMetadata."""
-        csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(self.metadata, server)
+        csi_pb2_grpc.add_SnapshotMetadataServicer_to_server(SnapshotMetadata(self.delta), server)
 
     def recoveries(self) -> Mapping[str, Callable[..., int]]:
         """Release what readings that were killed have left."""
@@ -130,52 +88,62 @@ def of(service: Service) -> ChangedBlocks:
     return cast(ChangedBlocks, service.extras["changed_blocks"])
 
 
-def _require_snapshots(*identities: str) -> None:
-    """Raise NoSuchSnapshot for the id of a volume, which the engine would take."""
+def require_snapshots(*identities: str) -> None:
+    """Raise NoSuchSnapshot for the id of a volume, which `Delta` would take."""
     for one in identities:
         if not names.is_of(ids.SNAPSHOT_PREFIX, ids.logical_name(one)):
             raise errors.NoSuchSnapshot(one)
 
 
-@contextmanager
-def _to_user(held: AbstractContextManager[Reading], call: GetMetadata) -> Iterator[_Told]:
-    """A reading from the call's offset on, as CSI has it: of the device that the user reads."""
-    with held as reading:
-        seen = reading.for_user()
-        yield seen.size_bytes, seen.extents(UserOffset(call.starting_offset))
-
-
-@contextmanager
-def _to_logical(held: AbstractContextManager[Reading], call: GetMetadata) -> Iterator[_Told]:
-    """The same as streams have it: of the logical volume, whose header is sent, too."""
-    with held as reading:
-        yield reading.size_bytes, reading.extents(LogicalOffset(call.starting_offset))
-
-
 def _answers(
-    told: AbstractContextManager[_Told], call: GetMetadata, answer: Callable[..., T]
+    held: AbstractContextManager[Reading], call: GetMetadata, answer: Callable[..., T]
 ) -> Generator[T, None, None]:
-    """The ranges, so many at a time; one answer without any where there is none."""
-    with told as (size_bytes, extents):
-        piece = _piece(extents, call)
+    """CSI's answers, in the offsets of the device that the volume's user reads."""
+
+    def view(reading: Reading) -> tuple[int, Iterator[Range]]:
+        seen = reading.for_user()
+        return seen.size_bytes, seen.extents(UserOffset(call.starting_offset))
+
+    def make(size_bytes: int, piece: Sequence[Range]) -> T:
+        return answer(
+            # Ranges are merged, so they are as long as they happen to be.
+            block_metadata_type=csi.BlockMetadataType.VARIABLE_LENGTH,
+            volume_capacity_bytes=size_bytes,
+            block_metadata=[
+                csi.BlockMetadata(byte_offset=one.offset_bytes, size_bytes=one.length_bytes)
+                for one in piece
+            ],
+        )
+
+    return in_pieces(held, view, make, call.maximum_results)
+
+
+def in_pieces(
+    held: AbstractContextManager[Reading],
+    view: Callable[[Reading], tuple[int, Iterator[Range]]],
+    make: Callable[[int, Sequence[Range]], T],
+    max_results: int = 0,
+) -> Generator[T, None, None]:
+    """Make answers of a reading's size and ranges; one without ranges where there are none.
+
+    An answer has at most `max_results` ranges, if set, and fewer where they are long: the caller
+    reads those before it asks for the next answer.
+    """
+    with held as reading:
+        size_bytes, extents = view(reading)
+        piece = _piece(extents, max_results)
         while True:
-            yield answer(
-                block_metadata_type=_STYLE,
-                volume_capacity_bytes=size_bytes,
-                block_metadata=piece,
-            )
-            piece = _piece(extents, call)
+            yield make(size_bytes, piece)
+            piece = _piece(extents, max_results)
             if not piece:
                 return
 
 
-def _piece(extents: Iterator[Extent | UserExtent], call: GetMetadata) -> list[csi.BlockMetadata]:
-    """So many ranges as one answer may have; fewer, where they tell of much to be fetched."""
-    piece, told_bytes = [], 0
-    for one in islice(extents, min(call.maximum_results or _RESULTS, _RESULTS)):
-        told = csi.BlockMetadata(byte_offset=one.offset_bytes, size_bytes=one.length_bytes)
-        piece.append(told)
-        told_bytes += one.length_bytes
-        if told_bytes >= TOLD_BYTES:
+def _piece(extents: Iterator[Range], max_results: int) -> list[Range]:
+    piece, piece_bytes = [], 0
+    for one in islice(extents, min(max_results or _RESULTS, _RESULTS)):
+        piece.append(one)
+        piece_bytes += one.length_bytes
+        if piece_bytes >= TOLD_BYTES:
             break
     return piece

@@ -2,7 +2,6 @@
 
 import argparse
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from agent.cli import terminal
@@ -13,6 +12,7 @@ from agent.extras.kubernetes.manifests import Place
 from agent.extras.kubernetes.objects import Lists, Objects
 from agent.extras.kubernetes.rebinding import Rebinding
 from agent.extras.transfer import streams_command
+from proto import carver_pb2 as carver
 
 _STEPS = """\
 In Kubernetes, while nothing runs that uses the claim. The same words with --kubeconfig FILE carry
@@ -58,12 +58,13 @@ _PVC_FILTER = (
 )
 
 
-def steps(claim: Mapping[str, str], place: Place) -> str:
+def steps(moved: carver.MoveState, place: Place) -> str:
     """The steps for the claim that a volume was made for, which is there now."""
-    new = manifests.moved_name(claim["pv"], place.handle)
+    new = manifests.moved_name(moved.pv, place.handle)
     return _STEPS.format(
-        **{key: claim[key] for key in ("pvc", "namespace")},
-        name=claim["volume_id"],
+        pvc=moved.pvc,
+        namespace=moved.namespace,
+        name=moved.volume_id,
         new=new,
         pv_filter=_PV_FILTER.format(
             new=new, handle=place.handle, key=place.topology_key, node=place.segment

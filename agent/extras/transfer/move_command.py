@@ -20,11 +20,12 @@ import grpc
 from agent.cli import terminal
 from agent.cli.volumes import Manual
 from agent.core import errors, ids, tag
-from agent.csi.client import Client
 from agent.extras.kubernetes.manifests import Place
 from agent.extras.transfer import claims, streams_command
 from agent.extras.transfer.remote import Remote
 from mount.blocks import Bytes
+from proto import carver_pb2 as carver
+from proto.carver_pb2_grpc import TransferStub
 
 # How often it is looked whether a volume is in use still, and after how many looks what was
 # written meanwhile is sent: the last round is to be short.
@@ -62,6 +63,7 @@ class Move:
         tell: Callable[[str], None],
     ) -> None:
         self._at, self._caller = at, at.caller
+        self._transfer = at.caller.stub(TransferStub)
         self._remote = remote
         self._volume_id = volume_id
         self._options = options
@@ -78,22 +80,25 @@ class Move:
 
         Waits for it to be out of use. Raises NotMoved, NodeRefused.
         """
-        begun = self._call("BeginMove", node=self._remote.node)
-        while begun["state"] != MOVED:
+        request = carver.BeginMoveRequest(volume_id=self._volume_id, node=self._remote.node)
+        begun = self._transfer.BeginMove(request)
+        while begun.state != MOVED:
             begun = self._round(begun) or begun
         return self._complete(begun)
 
     def status(self) -> dict[str, Any]:
         """How far it is, here and there."""
-        here = self._caller.transfer("MoveStatus", name=self._volume_id)
+        here = streams_command.values(self._here())
+        # A text in the JSON since 0.1.0.
+        here["in_use"] = str(here["in_use"])
         return {"here": {**here, "word": ""}, "there": self._there()}
 
     def finish(self) -> None:
         """Delete what is left here, where the other node has the volume; raises NotMoved."""
-        here = self._caller.transfer("MoveStatus", name=self._volume_id)
-        if here["state"] == MOVED:
+        here = self._here()
+        if here.state == MOVED:
             there = self._there()
-            is_theirs = there["release"] == here["release"]
+            is_theirs = there["release"] == here.release
             if not is_theirs or there["state"] not in (streams_command.READY, MOVED):
                 raise errors.NotMoved(
                     self._volume_id,
@@ -102,7 +107,7 @@ class Move:
                     " then `carver volume delete` remove what is here",
                 )
         self._drop(keep=())
-        self._call("FinishMove")
+        self._transfer.FinishMove(carver.VolumeRequest(volume_id=self._volume_id))
 
     def undo(self, *, confirmed: Callable[[str], bool], is_nowhere: Callable[[str], bool]) -> None:
         """Have it be this node's again, and nothing of it there.
@@ -112,14 +117,14 @@ class Move:
         it may be another node's by now. Raises NotMoved, NotConfirmed.
         """
         name, node = self._options.name, self._remote.node
-        here = self._caller.transfer("MoveStatus", name=self._volume_id)
-        if not here["node"]:
+        here = self._here()
+        if not here.node:
             raise errors.NotMoved(self._volume_id, "no move of it was begun")
-        if here["state"] == tag.WIPING:
+        if here.state == tag.WIPING:
             raise errors.NotMoved(self._volume_id, "what is left of it here is being deleted")
         there = self._there()
         # Another's of that name is not touched: then ours is not there.
-        is_theirs = there["state"] != streams_command.ABSENT and there["release"] == here["release"]
+        is_theirs = there["state"] != streams_command.ABSENT and there["release"] == here.release
         if is_theirs and there["state"] == MOVED:
             raise errors.NotMoved(
                 self._volume_id, f"{node} has moved it on; --undo that move there first"
@@ -128,8 +133,8 @@ class Move:
             lost = f"What was written to {name} on {node} since it moved is lost. Take it back?"
             if not confirmed(lost):
                 raise errors.NotConfirmed(name, "taken back")
-            self._ask("--withdraw", "--release", here["word"])
-        elif here["state"] == MOVED and not (is_theirs and _was_never_ready(there)):
+            self._ask("--withdraw", "--release", here.word)
+        elif here.state == MOVED and not (is_theirs and _was_never_ready(there)):
             none = f"{node} has no {name} that came by this move"
             if not is_nowhere(f"{none}. Is it on no other node either?"):
                 raise errors.NotMoved(
@@ -147,17 +152,17 @@ class Move:
         """Have it be this node's again; the caller knows that no other node has it."""
         # First, as they go by the name that the move has.
         self._drop(keep=())
-        self._call("UndoMove")
+        self._transfer.UndoMove(carver.VolumeRequest(volume_id=self._volume_id))
 
     def place_there(self, there: Mapping[str, Any]) -> Place:
         """Where it is to the other node's cluster; `there` is what that says of it."""
         node = self._remote.ask("status", "--json")
         return Place(there["volume_id"], node["node"], node["driver"])
 
-    def _round(self, begun: dict[str, str]) -> dict[str, str] | None:
+    def _round(self, begun: carver.MoveState) -> carver.MoveState | None:
         """One step towards the end; what the service says where that was the last."""
         there, own = self._there(), self._own()
-        release = begun["release"]
+        release = begun.release
         if there["state"] != streams_command.ABSENT and there["release"] != release:
             raise errors.NotMoved(
                 self._volume_id,
@@ -204,10 +209,10 @@ class Move:
         has room for.
         """
         for look in range(_LOOKS):
-            here = self._caller.transfer("MoveStatus", name=self._volume_id)
+            here = self._here()
             if base not in self._own().values():
                 return True
-            if here["in_use"] != "True":
+            if not here.in_use:
                 return False
             if not look:
                 self._tell("it is in use: stop what uses it; meanwhile what changes is sent")
@@ -215,10 +220,10 @@ class Move:
         self._send(self._take(), base, release)
         return True
 
-    def _last(self, base: str, release: str) -> dict[str, str] | None:
+    def _last(self, base: str, release: str) -> carver.MoveState | None:
         """What changed since the last round, while nobody can use it; and it is the other's."""
         self._tell("it is not in use: sending what changed since, while nobody can use it")
-        with _kept(self._caller, self._volume_id) as word:
+        with _kept(self._transfer, self._volume_id) as token:
             snapshot_id = self._take()
             self._send(snapshot_id, base, release)
             if self._proved != snapshot_id:
@@ -226,7 +231,10 @@ class Move:
                 self._tell(f"Carver on {self._remote.node} is older: now both read all of it")
                 self._compare(snapshot_id)
             self._tell("both hold the same")
-            return self._call("CommitMove", snapshot_id=snapshot_id, word=word)
+            request = carver.CommitMoveRequest(
+                volume_id=self._volume_id, snapshot_id=snapshot_id, token=token
+            )
+            return self._transfer.CommitMove(request)
 
     def _compare(self, snapshot_id: str) -> None:
         """See that both hold the same, all of which they read; raises NotMoved."""
@@ -245,10 +253,10 @@ class Move:
             " there; look for a disk or memory with errors, then call again",
         )
 
-    def _complete(self, begun: dict[str, str]) -> dict[str, Any]:
+    def _complete(self, begun: carver.MoveState) -> dict[str, Any]:
         """It is the other node's: have it be a volume there."""
         there = self._there()
-        if there["state"] == streams_command.ABSENT or there["release"] != begun["release"]:
+        if there["state"] == streams_command.ABSENT or there["release"] != begun.release:
             raise errors.NotMoved(
                 self._volume_id,
                 f"it is {self._remote.node}'s, which does not have it any more; --undo takes it"
@@ -260,7 +268,7 @@ class Move:
                 f"{self._remote.node} has moved it on; --finish deletes what is left here",
             )
         if there["state"] != streams_command.READY:
-            there = self._ask("--finish", "--release", begun["word"])
+            there = self._ask("--finish", "--release", begun.word)
         self._drop(keep=())
         self._tell(
             f"{self._options.name} is {self._remote.node}'s; what is left here is under quarantine"
@@ -313,8 +321,8 @@ class Move:
 
     def _prefix(self) -> str:
         """What the names of this move's snapshots begin with."""
-        begun = self._caller.transfer("MoveStatus", name=self._volume_id)
-        return f"{_PREFIX}{begun['release'][:_PREFIX_CHARACTERS]}-"
+        begun = self._here()
+        return f"{_PREFIX}{begun.release[:_PREFIX_CHARACTERS]}-"
 
     def _snapshots(self) -> list[str]:
         """The ids of this move's snapshots."""
@@ -345,8 +353,8 @@ class Move:
     def _ask(self, *words: str) -> dict[str, Any]:
         return self._remote.ask("volume", "receive", self._options.name, *words, "--json")
 
-    def _call(self, method: str, **words: str) -> dict[str, str]:
-        return self._caller.transfer(method, volume_id=self._volume_id, **words)
+    def _here(self) -> carver.MoveState:
+        return self._transfer.MoveStatus(carver.NameRequest(name=self._volume_id))
 
 
 def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str], Remote]) -> None:
@@ -356,15 +364,15 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
         print(text, file=sys.stderr, flush=True)
 
     cluster = claims.cluster_of(parsed.kubeconfig)
-    found = at.caller.transfer("MoveStatus", name=parsed.name)
-    node = parsed.to or found["node"]
+    found = at.caller.stub(TransferStub).MoveStatus(carver.NameRequest(name=parsed.name))
+    node = parsed.to or found.node
     if not node:
         raise errors.Missing("--to")
-    name = parsed.name_there or ids.readable_name(found["volume_id"])
+    name = parsed.name_there or ids.readable_name(found.volume_id)
     options = Options(name, parsed.device_class, parsed.compress, parsed.json)
-    move = Move(at, remote_of(node), found["volume_id"], options, tell)
-    if found["node"] not in ("", node):
-        raise errors.NotMoved(parsed.name, f"it moves to {found['node']}")
+    move = Move(at, remote_of(node), found.volume_id, options, tell)
+    if found.node not in ("", node):
+        raise errors.NotMoved(parsed.name, f"it moves to {found.node}")
 
     def confirmed(question: str) -> bool:
         return bool(parsed.yes) or terminal.confirmed(question)
@@ -377,9 +385,9 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
         move.finish()
     elif parsed.undo:
         # First: what the other node has shall be no claim's when it goes.
-        if cluster and (there := move.status()["there"])["release"] == found["release"]:
+        if cluster and (there := move.status()["there"])["release"] == found.release:
             place = move.place_there(there)
-            claims.repoint(cluster, found["volume_id"], place, yes=parsed.yes, undo=True)
+            claims.repoint(cluster, found.volume_id, place, yes=parsed.yes, undo=True)
         # --yes says that what is there may be lost, and not that it is nowhere.
         move.undo(confirmed=confirmed, is_nowhere=terminal.confirmed)
     elif parsed.there_is_none:
@@ -389,10 +397,10 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
     else:
         there = move.run()
         streams_command.show(there, as_json=parsed.json)
-        if cluster or found["pv"]:
+        if cluster or found.pv:
             place = move.place_there(there)
             if cluster:
-                claims.repoint(cluster, found["volume_id"], place, yes=parsed.yes)
+                claims.repoint(cluster, found.volume_id, place, yes=parsed.yes)
             else:
                 tell(claims.steps(found, place))
 
@@ -403,41 +411,41 @@ def _was_never_ready(there: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _kept(caller: Client, volume_id: str) -> Iterator[str]:
-    """Inside, nobody can use the volume; gives the word that proves it.
+def _kept(transfer: TransferStub, volume_id: str) -> Iterator[str]:
+    """Inside, the volume cannot be used; gives the token that proves it.
 
     Where this process ends, so does that.
     """
-    word = _hold(caller, volume_id)
+    request = carver.HoldMoveRequest(volume_id=volume_id, token=_hold(transfer, volume_id))
     ended = threading.Event()
 
     def keep() -> None:
         while not ended.wait(_KEEP_SECONDS):
-            # One that met another call is made again in time; what is lost for good the service
-            # says where it counts: when the volume shall be the other's.
+            # A call that met another one is repeated in time. Where the hold is lost, CommitMove
+            # refuses.
             with suppress(grpc.RpcError):
-                caller.transfer("HoldMove", volume_id=volume_id, word=word)
+                transfer.HoldMove(request)
 
     keeper = threading.Thread(target=keep, name="keep", daemon=True)
     keeper.start()
     try:
-        yield word
+        yield request.token
     finally:
         ended.set()
         keeper.join()
-        caller.transfer("ReleaseMove", volume_id=volume_id, word=word)
+        transfer.ReleaseMove(request)
 
 
-def _hold(caller: Client, volume_id: str) -> str:
-    """Hold it; who held it and was killed, such as an earlier move, is waited for."""
+def _hold(transfer: TransferStub, volume_id: str) -> str:
+    """Hold it; wait for the hold of a command that was killed, such as an earlier move, to end."""
     looks = 0
     while True:
         try:
-            return caller.transfer("HoldMove", volume_id=volume_id)["word"]
+            return transfer.HoldMove(carver.HoldMoveRequest(volume_id=volume_id)).token
         except grpc.RpcError as error:
-            here = caller.transfer("MoveStatus", name=volume_id)
+            here = transfer.MoveStatus(carver.NameRequest(name=volume_id))
             is_held = error.code() is grpc.StatusCode.FAILED_PRECONDITION
-            if not is_held or here["in_use"] == "True" or looks == _HELD_LOOKS:
+            if not is_held or here.in_use or looks == _HELD_LOOKS:
                 raise
         looks += 1
         sleep(_LOOK_SECONDS)

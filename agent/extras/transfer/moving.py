@@ -13,7 +13,6 @@ when the volume is `moved`: so at no moment can both be used.
 import hashlib
 import secrets
 from contextlib import suppress
-from dataclasses import dataclass
 
 from agent.core import errors, ids, tag, users
 from agent.core.context import Context
@@ -22,30 +21,11 @@ from agent.core.records import Volume
 from agent.operations.delete import VolumeDeleter
 from lvm import report, volumes
 from mount import errors as mount_errors
+from proto import carver_pb2 as carver
 
 _WORD_BYTES = 16
 # How long a volume is kept from being used when whoever sends it falls silent.
 HELD_SECONDS = 30.0
-
-
-@dataclass(frozen=True)
-class Departure:
-    """How far a move is. `node` is empty where there is none.
-
-    `release` is the digest of the word that finishes the volume there, `word` itself is told once
-    the volume is that node's.
-    """
-
-    volume_id: str
-    state: str
-    node: str = ""
-    release: str = ""
-    word: str = ""
-    in_use: bool = False
-    # Of the claim that it was made for, as the cluster told then.
-    pv: str = ""
-    pvc: str = ""
-    namespace: str = ""
 
 
 class Mover:
@@ -57,13 +37,11 @@ class Mover:
         self._deleter = deleter
         self._holds = holds
 
-    def status(self, volume_id: str) -> Departure:
-        """How far it is; raises NoSuchVolume."""
-        group = ids.group_of(volume_id)
-        return self._departure(self._inventory.get(self._inventory.state(group), volume_id))
+    def status(self, name: str) -> carver.MoveState:
+        """How far the move of a volume is, by its name, its logical volume's or its id.
 
-    def named(self, name: str) -> Departure:
-        """The same of a volume by its name, its logical volume's or its id."""
+        Raises NoSuchVolume.
+        """
 
         def find(seen: report.Report) -> Volume | None:
             for one in self._inventory.present(seen):
@@ -73,9 +51,9 @@ class Mover:
 
         if (found := self._inventory.search(find)) is None:
             raise errors.NoSuchVolume(name)
-        return self._departure(found)
+        return self._state(found)
 
-    def begin(self, volume_id: str, node: str) -> Departure:
+    def begin(self, volume_id: str, node: str) -> carver.MoveState:
         """Put on record that it moves to a node; it may be used as before. The second is the same.
 
         Raises NotMoved where it moves to another.
@@ -94,7 +72,7 @@ class Mover:
                 word = secrets.token_hex(_WORD_BYTES)
                 self._mark(volume, {tag.MOVE_TO: node, tag.MOVE_WORD: word})
                 volume = self._volume(volume_id)
-        return self._departure(volume)
+        return self._state(volume)
 
     def hold(self, volume_id: str, word: str = "") -> str:
         """Nobody can begin to use it for HELD_SECONDS; the word by which that is asked for anew.
@@ -122,7 +100,7 @@ class Mover:
         """It may be used again."""
         self._holds.release(volume_id, word)
 
-    def commit(self, volume_id: str, snapshot_id: str, word: str) -> Departure:
+    def commit(self, volume_id: str, snapshot_id: str, word: str) -> carver.MoveState:
         """It is the other node's from now on, which has all that its last snapshot holds.
 
         The caller holds it by a word since before that was taken. Two commands. Raises NotMoved,
@@ -131,7 +109,7 @@ class Mover:
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._moving(volume_id)
             if volume.moved:
-                return self._departure(volume)
+                return self._state(volume)
             if volume.own_tags.get(tag.STATE, tag.READY) != tag.READY:
                 raise errors.NotMoved(volume_id, "it is not this node's any more")
             known = self._inventory.state(volume.group.name, resume=True)
@@ -155,7 +133,7 @@ class Mover:
                 volumes.deactivate(
                     self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
                 )
-            return self._departure(self._volume(volume_id))
+            return self._state(self._volume(volume_id))
 
     def undo(self, volume_id: str) -> None:
         """It stays, or is, this node's; the caller saw to it that the other has none of it."""
@@ -210,11 +188,11 @@ class Mover:
             raise errors.NotMoved(volume_id, "no move of it was begun")
         return volume
 
-    def _departure(self, volume: Volume) -> Departure:
+    def _state(self, volume: Volume) -> carver.MoveState:
         own_tags = volume.own_tags
         word = own_tags.get(tag.MOVE_WORD, "") if tag.MOVE_TO in own_tags else ""
         places = users.mounted_at(self._kernel, self._inventory, str(volume.id))
-        return Departure(
+        return carver.MoveState(
             volume_id=str(volume.id),
             state=tag.WIPING if _is_going(volume) else own_tags.get(tag.STATE, tag.READY),
             node=own_tags.get(tag.MOVE_TO, ""),

@@ -16,7 +16,7 @@ import hashlib
 import hmac
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from agent.core import errors, ids, tag, users
@@ -36,32 +36,12 @@ from lvm import layout, names, report, volumes
 from lvm.devices import Device
 from lvm.volumes import New
 from mount import filesystem, luks
+from proto import carver_pb2 as carver
 
 # What is gone when it is finished.
 _COMING = (tag.CHAIN, tag.CONTENT, tag.INTO, tag.OFFSET, tag.RELEASE, tag.FINISHING)
 # What FINISHING says of one that is only to be removed.
 _WITHDRAWN = "withdrawn"
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """How far a volume is. `offset_bytes` is where a stream to `into` goes on, all before is there.
-
-    `chain` is what it holds whole, of `content_bytes`; empty where nothing, or being finished.
-    """
-
-    volume_id: str
-    state: str
-    chain: str = ""
-    content_bytes: int = 0
-    into: str = ""
-    offset_bytes: int = 0
-    received: str = ""
-    finishing: bool = False
-    # Whether it reads as zeroes wherever nothing was written to it.
-    blank: bool = False
-    # The digest of the word of the move that it comes by, or came.
-    release: str = ""
 
 
 class Receiver:
@@ -79,12 +59,12 @@ class Receiver:
         self._allocators = Allocators(context.config.classes, context.inventory)
         self._detached = context.detached
 
-    def status(self, name: str) -> Arrival | None:
-        """How far the volume of that name is; None where the report proves there is none."""
+    def status(self, name: str) -> carver.ReceiveState:
+        """How far the volume of that name is; `absent` where the report proves there is none."""
         found = self._inventory.search(lambda known: self._inventory.named(known, name))
-        return None if found is None else arrival(found)
+        return carver.ReceiveState(state="absent") if found is None else _state(found)
 
-    def begin(self, name: str, device_class: str, header: Header) -> Arrival:
+    def begin(self, name: str, device_class: str, header: Header) -> carver.ReceiveState:
         """Have a volume there that the stream can be applied to, and say from where on.
 
         Made by the first stream, two commands; grown where the stream is of a larger volume.
@@ -202,7 +182,9 @@ class Receiver:
             self._holds.receiving(volume_id)
             self._mark(volume, new)
 
-    def _make(self, known: report.Report, one: DeviceClass, name: str, header: Header) -> Arrival:
+    def _make(
+        self, known: report.Report, one: DeviceClass, name: str, header: Header
+    ) -> carver.ReceiveState:
         if not header.is_whole:
             raise errors.NotReceived(name, "there is none, and the stream needs a base")
         if header.offset_bytes:
@@ -226,16 +208,16 @@ class Receiver:
             allocator.create(self._volume_groups.lvm(group.name), group, new)
             undo.pop_all()
         made = Volume(VolumeId.of(group, logical), group, logical, size_bytes, own_tags)
-        return arrival(made)
+        return _state(made)
 
-    def _go_on(self, volume: Volume, name: str, header: Header) -> Arrival:
+    def _go_on(self, volume: Volume, name: str, header: Header) -> carver.ReceiveState:
         if volume.wiping:
             raise errors.OperationPending(f"{volume.id} (being wiped)")
         if not volume.receiving:
             raise errors.Incompatible(f"volume {name!r} exists, and does not come as a stream")
         self._holds.receiving(str(volume.id))
         if volume.own_tags.get(tag.CHAIN) == header.chain:
-            return arrival(volume)
+            return _state(volume)
         self._require_fit(volume, name, header)
         users.require_unused(self._kernel, self._inventory, volume)
         group = volume.group
@@ -250,7 +232,7 @@ class Receiver:
         self._inventory.activate(volume)
         if volume.own_tags.get(tag.INTO) != header.chain:
             volume = self._mark(volume, {tag.INTO: header.chain, tag.OFFSET: "0"})
-        return arrival(volume)
+        return _state(volume)
 
     def _require_fit(self, volume: Volume, name: str, header: Header) -> None:
         """Raise NotReceived where the stream does not go on from what is there."""
@@ -345,10 +327,10 @@ class Receiver:
         return replace(volume, own_tags={**kept, **new})
 
 
-def arrival(volume: Volume) -> Arrival:
+def _state(volume: Volume) -> carver.ReceiveState:
     """How far a volume is, by its tags."""
     own_tags = volume.own_tags
-    return Arrival(
+    return carver.ReceiveState(
         volume_id=str(volume.id),
         state=own_tags.get(tag.STATE, tag.READY),
         chain=own_tags.get(tag.CHAIN, ""),

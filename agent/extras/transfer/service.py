@@ -1,204 +1,206 @@
 """What sends, receives and moves volumes asks of the service: parse, hold the volume, call policy.
 
-On the same socket as CSI, which only root can open; beside it the command reads and writes the
-devices itself. Numbers are texts in the requests and answers (agent/csi/own.py): a Struct's are
-floating-point, and a size may be larger than these are exact. What was written between two
-snapshots, or differs, is asked for and told in CSI's messages for GetMetadataDelta, but in offsets
-of the logical volume: a stream has an encrypted volume as it lies, with its header.
+On the same socket as CSI, which only root can open; the command reads and writes the devices
+itself. proto/carver.proto has the calls. Ranges are in offsets of the logical volume: a stream has
+an encrypted volume as it lies, with its header.
 """
+# ruff: noqa: D102, N802
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import grpc
-from google.protobuf.struct_pb2 import Struct
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import Message
 
-from agent.core import errors, ids
+from agent.core import ids
+from agent.core.extents import LogicalOffset
 from agent.core.locks import VolumeLocks
-from agent.csi import own
+from agent.csi import operator
 from agent.daemon.extra import Extra
 from agent.daemon.server import Service
 from agent.extras.changed_blocks import service as changed_blocks
-from agent.extras.changed_blocks.service import SnapshotMetadata
+from agent.extras.changed_blocks.delta import Delta
 from agent.extras.streams import form
 from agent.extras.transfer.moving import Mover
-from agent.extras.transfer.receiving import Arrival, Receiver
+from agent.extras.transfer.receiving import Receiver
 from agent.extras.transfer.sending import Sender
 from lvm import names
+from proto import carver_pb2 as carver
+from proto import carver_pb2_grpc
 
-# PATH_MAX of linux/limits.h; and a header's.
-_LONGEST = 64 << 10
-Told = Mapping[str, str]
+# A stream's header is a field, too.
+_MAX_CHARACTERS = 64 << 10
+_Context = grpc.ServicerContext
+_Ranges = Generator[carver.RangesResponse, None, None]
 
 
 def add(service: Service) -> "Transfer":
     """Make the extra of a service."""
-    readings = changed_blocks.of(service)
+    delta = changed_blocks.of(service).delta
     context, deleter, holds = service.context, service.deleter, service.holds
     return Transfer(
-        Sender(context, readings.delta.activations),
+        Sender(context, delta.activations),
         Receiver(context, deleter, service.pool_remover, holds),
         Mover(context, deleter, holds),
-        readings.metadata,
+        delta,
         service.locks,
     )
 
 
-class Transfer(Extra):
-    """The calls, by their names."""
+class Transfer(Extra, carver_pb2_grpc.TransferServicer):
+    """The extra, and its service."""
 
     def __init__(
-        self,
-        sender: Sender,
-        receiver: Receiver,
-        mover: Mover,
-        metadata: SnapshotMetadata,
-        locks: VolumeLocks,
+        self, sender: Sender, receiver: Receiver, mover: Mover, delta: Delta, locks: VolumeLocks
     ) -> None:
         self._sender, self._receiver, self._mover = sender, receiver, mover
-        self._metadata = metadata
+        self._delta = delta
         self._locks = locks
 
     def add_services(self, server: grpc.Server) -> None:
-        """Register Carver's own service of transfers."""
-        server.add_generic_rpc_handlers((self._handler(),))
+        """Register this service."""
+        carver_pb2_grpc.add_TransferServicer_to_server(self, server)
 
-    def _handler(self) -> grpc.GenericRpcHandler:
-        calls: Mapping[str, Callable[[Told], object]] = {
-            "OpenSnapshot": self._open,
-            "CloseSnapshot": self._close,
-            "SnapshotChain": self._chain,
-            "ReceiveStatus": self._receive_status,
-            "BeginReceive": self._begin_receive,
-            "RecordReceive": self._record_receive,
-            "EndReceive": self._end_receive,
-            "OpenReceived": self._open_received,
-            "FinishReceive": self._finish_receive,
-            "AbortReceive": self._abort_receive,
-            "WithdrawReceive": self._withdraw_receive,
-            "MoveStatus": lambda told: self._mover.named(_of(told, "name")),
-            "BeginMove": self._begin_move,
-            "HoldMove": self._hold_move,
-            "ReleaseMove": self._release_move,
-            "CommitMove": self._commit_move,
-            "UndoMove": self._undo_move,
-            "FinishMove": self._finish_move,
-        }
-        once = {name: _call(act) for name, act in calls.items()}
-        streams = {own.WRITTEN: self._metadata.written, own.DIFFERING: self._metadata.differing}
-        return own.handler(own.TRANSFER, once, streams)
+    # Sending
 
-    def _open(self, told: Told) -> object:
-        snapshot_id = _of(told, "snapshot_id")
-        header, word = self._sender.open(snapshot_id, told.get("base_snapshot_id", ""))
-        return {"header": form.text_of(header).decode(), "word": word}
+    def OpenSnapshot(
+        self, request: carver.OpenSnapshotRequest, context: _Context
+    ) -> carver.OpenSnapshotResponse:
+        _require(request, "snapshot_id")
+        header, lease = self._sender.open(request.snapshot_id, request.base_snapshot_id)
+        return carver.OpenSnapshotResponse(header=form.text_of(header).decode(), lease=lease)
 
-    def _close(self, told: Told) -> None:
-        self._sender.close(_of(told, "snapshot_id"), _of(told, "word"))
+    def CloseSnapshot(self, request: carver.CloseSnapshotRequest, context: _Context) -> Empty:
+        _require(request, "snapshot_id", "lease")
+        self._sender.close(request.snapshot_id, request.lease)
+        return Empty()
 
-    def _chain(self, told: Told) -> object:
-        return {"chain": self._sender.chain(_of(told, "snapshot_id"))}
+    def SnapshotChain(
+        self, request: carver.SnapshotChainRequest, context: _Context
+    ) -> carver.SnapshotChainResponse:
+        _require(request, "snapshot_id")
+        return carver.SnapshotChainResponse(chain=self._sender.chain(request.snapshot_id))
 
-    def _receive_status(self, told: Told) -> object:
-        found = self._receiver.status(_of(told, "name"))
-        return found or Arrival("", "absent")
+    def GetWritten(self, request: carver.RangesRequest, context: _Context) -> _Ranges:
+        _require(request, "snapshot_id")
+        return self._read(request, context, is_compared=False)
 
-    def _begin_receive(self, told: Told) -> object:
-        name, header = _of(told, "name"), form.header_of(_of(told, "header"))
-        with self._locks.hold(names.logical_volume(ids.VOLUME_PREFIX, name)):
-            return self._receiver.begin(name, told.get("class", ""), header)
+    def GetDiffering(self, request: carver.RangesRequest, context: _Context) -> _Ranges:
+        _require(request, "snapshot_id", "base_snapshot_id")
+        return self._read(request, context, is_compared=True)
 
-    def _record_receive(self, told: Told) -> None:
-        volume_id, into = _of(told, "volume_id"), _of(told, "into")
-        offset = _of(told, "offset_bytes")
-        if not (offset.isascii() and offset.isdigit()):
-            raise errors.BadField("offset_bytes", "is no number")
-        with self._held(volume_id):
-            self._receiver.record(volume_id, into, int(offset))
+    def _read(
+        self, request: carver.RangesRequest, context: _Context, *, is_compared: bool
+    ) -> _Ranges:
+        target, base = request.snapshot_id, request.base_snapshot_id
+        changed_blocks.require_snapshots(*filter(None, (base, target)))
+        is_wanted = context.is_active
+        reading = (
+            self._delta.changed(base, target, is_wanted, is_compared=is_compared)
+            if base
+            else self._delta.allocated(target, is_wanted, is_compared=False)
+        )
+        return changed_blocks.in_pieces(
+            reading,
+            lambda held: (held.size_bytes, held.extents(LogicalOffset(request.starting_offset))),
+            _ranges,
+        )
 
-    def _end_receive(self, told: Told) -> None:
-        volume_id, header = _of(told, "volume_id"), form.header_of(_of(told, "header"))
-        with self._held(volume_id):
-            self._receiver.end(volume_id, header)
+    # Receiving
 
-    def _open_received(self, told: Told) -> None:
-        volume_id = _of(told, "volume_id")
-        with self._held(volume_id):
-            self._receiver.open(volume_id)
+    def ReceiveStatus(self, request: carver.NameRequest, context: _Context) -> carver.ReceiveState:
+        _require(request, "name")
+        return self._receiver.status(request.name)
 
-    def _finish_receive(self, told: Told) -> None:
-        volume_id = _of(told, "volume_id")
-        with self._held(volume_id):
-            self._receiver.finish(volume_id, told.get("release", ""))
+    def BeginReceive(
+        self, request: carver.BeginReceiveRequest, context: _Context
+    ) -> carver.ReceiveState:
+        _require(request, "name", "header")
+        header = form.header_of(request.header)
+        with self._locks.hold(names.logical_volume(ids.VOLUME_PREFIX, request.name)):
+            return self._receiver.begin(request.name, request.device_class, header)
 
-    def _abort_receive(self, told: Told) -> None:
-        volume_id = _of(told, "volume_id")
-        with self._held(volume_id):
-            self._receiver.abort(volume_id)
+    def RecordReceive(self, request: carver.RecordReceiveRequest, context: _Context) -> Empty:
+        with self._held(request, "into"):
+            self._receiver.record(request.volume_id, request.into, request.offset_bytes)
+        return Empty()
 
-    def _withdraw_receive(self, told: Told) -> None:
-        volume_id = _of(told, "volume_id")
-        with self._held(volume_id):
-            self._receiver.withdraw(volume_id, _of(told, "release"))
+    def EndReceive(self, request: carver.EndReceiveRequest, context: _Context) -> Empty:
+        with self._held(request, "header"):
+            self._receiver.end(request.volume_id, form.header_of(request.header))
+        return Empty()
 
-    def _begin_move(self, told: Told) -> object:
-        volume_id, node = _of(told, "volume_id"), _of(told, "node")
-        with self._held(volume_id):
-            return self._mover.begin(volume_id, node)
+    def OpenReceived(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+        with self._held(request):
+            self._receiver.open(request.volume_id)
+        return Empty()
 
-    def _hold_move(self, told: Told) -> object:
-        volume_id = _of(told, "volume_id")
-        # Held: no call is about to use it that looked before.
-        with self._held(volume_id):
-            return {"word": self._mover.hold(volume_id, told.get("word", ""))}
+    def FinishReceive(self, request: carver.ReleaseRequest, context: _Context) -> Empty:
+        with self._held(request):
+            self._receiver.finish(request.volume_id, request.release)
+        return Empty()
 
-    def _release_move(self, told: Told) -> None:
-        self._mover.release(_of(told, "volume_id"), _of(told, "word"))
+    def AbortReceive(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+        with self._held(request):
+            self._receiver.abort(request.volume_id)
+        return Empty()
 
-    def _commit_move(self, told: Told) -> object:
-        volume_id, snapshot_id = _of(told, "volume_id"), _of(told, "snapshot_id")
-        with self._held(volume_id):
-            return self._mover.commit(volume_id, snapshot_id, _of(told, "word"))
+    def WithdrawReceive(self, request: carver.ReleaseRequest, context: _Context) -> Empty:
+        with self._held(request, "release"):
+            self._receiver.withdraw(request.volume_id, request.release)
+        return Empty()
 
-    def _undo_move(self, told: Told) -> None:
-        volume_id = _of(told, "volume_id")
-        with self._held(volume_id):
-            self._mover.undo(volume_id)
+    # Moving
 
-    def _finish_move(self, told: Told) -> None:
-        volume_id = _of(told, "volume_id")
-        with self._held(volume_id):
-            self._mover.finish(volume_id)
+    def MoveStatus(self, request: carver.NameRequest, context: _Context) -> carver.MoveState:
+        _require(request, "name")
+        return self._mover.status(request.name)
 
-    def _held(self, volume_id: str) -> Any:
-        return self._locks.hold(ids.logical_name(volume_id))
+    def BeginMove(self, request: carver.BeginMoveRequest, context: _Context) -> carver.MoveState:
+        with self._held(request, "node"):
+            return self._mover.begin(request.volume_id, request.node)
+
+    def HoldMove(
+        self, request: carver.HoldMoveRequest, context: _Context
+    ) -> carver.HoldMoveResponse:
+        # The lock keeps out a call that looked before and is about to use the volume.
+        with self._held(request):
+            token = self._mover.hold(request.volume_id, request.token)
+            return carver.HoldMoveResponse(token=token)
+
+    def ReleaseMove(self, request: carver.HoldMoveRequest, context: _Context) -> Empty:
+        _require(request, "volume_id", "token")
+        self._mover.release(request.volume_id, request.token)
+        return Empty()
+
+    def CommitMove(self, request: carver.CommitMoveRequest, context: _Context) -> carver.MoveState:
+        with self._held(request, "snapshot_id", "token"):
+            return self._mover.commit(request.volume_id, request.snapshot_id, request.token)
+
+    def UndoMove(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+        with self._held(request):
+            self._mover.undo(request.volume_id)
+        return Empty()
+
+    def FinishMove(self, request: carver.VolumeRequest, context: _Context) -> Empty:
+        with self._held(request):
+            self._mover.finish(request.volume_id)
+        return Empty()
+
+    def _held(self, request: Any, *required: str) -> AbstractContextManager[None]:
+        """Check a request, and hold its volume."""
+        _require(request, "volume_id", *required)
+        return self._locks.hold(ids.logical_name(request.volume_id))
 
 
-def _call(act: Callable[[Told], object]) -> own.Call:
-    def call(request: Struct, _context: grpc.ServicerContext) -> Struct:
-        told: dict[str, str] = {}
-        for key, value in request.items():
-            if not isinstance(value, str) or len(value) > _LONGEST:
-                raise errors.BadField(key, "is no text")
-            told[key] = value
-        return _answer(act(told))
-
-    return call
+def _ranges(_size_bytes: int, found: Sequence[changed_blocks.Range]) -> carver.RangesResponse:
+    answer = carver.RangesResponse()
+    for one in found:
+        answer.ranges.add(offset_bytes=one.offset_bytes, length_bytes=one.length_bytes)
+    return answer
 
 
-def _of(told: Told, field: str) -> str:
-    """A field that must be there; raises Missing, BadField."""
-    if not (value := told.get(field, "")):
-        raise errors.Missing(field)
-    if not value.isprintable():
-        raise errors.BadField(field, "is no name: a text of one line")
-    return value
-
-
-def _answer(found: Any) -> Struct:
-    made = Struct()
-    if found is not None:
-        values = found if isinstance(found, dict) else asdict(found)
-        made.update({key: str(one) for key, one in values.items()})
-    return made
+def _require(request: Message, *required: str) -> None:
+    operator.require(request, *required, max_characters=_MAX_CHARACTERS)

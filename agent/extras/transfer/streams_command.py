@@ -12,12 +12,14 @@ from itertools import chain
 from typing import Any, BinaryIO, cast
 
 import grpc
+from google.protobuf.message import Message
 
 from agent.cli import terminal
 from agent.cli.volumes import Manual
 from agent.core import errors, ids
-from agent.core.extents import Extent, LogicalOffset
+from agent.core.extents import Extent
 from agent.core.ids import VolumeId
+from agent.csi.client import Client
 from agent.extras.changed_blocks import spool
 from agent.extras.changed_blocks.spool import Spool
 from agent.extras.streams import form, reading, sending
@@ -25,6 +27,8 @@ from agent.extras.streams.form import Header
 from agent.extras.streams.reading import Reader, Source, Target
 from lvm import errors as lvm_errors
 from mount.blocks import Bytes, Opened
+from proto import carver_pb2 as carver
+from proto.carver_pb2_grpc import TransferStub
 
 _JSON_SECONDS = 1.0
 
@@ -105,23 +109,24 @@ class Outgoing:
             why = f"is no place in it: a multiple of {form.SECTOR_BYTES} up to {header.size_bytes}"
             raise errors.BadField("offset", why)
         # In the logical volume's offsets: the header of an encrypted volume is sent, too.
-        found = self.at.caller.logical_blocks(
+        found = extents(
+            self.at.caller,
             header.snapshot_id,
             header.base_snapshot_id,
-            LogicalOffset(offset_bytes),
+            offset_bytes,
             is_compared=compare,
         )
         first = next(found, None)
         # The service has the base open by now: it is the one that the header names, or was not.
         self.require_same()
-        extents = found if first is None else chain([first], found)
+        parts = found if first is None else chain([first], found)
         what = f"sending {_short(header.snapshot_id)}"
         with shown(what, offset_bytes, header.size_bytes, as_json=as_json) as tell:
             totals = sending.send(
                 write,
                 header,
                 self.device,
-                extents,
+                parts,
                 compress=compress,
                 prove=self._prove,
                 note=note,
@@ -174,22 +179,56 @@ def is_ready(at: Manual, snapshot_id: str) -> bool:
 @contextmanager
 def outgoing(at: Manual, snapshot_id: str, base_id: str = "") -> Iterator[Outgoing]:
     """Have a snapshot open; raises what the service says."""
-    answer = at.caller.transfer("OpenSnapshot", snapshot_id=snapshot_id, base_snapshot_id=base_id)
+    request = carver.OpenSnapshotRequest(snapshot_id=snapshot_id, base_snapshot_id=base_id)
+    opened = _transfer(at).OpenSnapshot(request)
     try:
         with at.host.kernel.opened(_device(at, snapshot_id)) as device:
-            source = Outgoing(at, form.header_of(answer["header"]), device)
+            source = Outgoing(at, form.header_of(opened.header), device)
             source.require_same()
             yield source
     finally:
-        if word := answer["word"]:
+        if opened.lease:
             # Else it is deactivated after another reading, or by the next start.
             with suppress(grpc.RpcError):
-                at.caller.transfer("CloseSnapshot", snapshot_id=snapshot_id, word=word)
+                _transfer(at).CloseSnapshot(
+                    carver.CloseSnapshotRequest(snapshot_id=snapshot_id, lease=opened.lease)
+                )
 
 
 def chain_of(at: Manual, snapshot_id: str) -> str:
     """The name of exactly what a snapshot holds; it need not be active."""
-    return at.caller.transfer("SnapshotChain", snapshot_id=snapshot_id)["chain"]
+    return _transfer(at).SnapshotChain(carver.SnapshotChainRequest(snapshot_id=snapshot_id)).chain
+
+
+def extents(
+    caller: Client,
+    snapshot_id: str,
+    base_id: str = "",
+    starting_offset: int = 0,
+    *,
+    is_compared: bool = False,
+) -> Iterator[Extent]:
+    """The ranges of a snapshot's logical volume that were written, at all or since its base.
+
+    Or those that differ from its base, where `is_compared`.
+    """
+    request = carver.RangesRequest(
+        snapshot_id=snapshot_id, base_snapshot_id=base_id, starting_offset=starting_offset
+    )
+    transfer = caller.stub(TransferStub)
+    answers = (transfer.GetDiffering if is_compared else transfer.GetWritten)(request)
+    return (
+        Extent(one.offset_bytes, one.length_bytes) for answer in answers for one in answer.ranges
+    )
+
+
+def values(message: Message) -> dict[str, Any]:
+    """The fields of a message, those that are not set as well, for JSON."""
+    return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
+
+
+def _transfer(at: Manual) -> TransferStub:
+    return at.caller.stub(TransferStub)
 
 
 def received(at: Manual, parsed: argparse.Namespace, source: BinaryIO) -> dict[str, Any]:
@@ -313,11 +352,12 @@ def _receive_one(
     """Apply a stream; the checksum of its parts, if they are asked for and it was not there."""
     header = reader.header
     told = form.text_of(header).decode()
-    begun = at.caller.transfer(
-        "BeginReceive", **{"name": name, "class": device_class, "header": told}
+    transfer = _transfer(at)
+    begun = transfer.BeginReceive(
+        carver.BeginReceiveRequest(name=name, device_class=device_class, header=told)
     )
-    volume_id = begun["volume_id"]
-    if begun["chain"] == header.chain:
+    volume_id = begun.volume_id
+    if begun.chain == header.chain:
         # It is there. Whoever sends it shall come to an end all the same.
         for _ in reader.frames():
             pass
@@ -326,17 +366,16 @@ def _receive_one(
     kernel = at.host.kernel
     with _told(f"receiving {name}"), kernel.opened(path, to_write=True) as device:
         # Nobody else writes there from now on: whoever did before may have ended just now.
-        now = at.caller.transfer("ReceiveStatus", name=name)
-        if now["volume_id"] != volume_id or now["into"] != header.chain:
+        now = transfer.ReceiveStatus(carver.NameRequest(name=name))
+        if now.volume_id != volume_id or now.into != header.chain:
             raise errors.NotReceived(name, "another stream was received meanwhile")
-        target = Target(device, kernel.device_size_bytes(path), begun["blank"] == "True")
+        target = Target(device, kernel.device_size_bytes(path), begun.blank)
 
         def record(offset_bytes: int) -> None:
-            at.caller.transfer(
-                "RecordReceive",
-                volume_id=volume_id,
-                into=header.chain,
-                offset_bytes=str(offset_bytes),
+            transfer.RecordReceive(
+                carver.RecordReceiveRequest(
+                    volume_id=volume_id, into=header.chain, offset_bytes=offset_bytes
+                )
             )
 
         start = header.offset_bytes
@@ -351,18 +390,16 @@ def _receive_one(
                 record_seconds=reading.RECORD_SECONDS,
             )
             tell(header.size_bytes)
-        at.caller.transfer("EndReceive", volume_id=volume_id, header=told)
+        transfer.EndReceive(carver.EndReceiveRequest(volume_id=volume_id, header=told))
         # While it is open to write nobody else does.
         return "" if parts is None else sending.of_parts(device, header, parts)
 
 
 def status(at: Manual, name: str) -> dict[str, Any]:
     """How far a volume is that is received, and where a stream to it goes on."""
-    told = at.caller.transfer("ReceiveStatus", name=name)
-    numbers = {key: int(told[key]) for key in ("offset_bytes", "content_bytes")}
-    flags = {key: told[key] == "True" for key in ("finishing", "blank")}
+    found = _transfer(at).ReceiveStatus(carver.NameRequest(name=name))
     # What 0.1.0 lacks: it takes --verify.
-    return {**told, **numbers, **flags, "name": name, "verifies": True}
+    return {**values(found), "name": name, "verifies": True}
 
 
 def received_checksum(at: Manual, name: str, *, as_json: bool = False) -> dict[str, Any]:
@@ -370,7 +407,7 @@ def received_checksum(at: Manual, name: str, *, as_json: bool = False) -> dict[s
     found = _require_received(at, name)
     if not found["chain"] or found["into"]:
         raise errors.NotReceived(name, "its stream is not whole")
-    at.caller.transfer("OpenReceived", volume_id=found["volume_id"])
+    _transfer(at).OpenReceived(carver.VolumeRequest(volume_id=found["volume_id"]))
     path = _device(at, found["volume_id"])
     with _told(f"reading {name}"), at.host.kernel.opened(path) as device:
         told = _checksum(device, found["content_bytes"], "checking", as_json=as_json)
@@ -380,14 +417,16 @@ def received_checksum(at: Manual, name: str, *, as_json: bool = False) -> dict[s
 def finish(at: Manual, name: str, release: str = "") -> dict[str, Any]:
     """Make what was received a volume, its file system looked over."""
     volume_id = _require_received(at, name)["volume_id"]
-    at.caller.transfer("FinishReceive", volume_id=volume_id, release=release)
+    request = carver.ReleaseRequest(volume_id=volume_id, release=release)
+    _transfer(at).FinishReceive(request)
     return status(at, name)
 
 
 def withdraw(at: Manual, name: str, release: str) -> dict[str, Any]:
     """Take back that it was finished."""
     volume_id = _require_received(at, name)["volume_id"]
-    at.caller.transfer("WithdrawReceive", volume_id=volume_id, release=release)
+    request = carver.ReleaseRequest(volume_id=volume_id, release=release)
+    _transfer(at).WithdrawReceive(request)
     return status(at, name)
 
 
@@ -402,7 +441,7 @@ def abort(at: Manual, name: str, *, confirmed: bool) -> dict[str, Any]:
         asked = f"Overwrite and remove {name}, {size}, and all that was received?"
         if not confirmed and not terminal.confirmed(asked):
             raise errors.NotConfirmed(name, "removed")
-        at.caller.transfer("AbortReceive", volume_id=found["volume_id"])
+        _transfer(at).AbortReceive(carver.VolumeRequest(volume_id=found["volume_id"]))
     return status(at, name)
 
 

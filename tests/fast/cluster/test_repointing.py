@@ -18,6 +18,7 @@ from agent.extras.kubernetes.manifests import Place
 from agent.extras.kubernetes.objects import Lists, Objects
 from agent.extras.kubernetes.rebinding import Rebinding
 from agent.extras.transfer import claims
+from proto import carver_pb2 as carver
 
 WAS, IS = "data@x/vol-pvc-1", "data@y/vol-pvc-1"
 PLACE = Place(IS, "b", DRIVER)
@@ -124,7 +125,7 @@ def test_a_claim_moves_between_nodes_whose_names_no_label_can_hold(tmp_path: Pat
         assert cluster.claim["status"]["phase"] == "Bound"
         require_safe(cluster)
     told = claims.steps(
-        {"pv": "pvc-1", "pvc": "data", "namespace": "shop", "volume_id": WAS},
+        carver.MoveState(pv="pvc-1", pvc="data", namespace="shop", volume_id=WAS),
         Place(IS, b, DRIVER),
     )
     assert f'"values": ["{there}"]' in told

@@ -3,11 +3,9 @@
 from typing import cast
 
 from agent.core.extents import Extent
-from agent.core.requests import GetMetadata
 from agent.extras.changed_blocks import comparing, service
 from agent.extras.changed_blocks.comparing import TOLD_BYTES
 from mount.blocks import Reader
-from proto import csi_pb2 as csi
 
 MIB = 1 << 20
 
@@ -39,9 +37,6 @@ def test_what_differs_is_told_while_the_rest_is_still_to_be_compared() -> None:
 
 def test_an_answer_does_not_wait_for_more_once_it_tells_of_much() -> None:
     many = iter([Extent(number * MIB, MIB // 2) for number in range(100)])
-    request = csi.GetMetadataAllocatedRequest(snapshot_id="data@x/snap-1")
-    call = GetMetadata.from_proto(request)
-    first = service._piece(many, call)
-    assert sum(one.size_bytes for one in first) == TOLD_BYTES
-    few = csi.GetMetadataAllocatedRequest(snapshot_id="data@x/snap-1", max_results=3)
-    assert len(service._piece(many, GetMetadata.from_proto(few))) == 3
+    first = service._piece(many, 0)
+    assert sum(one.length_bytes for one in first) == TOLD_BYTES
+    assert len(service._piece(many, 3)) == 3

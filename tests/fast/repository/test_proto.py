@@ -1,4 +1,4 @@
-"""The .proto files say what CSI 1.13 and kubelet say, and the generated modules what they say."""
+"""The .proto files say what CSI 1.13 and kubelet say; modules are generated; calls answered."""
 
 import copy
 import json
@@ -12,7 +12,9 @@ from google.protobuf import descriptor_pb2
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.message import Message
 
-from proto import csi_pb2, generate, pluginregistration_pb2
+from agent.csi.operator import Operator
+from agent.extras.transfer.service import Transfer
+from proto import carver_pb2, csi_pb2, generate, pluginregistration_pb2
 
 TABLE = Path(__file__).parents[2] / "data" / "csi-1.13-wire.json"
 
@@ -276,6 +278,30 @@ def test_the_registration_proto_has_the_shape_that_kubelet_speaks() -> None:
             }
         },
     }
+
+
+# Carver's own calls
+
+
+@pytest.mark.parametrize(("service", "servicer"), [("Operator", Operator), ("Transfer", Transfer)])
+def test_each_of_carvers_own_calls_is_answered(service: str, servicer: type) -> None:
+    found = carver_pb2.DESCRIPTOR.services_by_name[service]
+    assert found.methods
+    assert {one.name for one in found.methods} <= vars(servicer).keys()
+
+
+def test_sizes_and_offsets_of_carvers_own_calls_are_numbers_that_hold_them() -> None:
+    file = described(compiled(carver_pb2.DESCRIPTOR))
+    # Requests of v1 had another form: they must not be taken for these.
+    assert file["package"] == "carver.v2"
+    sizes = [
+        field
+        for message in file["messages"].values()
+        for field in message["fields"]
+        if "bytes" in field["name"] or "offset" in field["name"]
+    ]
+    assert sizes
+    assert {one["type"] for one in sizes} == {"uint64"}
 
 
 # The comparison itself: it must be able to fail

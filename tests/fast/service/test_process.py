@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import configured
@@ -555,6 +556,19 @@ def test_a_service_that_is_not_there_is_unimplemented(config: Config, running: R
         )
         with expect.code("UNIMPLEMENTED"):
             list(stranger(csi.GetMetadataAllocatedRequest()))
+
+
+@pytest.mark.parametrize("path", ["/carver.v1.Operator/VolumesHere", "/carver.v2.Transfer/Later"])
+def test_a_command_of_another_version_is_refused_with_what_to_do(
+    config: Config, running: Running, path: str
+) -> None:
+    with grpc.insecure_channel(f"unix://{config.endpoint}") as channel:
+        once: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
+        stream: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(path)
+        with expect.code("UNIMPLEMENTED", "of the same version", version("carver")):
+            once(b"\n\x04text")
+        with expect.code("UNIMPLEMENTED", "of the same version"):
+            list(stream(b"\n\x04text"))
 
 
 def test_the_command_line_tells_what_is_wrong(

@@ -12,6 +12,7 @@ from nodes import MIB, Node
 from agent.core import background
 from agent.csi.client import mounted
 from agent.extras.transfer import streams_command
+from proto import carver_pb2 as carver
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
@@ -36,7 +37,7 @@ def test_what_is_to_look_over_what_came_leaves_the_next_one_of_its_name_alone(
         another.submit(work.do, "another", there.group, "mkfs", long, lambda: None)
         assert begun.wait(60)
         with monkeypatch.context() as hasty:
-            hasty.setattr(there.client, "_timeout", 3)
+            hasty.setattr(there.client.channel, "timeout_seconds", 3)
             with expect.code("ABORTED", "fsck"):
                 streams_command.finish(there.at, "copy")
         queued = work._detached[identity]
@@ -44,7 +45,7 @@ def test_what_is_to_look_over_what_came_leaves_the_next_one_of_its_name_alone(
             fake.deactivate(there.group, "vol-copy")
             fake.lvm("lvremove", "--yes", "--", f"{there.group}/vol-copy")
         else:
-            there.client.transfer("AbortReceive", volume_id=identity)
+            there.transfer.AbortReceive(carver.VolumeRequest(volume_id=identity))
         there.client.create("copy", 64 * MIB, mounted("ext4"))
         fake.commands.clear()
         over.set()

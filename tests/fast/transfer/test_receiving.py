@@ -18,6 +18,7 @@ from agent.csi.client import block
 from agent.extras.transfer import streams_command
 from lvm import errors as lvm_errors
 from mount.command import Result
+from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
 DATA = b"contents" * 512
@@ -103,7 +104,7 @@ def test_what_did_not_come_to_be_received_keeps_no_other_of_its_name_from_use(
         nodes.receive(there, "copy", sent)
     place = there.directory / "staging"
     if is_removed:
-        there.client.transfer("AbortReceive", volume_id=pretended(there).volume_id)
+        there.transfer.AbortReceive(carver.VolumeRequest(volume_id=pretended(there).volume_id))
         with expect.code("NOT_FOUND"):
             there.client.stage(pretended(there), place, block())
     made = there.client.create("copy", SIZE, block())
@@ -130,7 +131,7 @@ def test_what_was_overwritten_in_part_takes_no_stream_and_is_not_finished(
     disk.error = OSError(5, "Input/output error")
     disk.free.set()
     with expect.code("INTERNAL", "Input/output error"):
-        there.client.transfer("AbortReceive", volume_id=pretended(there).volume_id)
+        there.transfer.AbortReceive(carver.VolumeRequest(volume_id=pretended(there).volume_id))
     there.restart()
     for deed in (
         lambda: nodes.receive(there, "copy", sent),
@@ -139,5 +140,5 @@ def test_what_was_overwritten_in_part_takes_no_stream_and_is_not_finished(
         with expect.code("FAILED_PRECONDITION", "only to be removed"):
             deed()
     disk.error = None
-    there.client.transfer("AbortReceive", volume_id=pretended(there).volume_id)
+    there.transfer.AbortReceive(carver.VolumeRequest(volume_id=pretended(there).volume_id))
     assert there.names() == set()

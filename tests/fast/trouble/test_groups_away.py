@@ -16,7 +16,9 @@ from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
+from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
+from proto.carver_pb2_grpc import TransferStub
 
 MIB = 1 << 20
 FIRST, SECOND = DeviceClass("first", "a", default=True), DeviceClass("second", "b")
@@ -214,4 +216,5 @@ def test_what_moves_or_comes_in_one_group_is_told_of_whatever_another_is(
     caller = node.start()
     volume = caller.create("1", 32 * MIB, block()).volume_id
     is_away(node)
-    assert caller.transfer("MoveStatus", name="1")["volume_id"] == volume
+    request = carver.NameRequest(name="1")
+    assert caller.stub(TransferStub).MoveStatus(request).volume_id == volume

@@ -13,6 +13,7 @@ import grpc
 import laying
 import pytest
 import serving
+from changed_blocks import blocks
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
 from fast.service.test_beginning import Started
@@ -147,7 +148,7 @@ def moment(client: Client, volumes: list[csi.Volume]) -> None:
     identity, snapshots = taken.group_snapshot_id, [one.snapshot_id for one in taken.snapshots]
     assert client.find_group_snapshot(identity, snapshots) == taken
     for one in snapshots:
-        assert list(client.blocks(one, one)) == []
+        assert list(blocks(client, one, one)) == []
     client.delete_group_snapshot(identity, snapshots)
     client.delete_group_snapshot(identity, snapshots)
     with expect.code("NOT_FOUND"):
@@ -191,7 +192,7 @@ def whole_life(client: Client, config: Config, volume: csi.Volume, place: Path) 
     assert client.confirms(made.volume_id, block())
     assert client.snapshots(snapshot_id=snapshot.snapshot_id)
     assert client.snapshots(volume_id=made.volume_id)
-    assert list(client.blocks(snapshot.snapshot_id)) == []
+    assert list(blocks(client, snapshot.snapshot_id)) == []
     for health in (client.volume_health, client.node_health):
         assert health(made.volume_id).volume_id == made.volume_id
     assert client.storage_health() is not None

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+from changed_blocks import blocks
 from fakes.host import FakeHost
 from fakes.lvm import FakePool
 from model import operations as do
@@ -13,6 +14,7 @@ from model.stopping import Switch
 
 from agent.core.classes import DeviceClass
 from agent.core.extents import Extent, UserExtent
+from agent.extras.transfer import streams_command
 from lvm import tags
 from lvm.layout import Layout
 from lvm.thin import Policy
@@ -51,8 +53,8 @@ class Trial:
     def ask(self) -> list[UserExtent] | list[Extent]:
         base, target = self.taken
         if self.what == "written":
-            return list(self.machine.client.logical_blocks(target, base))
-        return list(self.machine.client.blocks(target, "" if self.what == "allocated" else base))
+            return list(streams_command.extents(self.machine.client, target, base))
+        return list(blocks(self.machine.client, target, "" if self.what == "allocated" else base))
 
     def begin(self, switch: Switch) -> None:
         self.machine.stop()

@@ -13,6 +13,7 @@ import configured
 import grpc
 import nodes
 import pytest
+from changed_blocks import blocks
 from fakes.host import FakeHost
 from model.stopping import Killed, Switch
 from nodes import Node, Stand, volume_of, write
@@ -165,7 +166,7 @@ def test_a_reading_that_was_killed_at_any_step_leaves_no_snapshot_active(
         if deed == "send":
             return nodes.stream(made.here, "2", since="1")
         first, second = (one.snapshot_id for one in made.here.client.snapshots())
-        return list(made.here.client.blocks(second, first))
+        return list(blocks(made.here.client, second, first))
 
     for step in itertools.count():
         ended = False
