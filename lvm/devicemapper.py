@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from lvm import raid
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _CONTROL = Path("/dev/mapper/control")
@@ -141,6 +143,22 @@ class Raid:
     def synced_percent(self) -> float:
         """How much of it is in sync."""
         return _percent(self.synced_sectors, self.sectors)
+
+    @property
+    def failed(self) -> list[bool]:
+        """Which of its images take no writes, in their order."""
+        return [one in "D-" for one in self.health]
+
+    @property
+    def is_syncing(self) -> bool:
+        """Whether an image is not in sync yet."""
+        return "a" in self.health
+
+    @property
+    def survives(self) -> bool:
+        """Whether the images that are left hold all data."""
+        level = raid.level([self.kind])
+        return level is not None and level.survives(self.failed)
 
     @classmethod
     def parse(cls, size_bytes: int, line: str) -> Self:

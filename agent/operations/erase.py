@@ -421,9 +421,8 @@ class Eraser:
         Images on missing disks do not count. No command.
         """
         status = self._inventory.status(volume.group.name, volume.name)
-        found = (one.health for one in status if isinstance(one, Raid))
-        lost = len(volume.missing_disks)
-        return next((one for one in found if one.count("D") + one.count("-") > lost), "")
+        found, lost = (one for one in status if isinstance(one, Raid)), len(volume.missing_disks)
+        return next((one.health for one in found if sum(one.failed) > lost), "")
 
     def _detached_cache(self, job: _Wipe, volume: Volume) -> list[str]:
         """The cache as a volume of its own: it holds data that was written, too.

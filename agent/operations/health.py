@@ -34,11 +34,11 @@ _MOST_BYTES_OF_AGE = 64
 
 
 class Reason(enum.Enum):
-    """Why something is not well: the word, and the status that it gives a volume and the storage.
+    """The table of what can be wrong: the word, and its status for a volume and for the storage.
 
-    A status is empty where the reason is never one of a volume's, or of the storage's. `access` is
+    A status is empty if the reason is never one of a volume's, or of the storage's. `access` is
     the one kind of use that is affected, "block" or "mount", empty for both: one for each reason,
-    since Kubernetes tells two entries apart by status and reason alone.
+    since Kubernetes distinguishes entries by status and reason only.
     """
 
     RAID_DEGRADED = "RaidDegraded", DEGRADED, ""
@@ -90,7 +90,7 @@ class Reason(enum.Enum):
 class Condition:
     """A reason, and a sentence that says what is wrong and what to do.
 
-    `seen_seconds` (epoch) is when that was seen; 0 for what was looked up just now.
+    `seen_seconds` (epoch) is when that was seen; 0 for just now.
     """
 
     reason: Reason
@@ -99,14 +99,14 @@ class Condition:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes of a message at most, with its age and its words."""
+        """The most that it takes in a gRPC message, with its age and its words."""
         return min(_MOST_BYTES, len(self.message.encode()) + _MOST_BYTES_OF_AGE) + 64
 
     def told(self, now_seconds: float) -> str:
-        """The sentence, with its age where it has one.
+        """The sentence, with its age if it has one.
 
-        Kubelet keeps what it heard first for as long as status and reason are the same, so the age
-        is told as a moment, too.
+        Kubelet keeps the first message as long as status and reason are the same, so the age is
+        given as a time, too.
         """
         age = ""
         if self.seen_seconds:
@@ -117,10 +117,7 @@ class Condition:
 
 
 def distinct(found: Iterable[Condition]) -> tuple[Condition, ...]:
-    """The same with each reason once, as CSI demands, the oldest age for all; the worst first.
-
-    What has one reason is one condition, with all that is to be said of it.
-    """
+    """Merge conditions of the same reason, as CSI demands, with the oldest age; the worst first."""
     merged: dict[Reason, Condition] = {}
     for one in found:
         same = merged.get(one.reason)
@@ -133,14 +130,14 @@ def _rank(one: Condition) -> int:
 
 
 def _shortened(text: str, most_bytes: int) -> str:
-    """A text that is too long loses its end, between two characters."""
+    """Cut the end of a text that is too long, between two characters."""
     if len(text.encode()) <= most_bytes:
         return text
     return text.encode()[: most_bytes - len("…".encode())].decode(errors="ignore") + "…"
 
 
 def aged(found: Iterable[Condition], seen_seconds: float) -> Iterator[Condition]:
-    """The same, as what was seen then (epoch, seconds)."""
+    """Set when these conditions were seen (epoch, seconds)."""
     return (replace(one, seen_seconds=seen_seconds) for one in found)
 
 
@@ -152,17 +149,17 @@ def _both(first: Condition, second: Condition) -> Condition:
     return replace(first, message=message, seen_seconds=min(ages, default=0.0))
 
 
-# A pool that is fuller than this has had its warnings; what extends pools does so long before.
+# Carver extends pools long before.
 _FULL_PERCENT = 90.0
-# How long whoever asks waits for the kernel, and from when on a device is taken for dead: a busy
-# node is slow at anything.
+# How long a call waits for the kernel, and when a device counts as dead: a busy node is slow.
 PATIENCE_SECONDS = 2.0
 _DEAD_SECONDS = 10.0
-# Nobody holds a volume for so long on purpose, but for a group snapshot, of which Carver knows.
+# No change of a volume suspends it for so long, except a group snapshot, which Carver knows.
 SETTLING_SECONDS = 1.0
 
-# lv_health_status, by lvmreport(7) and lib/report/report.c of lvm2: of volumes in whose place
-# device-mapper does not speak for itself.
+# lv_health_status, by lvmreport(7) and lib/report/report.c of lvm2, where device-mapper does not
+# report it itself.
+_LOOK_CLOSER = "look with `lvs -o +lv_health_status` and at `dmesg`"
 _REPORTED = {
     "refresh needed": (
         Reason.RAID_DEGRADED,
@@ -175,18 +172,29 @@ _REPORTED = {
     "out_of_data": (Reason.POOL_FULL, "add a disk to the group (`vgextend`), or delete volumes"),
     "error": (Reason.WRITE_CACHE_ERRORS, "writes may be lost; look at `dmesg`"),
 }
-_LOOK_CLOSER = "look with `lvs -o +lv_health_status` and at `dmesg`"
+# The same words for two things: a thin pool, and a cache.
+_REPORTED_OF_POOL = {
+    "failed": (Reason.POOL_DATA_LOST, _LOOK_CLOSER),
+    "metadata_read_only": (Reason.POOL_READ_ONLY, _LOOK_CLOSER),
+}
+_REPORTED_OF_CACHE = dict.fromkeys(_REPORTED_OF_POOL, (Reason.CACHE_FAILING, _LOOK_CLOSER))
+_OF_FILE_SYSTEMS = {
+    health.Kind.READ_ONLY: Reason.FILE_SYSTEM_READ_ONLY,
+    health.Kind.SILENT: Reason.FILE_SYSTEM_NOT_RESPONDING,
+    health.Kind.ERRORS: Reason.FILE_SYSTEM_ERRORS,
+    health.Kind.MEDIUM_ERRORS: Reason.MEDIUM_ERRORS,
+}
 
 
 class _Kernels(NamedTuple):
-    """What the kernel tells of a volume, and whether device-mapper says how its disks are."""
+    """The kernel's conditions of a volume, and whether device-mapper reports on its disks."""
 
     conditions: tuple[Condition, ...] = ()
     tells: bool = False
 
 
 class Diagnosis:
-    """Looks at volumes of the inventory, on the kernel."""
+    """Finds what is wrong with volumes of the inventory, by report and by the kernel."""
 
     def __init__(self, kernel: Kernel, kernel_devices: Devices, known: Inventory) -> None:
         self._kernel = kernel
@@ -197,7 +205,7 @@ class Diagnosis:
         self.settling_seconds = SETTLING_SECONDS
 
     def mounts(self) -> table.Table:
-        """The mount table, for who asks about many volumes: then it is read once."""
+        """The mount table; a caller with many volumes reads it once."""
         return table.read(self._kernel)
 
     def of(
@@ -208,9 +216,9 @@ class Diagnosis:
         seen_seconds: float = 0.0,
         until_seconds: float | None = None,
     ) -> tuple[Condition, ...]:
-        """What is known against a volume of a report, used or not; usually nothing.
+        """What is wrong with a volume of a report, used or not; usually nothing.
 
-        `seen_seconds` (epoch) is when the report was read. The kernel is waited for until
+        `seen_seconds` (epoch) is when the report was read. It waits for the kernel until
         `until_seconds` (monotonic), or for a moment.
         """
         by_kernel = self._by_kernel(str(volume.id), volume, mounts, until_seconds)
@@ -218,22 +226,22 @@ class Diagnosis:
         return distinct([*aged(reported, seen_seconds), *by_kernel.conditions])
 
     def by_kernel(self, volume_id: str) -> tuple[Condition, ...]:
-        """The same of a volume that no report has yet, or whose report is of no use."""
+        """What is wrong with a volume that no report has yet, or whose report is of no use."""
         return distinct(self._by_kernel(volume_id, None, None, None).conditions)
 
     def of_pool(
         self, group: report.Group, name: str, until_seconds: float
     ) -> tuple[Condition, ...]:
-        """What device-mapper says against a thin pool itself."""
-        named = f"thin pool {group.name}/{name}"
+        """What device-mapper reports against a thin pool itself."""
+        place = f"{group.name}/{name}"
+        named = f"thin pool {place}"
 
         def look() -> _Kernels:
-            told = thin.status_of(self._inventory.status(group.name, name))
-            if told is None:
+            status = thin.status_of(self._inventory.status(group.name, name))
+            if status is None:
                 return _Kernels()
-            return _Kernels(tuple(_of_pool(told, named, has_all=has_all(group, name))))
+            return _Kernels(tuple(_of_pool(status, named, has_all=has_all(group, name))))
 
-        place = f"{group.name}/{name}"
         return self._waited(f"pool {place}", place, named, look, until_seconds).conditions
 
     def _by_kernel(
@@ -271,9 +279,10 @@ class Diagnosis:
         return _Kernels((*known.conditions, silent), known.tells)
 
     def _look(self, volume_id: str, volume: Volume | None, mounts: table.Table) -> _Kernels:
-        name, told = ids.logical_name(volume_id), self._inventory.status_of(volume_id)
-        # What a pool has promised, a report says: without one it may well have kept it.
-        found = [*by_device_mapper(name, told, volume is None or _has_all(volume))]
+        name, status = ids.logical_name(volume_id), self._inventory.status_of(volume_id)
+        # Only a report has what a pool promised: without one it counts as kept.
+        has_room = volume is None or has_all(volume.group, _pool_of(volume))
+        found = [*by_device_mapper(name, status, has_room)]
         device = self._inventory.device(volume_id)
         if device is not None:
             found += self._of_device(_group_of(volume_id, volume), name, device, mounts)
@@ -281,14 +290,14 @@ class Diagnosis:
                 found.append(
                     Condition(
                         Reason.ENCRYPTION_LEFT_OPEN,
-                        f"encrypted volume {volume.name} is open ({device.path}), and nobody has it"
-                        " mounted: it is closed when it is staged, unstaged or deleted",
+                        f"encrypted volume {volume.name} is open ({device.path}), and not mounted:"
+                        " it is closed when it is staged, unstaged or deleted",
                     )
                 )
         for snapshot in records.snapshots_of(volume) if volume is not None else ():
             if not snapshot.problem and self._inventory.has_overflowed(snapshot):
                 found.append(overflowed(snapshot))
-        return _Kernels(tuple(found), bool(told))
+        return _Kernels(tuple(found), bool(status))
 
     def _of_device(
         self, group: str, name: str, device: Device, mounts: table.Table
@@ -296,9 +305,9 @@ class Diagnosis:
         if self._is_left_suspended(group, name):
             yield Condition(
                 Reason.DEVICE_SUSPENDED,
-                f"logical volume {group}/{name} is suspended, and whoever reads or writes there"
-                f" waits: run `dmsetup resume {device.logical.path}` if lvm2 is not at work on it;"
-                " the next change of the group by Carver does it, too",
+                f"logical volume {group}/{name} is suspended, and all I/O on it waits: run"
+                f" `dmsetup resume {device.logical.path}` if lvm2 is not at work on it; the next"
+                " change of the group by Carver does it, too",
             )
         mounted = mounts.of_device(device.number)
         whole = next((one for one in mounted if one.root == "/"), None)
@@ -313,11 +322,10 @@ class Diagnosis:
         """
         if device.below is None or volume.own_tags.get(tag.ACCESS) == BLOCK:
             return False
-        is_used = mounts.of_device(device.number) or self._devices.is_mapping_open(device)
-        return not is_used
+        return not (mounts.of_device(device.number) or self._devices.is_mapping_open(device))
 
     def _is_left_suspended(self, group: str, name: str) -> bool:
-        """Whether a volume is suspended, and not for the moment that a change of it takes."""
+        """Whether a volume is suspended for longer than a change of it takes."""
         if not self._is_suspended(group, name):
             return False
         time.sleep(self.settling_seconds)
@@ -335,26 +343,23 @@ def _group_of(volume_id: str, volume: Volume | None) -> str:
     return volume.group.name if volume is not None else ""
 
 
+def _pool_of(volume: Volume) -> str:
+    """The thin pool that a volume is in; empty for none."""
+    logical = volume.group.volumes.get(volume.name)
+    return logical.pool if logical is not None else ""
+
+
 def _place(volume_id: str, volume: Volume | None) -> str:
-    """What a volume hangs with: its pool, or its group."""
-    group = _group_of(volume_id, volume)
-    logical = volume.group.volumes.get(volume.name) if volume is not None else None
-    return f"{group}/{logical.pool}" if logical is not None and logical.pool else group
-
-
-_OF_FILE_SYSTEMS = {
-    health.Kind.READ_ONLY: Reason.FILE_SYSTEM_READ_ONLY,
-    health.Kind.SILENT: Reason.FILE_SYSTEM_NOT_RESPONDING,
-    health.Kind.ERRORS: Reason.FILE_SYSTEM_ERRORS,
-    health.Kind.MEDIUM_ERRORS: Reason.MEDIUM_ERRORS,
-}
+    """What a volume hangs together with: its pool, or its group."""
+    group, pool = _group_of(volume_id, volume), _pool_of(volume) if volume is not None else ""
+    return f"{group}/{pool}" if pool else group
 
 
 def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Condition]:
     """What LVM's report says against a volume and its snapshots.
 
-    What lvm2 itself has from device-mapper is left to that, where it speaks (`kernel_tells`): it
-    is the first to know that something is over, and nothing of it is in the metadata.
+    If device-mapper reports on the volume (`kernel_tells`), what lvm2 has from there is left out:
+    the kernel is the first to see that a problem is over, and the metadata has nothing of it.
     """
     name = f"{volume.group.name}/{volume.name}"
     if volume.health == "partial":
@@ -362,41 +367,12 @@ def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Conditi
             _of_missing(volume), f"logical volume {name} is partial: {_missing(volume)}"
         )
     elif volume.health and not kernel_tells:
-        reason, remedy = _reported(volume)
+        special = _REPORTED_OF_POOL if volume.layout.is_thin else _REPORTED_OF_CACHE
+        unknown = (Reason.LVM_REPORTS, _LOOK_CLOSER)
+        reason, remedy = (_REPORTED | special).get(volume.health, unknown)
         yield Condition(reason, f"logical volume {name} is {volume.health}: {remedy.format(name)}")
-    if volume.refused_bytes > volume.size_bytes:
-        yield Condition(
-            Reason.EXPANSION_PENDING,
-            f"logical volume {name} is smaller than the {volume.refused_bytes} bytes that its claim"
-            f" asks for: volume group {volume.group.name}, or its pool, had no room for that, or"
-            " lvm2 refused it. Make room (`vgextend`), and scale its workload to 0 until it is"
-            " unstaged; or ask for less (lower the claim's request)",
-        )
-    elif volume.wanted_bytes and not volume.copy_on_write_snapshots:
-        # Its snapshots were deleted since; or it was an earlier version that had no room for it.
-        yield Condition(
-            Reason.EXPANSION_PENDING,
-            f"logical volume {name} is smaller than the {volume.wanted_bytes} bytes that it is to"
-            f" grow to: volume group {volume.group.name}, or its pool, had no room for that, or it"
-            " was in use and had copy-on-write snapshots. It grows when it is staged next, if there"
-            " is room then: make room (`vgextend`), and scale its workload to 0 until it is"
-            " unstaged; or ask for less (lower the claim's request)",
-        )
-    elif volume.wanted_bytes:
-        yield Condition(
-            Reason.EXPANSION_PENDING,
-            f"logical volume {name} is smaller than the {volume.wanted_bytes} bytes that it shall"
-            " grow to: in use it does not grow while it has copy-on-write snapshots. It grows when"
-            f" it is staged next, if its group has room then: {errors.UNSTAGE}",
-        )
-    elif volume.refused_bytes:
-        mapping = ", or its LUKS mapping for want of a key," if volume.is_encrypted else ""
-        yield Condition(
-            Reason.EXPANSION_PENDING,
-            f"logical volume {name} grew to {volume.size_bytes} bytes, but its file system{mapping}"
-            " could not grow: see `journalctl -k` and Carver's log. It is tried again when it is"
-            f" staged next: {errors.UNSTAGE}",
-        )
+    if pending := _pending_expansion(volume):
+        yield Condition(Reason.EXPANSION_PENDING, f"logical volume {name} {pending}")
     if tag.ROTATING in volume.own_tags:
         yield Condition(
             Reason.KEY_ROTATION_PENDING,
@@ -409,18 +385,41 @@ def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Conditi
             yield overflowed(snapshot)
 
 
-def _reported(volume: Volume) -> tuple[Reason, str]:
-    """The reason and the remedy for what lvm2 says of a volume's health."""
-    if volume.health in ("failed", "metadata_read_only"):
-        if not volume.layout.is_thin:
-            return Reason.CACHE_FAILING, _LOOK_CLOSER
-        is_lost = volume.health == "failed"
-        return Reason.POOL_DATA_LOST if is_lost else Reason.POOL_READ_ONLY, _LOOK_CLOSER
-    return _REPORTED.get(volume.health, (Reason.LVM_REPORTS, _LOOK_CLOSER))
+def _pending_expansion(volume: Volume) -> str:
+    """Why a volume, or its file system, is smaller than it shall be; empty if it is not."""
+    no_room = f"volume group {volume.group.name}, or its pool, had no room for that, or"
+    make_room = "make room (`vgextend`), and scale its workload to 0 until it is unstaged"
+    if volume.refused_bytes > volume.size_bytes:
+        return (
+            f"is smaller than the {volume.refused_bytes} bytes that its claim asks for: {no_room}"
+            f" lvm2 refused it. To expand it, {make_room}; or ask for less (lower the claim's"
+            " request)"
+        )
+    if volume.wanted_bytes and not volume.copy_on_write_snapshots:
+        # Its snapshots were deleted since; or an earlier version of Carver had no room for it.
+        return (
+            f"is smaller than the {volume.wanted_bytes} bytes that it is to grow to: {no_room} it"
+            " was in use and had copy-on-write snapshots. It grows when it is staged next, if there"
+            f" is room then: {make_room}; or ask for less (lower the claim's request)"
+        )
+    if volume.wanted_bytes:
+        return (
+            f"is smaller than the {volume.wanted_bytes} bytes that it shall grow to: in use it does"
+            " not grow while it has copy-on-write snapshots. It grows when it is staged next, if"
+            f" its group has room then: {errors.UNSTAGE}"
+        )
+    if volume.refused_bytes:
+        mapping = ", or its LUKS mapping for want of a key," if volume.is_encrypted else ""
+        return (
+            f"grew to {volume.size_bytes} bytes, but its file system{mapping} could not grow: see"
+            " `journalctl -k` and Carver's log. It is tried again when it is staged next:"
+            f" {errors.UNSTAGE}"
+        )
+    return ""
 
 
 def overflowed(snapshot: records.Snapshot) -> Condition:
-    """A copy-on-write snapshot is lost; its volume tells of it, as nobody else can."""
+    """A lost copy-on-write snapshot; its volume reports it, as CSI has no health of snapshots."""
     why = snapshot.problem or "its area for what the volume overwrites was full"
     return Condition(
         Reason.SNAPSHOT_OVERFLOWED,
@@ -440,7 +439,7 @@ def _missing(volume: Volume) -> str:
     gone = [one for one in volume.group.disks if one.missing and one.uuid in holder.disks]
     disks = f"the disk {', '.join(one.uuid for one in gone)}" if gone else "a disk of it"
     again = f"{disks} is missing; attach it again (`pvs`)"
-    if volume.layout.kind.startswith("raid"):
+    if raid.level([volume.layout.kind]) is not None:
         return f"{again}, or replace it: `vgextend`, then `lvconvert --repair`"
     cache = tags.decode(holder.tags).get(tag.CACHE, "")
     if caches.is_copy(cache) and gone and all(one.fast for one in gone):
@@ -448,14 +447,8 @@ def _missing(volume: Volume) -> str:
     return f"{again}, or restore the volume from a backup"
 
 
-def _has_all(volume: Volume) -> bool:
-    """Whether the volume's pool has all the room that it promised: then it may well be full."""
-    logical = volume.group.volumes.get(volume.name)
-    return has_all(volume.group, logical.pool if logical else "")
-
-
 def has_all(group: report.Group, pool: str) -> bool:
-    """Whether a pool has all the room that it promised: then it may well be full."""
+    """Whether a pool has all the room that it promised; then being full is no problem."""
     found = thin.find(group, pool, 0)
     return found.promised_bytes <= found.data_extents * group.extent_size_bytes
 
@@ -463,9 +456,9 @@ def has_all(group: report.Group, pool: str) -> bool:
 def by_device_mapper(
     name: str, found: Sequence[Status], has_all: bool = False
 ) -> Iterator[Condition]:
-    """What device-mapper says against an active volume and what it stands on.
+    """What device-mapper reports against an active volume and the devices below it.
 
-    `has_all` says of its pool that it has all the room that it promised.
+    `has_all`: its pool has all the room that it promised.
     """
     cached, owner = name, f"logical volume {name}"
     if any(isinstance(one, ThinPool) for one in found):
@@ -497,18 +490,14 @@ def by_device_mapper(
 
 
 def _of_raid(name: str, seen: Raid) -> Iterator[Condition]:
-    lost = sum(one in "D-" for one in seen.health)
-    if lost:
-        level = raid.level([seen.kind])
-        survives = level is not None and level.survives([one in "D-" for one in seen.health])
-        reason = Reason.RAID_DEGRADED if survives else Reason.RAID_FAILED
+    if lost := sum(seen.failed):
         yield Condition(
-            reason,
+            Reason.RAID_DEGRADED if seen.survives else Reason.RAID_FAILED,
             f"logical volume {name} is degraded: {lost} of the {len(seen.health)} images of its"
             f" {seen.kind} failed; attach the disk again and run `lvchange --refresh {name}`, or"
             f" replace it: `vgextend`, then `lvconvert --repair {name}`",
         )
-    elif "a" in seen.health:
+    elif seen.is_syncing:
         yield Condition(
             Reason.RAID_RESYNCING,
             f"logical volume {name} is resyncing ({seen.action}, {seen.synced_percent:.0f} % done):"

@@ -38,7 +38,7 @@ def rebuilding(known: Inventory, group: report.Group) -> str:
     found = []
     for name, logical in sorted(group.volumes.items()):
         status = raid_of(known, group.name, name) if "raid" in logical.layout else None
-        if status is not None and "a" in status.health:
+        if status is not None and status.is_syncing:
             found.append(f"{name} {status.synced_percent:.0f} %")
     return ", ".join(found)
 
@@ -97,7 +97,7 @@ class Repairer:
         # The kernel's status: a refresh leaves no trace in lvm2's metadata, so the report would be
         # as before.
         status = raid_of(self._inventory, group.name, name)
-        if status is not None and "a" in status.health:
+        if status is not None and status.is_syncing:
             # lvm2 replaces no image meanwhile.
             return Progress(False, f"{path} is rebuilt: {status.synced_percent:.0f} %")
         if lost:
