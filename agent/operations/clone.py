@@ -1,20 +1,18 @@
-"""Volumes that are filled before they are any: with what another holds, or with zeroes.
+"""Clones and restores: new volumes, filled in the background with a source's data or with zeroes.
 
-What is filled is filled behind the answer, whole or not at all.
+A copy takes as long as the disk takes. The volume is made first, with the tags `copying` and its
+source. Only when its last byte is on the disk the tag becomes `ready`, and only then it counts as a
+volume. CreateVolume waits for that until its deadline, without a lock or one of the places for
+calls; then it answers that the volume is not ready, with the progress. The CO repeats the call, and
+in the end gets the volume. Crash point: the tag `copying`; the next start copies anew, from the
+beginning, without any other record.
 
-A copy takes as long as the disk takes. The volume is made first, on record as `copying` and of
-what; it is no volume before its last byte is on the disk and the tag says `ready`. CreateVolume
-waits for that as long as its caller does, with no lock and no place; then it answers that it is not
-ready and how far it is. Called again, it tells anew, and in the end gives the volume. Killed at any
-moment, the next start finds `copying` and copies anew, from the beginning: nothing else has to be
-remembered.
-
-Of a volume in use a snapshot is taken first, a bridge, so that what is copied is of one moment. It
-is made before the copy's volume and removed after it is ready. One without a volume that is being
-copied is of no use: what fails to remove it is tried again each minute, and at the next start. A
-call that finds it there meanwhile copies from it, if no volume ever was; else it waits until it is
-gone. A bridge is one volume's: it is of that one's source, and of the moment that the volume's tags
-name. There may be volumes of one name in several groups, and so may there be bridges.
+A volume in use is copied from a snapshot of one moment, the bridge, which is taken before the new
+volume is made and removed when that is ready. A bridge without an incomplete volume is unused:
+its removal is retried each minute, and at the next start. A call that finds one meanwhile copies
+from it, if it never had a volume, and else waits until it is removed. Bridges of several groups may
+have one name, as volumes may; a volume's own is one of its source, taken at the time that its tags
+record.
 """
 
 import logging
@@ -40,14 +38,14 @@ from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# Small enough to stop soon and to tell of progress, large enough to cost nothing.
+# Small enough to stop soon and to show progress, large enough to cost nothing.
 _CHUNK_BYTES = 64 << 20
 _WORKERS = 2
-# What groups need that have just answered.
+# Groups that answered a moment ago need no longer.
 _LOOK_SECONDS = 10.0
-# How long a bridge that is of no use is waited for.
+# How long a call waits until an unused bridge is removed.
 _DISMISS_SECONDS = 10.0
-# So that the answer comes before the caller's time is over, and tells how far it is.
+# Answer so long before the deadline, with the progress.
 _MARGIN_SECONDS = 1.0
 
 
@@ -118,7 +116,7 @@ class Copy(Job):
     """A volume that is being filled."""
 
     volume: Volume
-    # None where the volume shares its blocks with what it is made of, or is made of nothing.
+    # None for a volume that shares the blocks of its source, or has no source.
     source: Snapshot | None
     copied_bytes: int = 0
 
@@ -126,28 +124,24 @@ class Copy(Job):
         if self.source is None and not _is_overwritten(self.volume):
             return "it is not grown yet"
         size_bytes = self.volume.size_bytes if self.source is None else self.source.size_bytes
-        # What is overwritten behind a copy is no part of it.
+        # The rest of the volume, which is overwritten, does not count.
         percent = min(100, 100 * self.copied_bytes // size_bytes)
         return f"{percent} % of {size_bytes} bytes"
 
 
 class Copier:
-    """Fills new volumes, a few at a time."""
+    """Fills new volumes in the background, a few at a time."""
 
     def __init__(self, context: Context, snapshotter: Snapshotter) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory = context.inventory
         self._snapshotter = snapshotter
-        # At most, and of a caller who sets no deadline.
+        # The longest wait of a call, and that of one without a deadline.
         self.grace_seconds = 600.0
         self.jobs = TaskQueue(
-            "copy",
-            self._copy,
-            self._find,
-            "volume %s is not completed: %s",
-            workers=_WORKERS,
+            "copy", self._copy, self._find, "volume %s is not completed: %s", workers=_WORKERS
         )
-        # Bridges that are of no use any more, or may be: they have no caller, and no limit of his.
+        # Bridges that are, or may be, unused. Their removal has no caller, and so no deadline.
         self.bridges = TaskQueue(
             "bridge",
             self._sweep,
@@ -155,21 +149,21 @@ class Copier:
             "snapshot %s, of no use any more, stays for now: %s",
             workers=1,
         )
-        # Those that this process took, and of which no volume was seen yet: by their ids, when.
+        # When this process took each bridge that has no volume yet, by the bridge's id.
         self._unused: dict[str, int] = {}
 
     def prepare(self, known: report.Report, name: str, origin: Snapshot | Volume) -> Snapshot:
-        """What the volume called `name` can be copied from: a snapshot, or a bridge taken now.
+        """The snapshot from which to copy the volume called `name`: the source, or a new bridge.
 
-        To be called with the source's group held, and a report that was read within. A command for
-        a bridge. Raises NoRoom, and OperationPending while one of that name is taken away.
+        To be called with the source's group held, and a report that was read within. One command
+        for a bridge. Raises NoRoom, and OperationPending while one of that name is removed.
         """
         if isinstance(origin, Snapshot):
             return origin
         bridge = names.logical_volume(ids.BRIDGE_PREFIX, name)
         identity = str(VolumeId.of(origin.group, bridge))
         if (found := self._bridge(known, identity)) is not None:
-            # An earlier call's, whose time was over before it could make the volume.
+            # Crash point: an earlier call ended before it made the volume.
             is_unused = self._unused.get(identity) == found.time_nanoseconds
             if is_unused and found.source_id == origin.id and not found.problem:
                 return found
@@ -179,30 +173,33 @@ class Copier:
         try:
             taken = self._snapshotter.take(bridge, origin, {tag.NAME: name}, None)
         except mount_errors.CommandError:
-            # lvm2 that was told to end may have made it before.
+            # lvm2 may have taken it before it was ended.
             self.bridges.start(Job(identity))
             raise
         self._unused[identity] = taken.time_nanoseconds
         return taken
 
     def give_up(self, source: Snapshot) -> None:
-        """The volume that `prepare` was called for is not made: its bridge goes, soon."""
+        """Remove the bridge of `prepare` soon: its volume was not made."""
         if source.is_bridge:
             self._dismiss(source)
 
     def start(self, volume: Volume, source: Snapshot | None) -> Copy:
-        """Have a volume filled, behind the answer; one that is being filled already is."""
+        """Fill a volume in the background; the job, or the one that is under way."""
         return self.jobs.start(self._copy_of(volume, source))
 
     def wait(self, job: Copy) -> Volume:
-        """The volume, once it is filled; to be called with no lock held.
+        """Wait until a volume is filled; to be called with no lock held.
 
-        Raises Copying, which tells how far it is, before the caller's time is over or where too
-        many wait; or what went wrong.
+        Raises Copying, with the progress, before the caller's deadline or where too many wait; or
+        the job's error.
         """
         if not job.ended.done():
+            remaining, seconds = command.remaining_seconds(), self.grace_seconds
+            if remaining is not None:
+                seconds = max(0.0, min(remaining - _MARGIN_SECONDS, seconds))
             with suppress(errors.TooManyCalls), locks.aside(ids.group_of(job.key)):
-                wait([job.ended], self._patience_seconds())
+                wait([job.ended], seconds)
         if not job.ended.done():
             raise errors.Copying(job.key, str(job))
         job.ended.result()
@@ -211,11 +208,11 @@ class Copier:
         return replace(volume, size_bytes=volume.made_bytes, own_tags=own_tags)
 
     def is_still(self, job: Copy) -> bool:
-        """Whether a volume's filling is this one still: nobody deleted it, or began it anew."""
+        """Whether the job is the volume's present one: it was not deleted, or begun anew."""
         return self.jobs.of(job.key) is job
 
     def source_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
-        """What a volume that is not ready is copied from; None where it has its contents.
+        """The snapshot from which an incomplete volume is copied; None if it needs none.
 
         Raises NoSuchSnapshot, OtherGroup or SourceLost where it can never be completed.
         """
@@ -235,7 +232,7 @@ class Copier:
 
     @contextmanager
     def halted(self, volume_id: str) -> Iterator[None]:
-        """Inside, nothing is copied to the volume: it is being deleted."""
+        """Stop copies to the volume, which is being deleted, until the end of the `with`."""
         try:
             self.jobs.call_off(volume_id)
             yield
@@ -243,7 +240,7 @@ class Copier:
             self.jobs.allow(volume_id)
 
     def clear(self, known: report.Report, volume: Volume) -> None:
-        """Remove the bridge to a volume that is deleted before it was complete, or known to be."""
+        """Remove the bridge of a volume that is deleted, if it has one still."""
         if (bridge := self._bridge_of(known, volume)) is None:
             return
         if volume.copying:
@@ -256,22 +253,22 @@ class Copier:
         return self.jobs.has(volume_id)
 
     def counts(self) -> Mapping[str, int]:
-        """How many copies wait for a worker, are under way, and failed and will be tried again."""
+        """How many copies are queued, are running, and failed and will be retried."""
         return self.jobs.counts()
 
     def resume(self, *groups: str) -> int:
-        """Go on with the copies that are left in these groups, or in all; returns how many."""
+        """Begin the unfinished copies of these groups, or of all, anew; returns how many."""
         own = groups or self._volume_groups.names
-        # Held: none of what is found is completed, and in use, before its job is there.
+        # Held: no volume that is found is completed, and used, before its job exists.
         with self._volume_groups.hold(*own):
             known = self._inventory.state(*own)
             every = self._inventory.present(known)
             left = [one for one in every if one.copying and one.group.name in own]
             for volume in left:
                 try:
-                    self.jobs.start(self._copy_to(known, volume))
+                    self.start(volume, self.source_of(known, volume))
                 except errors.AgentError as error:
-                    # The caller, who has no volume yet, calls again and hears of it.
+                    # The caller has no volume yet: it repeats the call and gets the error.
                     _log.error("volume %s cannot be completed: %s", volume.id, error)
         wanted = self._wanted(known)
         for snapshot in self._inventory.all_snapshots(known):
@@ -281,15 +278,12 @@ class Copier:
         return len(left)
 
     def stop(self) -> None:
-        """End at the next chunk; the tags tell the next start what is left."""
+        """End at the next chunk; by the tags, the next start goes on."""
         self.jobs.stop()
         self.bridges.stop()
 
-    def _copy_to(self, known: report.Report, volume: Volume) -> Copy:
-        return self._copy_of(volume, self.source_of(known, volume))
-
     def _copy_of(self, volume: Volume, source: Snapshot | None) -> Copy:
-        # Many may wait, and each would keep a report of all volumes.
+        # Many jobs may wait, and each would keep a report of all volumes in memory.
         volume = replace(volume, group=volume.group.only(volume.name))
         if source is not None:
             self._unused.pop(str(source.id), None)
@@ -300,17 +294,18 @@ class Copier:
         known = self._inventory.state(ids.group_of(volume_id))
         volume = self._inventory.get(known, volume_id)
         if not volume.copying:
-            # That it is complete was written, though nobody knew: it may be in use by now.
+            # The tag was written by a command that seemed to fail. The volume may be in use.
             if (bridge := self._bridge_of(known, volume)) is not None:
                 self.bridges.start(Job(str(bridge.id)))
             raise errors.NoSuchVolume(volume_id)
         source = VolumeId.parse(volume.own_tags.get(tag.FROM, ""))
         groups = {volume.group.name, volume.group.name if source is None else source.group}
         known = self._inventory.state(*groups)
-        return self._copy_to(known, self._inventory.get(known, volume_id))
+        volume = self._inventory.get(known, volume_id)
+        return self._copy_of(volume, self.source_of(known, volume))
 
     def _bridge_of(self, known: report.Report, volume: Volume) -> Snapshot | None:
-        """The bridge that a volume is copied from, or was; one of its name may be another's."""
+        """The bridge from which a volume is or was copied; another volume's may have its name."""
         source = VolumeId.parse(volume.own_tags.get(tag.FROM, ""))
         if source is None:
             return None
@@ -319,7 +314,7 @@ class Copier:
         if bridge is None or bridge.source_id != source:
             return None
         taken = str(bridge.time_nanoseconds)
-        # Versions before did not tell the moment.
+        # Older versions did not record the time.
         return bridge if volume.own_tags.get(tag.BRIDGE, taken) == taken else None
 
     def _bridge(self, known: report.Report, identity: str) -> Snapshot | None:
@@ -349,28 +344,24 @@ class Copier:
             self._drop(job.source)
 
     def _renew(self, volume: Volume) -> None:
-        """A btrfs that was copied gets an id of its own; there is none where none was made."""
+        """Give a copied btrfs, if there is one, an id of its own."""
         device = self._inventory.activate(volume).path
         if tag.FORMATTED in volume.own_tags or filesystem.is_on(self._kernel, device):
             filesystem.renew(self._kernel, device)
 
     def _grow(self, volume: Volume) -> None:
-        """A volume that shares blocks begins as large as what it is made of."""
-        size_bytes = volume.made_bytes
-        with self._volume_groups.hold(volume.group.name):
+        """Extend a volume that shares blocks, and so began with the size of its source."""
+        group, size_bytes = volume.group.name, volume.made_bytes
+        with self._volume_groups.hold(group):
             if volume.size_bytes < size_bytes:
-                volumes.extend(
-                    self._volume_groups.lvm(volume.group.name),
-                    volume.group.name,
-                    volume.name,
-                    size_bytes=size_bytes,
-                )
+                lvm = self._volume_groups.lvm(group)
+                volumes.extend(lvm, group, volume.name, size_bytes=size_bytes)
 
     def _copy_all(self, job: Copy, volume: Volume, source: Snapshot) -> None:
         with self._volume_groups.hold(volume.group.name, source.group.name):
             reading = self._inventory.activate_snapshot(source).path
             writing = self._inventory.activate(volume).path
-        # A thin volume has no blocks before they are written, and those read as zeroes.
+        # Unwritten blocks of a thin volume read as zeroes.
         blank = volume.layout.is_thin
         for offset in range(0, source.size_bytes, _CHUNK_BYTES):
             self.jobs.check(job)
@@ -378,11 +369,11 @@ class Copier:
             self._kernel.copy(reading, writing, offset, length, blank=blank)
             job.copied_bytes = offset + length
         if self._inventory.has_overflowed(source):
-            # What was read just before that may have been overwritten already.
+            # It may have overflowed before the last reads.
             raise errors.SourceLost(str(source.id), replace(source, overflowed=True).problem)
 
     def _overwrite(self, job: Copy, start_bytes: int) -> None:
-        """Have zeroes on all of the new volume that nothing was copied to."""
+        """Write zeroes to the part of a new volume that no data were copied to."""
         device = self._inventory.activate(job.volume).path
         size_bytes = job.volume.size_bytes
         for offset in range(start_bytes, size_bytes, _CHUNK_BYTES):
@@ -393,31 +384,25 @@ class Copier:
         self._kernel.flush(device)
 
     def _drop(self, source: Snapshot) -> None:
-        """The volume is complete: its bridge goes."""
+        """Remove the bridge of a complete volume."""
         if not source.is_bridge:
             return
         try:
-            # Nobody can want it: whoever deletes the volume, to make it anew, waits for this.
+            # It is unused: a deletion of the volume, to make it anew, waits for this job.
             self._snapshotter.discard(source)
         except Exception as error:
             _log.error("snapshot %s, of no use any more, stays for now: %s", source.id, error)
             self.bridges.start(Job(str(source.id)))
 
     def _dismiss(self, bridge: Snapshot) -> None:
-        """Have a bridge taken away behind the answer, and wait a moment for it."""
+        """Have a bridge removed in the background, and wait a moment for it."""
         remaining = command.remaining_seconds()
         patience = _DISMISS_SECONDS if remaining is None else min(remaining, _DISMISS_SECONDS)
         wait([self.bridges.start(Job(str(bridge.id))).ended], patience)
 
-    def _patience_seconds(self) -> float:
-        remaining = command.remaining_seconds()
-        if remaining is None:
-            return self.grace_seconds
-        return max(0.0, min(remaining - _MARGIN_SECONDS, self.grace_seconds))
-
     def _sweep(self, job: Job) -> None:
-        """Take a bridge away that no volume is copied from; a fresh look, as one may be by now."""
-        # Any group may have such a volume; nothing is held while it is waited whether all answer.
+        """Remove a bridge, if by a fresh report no volume is copied from it."""
+        # Any group may have such a volume. No lock is held while groups may hang.
         self._inventory.state()
         with self._volume_groups.hold(ids.group_of(job.key)):
             with command.time_limit(_LOOK_SECONDS):
@@ -433,11 +418,11 @@ class Copier:
         self._snapshotter.finish(bridge)
 
     def _wanted(self, known: report.Report) -> set[str]:
-        """The ids of the bridges that volumes are copied from."""
+        """The ids of the bridges from which volumes are being copied."""
         left = (one for one in self._inventory.present(known) if one.copying)
         return {str(one.id) for one in map(partial(self._bridge_of, known), left) if one}
 
 
 def _is_overwritten(volume: Volume) -> bool:
-    """Whether what nothing is copied to is overwritten; one that shares blocks has none."""
+    """Whether the part without copied data is overwritten; not where blocks are shared."""
     return tag.ZERO in volume.own_tags and not volume.layout.is_thin

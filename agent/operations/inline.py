@@ -1,16 +1,15 @@
-"""Inline volumes: carved when a pod's volume is published, gone when it is unpublished.
+"""Inline volumes: made when a pod's volume is published, deleted when it is unpublished.
 
-Kubelet makes up such a volume's id and calls nothing but NodePublishVolume and NodeUnpublishVolume
-for it. So the volume is found by its name, which is made of the id, and by nothing that a process
-remembers: a call that follows a crash, at whatever step, finds what is there and goes on.
+Kubelet makes up the volume's id, and calls only NodePublishVolume and NodeUnpublishVolume for it.
+The logical volume's name is made of the id, so a call after a crash finds what is there and goes
+on, whatever the step; no process has to remember it.
 
-What is on such a volume lives as long as its pod. A reboot does not end a pod: kubelet publishes
-with the same id again, so nothing is removed at start because it is not mounted. What is forgotten
-is removed. After an error that ends a call for good, kubelet does not unpublish: so such a call
-leaves nothing that it made, and nothing that never held data. What a crash left all the same goes
-when its pod does: kubelet removes a pod's directory when the pod is no more. Where that is gone,
-though the directory of all pods is there, nobody will call again. Each group has a thread that
-looks for such volumes: what hangs in one is not met by another's.
+The volume lives as long as its pod. A reboot does not end a pod: kubelet publishes with the same id
+again, so a start deletes nothing for not being mounted. After an error that is final, kubelet does
+not unpublish: so such a call deletes what it made, and a volume that never held data. Crash point:
+before that deletion. The volume is swept when its pod was removed, of which kubelet removes the
+directory: where that is gone, though the directory of all pods is there, no call will follow. Each
+group has a thread for the sweeps, so that one that hangs stops no other's.
 """
 
 import logging
@@ -23,7 +22,7 @@ from agent.core import codes, errors, ids, tag, users
 from agent.core.background import GroupTasks
 from agent.core.context import Context
 from agent.core.locks import VolumeLocks
-from agent.core.parameters import SIZE, Parameters
+from agent.core.parameters import SIZE
 from agent.core.records import Volume
 from agent.core.requests import CreateVolume, PublishInline, SizeRange, StageVolume, Topology
 from agent.operations import plan
@@ -37,18 +36,18 @@ from mount import errors as mount_errors
 
 _log = logging.getLogger(__name__)
 
-# After a boot kubelet has published every pod's volumes again by then.
+# After a boot kubelet has published every pod's volumes again within that time.
 _TURN_SECONDS = 600.0
-# Of each look, and of each removal.
+# The time limit of each report, and of each removal.
 _PATIENCE_SECONDS = 60.0
 _FAILURE = "volume group %s: inline volumes that were left are not removed: %s"
 _YES = "true"
 
 
 class _Admitted:
-    """What calls were admitted to make, and a report that was read meanwhile may not tell of.
+    """The sizes of volumes that calls may make, and that other calls' reports may lack.
 
-    It is kept until no call is under way that may have such a report.
+    They are kept until no call is under way that may have such a report.
     """
 
     def __init__(self) -> None:
@@ -58,7 +57,7 @@ class _Admitted:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """A call is under way; its report is read inside."""
+        """Count a call as under way; its report is read within the `with`."""
         with self._guard:
             self._calls += 1
         try:
@@ -72,7 +71,7 @@ class _Admitted:
     def admit(
         self, volume_id: str, size_bytes: int, there: Mapping[str, int], limit_bytes: int
     ) -> None:
-        """Count a volume that is about to be made beside those there; raises InlineTotal."""
+        """Add a volume that is about to be made to those there; raises InlineTotal."""
         with self._guard:
             total_bytes = sum({**self._sizes_bytes, volume_id: 0, **there}.values())
             if total_bytes + size_bytes > limit_bytes:
@@ -80,14 +79,14 @@ class _Admitted:
             self._sizes_bytes[volume_id] = size_bytes
 
     def forget(self, volume_id: str) -> None:
-        """It is not made, or gone."""
+        """Remove a volume that was not made, or is deleted."""
         with self._guard:
             self._sizes_bytes.pop(volume_id, None)
 
 
 @dataclass
 class _Attempt:
-    """How far a call came: whether it looked for the volume, and whether it began to make one."""
+    """Progress of a call: whether it looked for the volume, and began to make one."""
 
     looked: bool = False
     began: bool = False
@@ -95,14 +94,14 @@ class _Attempt:
 
 @dataclass
 class _Sweep:
-    """Whether a group may have inline volumes; and those that the last look found forgotten."""
+    """Whether a group may have inline volumes, and those of a removed pod at the last look."""
 
     may_be_some: bool = True
     suspects: frozenset[str] = frozenset()
 
 
 class InlineVolumes:
-    """Carries out the Node's calls on inline volumes."""
+    """Publishes, unpublishes and sweeps inline volumes."""
 
     def __init__(
         self,
@@ -126,16 +125,17 @@ class InlineVolumes:
 
     @property
     def is_alive(self) -> bool:
-        """Whether what is forgotten is looked for."""
+        """Whether the sweeps run."""
         return self.tasks.is_alive
 
     def publish(self, call: PublishInline) -> None:
-        """Have the volume mounted at its target: carved, formatted, mounted, whatever is left.
+        """Make the volume, format it and mount it at its target, from whatever step is left.
 
-        Five commands at most: a report, lvcreate, and what staging takes. None where it is there.
+        Five commands at most: a report, lvcreate, and those of staging. None where it is mounted.
         """
         place = target.resolve(self._kernel, call.target_path, self._inside)
-        parameters = self._complete(call)
+        one = plan.device_class(self._config, "volume_context", call.parameters)
+        parameters = plan.with_defaults(call.parameters, [call.capability], one)
         self._stager.check_keys(call.volume_id, parameters, call.keys)
         about = {**parameters.about, tag.EPHEMERAL: _YES}
         if tags.fits(tag.TARGET, place):
@@ -179,7 +179,7 @@ class InlineVolumes:
             raise
 
     def ensure_absent(self, volume_id: str) -> None:
-        """Wipe and remove the volume, which is unpublished; one that is not there is no error.
+        """Erase and remove an unpublished volume; one that is not there is no error.
 
         Raises GroupMissing where a group is not there to prove that.
         """
@@ -189,52 +189,52 @@ class InlineVolumes:
         self._admitted.forget(volume_id)
 
     def start(self) -> None:
-        """Look for what is forgotten, from time to time."""
+        """Begin to sweep each group every ten minutes."""
         self.tasks.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """End the sweeps."""
         self.tasks.stop()
 
     def sweep(self) -> None:
-        """Wipe and remove the volumes that nobody will unpublish any more, in all groups."""
+        """Sweep all groups."""
         for one in self._sweeps:
             self.sweep_one(one)
 
     def sweep_one(self, group: str) -> bool:
-        """The same in one group.
+        """Erase and remove a group's volumes of pods that were removed.
 
-        Each must have been forgotten at the look before this one, too. No look while there are no
-        inline volumes. False: the next look is not at once.
+        The pod must have been removed at the last sweep, too. No report while there are no inline
+        volumes. Returns False: the next sweep is not due at once.
         """
         sweep = self._sweeps[group]
         if not sweep.may_be_some:
             return False
-        # Before the look: one that is made meanwhile may be in it, or not.
+        # Before the report: a volume that is made meanwhile may be missing from it.
         sweep.may_be_some = False
         found, is_here = [], False
         try:
             with command.time_limit(_PATIENCE_SECONDS):
-                # Only a look proves that there are none.
+                # Only a fresh report proves that there are none.
                 known = self._inventory.state(group)
-            found, is_here = self._all_in(known, group), group in known.groups
+            found, is_here = self._all(known, group), group in known.groups
         finally:
             if found or not is_here:
                 sweep.may_be_some = True
         names = frozenset(one.own_tags[tag.NAME] for one in found if self._is_forgotten(one))
         suspects, sweep.suspects = names & sweep.suspects, names
-        problems = [self._try_to_remove(name, group) for name in sorted(suspects)]
-        for problem in filter(None, problems):
-            raise problem
+        problems = []
+        for name in sorted(suspects):
+            try:
+                self._remove(name, group)
+            except Exception as error:
+                problems.append(error)
+        if problems:
+            raise problems[0]
         return False
 
-    def _complete(self, call: PublishInline) -> Parameters:
-        """The call's parameters as its class completes them; no command."""
-        one = plan.device_class(self._config, "volume_context", call.parameters)
-        return plan.with_defaults(call.parameters, [call.capability], one)
-
     def _check_limits(self, call: PublishInline, known: report.Report, size_bytes: int) -> None:
-        """Refuse what the configuration does not allow."""
+        """Raise BadField, InlineTotal for a size above the limits of the configuration."""
         asked = call.size_bytes or plan.DEFAULT_SIZE_BYTES
         limit = self._config.inline_volume_limit
         if limit and asked > limit:
@@ -246,14 +246,14 @@ class InlineVolumes:
         total = self._config.inline_total_limit
         limit = total.of(sum(one.extents * one.extent_size_bytes for one in groups))
         if limit:
-            there = {one.own_tags[tag.NAME]: one.size_bytes for one in self._all_of(known)}
+            there = {one.own_tags[tag.NAME]: one.size_bytes for one in self._all(known)}
             self._admitted.admit(call.volume_id, size_bytes, there, limit)
 
     def _give_up(self, volume_id: str, attempt: _Attempt) -> None:
-        """Remove what a call leaves that failed for good.
+        """Delete the volume of a call that failed for good, if it holds no data.
 
-        That is what it began to make, or what never had a file system and so never held data.
-        Where that fails too, the volume is swept when the pod is gone.
+        It holds none if the call began to make it, or if it never had a file system. If the
+        deletion fails too, the volume is swept when the pod was removed.
         """
         try:
             volume = self._find(volume_id)
@@ -262,28 +262,18 @@ class InlineVolumes:
             if attempt.began or tag.FORMATTED not in volume.own_tags:
                 self._deleter.delete(str(volume.id))
         except Exception as error:
-            # The caller is told of the first one.
+            # The call answers with its first error.
             _log.warning("inline volume %s is left for now: %s", volume_id, error)
 
-    def _try_to_remove(self, volume_id: str, group: str) -> Exception | None:
-        """Why it is not removed: the others are, all the same."""
-        try:
-            self._remove(volume_id, group)
-        except Exception as error:
-            return error
-        return None
-
     def _remove(self, volume_id: str, group: str) -> None:
-        """Remove a forgotten volume, unless a call came for it meanwhile."""
+        """Delete a volume whose pod was removed, unless a call for it is under way."""
         with (
             command.time_limit(_PATIENCE_SECONDS),
             suppress(errors.OperationPending),
             self._locks.hold(ids.logical_name(volume_id)),
         ):
             known = self._inventory.state(group)
-            every = [
-                one for one in self._all_in(known, group) if one.own_tags[tag.NAME] == volume_id
-            ]
+            every = [one for one in self._all(known, group) if one.own_tags[tag.NAME] == volume_id]
             for volume in filter(self._is_forgotten, every):
                 _log.warning(
                     "inline volume %s was left by a pod that is gone; removing it", volume_id
@@ -294,26 +284,25 @@ class InlineVolumes:
                 except errors.VolumeInUse as error:
                     _log.warning("%s", error)
 
-    def _all_of(self, known: report.Report) -> list[Volume]:
-        return [one for one in self._inventory.present(known) if one.is_ephemeral]
-
-    def _all_in(self, known: report.Report, group: str) -> list[Volume]:
-        return [one for one in self._all_of(known) if one.group.name == group]
+    def _all(self, known: report.Report, group: str = "") -> list[Volume]:
+        """The inline volumes of a group, or of all groups."""
+        every = (one for one in self._inventory.present(known) if one.is_ephemeral)
+        return [one for one in every if group in ("", one.group.name)]
 
     def _find(self, volume_id: str) -> Volume | None:
         prefix = ids.INLINE_PREFIX
         volume = self._inventory.named(self._inventory.state(quick=True), volume_id, prefix)
         if volume is None:
-            # A group that does not answer, or is not here, may hold it.
+            # A group that does not answer, or is not here, may have it.
             known = self._inventory.state()
             volume = self._inventory.named(known, volume_id, prefix)
             self._inventory.require_groups(known)
         return volume
 
     def _is_forgotten(self, volume: Volume) -> bool:
-        """Whether kubelet has removed the pod's directory, and not all of its directories.
+        """Whether kubelet has removed the directory of the volume's pod, and not that of all pods.
 
-        It lies in the directory of all pods, and the target lies in it.
+        The pod's directory is in the directory of all pods, and the target is in it.
         """
         place = volume.own_tags.get(tag.TARGET, "")
         if volume.wiping or not volume.is_ephemeral or not place:
@@ -326,7 +315,7 @@ class InlineVolumes:
         return False
 
     def _is_there(self, path: str) -> bool:
-        """Only the kernel's own word that there is no such file says so."""
+        """False only for ENOENT: any other error proves nothing."""
         try:
             self._kernel.lstat(path)
         except FileNotFoundError:
@@ -336,7 +325,7 @@ class InlineVolumes:
         return True
 
     def _check_place(self, volume_id: str, device: Device | None, place: str) -> None:
-        """Refuse before anything is made: a target that is taken, and a second one."""
+        """Raise ForeignMount for a target that is taken, VolumeInUse for a second target."""
         known = table.read(self._kernel)
         number = None if device is None else device.number
         for mount in known.at(place):

@@ -1,4 +1,8 @@
-"""Snapshots as objects: taken, found, listed, deleted."""
+"""CreateSnapshot, DeleteSnapshot, GetSnapshot, ListSnapshots.
+
+A snapshot of a thin volume shares its pool and is complete without it; any other has a COW store
+for what its origin overwrites, and is nothing without its origin. One lvcreate takes and tags it.
+"""
 
 import logging
 import time
@@ -18,7 +22,7 @@ from lvm import caches, layout, names, report, snapshots, thin, volumes
 
 _log = logging.getLogger(__name__)
 
-# What a volume that is made of a snapshot must know of the snapshot's origin.
+# Tags of the origin that a volume made of the snapshot needs.
 _INHERITED = (
     *(tag.ACCESS, tag.FORMATTED, tag.CLASS, tag.FS_TYPE),
     *(tag.ENCRYPTION, tag.HEADER, tag.SEALED, tag.KEY_GENERATION),
@@ -26,7 +30,7 @@ _INHERITED = (
 
 
 class Snapshotter:
-    """Carries out the Controller's calls for snapshots."""
+    """Takes, finds, lists and deletes snapshots."""
 
     def __init__(self, context: Context, eraser: Eraser, pool_remover: PoolRemover) -> None:
         self._config = context.config
@@ -53,11 +57,15 @@ class Snapshotter:
         group = ids.group_of(call.source_id)
         with self._volume_groups.hold(group):
             known = self._inventory.state(group, resume=True)
-            if (found := self._named(known, name)) is not None:
-                return _same(found, call)
+            self.require_free(known, name)
+            for found in self._inventory.snapshots(known):
+                if found.name == name:
+                    return _same(found, call)
             volume = self._inventory.usable(known, call.source_id)
             if self._eraser.is_deleting(call.source_id):
                 raise errors.NoSuchVolume(call.source_id)
+            # Crash point: a COW store with these tags and without an origin; the next call, or the
+            # next start, erases it as deleted.
             return self.take(name, volume, {tag.NAME: call.name, **call.about}, call.size)
 
     def take(
@@ -69,14 +77,14 @@ class Snapshotter:
         *,
         copy_on_write: bool = False,
     ) -> Snapshot:
-        """Take a snapshot with a logical volume's name; to be called with the group held.
+        """Take a snapshot under a logical volume's name: one command; the group is held.
 
-        `volume` is of a report that was read within, which says what number the snapshot gets.
-        One of a thin volume is thin, unless it shall be `copy_on_write`. One command. Raises
-        NoRoom, NotSnapshotted.
+        `volume` is of a report that was read within, from which the snapshot's number follows. A
+        thin volume gets a thin one, unless `copy_on_write`. Raises NoRoom, NotSnapshotted.
         """
         area_bytes = self.needed_bytes(volume, size, copy_on_write=copy_on_write)
         group = volume.group
+        lvm = self._volume_groups.lvm(group.name)
         pool = "" if copy_on_write else group.volume(volume.name).pool
         own_tags = {
             tag.TIME: str(time.time_ns()),
@@ -89,16 +97,11 @@ class Snapshotter:
         }
         if pool:
             thin.snapshot(
-                self._volume_groups.lvm(group.name),
-                group.name,
-                name,
-                origin=volume.name,
-                own_tags=own_tags,
-                read_only=True,
+                lvm, group.name, name, origin=volume.name, own_tags=own_tags, read_only=True
             )
         else:
             snapshots.create(
-                self._volume_groups.lvm(group.name),
+                lvm,
                 group.name,
                 name,
                 origin=volume.name,
@@ -126,9 +129,9 @@ class Snapshotter:
         copy_on_write: bool = False,
         beside_bytes: int = 0,
     ) -> int:
-        """What a snapshot takes of the group, or promises in its pool, beside so many bytes.
+        """The size of a COW store, or of a thin snapshot's promise, if there is room for it.
 
-        Raises NoRoom, NotSnapshotted.
+        `beside_bytes` of the room are for other snapshots. Raises NoRoom, NotSnapshotted.
         """
         require_settled(volume)
         if not caches.can_be_origin(volume.own_tags.get(tag.CACHE, "")):
@@ -138,15 +141,27 @@ class Snapshotter:
                 f" damage to its data. Of volumes with a {caches.WRITECACHE}, and of thin ones, it"
                 " can",
             )
-        if volume.group.volume(volume.name).pool and not copy_on_write:
-            self._check_promise(volume, beside_bytes)
-            return volume.size_bytes
-        return self._area_bytes(size, volume, beside_bytes)
+        group, allocator = volume.group, self._allocators.of_volume(volume)
+        is_thin = bool(group.volume(volume.name).pool) and not copy_on_write
+        if is_thin:
+            needed, room = volume.size_bytes, allocator.maximum_bytes(group)
+        else:
+            one = self._config.device_class(volume.own_tags.get(tag.CLASS, ""))
+            wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
+            needed = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
+            room = 0 if closed_to_new(group) else self._allocators.beside_bytes(volume)
+        room = max(0, room - beside_bytes)
+        if needed > room:
+            why = f"for a snapshot of {volume.name} {closed_to_new(group)}".rstrip()
+            raise errors.NoRoom(
+                group.name, needed, room, allocator.purpose(group) if is_thin else why
+            )
+        return needed
 
     def delete(self, snapshot_id: str) -> None:
-        """Part a snapshot from its origin, wipe and remove it; no such snapshot is no error.
+        """Split a snapshot from its origin, erase and remove it; no such snapshot is no error.
 
-        Two commands at most before the wipe, which goes on behind the answer if it takes long.
+        Two commands at most before it is erased, which may outlast the call.
         """
         parsed = VolumeId.parse(snapshot_id)
         if parsed is None:
@@ -156,6 +171,7 @@ class Snapshotter:
             try:
                 snapshot = self._inventory.snapshot(known, snapshot_id)
             except errors.NoSuchSnapshot:
+                # Crash point: split, and its COW store is left, tagged as deleted.
                 self.go_on(known, snapshot_id)
                 return
             if snapshot.group_snapshot_id:
@@ -166,58 +182,50 @@ class Snapshotter:
         self.finish(snapshot)
 
     def go_on(self, known: report.Report, snapshot_id: str) -> None:
-        """Wipe what is left of a snapshot that is no more; behind the answer.
-
-        Who parted it from its origin may have had no time for more, or not known that he had.
-        """
+        """Erase in the background what is left of a snapshot that was split from its origin."""
         for remains in self._inventory.doomed(known):
             if str(remains.id) == snapshot_id:
                 self._eraser.delete(remains)
 
     def discard(self, snapshot: Snapshot) -> None:
-        """Wipe and remove a snapshot that is there; the wipe may go on behind the answer."""
+        """Erase and remove a snapshot that is there; erasing may outlast the call."""
         with self._volume_groups.hold(snapshot.group.name):
             if snapshot.is_thin:
-                # Whether it was the last in its pool is asked of a fresh report.
+                # Only a fresh report says whether it is the last in its pool.
                 name = snapshot.group.name
-                group = self._inventory.state(name).group(name)
-                snapshot = replace(snapshot, group=group)
+                snapshot = replace(snapshot, group=self._inventory.state(name).group(name))
             self.part(snapshot)
         self.finish(snapshot)
 
     def part(self, snapshot: Snapshot) -> None:
-        """Take a snapshot from its origin; to be called with the group held.
+        """Split a snapshot from its origin, or remove it; the group is held.
 
-        While a disk is missing lvm2 parts nothing: it is put on record as deleted.
+        While a disk is missing lvm2 splits nothing: the snapshot is tagged as deleted.
         """
+        group = snapshot.group.name
+        lvm = self._volume_groups.lvm(group)
         if self._is_deferred(snapshot):
-            lvm, group = self._volume_groups.lvm(snapshot.group.name), snapshot.group.name
             old = {tag.STATE: snapshot.own_tags.get(tag.STATE, tag.READY)}
             volumes.mark(lvm, group, snapshot.name, old=old, new={tag.STATE: tag.WIPING})
-        elif self._eraser.policy.erases(snapshot) and not snapshot.is_thin:
-            # Its area holds what the origin held; it may not be anyone else's before it is wiped.
-            snapshots.split(
-                self._volume_groups.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
-            )
         elif snapshot.is_thin:
             self._pool_remover.remove(snapshot)
+        elif self._eraser.policy.erases(snapshot):
+            # Its COW store has data of the origin, and must be erased before it is allocated again.
+            snapshots.split(lvm, group, snapshot.name)
         else:
-            volumes.remove(
-                self._volume_groups.lvm(snapshot.group.name), snapshot.group.name, snapshot.name
-            )
+            volumes.remove(lvm, group, snapshot.name)
 
     def finish(self, snapshot: Snapshot) -> None:
-        """Wipe what is left of a snapshot that was parted; that may go on behind the answer."""
+        """Erase what `part` left of a snapshot; that may outlast the call."""
         if self._is_deferred(snapshot):
             self._eraser.finish(records.remains_of(snapshot, parted=False))
-            return
-        if snapshot.is_thin:
+        elif snapshot.is_thin:
             self._pool_remover.after(snapshot, self._eraser.grace_seconds)
         elif self._eraser.policy.erases(snapshot):
             self._eraser.finish(records.remains_of(snapshot))
 
     def _is_deferred(self, snapshot: Snapshot) -> bool:
-        """Whether lvm2 cannot part it now, or tell its pool that it goes."""
+        """Whether lvm2 cannot split it, or change its pool, because a disk is missing."""
         if not snapshot.is_thin:
             return self._eraser.policy.erases(snapshot) and bool(snapshot.group.missing_disks)
         gone = {disk.uuid for disk in snapshot.group.disks if disk.missing}
@@ -236,7 +244,7 @@ class Snapshotter:
         requests.check(call.page)
         named = VolumeId.parse(call.snapshot_id or call.source_id)
         if named is not None and named.group in self._config.groups:
-            # The others' may hang: the external-snapshotter asks so how one snapshot is.
+            # So the external-snapshotter polls one snapshot: another group may hang.
             known = self._inventory.state(named.group)
             self._inventory.group(known, named.group)
         else:
@@ -249,42 +257,17 @@ class Snapshotter:
         }
         return requests.part(found, call.page)
 
-    def _named(self, known: report.Report, name: str) -> Snapshot | None:
-        """The snapshot with a logical volume's name, in whichever of Carver's groups it is."""
-        self.require_free(known, name)
-        return next((one for one in self._inventory.snapshots(known) if one.name == name), None)
-
     def require_free(self, known: report.Report, *logical: str) -> None:
-        """Raise OperationPending while what was deleted under one of these names is wiped."""
+        """Raise OperationPending while a deleted snapshot of one of these names is erased."""
         for doomed in self._inventory.doomed(known):
             if doomed.name in logical:
-                # A killed lvcreate leaves such, and nobody has begun with it then.
+                # A killed lvcreate leaves one too, for which no job exists yet.
                 self._eraser.delete(doomed)
                 raise errors.OperationPending(f"{doomed.id} (being wiped)")
 
-    def _check_promise(self, volume: Volume, beside_bytes: int) -> None:
-        """A thin snapshot is a promise as its volume is; raises NoRoom."""
-        group, allocator = volume.group, self._allocators.of_volume(volume)
-        room = max(0, allocator.maximum_bytes(group) - beside_bytes)
-        if volume.size_bytes > room:
-            raise errors.NoRoom(group.name, volume.size_bytes, room, allocator.purpose(group))
-
-    def _area_bytes(self, size: layout.Reserve | None, volume: Volume, beside_bytes: int) -> int:
-        """What a copy-on-write snapshot of the volume gets; raises NoRoom."""
-        one = self._config.device_class(volume.own_tags.get(tag.CLASS, ""))
-        wish = size or (SNAPSHOT_SIZE if one is None else one.snapshot_size)
-        group = volume.group
-        area = layout.copy_on_write_bytes(volume.size_bytes, wish, group)
-        refusal = closed_to_new(group)
-        room = 0 if refusal else max(0, self._allocators.beside_bytes(volume) - beside_bytes)
-        if area > room:
-            why = f"for a snapshot of {volume.name} {refusal}".rstrip()
-            raise errors.NoRoom(group.name, area, room, why)
-        return area
-
 
 def _same(found: Snapshot, call: CreateSnapshot) -> Snapshot:
-    """The snapshot that is there, if it is of the volume that is asked for now."""
+    """The snapshot that an earlier call took; raises Incompatible for another source."""
     if str(found.source_id) != call.source_id:
         raise errors.Incompatible(
             f"snapshot {call.name!r} exists, of {found.source_id}, not of {call.source_id}"
@@ -295,7 +278,7 @@ def _same(found: Snapshot, call: CreateSnapshot) -> Snapshot:
 
 
 def require_settled(volume: Volume) -> None:
-    """Raise NotSnapshotted for a copy that has its source's master key, and is to get its own."""
+    """Raise NotSnapshotted for a copy that still has the master key of its source."""
     if tag.SHARED_KEY in volume.own_tags:
         raise errors.NotSnapshotted(
             str(volume.id),
