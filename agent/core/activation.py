@@ -127,7 +127,7 @@ class Activation:
         """
         remaining = command.remaining_seconds()
         patience = _POOL_SECONDS if remaining is None else min(_POOL_SECONDS, remaining)
-        seen = self._pools.at(
+        seen = self._pools.probe(
             f"{group}/{name}",
             lambda: thin.status_of(self.status(group, name)),
             time.monotonic() + patience,

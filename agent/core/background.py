@@ -1,7 +1,7 @@
-"""Threads of work that no RPC waits for to its end: periodic, deferred, detached, or probed.
+"""Background threads: periodic, deferred and detached work, and probes of what may hang.
 
-What hangs for one group is met by no other's thread, and nothing that work raises ends a thread:
-it is logged once, counted and tried again.
+Each volume group has its own threads, so one that hangs delays no other. Nothing that work raises
+ends a thread: it is logged once, counted and retried.
 """
 
 import contextvars
@@ -22,10 +22,10 @@ from mount import errors as mount_errors
 _log = logging.getLogger(__name__)
 
 
-def side_by_side(works: Mapping[str, Callable[[], object]], seconds: float) -> None:
-    """Do all of it at once, each under its name, and wait for it so long at most.
+def run_all(works: Mapping[str, Callable[[], object]], seconds: float) -> None:
+    """Run all at once, each under its name; wait for them at most so long.
 
-    What one raises is logged, and so is which has not ended by then; neither keeps the others.
+    An error of one is logged, and so is one that has not ended by then; neither delays the others.
     """
     begun = {name: _begun(name, work) for name, work in works.items()}
     wait(begun.values(), seconds)
@@ -40,7 +40,7 @@ def _begun(name: str, work: Callable[[], object]) -> Future[object]:
     try:
         return command.begin(f"end {name}", work)
     except RuntimeError as error:
-        # No thread can be had. Here it could hang, and the rest would wait for it.
+        # No thread can be had. In this one it could hang, and the rest would wait for it.
         ended = Future[object]()
         ended.set_exception(error)
         return ended
@@ -48,14 +48,15 @@ def _begun(name: str, work: Callable[[], object]) -> Future[object]:
 
 _TIME_LIMIT_SECONDS = 60.0
 _RETRY_SECONDS = 60.0
-# A service that ends leaves it so much; what was not done then is found and done later.
+# How long the end of the service waits for it; the next start finds and does the rest.
 _ENDING_SECONDS = 5.0
 
 
 class DeferredWork:
-    """Has `work` done soon after each `wake`; however many wake it meanwhile, once more.
+    """Run `work` in the background after the RPC returns; retry on failure.
 
-    `work` is told whether the service ends. Nothing it raises ends the thread.
+    However often `wake` is called during a run, one more run follows. `work` receives whether the
+    service ends. An error is logged once, and the work is retried after a minute.
     """
 
     def __init__(self, name: str, work: Callable[[bool], None]) -> None:
@@ -64,24 +65,24 @@ class DeferredWork:
         self._woken = threading.Event()
         self._is_ending = False
         self._thread: threading.Thread | None = None
-        self._told = ""
+        self._problem = ""
 
     def wake(self) -> None:
-        """There is something to do. Where no thread can be had, `catch_up` asks for one again."""
+        """Have the work done soon. Where no thread can be had, `catch_up` tries again."""
         self._woken.set()
         try:
             self._ensure_thread()
         except RuntimeError as error:
-            # Whoever wakes has done what he was asked for: it is none the less done.
-            self._tell(str(error))
+            # The caller's own work has succeeded all the same.
+            self._log(str(error))
 
     def catch_up(self) -> None:
-        """Begin what there was no thread for; returns at once."""
+        """Begin work for which there was no thread; returns at once."""
         if self._thread is None and self._woken.is_set():
             self.wake()
 
     def stop(self) -> None:
-        """Do what is left to do, unless that takes long."""
+        """Do the work that is left, for five seconds at most."""
         self.catch_up()
         with self._guard:
             self._is_ending = True
@@ -94,7 +95,7 @@ class DeferredWork:
         with self._guard:
             if self._thread is None and not self._is_ending:
                 thread = threading.Thread(
-                    target=self._run, name=f"behind {self._name}", daemon=True
+                    target=self._run, name=f"deferred {self._name}", daemon=True
                 )
                 thread.start()
                 self._thread = thread
@@ -103,7 +104,7 @@ class DeferredWork:
         patience: float | None = None
         while True:
             self._woken.wait(patience)
-            # Before the work: what comes up meanwhile may have been seen by it, or not.
+            # Before the work, which may miss what comes up meanwhile.
             self._woken.clear()
             is_ending = self._is_ending
             patience = None if self._succeeds(is_ending) else _RETRY_SECONDS
@@ -115,16 +116,15 @@ class DeferredWork:
             with command.time_limit(_TIME_LIMIT_SECONDS):
                 self._work(is_ending)
         except BaseException as error:
-            self._tell(str(error))
+            self._log(str(error))
             return False
-        self._told = ""
+        self._problem = ""
         return True
 
-    def _tell(self, problem: str) -> None:
-        # The same again each minute is told once.
-        if problem != self._told:
-            _log.warning("volume group %s, behind the answers: %s", self._name, problem)
-        self._told = problem
+    def _log(self, problem: str) -> None:
+        if problem != self._problem:
+            _log.warning("volume group %s, deferred work: %s", self._name, problem)
+        self._problem = problem
 
 
 # Errors with a sentence of their own: their trace adds nothing.
@@ -264,21 +264,21 @@ class GroupTasks:
 
 T = TypeVar("T")
 
-# What was seen is kept of so many things.
+# How many last results are kept.
 _MOST_KEPT = 4096
-# So many threads may hang over one pool, or over one group: where these do, so would the next.
+# How many threads may hang for one pool, or one group: where these hang, so would another.
 _MOST_AT_ONCE = 4
-# Who comes later waits until a look is so old, and not at all for one that hangs.
+# How old a running probe is when later callers no longer wait for it.
 _PATIENCE_SECONDS = 2.0
-# Each new look has so long, though those before it took all the time: most take a moment.
+# A new probe has this long, though earlier ones took all the time: most take a moment.
 _LEAST_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Seen(Generic[T]):
-    """What a look saw; while one is under way what the one before saw, None if there was none.
+    """The result of a probe; the last result while one is under way, None if there was none.
 
-    `hanging_seconds` is how long the one that is under way takes already, 0 if it ended in time.
+    `hanging_seconds` is for how long that has been under way, 0 if it ended in time.
     """
 
     value: T | None
@@ -286,65 +286,61 @@ class Seen(Generic[T]):
 
 
 @dataclass(frozen=True)
-class _Look(Generic[T]):
+class _Probe(Generic[T]):
     what: str
     place: str
     began_seconds: float
-    seen: "Future[T]"
+    result: "Future[T]"
 
 
 class Probes(Generic[T]):
-    """Each look has a thread, as one that hangs cannot be ended; of each thing one at a time."""
+    """Calls that may hang: each in a thread, one at a time for each thing, a few for each place."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._running: dict[str, _Look[T]] = {}
+        self._running: dict[str, _Probe[T]] = {}
         self._last: OrderedDict[str, T] = OrderedDict()
 
-    def at(
-        self, what: str, look: Callable[[], T], until_seconds: float, place: str = ""
+    def probe(
+        self, what: str, work: Callable[[], T], until_seconds: float, place: str = ""
     ) -> Seen[T]:
-        """Have a look, and wait for it until then (monotonic, seconds). Raises what it raises.
+        """Do the work and wait until then (monotonic, seconds). Raises what it raises.
 
-        Of what is in one `place` a few are looked at at once. While all of these hang, the others
-        there are told as if they hung, too, and are not looked at.
+        In one `place` four probes run at once. While all of these hang, a further one is not
+        begun, and counts as hanging too.
         """
         while True:
-            awaited, is_new = self._awaited(what, look, place)
+            awaited, is_new = self._awaited(what, work, place)
             began = max(one.began_seconds for one in awaited)
             if is_new:
                 end = max(until_seconds, began + _LEAST_SECONDS)
             else:
                 end = min(until_seconds, began + _PATIENCE_SECONDS)
             left = max(0.0, end - time.monotonic())
-            if not wait([one.seen for one in awaited], left, FIRST_COMPLETED).done:
+            if not wait([one.result for one in awaited], left, FIRST_COMPLETED).done:
                 with self._guard:
                     return Seen(self._last.get(what), time.monotonic() - began)
             if awaited[0].what == what:
-                return Seen(awaited[0].seen.result())
+                return Seen(awaited[0].result.result())
 
     def _awaited(
-        self, what: str, look: Callable[[], T], place: str
-    ) -> tuple[Sequence[_Look[T]], bool]:
-        """The look at it, and whether that begins now; or those that it has to wait for."""
+        self, what: str, work: Callable[[], T], place: str
+    ) -> tuple[Sequence[_Probe[T]], bool]:
+        """The probe of it, and whether that begins now; or those that it has to wait for."""
         with self._guard:
             if (running := self._running.get(what)) is not None:
                 return [running], False
             others = [one for one in self._running.values() if one.place == place]
             if len(others) >= _MOST_AT_ONCE:
                 return others, False
-            return [self._begin(what, look, place)], True
+            began_seconds = time.monotonic()
+            result = command.begin("probe", lambda: self._do(what, work))
+            made = self._running[what] = _Probe(what, place, began_seconds, result)
+            return [made], True
 
-    def _begin(self, what: str, look: Callable[[], T], place: str) -> _Look[T]:
-        """Begin a look; the caller holds the guard."""
-        began_seconds = time.monotonic()
-        seen = command.begin("look at", lambda: self._do(what, look))
-        made = self._running[what] = _Look(what, place, began_seconds, seen)
-        return made
-
-    def _do(self, what: str, look: Callable[[], T]) -> T:
+    def _do(self, what: str, work: Callable[[], T]) -> T:
         try:
-            value = look()
+            value = work()
         except BaseException:
             with self._guard:
                 del self._running[what]
@@ -358,21 +354,22 @@ class Probes(Generic[T]):
         return value
 
 
+# How many run at once for one group: more would not make its disks faster.
 _AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class _Chore:
+class _Detached:
     volume_id: str
     what: str
-    look: Callable[[], None]
+    recheck: Callable[[], None]
     work: Callable[[], None]
     turn: threading.Semaphore
-    # It has begun when this runs, and never begins once it is cancelled.
+    # Running from when the work begins; cancelled, the work never begins.
     ended: Future[None] = field(default_factory=Future)
     started_seconds: float = field(default_factory=time.monotonic)
 
-    def carry_out(self) -> None:
+    def run(self) -> None:
         had_to_wait = not self.turn.acquire(blocking=False)
         if had_to_wait:
             self.turn.acquire()
@@ -381,10 +378,10 @@ class _Chore:
                 return
             try:
                 if had_to_wait:
-                    self.look()
+                    self.recheck()
                 self.work()
             except BaseException as error:
-                # Whatever it is: the call that waits shall see it.
+                # Any error is for the call that waits.
                 self.ended.set_exception(error)
             else:
                 self.ended.set_result(None)
@@ -397,11 +394,11 @@ class _Chore:
 
 
 class DetachedTasks:
-    """One piece of work for each volume at a time."""
+    """mkfs and fsck, which may outlive their RPC; one task a volume."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self._detached: dict[str, _Chore] = {}
+        self._detached: dict[str, _Detached] = {}
         self._turns: defaultdict[str, threading.Semaphore] = defaultdict(
             lambda: threading.Semaphore(_AT_ONCE)
         )
@@ -412,41 +409,38 @@ class DetachedTasks:
         group: str,
         what: str,
         work: Callable[[], None],
-        look: Callable[[], None],
+        recheck: Callable[[], None],
     ) -> None:
-        """Do it and wait; raises what it raises, or StillAtWork where the caller's time is over.
+        """Do it and wait; raises what it raises, or StillAtWork at the caller's deadline.
 
-        No deadline holds for the work itself. Where it had to wait for its turn, it is preceded by
-        a `look` whether what the caller saw is so still, which raises where it is not.
+        The work itself has no deadline. Where it had to wait for its turn, `recheck` comes before
+        it, and raises if the caller's view of the volume is no longer true.
         """
         with self._guard:
-            chore = _Chore(volume_id, what, look, work, self._turns[group])
-            self._detached[volume_id] = chore
-        # A context of its own, in which no caller's time runs out.
-        context = contextvars.Context()
-        threading.Thread(
-            target=context.run, args=(chore.carry_out,), name="chore", daemon=True
-        ).start()
+            task = _Detached(volume_id, what, recheck, work, self._turns[group])
+            self._detached[volume_id] = task
+        # A context of its own, without the caller's deadline.
+        command.begin(what, partial(contextvars.Context().run, task.run))
         self.finish(volume_id)
 
     def finish(self, volume_id: str) -> None:
-        """Wait for what an earlier call began, if it began something; raises as `do` does."""
+        """Wait for what an earlier call began, if any; raises as `do` does."""
         with self._guard:
-            chore = self._detached.get(volume_id)
-        if chore is None:
+            task = self._detached.get(volume_id)
+        if task is None:
             return
-        wait([chore.ended], command.remaining_seconds())
-        if not chore.ended.done():
-            raise chore.problem()
+        wait([task.ended], command.remaining_seconds())
+        if not task.ended.done():
+            raise task.problem()
         self._forget(volume_id)
-        chore.ended.result()
+        task.ended.result()
 
-    def call_off(self, volume_id: str) -> None:
-        """Have nothing be done for a volume that goes; raises StillAtWork for what has begun."""
+    def cancel(self, volume_id: str) -> None:
+        """Do nothing more for a volume that is deleted; raises StillAtWork for work under way."""
         with self._guard:
-            chore = self._detached.get(volume_id)
-        if chore is not None and not (chore.ended.cancel() or chore.ended.done()):
-            raise chore.problem()
+            task = self._detached.get(volume_id)
+        if task is not None and not (task.ended.cancel() or task.ended.done()):
+            raise task.problem()
         self._forget(volume_id)
 
     def _forget(self, volume_id: str) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 
 from agent.core import locks
-from agent.core.background import side_by_side
+from agent.core.background import run_all
 from agent.core.disks import names_of
 from agent.core.volume_group import VolumeGroup
 from lvm import blockdevices, lvm2
@@ -213,7 +213,7 @@ class VolumeGroups:
         works = {
             f"volume group {name}": one.stop for name, one in list(self._volume_groups.items())
         }
-        side_by_side(works, _STOPPING_SECONDS)
+        run_all(works, _STOPPING_SECONDS)
 
     def rest(self) -> None:
         """Have sessions with lvm2 that did much, and do nothing now, give their memory back."""
@@ -223,7 +223,7 @@ class VolumeGroups:
     def close(self) -> None:
         """End the sessions with lvm2; what does not end soon is left to end by itself."""
         works = {f"lvm2's shell {number}": one.close for number, one in enumerate(self._sessions)}
-        side_by_side(works, _CLOSING_SECONDS)
+        run_all(works, _CLOSING_SECONDS)
 
     def _add(self, name: str) -> VolumeGroup:
         run, renew = self.node.run, None

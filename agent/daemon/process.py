@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agent.core import errors, group_definitions, quiesce, secret, sockets
-from agent.core.background import side_by_side
+from agent.core.background import run_all
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.host import Host
 from agent.core.settings import Config
@@ -136,7 +136,7 @@ def serve(config: Config, host: Host, is_told: Callable[[], None] = lambda: None
         ending.callback(service.stop)
         # Registration with them: kubelet sends no more calls then.
         beside: dict[str, Callable[[], None]] = {}
-        ending.callback(side_by_side, beside, _PAGES_SECONDS)
+        ending.callback(run_all, beside, _PAGES_SECONDS)
         registration = Registration(
             config.registration_directory, config.endpoint, driver_name=config.driver_name
         )

@@ -12,7 +12,7 @@ import grpc
 
 from agent.core import errors, extras, group_definitions, trace
 from agent.core import locks as admission
-from agent.core.background import side_by_side
+from agent.core.background import run_all
 from agent.core.context import Context
 from agent.core.group_definitions import GroupDefinitions
 from agent.core.holds import Holds
@@ -213,7 +213,7 @@ class Service:
             "the removal of pools": self.pool_remover.stop,
             "the sweeping of groups": self.freed_eraser.stop,
         }
-        side_by_side(works, _ENDING_SECONDS)
+        run_all(works, _ENDING_SECONDS)
         self.volume_groups.close()
 
 

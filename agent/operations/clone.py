@@ -26,9 +26,9 @@ from agent.core import errors, ids, locks, records, tag
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.inventory import Inventory
-from agent.core.jobs import Job, TaskQueue
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import SNAPSHOT, VOLUME, Source
+from agent.core.task_queue import Job, TaskQueue
 from agent.operations.snapshot import Snapshotter, require_settled
 from lvm import names, report, thin, volumes
 from lvm.lvm2 import Lvm
@@ -234,7 +234,7 @@ class Copier:
     def halted(self, volume_id: str) -> Iterator[None]:
         """Stop copies to the volume, which is being deleted, until the end of the `with`."""
         try:
-            self.jobs.call_off(volume_id)
+            self.jobs.cancel(volume_id)
             yield
         finally:
             self.jobs.allow(volume_id)

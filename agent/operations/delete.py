@@ -54,7 +54,7 @@ class VolumeDeleter:
         One that is being received, or was moved, is deleted only with `received` or `moved`.
         Raises VolumeInUse, HasSnapshots, Receiving, Moved.
         """
-        self._detached.call_off(volume_id)
+        self._detached.cancel(volume_id)
         with (
             suppress(errors.NoSuchVolume),
             self._copier.halted(volume_id),

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 from agent.core import classes, errors, ids, tag, users
 from agent.core.context import Context
-from agent.core.jobs import Job, Stopping, TaskQueue
 from agent.core.luks_devices import Mappings
 from agent.core.records import Snapshot, Volume, is_encrypted
+from agent.core.task_queue import Job, Stopping, TaskQueue
 from lvm import caches, groups, names, report, snapshots, tags, volumes
 from lvm.devicemapper import Raid
 from lvm.lvm2 import Lvm
@@ -247,7 +247,7 @@ class Eraser:
                 return
         except Exception:
             # The call fails, and its repetition starts a new job.
-            job.called_off.set()
+            job.cancelled.set()
             raise
         job.ended.result()
 
@@ -268,7 +268,7 @@ class Eraser:
             job.on_record = True
         if job.ended.done():
             # It failed before it was on record, so the queue did not schedule a retry.
-            self.jobs.try_again(job)
+            self.jobs.retry(job)
         return True
 
     def is_deleting(self, volume_id: str) -> bool:
@@ -301,7 +301,7 @@ class Eraser:
     def _start(self, volume: Volume) -> _Wipe:
         """Start a job, or find the running one; raises Stopping while a called-off one ends."""
         job = self.jobs.start(_wipe_of(volume))
-        if job.called_off.is_set():
+        if job.cancelled.is_set():
             raise Stopping(job.key)
         return job
 
@@ -361,7 +361,7 @@ class Eraser:
             doomed += filter(None, [caches.parted(volume.group, volume.name)])
         is_partial = erases and bool(volume.missing_disks)
         with self._volume_groups.hold(group_name):
-            if job.called_off.is_set():
+            if job.cancelled.is_set():
                 raise Stopping(job.key)
             lvm = self._lvm(group_name)
             if is_partial:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from agent.core import errors, ids, tag
 from agent.core.allocation import Allocator, is_own_pool
 from agent.core.context import Context
-from agent.core.jobs import Job, TaskQueue
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
+from agent.core.task_queue import Job, TaskQueue
 from agent.operations import erase
 from agent.operations.erase import ErasePolicy, erase_marks, is_deleted, is_given_up, is_sweep
 from lvm import groups, layout, names, report, thin, volumes

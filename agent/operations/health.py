@@ -267,7 +267,7 @@ class Diagnosis:
         look: Callable[[], _Kernels],
         until_seconds: float,
     ) -> _Kernels:
-        seen = self._looks.at(what, look, until_seconds, place)
+        seen = self._looks.probe(what, look, until_seconds, place)
         known = seen.value or _Kernels()
         if seen.hanging_seconds < _DEAD_SECONDS:
             return known

@@ -24,10 +24,10 @@ from dataclasses import dataclass, replace
 
 from agent.core import errors, tag
 from agent.core.context import Context
-from agent.core.jobs import Job, TaskQueue
 from agent.core.luks_devices import Mappings, own_uuid, progress
 from agent.core.records import Volume
 from agent.core.secret import Key, Keys
+from agent.core.task_queue import Job, TaskQueue
 from lvm import volumes
 from lvm.devices import Device
 from mount import command, luks
@@ -92,7 +92,7 @@ class Reencrypter:
         Raises Stopping where cryptsetup does not end soon.
         """
         try:
-            self.jobs.call_off(volume_id)
+            self.jobs.cancel(volume_id)
             yield
         finally:
             self.jobs.allow(volume_id)

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from agent.core import ids, tag
 from agent.core.allocation import is_half_made_pool, is_own_pool, wipe_name
 from agent.core.context import Context
-from agent.core.jobs import Job, TaskQueue
 from agent.core.records import Snapshot, Volume
+from agent.core.task_queue import Job, TaskQueue
 from agent.operations.erase import ErasePolicy, chunks
 from lvm import caches, names, report, tags, thin, volumes
 from lvm.volumes import New

@@ -129,8 +129,8 @@ def main() -> int:
     if options.build:
         return 0
     guest.copy(str(sanity), f"{_IN_GUEST}/csi-sanity", "--mkpath")
-    with ThreadPoolExecutor() as side_by_side:
-        exit_codes = list(side_by_side.map(run, classes))
+    with ThreadPoolExecutor() as run_all:
+        exit_codes = list(run_all.map(run, classes))
     return max(judge(*one) for one in zip(classes, exit_codes, strict=True))
 
 

@@ -518,6 +518,6 @@ def test_what_a_killed_lvcreate_leaves_is_no_snapshot_and_goes_at_the_next_start
     with expect.code("ABORTED", "wiped"):
         client.snapshot("1", volume.volume_id)
     service.eraser.resume()
-    service.eraser.jobs._workers.shutdown(wait=True)
+    service.eraser.jobs.shutdown()
     assert names(host, group) == {"vol-pvc-1"}
     assert client.snapshot("1", volume.volume_id).snapshot_id == snapshot.snapshot_id

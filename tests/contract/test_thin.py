@@ -99,7 +99,7 @@ def test_a_pool_over_whose_making_lvm2_died_is_made_anew_or_removed(
         client.unstage(volume.volume_id, host.directory / "staging")
     else:
         assert service.pool_remover.resume() == 1
-        service.pool_remover.jobs._workers.shutdown(wait=True)
+        service.pool_remover.jobs.shutdown()
         assert not report.read(host.lvm).group(group).volumes
 
 

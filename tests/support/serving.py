@@ -6,8 +6,8 @@ from typing import Any
 from fakes.host import FakeHost
 
 from agent.core.host import Host
-from agent.core.jobs import TaskQueue
 from agent.core.settings import Config
+from agent.core.task_queue import TaskQueue
 from agent.daemon import server
 from agent.daemon.server import Service
 
@@ -35,6 +35,6 @@ def again(service: Service) -> None:
             for job in list(jobs._jobs.values()):
                 wait([job.ended], 20)
                 service.inventory.state()
-                jobs._look_again(job)
+                jobs._retry_now(job)
             wait([one.ended for one in list(jobs._jobs.values())], 20)
         wait([one.ended for one in list(service.pool_remover.jobs._jobs.values())], 20)

@@ -27,8 +27,8 @@ from agent.core.extents import (
     merged,
 )
 from agent.core.ids import VolumeId
-from agent.core.jobs import Stopping
 from agent.core.records import Snapshot, Volume
+from agent.core.task_queue import Stopping
 from agent.extras.changed_blocks import comparing, spool
 from agent.extras.changed_blocks.activations import Activations, Reservations
 from agent.extras.changed_blocks.spool import Spool

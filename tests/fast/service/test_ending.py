@@ -91,7 +91,7 @@ def test_what_hangs_is_told_and_keeps_neither_the_rest_nor_who_waits(
 
     began = time.monotonic()
     works = {"the first": lambda: over.wait(60), "the second": done.set, "the third": fail}
-    background.side_by_side(works, 0.2)
+    background.run_all(works, 0.2)
     assert time.monotonic() - began < 20
     over.set()
     assert done.is_set()
@@ -107,5 +107,5 @@ def test_where_no_thread_can_be_had_an_end_is_told_as_not_ended(
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    background.side_by_side({"the first": lambda: None}, 60)
+    background.run_all({"the first": lambda: None}, 60)
     assert "the first has not ended well: can't start new thread" in caplog.text

@@ -284,7 +284,7 @@ def test_wipes_are_counted_by_how_far_they_are(
     assert counts == {"queued": 1, "running": 2}
     let_go.set()
     assert reached.acquire(timeout=20)
-    measured.service.eraser.jobs._workers.shutdown(wait=True)
+    measured.service.eraser.jobs.shutdown()
     assert measured.samples()["carver_wipes", "failed"] == 3
 
 

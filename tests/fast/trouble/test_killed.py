@@ -86,7 +86,7 @@ class Trial:
         every = behind(self.machine.service)
         while any(jobs._jobs for jobs in every) and time.monotonic() < deadline:
             time.sleep(0.005)
-        self.machine.service.pool_remover.jobs._workers.shutdown(wait=True)
+        self.machine.service.pool_remover.jobs.shutdown()
 
     def undo(self) -> None:
         """What a CO does that gives up; then nothing may be left."""

@@ -56,7 +56,7 @@ class Trial:
 
     def settle(self) -> None:
         """Let wipes that a new process took up come to their end."""
-        self.machine.service.eraser.jobs._workers.shutdown(wait=True)
+        self.machine.service.eraser.jobs.shutdown()
 
     def held(self) -> list[str]:
         return [one for one in self.before if self.host.lvm2.is_suspended(self.group.name, one)]

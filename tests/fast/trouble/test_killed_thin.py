@@ -80,7 +80,7 @@ class Trial:
         """What a CO does that gives up; then nothing may be left."""
         for volume in ("a", "b"):
             assert self.machine.call(do.Delete(volume)) == Outcome("OK")
-        self.machine.service.pool_remover.jobs._workers.shutdown(wait=True)
+        self.machine.service.pool_remover.jobs.shutdown()
         left = self.machine._report()
         assert (left.free_extents, left.fast_free_extents) == (EXTENTS, FAST_EXTENTS)
         assert self.names() == set()
@@ -94,7 +94,7 @@ def steps(name: str, cache: str, directory: Path) -> int:
     switch = Switch()
     trial.machine.start(switch)
     trial.machine.call(trial.call)
-    trial.machine.service.pool_remover.jobs._workers.shutdown(wait=True)
+    trial.machine.service.pool_remover.jobs.shutdown()
     trial.machine.stop()
     return len(switch.taken)
 

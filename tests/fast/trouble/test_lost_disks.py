@@ -80,7 +80,7 @@ def again(service: Service, volume: csi.Volume) -> None:
     failed = jobs._jobs[volume.volume_id]
     wait([failed.ended], 20)
     service.inventory.state()
-    jobs._look_again(failed)
+    jobs._retry_now(failed)
     wait([one.ended for one in list(jobs._jobs.values())], 20)
 
 
@@ -135,7 +135,7 @@ def test_what_waits_for_a_disk_is_tried_again_at_a_cost_for_each_that_does_not_g
     look = service.inventory.state
     monkeypatch.setattr(service.inventory, "state", state)
     monkeypatch.setattr(records, "_as_volume", counted)
-    jobs._look_again(*jobs._jobs.values())
+    jobs._retry_now(*jobs._jobs.values())
     wait([job.ended for job in list(jobs._jobs.values())], 60)
     assert len(jobs._jobs) == number
     assert made["volumes"] <= 5 * number
@@ -207,7 +207,7 @@ def test_those_that_wait_for_a_disk_ask_lvm2_once_a_minute_together(
     service.inventory.state()
     fake.commands.clear()
     for job in failed:
-        jobs._look_again(job)
+        jobs._retry_now(job)
     wait([one.ended for one in list(jobs._jobs.values())], 20)
     assert fake.commands == []
 
@@ -342,7 +342,7 @@ def test_what_was_given_up_is_overwritten_when_its_disk_comes_back_all_the_same(
     jobs = service.freed_eraser.jobs
     for job in list(jobs._jobs.values()):
         wait([job.ended], 20)
-        jobs._look_again(job)
+        jobs._retry_now(job)
     wait([one.ended for one in list(jobs._jobs.values())], 20)
     assert (group.tags, names(fake)) == (set(), set())
     assert sum(end - start for start, end in group.swept) == 30 * EXTENT

@@ -140,6 +140,6 @@ def test_a_volume_that_is_called_as_what_overwrites_a_pool_is_not_overwritten(
     group = fake.lvm2.groups["data"]
     group.volumes["wipe-thin"].media.write(0, OWN)
     client.delete(client.create("1", EXTENT, block(), parameters=THIN).volume_id)
-    service.pool_remover.jobs._workers.shutdown(wait=True)
+    service.pool_remover.jobs.shutdown()
     assert group.volumes["wipe-thin"].media.read(0, len(OWN)) == OWN
     assert set(group.volumes) == {"pool-thin", "wipe-thin"}

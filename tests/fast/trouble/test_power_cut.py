@@ -69,7 +69,7 @@ def test_no_sector_of_a_deleted_volume_comes_back(
     write(fake, "vol-pvc-1")
     client.delete(volume.volume_id)
     fake.cut_power()
-    service.pool_remover.jobs._workers.shutdown(wait=True)
+    service.pool_remover.jobs.shutdown()
     assert fake.lvm2.groups["data"].volumes == {}
     fake.cut_power()
     assert MARKER not in fake.freed_bytes("data")
@@ -83,7 +83,7 @@ def test_no_sector_of_a_deleted_snapshot_comes_back(
     write(fake, "vol-pvc-1")
     client.delete_snapshot(client.snapshot("1", volume.volume_id, {"size": "100%"}).snapshot_id)
     client.delete(volume.volume_id)
-    service.pool_remover.jobs._workers.shutdown(wait=True)
+    service.pool_remover.jobs.shutdown()
     fake.cut_power()
     assert fake.lvm2.groups["data"].volumes == {}
     assert MARKER not in fake.freed_bytes("data")
@@ -142,7 +142,7 @@ def test_caches_that_are_never_written_back_keep_no_other_volume_from_being_wipe
             jobs = running.eraser.jobs
             _, waiting = wait([job.ended for job in list(jobs._jobs.values())], 20)
             assert not waiting
-            jobs._look_again(*jobs._jobs.values())
+            jobs._retry_now(*jobs._jobs.values())
         assert "vol-other" not in volumes
         told = [one for one in caplog.messages if "dmsetup status /dev/data/" in one]
         assert len(told) == len(stuck), "once for each, not each minute"

@@ -131,7 +131,7 @@ def test_its_volumes_are_told_not_to_answer_with_few_threads_and_none_beside_the
     expect.soon(lambda: sorted(one.volume_id for one in client.unhealthy()) == sick)
     told = {status.reason for one in client.unhealthy() for status in one.health_statuses}
     assert told == {"DeviceNotResponding"}
-    at_work = [one for one in threading.enumerate() if one.name == "look at"]
+    at_work = [one for one in threading.enumerate() if one.name == "probe"]
     assert len(at_work) <= background._MOST_AT_ONCE
     silent.set()
     expect.soon(lambda: client.unhealthy() == [])

@@ -16,8 +16,8 @@ import serving
 from fakes.host import FakeHost
 
 from agent.core.errors import OperationPending
-from agent.core.jobs import Job, TaskQueue
 from agent.core.settings import Config
+from agent.core.task_queue import Job, TaskQueue
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon.server import Service
 from lvm import errors as lvm_errors
@@ -99,14 +99,14 @@ def copied(fake: FakeHost) -> bytes:
 
 
 def settle(service: Service) -> None:
-    service.copier.jobs._workers.shutdown(wait=True)
-    service.eraser.jobs._workers.shutdown(wait=True)
+    service.copier.jobs.shutdown()
+    service.eraser.jobs.shutdown()
 
 
 def look_again(service: Service, snapshot: csi.Snapshot) -> None:
     """What is done some time after the copy to pvc-2 failed."""
     jobs = service.copier.jobs
-    jobs._look_again(jobs._jobs[snapshot.source_volume_id.replace("pvc-1", "pvc-2")])
+    jobs._retry_now(jobs._jobs[snapshot.source_volume_id.replace("pvc-1", "pvc-2")])
 
 
 def test_a_long_copy_is_put_off_with_its_progress_until_it_is_ready(
@@ -174,7 +174,7 @@ def test_deleting_what_is_not_complete_ends_the_copy_and_leaves_nothing(
         job = service.copier.jobs._jobs[volume_id]
         with ThreadPoolExecutor(1) as caller:
             deleted = caller.submit(client.delete, volume_id)
-            assert job.called_off.wait(20)
+            assert job.cancelled.wait(20)
             disk.let(1)
             deleted.result(20)
         assert names(fake) == {"vol-pvc-1", "snap-1"}
@@ -188,7 +188,7 @@ def test_a_copy_that_cannot_be_ended_now_may_begin_again(
     service: Service,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("agent.core.jobs._ENDING_SECONDS", 0.01)
+    monkeypatch.setattr("agent.core.task_queue._ENDING_SECONDS", 0.01)
     source = of_snapshot(snapshot.snapshot_id)
     with expect.code("ABORTED"):
         client.create("pvc-2", 0, block(), source=source)
@@ -258,7 +258,7 @@ def test_a_copy_that_failed_and_was_made_by_the_next_call_is_not_tried_again(
     disk.error = None
     client.create("pvc-2", 0, block(), source=source)
     fake.write_bytes("/dev/mapper/data-vol--pvc--2", 64 * MIB, DATA[::-1])
-    service.copier.jobs._look_again(failed)
+    service.copier.jobs._retry_now(failed)
     settle(service)
     assert copied(fake) == DATA[::-1]
 
@@ -517,7 +517,7 @@ def test_what_a_killed_lvcreate_left_in_the_place_of_a_snapshot_is_wiped_by_the_
 def test_a_job_that_was_called_off_does_not_begin_before_it_is_allowed() -> None:
     done: list[str] = []
     jobs = TaskQueue("test", lambda job: done.append(job.key), Job, "%s failed: %s", workers=1)
-    jobs.call_off("one")
+    jobs.cancel("one")
     with pytest.raises(OperationPending):
         jobs.start(Job("one"))
     jobs.allow("one")

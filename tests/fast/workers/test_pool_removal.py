@@ -167,7 +167,7 @@ def test_a_pool_whose_first_volume_could_not_be_made_is_given_back(
     fake.intercept = lambda words: Result(5, "", "  no\n") if "vol-pvc-1" in words else None
     with expect.code("INTERNAL"):
         client.create("pvc-1", EXTENT, block())
-    service.pool_remover.jobs._workers.shutdown(wait=True)
+    service.pool_remover.jobs.shutdown()
     assert any("thin-pool" in words for words in fake.commands)
     assert names(fake) == set()
 

@@ -240,7 +240,7 @@ def test_however_many_wipes_fail_all_are_done_once_the_disk_is_mended(
     for one in every:
         client.delete(one.volume_id)
     disk.free.set()
-    expect.soon(lambda: all(one.told for one in list(jobs._jobs.values())))
+    expect.soon(lambda: all(one.logged for one in list(jobs._jobs.values())))
     # lvm2 takes longer for a look than so many may wait for it.
     fake.intercept = lambda words: time.sleep(0.2) if "fullreport" in words else None
     disk.error = None
@@ -272,7 +272,7 @@ def test_a_volume_that_went_before_it_could_be_tried_again_is_forgotten(
         client.delete(volume.volume_id)
     fake.deactivate("data", "vol-pvc-1")
     fake.lvm2.groups["data"].volumes.clear()
-    service.eraser.jobs._look_again(service.eraser.jobs._jobs[volume.volume_id])
+    service.eraser.jobs._retry_now(service.eraser.jobs._jobs[volume.volume_id])
     assert not service.eraser.is_deleting(volume.volume_id)
 
 

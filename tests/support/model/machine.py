@@ -18,8 +18,8 @@ from real.host import RealHost
 
 from agent.core import quiesce
 from agent.core.host import Host
-from agent.core.jobs import TaskQueue
 from agent.core.settings import Config
+from agent.core.task_queue import TaskQueue
 from agent.csi import client
 from agent.csi.client import Client
 from agent.daemon.server import Service
@@ -453,7 +453,7 @@ def bury(service: Service) -> None:
     service._server.stop(0).wait()
     service._interceptor._streams.shutdown(wait=True)
     for jobs in _overwriting(service):
-        jobs._workers.shutdown(wait=True, cancel_futures=True)
+        jobs.shutdown(cancel_futures=True)
 
 
 def try_soon(service: Service) -> None:

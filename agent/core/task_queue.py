@@ -1,6 +1,6 @@
-"""Work that goes on behind the answers: a few jobs at a time, ended at a safe point, tried again.
+"""Retry queue: background jobs on volumes, a few at a time, stopped at safe points, retried.
 
-What has to survive the process is on record elsewhere, as tags; here is only what runs now.
+Tags record what has to survive the process; a queue holds only what runs now.
 """
 
 import logging
@@ -19,13 +19,13 @@ from mount.errors import CommandError, OutcomeUnknown
 
 _log = logging.getLogger(__name__)
 
-# A job that was called off is at a safe point by then, unless the disk hangs.
+# A cancelled job is at a safe point by then, unless the disk hangs.
 _ENDING_SECONDS = 10.0
-# How long a group is waited for, of which several are to be tried again.
+# How long `find` may take for all jobs of a group that are retried together.
 _LOOKING_SECONDS = 60.0
-# Of the pause before that: who would be tried within it is tried at once, by the same look.
+# Jobs that are due within this part of the retry interval are retried together.
 _TOGETHER = 0.1
-# What keeps a group from being looked at at all; who asks next for another volume meets it, too.
+# Errors of the whole group: `find` would raise them for its other volumes, too.
 _OF_THE_GROUP = (
     *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited, errors.TooManyCalls),
     *(errors.Starting, errors.NotReady, CommandError),
@@ -33,22 +33,22 @@ _OF_THE_GROUP = (
 
 
 class Stopping(errors.OperationPending):
-    """The service ends, or the job was called off; who needs it done starts it again."""
+    """The service ends, or the job was cancelled; the caller has to start it again."""
 
 
 @dataclass
 class Job:
-    """A piece of work on what has the id `key`, such as a volume; `ended` says how it came out.
+    """Work on the volume, pool or group with the id `key`; `ended` has the outcome.
 
-    What is on record has been answered, so that nobody else will ask for it again.
+    `on_record`: tags record it, and its caller has had an answer, so the queue has to retry it.
     """
 
     key: str
     on_record: bool = True
     running: bool = False
-    # How it failed last: the same again each minute is told once.
-    told: str = ""
-    called_off: threading.Event = field(default_factory=threading.Event)
+    # The last error: the same again is not logged again.
+    logged: str = ""
+    cancelled: threading.Event = field(default_factory=threading.Event)
     ended: Future[None] = field(default_factory=Future)
 
 
@@ -56,11 +56,11 @@ J = TypeVar("J", bound=Job)
 
 
 class TaskQueue(Generic[J]):
-    """Jobs of one kind: `work` does one, and one that fails is logged in the words of `failure`.
+    """Jobs of one kind, one for each key: `work` does one; `failure` is the log line of an error.
 
-    If it is on record it is tried again: `find` tells by a fresh look what is to be done under a
-    key then, and raises NoSuchVolume where nothing is, which alone ends it. Those of one group are
-    tried together, so that one look tells of all. `workers` are so many for each group.
+    A failed job that is on record is retried: `find` gives the job that is due for a key by the
+    fresh state, and raises NoSuchVolume where nothing is, which alone ends the retries. Failed jobs
+    of one group are retried together, by one state. `workers` run at once for each group.
     """
 
     def __init__(
@@ -76,24 +76,26 @@ class TaskQueue(Generic[J]):
         self._find = find
         self._failure = failure
         self.retry_seconds = 60.0
-        # The same where it is not known what a command did, which a look can tell.
+        # Where the outcome of a command is unknown, which the fresh state shows.
         self.soon_seconds = 1.0
         self._stopping = threading.Event()
-        self._workers = _Workers(kind, workers)
+        self._kind, self._workers = kind, workers
+        # A few threads for each group: a disk that hangs delays no other group's jobs.
+        self._pools: dict[str, ThreadPoolExecutor] = {}
         self._guard = threading.Lock()
         self._jobs: dict[str, J] = {}
         self._barred: set[str] = set()
-        # Those that failed, by group and key, with when they are due (monotonic, seconds).
+        # Failed jobs by group and key, with when they are due (monotonic, seconds).
         self._failed: dict[str, dict[str, tuple[float, J]]] = {}
         self._fails = threading.Condition(self._guard)
-        # The groups of which a thread tries those again.
-        self._tried: set[str] = set()
+        # The groups that have a retry thread.
+        self._retried: set[str] = set()
 
     def start(self, job: J) -> J:
-        """Have a job done; where one for the same volume is under way, it is that one.
+        """Queue a job; return the one under way for the same key, if any.
 
-        Nothing begins once the service stops. Raises Stopping for a volume whose jobs were called
-        off.
+        Nothing begins once the service stops. Raises Stopping for a volume whose jobs were
+        cancelled.
         """
         with self._guard:
             if job.key in self._barred:
@@ -104,81 +106,81 @@ class TaskQueue(Generic[J]):
             return self._submit(job)
 
     def has(self, key: str) -> bool:
-        """Whether there is a job for the volume that has not succeeded yet."""
+        """Whether a job for the volume has not succeeded yet."""
         with self._guard:
             return key in self._jobs
 
     def of(self, key: str) -> J | None:
-        """The job for the volume, if one was begun that has not succeeded yet."""
+        """The job for the volume that has not succeeded yet, if any."""
         with self._guard:
             return self._jobs.get(key)
 
     def check(self, job: J) -> None:
-        """Raise Stopping where the job shall end; to be asked at every safe point."""
-        if self._stopping.is_set() or job.called_off.is_set():
+        """Raise Stopping where the job has to end; called at every safe point."""
+        if self._stopping.is_set() or job.cancelled.is_set():
             raise Stopping(job.key)
 
-    def call_off(self, key: str) -> None:
-        """End the volume's job, and let none begin until `allow`.
+    def cancel(self, key: str) -> None:
+        """Cancel the volume's job, and let none begin until `allow`.
 
-        Raises Stopping where it does not end soon: then the disk does not answer.
+        Raises Stopping where it does not end within ten seconds: then the disk does not answer.
         """
         with self._guard:
             self._barred.add(key)
             job = self._jobs.get(key)
         if job is not None:
-            job.called_off.set()
+            job.cancelled.set()
             if job.running and not wait([job.ended], _ENDING_SECONDS).done:
                 raise Stopping(key)
         self.forget(key)
 
     def allow(self, key: str) -> None:
-        """Jobs for the volume may begin again."""
+        """Let jobs for the volume begin again."""
         with self._guard:
             self._barred.discard(key)
 
     def forget(self, key: str) -> J | None:
-        """Another volume has the id now: the job for an earlier one ends at its next safe point."""
+        """Drop the job of an earlier volume with the id; it ends at its next safe point."""
         with self._guard:
             job = self._jobs.pop(key, None)
         if job is not None:
-            job.called_off.set()
+            job.cancelled.set()
         return job
 
-    def try_again(self, failed: J) -> None:
-        """Do it once more, later, unless it was done until then.
+    def retry(self, failed: J) -> None:
+        """Retry a job after `retry_seconds`, unless it was done until then.
 
-        Raises RuntimeError where no thread can be had for that.
+        Raises RuntimeError where no thread can be had.
         """
-        self._try_in(self.retry_seconds, failed)
+        self._retry_in(self.retry_seconds, failed)
 
-    def _try_in(self, seconds: float, failed: J) -> None:
+    def _retry_in(self, seconds: float, failed: J) -> None:
         group = _group_of(failed.key)
         with self._fails:
             if self._stopping.is_set():
                 return
             due_seconds = time.monotonic() + seconds
             self._failed.setdefault(group, {})[failed.key] = (due_seconds, failed)
-            if group in self._tried:
+            if group in self._retried:
                 self._fails.notify_all()
                 return
             threading.Thread(
-                target=self._try_failed, args=[group], name=f"again {group}", daemon=True
+                target=self._retry_failed, args=[group], name=f"again {group}", daemon=True
             ).start()
-            self._tried.add(group)
+            self._retried.add(group)
 
-    def _try_failed(self, group: str) -> None:
-        """Try those of a group when they are due, until none is left."""
+    def _retry_failed(self, group: str) -> None:
+        """Retry failed jobs of a group when they are due, until none is left."""
         try:
             while due := self._due(group):
-                self._look_again(*due)
+                self._retry_now(*due)
         except BaseException:
             with self._fails:
-                self._tried.discard(group)
+                self._retried.discard(group)
             raise
 
     def _due(self, group: str) -> list[J]:
-        """Wait for those that are to be tried next; none where none is left, or it all ends."""
+        """Wait for the jobs that are due next; none where none is left, or the service ends."""
         with self._fails:
             while (failed := self._failed.get(group)) and not self._stopping.is_set():
                 first_seconds = min(due for due, _ in failed.values())
@@ -190,21 +192,26 @@ class TaskQueue(Generic[J]):
                 for job in due:
                     del failed[job.key]
                 return due
-            self._tried.discard(group)
+            self._retried.discard(group)
             return []
 
     def counts(self) -> Mapping[str, int]:
-        """How many jobs wait for a worker, are under way, and failed and will be tried again."""
+        """How many jobs wait for a worker, run, and failed and will be retried."""
         with self._guard:
             states = Counter(_state(job) for job in self._jobs.values())
         return {state: states[state] for state in ("queued", "running", "failed")}
 
     def stop(self) -> None:
-        """End at the next safe point."""
+        """End all jobs at their next safe point, and wait for that."""
         with self._fails:
             self._stopping.set()
             self._fails.notify_all()
-        self._workers.shutdown(wait=True, cancel_futures=True)
+        self.shutdown(cancel_futures=True)
+
+    def shutdown(self, *, cancel_futures: bool = False) -> None:
+        """Take no more jobs, and wait for those at work, and those queued unless cancelled."""
+        for one in list(self._pools.values()):
+            one.shutdown(cancel_futures=cancel_futures)
 
     def _run(self, job: J) -> None:
         job.running = True
@@ -214,32 +221,32 @@ class TaskQueue(Generic[J]):
         except Stopping as stopping:
             job.ended.set_exception(stopping)
         except Exception as error:
-            # Once: what comes out so again and again is no doubt that a look ends.
-            is_first_doubt = isinstance(error, OutcomeUnknown) and not job.told
-            self._tell(job, error)
+            # Once: an outcome that stays unknown is not cleared up by the state.
+            is_first_doubt = isinstance(error, OutcomeUnknown) and not job.logged
+            self._log(job, error)
             job.ended.set_exception(error)
             if job.on_record:
-                self._try_later(self.soon_seconds if is_first_doubt else self.retry_seconds, job)
+                self._retry_later(self.soon_seconds if is_first_doubt else self.retry_seconds, job)
         else:
             self._drop(job)
             job.ended.set_result(None)
 
-    def _try_later(self, seconds: float, failed: J) -> None:
+    def _retry_later(self, seconds: float, failed: J) -> None:
         try:
-            self._try_in(seconds, failed)
+            self._retry_in(seconds, failed)
         except RuntimeError:
-            # No thread can be had: this one waits for it, then. Nobody else would try it again.
+            # No thread can be had: this one retries, as no other would.
             group = _group_of(failed.key)
             with self._fails:
-                self._tried.add(group)
-            self._try_failed(group)
+                self._retried.add(group)
+            self._retry_failed(group)
 
-    def _look_again(self, *failed: J) -> None:
-        """The disk may answer again, or volumes be gone, or have been done since: of one group."""
+    def _retry_now(self, *failed: J) -> None:
+        """Retry jobs of one group by its fresh state: a volume may be gone, or done, by now."""
         left = [one for one in failed if self.of(one.key) is one]
         found: list[tuple[J, J]] = []
         later: list[J] = []
-        # All are looked for before one is begun, which changes the group: it is looked at once.
+        # Find all before one begins and changes the group: one state does for all.
         with command.time_limit(_LOOKING_SECONDS):
             while left:
                 one = left.pop(0)
@@ -248,42 +255,45 @@ class TaskQueue(Generic[J]):
                 except errors.NoSuchVolume:
                     self._drop(one)
                 except Exception as error:
-                    self._tell(one, error)
+                    self._log(one, error)
                     if isinstance(error, _OF_THE_GROUP):
-                        # Another is the first next time, should it be this one's fault alone.
+                        # Another is first next time, should this one alone cause it.
                         later, left = [*later, *left], []
                     later.append(one)
         for one, job in found:
             try:
-                self._begin_again(one, job)
+                self._resubmit(one, job)
             except RuntimeError as error:
-                self._tell(one, error)
+                self._log(one, error)
                 later.append(one)
         for one in later:
-            self.try_again(one)
+            self.retry(one)
 
-    def _begin_again(self, failed: J, job: J) -> None:
-        job.told = failed.told
+    def _resubmit(self, failed: J, job: J) -> None:
+        job.logged = failed.logged
         with self._guard:
             if self._jobs.get(failed.key) is failed:
                 self._submit(job)
 
-    def _tell(self, job: J, error: Exception) -> None:
-        if job.told != str(error):
+    def _log(self, job: J, error: Exception) -> None:
+        if job.logged != str(error):
             _log.error(self._failure, job.key, error)
-        job.told = str(error)
+        job.logged = str(error)
 
     def _submit(self, job: J) -> J:
-        """Have a worker do it; raises RuntimeError, and nothing is begun, where none can be had."""
+        """Give it to a worker; raises RuntimeError, and begins nothing, where none can be had."""
         before = self._jobs.get(job.key)
         self._jobs[job.key] = job
         if self._stopping.is_set():
             return job
         try:
-            self._workers.submit(job.key, self._run, job)
+            group = _group_of(job.key)
+            if group not in self._pools:
+                self._pools[group] = ThreadPoolExecutor(self._workers, f"{self._kind} {group}")
+            self._pools[group].submit(self._run, job)
         except RuntimeError:
-            # The pool may come to it for all that, when it has a thread.
-            job.called_off.set()
+            # The pool keeps it, and may come to it when it has a thread.
+            job.cancelled.set()
             del self._jobs[job.key]
             if before is not None:
                 self._jobs[job.key] = before
@@ -296,32 +306,12 @@ class TaskQueue(Generic[J]):
                 del self._jobs[job.key]
 
 
-class _Workers:
-    """A few threads for each volume group: one whose disk hangs keeps no other's jobs waiting."""
-
-    def __init__(self, kind: str, each: int) -> None:
-        self._kind, self._each = kind, each
-        self._of: dict[str, ThreadPoolExecutor] = {}
-
-    def submit(self, key: str, work: Callable[[J], None], job: J) -> None:
-        """Have a thread of the key's group do it; the caller holds the guard of the jobs."""
-        group = _group_of(key)
-        if group not in self._of:
-            self._of[group] = ThreadPoolExecutor(self._each, f"{self._kind} {group}")
-        self._of[group].submit(work, job)
-
-    def shutdown(self, *, wait: bool, cancel_futures: bool = False) -> None:
-        """Begin no more; those that are at work end first where it is waited for."""
-        for one in list(self._of.values()):
-            one.shutdown(wait=wait, cancel_futures=cancel_futures)
-
-
 def _group_of(key: str) -> str:
     return re.split("[@/]", key)[0]
 
 
 def _state(job: Job) -> str:
     if job.ended.done():
-        # One that succeeded is not kept.
+        # A job that succeeded is not kept.
         return "failed"
     return "running" if job.running else "queued"

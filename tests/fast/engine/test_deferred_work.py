@@ -139,7 +139,7 @@ def test_what_fails_is_told_once_and_tried_until_it_is_done(
     fake.intercept = fail
     volume_groups.promise("data", "a", EXT4)
     assert comes(lambda: written(fake, "a") == EXT4)
-    assert caplog.text.count("behind the answers") == 1
+    assert caplog.text.count("deferred work: ") == 1
 
 
 def test_a_service_that_ends_writes_what_it_promised(

@@ -8,8 +8,8 @@ import expect
 import pytest
 
 from agent.core import errors
-from agent.core import jobs as module
-from agent.core.jobs import Job, TaskQueue
+from agent.core import task_queue as module
+from agent.core.task_queue import Job, TaskQueue
 from mount import command
 from mount import errors as mount_errors
 

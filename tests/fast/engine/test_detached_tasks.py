@@ -70,7 +70,7 @@ def test_what_waits_for_its_turn_is_called_off_with_its_volume() -> None:
     work, did = DetachedTasks(), threading.Event()
     with all_turns_taken(work, "sick"):
         queue(work, "db", did.set, nothing)
-        work.call_off("db")
+        work.cancel("db")
         queue(work, "next", nothing, nothing)
     work.finish("next")
     work.finish("db")
@@ -83,10 +83,10 @@ def test_what_has_begun_is_not_called_off() -> None:
         under_way = caller.submit(work.do, "db", "data", "mkfs", long, nothing)
         assert long.begun.acquire(timeout=60)
         with pytest.raises(errors.StillAtWork):
-            work.call_off("db")
+            work.cancel("db")
         long.over.set()
         assert not wait([under_way], 60).not_done
-    work.call_off("db")
+    work.cancel("db")
 
 
 def test_what_waited_looks_again_before_it_does_anything() -> None:
