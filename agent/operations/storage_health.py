@@ -19,10 +19,10 @@ from mount import filesystem
 
 
 class Readiness:
-    """Looks at what of the preflight costs nothing, and at what lvm2 said when it was asked last.
+    """Readiness by the cheap checks of the preflight and the last state of lvm2.
 
-    A group that is not here makes no node unready: it has no room for its classes, and that says it
-    all. Others are served, and sidecars end for good where Probe fails.
+    A missing group makes no node unready: its classes have no room, and others are served. If
+    Probe failed, sidecars would exit for good.
     """
 
     def __init__(self, known: Inventory, node: preflight.Node, admission: Admission) -> None:
@@ -31,7 +31,7 @@ class Readiness:
         self._admission = admission
 
     def probe(self) -> bool:
-        """Whether the start is over; raises NotReady where nothing can be served. No command."""
+        """Whether the start is over; raises NotReady if nothing can be served. No command."""
         for found in preflight.cheap(self._node):
             if found.verdict == preflight.FAIL:
                 raise errors.NotReady(f"{found.message}; {found.remedy}")
@@ -41,9 +41,9 @@ class Readiness:
         return self._admission.is_open
 
     def check(self) -> None:
-        """Raise NotReady, with the reason, unless lvm2 answers and nothing of the rest lacks.
+        """Raise NotReady, with the reason, unless lvm2 answers and all else is in order.
 
-        By a report that is at most a minute old: for those who ask all day long.
+        By state at most a minute old, for frequent callers.
         """
         self.probe()
         try:
@@ -53,7 +53,7 @@ class Readiness:
             raise errors.NotReady(str(error)) from None
 
 
-# Where lvm2 keeps what it knows of the groups that it wrote to; vgremove(8) removes it.
+# Where lvm2 keeps a backup of the metadata of each group; vgremove(8) removes it.
 _BACKUPS = "etc/lvm/backup"
 
 
@@ -77,22 +77,18 @@ class StorageHealth:
         self.disk_errors = DiskErrors()
 
     def conditions(self) -> Sequence[Condition]:
-        """Everything that is known against it, each reason once; usually nothing."""
+        """What is wrong with the storage, each reason once; usually nothing."""
         self._inventory.keep_fresh()
         until = time.monotonic() + health.PATIENCE_SECONDS
-        found = [*self._of_start()]
+        found = []
+        if (problem := self._admission.problem) is not None:
+            why = f"Carver could not begin yet: {problem}; it tries again"
+            found.append(Condition(Reason.LVM_NOT_ANSWERING, why))
         for volume_group in self._volume_groups:
-            found += self._of_engine(volume_group, until)
+            found += self._of_state(volume_group, until)
         return health.distinct([*found, *self._of_programs()])
 
-    def _of_start(self) -> Iterator[Condition]:
-        if (problem := self._admission.problem) is not None:
-            yield Condition(
-                Reason.LVM_NOT_ANSWERING,
-                f"Carver could not begin yet: {problem}; it tries again",
-            )
-
-    def _of_engine(self, volume_group: VolumeGroup, until_seconds: float) -> Iterator[Condition]:
+    def _of_state(self, volume_group: VolumeGroup, until_seconds: float) -> Iterator[Condition]:
         named, problem = f"volume group {volume_group.name}", volume_group.problem
         for path, why in volume_group.ignored:
             yield Condition(
@@ -123,25 +119,24 @@ class StorageHealth:
             )
 
     def _was_here(self, volume_group: VolumeGroup) -> bool:
-        """Whether the group ever was on this node: many a cluster has nodes without disks.
+        """Whether the group ever was on this node; some clusters have nodes without disks.
 
-        This process saw it, or lvm2 still knows of it, or volumes of it are active.
+        This process saw it, lvm2 has a backup of its metadata, or volumes of it are active.
         """
         if volume_group.seen is not None or self._inventory.is_any_active(volume_group.name):
             return True
-        root = self.node.at(str(self.node.settings.lvm_root))
-        return (root / _BACKUPS / volume_group.name).exists()
+        return (self.node.lvm_root / _BACKUPS / volume_group.name).exists()
 
     def _of_kernel(self, group: Group, until_seconds: float) -> Iterator[Condition]:
         for one in group.volumes.values():
             if {"thin", "pool"} <= one.layout:
                 yield from self._diagnosis.of_pool(group, one.name, until_seconds)
         for disk in group.disks:
-            for told in () if disk.missing else self.disk_errors.of(disk.name):
+            for problem in () if disk.missing else self.disk_errors.of(disk.name):
                 yield Condition(
                     Reason.MEDIUM_ERRORS,
-                    f"a disk of volume group {group.name}: {told}; look at `dmesg` and `smartctl`,"
-                    " and replace it (`pvmove`) while it can be read",
+                    f"a disk of volume group {group.name}: {problem}; look at `dmesg` and"
+                    " `smartctl`, and replace it (`pvmove`) while it can be read",
                 )
 
     def _of_programs(self) -> Iterator[Condition]:

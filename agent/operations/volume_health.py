@@ -1,11 +1,12 @@
-"""What is wrong with volumes, as CSI's health calls ask: by what is known, with its age.
+"""What is wrong with volumes, for CSI's health calls: by the cached state, with its age.
 
-No disk is waited for, and no process is started for a volume that the last report or the kernel
-knows. Only that there is no volume of an id has to be proved, as ever, by a look at its group.
+No call waits for a disk, or starts a process, if the last report or the kernel knows the volume.
+Only the absence of a volume has to be proved, as ever, by fresh state of its group.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
@@ -24,7 +25,7 @@ from mount import command, table, target
 from mount import errors as mount_errors
 from mount.kernel import Kernel
 
-# How long whoever asks for a volume that nothing tells of waits for its group.
+# How long a call waits for the group of a volume of which nothing is known.
 _PROOF_SECONDS = 5.0
 _NO_ANSWER = (
     *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited, errors.GroupRefused),
@@ -34,21 +35,21 @@ _NO_ANSWER = (
 
 @dataclass(frozen=True)
 class VolumeHealth:
-    """A volume, by its id, and what is known against it: nothing, where it is well."""
+    """A volume's id and what is wrong with it: nothing for a healthy one."""
 
     volume_id: str
     conditions: tuple[Condition, ...] = ()
 
     @property
     def size_bytes(self) -> int:
-        """What it takes of a message at most."""
+        """The most that it takes in a gRPC message."""
         return 16 + len(self.volume_id) + sum(one.size_bytes for one in self.conditions)
 
 
 class VolumesHealth:
     """Carries out ControllerGetVolumeHealth, ControllerListVolumeHealth and NodeGetVolumeHealth.
 
-    `check` raises for a volume that is being deleted, or is not complete. `inside` are the
+    `check` raises for a volume that is being deleted, or is incomplete. `inside` are the
     directories in which kubelet may have volumes.
     """
 
@@ -69,19 +70,19 @@ class VolumesHealth:
         self._inside = tuple(inside)
 
     def get(self, volume_id: str) -> VolumeHealth:
-        """What is known against a volume of CreateVolume's.
+        """What is wrong with a volume that CreateVolume made.
 
-        Raises NoSuchVolume, which is proved, and OtherGroup for one of a group that was never here.
+        Raises NoSuchVolume if its absence is proved, OtherGroup if its group was never here.
         """
         if (parsed := VolumeId.parse(volume_id)) is None:
             raise errors.NoSuchVolume(volume_id)
         return self._of(volume_id, parsed, by_node=False)
 
     def on_node(self, call: HealthAt) -> VolumeHealth:
-        """The same of any volume that this node shall have, staged or not, inline ones too.
+        """What is wrong with a volume of this node, staged or not, inline or not.
 
-        Of a group that is not here it says so. Where paths are told, what is at them counts, too.
-        Raises NoSuchVolume, BadPath.
+        A missing group is a condition, and so is a dead device at the paths of the call. Raises
+        NoSuchVolume, BadPath.
         """
         places = [target.resolve(self._kernel, one, self._inside) for one in call.paths]
         if (parsed := VolumeId.parse(call.volume_id)) is None:
@@ -92,46 +93,39 @@ class VolumesHealth:
         return VolumeHealth(call.volume_id, health.distinct([*found.conditions, *gone]))
 
     def list(self, page: Page) -> Part[VolumeHealth]:
-        """The volumes of Carver's groups that something is known against, also of those away.
+        """The unhealthy volumes of Carver's groups, also of groups that are away.
 
-        No more of them are looked at than it takes for the part that is asked for.
-        Raises BadToken, and for a group that never answered what a look at it raises.
+        It looks at no more volumes than the page needs. Raises BadToken, and for a group that never
+        answered what a look at it raises.
         """
         requests.check(page)
         self._inventory.keep_fresh()
-        every: list[tuple[str, VolumeGroup, Volume]] = []
         self._require_seen(*self._volume_groups)
-        for volume_group in self._volume_groups:
-            every += [(str(one.id), volume_group, one) for one in self._volumes(volume_group)]
+        every = [
+            (str(one.id), volume_group, one)
+            for volume_group in self._volume_groups
+            for one in self._volumes(volume_group)
+        ]
         rest = sorted((one for one in every if one[0] >= page.starting_token), key=itemgetter(0))
-        return requests.first(self._ill(rest), page, attrgetter("size_bytes"))
+        return requests.first(self._unhealthy(rest), page, attrgetter("size_bytes"))
 
-    def _ill(
+    def _unhealthy(
         self, every: Iterable[tuple[str, VolumeGroup, Volume]]
     ) -> Iterator[tuple[str, VolumeHealth]]:
-        """Those of these volumes that something is known against, by their ids."""
         mounts, until = self._diagnosis.mounts(), time.monotonic() + health.PATIENCE_SECONDS
         for volume_id, volume_group, volume in every:
-            told = [*_away(volume_group), *self._told(volume_group, volume, mounts, until)]
-            if told:
-                yield volume_id, VolumeHealth(volume_id, health.distinct(told))
+            found = [*_away(volume_group), *self._conditions(volume_group, volume, mounts, until)]
+            if found:
+                yield volume_id, VolumeHealth(volume_id, health.distinct(found))
 
     def _volumes(self, volume_group: VolumeGroup) -> Iterable[Volume]:
+        """The volumes of the last report that were not deleted since."""
         group = volume_group.cached or volume_group.seen
-        known = Report({} if group is None else {group.name: group})
-        return [
-            one
-            for one in self._inventory.present(known)
-            if one.is_listed and self._is_there(str(one.id))
-        ]
-
-    def _is_there(self, volume_id: str) -> bool:
-        """Whether a volume of the last report was not deleted since."""
-        try:
-            self._check(volume_id)
-        except (errors.NoSuchVolume, errors.Copying):
-            return False
-        return True
+        for one in self._inventory.present(Report({} if group is None else {group.name: group})):
+            if one.is_listed:
+                with suppress(errors.NoSuchVolume, errors.Copying):
+                    self._check(str(one.id))
+                    yield one
 
     def _of(self, volume_id: str, parsed: VolumeId, *, by_node: bool) -> VolumeHealth:
         self._check(volume_id)
@@ -147,48 +141,53 @@ class VolumesHealth:
         try:
             volume = self._reported(volume_group.cached, volume_id)
         except errors.Copying:
-            volume = None  # as it was then; perhaps that is over
+            volume = None  # by that report; it may be complete by now
         active = self._inventory.device(volume_id) is not None
         is_new = parsed.name not in volume_group.cached.volumes
         if is_new and active and names.is_of(ids.VOLUME_PREFIX, parsed.name):
             # Made since the last report.
             return VolumeHealth(volume_id, self._diagnosis.by_kernel(volume_id))
         if volume is None or (volume_group.is_changed and not active):
-            # Not there, not complete; or perhaps deleted since the last report.
+            # Absent or incomplete, or perhaps deleted since the last report.
             volume = self._proved(volume_group, volume_id, volume)
-        return VolumeHealth(volume_id, self._told(volume_group, volume))
+        return VolumeHealth(volume_id, self._conditions(volume_group, volume))
 
     def _of_away(
         self, volume_id: str, parsed: VolumeId, volume_group: VolumeGroup, *, by_node: bool
     ) -> VolumeHealth:
-        """Of a volume whose group is not here now, or is another of that name."""
-        was = (
-            volume_group.seen
-            if volume_group.seen and parsed.is_of(volume_group.seen.uuid)
-            else None
-        )
+        """The health of a volume whose group is away, or whose group's name another has now."""
+        was = volume_group.seen
+        if was is not None and not parsed.is_of(was.uuid):
+            was = None
         if was is None and not by_node:
             # It may be well on the node where it is.
             raise errors.OtherGroup(volume_id, f"its group {parsed.group} is not on this node")
         volume = None if was is None else self._reported(was, volume_id)
-        told = self._diagnosis.by_kernel(volume_id) if volume is None else ()
-        if volume is not None:
-            told = self._told(volume_group, volume)
-        missing = _away(volume_group) or (_other_group(volume_group),)
-        return VolumeHealth(volume_id, health.distinct([*missing, *told]))
+        if volume is None:
+            found = self._diagnosis.by_kernel(volume_id)
+        else:
+            found = self._conditions(volume_group, volume)
+        away = _away(volume_group) or (
+            Condition(
+                Reason.GROUP_MISSING,
+                f"its volume group is not on this node; another has its name, {volume_group.name}",
+                volume_group.time_seconds,
+            ),
+        )
+        return VolumeHealth(volume_id, health.distinct([*away, *found]))
 
     def _inline(self, volume_id: str) -> VolumeHealth:
-        """Of a volume whose id is kubelet's: which group it is in has to be seen."""
+        """The health of an inline volume: its id is kubelet's and does not say its group."""
         volume = self._inventory.cached(volume_id)
         if self._inventory.device(volume_id) is not None:
             if volume is None:
                 return VolumeHealth(volume_id, self._diagnosis.by_kernel(volume_id))
-        elif volume is None or self._engine_of(volume).is_changed:
+        elif volume is None or self._group_of(volume).is_changed:
             volume = self._found_anywhere(volume_id)
-        return VolumeHealth(volume_id, self._told(self._engine_of(volume), volume))
+        return VolumeHealth(volume_id, self._conditions(self._group_of(volume), volume))
 
     def _found_anywhere(self, volume_id: str) -> Volume:
-        """An inline volume by a look at each group; raises NoSuchVolume, where that is proved."""
+        """Find an inline volume by fresh state; raises NoSuchVolume if its absence is proved."""
         problems: list[Exception] = []
         for volume_group in self._volume_groups:
             try:
@@ -200,10 +199,10 @@ class VolumesHealth:
                 return volume
         raise next(iter(problems), errors.NoSuchVolume(volume_id))
 
-    def _engine_of(self, volume: Volume) -> VolumeGroup:
+    def _group_of(self, volume: Volume) -> VolumeGroup:
         return next(one for one in self._volume_groups if one.name == volume.group.name)
 
-    def _told(
+    def _conditions(
         self,
         volume_group: VolumeGroup,
         volume: Volume,
@@ -215,16 +214,16 @@ class VolumesHealth:
         )
 
     def _reported(self, group: Group, volume_id: str) -> Volume | None:
-        """The volume, as a report of its group has it; one that is being deleted is none."""
+        """A volume by a report of its group; None if it is absent or being deleted."""
         try:
             return self._inventory.usable(Report({group.name: group}), volume_id)
         except errors.NoSuchVolume:
             return None
 
     def _proved(self, volume_group: VolumeGroup, volume_id: str, before: Volume | None) -> Volume:
-        """The volume by a look of now; raises NoSuchVolume where the look proves that.
+        """A volume by fresh state; raises NoSuchVolume if that proves its absence.
 
-        Where the group does not answer, it is still what it was `before`.
+        If the group does not answer, the volume is what it was `before`.
         """
         try:
             found = self._looked(volume_group, volume_id)
@@ -250,7 +249,7 @@ class VolumesHealth:
         return self._reported(group, volume_id)
 
     def _require_seen(self, *volume_groups: VolumeGroup) -> None:
-        """Have groups looked at that this process never saw; raises what keeps it from that."""
+        """Look at groups that this process never saw; raises why one does not answer."""
         unknown = [one for one in volume_groups if one.status == "unknown"]
         if not unknown:
             return
@@ -272,26 +271,13 @@ class VolumesHealth:
 
 
 def _away(volume_group: VolumeGroup) -> tuple[Condition, ...]:
-    """What is to be said of a group that is not here, or cannot be told from another."""
+    """Why a group cannot be used here: absent, or one of several with its name; usually nothing."""
     if volume_group.cached is not None:
         return ()
-    if volume_group.status == "refused":
-        refused = Condition(
-            Reason.GROUP_REFUSED, str(volume_group.problem), volume_group.time_seconds
+    reason, why = Reason.GROUP_REFUSED, str(volume_group.problem)
+    if volume_group.status != "refused":
+        reason = Reason.GROUP_MISSING
+        why = (
+            f"volume group {volume_group.name} is not on this node: attach its disks (`pvs --all`)"
         )
-        return (refused,)
-    return (
-        Condition(
-            Reason.GROUP_MISSING,
-            f"volume group {volume_group.name} is not on this node: attach its disks (`pvs --all`)",
-            volume_group.time_seconds,
-        ),
-    )
-
-
-def _other_group(volume_group: VolumeGroup) -> Condition:
-    return Condition(
-        Reason.GROUP_MISSING,
-        f"its volume group is not on this node; another has its name, {volume_group.name}",
-        volume_group.time_seconds,
-    )
+    return (Condition(reason, why, volume_group.time_seconds),)
