@@ -1,14 +1,13 @@
-"""What fills up by itself is extended before it is full: pools, and the areas of snapshots.
+"""Extend thin pools and the COW stores of snapshots before they are full.
 
-Each group has a thread that looks every two seconds, by ioctl only: an idle node runs no command,
-and a group that hangs keeps no other's pools from growing. Of snapshots, however many, those are
-asked to whose areas something was written, which one file tells of all. Past its threshold a pool's
-data or metadata, or a snapshot's area, is extended by its share, or by as much more as brings it
-below the threshold, within what the group has beside the class's reserve. A crash in between harms
-nothing: each step is one lvextend.
+A task of each group looks every two seconds, by ioctl only: an idle node runs no command, and a
+group that hangs delays no other's. Of many snapshots it asks those to whose COW stores something
+was written, by one file that has all of them. Past its threshold a pool's data or metadata, or a
+COW store, is extended by its share, or by as much more as brings it below the threshold, within the
+room that the class's reserve leaves. A crash in between does no harm: each step is one lvextend.
 
-Where it cannot be, a warning is logged once, and it is tried again every ten seconds: the kernel
-has who writes to a full pool wait for a minute, and what was in the way may pass within it.
+If it cannot be extended, a warning is logged once, and it is retried every ten seconds: the kernel
+holds writes to a full pool for a minute, and the obstacle may be gone by then.
 """
 
 import logging
@@ -38,12 +37,12 @@ _LOOK_SECONDS = 2.0
 _RETRY_SECONDS = 10.0
 _SOON_SECONDS = 2.0
 _PATIENCE_SECONDS = 60.0
-# A service that ends waits so long for what is under way.
+# How long the end of the service waits for an extension under way.
 _ENDING_SECONDS = 10.0
-_FAILURE = "volume group %s: how full its pools and snapshots are is not known: %s"
-# So often all snapshots are asked: an operator may have the kernel count nothing (queue/iostats).
+_FAILURE = "volume group %s: cannot tell how full its pools and snapshots are: %s"
+# How often all snapshots are asked: an operator may have the kernel count no I/O (queue/iostats).
 _ALL_SECONDS = 60.0
-# Classes do not say when their snapshots grow.
+# Classes have no setting for when snapshots grow.
 _OF_SNAPSHOTS = Policy()
 _ALL_OF_IT = Reserve(percent=1000)
 
@@ -53,10 +52,10 @@ OUTCOMES = EXTENDED, NO_ROOM, FAILED = ("extended", "no room", "failed")
 
 @dataclass(frozen=True)
 class _Part:
-    """What fills up.
+    """A pool's data or metadata, or a COW store.
 
-    `extend` is told a report and how full it is. It answers by how many bytes it did: 0 where there
-    is no room, None where there is nothing to extend.
+    `extend` takes a report and how full the part is. It returns by how many bytes it extended it: 0
+    if there is no room, None if there is nothing to extend.
     """
 
     group: str
@@ -71,7 +70,7 @@ class _Part:
 
 @dataclass
 class _Areas:
-    """How full the areas of a group's snapshots were, and what had been written there by then."""
+    """How full the COW stores of a group were, and what had been written there by then."""
 
     percents: dict[str, float] = field(default_factory=dict)
     written: Mapping[str, Written] = field(default_factory=dict)
@@ -80,7 +79,7 @@ class _Areas:
 
 
 class Autoextender:
-    """Extends what fills up."""
+    """Extends pools and COW stores that are too full."""
 
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
@@ -88,65 +87,62 @@ class Autoextender:
         self._allocators = Allocators(context.config.classes, context.inventory)
         self._counting = threading.Lock()
         self._counts = Counter({(kind, outcome): 0 for kind in KINDS for outcome in OUTCOMES})
-        # When lvm2 is asked again for what could not grow (monotonic, seconds), by the groups.
-        self._later: dict[str, dict[_Part, float]] = {
-            one: {} for one in context.volume_groups.names
-        }
-        self._areas: dict[str, _Areas] = {one: _Areas() for one in context.volume_groups.names}
-        self.tasks = GroupTasks(
-            "grow", context.volume_groups.names, self.look, _LOOK_SECONDS, _FAILURE
-        )
+        own = context.volume_groups.names
+        # When the retry of a part that could not grow is due (monotonic, seconds), by group.
+        self._due: dict[str, dict[_Part, float]] = {one: {} for one in own}
+        self._areas = {one: _Areas() for one in own}
+        self.tasks = GroupTasks("grow", own, self.look, _LOOK_SECONDS, _FAILURE)
 
     def start(self) -> None:
-        """Look from now on."""
+        """Look periodically."""
         self.tasks.start()
 
     def stop(self) -> None:
-        """Look no more; an extension that is under way comes to its end, unless that takes long."""
+        """Look no more, and wait a moment for an extension under way."""
         self.tasks.stop()
         self.tasks.join(_ENDING_SECONDS)
 
     def counts(self) -> Mapping[tuple[str, str], int]:
-        """How often each kind was extended, had no room, or failed to be."""
+        """How often each kind was extended, had no room, or failed."""
         with self._counting:
             return dict(self._counts)
 
     def step(self, now_seconds: float) -> bool:
-        """Look once at each group, as if it were then; whether anything was extended."""
+        """Look once at each group, as if it were then; returns whether anything was extended."""
         grown = [self.look(one, lambda: now_seconds) for one in self._volume_groups.names]
         return any(grown)
 
     def look(self, group: str, clock: Callable[[], float] = time.monotonic) -> bool:
-        """Look once, and extend what is too full; whether anything was extended.
+        """Look once, and extend what is too full; returns whether anything was extended.
 
-        A writer that fills what was just added is kept pace with by looking again at once.
+        Then the next look is at once, to keep pace with a writer.
         """
-        grown, full, before = False, dict(self._full(group, clock)), self._later[group]
-        later = self._later[group] = {part: before[part] for part in full if part in before}
+        grown, full, before = False, dict(self._full(group, clock)), self._due[group]
+        due = self._due[group] = {part: before[part] for part in full if part in before}
         for part, percent in full.items():
-            if part not in later or later[part] <= clock():
+            if part not in due or due[part] <= clock():
                 grown |= self._extend(part, percent, clock)
         return grown
 
     def _full(self, group: str, clock: Callable[[], float]) -> Iterator[tuple[_Part, float]]:
-        """What is too full in a group."""
+        """The parts of a group that are too full, with percentages."""
         for name, percent in self._full_areas(group, clock()):
             how = partial(self._extend_area, group, name)
             yield _Part(group, name, AREA, _OF_SNAPSHOTS, how), percent
         for one in self._allocators.thin(group):
             pool = pool_name(one.device_class)
-            told = self._inventory.status(group, pool)
+            status = self._inventory.status(group, pool)
             for kind, extend in ((DATA, one.extend_data), (METADATA, one.extend_metadata)):
-                how, percent = partial(self._extend_pool, one.group, extend), _percent(kind, told)
+                how, percent = partial(self._extend_pool, one.group, extend), _percent(kind, status)
                 if percent > one.policy.autoextend_threshold:
                     yield _Part(one.group, pool, kind, one.policy, how), percent
 
     def _full_areas(self, group: str, now_seconds: float) -> Iterator[tuple[str, float]]:
-        """The snapshots whose areas are too full. Those that are, are asked each time."""
+        """The snapshots whose COW stores are too full; these are asked each time."""
         seen, threshold = self._areas[group], _OF_SNAPSHOTS.autoextend_threshold
         if now_seconds - seen.asked_seconds >= _ALL_SECONDS:
             seen = _Areas(asked_seconds=now_seconds)
-        # Before the snapshots are asked: what is written meanwhile has them asked again.
+        # Read first: snapshots that are written to meanwhile are asked again.
         written, percents = self._devices.written(group), dict[str, float]()
         for name, so_much in written.items():
             if not any(names.is_of(one, name) for one in (ids.SNAPSHOT_PREFIX, ids.BRIDGE_PREFIX)):
@@ -160,32 +156,32 @@ class Autoextender:
         self._areas[group] = _Areas(percents, written, seen.asked_seconds)
 
     def _extend(self, part: _Part, percent: float, clock: Callable[[], float]) -> bool:
-        later = self._later[part.group]
+        due = self._due[part.group]
         try:
             with command.time_limit(_PATIENCE_SECONDS), self._volume_groups.hold(part.group):
                 more_bytes = part.extend(self._inventory.state(part.group), percent)
         except (errors.AgentError, mount_errors.CommandError) as error:
             self._give_up(part, percent, FAILED, str(error))
         except Exception as error:
-            # Such as a fork that failed: that passes, and whoever fills the pool does not wait.
+            # Such as a fork that failed: that passes, and writers do not wait.
             self._give_up(part, percent, FAILED, repr(error))
-            later[part] = clock() + _SOON_SECONDS
+            due[part] = clock() + _SOON_SECONDS
             return False
         else:
             if more_bytes:
                 self._count(part, EXTENDED)
-                later.pop(part, None)
+                due.pop(part, None)
                 _log.info("%s: %.0f %% full, extended by %d bytes", part, percent, more_bytes)
                 return True
             if more_bytes is not None:
                 why = f"group {part.group} has no room for it"
                 self._give_up(part, percent, NO_ROOM, why)
-        # From the end of the attempt, which may have taken as long.
-        later[part] = clock() + _RETRY_SECONDS
+        # Counted from the end of the attempt, which may have taken as long.
+        due[part] = clock() + _RETRY_SECONDS
         return False
 
     def _give_up(self, part: _Part, percent: float, outcome: str, why: str) -> None:
-        if part not in self._later[part.group]:
+        if part not in self._due[part.group]:
             self._count(part, outcome)
             _log.warning("%s: %.0f %% full, and cannot grow: %s", part, percent, why)
 
@@ -205,7 +201,7 @@ class Autoextender:
     def _extend_area(
         self, group: str, name: str, known: report.Report, percent: float
     ) -> int | None:
-        """Grow the area of a snapshot, to what it can use at most."""
+        """Extend the COW store of a snapshot, at most to what it can use."""
         for snapshot in self._inventory.all_snapshots(known):
             if (snapshot.group.name, snapshot.name) == (group, name):
                 break
@@ -227,7 +223,7 @@ class Autoextender:
 
 
 def _percent(kind: str, found: Sequence[Status]) -> float:
-    """How full it is; 0 where it is not active, or broken so that room would not mend it."""
+    """How full a part is; 0 if it is inactive, or broken so that room would not help."""
     for one in found:
         match one:
             case ThinPool(mode="rw" | "out_of_data_space", needs_check=False) if kind == DATA:
