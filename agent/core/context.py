@@ -1,9 +1,12 @@
-"""The means by which all policy looks at this node and works on it."""
+"""Dependencies that all operations share."""
 
 from dataclasses import dataclass, field
 
+from agent.core.allocation import Allocators
 from agent.core.background import DetachedTasks
+from agent.core.holds import Holds
 from agent.core.inventory import Inventory
+from agent.core.locks import Admission, VolumeLocks
 from agent.core.settings import Config
 from agent.core.volume_groups import VolumeGroups
 from lvm.devices import Devices
@@ -13,7 +16,7 @@ from mount.kernel import Kernel
 
 @dataclass(frozen=True)
 class Context:
-    """One of each for a process. An engine is held around each change of its group."""
+    """One of each for a process, built once and handed on."""
 
     config: Config
     run: Runner
@@ -22,4 +25,8 @@ class Context:
     inventory: Inventory
     devices: Devices
     stream: Stream
+    allocators: Allocators
+    admission: Admission = field(default_factory=Admission)
+    locks: VolumeLocks = field(default_factory=VolumeLocks)
+    holds: Holds = field(default_factory=Holds)
     detached: DetachedTasks = field(default_factory=DetachedTasks)

@@ -6,7 +6,6 @@ from google.protobuf import wrappers_pb2
 from agent.core import fields, ids, requests, tag
 from agent.core.capabilities import BLOCK
 from agent.core.context import Context
-from agent.core.locks import VolumeLocks
 from agent.core.parameters import context_of
 from agent.core.records import Snapshot, Volume
 from agent.csi import answers
@@ -35,14 +34,13 @@ class Controller(csi_pb2_grpc.ControllerServicer):
         expander: Expander,
         snapshotter: Snapshotter,
         health: VolumesHealth,
-        locks: VolumeLocks,
     ) -> None:
         self._context, self._config = context, context.config
         self._creator, self._deleter, self._listing = creator, deleter, listing
         self._expander = expander
         self._snapshotter = snapshotter
         self._health = health
-        self._locks = locks
+        self._locks = context.locks
 
     def CreateVolume(  # noqa: N802
         self, request: csi.CreateVolumeRequest, context: grpc.ServicerContext

@@ -3,8 +3,7 @@
 import grpc
 
 from agent.core import ids, requests
-from agent.core.locks import VolumeLocks
-from agent.core.settings import Config
+from agent.core.context import Context
 from agent.csi import answers
 from agent.operations.group_snapshot import GroupSnapshot, GroupSnapshotter
 from proto import csi_pb2 as csi
@@ -16,10 +15,10 @@ _Rpc = csi.GroupControllerServiceCapability.RPC
 class GroupController(csi_pb2_grpc.GroupControllerServicer):
     """The GroupController service."""
 
-    def __init__(self, config: Config, snapshotter: GroupSnapshotter, locks: VolumeLocks) -> None:
-        self._config = config
+    def __init__(self, context: Context, snapshotter: GroupSnapshotter) -> None:
+        self._config = context.config
         self._snapshotter = snapshotter
-        self._locks = locks
+        self._locks = context.locks
 
     def GroupControllerGetCapabilities(  # noqa: N802
         self, request: csi.GroupControllerGetCapabilitiesRequest, context: grpc.ServicerContext

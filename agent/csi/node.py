@@ -3,8 +3,7 @@
 import grpc
 
 from agent.core import ids, requests
-from agent.core.locks import VolumeLocks
-from agent.core.settings import Config
+from agent.core.context import Context
 from agent.csi import answers
 from agent.operations.expand import Expander
 from agent.operations.inline import InlineVolumes
@@ -24,7 +23,7 @@ class Node(csi_pb2_grpc.NodeServicer):
 
     def __init__(
         self,
-        config: Config,
+        context: Context,
         expander: Expander,
         stager: Stager,
         publisher: Publisher,
@@ -32,16 +31,15 @@ class Node(csi_pb2_grpc.NodeServicer):
         inline_volumes: InlineVolumes,
         health: VolumesHealth,
         storage: StorageHealth,
-        locks: VolumeLocks,
     ) -> None:
-        self._config = config
+        self._config = context.config
         self._expander = expander
         self._stager, self._publisher = stager, publisher
         self._volumes = node_volumes
         self._inline_volumes = inline_volumes
         self._health = health
         self._storage = storage
-        self._locks = locks
+        self._locks = context.locks
 
     def NodeStageVolume(  # noqa: N802
         self, request: csi.NodeStageVolumeRequest, context: grpc.ServicerContext

@@ -4,14 +4,14 @@ proto/carver.proto has the calls.
 """
 # ruff: noqa: D102, N802
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import grpc
 from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import Message
 
 from agent.core import errors, ids, records
-from agent.core.locks import VolumeLocks
+from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
 from agent.csi import answers
 from agent.operations.listing import Listing
@@ -29,17 +29,16 @@ class Operator(carver_pb2_grpc.OperatorServicer):
 
     def __init__(
         self,
+        context: Context,
         repairer: Repairer,
         replacement: Replacement,
         listing: Listing,
-        locks: VolumeLocks,
-        here: Mapping[str, str],
     ) -> None:
         self._repairer = repairer
         self._replacement = replacement
         self._listing = listing
-        self._locks = locks
-        self._here = here
+        self._locks = context.locks
+        self._here = context.config.here
 
     def RepairVolume(
         self, request: carver.RepairVolumeRequest, context: grpc.ServicerContext

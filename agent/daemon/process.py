@@ -130,7 +130,7 @@ def serve(config: Config, host: Host, is_told: Callable[[], None] = lambda: None
                 resumption.begin()
 
         group_definitions.begin(lvm, definitions, config, service.volume_groups)
-        service.admission.close()
+        service.context.admission.close()
         service.start(config.endpoint)
         served = sockets.inode(config.endpoint)
         ending.callback(service.stop)
@@ -164,7 +164,7 @@ def serve(config: Config, host: Host, is_told: Callable[[], None] = lambda: None
         ending.callback(watch.stop)
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")
-        beginning = startup(begin, service.admission, partial(_after, service, watch))
+        beginning = startup(begin, service.context.admission, partial(_after, service, watch))
         beginning.start()
         ending.callback(beginning.stop)
         ending.callback(is_told)
@@ -200,7 +200,7 @@ def _measured(config: Config, service: Service, registration: Registration) -> "
     return Parts(
         config.classes,
         service.inventory,
-        service.admission,
+        service.context.admission,
         service.diagnosis,
         service.storage,
         service.eraser,

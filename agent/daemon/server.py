@@ -10,15 +10,13 @@ from pathlib import Path
 
 import grpc
 
-from agent.core import errors, extras, group_definitions, trace
-from agent.core import locks as admission
+from agent.core import errors, extras, group_definitions, locks, trace
+from agent.core.allocation import Allocators
 from agent.core.background import run_all
 from agent.core.context import Context
 from agent.core.group_definitions import GroupDefinitions
-from agent.core.holds import Holds
 from agent.core.host import Host
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
-from agent.core.locks import Admission, VolumeLocks
 from agent.core.settings import Config
 from agent.core.trace import Trace, Traces
 from agent.core.volume_groups import VolumeGroups
@@ -97,12 +95,17 @@ class Service:
             refused=lambda: known.refused,
             ignored=lambda: known.ignored,
         )
-        self.admission = Admission()
-        self.readiness = Readiness(known, self.node, self.admission)
         context = self.context = Context(
-            config, host.run, host.kernel, volume_groups, known, host.devices, host.stream
+            config,
+            host.run,
+            host.kernel,
+            volume_groups,
+            known,
+            host.devices,
+            host.stream,
+            Allocators(config.classes, known),
         )
-        locks = self.locks = VolumeLocks()
+        self.readiness = Readiness(known, self.node, context.admission)
         self.pool_remover = PoolRemover(context)
         self.freed_eraser = FreedSpaceEraser(context)
         self.eraser = Eraser(
@@ -112,22 +115,17 @@ class Service:
         )
         self.autoextender = Autoextender(context)
         snapshotter = Snapshotter(context, self.eraser, self.pool_remover)
-        self.group_snapshotter = GroupSnapshotter(
-            context, host.devices, snapshotter, self.eraser, locks
-        )
+        self.group_snapshotter = GroupSnapshotter(context, snapshotter, self.eraser)
         self.copier = Copier(context, snapshotter)
-        holds = self.holds = Holds()
         self.reencrypter = Reencrypter(context)
         deleter = self.deleter = VolumeDeleter(
-            context, self.eraser, self.pool_remover, self.copier, self.reencrypter, holds
+            context, self.eraser, self.pool_remover, self.copier, self.reencrypter
         )
-        creator = VolumeCreator(
-            context, self.eraser, self.pool_remover, self.copier, deleter, holds
-        )
+        creator = VolumeCreator(context, self.eraser, self.pool_remover, self.copier, deleter)
         listing = Listing(context)
         diagnosis = self.diagnosis = Diagnosis(host.kernel, host.devices, known)
         self.growth_zeroer = GrowthZeroer(context)
-        node_volumes = NodeVolumes(context, self.eraser, self.copier, holds)
+        node_volumes = NodeVolumes(context, self.eraser, self.copier)
         encrypted = EncryptedDevices(context, self.reencrypter)
         expander = Expander(context, self.growth_zeroer, node_volumes, encrypted)
         stager = Stager(context, node_volumes, encrypted, expander, self.reencrypter)
@@ -135,20 +133,20 @@ class Service:
         health = VolumesHealth(
             host.kernel, volume_groups, known, diagnosis, node_volumes.check, config.kubelet_dir
         )
-        self.storage = StorageHealth(volume_groups, known, diagnosis, self.node, self.admission)
+        self.storage = StorageHealth(volume_groups, known, diagnosis, self.node, context.admission)
         repairer = Repairer(context, freed=self.freed_eraser.start)
         self.auto_repair = AutoRepair(context, repairer)
         self.replacement = Replacement(context, repairer, freed=self.freed_eraser.start)
-        operator = Operator(repairer, self.replacement, listing, locks, config.here)
-        self.inline_volumes = InlineVolumes(context, creator, deleter, stager, locks)
+        operator = Operator(context, repairer, self.replacement, listing)
+        self.inline_volumes = InlineVolumes(context, creator, deleter, stager)
         # Last: an extra takes of the service what it needs.
         self.extras: dict[str, Extra] = {}
         for name, module in extras.modules("service"):
             self.extras[name] = module.add(self)
         offered = [one for extra in self.extras.values() for one in extra.offered]
-        self._interceptor = Interceptor(observe, self.admission, self.traces)
+        self._interceptor = Interceptor(observe, context.admission, self.traces)
         self._server = grpc.server(
-            ThreadPoolExecutor(admission.THREADS, thread_name_prefix="rpc"),
+            ThreadPoolExecutor(locks.THREADS, thread_name_prefix="rpc"),
             interceptors=[self._interceptor],
         )
         carver_pb2_grpc.add_OperatorServicer_to_server(operator, self._server)
@@ -156,15 +154,15 @@ class Service:
             Identity(self.readiness, config.driver_name, offered), self._server
         )
         csi_pb2_grpc.add_ControllerServicer_to_server(
-            Controller(context, creator, deleter, listing, expander, snapshotter, health, locks),
+            Controller(context, creator, deleter, listing, expander, snapshotter, health),
             self._server,
         )
         csi_pb2_grpc.add_GroupControllerServicer_to_server(
-            GroupController(config, self.group_snapshotter, locks), self._server
+            GroupController(context, self.group_snapshotter), self._server
         )
         csi_pb2_grpc.add_NodeServicer_to_server(
             Node(
-                config,
+                context,
                 expander,
                 stager,
                 publisher,
@@ -172,7 +170,6 @@ class Service:
                 self.inline_volumes,
                 health,
                 self.storage,
-                locks,
             ),
             self._server,
         )
@@ -248,7 +245,7 @@ def resume(service: Service, *groups: str) -> bool:
         seen = service.inventory.state(*groups)
     except errors.GroupRefused:
         return False  # told by the engine, and by each call
-    service.holds.resume(service.inventory, *groups)
+    service.context.holds.resume(service.inventory, *groups)
     steps = {
         "wipes": service.eraser.resume,
         "empty pools": service.pool_remover.resume,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from agent.core import errors, ids
-from agent.core.allocation import Allocators, pool_name
+from agent.core.allocation import pool_name
 from agent.core.background import GroupTasks
 from agent.core.context import Context
 from lvm import layout, names, report, thin, volumes
@@ -84,7 +84,7 @@ class Autoextender:
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
         self._devices = context.devices
-        self._allocators = Allocators(context.config.classes, context.inventory)
+        self._allocators = context.allocators
         self._counting = threading.Lock()
         self._counts = Counter({(kind, outcome): 0 for kind in KINDS for outcome in OUTCOMES})
         own = context.volume_groups.names

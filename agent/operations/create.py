@@ -9,10 +9,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 from agent.core import errors, ids, tag, users
-from agent.core.allocation import Allocators, pool_name
+from agent.core.allocation import pool_name
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
-from agent.core.holds import Holds
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import VOLUME, CreateVolume, GetCapacity, SizeRange
@@ -61,7 +60,6 @@ class VolumeCreator:
         pool_remover: PoolRemover,
         copier: Copier,
         deleter: VolumeDeleter,
-        holds: Holds,
     ) -> None:
         self._config = context.config
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
@@ -70,8 +68,8 @@ class VolumeCreator:
         self._pool_remover = pool_remover
         self._copier = copier
         self._deleter = deleter
-        self._holds = holds
-        self._allocators = Allocators(context.config.classes, context.inventory)
+        self._holds = context.holds
+        self._allocators = context.allocators
 
     @staticmethod
     def logical_name(name: str, prefix: str = ids.VOLUME_PREFIX) -> str:

@@ -8,7 +8,6 @@ from contextlib import suppress
 
 from agent.core import errors, ids, users
 from agent.core.context import Context
-from agent.core.holds import Holds
 from agent.core.inventory import require_own
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
@@ -30,7 +29,6 @@ class VolumeDeleter:
         pool_remover: PoolRemover,
         copier: Copier,
         reencrypter: Reencrypter,
-        holds: Holds,
     ) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory = context.inventory
@@ -40,7 +38,7 @@ class VolumeDeleter:
         self._pool_remover = pool_remover
         self._copier = copier
         self._reencrypter = reencrypter
-        self._holds = holds
+        self._holds = context.holds
 
     def is_mounted(self, volume_id: str) -> bool:
         """Whether a volume that CreateVolume made is staged or published; no command."""

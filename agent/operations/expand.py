@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from agent.core import codes, errors, ids, secret, tag, users
-from agent.core.allocation import Allocator, Allocators
+from agent.core.allocation import Allocator
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
@@ -62,7 +62,7 @@ class Expander:
         self._growth_zeroer = growth_zeroer
         self._volumes, self._encrypted = node_volumes, encrypted
         self._mappings = Mappings(context)
-        self._allocators = Allocators(context.config.classes, context.inventory)
+        self._allocators = context.allocators
 
     def expand_in_use(self, call: ExpandVolume, at: VolumeAt, keys: Keys) -> int:
         """Grow a volume where it is smaller than asked, then all on it; its capacity in bytes.

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from agent.core import errors, ids, records, tag, users
 from agent.core.context import Context
 from agent.core.ids import VolumeId
-from agent.core.locks import VolumeLocks
 from agent.core.quiesce import Standstill
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import CreateGroupSnapshot, KnownGroupSnapshot
@@ -18,7 +17,7 @@ from agent.core.volume_groups import Turns
 from agent.operations.erase import Eraser
 from agent.operations.snapshot import Snapshotter
 from lvm import names, report, tags, volumes
-from lvm.devices import Device, Devices
+from lvm.devices import Device
 from mount import command, loop, table
 
 _log = logging.getLogger(__name__)
@@ -106,10 +105,8 @@ class GroupSnapshotter:
     def __init__(
         self,
         context: Context,
-        devices: Devices,
         snapshotter: Snapshotter,
         eraser: Eraser,
-        locks: VolumeLocks,
     ) -> None:
         self._config, self._kernel, self._volume_groups = (
             context.config,
@@ -117,10 +114,10 @@ class GroupSnapshotter:
             context.volume_groups,
         )
         self._inventory = context.inventory
-        self._devices, self._holding = devices, Holding(context)
+        self._devices, self._holding = context.devices, Holding(context)
         self._snapshotter = snapshotter
         self._eraser = eraser
-        self._locks = locks
+        self._locks = context.locks
         # Longer than lvm2 needs for many volumes, shorter than anyone takes for a dead disk.
         self.standstill_seconds = 20.0
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 from agent.core import codes, errors, ids, tag, users
 from agent.core.background import GroupTasks
 from agent.core.context import Context
-from agent.core.locks import VolumeLocks
 from agent.core.parameters import SIZE
 from agent.core.records import Volume
 from agent.core.requests import CreateVolume, PublishInline, SizeRange, StageVolume, Topology
@@ -109,13 +108,12 @@ class InlineVolumes:
         creator: VolumeCreator,
         deleter: VolumeDeleter,
         stager: Stager,
-        locks: VolumeLocks,
     ) -> None:
         self._config = context.config
         self._kernel, self._inventory = context.kernel, context.inventory
         self._creator, self._deleter = creator, deleter
         self._stager = stager
-        self._locks = locks
+        self._locks = context.locks
         self._admitted = _Admitted()
         self._inside = context.config.kubelet_dir
         self._sweeps = {one: _Sweep() for one in context.config.groups}

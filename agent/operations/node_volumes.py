@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from agent.core import errors, ids, users
 from agent.core.context import Context
-from agent.core.holds import Holds
 from agent.core.requests import VolumeAt
 from agent.operations.clone import Copier
 from agent.operations.erase import Eraser
@@ -32,11 +31,11 @@ class Statistics:
 class NodeVolumes:
     """Finds the devices and mounts of volumes."""
 
-    def __init__(self, context: Context, eraser: Eraser, copier: Copier, holds: Holds) -> None:
+    def __init__(self, context: Context, eraser: Eraser, copier: Copier) -> None:
         self._kernel, self._inventory = context.kernel, context.inventory
         self._eraser = eraser
         self._copier = copier
-        self._holds = holds
+        self._holds = context.holds
         # The directories in which kubelet may have volumes mounted.
         self.inside = context.config.kubelet_dir
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from agent.core import errors, ids, tag, users
-from agent.core.allocation import Allocators
 from agent.core.background import GroupTasks
 from agent.core.classes import AUTO
 from agent.core.context import Context
@@ -54,7 +53,7 @@ class Repairer:
     def __init__(self, context: Context, *, freed: Callable[[str], object]) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory, self._lvm = context.inventory, context.volume_groups.lvm
-        self._allocators = Allocators(context.config.classes, context.inventory)
+        self._allocators = context.allocators
         self._policy, self._freed = ErasePolicy(context), freed
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> Progress:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from agent.core import errors, ids, records, requests, tag, users
-from agent.core.allocation import Allocators, closed_to_new
+from agent.core.allocation import closed_to_new
 from agent.core.classes import SNAPSHOT_SIZE
 from agent.core.context import Context
 from agent.core.ids import VolumeId
@@ -38,7 +38,7 @@ class Snapshotter:
         self._inventory = context.inventory
         self._eraser = eraser
         self._pool_remover = pool_remover
-        self._allocators = Allocators(context.config.classes, context.inventory)
+        self._allocators = context.allocators
 
     @staticmethod
     def logical_name(name: str) -> str:

@@ -355,7 +355,7 @@ def test_a_source_is_used_as_ever_while_eight_clones_of_it_wait(
     client.stage(volume, staging, block())
     monkeypatch.setattr(host.kernel, "copy", waits)
     source = of_volume(volume.volume_id)
-    service.locks.grace_seconds = 300
+    service.context.locks.grace_seconds = 300
     with ThreadPoolExecutor(8) as callers:
         clones = [
             callers.submit(client.create, f"clone-{one}", 0, block(), source=source)
@@ -365,7 +365,7 @@ def test_a_source_is_used_as_ever_while_eight_clones_of_it_wait(
             while sum(service.copier.counts().values()) < 8:
                 time.sleep(0.1)
             # Whoever meets another call is refused at once.
-            service.locks.grace_seconds = 0
+            service.context.locks.grace_seconds = 0
             client.publish(volume, staging, target, block())
             client.unpublish(volume.volume_id, target)
             client.unstage(volume.volume_id, staging)

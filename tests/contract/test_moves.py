@@ -89,7 +89,7 @@ def never(question: str) -> bool:
 
 def is_last(here: Node, words: Sequence[str]) -> bool:
     """Whether what is asked there is of the last round, while nobody can use the volume here."""
-    return "--verify" in words and bool(here.service.holds._held)
+    return "--verify" in words and bool(here.service.context.holds._held)
 
 
 def cut_before_the_last(here: Node, there: Node, volume: csi.Volume) -> None:
@@ -218,14 +218,14 @@ def test_who_asks_for_a_volume_beside_another_call_asks_again(
     ask = here.transfer.HoldMove
     codes: list[str] = []
     compared, kept = threading.Event(), threading.Event()
-    grace = here.service.locks.grace_seconds
+    grace = here.service.context.locks.grace_seconds
 
     def meet(request: carver.HoldMoveRequest) -> carver.HoldMoveResponse:
         if not compared.is_set():
             return ask(request)
         # Only then: another call that meets this one waits for it, as it would at any time.
-        monkeypatch.setattr(here.service.locks, "grace_seconds", grace if codes else 0.0)
-        first = here.service.locks.hold(ids.logical_name(volume.volume_id))
+        monkeypatch.setattr(here.service.context.locks, "grace_seconds", grace if codes else 0.0)
+        first = here.service.context.locks.hold(ids.logical_name(volume.volume_id))
         with first if not codes else nullcontext():
             try:
                 told = ask(request)
@@ -708,7 +708,7 @@ def test_while_nobody_can_use_it_only_what_changed_last_is_read(
     opened = here.host.kernel.opened
 
     def count(length: int) -> None:
-        reads[bool(here.service.holds._held)] += length
+        reads[bool(here.service.context.holds._held)] += length
 
     @contextmanager
     def counting(device: str, *, to_write: bool = False) -> Iterator[Opened]:
@@ -765,7 +765,7 @@ def test_to_an_older_carver_a_volume_moves_as_it_did(
 
     def before(words: Sequence[str]) -> None:
         if "--checksum" in words:
-            compared.append(bool(here.service.holds._held))
+            compared.append(bool(here.service.context.holds._held))
 
     stand.before = before
     move(here, stand, volume).run()

@@ -152,7 +152,7 @@ def test_what_is_waited_for_without_a_lock_may_need_the_lock(
 
 @pytest.fixture
 def patient(service: Service) -> Service:
-    service.locks.grace_seconds = LONG
+    service.context.locks.grace_seconds = LONG
     return service
 
 
@@ -173,7 +173,7 @@ def test_unstaging_waits_for_the_staging_that_it_meets(
     stages = pool.submit(client.stage, volume, staging, mounted("ext4"))
     assert reached.wait(LONG)
     unstages = pool.submit(client.unstage, volume.volume_id, staging)
-    waiting(patient.locks, 1)
+    waiting(patient.context.locks, 1)
     allowed.set()
     stages.result(LONG)
     unstages.result(LONG)
@@ -189,7 +189,7 @@ def test_deleting_waits_for_the_last_unmount(
     client.publish(volume, staging, target, mounted("ext4"))
     fake.commands.clear()
     deletes = pool.submit(client.delete, volume.volume_id)
-    waiting(patient.locks, 1)
+    waiting(patient.context.locks, 1)
     client.unpublish(volume.volume_id, target)
     assert not deletes.done()
     assert fake.commands == []
@@ -205,7 +205,7 @@ def test_deleting_waits_for_a_raw_block_volume_to_be_unpublished(
     client.stage(volume, tmp_path / "staging", block())
     client.publish(volume, tmp_path / "staging", tmp_path / "target", block())
     deletes = pool.submit(client.delete, volume.volume_id)
-    waiting(patient.locks, 1)
+    waiting(patient.context.locks, 1)
     client.unpublish(volume.volume_id, tmp_path / "target")
     deletes.result(LONG)
     assert client.volumes() == []
@@ -218,4 +218,4 @@ def test_deleting_what_stays_mounted_is_refused_in_the_end(
     client.stage(volume, tmp_path / "staging", mounted("ext4"))
     with expect.code("FAILED_PRECONDITION", "in use", "staging"):
         client.delete(volume.volume_id)
-    assert not service.locks._waiting
+    assert not service.context.locks._waiting

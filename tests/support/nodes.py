@@ -120,7 +120,7 @@ def started(host: AnyHost, config: Config, switch: Switch | None = None) -> Serv
     running.eraser.grace_seconds = running.copier.grace_seconds = seconds
     # Who moves a volume asks for it again and again, beside what a test does: calls take turns,
     # but where a kill ended one its turn never comes.
-    running.locks.grace_seconds = 5.0 if switch.stop_at < 0 else 0.0
+    running.context.locks.grace_seconds = 5.0 if switch.stop_at < 0 else 0.0
     switch.on_death = lambda: die(running)
     server.resume(running)
     running.start(config.endpoint)

@@ -16,7 +16,6 @@ from contextlib import suppress
 
 from agent.core import errors, ids, tag, users
 from agent.core.context import Context
-from agent.core.holds import Holds
 from agent.core.records import Volume
 from agent.operations.delete import VolumeDeleter
 from lvm import report, volumes
@@ -31,11 +30,11 @@ HELD_SECONDS = 30.0
 class Mover:
     """Lets volumes go."""
 
-    def __init__(self, context: Context, deleter: VolumeDeleter, holds: Holds) -> None:
+    def __init__(self, context: Context, deleter: VolumeDeleter) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory = context.inventory
         self._deleter = deleter
-        self._holds = holds
+        self._holds = context.holds
 
     def status(self, name: str) -> carver.MoveState:
         """How far the move of a volume is, by its name, its logical volume's or its id.

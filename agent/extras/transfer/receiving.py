@@ -20,11 +20,10 @@ from dataclasses import replace
 from functools import partial
 
 from agent.core import errors, ids, tag, users
-from agent.core.allocation import Allocators, pool_name
+from agent.core.allocation import pool_name
 from agent.core.capabilities import BLOCK
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
-from agent.core.holds import Holds
 from agent.core.ids import VolumeId
 from agent.core.records import Volume
 from agent.extras.streams.form import Header
@@ -47,16 +46,14 @@ _WITHDRAWN = "withdrawn"
 class Receiver:
     """Takes volumes from elsewhere into this node's groups."""
 
-    def __init__(
-        self, context: Context, deleter: VolumeDeleter, pool_remover: PoolRemover, holds: Holds
-    ) -> None:
+    def __init__(self, context: Context, deleter: VolumeDeleter, pool_remover: PoolRemover) -> None:
         self._config, self._run = context.config, context.run
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
         self._inventory = context.inventory
         self._deleter = deleter
         self._pool_remover = pool_remover
-        self._holds = holds
-        self._allocators = Allocators(context.config.classes, context.inventory)
+        self._holds = context.holds
+        self._allocators = context.allocators
         self._detached = context.detached
 
     def status(self, name: str) -> carver.ReceiveState:

@@ -39,13 +39,13 @@ _Ranges = Generator[carver.RangesResponse, None, None]
 def add(service: Service) -> "Transfer":
     """Make the extra of a service."""
     delta = changed_blocks.of(service).delta
-    context, deleter, holds = service.context, service.deleter, service.holds
+    context, deleter = service.context, service.deleter
     return Transfer(
         Sender(context, delta.activations),
-        Receiver(context, deleter, service.pool_remover, holds),
-        Mover(context, deleter, holds),
+        Receiver(context, deleter, service.pool_remover),
+        Mover(context, deleter),
         delta,
-        service.locks,
+        context.locks,
     )
 
 

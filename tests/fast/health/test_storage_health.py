@@ -158,12 +158,12 @@ def test_lvm2_that_gives_no_report_is_told_with_its_words(
 def test_a_start_that_does_not_come_off_is_told_though_no_call_is_admitted(
     client: Client, service: Service
 ) -> None:
-    service.admission.close()
-    service.admission.refuse(RuntimeError("lvm is not installed"))
+    service.context.admission.close()
+    service.context.admission.refuse(RuntimeError("lvm is not installed"))
     [found] = client.storage_health()
     assert (found.status, found.reason) == (csi.STORAGE_UNREACHABLE, "LvmNotAnswering")
     assert "lvm is not installed" in found.message
-    service.admission.open()
+    service.context.admission.open()
     assert client.storage_health() == []
 
 

@@ -37,7 +37,7 @@ def test_ten_idle_minutes_cost_one_command_at_most(
     health = (service.diagnosis, service.storage)
     watched = (service.eraser, service.copier, service.reencrypter, service.autoextender)
     kubelet = Registration(tmp_path / "registry", config.endpoint)
-    looked_at = (service.inventory, service.admission, *health, *watched)
+    looked_at = (service.inventory, service.context.admission, *health, *watched)
     metrics.watch(Parts(config.classes, *looked_at, kubelet))
     taken_up: Callable[[str], bool] = lambda name: True  # noqa: E731
     resumption = Recovery(service.volume_groups, taken_up)

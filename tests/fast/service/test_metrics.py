@@ -86,7 +86,7 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
     health = (service.diagnosis, service.storage)
     jobs = (service.eraser, service.copier, service.reencrypter)
     running = (*health, *jobs, service.autoextender)
-    known, admission = service.inventory, service.admission
+    known, admission = service.inventory, service.context.admission
     orphans = (Orphans(OrphanWatch(list, interval_seconds=600)),)
     rounds = (
         service.autoextender.tasks,

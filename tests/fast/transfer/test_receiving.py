@@ -88,7 +88,7 @@ def test_a_volume_that_is_found_to_come_is_nobody_s_though_nothing_said_so_befor
 ) -> None:
     with pytest.raises(errors.AgentError):
         nodes.receive(there, "copy", sent[: len(sent) // 2])
-    there.service.holds.allow(pretended(there).volume_id)
+    there.service.context.holds.allow(pretended(there).volume_id)
     with pytest.raises(errors.AgentError):
         nodes.receive(there, "copy", sent[: len(sent) // 2])
     with expect.code("FAILED_PRECONDITION", "received"):

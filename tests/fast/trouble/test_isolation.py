@@ -290,7 +290,7 @@ def test_calls_on_a_group_that_hangs_end_with_their_deadlines_and_keep_no_place(
     with Client(config.endpoint, timeout_seconds=1.5) as hasty:
         sick = forty(callers, hasty, of_both[0])
         assert {code_of(one) for one in sick} <= {"DEADLINE_EXCEEDED", "UNAVAILABLE"}
-    expect.soon(lambda: service.admission._free == service.admission._places)
+    expect.soon(lambda: service.context.admission._free == service.context.admission._places)
     trouble.over.set()
     assert client.volume(of_both[0].volume_id).volume.capacity_bytes == 16 * MIB
     assert client.capacity(SICK).available_capacity
@@ -332,7 +332,7 @@ def test_volumes_that_are_staged_on_a_dead_disk_leave_places_to_the_other_group_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """mount(2) waits for the disk, and no time limit ends it."""
-    places = service.admission._free = service.admission._places = 8
+    places = service.context.admission._free = service.context.admission._places = 8
     names = [f"staged-{number}" for number in range(places)]
     sick = [client.create(one, 16 * MIB, mounted("ext4"), parameters=SICK) for one in names]
     over, real = threading.Event(), fake.kernel.mount
@@ -479,7 +479,7 @@ def scraped(service: Service, config: Config, directory: Path) -> dict[tuple[str
     jobs = (service.eraser, service.copier, service.reencrypter)
     running = (*health, *jobs, service.autoextender)
     kubelet = Registration(directory / "registry", config.endpoint)
-    known, admission = service.inventory, service.admission
+    known, admission = service.inventory, service.context.admission
     metrics.watch(Parts(config.classes, known, admission, *running, kubelet))
     return {
         (sample.name, *sample.labels.values()): sample.value

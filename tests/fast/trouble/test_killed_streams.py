@@ -326,7 +326,7 @@ def test_a_move_whose_own_command_was_killed_at_any_step_is_taken_up_or_undone(
                 moving.run()
                 ended = True
             # If it held the volume, its time is over: nobody asks for more of it.
-            made.here.service.holds._held.clear()
+            made.here.service.context.holds._held.clear()
             assert usable(made.here) + usable(made.there) <= 1, step
             if undone:
                 with suppress(errors.NotMoved):

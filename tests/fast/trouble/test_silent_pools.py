@@ -86,7 +86,7 @@ def test_a_capacity_that_nobody_can_tell_is_none_and_soon_and_others_are_told(
     assert time.monotonic() - began < 20
     assert client.capacity(SOUND).available_capacity
     assert client.capacity(THICK).available_capacity
-    assert service.admission._free == service.admission._places
+    assert service.context.admission._free == service.context.admission._places
     silent.set()
     expect.soon(lambda: code_is_ok(client))
 

@@ -572,7 +572,7 @@ def test_what_cannot_be_completed_is_removed_before_the_caller_who_waited_hears_
     client: Client, disk: Disk, snapshot: csi.Snapshot, service: Service, fake: FakeHost
 ) -> None:
     service.copier.grace_seconds = 600
-    service.locks.grace_seconds = 20
+    service.context.locks.grace_seconds = 20
     source = of_snapshot(snapshot.snapshot_id)
     with ThreadPoolExecutor(2) as callers:
         waiting = [
@@ -594,7 +594,7 @@ def test_a_hundred_copies_that_wait_leave_a_group_its_places(
     client: Client, disk: Disk, service: Service, tmp_path: Path
 ) -> None:
     service.copier.grace_seconds = 600
-    service.locks.grace_seconds = 60
+    service.context.locks.grace_seconds = 60
     origin = client.create("pvc-1", 4 * MIB, block())
     source = of_snapshot(client.snapshot("1", origin.volume_id).snapshot_id)
 

@@ -84,7 +84,7 @@ class Machine:
         self.service.copier.grace_seconds = self.grace_seconds
         self.service.reencrypter.grace_seconds = self.grace_seconds
         # What is put off is to be seen, and a refusal is not to take its time.
-        self.service.locks.grace_seconds = 0
+        self.service.context.locks.grace_seconds = 0
         service = self.service
         switch.on_death = lambda: die(service)
         with (
