@@ -153,8 +153,12 @@ class _Traced:
         return tracing
 
 
-def _name(words: Sequence[str]) -> str:
-    """A program, of lvm2 and cryptsetup with its subcommand; never an argument."""
+def program_of(words: Sequence[str]) -> tuple[str, str]:
+    """A program, and the subcommand of lvm2 or cryptsetup, else empty; never an argument."""
     if words[0] == "env":
         words = words[2:]  # it only sets a variable for the program behind it
-    return " ".join(words[:2] if words[0] in ("lvm", "cryptsetup") else words[:1])
+    return words[0], words[1] if words[0] in ("lvm", "cryptsetup") else ""
+
+
+def _name(words: Sequence[str]) -> str:
+    return " ".join(program_of(words)).rstrip()

@@ -1,14 +1,16 @@
-"""What is counted, timed and measured, for Prometheus. The only module that imports its client.
+"""Counters and gauges for Prometheus. The only module that imports its client.
 
-Calls and commands are counted as they end. Everything else is looked up when it is asked for.
+Calls and programs are counted as they end. Everything else is measured at each scrape: a new gauge
+is a row of `OF_PROCESS`, `OF_GROUPS` or `OF_POOLS`.
 """
 
 import platform
 import time
 from collections import Counter as Counts
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.metadata import version
 from typing import BinaryIO
 
@@ -23,51 +25,26 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from agent.core import records
-from agent.core.allocation import Allocators
-from agent.core.background import GroupTasks
-from agent.core.classes import DeviceClass
+from agent.core import records, trace
 from agent.core.errors import AgentError, PoolSilent
-from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
-from agent.core.locks import Admission
+from agent.core.inventory import MONITOR_AGE_SECONDS
 from agent.core.trace import Trace
-from agent.daemon.extra import Extra, Gauge
+from agent.daemon.extra import Gauge
 from agent.daemon.registration import Registration, State
+from agent.daemon.server import Service
 from agent.operations import health as conditions
-from agent.operations.autoextend import Autoextender
-from agent.operations.clone import Copier
-from agent.operations.erase import Eraser
-from agent.operations.health import Diagnosis
-from agent.operations.reencrypt import Reencrypter
-from agent.operations.storage_health import StorageHealth
 from lvm import errors, groups, report
+from lvm.devicemapper import ThinPool
+from lvm.thin import Pool
 from mount import command
 from mount import errors as mount_errors
 from mount.command import Finished, Result, Runner, Stream
 
-# A time of creation for each counter would be as many series again, and nobody asks for it.
+# Times of creation would double the number of series.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
-# From a call that runs nothing to one that waits for a disk. Seconds.
+# Seconds: from a call that runs no program to one that waits for a disk.
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What is looked at for each scrape."""
-
-    classes: Sequence[DeviceClass]
-    inventory: Inventory
-    admission: Admission
-    diagnosis: Diagnosis
-    storage: StorageHealth
-    eraser: Eraser
-    copier: Copier
-    reencrypter: Reencrypter
-    autoextender: Autoextender
-    registration: Registration
-    extras: Sequence[Extra] = ()
-    tasks: Sequence[GroupTasks] = ()
 
 
 class Metrics:
@@ -77,37 +54,37 @@ class Metrics:
     CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        registry = self._registry = CollectorRegistry()
         self._calls = Counter(
-            "carver_calls", "CSI calls that ended.", ["method", "code"], registry=self._registry
+            "carver_calls", "CSI calls that ended.", ["method", "code"], registry=registry
         )
         self._call_seconds = Histogram(
             "carver_call_duration_seconds",
-            "How long CSI calls took.",
+            "Duration of CSI calls.",
             ["method"],
             buckets=_BUCKETS,
-            registry=self._registry,
+            registry=registry,
         )
         self._step_seconds = Counter(
             "carver_call_step_seconds",
             "Time that CSI calls spent waiting, in programs and in the kernel.",
             ["method", "kind"],
-            registry=self._registry,
+            registry=registry,
         )
         self._commands = Counter(
             "carver_commands",
-            "Programs that ended: OK, the error that lvm2's failure was, or the exit code.",
+            "Programs that ended, by outcome: OK, the class of lvm2's error, or the exit code.",
             ["program", "subcommand", "outcome"],
-            registry=self._registry,
+            registry=registry,
         )
         self._command_seconds = Histogram(
             "carver_command_duration_seconds",
-            "How long programs ran.",
+            "Duration of programs.",
             ["program", "subcommand"],
             buckets=_BUCKETS,
-            registry=self._registry,
+            registry=registry,
         )
-        ProcessCollector(registry=self._registry)
+        ProcessCollector(registry=registry)
 
     def count_call(self, ended: Trace) -> None:
         """Count a call that ended, and sum its steps by their kinds."""
@@ -117,250 +94,319 @@ class Metrics:
             self._step_seconds.labels(ended.method, kind).inc(seconds)
 
     def counted(self, run: Runner) -> Runner:
-        """The same, with each program counted, also one that could not be started."""
+        """Count each program that `run` runs, also one that could not be started."""
 
         def counting(*words: str, stdin: bytearray | None = None) -> Result:
-            started = time.monotonic()
-            try:
+            with self._counted(words) as results:
                 result = run(*words, stdin=stdin)
-            except Exception as error:
-                self._count_command(words, type(error).__name__, time.monotonic() - started)
-                raise
-            self._count_command(words, _outcome(words, result), time.monotonic() - started)
+                results.append(result)
             return result
 
         return counting
 
     def counted_stream(self, stream: Stream) -> Stream:
-        """The same, with each program counted whose output is read as it comes."""
+        """Count each program whose output `stream` reads as it comes."""
 
         @contextmanager
         def counting(*words: str, stdin: bytearray | None = None) -> Iterator[BinaryIO]:
-            started, outcome = time.monotonic(), "OK"
-            try:
-                with stream(*words, stdin=stdin) as output:
-                    yield output
-            except Exception as error:
-                outcome = type(error).__name__
-                raise
-            finally:
-                self._count_command(words, outcome, time.monotonic() - started)
+            with self._counted(words), stream(*words, stdin=stdin) as output:
+                yield output
 
         return counting
 
     def count_command(self, finished: Finished) -> None:
-        """Count a command that was carried out without a program of its own."""
+        """Count a command that a shell of lvm2's carried out."""
         result = Result(finished.exit_code, "", "")
         self._count_command(finished.words, _outcome(finished.words, result), finished.seconds)
 
-    def _count_command(self, words: tuple[str, ...], outcome: str, seconds: float) -> None:
-        if words[0] == "env":
-            words = words[2:]  # it only sets a variable for the program behind it
-        subcommand = words[1] if words[0] in ("lvm", "cryptsetup") else ""
-        self._commands.labels(words[0], subcommand, outcome).inc()
-        self._command_seconds.labels(words[0], subcommand).observe(seconds)
+    @contextmanager
+    def _counted(self, words: tuple[str, ...]) -> Iterator[list[Result]]:
+        """Count the program that runs inside; the caller adds its result, if it has one."""
+        started, outcome = time.monotonic(), "OK"
+        results: list[Result] = []
+        try:
+            yield results
+            for one in results:
+                outcome = _outcome(words, one)
+        except Exception as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            self._count_command(words, outcome, time.monotonic() - started)
 
-    def watch(self, parts: Parts) -> None:
-        """Measure these from now on."""
-        self._registry.register(_Gauges(parts))
+    def _count_command(self, words: Sequence[str], outcome: str, seconds: float) -> None:
+        program, subcommand = trace.program_of(words)
+        self._commands.labels(program, subcommand, outcome).inc()
+        self._command_seconds.labels(program, subcommand).observe(seconds)
+
+    def watch(self, service: Service, registration: Registration) -> None:
+        """Measure these at each scrape from now on."""
+        self._registry.register(_Gauges(service, registration))
 
     def families(self) -> Iterable[Metric]:
-        """Everything as it is now."""
+        """Measure everything now."""
         return self._registry.collect()
 
     def text(self) -> bytes:
-        """Everything as it is now, in the format of CONTENT_TYPE."""
+        """Measure everything now, in the format of CONTENT_TYPE."""
         return generate_latest(self._registry)
 
 
-def _outcome(words: tuple[str, ...], result: Result) -> str:
+def _outcome(words: Sequence[str], result: Result) -> str:
     if result.exit_code == 0:
         return "OK"
     if words[0] == "lvm":
         return type(errors.classify(words, result.exit_code, result.stderr)).__name__
-    # No failure by itself: blkid's 2, for one, is a blank device.
+    # Not always a failure: blkid exits with 2 for a blank device.
     return f"exit {result.exit_code}"
 
 
+class Scrape:
+    """What one scrape measures; each property is read once, by the first row that needs it."""
+
+    def __init__(self, service: Service, registration: Registration) -> None:
+        self.service, self.registration = service, registration
+        self.classes, self._inventory = service.context.config.classes, service.inventory
+        self.allocators = service.context.allocators
+
+    @cached_property
+    def known(self) -> report.Report:
+        """LVM's report. Raises NotReady, what lvm2's report raises."""
+        self.service.context.admission.require_open()
+        return self._inventory.state(max_age=MONITOR_AGE_SECONDS)
+
+    @cached_property
+    def groups(self) -> dict[str, report.Group | None]:
+        """The configured groups by name; None for one that is not on this node."""
+        return {one.group: self.known.groups.get(one.group) for one in self.classes}
+
+    @cached_property
+    def volumes(self) -> list[records.Volume]:
+        """Carver's volumes."""
+        return list(self._inventory.present(self.known))
+
+    @cached_property
+    def snapshots(self) -> list[records.Snapshot]:
+        """Carver's snapshots, also those that it makes for itself."""
+        return list(self._inventory.all_snapshots(self.known))
+
+    @cached_property
+    def pools(self) -> list["PoolSeen"]:
+        """The thin pools that have data."""
+        return [
+            PoolSeen((one.device_class, group.name), group, pool, self._status(group, pool))
+            for group in self._inventory.own_groups(self.known)
+            for one in self.allocators.thin(group.name)
+            if (pool := one.pool(group)).data_extents
+        ]
+
+    def _status(self, group: report.Group, pool: Pool) -> ThinPool | None:
+        with suppress(PoolSilent):
+            return self._inventory.pool_status(group.name, pool.name)
+        return None
+
+
+@dataclass(frozen=True)
+class PoolSeen:
+    """A thin pool; `status` is the kernel's, None while it is inactive or does not answer."""
+
+    labels: tuple[str, str]
+    group: report.Group
+    pool: Pool
+    status: ThinPool | None
+
+
+# The values of a metric's labels, and the value.
+Samples = Iterable[tuple[Sequence[str], float]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One metric that is measured at each scrape."""
+
+    name: str
+    help: str
+    labels: Sequence[str]
+    measure: Callable[[Scrape], Samples]
+    family: type[GaugeMetricFamily] | type[CounterMetricFamily] = GaugeMetricFamily
+
+    def measured(self, scrape: Scrape) -> Metric:
+        """Measure it."""
+        made = self.family(self.name, self.help, labels=self.labels)
+        for values, value in self.measure(scrape):
+            made.add_metric(values, value)
+        return made
+
+
+def _by_state(name: str, text: str, counts: Callable[[Service], Mapping[str, int]]) -> Row:
+    def measure(scrape: Scrape) -> Samples:
+        return (((state,), count) for state, count in counts(scrape.service).items())
+
+    return Row(name, text, ("state",), measure)
+
+
+def _by_group(name: str, text: str, measure: Callable[[report.Group], float]) -> Row:
+    return Row(name, text, ("group",), lambda scrape: _each(scrape, measure))
+
+
+def _by_pool(name: str, text: str, measure: Callable[[PoolSeen], float | None]) -> Row:
+    def samples(scrape: Scrape) -> Samples:
+        for one in scrape.pools:
+            if (value := measure(one)) is not None:
+                yield one.labels, value
+
+    return Row(name, text, ("class", "group"), samples)
+
+
+def _each(scrape: Scrape, measure: Callable[[report.Group], float]) -> Samples:
+    """Measure each group that is on this node."""
+    for name, group in scrape.groups.items():
+        if group is not None:
+            yield (name,), measure(group)
+
+
+def _volumes(scrape: Scrape) -> Samples:
+    found = Counts(one.group.name for one in scrape.volumes)
+    return _each(scrape, lambda group: found[group.name])
+
+
+def _encrypted(scrape: Scrape) -> Samples:
+    found = Counts(one.group.name for one in scrape.volumes if one.is_encrypted)
+    return _each(scrape, lambda group: found[group.name])
+
+
+def _key_generations(scrape: Scrape) -> Samples:
+    encrypted: list[records.Volume | records.Snapshot] = [
+        one for one in scrape.volumes if one.is_encrypted and not one.wiping
+    ]
+    encrypted += (one for one in scrape.snapshots if one.is_encrypted)
+    found = ((one.group.name, records.key_generation(one.own_tags)) for one in encrypted)
+    return Counts(found).items()
+
+
+def _volume_health(scrape: Scrape) -> Samples:
+    diagnosis = scrape.service.diagnosis
+    mounts, until = diagnosis.mounts(), time.monotonic() + conditions.PATIENCE_SECONDS
+    for volume in scrape.volumes:
+        for one in diagnosis.of(volume, mounts, until_seconds=until):
+            yield (str(volume.id), one.reason.of_volume, one.reason.word), 1
+
+
+def _snapshots_used(scrape: Scrape) -> Samples:
+    for one in scrape.snapshots:
+        percent = one.group.volume(one.name).data_percent
+        if percent is not None and not one.is_thin:
+            yield (str(one.id),), percent / 100
+
+
+def _available(scrape: Scrape) -> Samples:
+    for one in scrape.classes:
+        if (group := scrape.groups[one.group]) is not None:
+            with suppress(PoolSilent):
+                yield (one.name, one.group), scrape.allocators.of(one).maximum_bytes(group)
+
+
+def _storage_health(scrape: Scrape) -> Samples:
+    for one in scrape.service.storage.conditions():
+        yield (one.reason.of_storage, one.reason.word), 1
+
+
+def _failures(scrape: Scrape) -> Samples:
+    service = scrape.service
+    for one in (service.autoextender, service.auto_repair, service.inline_volumes):
+        tasks = one.tasks
+        for group, count in tasks.failures().items():
+            yield (tasks.kind, group), count
+
+
+# fmt: off
+OF_PROCESS: tuple[Row, ...] = (
+    Row("carver_build_info", "Carver's and Python's versions; always 1.", ("version", "python"),
+        lambda _: [((version("carver"), platform.python_version()), 1)]),
+    _by_state("carver_wipes", "Deleted volumes that are not erased and removed yet.",
+        lambda service: service.eraser.counts()),
+    _by_state("carver_copies", "Volumes whose contents are not copied completely yet.",
+        lambda service: service.copier.counts()),
+    _by_state("carver_reencryptions", "Copies of encrypted volumes that get their own master key.",
+        lambda service: service.reencrypter.counts()),
+    Row("carver_extensions", "Automatic extensions of pools and snapshots.", ("kind", "outcome"),
+        lambda scrape: scrape.service.autoextender.counts().items(), CounterMetricFamily),
+    Row("carver_round_failures", "Failed background scans; they are retried.", ("kind", "group"),
+        _failures, CounterMetricFamily),
+    Row("carver_registration", "State of the registration with kubelet: 1 for one.", ("state",),
+        lambda scrape: (((one.value,), one is scrape.registration.state) for one in State)),
+    Row("carver_storage_health", "1 for each problem of the node's scrape.", ("status", "reason"),
+        _storage_health),
+)
+
+OF_GROUPS: tuple[Row, ...] = (
+    Row("carver_group_present", "1 if the group is on this node.", ("group",),
+        lambda scrape: (((name,), one is not None) for name, one in scrape.groups.items())),
+    _by_group("carver_group_size_bytes", "Extents on disks that are present.",
+        lambda group: group.extents * group.extent_size_bytes),
+    _by_group("carver_group_free_bytes", "Free extents on allocatable disks, with the reserve.",
+        lambda group: group.free_extents * group.extent_size_bytes),
+    _by_group("carver_group_missing_disks", "Missing disks.", lambda group: group.missing_disks),
+    _by_group("carver_group_metadata_used_ratio", "Used part of the metadata area; 1 is full.",
+        lambda group: groups.text_percent(group) / 100),
+    Row("carver_group_volumes", "Volumes, those being erased included.", ("group",), _volumes),
+    Row("carver_group_encrypted_volumes", "Encrypted volumes.", ("group",), _encrypted),
+    Row("carver_key_generation_volumes",
+        "Encrypted volumes and snapshots, by the name of the only key that opens them.",
+        ("group", "generation"), _key_generations),
+    Row("carver_volume_health", "1 for each problem of a volume.", ("volume", "status", "reason"),
+        _volume_health),
+    Row("carver_snapshot_used_ratio",
+        "Used part of a snapshot's COW store; at 1 the snapshot is lost.",
+        ("snapshot",), _snapshots_used),
+)
+
+# These ask the kernel about pools.
+OF_POOLS: tuple[Row, ...] = (
+    Row("carver_class_available_bytes",
+        "The largest volume of the class that can be created, as GetCapacity says.",
+        ("class", "group"), _available),
+    _by_pool("carver_pool_size_bytes", "Size of the data area.",
+        lambda one: one.pool.data_extents * one.group.extent_size_bytes),
+    _by_pool("carver_pool_promised_bytes", "Sizes of the pool's volumes and their snapshots.",
+        lambda one: one.pool.promised_bytes),
+    _by_pool("carver_pool_data_percent", "Used part of the data area.",
+        lambda one: one.status.data_percent if one.status else None),
+    _by_pool("carver_pool_metadata_percent", "Used part of the metadata area.",
+        lambda one: one.status.metadata_percent if one.status else None),
+)
+# fmt: on
+
+
 class _Gauges(Collector):
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
-        self._allocators = Allocators(parts.classes, parts.inventory)
+    def __init__(self, service: Service, registration: Registration) -> None:
+        self._service, self._registration = service, registration
 
     def collect(self) -> Iterable[Metric]:
-        """What is looked up at each scrape."""
-        build = GaugeMetricFamily(
-            "carver_build_info", "What runs here; always 1.", labels=["version", "python"]
-        )
-        build.add_metric([version("carver"), platform.python_version()], 1)
-        yield build
-
-        parts = self._parts
-        yield _by_state(
-            "carver_wipes",
-            "Deleted volumes that are not yet overwritten and removed.",
-            parts.eraser.counts(),
-        )
-        yield _by_state(
-            "carver_copies",
-            "Volumes whose contents are not complete yet.",
-            parts.copier.counts(),
-        )
-        yield _by_state(
-            "carver_reencryptions",
-            "Copies of encrypted volumes that are given a master key of their own.",
-            parts.reencrypter.counts(),
-        )
-
-        extensions = CounterMetricFamily(
-            "carver_extensions",
-            "How often what fills up was extended, had no room for that, or failed to be.",
-            labels=["kind", "outcome"],
-        )
-        for (kind, outcome), count in parts.autoextender.counts().items():
-            extensions.add_metric([kind, outcome], count)
-        yield extensions
-
-        failures = CounterMetricFamily(
-            "carver_round_failures",
-            "Looks behind the answers that failed, and are had again.",
-            labels=["kind", "group"],
-        )
-        for tasks in parts.tasks:
-            for group, count in tasks.failures().items():
-                failures.add_metric([tasks.kind, group], count)
-        yield failures
-
-        registration = GaugeMetricFamily(
-            "carver_registration", "How far the registration is: 1 for one.", labels=["state"]
-        )
-        for one in State:
-            registration.add_metric([one.value], one is parts.registration.state)
-        yield registration
-
-        storage = GaugeMetricFamily(
-            "carver_storage_health",
-            "1 for each thing that is wrong with the node's storage.",
-            labels=["status", "reason"],
-        )
-        for told in self._parts.storage.conditions():
-            storage.add_metric([told.reason.of_storage, told.reason.word], 1)
-        yield storage
-
-        for extra in self._parts.extras:
+        """Measure everything that is not counted."""
+        scrape = Scrape(self._service, self._registration)
+        yield from (row.measured(scrape) for row in OF_PROCESS)
+        for extra in self._service.extras.values():
             yield from map(_of_extra, extra.gauges())
-
-        answers = GaugeMetricFamily("carver_lvm_up", "Whether lvm2 gave a report when last asked.")
-        when = GaugeMetricFamily(
-            "carver_report_timestamp_seconds", "When the report of the groups was read."
-        )
+        up = GaugeMetricFamily("carver_lvm_up", "1 if lvm2 gave a report when last asked.")
         try:
-            self._parts.admission.require_open()
-            known = self._parts.inventory.state(max_age=MONITOR_AGE_SECONDS)
+            scrape.known  # noqa: B018
         except (AgentError, mount_errors.CommandError):
-            answers.add_metric([], 0)
-            yield answers
+            up.add_metric([], 0)
+            yield up
             return
-        answers.add_metric([], 1)
-        when.add_metric([], self._parts.inventory.time_seconds)
-        yield from (answers, when, *self._of_groups(known))
-
-    def _of_groups(self, known: report.Report) -> Iterable[Metric]:
-        present = _of_group("present", "Whether the group is on this node.")
-        size = _of_group("size_bytes", "The group's extents on disks that are there.")
-        free = _of_group(
-            "free_bytes",
-            "The group's free extents on disks that may be used, the reserve included.",
+        up.add_metric([], 1)
+        yield up
+        yield GaugeMetricFamily(
+            "carver_report_timestamp_seconds",
+            "Time when the report of the groups was read.",
+            self._service.inventory.time_seconds,
         )
-        missing = _of_group("missing_disks", "The group's disks that are not there.")
-        text = _of_group("metadata_used_ratio", "How full the group's metadata area is; 1 is full.")
-        volumes = _of_group("volumes", "Carver's volumes, with those that are being wiped.")
-        encrypted = _of_group("encrypted_volumes", "Those of them that are encrypted.")
-        generations = GaugeMetricFamily(
-            "carver_key_generation_volumes",
-            "Encrypted volumes and snapshots, by the name of the only key that opens them.",
-            labels=["group", "generation"],
-        )
-        health = GaugeMetricFamily(
-            "carver_volume_health",
-            "1 for each thing that is wrong with a volume.",
-            labels=["volume", "status", "reason"],
-        )
-        fullness = GaugeMetricFamily(
-            "carver_snapshot_used_ratio",
-            "How full a copy-on-write snapshot's area is; at 1 the snapshot is lost.",
-            labels=["snapshot"],
-        )
-        named = Counts[tuple[str, str]]()
-        for snapshot in self._parts.inventory.all_snapshots(known):
-            if snapshot.is_encrypted:
-                named[snapshot.group.name, records.key_generation(snapshot.own_tags)] += 1
-            percent = snapshot.group.volume(snapshot.name).data_percent
-            if percent is not None and not snapshot.is_thin:
-                fullness.add_metric([str(snapshot.id)], percent / 100)
-        sealed = Counts[str]()
-        held, mounts = Counts[str](), self._parts.diagnosis.mounts()
-        until = time.monotonic() + conditions.PATIENCE_SECONDS
-        for volume in self._parts.inventory.present(known):
-            held[volume.group.name] += 1
-            sealed[volume.group.name] += volume.is_encrypted
-            if volume.is_encrypted and not volume.wiping:
-                named[volume.group.name, records.key_generation(volume.own_tags)] += 1
-            for told in self._parts.diagnosis.of(volume, mounts, until_seconds=until):
-                labels = [str(volume.id), told.reason.of_volume, told.reason.word]
-                health.add_metric(labels, 1)
-        for label_values, count in named.items():
-            generations.add_metric(label_values, count)
-        for name in dict.fromkeys(one.group for one in self._parts.classes):
-            group = known.groups.get(name)
-            present.add_metric([name], group is not None)
-            if group is None:
-                continue
-            size.add_metric([name], group.extents * group.extent_size_bytes)
-            free.add_metric([name], group.free_extents * group.extent_size_bytes)
-            missing.add_metric([name], group.missing_disks)
-            text.add_metric([name], groups.text_percent(group) / 100)
-            volumes.add_metric([name], held[name])
-            encrypted.add_metric([name], sealed[name])
-        # What does not answer by then is left out; `carver_storage_health` tells of it.
+        yield from [row.measured(scrape) for row in OF_GROUPS]
+        # A pool that has not answered by then is left out; `carver_storage_health` reports it.
         with command.time_limit(conditions.PATIENCE_SECONDS):
-            asked = (self._of_classes(known), *self._of_pools(known))
-        of_volumes = (volumes, encrypted, generations, health, fullness)
-        return present, size, free, missing, text, *of_volumes, *asked
-
-    def _of_pools(self, known: report.Report) -> Iterable[Metric]:
-        size = _of_pool("size_bytes", "The data that the pool has now.")
-        promised = _of_pool("promised_bytes", "The sizes of its volumes and their snapshots.")
-        data = _of_pool("data_percent", "How full its data are.")
-        metadata = _of_pool("metadata_percent", "How full its metadata are.")
-        for group in self._parts.inventory.own_groups(known):
-            for one in self._allocators.thin(group.name):
-                pool = one.pool(group)
-                if not pool.data_extents:
-                    continue
-                labels = [one.device_class, group.name]
-                size.add_metric(labels, pool.data_extents * group.extent_size_bytes)
-                promised.add_metric(labels, pool.promised_bytes)
-                status = None
-                with suppress(PoolSilent):
-                    status = self._parts.inventory.pool_status(group.name, pool.name)
-                if status is not None:
-                    data.add_metric(labels, status.data_percent)
-                    metadata.add_metric(labels, status.metadata_percent)
-        return size, promised, data, metadata
-
-    def _of_classes(self, known: report.Report) -> Metric:
-        available = GaugeMetricFamily(
-            "carver_class_available_bytes",
-            "The largest volume of the class that can be made, as GetCapacity says.",
-            labels=["class", "group"],
-        )
-        for one in self._parts.classes:
-            if (group := known.groups.get(one.group)) is not None:
-                with suppress(PoolSilent):
-                    largest = self._allocators.of(one).maximum_bytes(group)
-                    available.add_metric([one.name, one.group], largest)
-        return available
+            of_pools = [row.measured(scrape) for row in OF_POOLS]
+        yield from of_pools
 
 
 def _of_extra(gauge: Gauge) -> Metric:
@@ -368,18 +414,3 @@ def _of_extra(gauge: Gauge) -> Metric:
     for value, measured in gauge.values.items():
         made.add_metric([value] if gauge.label else [], measured)
     return made
-
-
-def _by_state(name: str, documentation: str, counts: Mapping[str, int]) -> Metric:
-    made = GaugeMetricFamily(name, documentation, labels=["state"])
-    for state, count in counts.items():
-        made.add_metric([state], count)
-    return made
-
-
-def _of_group(name: str, documentation: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"carver_group_{name}", documentation, labels=["group"])
-
-
-def _of_pool(name: str, documentation: str) -> GaugeMetricFamily:
-    return GaugeMetricFamily(f"carver_pool_{name}", documentation, labels=["class", "group"])

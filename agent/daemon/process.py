@@ -33,7 +33,7 @@ from agent.operations import preflight
 from mount.command import Finished
 
 if TYPE_CHECKING:
-    from agent.daemon.metrics import Metrics, Parts
+    from agent.daemon.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ def serve(config: Config, host: Host, is_told: Callable[[], None] = lambda: None
             config.registration_directory, config.endpoint, driver_name=config.driver_name
         )
         if config.metrics_address is not None and metrics is not None:
-            metrics.watch(_measured(config, service, registration))
+            metrics.watch(service, registration)
             pages = monitor.Monitor(
                 config.metrics_address, _pages(config, service, registration, metrics)
             )
@@ -192,25 +192,6 @@ def _counted(host: Host, metrics: "Metrics") -> Host:
 
     stream = metrics.counted_stream(host.stream)
     return replace(host, run=metrics.counted(host.run), observe=observe, stream=stream)
-
-
-def _measured(config: Config, service: Service, registration: Registration) -> "Parts":
-    from agent.daemon.metrics import Parts
-
-    return Parts(
-        config.classes,
-        service.inventory,
-        service.context.admission,
-        service.diagnosis,
-        service.storage,
-        service.eraser,
-        service.copier,
-        service.reencrypter,
-        service.autoextender,
-        registration,
-        tuple(service.extras.values()),
-        (service.autoextender.tasks, service.auto_repair.tasks, service.inline_volumes.tasks),
-    )
 
 
 def _pages(

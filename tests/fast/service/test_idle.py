@@ -12,7 +12,7 @@ from fakes.host import FakeHost
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
-from agent.daemon.metrics import Metrics, Parts
+from agent.daemon.metrics import Metrics
 from agent.daemon.registration import Registration
 from agent.daemon.startup import Recovery
 from agent.operations import preflight
@@ -34,11 +34,7 @@ def test_ten_idle_minutes_cost_one_command_at_most(
     with Client(config.endpoint) as client:
         client.create("1", 4 << 20, block())
     metrics = Metrics()
-    health = (service.diagnosis, service.storage)
-    watched = (service.eraser, service.copier, service.reencrypter, service.autoextender)
-    kubelet = Registration(tmp_path / "registry", config.endpoint)
-    looked_at = (service.inventory, service.context.admission, *health, *watched)
-    metrics.watch(Parts(config.classes, *looked_at, kubelet))
+    metrics.watch(service, Registration(tmp_path / "registry", config.endpoint))
     taken_up: Callable[[str], bool] = lambda name: True  # noqa: E731
     resumption = Recovery(service.volume_groups, taken_up)
     metrics.text()

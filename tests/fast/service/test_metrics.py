@@ -23,7 +23,7 @@ from agent.core.classes import DeviceClass
 from agent.core.host import Host
 from agent.csi.client import Client, block
 from agent.daemon import registration
-from agent.daemon.metrics import Metrics, Parts
+from agent.daemon.metrics import Metrics
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service
 from agent.extras.orphans.candidates import Candidate, Kind
@@ -83,17 +83,8 @@ def measured(tmp_path: Path) -> Iterator[Measured]:
         config, Host(run, host.kernel, host.devices, host.disks), lvm, metrics.count_call
     )
     kubelet = Registration(tmp_path / "registry", config.endpoint)
-    health = (service.diagnosis, service.storage)
-    jobs = (service.eraser, service.copier, service.reencrypter)
-    running = (*health, *jobs, service.autoextender)
-    known, admission = service.inventory, service.context.admission
-    orphans = (Orphans(OrphanWatch(list, interval_seconds=600)),)
-    rounds = (
-        service.autoextender.tasks,
-        service.auto_repair.tasks,
-        service.inline_volumes.tasks,
-    )
-    metrics.watch(Parts(config.classes, known, admission, *running, kubelet, orphans, rounds))
+    service.extras["orphans"] = Orphans(OrphanWatch(list, interval_seconds=600))
+    metrics.watch(service, kubelet)
     service.start(config.endpoint)
     with Client(config.endpoint) as client:
         yield Measured(metrics, host, client, service, kubelet)

@@ -26,7 +26,7 @@ from agent.core.settings import BackingFile, Config, GroupDefinition
 from agent.core.values import Address
 from agent.csi.client import Client, block, mounted, of_snapshot, of_volume
 from agent.daemon import monitor, startup
-from agent.daemon.metrics import Metrics, Parts
+from agent.daemon.metrics import Metrics
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service
 from agent.operations import preflight
@@ -475,12 +475,7 @@ def _ids(client: Client) -> list[str]:
 
 def scraped(service: Service, config: Config, directory: Path) -> dict[tuple[str, ...], float]:
     metrics = Metrics()
-    health = (service.diagnosis, service.storage)
-    jobs = (service.eraser, service.copier, service.reencrypter)
-    running = (*health, *jobs, service.autoextender)
-    kubelet = Registration(directory / "registry", config.endpoint)
-    known, admission = service.inventory, service.context.admission
-    metrics.watch(Parts(config.classes, known, admission, *running, kubelet))
+    metrics.watch(service, Registration(directory / "registry", config.endpoint))
     return {
         (sample.name, *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(metrics.text().decode())
