@@ -253,7 +253,7 @@ def test_a_restored_volume_is_another_and_is_not_compared(disk: Disk, client: Cl
     other = client.snapshot("other", restored.volume_id)
     for one in (restored.volume_id, other.snapshot_id):
         with (
-            pytest.raises(errors.NotComparable, match="the one is of"),
+            pytest.raises(errors.NotComparable, match="it is of"),
             changed_blocks.of(disk.service).delta.changed(taken, one),
         ):
             pass
@@ -425,10 +425,10 @@ Spoil = Callable[[Disk, AnyHost, int], None]
 SPOILT: dict[str, tuple[Spoil, str, bool]] = {
     "another master key": (made_anew, "another master key", True),
     "data elsewhere": (lambda disk, host, at: made_anew(disk, host, 2 * at), "elsewhere", True),
-    "amidst a block": (lambda disk, host, at: says(disk, host, at + 512), "amidst a block", False),
-    "amidst a re-encryption": (
+    "inside a block": (lambda disk, host, at: says(disk, host, at + 512), "inside a block", False),
+    "during a re-encryption": (
         lambda disk, host, at: says(disk, host, at, "reencrypt"),
-        "amidst a re-encryption",
+        "during a re-encryption",
         False,
     ),
     "no header": (lambda disk, host, _: put(disk, host, NOTHING, NOTHING), "not there", False),

@@ -1,4 +1,4 @@
-"""Prepare reading of a thin snapshot: its pool's metadata snapshot, and its activation."""
+"""Prepare reading of a thin snapshot: reserve its pool's metadata snapshot, and activate it."""
 
 import contextvars
 import errno
@@ -28,7 +28,7 @@ _RELEASE_SECONDS = 60.0
 
 @dataclass
 class _Turn:
-    """Who reads by a pool's metadata snapshot now; `begun` counts those that were made."""
+    """The readers of a pool's metadata snapshot; `begun` counts the snapshots taken."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     begun: int = 0
@@ -37,7 +37,13 @@ class _Turn:
 
 
 class Reservations:
-    """Reserves, and releases."""
+    """Reserves and releases metadata snapshots of thin pools.
+
+    A pool has at most one, and it outlives the process and the boot. While it is there, deleted
+    blocks are not freed. So a tag on the pool says that it is Carver's, from before it is made
+    until after it is gone: the next start releases what a kill left, and one without the tag is
+    left alone. It is kept only while a program reads by it.
+    """
 
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
@@ -46,11 +52,11 @@ class Reservations:
 
     @contextmanager
     def held(self, group: str, pool: str) -> Iterator[str]:
-        """Inside, the device of an active pool's metadata can be read, as they were then.
+        """Inside, an active pool's metadata can be read from this device, as of the call or later.
 
-        As they were not before the call: who comes while others read waits until they have ended,
-        and those who wait read together. Two commands, for the tag. Raises MetadataReserved,
-        OperationPending where the time is over.
+        A call that comes while others read waits until they have ended; the waiting ones then
+        share a new snapshot. Two commands, for the tag. Raises MetadataReserved, OperationPending
+        at the deadline.
         """
         turn = self._turns[group, pool]
         self._join(turn, group, pool)
@@ -60,7 +66,7 @@ class Reservations:
             self._leave(turn, group, pool)
 
     def resume(self, *groups: str) -> int:
-        """Release what an earlier process left in these groups, or in all; returns how many."""
+        """Release what an earlier process left in these groups, or in all; return how many."""
         count = 0
         for name in groups or self._volume_groups.names:
             with self._volume_groups.hold(name):
@@ -99,7 +105,7 @@ class Reservations:
                 return
             turn.is_changing = True
         try:
-            # Whoever leaves has perhaps no time left, nor a place among the calls.
+            # Without the caller's deadline and place among the calls, which may be used up.
             contextvars.Context().run(self._let_go, group, pool)
         except (errors.AgentError, mount_errors.CommandError, OSError) as error:
             _log.error("thin pool %s/%s keeps old metadata for now: %s", group, pool, error)
@@ -108,7 +114,7 @@ class Reservations:
 
     def _let_go(self, group: str, pool: str) -> None:
         with command.time_limit(_RELEASE_SECONDS):
-            # At once: the pool pays for as long as it is kept. What is left of it is a tag.
+            # First, as it slows the pool down; then the tag.
             self._devices.release_metadata(group, pool)
             with self._volume_groups.hold(group):
                 volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
@@ -124,7 +130,7 @@ class Reservations:
         with self._volume_groups.hold(group):
             found = self._inventory.state(group).group(group)
             if pool in _marked(found):
-                # Of an earlier reading that could not let go.
+                # Left by a reading that could not release it.
                 self._release(group, pool)
             elif self._has(group, pool):
                 raise errors.MetadataReserved(group, pool)
@@ -138,7 +144,7 @@ class Reservations:
                 raise
 
     def _release(self, group: str, pool: str) -> None:
-        """Let go, if there is something, and then say so; the caller holds the group."""
+        """Release a metadata snapshot, if there is one, then remove the tag; the group is held."""
         if self._has(group, pool):
             self._devices.release_metadata(group, pool)
         volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
@@ -149,36 +155,42 @@ class Reservations:
 
 
 def _marked(group: report.Group) -> list[str]:
-    """The pools of a group whose metadata snapshot is Carver's, if there is one."""
+    """The pools of a group whose metadata snapshot, if any, is Carver's."""
     return [
         one.name for one in group.volumes.values() if tag.METADATA_SNAPSHOT in tags.decode(one.tags)
     ]
 
 
 _OWN = {tag.ACTIVATED: "reading"}
-# How long an activated snapshot is waited for to be opened by a command that asked for it.
+# How long a snapshot stays active for a command that is to open it.
 _LEASE_SECONDS = 60.0
-# How long a reading that ended waits for the group and for lvm2; what is left is done by the next.
+# The deadline for deactivation after a reading; the next reading does what is left.
 _END_SECONDS = 30.0
 
 
 class Activations:
-    """Activates snapshots for readings, and deactivates them after."""
+    """Activates thin snapshots for readings, and deactivates them after.
+
+    Each active one costs the kernel a device and every refresh a row, and a backup reads many. A
+    tag marks those that Carver activated, from before until after they are active: the next start,
+    or the next reading in the group, deactivates what a kill left. One that was active before has
+    no tag and is left alone. A COW snapshot is active for as long as its origin is.
+    """
 
     def __init__(self, context: Context) -> None:
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
         self._devices = context.devices
         self._guard = threading.Lock()
-        # By group and name: how many read it; by a random word: whom it is activated for, until
-        # when (monotonic).
+        # By group and name: the number of readers. By lease: the snapshot, and the lease's end
+        # (monotonic).
         self._readers: Counter[tuple[str, str]] = Counter()
         self._leases: dict[str, tuple[tuple[str, str], float]] = {}
 
     @contextmanager
     def held(self, snapshot: Snapshot) -> Iterator[devices.Device]:
-        """Inside, a snapshot's device is there; the group is held to enter. Raises Inactive.
+        """Inside, a snapshot's device is active; the group is held to enter. Raises Inactive.
 
-        At most two commands. `end` is to follow, once all that was read in the group is closed.
+        At most two commands. Call `end` once everything read in the group is closed.
         """
         key = (snapshot.group.name, snapshot.name)
         with self._guard:
@@ -188,46 +200,46 @@ class Activations:
         finally:
             with self._guard:
                 self._readers[key] -= 1
-                # Else there would be an entry for each that was ever read.
+                # Or an entry would stay for each snapshot ever read.
                 if not self._readers[key]:
                     del self._readers[key]
 
     def lease(self, snapshot: Snapshot) -> str:
-        """Activate a snapshot that another process is to open; the word by which it is ended.
+        """Activate a snapshot for another process to open; return the lease for `end_lease`.
 
-        Empty where there is nothing to end. The group is held. The device stays for as long as it
-        is open there. At most two commands.
+        Empty where there is nothing to end. The group is held. The device stays active for as long
+        as it is open there. At most two commands.
         """
         self._activate(snapshot)
         if not snapshot.is_thin:
             return ""
-        word = secrets.token_hex(8)
+        lease = secrets.token_hex(8)
         with self._guard:
             until = time.monotonic() + _LEASE_SECONDS
-            self._leases[word] = ((snapshot.group.name, snapshot.name), until)
-        return word
+            self._leases[lease] = ((snapshot.group.name, snapshot.name), until)
+        return lease
 
-    def end_lease(self, group: str, word: str) -> None:
+    def end_lease(self, group: str, lease: str) -> None:
         """The process has closed the snapshot."""
         with self._guard:
-            self._leases.pop(word, None)
+            self._leases.pop(lease, None)
         self.end(group)
 
     def end(self, *groups: str) -> None:
-        """Deactivate what nobody reads any more in these groups. Raises nothing."""
+        """Deactivate the snapshots in these groups that are no longer read. Raises nothing."""
 
         def sweep() -> None:
             with command.time_limit(_END_SECONDS):
                 self.resume(*groups)
 
         try:
-            # Whoever read has perhaps no time left, nor a place among the calls.
+            # Without the caller's deadline and place among the calls, which may be used up.
             contextvars.Context().run(sweep)
         except (errors.AgentError, mount_errors.CommandError, OSError) as error:
             _log.warning("snapshots in %s stay active for now: %s", ", ".join(groups), error)
 
     def resume(self, *groups: str) -> int:
-        """The same, or in all groups; returns how many. Three commands at most for each group."""
+        """Deactivate as `end`, or in all groups; return how many. Three commands a group."""
         count = 0
         for name in groups or self._volume_groups.names:
             with self._volume_groups.hold(name):
@@ -245,16 +257,16 @@ class Activations:
         return self._inventory.activate_snapshot(snapshot)
 
     def _unread(self, known: report.Report) -> list[str]:
-        """The names of those that bear the tag, and nobody reads or copies."""
+        """The names of snapshots that have the tag and are neither read nor copied."""
         now = time.monotonic()
         with self._guard:
-            self._leases = {word: one for word, one in self._leases.items() if one[1] > now}
+            self._leases = {lease: one for lease, one in self._leases.items() if one[1] > now}
             read = {*self._readers, *(key for key, _ in self._leases.values())}
         own = [one for one in self._inventory.all_snapshots(known) if tag.ACTIVATED in one.own_tags]
         unread = [one for one in own if (one.group.name, one.name) not in read]
         if not unread:
             return []
-        # A copy, which may be in another group, opens it for a moment at a time.
+        # A copy, which may be in another group, opens it only for moments.
         every = self._inventory.present(self._inventory.state(quick=True))
         copied = {one.own_tags.get(tag.FROM) for one in every if one.copying}
         return [
@@ -266,7 +278,7 @@ class Activations:
     def _deactivate(self, group: str, names: list[str]) -> None:
         lvm = self._volume_groups.lvm(group)
         if active := [one for one in names if self._inventory.is_active(group, one)]:
-            # Opened just now, by nobody of Carver's: it keeps its tag.
+            # Just opened by another program: it keeps its tag.
             with suppress(lvm_errors.InUse):
                 volumes.deactivate(lvm, group, *active)
         done = [(group, one) for one in names if not self._inventory.is_active(group, one)]

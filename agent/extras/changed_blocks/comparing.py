@@ -1,4 +1,4 @@
-"""Where two devices differ: what a COW store has copies of, and blocks compared one by one."""
+"""Find where two devices differ: by COW tables, and by comparing block by block."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +10,7 @@ from mount.blocks import PIECE_BYTES, Reader
 
 # 32 MiB of bits: at 4 KiB a chunk, 1 TiB of the origin.
 _PART_CHUNKS = 1 << 28
-# Bytes of which each bit is set, as many as there are; or one with some.
+# A run of bytes with all bits set, or one byte with some.
 _SOME = re.compile(rb"\xff+|[^\0]")
 _ALL = 0xFF
 
@@ -22,10 +22,14 @@ def ranges(
     check: Callable[[], None],
     part_chunks: int = _PART_CHUNKS,
 ) -> Iterator[Extent]:
-    """The ranges between two places that any table has, sorted and merged.
+    """The ranges between two offsets that any table has, sorted and merged.
 
-    All tables have chunks of one size. `check` may end it, by an error. A part of the origin is
-    `part_chunks` at most, a multiple of 8.
+    A table has the chunks in the order in which they were overwritten. A list of 16 TiB in chunks
+    of 4 KiB would take gigabytes, so the tables are read once for each part of the origin that has
+    chunks, and a part is a bit for each chunk.
+
+    All tables have the same chunk size. `check` may raise to end it. `part_chunks`
+    is a multiple of 8.
     """
     found = _chunks(tables, start_bytes, end_bytes, check, part_chunks)
     return clipped(merged(found), start_bytes, end_bytes)
@@ -40,7 +44,7 @@ def _chunks(
 ) -> Iterator[Extent]:
     size = tables[0].chunk_bytes
     last = -(-end_bytes // size)
-    # The parts that are left, as far as is known: the first reading of the table tells them all.
+    # Parts that are left to do; the first pass over the tables finds them all.
     part, left = start_bytes // size // part_chunks, set[int]()
     while part * part_chunks < last:
         base = part * part_chunks
@@ -61,7 +65,7 @@ def _marked(
     left: set[int],
     check: Callable[[], None],
 ) -> bytearray:
-    """A bit for each chunk of a part; the parts behind it that have some are put on the list."""
+    """A bit for each chunk of a part; later parts that have chunks are added to `left`."""
     bits = bytearray(-(-chunks // 8))
     for told in chain.from_iterable(one.chunks() for one in tables):
         check()
@@ -69,7 +73,7 @@ def _marked(
             continue
         first, last = min(told) - base, max(told) - base
         if 0 <= first <= last < chunks and last - first == len(told) - 1:
-            # Each once in a table, so these are all between: written one after another, as most is.
+            # A chunk is in a table once, so this is a contiguous run, as most writes are.
             _mark(bits, first, last + 1)
             continue
         for chunk in told:
@@ -82,7 +86,7 @@ def _marked(
 
 
 def _mark(bits: bytearray, start: int, end: int) -> None:
-    """Set the bits from one to before another."""
+    """Set the bits from `start` to before `end`."""
     first, last = min(-(-start // 8), end // 8), end // 8
     bits[first:last] = bytes([_ALL]) * (last - first)
     edges = (*range(start, min(8 * first, end)), *range(max(8 * last, start), end))
@@ -91,7 +95,7 @@ def _mark(bits: bytearray, start: int, end: int) -> None:
 
 
 def _runs(bits: bytearray) -> Iterator[tuple[int, int]]:
-    """The bits that are set: numbers, and how many follow each other, as far as is easily seen."""
+    """Runs of set bits: the first bit and the count; adjacent runs are not merged."""
     for some in _SOME.finditer(bits):
         at, byte = 8 * some.start(), bits[some.start()]
         if byte == _ALL:
@@ -101,31 +105,31 @@ def _runs(bits: bytearray) -> Iterator[tuple[int, int]]:
 
 
 _ZEROES = bytes(PIECE_BYTES)
-# What differs is told when it comes to this: whoever fetches it need not wait for the rest.
-TOLD_BYTES = 16 << 20
+# The longest range of a comparison: the caller can fetch it without waiting for the rest.
+MAX_RANGE_BYTES = 16 << 20
 
 
 def differing(
     base: Reader | None,
     base_bytes: int,
     target: Reader,
-    extents: Iterable[Extent],
     check: Callable[[], None],
+    extents: Iterable[Extent],
 ) -> Iterator[Extent]:
-    """What of sorted ranges differs, in whole blocks; no range has more than TOLD_BYTES.
+    """The blocks of sorted ranges that differ, as ranges of at most MAX_RANGE_BYTES.
 
-    A base reads as zeroes behind so many bytes, and where there is none. `check` is called before
-    each piece of at most PIECE_BYTES is read, and may end it by an error. Raises OSError.
+    The base reads as zeroes from `base_bytes` on, and where it is None. `check` is called before
+    each piece of at most PIECE_BYTES is read, and may raise to end it. Raises OSError.
     """
-    return merged(_differing(base, base_bytes, target, extents, check), TOLD_BYTES)
+    return merged(_differing(base, base_bytes, target, check, extents), MAX_RANGE_BYTES)
 
 
 def _differing(
     base: Reader | None,
     base_bytes: int,
     target: Reader,
-    extents: Iterable[Extent],
     check: Callable[[], None],
+    extents: Iterable[Extent],
 ) -> Iterator[Extent]:
     for piece in _pieces(extents):
         check()
@@ -140,7 +144,7 @@ def _differing(
 
 
 def _unequal(here: bytes, there: bytes) -> Iterator[tuple[int, int]]:
-    """Where blocks that differ begin, and where the last of those that follow each other ends."""
+    """Start and end of each run of blocks that differ."""
     begun = -1
     for start in range(0, len(here), BLOCK_BYTES):
         end = start + BLOCK_BYTES
@@ -154,7 +158,7 @@ def _unequal(here: bytes, there: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _pieces(extents: Iterable[Extent]) -> Iterator[Extent]:
-    """The same in pieces that begin at whole blocks and are read at once."""
+    """Split ranges into pieces for one read each, from block boundaries on."""
     for one in extents:
         start = one.offset_bytes // BLOCK_BYTES * BLOCK_BYTES
         for at in range(start, one.end_bytes, PIECE_BYTES):

@@ -1,10 +1,4 @@
-"""Where the data of an encrypted volume begin, by the LUKS2 header that a snapshot itself has.
-
-Two snapshots are compared as they lie, encrypted. AES-XTS makes of the same plaintext at the same
-place the same ciphertext, as long as the master key is the same: then what differs encrypted is
-what differs to who reads. So both headers must agree on where the data are and on that key; which
-passphrases open them does not matter.
-"""
+"""Which ranges of a snapshot are allocated, or changed since another snapshot of its volume."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -46,9 +40,14 @@ _Opened = tuple[Snapshot | Volume, str]
 
 
 def start_of_user_data(kernel: Kernel, those: Sequence[_Opened]) -> LogicalOffset:
-    """Where the user's first byte is in all of these, of one volume each with its device.
+    """The offset of the user's first byte, by the LUKS2 headers of snapshots of one volume.
 
-    Raises BlocksUnknown where they do not agree, or what they hold is not to be read; OSError.
+    Encrypted snapshots are compared as they lie. AES-XTS makes the same ciphertext of the same
+    plaintext at the same place as long as the master key is the same: then what differs encrypted
+    is what differs to the user. So the headers must agree on the offset and on that key; which
+    passphrases open them does not matter.
+
+    Raises BlocksUnknown where they do not agree or cannot be read, OSError.
     """
     found = [_start(kernel, one, device) for one, device in those]
     if len(set(found)) > 1:
@@ -62,7 +61,7 @@ def start_of_user_data(kernel: Kernel, those: Sequence[_Opened]) -> LogicalOffse
 
 
 def _start(kernel: Kernel, one: Snapshot | Volume, device: str) -> tuple[LogicalOffset, str]:
-    """Where its data begin, and what stands for how they are encrypted."""
+    """The offset of its data, and a digest of how they are encrypted."""
     if not one.is_encrypted:
         return LogicalOffset(0), ""
     header = luks.read(kernel, device)
@@ -73,7 +72,7 @@ def _start(kernel: Kernel, one: Snapshot | Volume, device: str) -> tuple[Logical
 
 
 def _unused_start(kernel: Kernel, one: Snapshot | Volume, device: str) -> LogicalOffset:
-    """Where the data of a volume will begin that nobody used yet: then it has no header."""
+    """The offset of the data of an unused volume, which has no header yet."""
     was_used = {tag.SEALED, tag.FORMATTED} & one.own_tags.keys()
     if was_used or not one.header_bytes or luks.bears_any(kernel, device):
         raise errors.BlocksUnknown(
@@ -88,21 +87,21 @@ def _require_settled(one: Snapshot | Volume, header: Header) -> None:
     if header.is_reencrypting:
         raise errors.BlocksUnknown(
             str(one.id),
-            "it is of amidst a re-encryption",
+            "it was taken during a re-encryption",
             "take another snapshot when that is over, and make a full backup of it",
         )
     if header.offset_bytes % BLOCK_BYTES:
         raise errors.BlocksUnknown(
             str(one.id),
-            f"its data begin at byte {header.offset_bytes}, amidst a block of {BLOCK_BYTES} bytes",
+            f"its data begin at byte {header.offset_bytes}, inside a block of {BLOCK_BYTES} bytes",
             "back it up by reading all of it",
         )
 
 
 _Read = Snapshot | Volume
-# Where to look, between two places; and what of that is told.
+# The ranges to look at between two offsets, and the filter that picks from them.
 _Candidates = Callable[[int, int], Iterable[Extent]]
-_Sieve = Callable[[Iterable[Extent]], Iterator[Extent]]
+_Filter = Callable[[Iterable[Extent]], Iterator[Extent]]
 
 
 def _always() -> bool:
@@ -110,11 +109,15 @@ def _always() -> bool:
 
 
 class Delta:
-    """Answers for snapshots, and for volumes as they are now, by their ids.
+    """Reads snapshots, and volumes as they are now, by their ids.
 
-    A volume is read as it is while it is read: of one that is written to meanwhile the answer may
-    lack what was written since it began. Take a snapshot for more. `is_wanted` is asked now and
-    then; where it says no, NotWanted is raised.
+    LVM's metadata say where to look: a thin pool's, which blocks a volume has, and has alone; a COW
+    snapshot's table, which chunks of its origin were overwritten since. The same bytes may have
+    been written again, so the ranges found are compared. Which of two snapshots is older has no
+    say in where to look: a clock may have stepped.
+
+    The answer for a volume that is written to meanwhile may lack what was written since it began;
+    take a snapshot for more. `is_wanted` is polled; NotWanted is raised once it is false.
     """
 
     def __init__(self, context: Context) -> None:
@@ -129,25 +132,26 @@ class Delta:
     def allocated(
         self, identity: str, is_wanted: Callable[[], bool] = _always, *, is_compared: bool = True
     ) -> Iterator[Reading]:
-        """What is not zero, or may not be; whatever it does not name reads as zeroes.
+        """The ranges that may hold anything but zeroes; everything else reads as zeroes.
 
-        Where it is not compared with zeroes a thick volume is all of it; so is an encrypted one,
-        whose zeroes are noise to its user. Raises NoSuchSnapshot, NoSuchVolume, OtherGroup,
-        Copying, SourceLost, MetadataReserved.
+        Unless compared with zeroes, a thick volume is one range; so is an encrypted one, whose
+        zeroes are noise to its user. Raises NoSuchSnapshot, NoSuchVolume, OtherGroup, Copying,
+        SourceLost, MetadataReserved.
         """
         check = self._check(identity, is_wanted)
         with ExitStack() as ending:
             [(of, reader)] = self._opened(ending, identity)
             compares = is_compared and not of.is_encrypted
-            sieve: _Sieve = partial(_unlike_zeroes, reader, check) if compares else iter
+            unlike_zeroes = partial(comparing.differing, None, 0, reader, check)
+            pick: _Filter = unlike_zeroes if compares else iter
             candidates: _Candidates = _everything
             if pool := _pool(of):
                 ranges = ending.enter_context(spool.opened(self._directory))
                 words = thinmaps.mapped_words
                 self._spool(ranges, pool, thinmaps.mapped, words, check, of)
-                # Whether a block that is given out has zeroes is not looked at.
-                sieve, candidates = iter, partial(clipped, ranges)
-            yield self._reading([(of, reader)], candidates, sieve)
+                # Allocated blocks are not searched for zeroes.
+                pick, candidates = iter, partial(clipped, ranges)
+            yield self._reading([(of, reader)], candidates, pick)
 
     @contextmanager
     def changed(
@@ -158,15 +162,14 @@ class Delta:
         *,
         is_compared: bool = True,
     ) -> Iterator[Reading]:
-        """Where two snapshots of a volume, or one and the volume as it is, differ: block by block.
+        """The blocks in which two snapshots of a volume, or a snapshot and the volume, differ.
 
-        Each block that it names differs, each that it does not name is equal. A base that is
-        smaller is taken to read as zeroes behind its end; what an encrypted volume has there is
-        named as `allocated` names it. Raises the same, and NotComparable for those that are not of
-        one volume, for a base that is larger, or was taken later.
+        Exactly those. A smaller base reads as zeroes behind its end; what an encrypted volume has
+        there is in the answer as `allocated` has it. Raises as `allocated`, and NotComparable for
+        snapshots of two volumes and for a base that is larger or newer.
 
-        Where they are not compared it names all that was written, and neither is read for it. Of a
-        thick volume that is more from one call to the next: what was written since the target, too.
+        Unless compared, the answer is all that was written, and no device is read. Of a thick
+        volume it grows from call to call: it has what was written since the target, too.
         """
         check = self._check(target_id, is_wanted)
         with ExitStack() as ending:
@@ -179,27 +182,27 @@ class Delta:
                 candidates = partial(clipped, ranges)
             elif tables := self._tables(base, target):
                 candidates = partial(_overwritten, tables, base.size_bytes, check)
-            unlike: _Sieve = partial(_unlike, old, base.size_bytes, new, check)
+            unlike: _Filter = partial(comparing.differing, old, base.size_bytes, new, check)
             if target.is_encrypted:
                 unlike = partial(_up_to, base.size_bytes, unlike)
-            sieve: _Sieve = unlike if is_compared else iter
-            yield self._reading([(base, old), (target, new)], candidates, sieve)
+            pick: _Filter = unlike if is_compared else iter
+            yield self._reading([(base, old), (target, new)], candidates, pick)
 
     def stop(self) -> None:
-        """End what is read at the next piece, or block of a table."""
+        """End all readings at their next piece, or block of a table."""
         self._stopping.set()
 
     def _reading(
-        self, those: list[tuple[_Read, Reader]], candidates: _Candidates, sieve: _Sieve
+        self, those: list[tuple[_Read, Reader]], candidates: _Candidates, pick: _Filter
     ) -> "_Reading":
         of, reader = those[-1]
         places = [(one, opened.device) for one, opened in those]
         readable = self._require_readable(*(one for one, _ in those))
         user_start = partial(start_of_user_data, self._kernel, places)
-        return _Reading(of, reader.device, candidates, sieve, readable, user_start)
+        return _Reading(of, reader.device, candidates, pick, readable, user_start)
 
     def _opened(self, ending: ExitStack, *identities: str) -> list[tuple[_Read, Reader]]:
-        """What has these ids, and their devices, open; a command for each that is not active."""
+        """Open the devices of these ids; one command for each that is not active."""
         for one in identities:
             if VolumeId.parse(one) is None:
                 raise errors.NoSuchSnapshot(one)
@@ -210,10 +213,10 @@ class Delta:
             if len(found) > 1:
                 _require_comparable(*found)
             if thin := sorted({one.group.name for one in found if _pool(one)}):
-                # Last, once all is closed.
+                # Last, once the devices are closed.
                 ending.callback(self.activations.end, *thin)
             readers = [self._kernel.reader(self._activate(ending, one)) for one in found]
-            # What is open cannot be removed from here on.
+            # An open device cannot be removed.
             return [
                 (one, ending.enter_context(reader))
                 for one, reader in zip(found, readers, strict=True)
@@ -228,7 +231,7 @@ class Delta:
         return found
 
     def _check(self, identity: str, is_wanted: Callable[[], bool]) -> Callable[[], None]:
-        """To be asked at each piece; raises NotWanted, Stopping."""
+        """A check for each piece; it raises NotWanted, Stopping."""
 
         def check() -> None:
             if self._stopping.is_set():
@@ -252,7 +255,7 @@ class Delta:
         check: Callable[[], None],
         *those: _Read,
     ) -> None:
-        """Have a program tell of thin volumes: to its end, as their pool waits for that."""
+        """Read a thin-provisioning tool's output to its end at once, as the pool waits for that."""
         group = those[-1].group.name
         numbers = [self._number(group, one.name) for one in those]
         with (
@@ -268,9 +271,9 @@ class Delta:
         return number
 
     def _tables(self, base: _Read, target: _Read) -> list[Exceptions]:
-        """The tables of which one at least has all that differs; none where there are no such.
+        """COW tables whose union has all that differs; empty where the volume has none.
 
-        That of the older one has it, whichever of two snapshots that is, and all of the other's.
+        The older snapshot's table has it, and everything that the other's has.
         """
         those = [base] if isinstance(target, Volume) else [base, target]
         if any(_pool(one) for one in those):
@@ -281,7 +284,7 @@ class Delta:
     def _require_readable(self, *those: _Read) -> Callable[[], None]:
         def require() -> None:
             for one in those:
-                # What was read just before that may have been overwritten already.
+                # Anything read just before that may have been overwritten already.
                 if isinstance(one, Snapshot) and self._inventory.has_overflowed(one):
                     raise errors.SourceLost(str(one.id), "its area is full, what it held is lost")
 
@@ -290,12 +293,12 @@ class Delta:
 
 @dataclass(frozen=True)
 class _Reading:
-    """The real `Reading`: where to look, and what of that is told."""
+    """A `Reading` of candidate ranges through a filter."""
 
     of: _Read
     device: str
     candidates: _Candidates
-    sieve: _Sieve
+    pick: _Filter
     require_readable: Callable[[], None]
     user_start: Callable[[], LogicalOffset]
 
@@ -315,13 +318,13 @@ class _Reading:
 
     def _extents(self, start: int) -> Iterator[Extent]:
         with self._proved():
-            found = self.sieve(self.candidates(start, self.size_bytes))
-            # A block is compared whole, wherever in it one begins.
+            found = self.pick(self.candidates(start, self.size_bytes))
+            # Blocks are compared whole, wherever the reading begins.
             yield from clipped(found, start, self.size_bytes)
 
     @contextmanager
     def _proved(self) -> Iterator[None]:
-        """What is read inside was not lost meanwhile; raises SourceLost."""
+        """Raise SourceLost where what was read inside may have been lost meanwhile."""
         try:
             yield
         except (OSError, errors.BlocksUnknown):
@@ -336,7 +339,7 @@ def _require_comparable(base: _Read, target: _Read) -> None:
     if not isinstance(base, Snapshot):
         raise errors.NoSuchSnapshot(str(base.id))
     if base.source_id != of:
-        why = f"the one is of {base.source_id}, the other of {of}"
+        why = f"it is of {base.source_id}, the other of {of}"
     elif records.is_older(base, target) is False:
         why = "it was taken later"
     elif base.size_bytes > target.size_bytes:
@@ -352,7 +355,7 @@ def _pool(one: _Read) -> str:
 def _overwritten(
     tables: Sequence[Exceptions], base_bytes: int, check: Callable[[], None], start: int, end: int
 ) -> Iterator[Extent]:
-    """What the tables' origin overwrote, and what is behind the base's end."""
+    """What the tables' origin overwrote, and all behind the base's end."""
     own = min(end, base_bytes)
     if start < own:
         yield from comparing.ranges(tables, start, own, check)
@@ -370,18 +373,8 @@ def _everything(start: int, end: int) -> Iterator[Extent]:
         yield Extent(start, end - start)
 
 
-def _unlike(
-    base: Reader | None,
-    base_bytes: int,
-    target: Reader,
-    check: Callable[[], None],
-    extents: Iterable[Extent],
-) -> Iterator[Extent]:
-    return comparing.differing(base, base_bytes, target, extents, check)
-
-
-def _up_to(end_bytes: int, sieve: _Sieve, extents: Iterable[Extent]) -> Iterator[Extent]:
-    """What a sieve leaves of what lies before a place, and all that lies behind."""
+def _up_to(end_bytes: int, pick: _Filter, extents: Iterable[Extent]) -> Iterator[Extent]:
+    """Apply a filter to what lies before an offset; keep all that lies behind."""
     left, behind = iter(extents), list[Extent]()
 
     def before() -> Iterator[Extent]:
@@ -392,12 +385,6 @@ def _up_to(end_bytes: int, sieve: _Sieve, extents: Iterable[Extent]) -> Iterator
             if behind:
                 return
 
-    yield from sieve(before())
+    yield from pick(before())
     for one in chain(behind, left):
         yield from clipped([one], end_bytes, one.end_bytes)
-
-
-def _unlike_zeroes(
-    target: Reader, check: Callable[[], None], extents: Iterable[Extent]
-) -> Iterator[Extent]:
-    return comparing.differing(None, 0, target, extents, check)

@@ -13,7 +13,7 @@ from agent.core.extents import Extent, Reading, UserExtent, UserOffset
 from agent.core.requests import GetMetadata
 from agent.daemon.extra import Extra
 from agent.daemon.server import Service
-from agent.extras.changed_blocks.comparing import TOLD_BYTES
+from agent.extras.changed_blocks.comparing import MAX_RANGE_BYTES
 from agent.extras.changed_blocks.delta import Delta
 from lvm import names
 from proto import csi_pb2 as csi
@@ -144,6 +144,6 @@ def _piece(extents: Iterator[Range], max_results: int) -> list[Range]:
     for one in islice(extents, min(max_results or _RESULTS, _RESULTS)):
         piece.append(one)
         piece_bytes += one.length_bytes
-        if piece_bytes >= TOLD_BYTES:
+        if piece_bytes >= MAX_RANGE_BYTES:
             break
     return piece

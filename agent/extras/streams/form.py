@@ -22,17 +22,16 @@ from mount.blocks import Bytes
 A = TypeVar("A")
 B = TypeVar("B")
 
-# Reading, hashing, compressing and writing all leave Python's lock to others. More than a disk and
-# a few processors can use would only take memory: a piece is up to form.MOST_BYTES.
+# Reading, hashing, compressing and writing all release Python's lock. More workers than a disk and
+# a few processors can use would only take memory: a piece is up to MOST_BYTES.
 WORKERS = min(4, os.cpu_count() or 1) + 1
 _AHEAD = 2 * WORKERS
 
 
 def lent(pieces: Iterable[A], most_bytes: int) -> Iterator[tuple[A, memoryview]]:
-    """Pieces, each with memory for so many bytes that is its own until `ordered` gave its result.
+    """Pieces, each with memory of `most_bytes` that is its own until `ordered` gave its result.
 
-    What is asked of the kernel anew for each piece is filled with zeroes a page at a time first,
-    which takes longer than a disk.
+    Memory is reused: the kernel zeroes new memory page by page, which takes longer than a disk.
     """
     places = rooms(most_bytes)
     for piece in pieces:
@@ -40,15 +39,15 @@ def lent(pieces: Iterable[A], most_bytes: int) -> Iterator[tuple[A, memoryview]]
 
 
 def rooms(most_bytes: int) -> Iterator[memoryview]:
-    """Places in memory, one after the other, and again when `ordered` is done with them."""
+    """A ring of memory areas, each reused when `ordered` is done with it."""
     return cycle([memoryview(mmap.mmap(-1, most_bytes)) for _ in range(_AHEAD + 2)])
 
 
 def ordered(work: Callable[[A], B], pieces: Iterable[A]) -> Iterator[B]:
-    """What `work` makes of each piece, in the order of the pieces; raises what fails first.
+    """Run `work` on pieces in parallel and give the results in order; raise what fails first.
 
-    Where there are no further pieces because of an error, what was begun before is given first. No
-    more than a few pieces are taken ahead. When it is closed, nothing is under way any more.
+    Where `pieces` fails, results of what was begun come before its error. Only a few pieces are
+    taken ahead. Once closed, no work is running.
     """
     with ThreadPoolExecutor(WORKERS, thread_name_prefix="stream") as pool:
         begun: deque[Future[B]] = deque()
@@ -76,9 +75,9 @@ def ordered(work: Callable[[A], B], pieces: Iterable[A]) -> Iterator[B]:
 
 MAGIC = b"\x89CARVER\n"
 VERSION = 1
-# What a frame of data holds at most, as it was on the device.
+# The most uncompressed data in a frame.
 MOST_BYTES = 4 << 20
-# What sizes and offsets are multiples of: the sectors that every block device has.
+# Sizes and offsets are multiples of the sector of block devices.
 SECTOR_BYTES = 512
 # A volume is smaller (LVM's limit, on a 64-bit kernel).
 LARGEST_BYTES = 8 << 60
@@ -88,28 +87,28 @@ _FRAME = struct.Struct("!cBHIQQ16s")
 _TOTALS = struct.Struct("!QQQ")
 _MOST_HEADER_BYTES = 64 << 10
 _DIGEST_BYTES = 32
-# Of data: it is to find damage, and SHA-256 would be slower than a good disk.
+# Of data: it finds damage; SHA-256 would be slower than a good disk.
 digest_of = xxhash.xxh3_128_digest
 _NO_DIGEST = bytes(16)
 _CHAIN = re.compile(r"[0-9a-f]{64}")
 
-# The fields of a header that are of other kinds than a table of facts.
+# The types of a header's fields; all others are tables.
 _KINDS: Mapping[Any, type] = {str: str, int: int}
 
 DATA, ZEROES, END = b"D", b"Z", b"E"
 RAW, ZSTD = 0, 1
-# Level 3 is zstd's own choice: a slow disk is faster with it, a fast one is not held up much.
+# zstd's default: faster with a slow disk, little slower with a fast one.
 _LEVEL = 3
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a stream is of. Sizes and offsets are in bytes, the time in nanoseconds of the epoch.
+    """A stream's first part. Sizes and offsets are in bytes, times in nanoseconds of the epoch.
 
-    `chain` names exactly the contents that a volume has when the whole stream is applied to one
-    that had those of `base_chain`; empty for a whole volume. A base is `base_size_bytes` large.
-    `offset_bytes` is where this stream begins, if a part of it was sent before. `release` is the
-    SHA-256 of the word without which the volume is not to be finished, or empty.
+    `chain` names exactly the contents of a volume after the stream was applied to one that had
+    those of `base_chain`, which is empty for a whole volume. `offset_bytes` is where this stream
+    begins, if a part was sent before. `release` is the SHA-256 of the word without which the volume
+    must not be finished, or empty.
     """
 
     volume_id: str
@@ -131,7 +130,7 @@ class Header:
 
 
 class Packed(NamedTuple):
-    """Data as a frame has them."""
+    """Data as in a frame."""
 
     encoding: int
     payload: Bytes
@@ -142,7 +141,7 @@ class Packed(NamedTuple):
 class Frame:
     """A part of a volume: data, or zeroes. Its place is proved, its payload is not yet.
 
-    `room` is the memory that the payload lies in, where that has room for all that it unpacks to.
+    `room` is the memory that the payload lies in, if it has room for the unpacked data.
     """
 
     offset_bytes: int
@@ -163,15 +162,12 @@ class Frame:
         return not self.payload
 
     def data(self) -> Bytes:
-        """What is to be written, proved to be what was sent; raises BadStream.
-
-        It lies where the payload did, where there is room.
-        """
+        """The data to write, proved to be what was sent; raises BadStream. In `room`, if there."""
         if digest_of(self.payload) != self.digest:
             raise errors.BadStream(f"the data for byte {self.offset_bytes} were altered")
         if self.encoding == RAW:
             return self.payload
-        # Asked first: the decompressor would make room for whatever the data say.
+        # First, as the decompressor would allocate whatever size the data say.
         try:
             told = zstandard.frame_content_size(self.payload)
             data = (
@@ -193,14 +189,14 @@ class Frame:
 
 @dataclass
 class Totals:
-    """What a stream had, by its end mark."""
+    """The counts of a stream that its end mark has."""
 
     frames: int = 0
     data_bytes: int = 0
     zero_bytes: int = 0
 
     def add(self, length_bytes: int, *, is_zeroes: bool) -> None:
-        """One frame more."""
+        """Count a frame."""
         self.frames += 1
         if is_zeroes:
             self.zero_bytes += length_bytes
@@ -208,18 +204,18 @@ class Totals:
             self.data_bytes += length_bytes
 
     def pack(self) -> bytes:
-        """As the end mark has them."""
+        """Encode for the end mark."""
         return _TOTALS.pack(self.frames, self.data_bytes, self.zero_bytes)
 
 
 def chain_of(volume_id: str, snapshot_uuid: str, taken_nanoseconds: int, size_bytes: int) -> str:
-    """The name of exactly what a snapshot holds: its LVM UUID is no other's, nor used again."""
+    """Name exactly what a snapshot holds: LVM never uses a UUID again."""
     told = ("carver snapshot 1", volume_id, snapshot_uuid, taken_nanoseconds, size_bytes)
     return hashlib.sha256("\n".join(map(str, told)).encode()).hexdigest()
 
 
 def pack(data: Bytes, *, compress: bool) -> Packed:
-    """Data for a frame; whether they are smaller compressed is seen by doing it."""
+    """Encode data for a frame, compressed where that is smaller."""
     if compress:
         smaller = zstandard.ZstdCompressor(_LEVEL).compress(data)
         if len(smaller) < len(data):
@@ -228,12 +224,12 @@ def pack(data: Bytes, *, compress: bool) -> Packed:
 
 
 def text_of(header: Header) -> bytes:
-    """A header as JSON."""
+    """Encode a header as JSON."""
     return json.dumps(asdict(header), sort_keys=True, separators=(",", ":")).encode()
 
 
 def header_of(text: bytes | str) -> Header:
-    """What `text_of` gave, checked field by field; raises BadStream."""
+    """Decode a header, checked field by field; raises BadStream."""
     try:
         return _header(json.loads(text))
     except (ValueError, TypeError, RecursionError) as error:
@@ -241,7 +237,7 @@ def header_of(text: bytes | str) -> Header:
 
 
 def opening(header: Header) -> tuple[bytes, bytes]:
-    """How a stream begins, and the digest that its first frame goes on from."""
+    """A stream's first bytes, and the digest that its first frame continues."""
     told = text_of(header)
     if len(told) > _MOST_HEADER_BYTES:
         raise errors.BadStream(f"a header of {len(told)} bytes is too long")
@@ -253,7 +249,7 @@ def opening(header: Header) -> tuple[bytes, bytes]:
 def heading(
     proof: bytes, kind: bytes, offset_bytes: int, length_bytes: int, packed: Packed | None = None
 ) -> tuple[bytes, bytes]:
-    """What stands before a frame's payload, and the digest that the next one goes on from."""
+    """The bytes before a frame's payload, and the digest that the next frame continues."""
     encoding, payload, digest = packed or (RAW, b"", _NO_DIGEST)
     head = _FRAME.pack(kind, encoding, 0, len(payload), offset_bytes, length_bytes, digest)
     proof = hashlib.sha256(proof + head).digest()
@@ -265,10 +261,10 @@ HEADING_BYTES = _FRAME.size + _DIGEST_BYTES
 
 
 def header_bytes(prefix: bytes) -> int:
-    """How long the rest of a header is, its digest with it; raises BadStream."""
+    """The length of the rest of a header, digest included; raises BadStream."""
     magic, version, reserved, length = _PREFIX.unpack(prefix)
     if magic != MAGIC:
-        raise errors.BadStream("it is none: it does not begin as one (docs/backup.md)")
+        raise errors.BadStream("it does not begin as a stream of Carver's (docs/backup.md)")
     if version != VERSION:
         raise errors.BadStream(
             f"it is of version {version}; this Carver reads version {VERSION} only"
@@ -279,7 +275,7 @@ def header_bytes(prefix: bytes) -> int:
 
 
 def header(prefix: bytes, rest: bytes) -> tuple[Header, bytes]:
-    """The header that begins so, and the digest that frames go on from; raises BadStream."""
+    """Decode a header, and return the digest that frames continue; raises BadStream."""
     told, proof = rest[:-_DIGEST_BYTES], rest[-_DIGEST_BYTES:]
     if hashlib.sha256(prefix + told).digest() != proof:
         raise errors.BadStream("its header was altered")
@@ -289,8 +285,7 @@ def header(prefix: bytes, rest: bytes) -> tuple[Header, bytes]:
 def parsed(proof: bytes, heading: bytes) -> tuple[bytes, Frame, int, bytes]:
     """Kind, frame without its payload, the payload's length, and the next digest.
 
-    Proved to be what was written after what has this digest: none is left out, doubled or moved.
-    Raises BadStream.
+    Proved to continue `proof`: no frame is left out, doubled or moved. Raises BadStream.
     """
     head, told = heading[: _FRAME.size], heading[_FRAME.size :]
     proof = hashlib.sha256(proof + head).digest()
@@ -306,34 +301,34 @@ def parsed(proof: bytes, heading: bytes) -> tuple[bytes, Frame, int, bytes]:
         END: stored == _TOTALS.size and not length and encoding == RAW,
     }
     if reserved or (offset | length) % SECTOR_BYTES or not is_sound.get(kind, False):
-        raise errors.BadStream("it has a part of which nothing is known here")
+        raise errors.BadStream("it has a frame of an unknown kind")
     return kind, frame, stored, proof
 
 
 def _header(told: Any) -> Header:
     if not isinstance(told, dict):
-        raise ValueError("is no table")
+        raise ValueError("is no JSON object")
     known = {one.name: one.type for one in fields(Header)}
     if told.keys() != known.keys():
         odd = ", ".join(sorted(map(str, told.keys() ^ known.keys())))
-        raise ValueError(f"has other fields than it should have: {odd}")
+        raise ValueError(f"has unknown or missing fields: {odd}")
     for name, value in told.items():
         if type(value) is not _KINDS.get(known[name], dict):
-            raise ValueError(f"{name} is not of its kind")
+            raise ValueError(f"{name} has the wrong type")
     facts = told["facts"]
     if not all(isinstance(value, str) for value in facts.values()):
-        raise ValueError("facts are not texts")
+        raise ValueError("facts must be strings")
     made = Header(**told)
     sizes = (made.size_bytes, made.base_size_bytes, made.offset_bytes)
     if any(not 0 <= one <= LARGEST_BYTES or one % SECTOR_BYTES for one in sizes):
-        raise ValueError("a size is not one")
+        raise ValueError(f"sizes must be multiples of {SECTOR_BYTES} up to {LARGEST_BYTES}")
     if not made.size_bytes or max(sizes) > made.size_bytes or made.taken_nanoseconds < 0:
-        raise ValueError("its sizes do not fit each other")
+        raise ValueError("its sizes contradict each other")
     chains = filter(None, (made.base_chain, made.release))
     if not all(map(_CHAIN.fullmatch, (made.chain, *chains))) or made.chain == made.base_chain:
-        raise ValueError("a chain is not one")
+        raise ValueError("a chain must be a SHA-256 in hexadecimal, and not its base's")
     if bool(made.base_chain) is not bool(made.base_snapshot_id) or (
         made.is_whole and made.base_size_bytes
     ):
-        raise ValueError("it has half a base")
+        raise ValueError("it has only a part of a base")
     return made

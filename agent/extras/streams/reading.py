@@ -1,4 +1,4 @@
-"""Read a stream, or refuse it; apply it to a device, and know how far that is on the disk."""
+"""Read a stream and apply it to a device, and record how far it is on the disk."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,24 +13,23 @@ from mount.blocks import Opened
 
 
 class Source(Protocol):
-    """Where a stream comes from: any file that is read as binary, and waits for what comes."""
+    """A binary file that blocks until it can return all that was asked for, or ends."""
 
     def read(self, length: int, /) -> bytes:
-        """So many bytes, or as many as there are before the end."""
+        """Read so many bytes, or fewer at the end."""
         ...
 
     def readinto(self, place: memoryview, /) -> int:
-        """The same, into memory that is there; how many."""
+        """Read into memory; return how many bytes."""
         ...
 
 
 class Reader:
-    """A stream on its way in. Raises BadStream, StreamEnded."""
+    """Reads a stream. Raises BadStream, StreamEnded."""
 
     def __init__(self, source: Source, begun: bytes = b"") -> None:
-        """`begun` are the stream's first bytes, where they were read already."""
+        """`begun` are the stream's first bytes, if they were read already."""
         self.totals = Totals()
-        # How much of it was read.
         self.read_bytes = 0
         self._source = source
         prefix = begun + self._take(form.PREFIX_BYTES - len(begun))
@@ -38,14 +37,14 @@ class Reader:
 
     @property
     def size_bytes(self) -> int:
-        """How large the volume is that it is of."""
+        """The size of its volume."""
         return self.header.size_bytes
 
     def frames(self) -> Iterator[Frame]:
         """The parts in their order; when this ends, the stream was whole.
 
-        A frame's place is proved here, its data where they are asked for; and those are there for
-        no longer than it is on its way through `pipeline.ordered`.
+        A frame's place is proved here, its data by `Frame.data`. The data are valid only while the
+        frame is on its way through `form.ordered`.
         """
         at = self.header.offset_bytes
         rooms = form.rooms(form.MOST_BYTES)
@@ -54,11 +53,11 @@ class Reader:
                 self._proof, self._take(form.HEADING_BYTES)
             )
             if stored:
-                # No other: a frame of zeroes may be left out on the way.
+                # Only then, as a frame of zeroes may be left out on the way.
                 room = next(rooms)
                 frame = replace(frame, payload=self._fill(room[:stored]), room=room)
             if not at <= frame.offset_bytes <= frame.end_bytes <= self.size_bytes:
-                raise errors.BadStream(f"it goes from byte {at} to {frame.offset_bytes}")
+                raise errors.BadStream(f"after byte {at} comes byte {frame.offset_bytes}")
             if kind == form.END:
                 if frame.data() != self.totals.pack() or frame.offset_bytes != self.size_bytes:
                     raise errors.BadStream("its end mark is of another stream")
@@ -83,25 +82,25 @@ class Reader:
 
 
 def streams(source: Source) -> Iterator[Reader]:
-    """Each of the streams that stand one after another, such as a full one and what follows it.
+    """Streams one after another, such as a whole one and increments.
 
-    The next is begun when the frames of the one before were read.
+    Read all frames of one before the next.
     """
     while begun := source.read(1):
         yield Reader(source, begun)
 
 
-# How often is written down how far it is: so much is sent again at most after a crash.
+# The interval of records: after a crash, at most so much is sent again.
 RECORD_SECONDS = 20.0
-# A range of zeroes is written in parts, none of which takes long.
+# The part of a range of zeroes that one call writes, so that none takes long.
 _ZERO_BYTES = 128 << 20
 
 
 @dataclass(frozen=True)
 class Target:
-    """What a stream is applied to.
+    """The device of `size_bytes` that a stream is applied to.
 
-    `size_bytes` is the device's. One that is `blank` reads as zeroes wherever it was never written.
+    A `blank` one reads as zeroes wherever it was never written.
     """
 
     device: Opened
@@ -120,9 +119,9 @@ def apply(
 ) -> None:
     """Apply all of a stream; when this returns, it is on the disk.
 
-    `record` is told up to which byte of the volume it is on the disk, from time to time; `note` of
-    each part that the stream names, `tell` up to which it was written. Nothing is written that was
-    not proved. Raises BadStream, OSError.
+    `record` is called now and then with the offset up to which it is on the disk, `tell` with the
+    offset up to which it was written, `note` with each part that the stream names. Only proved data
+    are written. Raises BadStream, OSError.
     """
     device, header = target.device, reader.header
 
@@ -148,7 +147,7 @@ def apply(
                 state.write_down()
                 due = time.monotonic() + record_seconds
     except errors.BadStream:
-        # What came before that is good, and need not be sent again.
+        # Everything before that is good, and need not be sent again.
         state.write_down()
         raise
     device.flush()
@@ -166,7 +165,7 @@ class _Progress:
         self.recorded = self.end_bytes
 
     def write_down(self) -> None:
-        """Have what was written on the disk, and then say so."""
+        """Flush, then record the offset."""
         if self.end_bytes <= self.recorded:
             return
         self.device.flush()
@@ -175,9 +174,9 @@ class _Progress:
 
 
 def _parts(frames: Iterable[Frame], target: Target, header: Header) -> Iterator[Frame]:
-    """The frames, and zeroes where nothing is said of a part that may hold what was there before.
+    """The frames, and zeroes for parts without a frame that may hold old data.
 
-    In a whole volume that is anywhere; else only what it grew by since its base.
+    In a whole volume that is anywhere; in an increment, only what the volume grew by since.
     """
     at = max(header.offset_bytes, header.base_size_bytes)
     for frame in frames:

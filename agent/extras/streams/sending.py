@@ -1,4 +1,4 @@
-"""Write a stream from a device; checksums of devices and streams."""
+"""Write a stream from a device; compute checksums of devices and streams."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -12,11 +12,10 @@ from mount.blocks import Bytes, Opened
 
 
 class Writer:
-    """A stream on its way out. `write` is given bytes, and takes all of them."""
+    """Writes a stream. `write` takes all bytes that it is given."""
 
     def __init__(self, write: Callable[[Bytes], object], header: Header) -> None:
         self.totals = Totals()
-        # How long the stream is until now.
         self.written_bytes = 0
         self._write = write
         self._header = header
@@ -24,17 +23,17 @@ class Writer:
         self._put(text)
 
     def data(self, offset_bytes: int, length_bytes: int, packed: Packed) -> None:
-        """A part that holds data, packed by `form.pack`."""
+        """Write a part with data, packed by `form.pack`."""
         self._frame(form.DATA, offset_bytes, length_bytes, packed)
         self.totals.add(length_bytes, is_zeroes=False)
 
     def zeroes(self, offset_bytes: int, length_bytes: int) -> None:
-        """A part that holds zeroes only."""
+        """Write a part of zeroes."""
         self._frame(form.ZEROES, offset_bytes, length_bytes)
         self.totals.add(length_bytes, is_zeroes=True)
 
     def end(self) -> None:
-        """The end mark: whoever reads it has everything."""
+        """Write the end mark, without which a reader refuses the stream."""
         packed = form.pack(self.totals.pack(), compress=False)
         self._frame(form.END, self._header.size_bytes, 0, packed)
 
@@ -51,9 +50,9 @@ class Writer:
         self.written_bytes += len(text)
 
 
-# What zeroes are found by.
+# The granularity in which zeroes are found.
 PIECE_BYTES = 1 << 20
-# What is read at once: much, for the same reason as in `mount.blocks`.
+# One read: large, for the same reason as in `mount.blocks`.
 READ_BYTES = form.MOST_BYTES
 # bytearray compares with any memory by memcmp(3), a memoryview byte by byte.
 _ZEROES = bytearray(PIECE_BYTES)
@@ -61,7 +60,7 @@ _ZEROES = bytearray(PIECE_BYTES)
 
 class _Part(NamedTuple):
     extent: Extent
-    # None where it holds zeroes only.
+    # None for zeroes.
     packed: Packed | None
 
 
@@ -76,12 +75,10 @@ def send(
     note: Callable[[Extent], None] = lambda _part: None,
     tell: Callable[[int], None] = lambda _offset_bytes: None,
 ) -> Totals:
-    """Send parts of a device, in the order in which they lie; what the stream had.
+    """Send sorted parts of a device from the header's offset on; return the stream's totals.
 
-    `note` is told of each part, `tell` how far it is in the volume. What lies before the header's
-    offset is left out.
-    `prove` is asked when all was read, and raises where that was not what it should have been: then
-    there is no end mark. Raises OSError.
+    `note` is called with each part, `tell` with the offset so far. `prove` is called when all was
+    read, and raises if the data may be wrong: then there is no end mark. Raises OSError.
     """
 
     def read(piece: tuple[Extent, memoryview]) -> list[_Part]:
@@ -115,13 +112,13 @@ def send(
 
 
 def is_zeroes(data: memoryview) -> bool:
-    """Whether so much of a volume, at most PIECE_BYTES, holds nothing else."""
+    """Whether data of at most PIECE_BYTES are all zeroes."""
     zeroes = _ZEROES if len(data) == len(_ZEROES) else bytearray(len(data))
     return zeroes == data
 
 
 def pieces_of(start: int, end: int, most_bytes: int) -> Iterator[Extent]:
-    """A range in parts that end at multiples of so many bytes."""
+    """Split a range at multiples of `most_bytes`."""
     while start < end:
         length = min(most_bytes - start % most_bytes, end - start)
         yield Extent(start, length)
@@ -129,7 +126,7 @@ def pieces_of(start: int, end: int, most_bytes: int) -> Iterator[Extent]:
 
 
 def _parts(extent: Extent, data: memoryview) -> Iterator[tuple[Extent, bool]]:
-    """What was read of an extent, by what holds zeroes only and what does not."""
+    """Split what was read into runs that are zeroes and runs that are not."""
     begun = extent.offset_bytes
 
     def is_zero(one: Extent) -> bool:
@@ -149,7 +146,7 @@ def _put(writer: Writer, zeroes: Extent) -> None:
 def _pieces(
     extents: Iterable[Extent], header: Header, note: Callable[[Extent], None]
 ) -> Iterator[Extent]:
-    """The same in what is read at once, from the header's offset on."""
+    """Split ranges from the header's offset on into reads."""
     for one in clipped(extents, header.offset_bytes, header.size_bytes):
         note(one)
         yield from pieces_of(one.offset_bytes, one.end_bytes, READ_BYTES)
@@ -160,7 +157,8 @@ def of(
 ) -> str:
     """SHA-256 over offset and SHA-256 of each piece of 1 MiB that is not all zeroes.
 
-    All of it is read, side by side. Raises OSError.
+    So it is the same for the same contents on any layout. Reads the whole device, in parallel.
+    Raises OSError.
     """
     whole = hashlib.sha256(size_bytes.to_bytes(8, "big"))
     for read, found in _digests(device, pieces_of(0, size_bytes, READ_BYTES)):
@@ -170,10 +168,10 @@ def of(
 
 
 def of_parts(device: Opened, header: Header, parts: Iterable[Extent]) -> str:
-    """The same of the parts that a stream names, in their order, and of all behind its base's end.
+    """The checksum of the parts that a stream names, and of all behind its base's end.
 
-    Two volumes that held the same before it, and of which nothing else was changed, hold the same
-    after it where these are equal. Raises OSError.
+    Two volumes that held the same before the stream hold the same after it where these are equal,
+    if nothing else was changed. Raises OSError.
     """
     base_bytes, size_bytes = header.base_size_bytes, header.size_bytes
     behind = Extent(base_bytes, size_bytes - base_bytes)
@@ -181,14 +179,14 @@ def of_parts(device: Opened, header: Header, parts: Iterable[Extent]) -> str:
     pieces = (pieces_of(one.offset_bytes, one.end_bytes, READ_BYTES) for one in every)
     whole = hashlib.sha256(f"{header.base_chain} {header.chain} {size_bytes}".encode())
     for read, found in _digests(device, chain.from_iterable(pieces)):
-        # Also of what holds zeroes: that it is one of the parts.
+        # For zeroes as well: the range is one of the parts.
         whole.update(read.offset_bytes.to_bytes(8, "big") + read.length_bytes.to_bytes(8, "big"))
         whole.update(found)
     return whole.hexdigest()
 
 
 def _digests(device: Opened, reads: Iterable[Extent]) -> Iterator[tuple[Extent, bytes]]:
-    """What was read, and offset and digest of each piece of it that is not all zeroes."""
+    """Each read, with offset and digest of each of its pieces that is not all zeroes."""
 
     def digests(given: tuple[Extent, memoryview]) -> tuple[Extent, bytes]:
         extent, place = given

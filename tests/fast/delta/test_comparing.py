@@ -4,7 +4,7 @@ from typing import cast
 
 from agent.core.extents import Extent
 from agent.extras.changed_blocks import comparing, service
-from agent.extras.changed_blocks.comparing import TOLD_BYTES
+from agent.extras.changed_blocks.comparing import MAX_RANGE_BYTES
 from mount.blocks import Reader
 
 MIB = 1 << 20
@@ -26,17 +26,17 @@ def test_what_differs_is_told_while_the_rest_is_still_to_be_compared() -> None:
     size = 100 * MIB
     old, new = Filled(b"a"), Filled(b"b")
     found = comparing.differing(
-        cast(Reader, old), size, cast(Reader, new), [Extent(0, size)], lambda: None
+        cast(Reader, old), size, cast(Reader, new), lambda: None, [Extent(0, size)]
     )
-    assert next(found) == Extent(0, TOLD_BYTES)
-    assert new.read_bytes == TOLD_BYTES
+    assert next(found) == Extent(0, MAX_RANGE_BYTES)
+    assert new.read_bytes == MAX_RANGE_BYTES
     rest = list(found)
-    assert [one.offset_bytes for one in rest] == list(range(TOLD_BYTES, size, TOLD_BYTES))
-    assert sum(one.length_bytes for one in rest) == size - TOLD_BYTES
+    assert [one.offset_bytes for one in rest] == list(range(MAX_RANGE_BYTES, size, MAX_RANGE_BYTES))
+    assert sum(one.length_bytes for one in rest) == size - MAX_RANGE_BYTES
 
 
 def test_an_answer_does_not_wait_for_more_once_it_tells_of_much() -> None:
     many = iter([Extent(number * MIB, MIB // 2) for number in range(100)])
     first = service._piece(many, 0)
-    assert sum(one.length_bytes for one in first) == TOLD_BYTES
+    assert sum(one.length_bytes for one in first) == MAX_RANGE_BYTES
     assert len(service._piece(many, 3)) == 3
