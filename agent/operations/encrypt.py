@@ -1,20 +1,20 @@
-"""Encrypted volumes, opened: by whose key, with which header, and what is refused.
+"""Encrypted volumes: opened by their keys, the keys changed; and when a header is made or refused.
 
 | header | tag `sealed` | what happens |
 |---|---|---|
-| none, the device blank | no | one is made; promise of the tag; open |
+| none, the device blank | no | a header is made; the tag is written after the answer; open |
 | none, the device not blank | no | refused, untouched |
-| whole, without a key slot, the volume's own | no | cryptsetup was killed: it is made anew |
-| whole, the volume's own | no | a crash came between header and tag: open, promise of the tag |
-| whole, as the tag says | yes | open |
+| complete, no key slot, the volume's own UUID | no | cryptsetup was killed: it is made anew |
+| complete, the volume's own UUID | no | a crash came before the tag: open, the tag is written |
+| complete, as the tag says | yes | open |
 | none, or another than the tag says | yes | refused: damaged, and never made anew |
 
-A volume's own header has a UUID that is made of the logical volume's. What was copied has the
-header of what it was copied from.
+The UUID of a volume's own header follows from the logical volume's. A copy has the header of its
+source.
 
-A key is changed in steps, each of which may be the last: the tag `rotating`, the new key in a free
-slot, a proof that it opens that slot, the old slot killed, the tag gone. The tag `keyGeneration` is
-there only while the key of that name is the only one of the usual slots.
+A key is changed in steps, and each is a crash point: the tag `rotating`, the new key in a free
+slot, a proof that it opens that slot, the old slot killed, the tag removed. The tag `keyGeneration`
+is there only while the key of that name is the only one of the usual slots.
 """
 
 import logging
@@ -45,7 +45,7 @@ _USUAL = tuple(one for one in cryptsetup.SLOTS if one != cryptsetup.RECOVERY)
 
 
 class EncryptedDevices:
-    """Opens volumes. Each call's keys are its caller's to overwrite."""
+    """Opens encrypted volumes and changes their keys. The caller overwrites a call's keys."""
 
     def __init__(self, context: Context, reencrypter: Reencrypter) -> None:
         self._config: Config = context.config
@@ -54,13 +54,13 @@ class EncryptedDevices:
         self._mappings = Mappings(context)
         self._reencrypter = reencrypter
         self._cryptsetup = self._mappings.cryptsetup
-        # The keys that each open volume is known to have, as digests.
+        # Digests of the keys that each open volume has, as far as this process knows.
         self._known: dict[str, tuple[object, ...]] = {}
 
     def check_keys(self, volume_id: str, device_class: str, keys: Keys, *, encrypted: bool) -> None:
-        """Raise KeyMissing, and BadField where a key is given for what is not encrypted.
+        """Raise KeyMissing, and BadField for a key to a volume that is not encrypted.
 
-        Whoever gives a key believes that it counts.
+        The key's owner believes that it protects the volume.
         """
         if not encrypted and keys.present:
             raise errors.BadField(
@@ -72,17 +72,17 @@ class EncryptedDevices:
             raise errors.KeyMissing(volume_id)
 
     def check(self, volume: Volume, keys: Keys) -> None:
-        """The same of a volume that is there."""
+        """Raise what `check_keys` raises, for a volume that is there."""
         called = volume.own_tags.get(tag.CLASS, "")
         self.check_keys(str(volume.id), called, keys, encrypted=volume.is_encrypted)
 
     def opened(self, volume: Volume, device: Device, keys: Keys) -> tuple[Device, dict[str, str]]:
-        """The device by which an active volume is used, and the tags that it is to bear.
+        """Open an active volume: the device by which it is used, and new tags for the volume.
 
-        Of one that is not encrypted that is its own. Two commands at most, but for a change of
-        keys. One that is open and not used is closed first: nobody knows who opened it. Raises
-        KeyMissing, WrongKey, HeaderDamaged, UnexpectedContents, and Reencrypting for a copy until
-        it has a master key of its own.
+        For a volume that is not encrypted that is its own device. Two commands at most, without a
+        change of keys. A volume that is open and not used is closed first: what opened it is not
+        known. Raises KeyMissing, WrongKey, HeaderDamaged, UnexpectedContents, and Reencrypting for
+        a copy until it has a master key of its own.
         """
         self.check(volume, keys)
         if not volume.is_encrypted:
@@ -91,12 +91,15 @@ class EncryptedDevices:
         if mapping is not None and self._mappings.is_used(mapping):
             return mapping, {}
         self._inventory.close_leftovers(volume)
-        with self._key_of(volume, keys) as key:
+        with self._key(str(volume.id), volume.own_tags.get(tag.CLASS, ""), keys) as key:
             if mapping is not None:
                 self._mappings.ensure_closed(volume)
+            # Crash point: a header without the tag `sealed`; its UUID is the volume's own.
             tags = self._sealed(volume, device, key)
-            if self._has_now_its_own(volume, device, keys, key):
-                tags = {}
+            every = [key] if keys.previous is None else [key, keys.previous]
+            header = self._header(volume, device)
+            if self._reencrypter.ensure(volume, device, header, every):
+                tags = {}  # they are written by then
             self._unlock(volume, device, keys, key)
         self._mappings.copies.keep(device)
         mapping = self._inventory.mapping(volume)
@@ -105,21 +108,23 @@ class EncryptedDevices:
         if tag.FORMATTED not in volume.own_tags:
             offset_bytes = self._header(volume, device).offset_bytes
             luks.blank(self._kernel, device.path, offset_bytes, mapping.path)
-        if self._is_to_be_renewed(volume, mapping):
+        is_new_copy = volume.is_copied and tag.RENEWED not in volume.own_tags
+        if is_new_copy and filesystem.is_on(self._kernel, mapping.path):
+            # A copied btrfs has the id of its source.
             filesystem.renew(self._kernel, mapping.path)
             tags[tag.RENEWED] = "yes"
         return mapping, tags
 
     def follow_open(self, volume_id: str, keys: Keys) -> None:
-        """Have a volume that is in use take the key that its secret has now; see `follow`."""
+        """Give a volume in use, if it is open, the present key of its secret; see `follow`."""
         if keys.present and (device := self._inventory.device(volume_id)) is not None:
             self.follow(volume_id, device, keys)
 
     def follow(self, volume_id: str, mapping: Device, keys: Keys) -> None:
-        """Have an open volume take the key that its secret has now, in place of the one before.
+        """Give an open volume the present key of its secret in place of the previous one.
 
-        Nothing where this process knows that it has it, or where no key came. What fails is
-        logged, and tried again at the next call: the volume is in use, and stays so.
+        No command where this process knows that the volume has it, or without a key. A failure is
+        logged and retried at the next call: the volume stays in use.
         """
         if mapping.below is None or keys.present is None:
             return
@@ -144,11 +149,11 @@ class EncryptedDevices:
             self._known[volume_id] = keys.digests()
 
     def forget(self, volume_id: str) -> None:
-        """Nothing is known any more of the keys of a volume."""
+        """Forget which keys a volume has."""
         self._known.pop(volume_id, None)
 
     def fill(self, volume_id: str, mapping: Device, keys: Keys, *, if_possible: bool) -> bool:
-        """Grow an open volume to its logical volume's size, less the header; whether it has it.
+        """Grow an open volume to its logical volume's size, less the header; True if it has it.
 
         One command if it is smaller. Without a key it raises GrowsWithKey or, `if_possible`,
         returns False.
@@ -172,7 +177,7 @@ class EncryptedDevices:
         return True
 
     def _sealed(self, volume: Volume, device: Device, key: Key) -> dict[str, str]:
-        """Have a header on a volume that may have one; the tags that tell of it."""
+        """Make or check a volume's header, by the table above; the tags to be written."""
         header = luks.read(self._kernel, device.path)
         told, own = volume.own_tags.get(tag.SEALED), own_uuid(device)
         may_be_new = not told and tag.FORMATTED not in volume.own_tags
@@ -181,18 +186,19 @@ class EncryptedDevices:
                 raise errors.HeaderDamaged(str(volume.id), "its header is not there, or not whole")
             if header is None:
                 self._require_blank(volume, device)
-            # Blank by the probe, or its own without a key slot, and never sealed by the tags: only
-            # then.
+            # Only for a device that is blank by the probe, or has its own header without a key
+            # slot, and has no tag of a header.
             luks.erase(self._kernel, device.path, volume.header_bytes)
+            is_large = self._kernel.physical_block_bytes(device.path) >= _LARGE_SECTOR_BYTES
             self._cryptsetup.make(
                 device.path,
                 key.data,
                 uuid=own,
                 offset_bytes=volume.header_bytes,
-                sector_bytes=self._sector_bytes(device),
+                sector_bytes=_LARGE_SECTOR_BYTES if is_large else 512,
             )
             return {tag.SEALED: own}
-        # Of one that was killed between the two the header is its own by now, and the tag is not.
+        # Crash point: a re-encryption has given the header the volume's UUID, not the tag.
         if not (tag.SHARED_KEY in volume.own_tags and header.uuid == own):
             _check(volume, header, told or ("" if volume.is_copied else own))
         return {} if told else {tag.SEALED: header.uuid}
@@ -207,14 +213,14 @@ class EncryptedDevices:
             raise errors.HeaderDamaged(str(volume.id), f"its tag `{tag.HEADER}` is lost")
 
     def _unlock(self, volume: Volume, device: Device, keys: Keys, key: Key) -> None:
-        """Open it by the key, or by the one before, which is no key of it afterwards."""
+        """Open a volume by its key, or by the previous one, which is replaced first."""
         previous = _other(keys.previous, key)
         is_unknown = False
         if previous or tag.ROTATING in volume.own_tags or _is_newer(volume, keys):
             try:
                 self._rotate(volume, device, keys, key)
             except (errors.AgentError, mount_errors.CommandError) as error:
-                # Nothing can be put on record now. It is opened by the key that it has.
+                # No tag can be written now. The volume is opened by the key that it has.
                 is_unknown = True
                 _log.warning("volume %s keeps the key that it has: %s", volume.id, error)
         try:
@@ -227,12 +233,12 @@ class EncryptedDevices:
             self._known[str(volume.id)] = keys.digests()
 
     def _rotate(self, volume: Volume, device: Device, keys: Keys, key: Key) -> None:
-        """Have a key be the volume's, and the one before none of it, nor of the header's copy.
+        """Replace the previous key of a volume, which may be open, and of its header's copy.
 
-        Open or not. Killed anywhere, it opens by one of the two, and the next call does the rest.
+        Crash points: each step; the volume opens by one of the two keys, and the next call goes on.
         Raises WrongKey where neither opens it; then nothing is changed.
         """
-        slots, path = self._slots(volume, device), device.path
+        slots, path = self._header(volume, device).slots, device.path
         previous = _other(keys.previous, key)
         fits = next((one for one in slots if self._cryptsetup.check(path, key.data, one)), None)
         if fits is None:
@@ -244,10 +250,10 @@ class EncryptedDevices:
             self._record(volume, _PENDING)
             for one in old:
                 self._cryptsetup.kill(path, key.data, one)
-        left = self._slots(volume, device)
+        left = self._header(volume, device).slots
         is_changed = left != slots or tag.ROTATING in volume.own_tags
         if is_changed:
-            # The copy opens by the old key.
+            # The header's copy opens by the old key.
             self._mappings.copies.keep(device, anew=True)
         if {*left} & {*_USUAL} <= {fits} and (is_changed or _is_newer(volume, keys)):
             named = {tag.KEY_GENERATION: keys.generation} if keys.generation else {}
@@ -261,7 +267,7 @@ class EncryptedDevices:
         fits: int,
         previous: Key | None,
     ) -> list[int]:
-        """The slots that a change of keys left, beside the one that the present key opens."""
+        """The slots of older keys that an unfinished change of keys left."""
         was_begun = bool(previous) or tag.ROTATING in volume.own_tags
         others = [one for one in slots if one not in (fits, cryptsetup.RECOVERY)]
         return [
@@ -275,42 +281,20 @@ class EncryptedDevices:
         self._inventory.replace_tags(volume.group.name, volume.name, tag.OF_KEYS, new)
 
     def _open(self, volume: Volume, device: Device, key: Key) -> None:
-        found = self._classes(volume.own_tags.get(tag.CLASS, ""))
+        one = self._class(volume.own_tags.get(tag.CLASS, ""))
         self._cryptsetup.open(
             device.path,
             key.data,
             mapping_name(device),
-            discard=any(one.discard for one in found),
-            bypass={queue for one in found for queue in BYPASSES[one.bypass_workqueue]},
+            discard=one is not None and one.discard,
+            bypass=() if one is None else BYPASSES[one.bypass_workqueue],
         )
-
-    def _has_now_its_own(self, volume: Volume, device: Device, keys: Keys, key: Key) -> bool:
-        """Have the volume its own master key if it is to; whether its tags say that by now."""
-        every = [key] if keys.previous is None else [key, keys.previous]
-        return self._reencrypter.ensure(volume, device, self._header(volume, device), every)
-
-    def _slots(self, volume: Volume, device: Device) -> tuple[int, ...]:
-        return self._header(volume, device).slots
 
     def _header(self, volume: Volume, device: Device) -> Header:
         header = luks.read(self._kernel, device.path)
         if header is None:
             raise errors.HeaderDamaged(str(volume.id), "its header is not whole")
         return header
-
-    def _is_to_be_renewed(self, volume: Volume, mapping: Device) -> bool:
-        """Whether it is a copy of a btrfs, which has the id of what it was copied from."""
-        is_new_copy = volume.is_copied and tag.RENEWED not in volume.own_tags
-        return is_new_copy and filesystem.is_on(self._kernel, mapping.path)
-
-    def _sector_bytes(self, device: Device) -> int:
-        block_bytes = self._kernel.physical_block_bytes(device.path)
-        return _LARGE_SECTOR_BYTES if block_bytes >= _LARGE_SECTOR_BYTES else 512
-
-    @contextmanager
-    def _key_of(self, volume: Volume, keys: Keys) -> Iterator[Key]:
-        with self._key(str(volume.id), volume.own_tags.get(tag.CLASS, ""), keys) as key:
-            yield key
 
     @contextmanager
     def _key(self, volume_id: str, device_class: str, keys: Keys) -> Iterator[Key]:
@@ -326,15 +310,19 @@ class EncryptedDevices:
             yield key
 
     def _key_file(self, device_class: str) -> str | None:
-        files = (one.key_file for one in self._classes(device_class))
-        return next((str(one) for one in files if one is not None), None)
+        one = self._class(device_class)
+        return None if one is None or one.key_file is None else str(one.key_file)
 
-    def _classes(self, name: str) -> list[DeviceClass]:
-        return [one for one in self._config.classes if one.name == name]
+    def _class(self, name: str) -> DeviceClass | None:
+        """The class of that name; None where the configuration lacks it, or the name is empty."""
+        return next((one for one in self._config.classes if one.name == name), None)
 
 
 def read_key(path: str) -> Key:
-    """The key in an operator's file: all of its bytes. Raises NotReady for one others can read."""
+    """The key in an operator's file: all of its bytes.
+
+    Raises NotReady for a file that another user can read.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
@@ -360,14 +348,13 @@ def read_key(path: str) -> Key:
 def change(
     program: cryptsetup.Cryptsetup, slots: tuple[int, ...], device: str, old: Key, new: Key
 ) -> int:
-    """Give a volume another key in place of its own, by that or by the one for recovery; its slot.
+    """Replace a volume's key, by that or by the recovery key; the new key's slot.
 
-    Killed in between, it has both. Raises WrongKey.
+    Crash points: before each `kill`; the volume opens by both keys. Raises WrongKey.
     """
     free = next((one for one in _USUAL if one not in slots), None)
     if free is None:
-        # A change was not brought to its end before the next one: one of them is older than `old`,
-        # which opens another by this check.
+        # An unfinished change left a key older than `old`, which opens another slot by this check.
         others = (one for one in _USUAL if not program.check(device, old.data, one))
         free = next(others, _USUAL[-1])
         program.kill(device, old.data, free)
@@ -383,17 +370,17 @@ def change(
 
 
 def _other(previous: Key | None, present: Key) -> Key | None:
-    """The key before, where it is another."""
+    """The previous key, if it is not the present one."""
     return previous if previous and previous.data != present.data else None
 
 
 def _is_newer(volume: Volume, keys: Keys) -> bool:
-    """Whether a call's key has a name that the volume's tags do not say."""
+    """Whether the name of a call's key is not the one that the volume's tags record."""
     return keys.generation not in ("", volume.own_tags.get(tag.KEY_GENERATION))
 
 
 def _check(volume: Volume, header: Header, expected: str) -> None:
-    """Raise HeaderDamaged where a header is not the volume's."""
+    """Raise HeaderDamaged for a header with another UUID, or other data, than the volume's."""
     if expected and header.uuid != expected:
         raise errors.HeaderDamaged(
             str(volume.id), f"there is another header, {header.uuid}, not {expected}"

@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from agent.core import codes, errors, ids, secret, tag, users
-from agent.core.allocation import Allocator
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Volume
@@ -93,13 +92,12 @@ class Expander:
         return size_bytes
 
     def expand(self, call: ExpandVolume) -> Volume:
-        """Make the volume at least as large as asked; one that already is, stays.
+        """Make the volume at least as large as asked; a larger one keeps its size.
 
         Two commands at most; with copy-on-write snapshots one more, or two where it is in use: then
         it raises GrowsLater. Raises TooLarge where there is no room; recording that takes two more.
-        The latest call counts: a larger size on record is withdrawn.
-
-        Where what it grows by is overwritten first, four more, and Overwriting until that is done.
+        The latest call counts: a larger size on record is withdrawn. Where the new extents are
+        zeroed first, it takes four more commands, and raises Overwriting until that is done.
         """
         try:
             return self._expand(call)
@@ -179,7 +177,7 @@ class Expander:
 
     @contextmanager
     def _held(self, volume_id: str) -> Iterator[Volume]:
-        """Hold the group's lock; the volume by a fresh report."""
+        """The volume by a fresh report, while the group is held."""
         with self._volume_groups.hold(group := ids.group_of(volume_id)):
             yield self._inventory.usable(self._inventory.state(group, resume=True), volume_id)
 
@@ -200,9 +198,9 @@ class Expander:
             )
 
     def catch_up(self, volume: Volume) -> Volume:
-        """A volume that is about to be activated, as large as is on record, if it can be.
+        """Extend a volume, before it is activated, to the size on record; the volume then.
 
-        No command where nothing is on record, else four at most.
+        No command without a size on record, else four at most. If it cannot grow, that is logged.
         """
         if not volume.wanted_bytes:
             return volume
@@ -213,7 +211,7 @@ class Expander:
             try:
                 self._extend(known, volume, wanted)
             except (mount_errors.OutcomeUnknown, lvm_errors.StillRunning):
-                raise  # the next call looks first, and nothing is changed before
+                raise  # the next call reads a fresh report first
             except (errors.AgentError, mount_errors.CommandError) as error:
                 _log.warning("volume %s is not grown to %d bytes yet: %s", volume.id, wanted, error)
                 return volume
@@ -221,29 +219,25 @@ class Expander:
         return replace(volume, size_bytes=wanted)
 
     def _extend(self, known: report.Report, volume: Volume, size_bytes: int) -> None:
-        """Grow it, out of use if need be; raises NoRoom, and VolumeInUse or InUse."""
-        allocator = self._allocators.of_volume(volume)
+        """Extend a volume, which is deactivated first if it must be.
+
+        Raises NoRoom, VolumeInUse, InUse, and Overwriting while its new extents are zeroed.
+        """
+        group, allocator = volume.group, self._allocators.of_volume(volume)
+        lvm = self._volume_groups.lvm(group.name)
         more = size_bytes - volume.size_bytes
         if tag.ZERO in volume.own_tags and not volume.layout.is_thin:
-            self._extend_overwritten(known, volume, size_bytes, allocator)
+            self._deactivate_origin(known, volume)
+            ranges = self._growth_zeroer.take(volume, more, allocator)
+            volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=ranges)
             return
         if more > (room := allocator.maximum_growth_bytes(volume)):
-            group = volume.group
             raise errors.NoRoom(group.name, more, room, f"more {allocator.purpose(group)}")
-        self._take_out_of_use(known, volume)
-        allocator.extend(self._volume_groups.lvm(volume.group.name), volume, size_bytes)
+        self._deactivate_origin(known, volume)
+        allocator.extend(lvm, volume, size_bytes)
 
-    def _extend_overwritten(
-        self, known: report.Report, volume: Volume, size_bytes: int, allocator: Allocator
-    ) -> None:
-        """The same with extents that hold zeroes; raises Overwriting until there are such."""
-        self._take_out_of_use(known, volume)
-        ranges = self._growth_zeroer.take(volume, size_bytes - volume.size_bytes, allocator)
-        lvm, group = self._volume_groups.lvm(volume.group.name), volume.group.name
-        volumes.extend(lvm, group, volume.name, size_bytes=size_bytes, disks=ranges)
-
-    def _take_out_of_use(self, known: report.Report, volume: Volume) -> None:
-        """Deactivate an origin of snapshots, and these with it: lvm2 grows it only so."""
+    def _deactivate_origin(self, known: report.Report, volume: Volume) -> None:
+        """Deactivate an active origin with its snapshots, without which lvm2 does not extend it."""
         if self._inventory.device(str(volume.id)) is None or not volume.copy_on_write_snapshots:
             return
         users.require_unused(self._kernel, self._inventory, volume)
@@ -256,9 +250,9 @@ class Expander:
         )
 
     def _refuse(self, volume: Volume, size_bytes: int) -> None:
-        """Record a size that a volume, or what uses it, cannot have now.
+        """Record a size that a volume, or what is on it, cannot have now.
 
-        With copy-on-write snapshots only a stage can grow the volume, so that is told to.
+        With copy-on-write snapshots only a stage can extend the volume, so the size is for that.
         """
         is_for_stage = size_bytes > volume.size_bytes and volume.copy_on_write_snapshots
         with self._logging_refusals(str(volume.id)):
@@ -275,22 +269,18 @@ class Expander:
     def _put_on_record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
         if volume.own_tags.get(key) != str(size_bytes):
             self._record(volume, {key: str(size_bytes)})
-            # So that those who only glimpse, as staging of a raw block volume does, know of it.
+            # Refresh the cached state, which is all that staging of a raw block volume reads.
             self._inventory.state(volume.group.name)
 
     def _record(self, volume: Volume, new: dict[str, str]) -> None:
+        """Replace the sizes on record."""
+        group = volume.group.name
         old = {key: volume.own_tags[key] for key in _ON_RECORD if key in volume.own_tags}
-        volumes.mark(
-            self._volume_groups.lvm(volume.group.name),
-            volume.group.name,
-            volume.name,
-            old=old,
-            new=new,
-        )
+        volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old, new=new)
 
 
 def _wanted_bytes(volume: Volume, size: SizeRange) -> int:
-    """The size that is asked for, in whole extents; raises BadSize where it is above the limit."""
+    """The requested size in whole extents; raises BadSize where it is above the limit."""
     extent, header = volume.group.extent_size_bytes, volume.header_bytes
     wanted = layout.round_up(size.required_bytes + header, extent, volume.layout)
     larger = max(wanted, volume.size_bytes) - header

@@ -1,19 +1,18 @@
-"""Copies of encrypted volumes: a master key of their own, before they are used first.
+"""Re-encryption: a copy of an encrypted volume gets a master key of its own before its first use.
 
-A copy has the header of what it was copied from, and so its master key. Where its class or
-StorageClass says `reencrypt`, lvcreate writes the tag `sharedKey` on it: it is to get its own.
-cryptsetup re-encrypts it in place when it is staged, by the key that the call brings, while nobody
-has it open; the call answers how far that is, and when it is over, the volume is staged as any. The
-header proves how far it is, and not the tag: a whole header that is not being re-encrypted and has
-the volume's own UUID has a master key of its own.
+A copy has its source's header, and so its master key. Where its class or StorageClass says
+`reencrypt`, lvcreate writes the tag `sharedKey`. When the copy is staged, and before it is opened,
+cryptsetup re-encrypts it in place with the call's key. The call answers with the progress, and once
+that is done the volume is staged as any other. Not the tag but the header proves the progress: a
+complete header that is not being re-encrypted and has the volume's own UUID has its own master key.
 
 | header, with the tag | what happens |
 |---|---|
-| another's UUID | other keys than the call's are taken from it, and a re-encryption is begun |
+| another's UUID | keys other than the call's are killed, and a re-encryption is begun |
 | is being re-encrypted | it goes on; what cryptsetup was at when it was killed is recovered first |
-| the volume's own UUID | the tag is taken away: it is done |
+| the volume's own UUID | the tag is removed: it is done |
 
-Killed between the end and the UUID, it is done once more.
+Crash point: between the end and the UUID; it is re-encrypted once more.
 """
 
 import logging
@@ -36,7 +35,7 @@ from mount.luks import Header
 
 _log = logging.getLogger(__name__)
 
-# Each has its key in memory until cryptsetup has it: few wait.
+# Each job has its key in memory until cryptsetup has it, so few may be queued.
 _WORKERS = 8
 
 
@@ -48,14 +47,11 @@ class _Reencryption(Job):
 
 
 class Reencrypter:
-    """Re-encrypts copies, by keys that stage calls bring."""
+    """Re-encrypts copies with the keys of stage calls."""
 
     def __init__(self, context: Context) -> None:
-        self._volume_groups, self._kernel, self._stream = (
-            context.volume_groups,
-            context.kernel,
-            context.stream,
-        )
+        self._volume_groups, self._kernel = context.volume_groups, context.kernel
+        self._stream = context.stream
         self._cryptsetup = Mappings(context).cryptsetup
         self.grace_seconds = 10.0
         self.jobs = TaskQueue(
@@ -67,19 +63,18 @@ class Reencrypter:
         )
 
     def ensure(self, volume: Volume, device: Device, header: Header, keys: Sequence[Key]) -> bool:
-        """Have a volume that is not open its own master key; whether one was given to it.
+        """Give a volume that is not open a master key of its own; False if it has one.
 
-        By the first of the keys that opens it, one process for each. Raises Reencrypting until it
-        is done, WrongKey.
+        The first of the keys that opens it is used; one process tries each. Raises Reencrypting
+        until it is done, WrongKey.
         """
         if not (header.is_reencrypting or tag.SHARED_KEY in volume.own_tags):
             return False
         job = self.jobs.of(str(volume.id))
         if job is None or job.ended.done():
             job = self._start(volume, device, self._fitting(header, device, keys))
-        patience = command.remaining_seconds()
-        grace = self.grace_seconds
-        wait([job.ended], grace if patience is None else min(grace, patience))
+        remaining, seconds = command.remaining_seconds(), self.grace_seconds
+        wait([job.ended], seconds if remaining is None else min(seconds, remaining))
         if not job.ended.done():
             raise errors.Reencrypting(job.key, progress(self._kernel, device))
         job.ended.result()
@@ -87,7 +82,7 @@ class Reencrypter:
 
     @contextmanager
     def halted(self, volume_id: str) -> Iterator[None]:
-        """Inside, the volume is not re-encrypted: it is unstaged, or deleted.
+        """Stop the re-encryption of a volume that is unstaged or deleted, within the `with`.
 
         Raises Stopping where cryptsetup does not end soon.
         """
@@ -98,15 +93,16 @@ class Reencrypter:
             self.jobs.allow(volume_id)
 
     def counts(self) -> Mapping[str, int]:
-        """How many wait for a worker, are under way, and failed."""
+        """How many are queued, are running, and failed."""
         return self.jobs.counts()
 
     def stop(self) -> None:
-        """End at a safe point; who stages the volume next goes on."""
+        """End at a safe point; the next stage of the volume goes on."""
         self.jobs.stop()
 
     def _start(self, volume: Volume, device: Device, key: Key) -> _Reencryption:
-        # The call's is overwritten when it answers; many may wait, and each would keep a report.
+        # A copy of the key, because the call's is overwritten at its end; and of the report only
+        # this volume's part, because many jobs may wait.
         volume = replace(volume, group=volume.group.only(volume.name))
         job = _Reencryption(
             key=str(volume.id),
@@ -115,7 +111,7 @@ class Reencrypter:
             device=device,
             secret=Key(bytearray(key.data)),
         )
-        # However it ends: one that is called off before its turn comes never begins.
+        # Also for a job that is called off before it begins.
         job.ended.add_done_callback(lambda _: job.secret.wipe())
         try:
             return self.jobs.start(job)
@@ -133,15 +129,15 @@ class Reencrypter:
         try:
             return self._cryptsetup.check(device.path, key.data)
         except mount_errors.CryptFailed:
-            # While it is re-encrypted two slots are to be opened, and of a key that opens neither
-            # cryptsetup ends as of any failure. It tells more of each slot alone.
+            # During a re-encryption two slots are to be opened. For a key that opens neither,
+            # cryptsetup exits as after any failure; its exit code for a single slot is exact.
             every = header.slots if header.is_reencrypting else ()
             if not every or any(self._cryptsetup.check(device.path, key.data, n) for n in every):
                 raise
             return False
 
     def _find(self, volume_id: str) -> _Reencryption:
-        """Nobody has its key until it is staged again."""
+        """Nothing to retry: only the next stage has the key."""
         raise errors.NoSuchVolume(volume_id)
 
     def _work(self, job: _Reencryption) -> None:
@@ -172,7 +168,7 @@ class Reencrypter:
             raise mount_errors.CryptFailed("reencrypt", job.device.path, "it ended before its time")
 
     def _only_slot(self, job: _Reencryption, header: Header) -> int:
-        """The slot of the key, which is the only one then: the others are keys of the source."""
+        """The slot of the key, after the other slots, which are keys of the source, are killed."""
         device, key = job.device.path, job.secret.data
         slot = next((one for one in header.slots if self._cryptsetup.check(device, key, one)), None)
         if slot is None:

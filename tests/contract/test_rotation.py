@@ -266,12 +266,12 @@ def test_a_volume_whose_group_lacks_a_disk_is_used_by_the_key_that_it_has(
     def refuse(*_: object) -> None:
         raise mount_errors.CommandFailed(("lvm", "lvchange"), 5, "a disk is missing")
 
-    monkeypatch.setattr(Inventory, "replace_facts", refuse)
+    monkeypatch.setattr(Inventory, "replace_tags", refuse)
     used.stage(NAMED)
     assert used.slots() == (0,)
     used.publish("a", NAMED)
     assert used.slots() == (0,)
-    monkeypatch.setattr(Inventory, "replace_facts", real)
+    monkeypatch.setattr(Inventory, "replace_tags", real)
     used.publish("b", NAMED)
     assert used.own_tags() == {"keyGeneration": "2026-11"}
     used.unpublish("a")
