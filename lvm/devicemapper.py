@@ -6,7 +6,6 @@ anything. Seldom does it wait for one: a thin pool that is writing its metadata 
 before they are written, so who must not wait has a thread of its own look.
 """
 
-import ctypes
 import errno
 import os
 import struct
@@ -17,8 +16,7 @@ from pathlib import Path
 from typing import Self
 
 from lvm import raid
-
-_libc = ctypes.CDLL(None, use_errno=True)
+from mount import calls
 
 _CONTROL = Path("/dev/mapper/control")
 
@@ -39,8 +37,7 @@ _VERSION = (4, 0, 0)
 _FIRST_BUFFER_BYTES = 16 << 10
 _SECTOR_BYTES = 512
 
-# _IOWR(0xfd, command, struct dm_ioctl)
-_REQUEST = 0b11 << 30 | _HEADER.size << 16 | 0xFD << 8
+_REQUEST = calls.ioctl_number(3, 0xFD, 0, _HEADER.size)
 _LIST_DEVICES = _REQUEST | 2
 _DEVICE_REMOVE = _REQUEST | 4
 _DEVICE_SUSPEND = _REQUEST | 6
@@ -252,7 +249,7 @@ class DeviceMapper:
         ioctl: Callable[[int, int, bytearray], object] | None = None,
     ) -> None:
         self._control = control
-        self._ioctl = ioctl or _ioctl
+        self._ioctl = ioctl or self._real_ioctl
         # What the last list of all devices took, so that the next is had at once.
         self._list_bytes = _FIRST_BUFFER_BYTES
 
@@ -369,6 +366,9 @@ class DeviceMapper:
         finally:
             os.close(control)
 
+    def _real_ioctl(self, control: int, request: int, buffer: bytearray) -> None:
+        calls.ioctl_of(control, str(self._control), request, buffer)
+
     def _walk(self, control: int, *, name: str = "", device: int = 0) -> Iterator[Status]:
         try:
             below = self._ask(control, _TABLE_DEPS, name, device)
@@ -398,16 +398,6 @@ class DeviceMapper:
             if not _number(buffer, _FLAGS_AT) & _BUFFER_FULL:
                 return buffer
             size_bytes *= 2
-
-
-def _ioctl(descriptor: int, request: int, buffer: bytearray) -> None:
-    """ioctl(2), in which all other threads go on: it may wait for a disk that is dead.
-
-    fcntl.ioctl keeps the interpreter to itself where the buffer has more than 1,024 bytes.
-    """
-    array = (ctypes.c_char * len(buffer)).from_buffer(buffer)
-    if _libc.ioctl(descriptor, ctypes.c_ulong(request), array) == -1:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def _request(size_bytes: int, flags: int, name: str, device: int) -> bytearray:

@@ -1,13 +1,12 @@
 """Devices of active volumes, from sysfs; their state from device-mapper; COW stores on disk."""
 
-import mmap
 import os
 import stat
 import struct
 import sys
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -16,8 +15,8 @@ from lvm import errors, names
 from lvm.devicemapper import DeviceMapper
 from lvm.devicemapper import Events as Events
 from lvm.devicemapper import Status as Status
+from mount import blocks, sysfs
 from mount import errors as mount_errors
-from mount import sysfs
 
 # struct disk_header, drivers/md/dm-snap-persistent.c: magic, valid, version, size of a chunk.
 _HEADER = struct.Struct("<4I")
@@ -26,8 +25,6 @@ _VERSION = 1
 # struct disk_exception: the chunk of the origin, and the one that it was copied to.
 _EXCEPTION_BYTES = 16
 _SECTOR_BYTES = 512
-# What direct I/O is in whole numbers of.
-_BLOCK_BYTES = 4096
 
 
 class Exceptions(Protocol):
@@ -54,8 +51,8 @@ class ExceptionTable:
 
     def __init__(self, device: str) -> None:
         self._device = device
-        with _opened(device, _BLOCK_BYTES) as read:
-            magic, valid, version, sectors = _HEADER.unpack_from(read(0))
+        with blocks.opened(device) as reader:
+            magic, valid, version, sectors = _HEADER.unpack(reader.read(0, _HEADER.size))
         if (magic, valid, version) != (_MAGIC, 1, _VERSION) or not sectors or sectors % 8:
             told = (
                 f"magic {magic:#x}, valid {valid}, version {version}, chunks of {sectors} sectors"
@@ -74,17 +71,17 @@ class ExceptionTable:
         """Their numbers, in the order in which they were overwritten, a table's chunk at a time."""
         each = self._chunk_bytes // _EXCEPTION_BYTES
         # Behind the header: one chunk that tells of as many as follow it, and so on.
-        with _opened(self._device, self._chunk_bytes) as read:
+        with blocks.opened(self._device) as reader:
             at, is_full = 1, True
             while is_full:
-                told = array("Q", read(at * self._chunk_bytes))
+                table = array("Q", reader.read_to_end(at * self._chunk_bytes, self._chunk_bytes))
                 if sys.byteorder == "big":
-                    told.byteswap()
-                # A copy cannot be where the header is: that is the end.
-                is_full = told[1::2].count(0) == 0
-                used = each if is_full else told[1::2].index(0)
-                yield told[: 2 * used : 2]
-                at += each + 1
+                    table.byteswap()
+                # A copy is never where the header is: a zero, or the store's end, ends the entries.
+                copies = table[1::2]
+                used = copies.index(0) if 0 in copies else len(copies)
+                yield table[: 2 * used : 2]
+                at, is_full = at + each + 1, used == each
 
 
 def area_overflowed(disk: str, offset_bytes: int) -> bool | None:
@@ -93,8 +90,8 @@ def area_overflowed(disk: str, offset_bytes: int) -> bool | None:
     Past the page cache: that may hold what was there before the kernel's own write.
     """
     try:
-        with _opened(disk, _BLOCK_BYTES) as read:
-            return is_lost(read(offset_bytes))
+        with blocks.opened(disk) as reader:
+            return is_lost(reader.read_to_end(offset_bytes, _HEADER.size))
     except OSError:
         return None
 
@@ -106,21 +103,6 @@ def is_lost(header: bytes) -> bool:
     magic, valid, _, _ = _HEADER.unpack_from(header)
     # Zeroes, by lvm2, are a snapshot that was never active.
     return bool(magic) and (magic, valid) != (_MAGIC, 1)
-
-
-class _Read(Protocol):
-    def __call__(self, offset_bytes: int) -> bytes: ...
-
-
-@contextmanager
-def _opened(disk: str, length_bytes: int) -> Iterator[_Read]:
-    """Reads of one length past the page cache; shorter at the end of the disk."""
-    descriptor = os.open(disk, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    try:
-        with mmap.mmap(-1, length_bytes) as block:
-            yield lambda offset_bytes: block[: os.preadv(descriptor, [block], offset_bytes)]
-    finally:
-        os.close(descriptor)
 
 
 _SYS_BLOCK = Path("/sys/block")

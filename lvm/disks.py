@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 from lvm import blockdevices, labels
 from lvm.blockdevices import BlockDevices, Excluded
 from lvm.labels import Damaged, Mark, PhysicalLabel
+from mount import sysfs as attributes
 
 _T = TypeVar("_T")
 
@@ -252,9 +253,9 @@ class DiskErrors:
 
     def _found(self, disk: str, now: float) -> list[str]:
         place, found = self._sysfs / "class/block" / disk, []
-        if bad := len(_text(place / "badblocks").splitlines()):
+        if bad := len(attributes.word(f"{place}/badblocks").splitlines()):
             found.append(f"{disk} has {bad} range(s) of sectors that cannot be read")
-        if counted := _text(place / "device/ioerr_cnt"):
+        if counted := attributes.word(f"{place}/device/ioerr_cnt"):
             number = int(counted, 16)
             before = self._counts.get(disk, _Count(number, number))
             grew = now if number > before.last else before.grew_seconds
@@ -265,10 +266,3 @@ class DiskErrors:
             if number > first:
                 found.append(f"{number - first} command(s) to {disk} failed within the last hour")
         return found
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""  # this disk has no such counter, or went away

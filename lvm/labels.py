@@ -1,19 +1,17 @@
 """Labels of physical volumes and the text of a group's metadata, read from the disk."""
 
 import enum
-import errno
 import itertools
-import mmap
-import os
 import re
 import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from lvm import tags
+from mount import blocks
+from mount.blocks import Reader
 
 # lvm2's form of configuration (lvm.conf(5)): `name { … }` and `name = value`, where a value is a
 # number, a string or a list. Nothing here goes back to try again, so that no text takes long.
@@ -119,12 +117,11 @@ def _string(value: str) -> str:
 
 _SECTOR_BYTES = 512
 _LABEL_SECTORS = 4
-# What direct I/O is in whole numbers of, also where a disk's sectors are of 4 KiB.
-_BLOCK_BYTES = 4096
+_PAGE_BYTES = 4096
 # The label, and the header of the first metadata area where lvm2 puts it: behind the first page.
-_HEAD_BYTES = 2 * _BLOCK_BYTES
+_HEAD_BYTES = 2 * _PAGE_BYTES
 # loff_t is signed.
-_END_OF_DISKS = (1 << 63) - _BLOCK_BYTES
+_END_OF_DISKS = (1 << 63) - _PAGE_BYTES
 # lvm2's own areas have a megabyte; a disk may claim anything.
 _LARGEST_TEXT_BYTES = 64 << 20
 
@@ -227,7 +224,8 @@ def mark(path: str) -> Mark | None:
     One read, where the disk has one metadata area at its beginning. None where nothing is proved:
     without a label, or with damage. Raises OSError.
     """
-    with _Disk(path) as disk:
+    with blocks.opened(path) as reader:
+        disk = _Disk(reader)
         try:
             label = _label(disk)
             texts = [_header(disk, area) for area in label.areas] if label else []
@@ -237,7 +235,8 @@ def mark(path: str) -> Mark | None:
 
 
 def _read(path: str) -> PhysicalLabel | Damaged | None:
-    with _Disk(path) as disk:
+    with blocks.opened(path) as reader:
+        disk = _Disk(reader)
         try:
             label = _label(disk)
         except Damage as problem:
@@ -257,55 +256,23 @@ def _read(path: str) -> PhysicalLabel | Damaged | None:
 
 
 class _Disk:
-    """A disk, or an image of one, as it is and not as the page cache has it.
+    """The beginning of a disk, and what its label refers to."""
 
-    lvm2 writes directly and asynchronously, and the kernel does not drop after such a write to a
-    block device what a reader had it cache meanwhile (generic_file_direct_write(), mm/filemap.c).
-    """
-
-    def __init__(self, path: str) -> None:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        try:
-            self._descriptor = os.open(path, flags | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # A file whose file system has no direct I/O, such as tmpfs.
-            self._descriptor = os.open(path, flags)
-        try:
-            self.head = self._read(0, _HEAD_BYTES)
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        os.close(self._descriptor)
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self.head = reader.read_to_end(0, _HEAD_BYTES)
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """So many bytes, or Damage: a label tells where they are. Raises OSError."""
+        """Read what the label refers to; Damage where that is not on the disk. Raises OSError."""
         end = offset_bytes + length_bytes
         if end > _END_OF_DISKS:
             raise Damage(f"it tells of something at {offset_bytes} bytes, where no disk is")
-        inside = end <= len(self.head)
-        data = self.head[offset_bytes:end] if inside else self._read(offset_bytes, length_bytes)
+        if end <= len(self.head):
+            return self.head[offset_bytes:end]
+        data = self._reader.read_to_end(offset_bytes, length_bytes)
         if len(data) < length_bytes:
             raise Damage(f"it tells of something at {offset_bytes} bytes, past the disk's end")
         return data
-
-    def _read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        before = offset_bytes % _BLOCK_BYTES
-        blocks = -(-(before + length_bytes) // _BLOCK_BYTES)
-        with mmap.mmap(-1, blocks * _BLOCK_BYTES) as aligned:
-            got = os.preadv(self._descriptor, [aligned], offset_bytes - before)
-            return aligned[before : min(got, before + length_bytes)]
 
 
 @dataclass(frozen=True)

@@ -156,8 +156,6 @@ class Opened:
         return memoryview(found)[: os.preadv(self._descriptor, [found], offset_bytes - begun)]
 
 
-# What direct I/O is in whole numbers of.
-_BLOCK_BYTES = 4096
 # Large enough to keep a disk at work, small enough that many may read at once. Of more than 256
 # pages the kernel puts what a snapshot's chunks part a read into together again before a disk has
 # it (block/fops.c: blk_start_plug), and that is most of what reading a snapshot costs.
@@ -165,33 +163,47 @@ PIECE_BYTES = 2 << 20
 
 
 class Reader:
-    """A device that stays open, so that it cannot be removed meanwhile."""
+    """A device, or an image of one, kept open for reads past the page cache by one thread.
 
-    def __init__(self, device: str, descriptor: int, buffer: mmap.mmap) -> None:
+    Past it, for lvm2 and the kernel's snapshots write directly, and the kernel does not drop after
+    such a write what a reader had it cache meanwhile (generic_file_direct_write(), mm/filemap.c).
+    What a process writes there through the page cache is written back before a read.
+    """
+
+    def __init__(self, device: str, descriptor: int) -> None:
         self.device = device
         self._descriptor = descriptor
-        self._buffer = buffer
+        self._buffer = mmap.mmap(-1, PIECE_BYTES)
 
     def read(self, offset_bytes: int, length_bytes: int) -> bytes:
-        """At most PIECE_BYTES from a whole number of blocks on (preadv(2)).
+        """Read a range; EIO where the device ends within it. Raises OSError."""
+        data = self.read_to_end(offset_bytes, length_bytes)
+        if len(data) < length_bytes:
+            found = f"{len(data)} of {length_bytes} bytes at {offset_bytes}"
+            raise OSError(errno.EIO, found, self.device)
+        return data
 
-        What a process writes there through the page cache is written back first. Raises OSError.
-        """
-        whole = -(-length_bytes // _BLOCK_BYTES) * _BLOCK_BYTES
+    def read_to_end(self, offset_bytes: int, length_bytes: int) -> bytes:
+        """Read a range as far as the device goes. Raises OSError."""
+        before = offset_bytes % _BLOCK_BYTES
+        whole = -(-(before + length_bytes) // _BLOCK_BYTES) * _BLOCK_BYTES
+        if whole > len(self._buffer):
+            self._buffer = mmap.mmap(-1, whole)
         with memoryview(self._buffer) as view, view[:whole] as part:
-            found = os.preadv(self._descriptor, [part], offset_bytes)
-        if found < length_bytes:
-            told = f"{found} of {length_bytes} bytes at {offset_bytes}"
-            raise OSError(errno.EIO, told, self.device)
-        return self._buffer[:length_bytes]
+            found = os.preadv(self._descriptor, [part], offset_bytes - before)
+        return self._buffer[before : min(found, before + length_bytes)]
 
 
 @contextmanager
 def opened(device: str) -> Iterator[Reader]:
-    """A reader of a device, which nobody is told of: it writes nothing. Raises OSError."""
-    descriptor = os.open(device, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    """Open a device for direct reads; udev does not see it, for nothing is written. OSError."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
     try:
-        with mmap.mmap(-1, PIECE_BYTES) as buffer:
-            yield Reader(device, descriptor, buffer)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(device, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # A file whose file system has no direct I/O, such as tmpfs.
+        descriptor = os.open(device, flags)
+    with closing(descriptor):
+        yield Reader(device, descriptor)

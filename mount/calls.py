@@ -99,16 +99,25 @@ def ioctl_number(direction: int, kind: int, number: int, size: int) -> int:
 
 
 def ioctl(path: str, request: int, argument: bytes = b"", mode: int = os.O_RDONLY) -> bytes:
-    """Ask a freshly opened file one thing; the kernel's copy of the argument comes back."""
+    """Open a file, ask the kernel once, and return the argument as the kernel left it."""
     descriptor = os.open(path, mode | os.O_CLOEXEC)
     try:
-        # Not fcntl.ioctl, which keeps all threads waiting where the argument has over 1024 bytes.
-        buffer = ctypes.create_string_buffer(argument, len(argument))
-        if _libc.ioctl(descriptor, ctypes.c_ulong(request), buffer if argument else None) == -1:
-            raise _error(path)
-        return buffer.raw
+        buffer = bytearray(argument)
+        ioctl_of(descriptor, path, request, buffer)
+        return bytes(buffer)
     finally:
         os.close(descriptor)
+
+
+def ioctl_of(descriptor: int, path: str, request: int, buffer: bytearray) -> None:
+    """Ask the kernel (ioctl(2)) about an open file; it may change the buffer. Raises OSError.
+
+    Not fcntl.ioctl: it stops all other threads where the buffer has more than 1,024 bytes, and an
+    ioctl may wait for a disk that is dead.
+    """
+    argument = (ctypes.c_char * len(buffer)).from_buffer(buffer) if buffer else None
+    if _libc.ioctl(descriptor, ctypes.c_ulong(request), argument) == -1:
+        raise _error(path)
 
 
 def _error(path: str, other: str | None = None) -> OSError:

@@ -117,7 +117,7 @@ def test_core_and_operations_name_neither_grpc_nor_the_wire(
         ("prometheus_client", {"agent/daemon/metrics.py"}),
         (
             "ctypes",
-            {"agent/core/secret.py", "lvm/devicemapper.py", "mount/calls.py"},
+            {"agent/core/secret.py", "mount/calls.py"},
         ),
         ("psutil", {"mount/in_use.py"}),
         ("rich", {"agent/cli/terminal.py"}),
