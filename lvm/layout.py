@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from lvm import raid
-from lvm.raid import RaidLevel
+from lvm.raid import SegmentType
 from lvm.report import Group, LogicalVolume, PhysicalVolume
 
 # lvcreate(8), --chunksize: the least there is, so that little is copied for a little write.
@@ -22,27 +22,14 @@ _EXCEPTION_BYTES = 16
 _POWER_OF_TWO_PAGES = frozenset(4096 << shift for shift in range(20))
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What a layout without images needs; of those with images see lvm/raid.py."""
-
-    least_stripes: int = 1
-    striped: bool = False
-    mirrored: bool = False
-    parity: int = 0
-    metadata_extents: int = 0
-    # Linear and striped are in device-mapper itself.
-    module: str = ""
-
-
 # The RAID levels that Carver makes.
-RAIDS = ("raid1", "raid5", "raid6", "raid10")
-_KINDS: Mapping[str, _Kind | RaidLevel] = {
-    "linear": _Kind(),
-    "striped": _Kind(least_stripes=2, striped=True),
+RAIDS = tuple(one.name for one in raid.LEVELS.values() if not one.by_hand)
+_KINDS: Mapping[str, SegmentType] = {
+    "linear": SegmentType("linear"),
+    "striped": SegmentType("striped", least_stripes=2, striped=True),
     **{name: raid.LEVELS[name] for name in RAIDS},
     # In a pool, which lies on the disks: lvm/thin.py.
-    "thin": _Kind(module="dm-thin-pool"),
+    "thin": SegmentType("thin", module="dm-thin-pool"),
 }
 KINDS = tuple(_KINDS)
 

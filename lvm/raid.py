@@ -8,19 +8,30 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class RaidLevel:
-    """A RAID level. A volume has `stripes * copies + parity` images."""
+class SegmentType:
+    """What a volume of a type (lvcreate(8), --type) needs: `stripes * copies + parity` disks."""
 
     name: str
     least_stripes: int = 1
-    striped: bool = True
+    striped: bool = False
     mirrored: bool = False
     # Images beside those of the data: as many may be lost.
     parity: int = 0
+    # Extents of metadata on each disk.
+    metadata_extents: int = 0
+    # The kernel module of its device-mapper target; linear and striped are in device-mapper itself.
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class RaidLevel(SegmentType):
+    """A RAID level, each of whose disks holds one image. Carver makes those not `by_hand`."""
+
+    striped: bool = True
     # lvm2 gives each image one extent of metadata (RAID_METADATA_AREA_LEN).
     metadata_extents: int = 1
-    # The kernel module of its device-mapper target.
     module: str = "dm-raid"
+    by_hand: bool = False
 
     def survives(self, lost: Sequence[bool]) -> bool:
         """Whether the images that are left hold all data; `lost` has a flag for each, in order."""
@@ -34,13 +45,12 @@ class RaidLevel:
         return not any(map(all, groups))
 
 
-# raid0 and raid4 are made by hand only.
 LEVELS = {
     one.name: one
     for one in (
-        RaidLevel("raid0", least_stripes=2),
+        RaidLevel("raid0", least_stripes=2, by_hand=True),
         RaidLevel("raid1", striped=False, mirrored=True),
-        RaidLevel("raid4", least_stripes=2, parity=1),
+        RaidLevel("raid4", least_stripes=2, parity=1, by_hand=True),
         RaidLevel("raid5", least_stripes=2, parity=1),
         RaidLevel("raid6", least_stripes=3, parity=2),
         RaidLevel("raid10", least_stripes=2, mirrored=True),
@@ -49,7 +59,7 @@ LEVELS = {
 
 
 def level(words: Iterable[str]) -> RaidLevel | None:
-    """The level that lv_layout's words or the kernel's name tell of; None where it is none.
+    """The level named by lv_layout or by the kernel; None for what is no RAID.
 
     Both may add how parity or copies are arranged: raid5_ls, raid6_zr, raid10_near.
     """
