@@ -25,6 +25,116 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
+class SlowestCallsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MOST_FIELD_NUMBER: _builtins.int
+    most: _builtins.int
+    """At most so many; at least 1."""
+    def __init__(
+        self,
+        *,
+        most: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["most", b"most"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlowestCallsRequest: _TypeAlias = SlowestCallsRequest  # noqa: Y015
+
+@_typing.final
+class SlowestCallsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALLS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedCall]:
+        """The slowest first."""
+
+    def __init__(
+        self,
+        *,
+        calls: _abc.Iterable[Global___TracedCall] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calls", b"calls"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SlowestCallsResponse: _TypeAlias = SlowestCallsResponse  # noqa: Y015
+
+@_typing.final
+class TracedCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    VOLUME_FIELD_NUMBER: _builtins.int
+    CODE_FIELD_NUMBER: _builtins.int
+    TIME_SECONDS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    STEPS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    volume: _builtins.str
+    """The id or name of the volume or snapshot that it was about; may be empty."""
+    code: _builtins.str
+    """A gRPC code's name."""
+    time_seconds: _builtins.float
+    """When it began (seconds of the epoch), and how long it took (seconds)."""
+    seconds: _builtins.float
+    @_builtins.property
+    def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedStep]: ...
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        volume: _builtins.str = ...,
+        code: _builtins.str = ...,
+        time_seconds: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+        steps: _abc.Iterable[Global___TracedStep] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "method", b"method", "seconds", b"seconds", "steps", b"steps", "time_seconds", b"time_seconds", "volume", b"volume"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedCall: _TypeAlias = TracedCall  # noqa: Y015
+
+@_typing.final
+class TracedStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    AFTER_SECONDS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """`wait`, `program` or `kernel`."""
+    what: _builtins.str
+    after_seconds: _builtins.float
+    """When it began in the call, and how long it took (seconds)."""
+    seconds: _builtins.float
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        what: _builtins.str = ...,
+        after_seconds: _builtins.float = ...,
+        seconds: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_seconds", b"after_seconds", "kind", b"kind", "seconds", b"seconds", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedStep: _TypeAlias = TracedStep  # noqa: Y015
+
+@_typing.final
 class RepairVolumeRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

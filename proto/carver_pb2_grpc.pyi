@@ -29,6 +29,8 @@ class OperatorStub:
     """The volumes of the groups that are on this node."""
     SnapshotsHere: _grpc.UnaryUnaryMultiCallable[_empty_pb2.Empty, _carver_pb2.SnapshotsHereResponse]
     """The snapshots of the groups that are on this node."""
+    SlowestCalls: _grpc.UnaryUnaryMultiCallable[_carver_pb2.SlowestCallsRequest, _carver_pb2.SlowestCallsResponse]
+    """The slowest of the calls that ended last, with their steps."""
 
 class OperatorServicer:
     """What an operator asks for."""
@@ -60,6 +62,13 @@ class OperatorServicer:
         context: _grpc.ServicerContext,
     ) -> _carver_pb2.SnapshotsHereResponse:
         """The snapshots of the groups that are on this node."""
+
+    def SlowestCalls(
+        self,
+        request: _carver_pb2.SlowestCallsRequest,
+        context: _grpc.ServicerContext,
+    ) -> _carver_pb2.SlowestCallsResponse:
+        """The slowest of the calls that ended last, with their steps."""
 
 def add_OperatorServicer_to_server(servicer: OperatorServicer, server: _grpc.Server) -> None: ...
 

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from agent.cli import arguments
+from agent.cli import arguments, trace
 from agent.cli import words as vocabulary
 from agent.cli.words import CommandLine, Commands, require_root
 from agent.core import errors, extras, settings
@@ -92,6 +92,7 @@ def parser() -> argparse.ArgumentParser:
     _add_status(commands)
     volume, snapshot = arguments.add_volume(commands), arguments.add_snapshot(commands)
     arguments.add_group(commands)
+    trace.add(commands)
     line = CommandLine(commands, volume, snapshot, _add_doctor(commands))
     for _, module in extras.modules("command_line"):
         module.add(line)

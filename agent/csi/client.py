@@ -355,6 +355,10 @@ class Client:
         """The volumes of the groups that are on this node."""
         return self.operator.VolumesHere(Empty())
 
+    def slowest_calls(self, most: int) -> carver.SlowestCallsResponse:
+        """The slowest of the calls that the service ended last, with their steps."""
+        return self.operator.SlowestCalls(carver.SlowestCallsRequest(most=most))
+
     def snapshots_here(self) -> carver.SnapshotsHereResponse:
         """The snapshots of the groups that are on this node."""
         return self.operator.SnapshotsHere(Empty())

@@ -13,6 +13,7 @@ from google.protobuf.message import Message
 from agent.core import errors, ids, records
 from agent.core.context import Context
 from agent.core.records import Snapshot, Volume
+from agent.core.trace import Traces
 from agent.csi import answers
 from agent.operations.listing import Listing
 from agent.operations.repair import Progress, Repairer
@@ -33,7 +34,9 @@ class Operator(carver_pb2_grpc.OperatorServicer):
         repairer: Repairer,
         replacement: Replacement,
         listing: Listing,
+        traces: Traces,
     ) -> None:
+        self._traces = traces
         self._repairer = repairer
         self._replacement = replacement
         self._listing = listing
@@ -54,6 +57,24 @@ class Operator(carver_pb2_grpc.OperatorServicer):
     ) -> carver.Progress:
         require(request, "old_disk", "new_disk")
         return _progress(self._replacement.replace(request.old_disk, request.new_disk))
+
+    def SlowestCalls(
+        self, request: carver.SlowestCallsRequest, context: grpc.ServicerContext
+    ) -> carver.SlowestCallsResponse:
+        if request.most < 1:
+            raise errors.BadField("most", "must be at least 1")
+        calls = [
+            carver.TracedCall(
+                method=one.method,
+                volume=one.volume,
+                code=one.code,
+                time_seconds=one.time_seconds,
+                seconds=one.seconds,
+                steps=[carver.TracedStep(**vars(step)) for step in one.steps],
+            )
+            for one in self._traces.slowest(request.most)
+        ]
+        return carver.SlowestCallsResponse(calls=calls)
 
     def VolumesHere(
         self, request: Empty, context: grpc.ServicerContext

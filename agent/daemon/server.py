@@ -137,7 +137,7 @@ class Service:
         repairer = Repairer(context, freed=self.freed_eraser.start)
         self.auto_repair = AutoRepair(context, repairer)
         self.replacement = Replacement(context, repairer, freed=self.freed_eraser.start)
-        operator = Operator(context, repairer, self.replacement, listing)
+        operator = Operator(context, repairer, self.replacement, listing, self.traces)
         self.inline_volumes = InlineVolumes(context, creator, deleter, stager)
         # Last: an extra takes of the service what it needs.
         self.extras: dict[str, Extra] = {}

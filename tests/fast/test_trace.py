@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 
 import configured
+import grpc
 import pytest
 import serving
 from fakes.host import FakeHost
 
+from agent.cli import trace as command
 from agent.core import trace
 from agent.core.locks import GroupLock, VolumeLocks
 from agent.core.trace import KERNEL, PROGRAM, WAIT, Trace, Traces
@@ -126,3 +128,27 @@ def test_a_call_is_kept_with_its_steps_and_logged_with_them_on_debug(
     assert created.seconds >= sum(one.seconds for one in created.steps)
     lines = [one.fields for one in caplog.records if one.msg == "call"]  # type: ignore[attr-defined]
     assert any("lvm lvcreate" in json.dumps(one.get("steps", "")) for one in lines)
+
+
+def test_carver_trace_shows_each_step_of_the_slowest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trace, "_SHORTEST_SECONDS", 0.0)
+    fake = FakeHost(tmp_path)
+    config = configured.carver(tmp_path, fake.new_group(100))
+    service = serving.start(config, fake)
+    try:
+        with Client(config.endpoint) as client:
+            client.create("a", 32 << 20, mounted())
+            command.show(client, 5, as_json=False)
+            text = capsys.readouterr().out
+            command.show(client, 1, as_json=True)
+            [slowest] = json.loads(capsys.readouterr().out)
+            with pytest.raises(grpc.RpcError, match="most"):
+                client.slowest_calls(0)
+    finally:
+        service.stop()
+    assert " CreateVolume " in text
+    assert ": program lvm lvcreate " in text
+    assert slowest["steps"]
+    assert slowest["seconds"] >= max(one["seconds"] for one in slowest["steps"])
