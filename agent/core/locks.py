@@ -1,11 +1,11 @@
-"""Who may work at the same time: one call a volume, one change a group, a bounded number in all.
+"""Locks and limits of calls: one call a volume, one change a group, a bounded number in all.
 
-A call on a disk that hangs keeps its thread for as long as the disk likes. So the threads that
-calls may hold are bounded (`Admission`), and each group leaves some of them to the others
-(`Shares`). `VolumeLocks` holds a call's volume; `GroupLock` orders the changes of one group.
+A call on a disk that hangs keeps its thread. So `Admission` bounds the threads that calls may hold,
+and `Shares` leave some of them to other groups. `VolumeLocks` hold a call's volume; a `GroupLock`
+orders the changes of one group.
 
 A call is admitted when it first needs a group: publish, unpublish and statistics need none.
-Background work is not held back.
+Background work is not limited.
 """
 
 import contextvars
@@ -24,7 +24,7 @@ TIMES_LEFT = 3
 
 
 class Shares:
-    """So many places; `most` of them for a group, be they all free."""
+    """A number of places, of which one group may take `most` at once."""
 
     def __init__(self, places: int, most: int | None = None) -> None:
         self._left = places
@@ -34,7 +34,7 @@ class Shares:
 
     @contextmanager
     def one(self, group: str) -> Iterator[None]:
-        """Inside, a place is taken for a group; raises TooManyCalls where it gets none."""
+        """Take a place for a group; raises TooManyCalls where it gets none."""
         with self._guard:
             taken = self._taken[group]
             if taken >= min(self._most, TIMES_LEFT * self._left):
@@ -47,7 +47,7 @@ class Shares:
             with self._guard:
                 self._left += 1
                 self._taken[group] -= 1
-                # Ids name groups as their callers like.
+                # Drop zeros: callers may send ids with any group's name.
                 self._taken = +self._taken
 
 
@@ -55,29 +55,28 @@ class Shares:
 # 110 pods, and after a boot most of their volumes are staged at once, or unstaged as it is drained.
 PLACES = 112
 _OTHERS = 128
-# How many may wait for a copy, which is made behind the answers, and ask for nothing meanwhile.
+# How many calls may wait for a copy, which is made in the background.
 _ASIDE = 128
 # Some calls name no volume.
 THREADS = PLACES + _OTHERS + _ASIDE + 16
-# Of those, what may wait for another call to end; each has one of the threads for calls without a
-# place.
+# How many of these may wait for another call to end, each in a thread for calls without a place.
 MOST_CALLS_WAITING = (_OTHERS + 16) // 2
 # Calls that ask for all groups are counted as if these were one more.
 _ALL = ""
-# A start takes a few commands; who comes a moment too early need not come again.
+# How long a call waits for the start, which takes a few commands.
 _PATIENCE_SECONDS = 10.0
 
-_visit: contextvars.ContextVar["_Visit | None"] = contextvars.ContextVar("visit", default=None)
+_visit: contextvars.ContextVar["_Call | None"] = contextvars.ContextVar("visit", default=None)
 
 
 class Admission:
-    """Admits calls, from the beginning unless `close` says otherwise."""
+    """Admits calls to volume groups; open until `close`."""
 
     def __init__(self, places: int = PLACES) -> None:
         self.problem: Exception | None = None
         self.is_open = True
         self._places = self._free = places
-        # How many of those that are taken are with a group.
+        # How many admitted calls use a group.
         self._with: Counter[str] = Counter()
         self._others = Shares(_OTHERS)
         self.aside = Shares(_ASIDE)
@@ -85,12 +84,12 @@ class Admission:
         self._changed = threading.Condition()
 
     def close(self) -> None:
-        """Admit none until `open`: those who come meanwhile wait a moment."""
+        """Admit no call until `open`; calls wait for that up to ten seconds."""
         with self._changed:
             self.is_open, self._closed_at = False, time.monotonic()
 
     def refuse(self, problem: Exception) -> None:
-        """Have nobody wait for what did not come off, and will be tried again."""
+        """Refuse calls at once, with the problem of a start that failed and is retried."""
         with self._changed:
             self.problem = problem
             self._changed.notify_all()
@@ -103,15 +102,15 @@ class Admission:
 
     @contextmanager
     def call(self, group: str | None = None) -> Iterator[None]:
-        """Inside, this thread carries out a call, which `enter` may stop.
+        """Run a call in this thread; `enter` inside may refuse it.
 
-        One that names a volume tells its `group`, or "" where that is not known; raises
-        TooManyCalls.
+        `group` is that of the volume that the call names, "" where it is unknown, None for no
+        volume. Raises TooManyCalls.
         """
         with ExitStack() as share:
             if group is not None:
                 share.enter_context(self._others.one(group))
-            visit = _Visit(self, share)
+            visit = _Call(self, share)
             token = _visit.set(visit)
             try:
                 yield
@@ -136,9 +135,9 @@ class Admission:
             raise
 
     def join(self, group: str) -> None:
-        """Count a call that has a place among a group's; raises TooManyCalls."""
+        """Count an admitted call among those of a group; raises TooManyCalls."""
         with self._changed:
-            # As if it came only now.
+            # Its own place counts as free.
             if self._with[group] >= TIMES_LEFT * (self._free + 1):
                 raise errors.TooManyCalls(self._with[group], group)
             self._with[group] += 1
@@ -154,25 +153,25 @@ class Admission:
             self._free += 1
 
     def part(self, groups: set[str]) -> None:
-        """Count a call among these groups' no more."""
+        """Stop counting a call among those of these groups."""
         with self._changed:
             self._with.subtract(groups)
-            # Ids name groups as their callers like.
+            # Drop zeros, as in `Shares`.
             self._with = +self._with
 
 
-class _Visit:
-    """A call under way, whether it has a place, and the groups that it is with."""
+class _Call:
+    """A call under way, whether it has a place, and the groups that it uses."""
 
     def __init__(self, admission: Admission, share: ExitStack) -> None:
         self.admission = admission
-        # What it keeps of the threads for those that are not admitted.
+        # Its place among the calls that are not admitted.
         self.share = share
         self.admitted = False
         self.groups: set[str] = set()
 
     def leave(self) -> None:
-        """Give its place back, if it has one: it asks for no group any more, or enters anew."""
+        """Give its place back, if any; to use a group again it has to enter anew."""
         if self.admitted:
             self.admission.leave()
             self.admitted = False
@@ -182,9 +181,9 @@ class _Visit:
 
 @contextmanager
 def aside(group: str) -> Iterator[None]:
-    """Inside, a call waits for what is done behind the answers, and another has its place.
+    """Give the call's place to another while it waits for background work.
 
-    It asks for no group inside. Raises TooManyCalls where too many wait so.
+    It must use no group inside. Raises TooManyCalls where too many calls wait so.
     """
     visit = _visit.get()
     if visit is None:
@@ -196,9 +195,9 @@ def aside(group: str) -> Iterator[None]:
 
 
 def enter(*groups: str) -> None:
-    """What follows asks for volume groups; raises TooManyCalls, Starting where no call may.
+    """Admit this thread's call to groups; raises TooManyCalls, and Starting before the start.
 
-    Where none is named it asks all of them, and is counted among those that do.
+    A call that names none uses all groups, and counts as a call of one more group.
     """
     visit = _visit.get()
     if visit is None:
@@ -212,17 +211,16 @@ def enter(*groups: str) -> None:
         visit.groups.add(one)
 
 
-# A back-off of a caller that is refused begins at a second and doubles; most calls end sooner.
+# How long a call waits for its volume: callers back off from a second on; most calls end sooner.
 GRACE_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 
 
 class VolumeLocks:
-    """One call per volume.
+    """Locks of volumes: one call at a time, in the order in which calls came.
 
-    Another waits a moment for its turn, and is refused then, as the CSI spec advises
-    ("Concurrency"). What waits is given its turn in the order in which it came. Where too many wait
-    already, it is refused at once: they must not take all threads.
+    Another call waits up to five seconds and is then refused, as the CSI spec advises
+    ("Concurrency"). Where too many wait already it is refused at once, to leave threads to others.
     """
 
     def __init__(self) -> None:
@@ -234,7 +232,7 @@ class VolumeLocks:
 
     @contextmanager
     def hold(self, *names: str) -> Iterator[None]:
-        """Hold a volume, and the path it is put at: two volumes at one path would cover each other.
+        """Hold a volume and its path: two volumes at one path would cover each other.
 
         Raises OperationPending while another call holds one of them.
         """
@@ -251,9 +249,9 @@ class VolumeLocks:
                 self._changed.notify_all()
 
     def wait_until(self, is_so: Callable[[], bool]) -> None:
-        """Wait a moment, holding nothing, for what the end of other calls brings; it may not come.
+        """Wait up to five seconds, holding nothing, for a condition that other calls may bring.
 
-        `is_so` is asked again and again, so it must be cheap.
+        `is_so` is polled ten times a second, so it must be cheap.
         """
         end = time.monotonic() + self._patience_seconds()
         if is_so():
@@ -270,7 +268,7 @@ class VolumeLocks:
                 del self._waiting[turn]
 
     def _await_turn(self, names: Iterable[str]) -> None:
-        """Wait until all are free, and nobody who came earlier wants one of them."""
+        """Wait until all are free, and no earlier call waits for one of them."""
         if len(self._waiting) < MOST_CALLS_WAITING:
             turn = self._line_up(names)
             try:
@@ -279,7 +277,7 @@ class VolumeLocks:
                 )
             finally:
                 del self._waiting[turn]
-                # Those who came later waited for this one, too.
+                # Later calls waited for this one, too.
                 self._changed.notify_all()
             if is_free:
                 return
@@ -291,25 +289,25 @@ class VolumeLocks:
         return turn
 
     def _taken(self, names: Iterable[str], turn: object = None) -> set[str]:
-        """Which of these are held, or wanted by those who wait; by those before a turn, if any."""
+        """The names that are held, or wanted by calls that wait (before `turn`, if given)."""
         before = takewhile(lambda one: one is not turn, self._waiting)
         return self._held.union(*(self._waiting[one] for one in before)).intersection(names)
 
     def _patience_seconds(self) -> float:
-        """How long to wait: what is left of the caller's time must do for the work."""
+        """How long to wait: half of the time to the deadline is left for the work."""
         remaining = command.remaining_seconds()
         return self.grace_seconds if remaining is None else min(self.grace_seconds, remaining / 2)
 
 
-# Of the server's threads that may be with volume groups, what one group may take: others find some.
+# How many of the places calls that wait for one group may take.
 MOST_WAITING = PLACES // 2
 MOST_LOOKING = PLACES * 3 // 8
 
 
 class GroupLock:
-    """Turns at one group: fair, bounded, and nobody waits longer than his caller does.
+    """The lock of a volume group: FIFO; waiters give up at the RPC deadline.
 
-    Held around lvm2 commands only: never over mkfs, a wipe or a copy.
+    Held around lvm2 commands only: never over mkfs, an erase or a copy.
     """
 
     def __init__(self, what: str, most: int = MOST_WAITING) -> None:
@@ -317,20 +315,17 @@ class GroupLock:
         self._most = most
         self._guard = threading.Lock()
         self._taken = False
-        # Each is set when its turn has come.
+        # Each is set when its waiter gets the lock.
         self._waiting: deque[threading.Event] = deque()
 
     @property
     def is_taken(self) -> bool:
-        """Whether it is someone's turn."""
+        """Whether the lock is held."""
         return self._taken
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Be the one who changes the group.
-
-        Raises GroupBusy where too many wait already, and at the end of the caller's time.
-        """
+    def hold(self) -> Iterator[None]:
+        """Hold the lock; raises GroupBusy at the deadline, or where too many wait already."""
         self._await()
         try:
             yield
@@ -355,7 +350,7 @@ class GroupLock:
             if not mine.is_set():
                 self._waiting.remove(mine)
                 raise errors.GroupBusy(self._what, "another call was at work on it all the time")
-        # The turn came in the moment in which the time was over: the first command will say so.
+        # The lock came at the moment of the deadline: the first command will fail with that.
 
     def _pass_on(self) -> None:
         with self._guard:

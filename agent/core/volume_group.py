@@ -1,6 +1,6 @@
-"""One volume group: its lvm2, what was seen of it, what it shall bear, and whose turn it is.
+"""One volume group: its lvm2, cached state, lock and deferred work.
 
-Nothing in here knows another group, so that one whose disk hangs stops no other.
+Nothing here knows another group, so a group whose disk hangs stops no other.
 """
 
 import logging
@@ -34,7 +34,7 @@ Status = Literal["unknown", "ready", "partial", "absent", "refused"]
 # How long `begin_states` waits, and for how long it then does not wait for that group again.
 _SHORT_WAIT_SECONDS = 3.0
 _REST_SECONDS = 60.0
-# What a look raises that proves nothing, and may be had again.
+# Errors that prove nothing about a group: it may answer the next time.
 _SILENCE = (
     *(errors.GroupBusy, errors.GroupSilent, errors.GroupAwaited),
     mount_errors.OutcomeUnknown,
@@ -44,7 +44,7 @@ _BACKGROUND_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class _Stuck:
-    """A command that does not end: nothing is changed beside it, nor looked beside a look."""
+    """A command that does not end: no change runs beside it, and no report beside a report."""
 
     words: tuple[str, ...]
     ended: Callable[[], bool]
@@ -57,10 +57,10 @@ class _Stuck:
 
 
 class VolumeGroup:
-    """A volume group by its name. `node` is how lvm2 is called on this node.
+    """A volume group by its name. `node` is lvm2 as it is called on this node.
 
-    `scan` tells of the node's disks, `listed` which of them the operator named for the group. `run`
-    runs lvm2 for this group: by a session, if any, which `renew` has another shell for.
+    `scan` reads the labels of the node's disks; `listed` gives those that the operator named for
+    the group. `run` runs lvm2 for this group, by a session if any; `renew` restarts the session.
     """
 
     def __init__(
@@ -76,35 +76,35 @@ class VolumeGroup:
     ) -> None:
         self.name = name
         self.lock = GroupLock(f"volume group {name}")
-        # What it was when it was looked at last, and when that was (epoch, seconds).
+        # The state that was read last, and when (epoch, seconds).
         self.cached: report.Group | None = None
         self.time_seconds = 0.0
-        # Whether Carver has not made it yet, or brought its disks: till then it is not just absent.
+        # Whether Carver has yet to create it or attach its disks: then it is not just absent.
         self.is_awaited = False
-        # What it was when it was here last, and when it was seen so.
-        self.seen: report.Group | None = None
-        self.seen_seconds = 0.0
-        # When that was tried last, whatever came of it.
+        # The last state in which the group was on this node, and when it was read.
+        self.last_seen: report.Group | None = None
+        self.last_seen_seconds = 0.0
+        # When a state was last read or failed to be read (epoch, seconds).
         self.tried_seconds = 0.0
         self.problem: Exception | None = None
         self._run = run
         node = replace(node, run=self._watched)
         self._cache = MetadataCache(name, node, disks, devices, scan, renew, listed)
-        # Who looks: one at a time.
+        # Held by the one thread that reads the state.
         self._readers = GroupLock(f"volume group {name}", MOST_LOOKING)
         self._guard = threading.Lock()
         # A refresh that has not begun yet.
         self._next: Future[report.Group | None] | None = None
-        # All that have not ended, the oldest first.
+        # Commands that have not ended, the oldest first.
         self._stuck: tuple[_Stuck, ...] = ()
-        # The tags that volumes shall bear, by the volumes' UUIDs, until they are written.
-        self._promised: dict[str, frozenset[str]] = {}
-        self._behind = DeferredWork(name, self.settle)
-        # Whether a command that changes it ended since a look at it began.
+        # Tags that are still to be written, by the UUIDs of their volumes.
+        self._unwritten_tags: dict[str, frozenset[str]] = {}
+        self._deferred = DeferredWork(name, self.run_deferred)
+        # Whether a command that changes it ended since the last read began.
         self._changed = False
-        # Whether `last` lacks what such a command did.
+        # Whether `cached` lacks what such a command did.
         self._is_stale = False
-        # Until when nobody waits for it who does not need it (monotonic, seconds).
+        # Until when `begin_states` does not wait for it (monotonic, seconds).
         self._rests_until = 0.0
 
     @property
@@ -113,12 +113,12 @@ class VolumeGroup:
         return self._cache.lvm
 
     def lvm_with(self, disk: str) -> Lvm:
-        """The same, which sees a disk more: one that is to become the group's."""
+        """lvm2, which sees this group's disks and another that is to join them."""
         return self._cache.lvm_with(disk)
 
     @property
     def status(self) -> Status:
-        """As it was seen last."""
+        """What the state that was read last says."""
         if isinstance(self.problem, errors.GroupRefused):
             return "refused"
         if self.cached is None:
@@ -127,30 +127,30 @@ class VolumeGroup:
 
     @property
     def answers(self) -> bool:
-        """Whether it was there, and could be used, when it was looked at last."""
+        """Whether it was here and usable when it was read last."""
         return self.problem is None and self.status in ("ready", "partial")
 
     @property
     def is_changed(self) -> bool:
-        """Whether something may have changed it since it was looked at with success."""
+        """Whether something may have changed it since it was read with success."""
         return self._changed or bool(self._stuck) or self.problem is not None
 
     @property
     def ignored(self) -> Sequence[tuple[str, str]]:
-        """The disks that claim to be the group's and are not, each with the reason."""
+        """The disks that only claim to be the group's, each with the reason."""
         return self._cache.ignored
 
     @property
     def is_outdated(self) -> bool:
-        """Whether a disk came, went or changed since it was looked at."""
+        """Whether a disk came, went or changed since it was read."""
         return self._cache.is_outdated
 
     def outdate(self) -> None:
-        """A disk came or went, or may have."""
+        """Have the next read scan all disks: one came or went, or may have."""
         self._cache.is_outdated = True
 
     def has(self, disk: str) -> bool:
-        """Whether that path was a disk of the group when it was looked at last."""
+        """Whether that path was a disk of the group when it was read last."""
         return self._cache.has(disk)
 
     def state(self) -> report.Group | None:
@@ -159,15 +159,15 @@ class VolumeGroup:
         One command where something was written to the group since it was read last, else none.
         Raises CommandError, GroupRefused, GroupSilent, GroupAwaited, GroupBusy.
         """
-        with self._readers.turn():
+        with self._readers.hold():
             return self._read()
 
     def _read(self) -> report.Group | None:
         before, self._changed = self.status, False
-        # Before the look: what is written meanwhile is in it, or still here.
-        promised = dict(self._promised)
+        # Before the read: tags that are written meanwhile are in it, or still here.
+        unwritten = dict(self._unwritten_tags)
         try:
-            self.cached = _with_tags(self._report(), promised)
+            self.cached = _with_tags(self._report(), unwritten)
         except errors.GroupRefused as error:
             self.cached, self.problem, self.time_seconds = None, error, time.time()
             raise
@@ -178,10 +178,10 @@ class VolumeGroup:
             self.problem, self.time_seconds, self._rests_until = None, time.time(), 0.0
             self._is_stale = self._changed
             if self.cached is not None:
-                self.seen, self.seen_seconds = self.cached, self.time_seconds
+                self.last_seen, self.last_seen_seconds = self.cached, self.time_seconds
         finally:
             self.tried_seconds = time.time()
-            self._tell(before)
+            self._log_change(before)
         return self.cached
 
     def refresh(self) -> "Future[report.Group | None]":
@@ -191,13 +191,13 @@ class VolumeGroup:
         """
         with self._guard:
             if self._next is None:
-                self._next = command.begin("look", self._refresh)
+                self._next = command.begin("refresh", self._refresh)
             return self._next
 
     def _refresh(self) -> report.Group | None:
         with command.time_limit(_BACKGROUND_SECONDS), ExitStack() as turn:
             try:
-                turn.enter_context(self._readers.turn())
+                turn.enter_context(self._readers.hold())
             finally:
                 with self._guard:
                     self._next = None
@@ -227,17 +227,17 @@ class VolumeGroup:
 
     @property
     def silence(self) -> Exception:
-        """Why it does not answer, for callers to repeat."""
+        """The error that says why it does not answer."""
         if self.problem is None or isinstance(self.problem, mount_errors.OutcomeUnknown):
             why = str(self.problem or "it has not answered")
             return errors.GroupBusy(f"volume group {self.name}", why)
         return self.problem.with_traceback(None)
 
-    def promise(self, name: str, own_tags: Mapping[str, str]) -> None:
-        """Add tags to a volume: from now on for whoever looks, and on disk soon.
+    def add_tags_later(self, name: str, own_tags: Mapping[str, str]) -> None:
+        """Add tags to a volume: in its state from now on, and on disk soon.
 
-        The caller holds the volume. One look where it was made since the last one. A process that
-        is killed before has promised nothing.
+        The caller holds the volume. They are lost if the process is killed before. Reads the state
+        where the volume was created since the last read.
         """
         found = self.cached.volumes.get(name) if self.cached is not None else None
         if found is None and (group := self.state()) is not None:
@@ -246,54 +246,56 @@ class VolumeGroup:
             raise lvm_errors.VolumeMissing(self.name, name)
         new = frozenset(tags.encode(own_tags))
         with self._guard:
-            self._promised[found.uuid] = self._promised.get(found.uuid, frozenset()) | new
-        self._behind.wake()
+            self._unwritten_tags[found.uuid] = (
+                self._unwritten_tags.get(found.uuid, frozenset()) | new
+            )
+        self._deferred.wake()
 
-    def wake(self) -> None:
-        """Look behind the answers at what was changed, so that the next call need not."""
+    def refresh_later(self) -> None:
+        """Refresh a changed group in the background, so that the next call need not."""
         if self._changed:
-            self._behind.wake()
+            self._deferred.wake()
 
     def catch_up(self) -> None:
-        """Begin what was put off and has no thread; returns at once."""
-        self._behind.catch_up()
+        """Begin deferred work for which there was no thread; returns at once."""
+        self._deferred.catch_up()
 
-    def settle(self, is_ending: bool = False) -> None:
-        """Do what was put off: write the tags that were promised, look at what was changed.
+    def run_deferred(self, is_ending: bool = False) -> None:
+        """Write the tags that are to be written, and refresh a changed group.
 
-        Raises what a look or lvm2 raises.
+        Raises as `state` does, and CommandError.
         """
-        if self._promised:
-            with self.lock.turn():
-                self._write_promised()
-        # Where somebody waits to change it, or looks, the look is his.
+        if self._unwritten_tags:
+            with self.lock.hold():
+                self._write_tags()
+        # A caller that changes or reads it refreshes it anyway.
         is_free = not self.lock.is_taken and not self._readers.is_taken
         if is_free and not is_ending:
             self.state()
 
     def stop(self) -> None:
-        """Do what was put off, unless that takes long, and put nothing off any more."""
-        self._behind.stop()
+        """Do the deferred work that is left, for five seconds at most, and defer none any more."""
+        self._deferred.stop()
 
-    def _write_promised(self) -> None:
-        """Write tags, the same of several volumes by one command; the caller holds the group.
+    def _write_tags(self) -> None:
+        """Write tags, equal ones of several volumes by one command; the caller holds the group.
 
-        A name may be another volume's by now: a UUID is not.
+        By UUIDs: a name may be another volume's by now.
         """
-        promised = dict(self._promised)
+        unwritten = dict(self._unwritten_tags)
         if (group := self.state()) is None:
             raise lvm_errors.GroupMissing(self.name)
         there = {one.uuid: one for one in group.volumes.values()}
         names: defaultdict[frozenset[str], list[str]] = defaultdict(list)
-        for uuid, new in promised.items():
+        for uuid, new in unwritten.items():
             if uuid in there:
                 names[new].append(there[uuid].name)
         for new, those in names.items():
             volumes.add_tags(self.lvm, self.name, those, new)
         with self._guard:
-            for uuid, new in promised.items():
-                if self._promised.get(uuid) == new:
-                    del self._promised[uuid]
+            for uuid, new in unwritten.items():
+                if self._unwritten_tags.get(uuid) == new:
+                    del self._unwritten_tags[uuid]
 
     @property
     def _rests(self) -> bool:
@@ -306,8 +308,8 @@ class VolumeGroup:
             raise errors.GroupAwaited(self.name)
         return found
 
-    def _tell(self, before: Status) -> None:
-        """Say once what became of the group since it was looked at before."""
+    def _log_change(self, before: Status) -> None:
+        """Log a change of status since the read before."""
         match before, self.status:
             case "absent" | "refused", "ready" | "partial":
                 _log.warning("volume group %s is on this node again", self.name)
@@ -321,7 +323,7 @@ class VolumeGroup:
                 _log.error("%s", self.problem)
 
     def _watched(self, *words: str) -> Result:
-        """The seam `mount.command.Run`: after a command that may have done anything, look anew."""
+        """The seam `mount.command.Run`: after a command of unknown outcome, forget the cache."""
         self._require_none_stuck(words)
         is_change = not only_looks(words)
         try:
@@ -340,14 +342,14 @@ class VolumeGroup:
                 self._cache.forget()
             return result
         finally:
-            # Not before: a look beside it may have seen what was there until then.
+            # Not before: a read beside it may have seen the state before it.
             if is_change:
                 self._changed = self._is_stale = True
 
     def _require_none_stuck(self, words: tuple[str, ...]) -> None:
-        """Raise StillRunning for a change while any command does not end.
+        """Raise StillRunning for a change while any command hangs.
 
-        And CommandStuck for a look while a look does not: another would hang as well, and each
+        Raise CommandStuck for a report while a report hangs: another would hang as well, and each
         leaves a process behind.
         """
         if not self._stuck:
@@ -385,14 +387,14 @@ def begin_states(
 
 
 def _with_tags(
-    group: report.Group | None, promised: Mapping[str, frozenset[str]]
+    group: report.Group | None, unwritten: Mapping[str, frozenset[str]]
 ) -> report.Group | None:
-    """The group with tags that its volumes shall bear, by the volumes' UUIDs."""
-    if group is None or not promised:
+    """The group with its unwritten tags, by the UUIDs of their volumes."""
+    if group is None or not unwritten:
         return group
     changed = {
-        name: replace(one, tags=one.tags | promised[one.uuid])
+        name: replace(one, tags=one.tags | unwritten[one.uuid])
         for name, one in group.volumes.items()
-        if one.uuid in promised
+        if one.uuid in unwritten
     }
     return replace(group, volumes={**group.volumes, **changed})

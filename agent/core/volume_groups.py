@@ -1,4 +1,4 @@
-"""The engines of this node, by the names of their groups, and what spans several of them."""
+"""The volume groups of this node by their names, and operations on several of them."""
 
 import os
 import threading
@@ -22,44 +22,44 @@ from lvm.lvm2 import Lvm
 from lvm.session import Session
 from mount import command
 
-# How long a service that ends waits for what its groups have put off, and for lvm2's shells.
+# How long the end of the service waits for deferred work, and for lvm2's shells.
 _STOPPING_SECONDS = 6.0
 _CLOSING_SECONDS = 5.0
 
 
-class Turns:
-    """The turns at groups that are held: each given back at the end, unless it is kept longer."""
+class HeldGroups:
+    """The locks of groups that are held: each released at the end, or later if it is kept."""
 
     def __init__(self) -> None:
         self._of: dict[str, ExitStack] = {}
         self._kept: defaultdict[str, list[Future[None]]] = defaultdict(list)
 
     def take(self, volume_group: VolumeGroup) -> None:
-        """Be the one whose turn it is at a group. Raises GroupBusy."""
+        """Take a group's lock. Raises GroupBusy."""
         turn = self._of[volume_group.name] = ExitStack()
-        # Called when the turn is over.
-        turn.callback(volume_group.wake)
-        turn.enter_context(volume_group.lock.turn())
+        # Called after the release.
+        turn.callback(volume_group.refresh_later)
+        turn.enter_context(volume_group.lock.hold())
 
     def enter(self, group: str, inside: AbstractContextManager[None]) -> None:
-        """Enter what ends with the turn at a group."""
+        """Enter a context that ends with the hold of a group."""
         self._of[group].enter_context(inside)
 
     def keep(self, group: str, until: Future[None]) -> None:
-        """Give the turn at a group back only when that is done: nothing is changed beside it."""
+        """Release a group only when `until` is done: nothing changes it before."""
         self._kept[group].append(until)
 
-    def end(self) -> None:
-        """Give them back, those that are kept when it is time: nobody waits for that here."""
+    def release(self) -> None:
+        """Release all; those that are kept later, without a wait here."""
         for group, turn in reversed(self._of.items()):
             _when_done(self._kept[group], turn)
 
 
 class VolumeGroups:
-    """One for each group that the configuration names, and for others that ids name.
+    """One VolumeGroup for each group of the configuration, and for others that ids name.
 
-    `session` makes the `Run` by which an engine talks to lvm2. `listed` has the devices of a group
-    that Carver makes.
+    `session` makes a group's session with lvm2. `listed` gives the devices of a group that Carver
+    creates.
     """
 
     def __init__(
@@ -84,11 +84,11 @@ class VolumeGroups:
             self._add(one)
 
     def __iter__(self) -> Iterator[VolumeGroup]:
-        """Those of the configuration's groups."""
+        """The groups of the configuration."""
         return (self._volume_groups[one] for one in self.names)
 
     def of(self, name: str) -> VolumeGroup | None:
-        """The engine of a group; None where no disk on this node tells of such a group.
+        """A group by its name; None where no disk on this node has such a group.
 
         An id may name a group that no class names any more.
         """
@@ -99,7 +99,7 @@ class VolumeGroups:
         return found
 
     def known(self, name: str) -> VolumeGroup | None:
-        """The same, without a look at any disk: None also where nobody asked for it yet."""
+        """A group by its name, without a scan of disks: None also for one not asked for yet."""
         return self._volume_groups.get(name)
 
     def has(self, name: str) -> bool:
@@ -107,24 +107,24 @@ class VolumeGroups:
         return name in names_of(self.scan())
 
     def lvm(self, name: str) -> Lvm:
-        """lvm2 for one group; it sees no disk where the group is not here."""
+        """lvm2 for one group; it sees no disk of a group that is not here."""
         found = self.of(name)
         return found.lvm if found is not None else self.node
 
     def lvm_with(self, name: str, disk: str) -> Lvm:
-        """The same, which sees a disk more: one that is to become the group's.
+        """lvm2 for one group, which also sees a disk that is to join it.
 
-        Where the node lists the disks that lvm2 may use, it is lvm2 as it is on the node, which
-        puts the disk on the list.
+        On a node with a devices file (lvmdevices(8)) it is lvm2 as on the node, which adds the disk
+        to that file.
         """
         found = self.of(name)
         is_listed = self.node.root is not None and lvm2.listed_disks(self.node.root) is not None
         return self.node if found is None or is_listed else found.lvm_with(disk)
 
     def allows(self, disk: str) -> bool:
-        """Whether lvm2 may see a disk, by the configuration, or where it is silent by lvm.conf.
+        """Whether lvm2 may see a disk: by the configuration, or else by lvm.conf.
 
-        A disk that a filter rejects would be a group's, and missing from it at the next look.
+        A disk that a filter rejects would be missing from its group at the next read.
         """
         path = os.path.realpath(disk)
         if allowed := {os.path.realpath(one) for one in self.node.devices}:
@@ -136,24 +136,24 @@ class VolumeGroups:
         return accepts is None or accepts(path) or path in self._every_listed()
 
     @contextmanager
-    def hold(self, *names: str) -> Iterator[Turns]:
-        """Hold groups, after any other call that does; all take them in the same order.
+    def hold(self, *names: str) -> Iterator[HeldGroups]:
+        """Hold the locks of groups; all callers take them in the same order.
 
         Raises GroupBusy, TooManyCalls, Starting.
         """
         locks.enter(*names)
         found = [self.of(one) for one in sorted(set(names))]
-        turns = Turns()
+        held = HeldGroups()
         try:
             for one in found:
                 if one is not None:
-                    turns.take(one)
-            yield turns
+                    held.take(one)
+            yield held
         finally:
-            turns.end()
+            held.release()
 
     def scan(self) -> Mapping[str, Found]:
-        """What the disks say of themselves that lvm2 may see on this node."""
+        """The labels of the disks that lvm2 may see on this node."""
         # A disk that does not answer, perhaps another group's, leaves time for the rest.
         remaining = command.remaining_seconds()
         patience = PATIENCE_SECONDS if remaining is None else min(PATIENCE_SECONDS, remaining / 2)
@@ -165,7 +165,7 @@ class VolumeGroups:
         if root is None:
             return found
         if (listed := lvm2.listed_disks(root)) is not None:
-            # lvm2 heeds no filter then. A copy has the UUID that the file lists, too.
+            # lvm2 ignores filters then. A copied disk has the listed UUID, too.
             every = {p: one for p, one in found.items() if _is_listed(one, listed)}
             return {p: _trusted(one, Kind.ATTACHED) for p, one in every.items()}
         if (accepts := blockdevices.read(root)) is None:
@@ -174,33 +174,33 @@ class VolumeGroups:
         return {p: one for p, one in found.items() if p in own or accepts(p)}
 
     def _every_listed(self) -> frozenset[str]:
-        """The disks that the operator named for any group: no filter keeps these from Carver."""
+        """The disks that the operator named for any group; filters do not apply to them."""
         return frozenset[str]().union(*map(self.listed, self.names))
 
     def listed(self, name: str) -> frozenset[str]:
         """The disks that the operator named for a group, by their own paths."""
         return frozenset(os.path.realpath(one) for one in self._listed(name))
 
-    def promise(self, group: str, name: str, own_tags: Mapping[str, str]) -> None:
-        """Add tags to a volume soon (`Engine.promise`)."""
+    def add_tags_later(self, group: str, name: str, own_tags: Mapping[str, str]) -> None:
+        """Add tags to a volume soon ."""
         if (volume_group := self.of(group)) is None:
             raise lvm_errors.GroupMissing(group)
-        volume_group.promise(name, own_tags)
+        volume_group.add_tags_later(name, own_tags)
 
-    def settle(self) -> None:
-        """Do what was put off, and would be done soon (`Engine.settle`)."""
+    def run_deferred(self) -> None:
+        """Do the deferred work of all groups now (`VolumeGroup.run_deferred`)."""
         for one in list(self._volume_groups.values()):
-            one.settle()
+            one.run_deferred()
 
     def catch_up(self) -> None:
-        """Begin what was put off and has no thread (`Engine.catch_up`)."""
+        """Begin deferred work for which there was no thread."""
         for one in list(self._volume_groups.values()):
             one.catch_up()
 
     def outdate(self, written: str | None = None) -> None:
-        """A disk came or went, or may have; `written`: this one is there, and has other contents.
+        """Have all disks scanned: one came or went, or may have, or `written` has other contents.
 
-        What is written to a disk of a group's own the group sees by itself, at the next look.
+        A group sees by itself, at its next read, a write to its own disks.
         """
         every = list(self._volume_groups.values())
         if written is not None and any(one.has(written) for one in every):
@@ -209,19 +209,19 @@ class VolumeGroups:
             one.outdate()
 
     def stop(self) -> None:
-        """Have done what was put off, in each group that lets that be done soon."""
+        """Do the deferred work that is left, in all groups at once; a group that hangs is left."""
         works = {
             f"volume group {name}": one.stop for name, one in list(self._volume_groups.items())
         }
         run_all(works, _STOPPING_SECONDS)
 
     def rest(self) -> None:
-        """Have sessions with lvm2 that did much, and do nothing now, give their memory back."""
+        """Have idle sessions with lvm2 release the memory of earlier work."""
         for one in list(self._sessions):
             one.rest()
 
     def close(self) -> None:
-        """End the sessions with lvm2; what does not end soon is left to end by itself."""
+        """End the sessions with lvm2; one that hangs is left to end by itself."""
         works = {f"lvm2's shell {number}": one.close for number, one in enumerate(self._sessions)}
         run_all(works, _CLOSING_SECONDS)
 
@@ -246,7 +246,7 @@ class VolumeGroups:
 
 
 def _when_done(awaited: Sequence[Future[None]], turn: ExitStack) -> None:
-    """End a turn once all of these are done."""
+    """Release a lock once all of these are done."""
     if awaited:
         awaited[0].add_done_callback(lambda _: _when_done(awaited[1:], turn))
     else:
@@ -254,12 +254,12 @@ def _when_done(awaited: Sequence[Future[None]], turn: ExitStack) -> None:
 
 
 def _trusted(found: Found, kind: Kind) -> Found:
-    """A disk that the operator allowed: of that kind at least."""
+    """A disk that the operator allowed: its kind is at least that."""
     if not isinstance(found, PhysicalLabel):
         return found
     return replace(found, kind=min(found.kind, kind))
 
 
 def _is_listed(found: Found, listed: frozenset[str]) -> bool:
-    """Whether a disk is one of those in the node's devices file (lvmdevices(8)), or may be."""
+    """Whether a disk is, or may be, in the node's devices file (lvmdevices(8))."""
     return not isinstance(found, PhysicalLabel) or found.uuid.replace("-", "") in listed

@@ -13,7 +13,7 @@ from agent.core.ids import VolumeId
 from agent.core.quiesce import Standstill
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import CreateGroupSnapshot, KnownGroupSnapshot
-from agent.core.volume_groups import Turns
+from agent.core.volume_groups import HeldGroups
 from agent.operations.erase import Eraser
 from agent.operations.snapshot import Snapshotter
 from lvm import names, report, tags, volumes
@@ -207,7 +207,7 @@ class GroupSnapshotter:
         return False
 
     def _make(
-        self, call: CreateGroupSnapshot, known: report.Report, undo: ExitStack, turns: Turns
+        self, call: CreateGroupSnapshot, known: report.Report, undo: ExitStack, turns: HeldGroups
     ) -> GroupSnapshot:
         """New snapshots of all sources; what failed is undone once the groups are free again."""
         sources = [self._source(known, one) for one in call.source_ids]
@@ -279,7 +279,7 @@ class GroupSnapshotter:
 
     @contextmanager
     def _standing_still(
-        self, held: list[Volume], seconds: float, turns: Turns
+        self, held: list[Volume], seconds: float, turns: HeldGroups
     ) -> Iterator[Standstill]:
         """Have volumes held inside; nothing changes a group of which one is held longer than that.
 

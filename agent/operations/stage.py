@@ -233,7 +233,7 @@ class Stager:
     def _record_later(self, volume: Volume, tags: dict[str, str]) -> None:
         """Write tags after the answer. If they are lost, the next stage finds the same."""
         if tags:
-            self._volume_groups.promise(volume.group.name, volume.name, tags)
+            self._volume_groups.add_tags_later(volume.group.name, volume.name, tags)
 
     @contextmanager
     def _closing_on_failure(self, volume_id: str, device: Device) -> Iterator[None]:

@@ -123,7 +123,7 @@ class StorageHealth:
 
         This process saw it, lvm2 has a backup of its metadata, or volumes of it are active.
         """
-        if volume_group.seen is not None or self._inventory.is_any_active(volume_group.name):
+        if volume_group.last_seen is not None or self._inventory.is_any_active(volume_group.name):
             return True
         return (self.node.lvm_root / _BACKUPS / volume_group.name).exists()
 

@@ -120,7 +120,7 @@ class VolumesHealth:
 
     def _volumes(self, volume_group: VolumeGroup) -> Iterable[Volume]:
         """The volumes of the last report that were not deleted since."""
-        group = volume_group.cached or volume_group.seen
+        group = volume_group.cached or volume_group.last_seen
         for one in self._inventory.present(Report({} if group is None else {group.name: group})):
             if one.is_listed:
                 with suppress(errors.NoSuchVolume, errors.Copying):
@@ -156,7 +156,7 @@ class VolumesHealth:
         self, volume_id: str, parsed: VolumeId, volume_group: VolumeGroup, *, by_node: bool
     ) -> VolumeHealth:
         """The health of a volume whose group is away, or whose group's name another has now."""
-        was = volume_group.seen
+        was = volume_group.last_seen
         if was is not None and not parsed.is_of(was.uuid):
             was = None
         if was is None and not by_node:
@@ -210,7 +210,7 @@ class VolumesHealth:
         until_seconds: float | None = None,
     ) -> tuple[Condition, ...]:
         return self._diagnosis.of(
-            volume, mounts, seen_seconds=volume_group.seen_seconds, until_seconds=until_seconds
+            volume, mounts, seen_seconds=volume_group.last_seen_seconds, until_seconds=until_seconds
         )
 
     def _reported(self, group: Group, volume_id: str) -> Volume | None:

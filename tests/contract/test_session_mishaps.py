@@ -73,7 +73,7 @@ class Place:
         for jobs in behind(self.machine.service):
             wait([job.ended for job in list(jobs._jobs.values())], _PATIENCE_SECONDS)
         with suppress(mount_errors.CommandError):
-            self.machine.service.volume_groups.settle()
+            self.machine.service.volume_groups.run_deferred()
 
     def until(self, condition: Callable[[], bool], seen: Callable[[], object]) -> None:
         """What failed behind an answer is tried again."""

@@ -88,7 +88,7 @@ def test_waits_for_the_volume_and_for_the_group_are_told_apart() -> None:
     held, go_on = threading.Event(), threading.Event()
 
     def other() -> None:
-        with locks.hold("vol-a"), group.turn():
+        with locks.hold("vol-a"), group.hold():
             held.set()
             go_on.wait(20)
 
@@ -97,12 +97,12 @@ def test_waits_for_the_volume_and_for_the_group_are_told_apart() -> None:
     assert held.wait(20)
     threading.Timer(0.05, go_on.set).start()
     made = traced()
-    with trace.within(made), locks.hold("vol-a"), group.turn():
+    with trace.within(made), locks.hold("vol-a"), group.hold():
         pass
     holder.join(20)
     assert (WAIT, "volume") in steps(made)
     again = traced()
-    with trace.within(again), locks.hold("vol-a"), group.turn():
+    with trace.within(again), locks.hold("vol-a"), group.hold():
         pass
     assert not again.steps
 

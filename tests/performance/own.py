@@ -227,7 +227,7 @@ class Bench:
             after.processes - commands.processes, after.session - commands.session
         )
         # What is put off until the answer is no part of the call, nor of the next one.
-        self.service.volume_groups.settle()
+        self.service.volume_groups.run_deferred()
         return answer
 
     def live(self, number: int) -> None:

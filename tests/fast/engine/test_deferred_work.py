@@ -75,7 +75,7 @@ def test_what_is_promised_is_known_at_once_and_written_soon(
 ) -> None:
     create(fake, "a")
     with volume_groups.hold("data"):
-        volume_groups.promise("data", "a", EXT4)
+        volume_groups.add_tags_later("data", "a", EXT4)
         # Whoever holds the group is not met by the command.
         assert known(volume_groups, "a") == EXT4
         assert written(fake, "a") == {}
@@ -91,7 +91,7 @@ def test_the_same_of_several_volumes_is_one_command(
         create(fake, one)
     with volume_groups.hold("data"):
         for one in names:
-            volume_groups.promise("data", one, EXT4)
+            volume_groups.add_tags_later("data", one, EXT4)
     assert comes(lambda: all(written(fake, one) == EXT4 for one in names))
     assert len(commands(fake, "lvchange")) <= 2  # the first may have been alone already
 
@@ -101,11 +101,11 @@ def test_another_volume_of_the_name_is_promised_nothing(
 ) -> None:
     create(fake, "a")
     with volume_groups.hold("data"):
-        volume_groups.promise("data", "a", EXT4)
+        volume_groups.add_tags_later("data", "a", EXT4)
         volumes.remove(fake.lvm, "data", "a")
         create(fake, "a")
         assert known(volume_groups, "a") == {}
-    volume_groups.settle()
+    volume_groups.run_deferred()
     assert written(fake, "a") == {}
     assert commands(fake, "lvchange") == []
 
@@ -113,12 +113,12 @@ def test_another_volume_of_the_name_is_promised_nothing(
 def test_what_was_made_since_the_last_look_can_be_promised(
     volume_groups: VolumeGroups, fake: FakeHost
 ) -> None:
-    volume_groups.settle()
+    volume_groups.run_deferred()
     create(fake, "new")
-    volume_groups.promise("data", "new", EXT4)
+    volume_groups.add_tags_later("data", "new", EXT4)
     assert comes(lambda: written(fake, "new") == EXT4)
     with pytest.raises(lvm_errors.VolumeMissing):
-        volume_groups.promise("data", "gone", EXT4)
+        volume_groups.add_tags_later("data", "gone", EXT4)
 
 
 def test_what_fails_is_told_once_and_tried_until_it_is_done(
@@ -137,7 +137,7 @@ def test_what_fails_is_told_once_and_tried_until_it_is_done(
 
     create(fake, "a")
     fake.intercept = fail
-    volume_groups.promise("data", "a", EXT4)
+    volume_groups.add_tags_later("data", "a", EXT4)
     assert comes(lambda: written(fake, "a") == EXT4)
     assert caplog.text.count("deferred work: ") == 1
 
@@ -147,7 +147,7 @@ def test_a_service_that_ends_writes_what_it_promised(
 ) -> None:
     create(fake, "a")
     with volume_groups.hold("data"):
-        volume_groups.promise("data", "a", EXT4)
+        volume_groups.add_tags_later("data", "a", EXT4)
     volume_groups.stop()
     assert written(fake, "a") == EXT4
 
@@ -164,7 +164,7 @@ def test_a_change_is_looked_at_behind_the_answer_and_a_look_is_not(
     assert comes(lambda: volume_group.cached is not None and "a" in volume_group.cached.volumes)
     with volume_groups.hold("data"):
         volume_group.state()
-    volume_group.settle()
+    volume_group.run_deferred()
     assert len(commands(fake, "fullreport")) == 2
 
 
@@ -209,7 +209,7 @@ def test_where_no_thread_can_be_had_a_change_is_done_and_its_tags_are_written_la
     create(fake, "a")
     for _ in range(2):
         with volume_groups.hold("data"):
-            volume_groups.promise("data", "a", EXT4)
+            volume_groups.add_tags_later("data", "a", EXT4)
             volumes.create(volume_groups.lvm("data"), "data", volumes.New("b", 4 * MIB, {}))
             volumes.remove(volume_groups.lvm("data"), "data", "b")
     volume_groups.catch_up()
@@ -224,7 +224,7 @@ def test_a_service_that_ends_writes_what_there_was_no_thread_for(
 ) -> None:
     create(fake, "a")
     with volume_groups.hold("data"):
-        volume_groups.promise("data", "a", EXT4)
+        volume_groups.add_tags_later("data", "a", EXT4)
     no_threads.undo()
     volume_groups.stop()
     assert written(fake, "a") == EXT4
@@ -235,6 +235,6 @@ def test_a_service_ends_also_where_no_thread_can_be_had(
 ) -> None:
     create(fake, "a")
     with volume_groups.hold("data"):
-        volume_groups.promise("data", "a", EXT4)
+        volume_groups.add_tags_later("data", "a", EXT4)
     volume_groups.stop()
     assert written(fake, "a") == {}

@@ -27,7 +27,7 @@ class Turns:
         return call
 
     def _take(self, title: str, limit: float | None) -> None:
-        with time_limit(limit), self.queue.turn():
+        with time_limit(limit), self.queue.hold():
             self.order.append(title)
 
 
@@ -42,7 +42,7 @@ def test_one_group_s_calls_leave_places_to_others() -> None:
 
 
 def test_turns_come_in_the_order_in_which_they_were_asked_for(turns: Turns) -> None:
-    with turns.queue.turn():
+    with turns.queue.hold():
         calls = [turns.wait(str(number)) for number in range(5)]
         assert turns.queue.is_taken
     for one in calls:
@@ -52,7 +52,7 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for(turns: Turns) -> N
 
 
 def test_one_too_many_is_refused_at_once(turns: Turns) -> None:
-    with turns.queue.turn():
+    with turns.queue.hold():
         calls = [turns.wait(str(number)) for number in range(MOST_WAITING)]
         with pytest.raises(errors.GroupBusy, match=r"volume group data: \d+ calls wait"):
             turns._take("too many", None)
@@ -62,7 +62,7 @@ def test_one_too_many_is_refused_at_once(turns: Turns) -> None:
 
 
 def test_who_has_no_time_left_gives_up_and_the_next_has_his_turn(turns: Turns) -> None:
-    with turns.queue.turn():
+    with turns.queue.hold():
         hasty = turns.wait("hasty", 0.05)
         patient = turns.wait("patient")
         with pytest.raises(errors.GroupBusy, match="at work on it all the time"):
@@ -73,7 +73,7 @@ def test_who_has_no_time_left_gives_up_and_the_next_has_his_turn(turns: Turns) -
 
 def test_what_is_raised_inside_passes_the_turn_on(turns: Turns) -> None:
     def fail() -> None:
-        with turns.queue.turn():
+        with turns.queue.hold():
             waits.append(turns.wait("next"))
             raise ZeroDivisionError
 
@@ -90,7 +90,7 @@ def test_a_turn_that_comes_as_the_time_ends_is_taken_and_passed_on(
 ) -> None:
     """Else nobody would ever have a turn again."""
     queue = GroupLock("volume group data")
-    holder = queue.turn()
+    holder = queue.hold()
     holder.__enter__()
 
     class Late(threading.Event):
@@ -102,17 +102,17 @@ def test_a_turn_that_comes_as_the_time_ends_is_taken_and_passed_on(
             return False
 
     monkeypatch.setattr(threading, "Event", Late)
-    with time_limit(LONG), queue.turn():
+    with time_limit(LONG), queue.hold():
         assert queue.is_taken
     assert not queue.is_taken
-    with queue.turn():
+    with queue.hold():
         pass
 
 
 def test_many_hasty_callers_leave_no_turn_taken(turns: Turns) -> None:
     def call(number: int) -> None:
         try:
-            with time_limit(0.0005 * (number % 7)), turns.queue.turn():
+            with time_limit(0.0005 * (number % 7)), turns.queue.hold():
                 pass
         except errors.GroupBusy:
             pass

@@ -114,7 +114,7 @@ def test_a_group_that_is_gone_is_unreachable_and_one_that_never_was_here_is_not_
     look(service)
     assert words(client) == [(csi.STORAGE_UNREACHABLE, "GroupMissing")]
     for one in service.volume_groups:
-        one.seen = None
+        one.last_seen = None
     assert client.storage_health() == []
     # As after a start of Carver's: lvm2 remembers.
     (root / "etc/lvm/backup").mkdir(parents=True)

@@ -111,7 +111,7 @@ def test_a_group_that_never_was_here_is_told_of_by_the_node_alone(
 ) -> None:
     take(fake, service)
     for one in service.volume_groups:
-        one.seen = None
+        one.last_seen = None
     elsewhere = "data@abcdefgh/vol-pvc-1"
     assert words(client.node_health(elsewhere)) == [(csi.INACCESSIBLE, "GroupMissing")]
     with expect.code("FAILED_PRECONDITION", "data is not on this node"):

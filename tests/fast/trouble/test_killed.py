@@ -43,7 +43,7 @@ class Trial:
     def do(self, call: do.Call) -> None:
         assert self.machine.by_kubelet(call) == self.model.apply(call), call
         # In a program (tests/faults) what is put off is behind the answer.
-        self.machine.service.volume_groups.settle()
+        self.machine.service.volume_groups.run_deferred()
         assert self.machine.state() == self.model.state(), call
 
     def start(self, switch: Switch) -> None:
