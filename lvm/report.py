@@ -152,10 +152,14 @@ class Group:
         """Whether it is not exported, and no lock manager shares it with others."""
         return not self.exported and self.lock_type in ("", "none")
 
+    @property
+    def missing_uuids(self) -> tuple[str, ...]:
+        """The UUIDs of its missing disks."""
+        return tuple(disk.uuid for disk in self.disks if disk.missing)
+
     def lost_images(self, volume: LogicalVolume) -> tuple[bool, ...]:
         """Which images of a RAID lie on missing disks, in the order of the images."""
-        gone = {disk.uuid for disk in self.disks if disk.missing}
-        return tuple(bool(image & gone) for image in volume.images)
+        return tuple(not image.isdisjoint(self.missing_uuids) for image in volume.images)
 
     def survives(self, volume: LogicalVolume) -> bool:
         """Whether it is a RAID, and has all that it lost with missing disks on other disks."""

@@ -67,7 +67,7 @@ def closed(group: report.Group) -> str:
         usable = [disk for disk in group.disks if disk.allocatable and not disk.fast]
         is_unclean = bool(usable) and all(disk.unclean for disk in usable)
         return "while what is free in it is being overwritten" * is_unclean
-    gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
+    gone = ", ".join(group.missing_uuids)
     return f"while its disk {gone} is missing; see `A disk is replaced` in docs/operations.md"
 
 

@@ -324,7 +324,7 @@ OF_PROCESS: tuple[Row, ...] = (
     Row("carver_build_info", "Carver's and Python's versions; always 1.", ("version", "python"),
         lambda _: [((version("carver"), platform.python_version()), 1)]),
     _by_state("carver_wipes", "Deleted volumes that are not erased and removed yet.",
-        lambda service: service.eraser.counts()),
+        lambda service: service.eraser.jobs.counts()),
     _by_state("carver_copies", "Volumes whose contents are not copied completely yet.",
         lambda service: service.copier.counts()),
     _by_state("carver_reencryptions", "Copies of encrypted volumes that get their own master key.",

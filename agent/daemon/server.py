@@ -203,12 +203,12 @@ class Service:
         works: Mapping[str, Callable[[], None]] = {
             "growth": self.autoextender.stop,
             "repair": self.auto_repair.stop,
-            "zeroing": self.growth_zeroer.stop,
+            "zeroing": self.growth_zeroer.jobs.stop,
             "copying": self.copier.stop,
             "re-encryption": self.reencrypter.stop,
-            "wiping": self.eraser.stop,
-            "the removal of pools": self.pool_remover.stop,
-            "the sweeping of groups": self.freed_eraser.stop,
+            "wiping": self.eraser.jobs.stop,
+            "the removal of pools": self.pool_remover.jobs.stop,
+            "the sweeping of groups": self.freed_eraser.jobs.stop,
         }
         run_all(works, _ENDING_SECONDS)
         self.volume_groups.close()

@@ -177,7 +177,7 @@ class VolumeCreator:
         lvm, name = self._volume_groups.lvm(group.name), self.logical_name(call.name, prefix)
         volume_id = VolumeId.of(group, name)
         # The report proves that there is no such volume: records of an earlier one are void.
-        self._eraser.forget(str(volume_id))
+        self._eraser.jobs.forget(str(volume_id))
         pool = pool_name(one.name)
         if origin is not None and clone.is_in(origin, group, pool):
             volume = clone.share(lvm, origin, name, size_bytes, own_tags, call.tuning)

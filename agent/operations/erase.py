@@ -145,8 +145,8 @@ def remove_partial_sweep(lvm: Lvm, group: report.Group) -> None:
 
     It holds no user's data, and is made again as long as the group is marked.
     """
-    gone = {disk.uuid for disk in group.disks if disk.missing}
-    if is_sweep(group, ids.SWEEP) and group.volume(ids.SWEEP).disks & gone:
+    disks = group.volume(ids.SWEEP).disks if is_sweep(group, ids.SWEEP) else frozenset()
+    if not disks.isdisjoint(group.missing_uuids):
         volumes.remove(lvm, group.name, ids.SWEEP)
 
 
@@ -275,10 +275,6 @@ class Eraser:
         """Whether the volume's data is being overwritten, or was in part."""
         return self.jobs.has(volume_id)
 
-    def counts(self) -> Mapping[str, int]:
-        """How many jobs are queued, running, and failed and waiting for a retry."""
-        return self.jobs.counts()
-
     def resume(self, *groups: str) -> int:
         """Start a job for each deleted volume left in these groups, or in all; returns how many."""
         own = groups or self._volume_groups.names
@@ -289,14 +285,6 @@ class Eraser:
             for volume in left:
                 self.jobs.start(_wipe_of(volume))
         return len(left)
-
-    def forget(self, volume_id: str) -> None:
-        """Forget the job of an earlier volume: a new one has the id."""
-        self.jobs.forget(volume_id)
-
-    def stop(self) -> None:
-        """End at the next chunk; the next start resumes from the tags."""
-        self.jobs.stop()
 
     def _start(self, volume: Volume) -> _Wipe:
         """Start a job, or find the running one; raises Stopping while a called-off one ends."""
@@ -536,7 +524,7 @@ def _about_disks(volume: Volume) -> str:
     holder = volume.group.volumes.get(root, volume.on_disks)
     path = f"{volume.group.name}/{holder.pool or holder.name}"
     if not volume.missing_disks:
-        gone = ", ".join(one.uuid for one in volume.group.disks if one.missing)
+        gone = ", ".join(volume.group.missing_uuids)
         return f"lvm2 takes nothing apart while the disk {gone} is missing; it goes on afterwards"
     return (
         f"a part of it lies on the missing disk {', '.join(volume.missing_disks)}. It goes on when"

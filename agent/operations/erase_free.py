@@ -99,10 +99,6 @@ class GrowthZeroer:
         job = self.jobs.of(volume_id)
         return job is None or bool(wait([job.ended], self.grace_seconds).done)
 
-    def stop(self) -> None:
-        """End at the next chunk; the next start removes what is left."""
-        self.jobs.stop()
-
     def _reserve(self, volume: Volume, size_bytes: int) -> report.LogicalVolume:
         """Take the extents from the disks where the volume would grow."""
         group, shape = volume.group, volume.layout
@@ -180,10 +176,6 @@ class FreedSpaceEraser:
             self.start(name)
         return len(left)
 
-    def stop(self) -> None:
-        """End at the next chunk; the next start resumes."""
-        self.jobs.stop()
-
     def _find(self, key: str) -> Job:
         name = key.partition("/")[0]
         group = self._inventory.state(name).groups.get(name)
@@ -231,7 +223,7 @@ class FreedSpaceEraser:
             if is_sweep(group, ids.SWEEP):
                 # A repair may need that room, and overwrites it.
                 volumes.remove(lvm, name, ids.SWEEP)
-            gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
+            gone = ", ".join(group.missing_uuids)
             raise errors.NotSwept(name, f"its disk {gone} is missing; replace it, or attach it")
         if group.moves:
             why = "extents are moved (`pvmove`), and what they leave is overwritten afterwards"
@@ -265,7 +257,7 @@ class FreedSpaceEraser:
         for one in (root, *held):
             self._mappings.copies.forget(one.uuid)
         volumes.remove_lost(lvm, group.name, root.name)
-        gone = ", ".join(disk.uuid for disk in group.disks if disk.missing)
+        gone = ", ".join(group.missing_uuids)
         _log.warning(
             "%s/%s was given up and is removed with %s; its part on the missing disks %s was not"
             " overwritten",
@@ -279,9 +271,8 @@ def _is_left(group: report.Group) -> bool:
 
 def _roots(group: report.Group) -> Iterator[report.LogicalVolume]:
     """Pools and volumes with snapshots that were given up, lack a disk, and are all deleted."""
-    gone = {disk.uuid for disk in group.disks if disk.missing}
     for one in group.volumes.values():
-        if not is_given_up(one) or not one.disks & gone:
+        if not is_given_up(one) or one.disks.isdisjoint(group.missing_uuids):
             continue
         held = _dependents(group, one)
         is_origin = bool(held) and is_deleted(one) and not one.pool

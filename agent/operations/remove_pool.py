@@ -107,10 +107,6 @@ class PoolRemover:
             self.give_back(group_name, pool)
         return len(left)
 
-    def stop(self) -> None:
-        """End at the next chunk; the next start resumes."""
-        self.jobs.stop()
-
     def _erase_and_remove(self, job: _Removal) -> None:
         group_name, pool_name = job.key.split("/")
         with self._volume_groups.hold(group_name):

@@ -103,8 +103,7 @@ class Repairer:
             if self._policy.erases_any([logical]):
                 # The old images become free extents with data, and lvm2 takes their disk as whole
                 # when it is back. All missing disks: the same mark by any report.
-                gone = {disk.uuid for disk in group.disks if disk.missing}
-                mark_for_erase(lvm, group, gone)
+                mark_for_erase(lvm, group, group.missing_uuids)
             groups.replace_images(lvm, group.name, name, disks)
             self._freed(group.name)
             return Progress(False, f"{path} is rebuilt on {', '.join(disks)}")
@@ -226,11 +225,6 @@ class AutoRepair:
         self._after: Mapping[str, float] = {one.name: one.repair_after_seconds for one in classes}
         self._seen = {one: _Seen() for one in sorted({one.group for one in classes})}
         self.tasks = GroupTasks("repair", tuple(self._seen), self.look, _LOOK_SECONDS, _FAILURE)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether any group is looked at."""
-        return self.tasks.is_alive
 
     def start(self) -> None:
         """Look periodically, if a class asks for it."""

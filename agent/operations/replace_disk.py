@@ -62,7 +62,7 @@ class Replacement:
                 raise errors.BadField("new_disk", f"{new} is the disk that it shall replace")
             if leaving.missing:
                 _require_copies(group, leaving)
-            elif gone := ", ".join(disk.uuid for disk in group.disks if disk.missing):
+            elif gone := ", ".join(group.missing_uuids):
                 why = f"lvm2 moves nothing while the disk {gone} is missing; replace that one first"
                 raise errors.NotRepairable(leaving.name, why)
             if coming is None:
@@ -98,12 +98,8 @@ class Replacement:
             for group in own:
                 if self._find(group, disk) is not None:
                     return group.name
-        every = [disk for group in own for disk in group.disks]
-        raise errors.NoSuchDisk(
-            old,
-            [disk.name for disk in every if not disk.missing],
-            [disk.uuid for disk in every if disk.missing],
-        )
+        there = [disk.name for group in own for disk in group.disks if not disk.missing]
+        raise errors.NoSuchDisk(old, there, [one for group in own for one in group.missing_uuids])
 
     def _look(self, name: str) -> Group:
         return self._inventory.group(self._inventory.state(name, resume=True), name)

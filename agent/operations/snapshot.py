@@ -228,9 +228,8 @@ class Snapshotter:
         """Whether lvm2 cannot split it, or change its pool, because a disk is missing."""
         if not snapshot.is_thin:
             return self._eraser.policy.erases(snapshot) and bool(snapshot.group.missing_disks)
-        gone = {disk.uuid for disk in snapshot.group.disks if disk.missing}
         holder = snapshot.group.volumes.get(snapshot.pool)
-        return holder is not None and not holder.disks.isdisjoint(gone)
+        return holder is not None and not holder.disks.isdisjoint(snapshot.group.missing_uuids)
 
     def get(self, snapshot_id: str) -> Snapshot:
         """The snapshot of that id; raises NoSuchSnapshot."""

@@ -157,9 +157,8 @@ class StorageHealth:
 
 
 def _of_group(group: Group) -> Iterator[Condition]:
-    missing = [one for one in group.disks if one.missing]
-    if missing or group.missing_disks:
-        gone = ", ".join(one.uuid for one in missing) or f"{group.missing_disks} of them"
+    if group.missing_uuids or group.missing_disks:
+        gone = ", ".join(group.missing_uuids) or f"{group.missing_disks} of them"
         yield Condition(
             Reason.DISK_MISSING,
             f"volume group {group.name} misses a disk ({gone}): attach it again (`pvs`), or see"

@@ -431,7 +431,7 @@ def test_alerts_and_dashboard_ask_only_for_values_that_occur(measured: Measured)
             *autoextend.OUTCOMES,
             *(name for name in {**vars(errors), **vars(mount_errors)} if name[0].isupper()),
         },
-        "state": {*registration.State, *measured.service.eraser.counts()},
+        "state": {*registration.State, *measured.service.eraser.jobs.counts()},
         "status": {status for one in Reason for status in (one.of_volume, one.of_storage)},
         "reason": {one.word for one in Reason},
     }

@@ -378,7 +378,7 @@ def test_nothing_is_left_to_change_behind_the_answer_that_a_disk_is_replaced(
     make(client, "a", "raid")
     lost = group.disks[0].uuid
     fake.lose_disk("data", 0)
-    service.freed_eraser.stop()
+    service.freed_eraser.jobs.stop()
     new = fake.new_device(61 * EXTENT)
     for _ in range(20):
         if client.replace_disk(lost, new)[0]:
