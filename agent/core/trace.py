@@ -1,8 +1,8 @@
 """The trace of a call: what it waited for, and each step that it took, with their times.
 
 A step is a program, an operation of the kernel (mount(2), ioctl(2), sysfs), or a wait: for the
-volume, for the volume group, for a place among the calls, for mkfs or fsck. The debug log has the
-trace of each call, metrics sum the steps by kind, and `carver trace` shows the slowest of late.
+volume, for the volume group, for a place among the calls, for mkfs or fsck. The debug log has each
+call's trace, metrics sum the steps by kind, and `carver trace` shows the slowest recent calls.
 """
 
 import contextvars
@@ -21,17 +21,17 @@ R = TypeVar("R", bound=Run)
 
 WAIT, PROGRAM, KERNEL = "wait", "program", "kernel"
 KINDS = (WAIT, PROGRAM, KERNEL)
-# Shorter ones, as the reading of a file in sysfs, would only hide the others.
+# Shorter steps, such as reading a file in sysfs, would only hide the others.
 _SHORTEST_SECONDS = 0.0005
-# A call that retries for minutes keeps its first steps; how long all took is summed all the same.
+# A call that retries for minutes keeps its first steps; the sums by kind include all.
 _MOST_STEPS = 64
-# Of the calls that ended last so many are kept.
+# How many of the last calls are kept.
 _MOST_CALLS = 256
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its kind, such as `wait`, what it was, when it began in the call, and how long."""
+    """One step of a call: its kind, its name, when it began after the call, and its duration."""
 
     kind: str
     what: str
@@ -44,7 +44,7 @@ class Step:
 
 @dataclass
 class Trace:
-    """A call, or one that ended."""
+    """A call in progress or ended, and its steps."""
 
     method: str
     volume: str
@@ -56,7 +56,7 @@ class Trace:
     by_kind: dict[str, float] = field(default_factory=dict)
 
     def add(self, kind: str, what: str, seconds: float) -> None:
-        """A step ended just now."""
+        """Add a step that ended just now."""
         self.by_kind[kind] = self.by_kind.get(kind, 0.0) + seconds
         if seconds >= _SHORTEST_SECONDS and len(self.steps) < _MOST_STEPS:
             after_seconds = time.monotonic() - self.began_seconds - seconds
@@ -64,21 +64,21 @@ class Trace:
 
 
 class Traces:
-    """The calls that ended last."""
+    """The last calls that ended."""
 
     def __init__(self) -> None:
         self._ended: deque[Trace] = deque(maxlen=_MOST_CALLS)
         self._guard = threading.Lock()
 
     def end(self, ended: Trace, code: str) -> None:
-        """Keep a call that ended, if it took any steps."""
+        """Keep a call that ended, if it has any steps."""
         ended.seconds, ended.code = time.monotonic() - ended.began_seconds, code
         if ended.steps:
             with self._guard:
                 self._ended.append(ended)
 
     def slowest(self, most: int) -> Sequence[Trace]:
-        """So many of those that are kept, the slowest first."""
+        """Return the slowest calls that are kept, the slowest first."""
         with self._guard:
             kept = list(self._ended)
         return sorted(kept, key=lambda one: -one.seconds)[:most]
@@ -89,7 +89,7 @@ _current: contextvars.ContextVar[Trace | None] = contextvars.ContextVar("trace",
 
 @contextmanager
 def within(made: Trace) -> Iterator[None]:
-    """Trace what this thread does inside as that call's."""
+    """Add the steps of this thread to a call's trace."""
     token = _current.set(made)
     try:
         yield
@@ -99,7 +99,7 @@ def within(made: Trace) -> Iterator[None]:
 
 @contextmanager
 def step(kind: str, what: str) -> Iterator[None]:
-    """Time what is done inside as a step of this thread's call, if it carries out one."""
+    """Time the body as a step of this thread's call, if there is one."""
     trace = _current.get()
     if trace is None:
         yield
@@ -112,7 +112,7 @@ def step(kind: str, what: str) -> Iterator[None]:
 
 
 def traced_run(run: R) -> R:
-    """Run programs, each as a step."""
+    """Wrap `run`: each program is a step."""
 
     def tracing(*words: str, **more: Any) -> Result:
         with step(PROGRAM, _name(words)):
@@ -122,7 +122,7 @@ def traced_run(run: R) -> R:
 
 
 def traced_observer(observe: Callable[[Finished], None]) -> Callable[[Finished], None]:
-    """Observe commands that a shell of lvm2's carried out, each as a step."""
+    """Wrap `observe`: each command that a shell of lvm2's carried out is a step."""
 
     def tracing(finished: Finished) -> None:
         if (trace := _current.get()) is not None:
@@ -132,17 +132,17 @@ def traced_observer(observe: Callable[[Finished], None]) -> Callable[[Finished],
     return tracing
 
 
-def traced(seam: T) -> T:
-    """Call the methods of a seam to the kernel, each as a step."""
-    return cast(T, _Traced(seam))
+def traced(interface: T) -> T:
+    """Wrap an interface to the kernel: each call of a method is a step."""
+    return cast(T, _Traced(interface))
 
 
 class _Traced:
-    def __init__(self, seam: object) -> None:
-        self._seam = seam
+    def __init__(self, interface: object) -> None:
+        self._interface = interface
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._seam, name)
+        found = getattr(self._interface, name)
         if _current.get() is None or not callable(found):
             return found
 

@@ -11,7 +11,7 @@ class TextFormatter(logging.Formatter):
     """`LEVEL message key=value …`; the journal adds the time."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line for a record; what a caller sent cannot start another."""
+        """Format a record as one line; a caller's text cannot start another line."""
         fields = " ".join(f"{key}={_plain(value)}" for key, value in _fields(record).items())
         line = f"{record.levelname.lower()} {record.getMessage()} {fields}".rstrip()
         if record.exc_info:
@@ -23,7 +23,7 @@ class JsonFormatter(logging.Formatter):
     """One JSON object for each record."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line for a record."""
+        """Format a record as one line."""
         event: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
             + f".{int(record.msecs):03d}Z",
@@ -37,7 +37,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(log_format: str, level: str) -> None:
-    """Send everything to standard error, in one of the two formats."""
+    """Log to standard error, in one of the two formats."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)

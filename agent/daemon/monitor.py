@@ -1,6 +1,6 @@
 """Health and metrics over HTTP: a few pages for kubelet's probes and for Prometheus.
 
-Nothing here can end the service: an address that is taken and a page that fails are told, not
+Nothing here can end the service: an address that is taken and a page that fails are logged, not
 raised.
 """
 
@@ -25,13 +25,13 @@ from agent.csi.client import Client
 
 _log = logging.getLogger(__name__)
 
-# So many callers may be about to ask; whoever else comes waits in the kernel's queue.
-_ASKING = 4
-# So many are answered with one page at a time: where that hangs, the others are answered still.
-_ANSWERED = 4
-# A caller that neither asks nor reads gives its thread back.
+# Connections that are read from at one time; others wait in the kernel's queue.
+_READING = 4
+# Requests for one page at a time: while that hangs, other pages are still served.
+_PER_PAGE = 4
+# A client that neither sends nor reads is disconnected after this.
 _PATIENCE_SECONDS = 5.0
-# How soon who waits for a thread sees that all ends, and how long the end waits for the threads.
+# How often a wait for a thread looks for the end, and how long the end waits for the threads.
 _TURN_SECONDS = 0.5
 _ENDING_SECONDS = 5.0
 
@@ -44,14 +44,14 @@ class Unhealthy(Exception):
 
 @dataclass(frozen=True)
 class Page:
-    """What is made anew for each caller; it may raise Unhealthy."""
+    """A page that is made for each request; `make` may raise Unhealthy."""
 
     make: Callable[[], bytes]
     content_type: str = TEXT
 
 
 def healthz(endpoint: Path) -> Callable[[], bytes]:
-    """Whether the process answers a call that needs nothing, over its own socket."""
+    """Make the liveness check: the process answers a plain call over its own socket."""
 
     def check() -> bytes:
         try:
@@ -65,7 +65,7 @@ def healthz(endpoint: Path) -> Callable[[], bytes]:
 
 
 def readyz(*checks: Callable[[], None]) -> Callable[[], bytes]:
-    """Whether the node can do what it offers: each check passes, or raises NotReady."""
+    """Make the readiness check: each of `checks` passes, or raises NotReady."""
 
     def check() -> bytes:
         try:
@@ -88,7 +88,7 @@ class Monitor:
         self._thread: threading.Thread | None = None
 
     def start(self) -> int:
-        """Listen, and return the port; 0 where that is not possible, which is logged."""
+        """Listen, and return the port; log a failure and return 0."""
         try:
             self._server = _Server(self._address, self._pages)
         except OSError as error:
@@ -105,7 +105,7 @@ class Monitor:
         return port
 
     def stop(self) -> None:
-        """Answer no more; those who are being answered are waited for, but not long."""
+        """Stop listening, and wait a few seconds for requests in progress."""
         if self._server is None or self._thread is None:
             return
         self._server.is_ending = True
@@ -115,9 +115,9 @@ class Monitor:
 
 
 class _Server(TCPServer):
-    """Accepts in one thread and answers in a few, however many callers come.
+    """Accepts in one thread and answers in a few, however many clients connect.
 
-    Each is a daemon: what hangs keeps no process.
+    All are daemon threads, so one that hangs does not keep the process.
     """
 
     allow_reuse_address = True
@@ -125,10 +125,10 @@ class _Server(TCPServer):
     def __init__(self, address: Address, pages: Mapping[str, Page]) -> None:
         self.pages = pages
         self.is_ending = False
-        self._asking = threading.BoundedSemaphore(_ASKING)
-        self.answered = {one: threading.BoundedSemaphore(_ANSWERED) for one in pages}
+        self._reading = threading.BoundedSemaphore(_READING)
+        self.requests = {one: threading.BoundedSemaphore(_PER_PAGE) for one in pages}
         self._at_work: set[threading.Thread] = set()
-        # Every address: also those of IPv6, where the node has it.
+        # By default every address, those of IPv6 included if the node has it.
         everywhere = "::" if socket.has_dualstack_ipv6() else "0.0.0.0"  # noqa: S104
         host = address.host or everywhere
         [found, *_] = socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)
@@ -137,8 +137,8 @@ class _Server(TCPServer):
         super().__init__((host, address.port), BaseHTTPRequestHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Give a connection to a thread, or wait until there may be one."""
-        while not self._asking.acquire(timeout=_TURN_SECONDS):
+        """Give a connection to a thread, or wait until one is free."""
+        while not self._reading.acquire(timeout=_TURN_SECONDS):
             if self.is_ending:
                 self.shutdown_request(request)
                 return
@@ -149,20 +149,19 @@ class _Server(TCPServer):
         try:
             mine.start()
         except BaseException:
-            # No thread is left, for now.
             self._at_work.discard(mine)
-            self._asking.release()
+            self._reading.release()
             raise
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A caller that could not be given a thread is hung up on."""
-        _log.error("%s is not answered", client_address, exc_info=True)
+        """Log a connection that got no thread; it is closed."""
+        _log.error("cannot answer %s", client_address, exc_info=True)
 
     def _work(self, request: Any, client_address: Any) -> None:
-        with ExitStack() as asking:
-            asking.callback(self._asking.release)
+        with ExitStack() as reading:
+            reading.callback(self._reading.release)
             try:
-                _Handler(request, client_address, self, asking)
+                _Handler(request, client_address, self, reading)
             except OSError as error:
                 _log.debug("%s went away: %s", client_address, error)
             finally:
@@ -170,7 +169,7 @@ class _Server(TCPServer):
                 self._at_work.discard(threading.current_thread())
 
     def server_close(self) -> None:
-        """Close the socket, after those who are being answered, or a while."""
+        """Close the socket, and wait a while for requests in progress."""
         super().server_close()
         end = time.monotonic() + _ENDING_SECONDS
         for one in list(self._at_work):
@@ -184,27 +183,27 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _PATIENCE_SECONDS
 
     def __init__(
-        self, request: Any, client_address: Any, server: _Server, asking: ExitStack
+        self, request: Any, client_address: Any, server: _Server, reading: ExitStack
     ) -> None:
-        self._asking = asking
+        self._reading = reading
         super().__init__(request, client_address, server)
 
     def do_GET(self) -> None:
-        """Answer with a page; 404 for what is none, 503 for what is not well."""
+        """Answer with a page, 404 for an unknown path, or 503 if it is unhealthy or busy."""
         path = self.path.partition("?")[0]
         page = self.server.pages.get(path)
         if page is None:
             known = ", ".join(self.server.pages)
             self._answer(HTTPStatus.NOT_FOUND, f"see {known}\n".encode())
             return
-        turn = self.server.answered[path]
+        turn = self.server.requests[path]
         if not turn.acquire(blocking=False):
-            told = f"{_ANSWERED} callers wait for it already\n"
-            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, told.encode())
+            busy = f"{_PER_PAGE} callers wait for it already\n"
+            self._answer(HTTPStatus.SERVICE_UNAVAILABLE, busy.encode())
             return
         try:
-            # From here on it keeps nobody who asks for another page.
-            self._asking.close()
+            # From here on another connection may be read from.
+            self._reading.close()
             self._answer(*self._made(page))
         finally:
             turn.release()
@@ -226,5 +225,5 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, template: str, *values: Any) -> None:
-        """Probes come all day long."""
+        """Log requests at debug level: probes come all day long."""
         _log.debug(template, *values)

@@ -1,6 +1,6 @@
-"""One process, one unix socket: claimed, served until a signal, and given back.
+"""The process of the service: claim the socket, serve until a signal, give the socket back.
 
-It ends in time though a thread waits for a disk for ever: whoever started Carver starts it again.
+It ends in time even if a thread waits for a disk for ever, so systemd or kubelet can restart it.
 """
 
 import contextlib
@@ -39,136 +39,140 @@ _log = logging.getLogger(__name__)
 
 # How soon a deleted socket is noticed.
 _LOOK_SECONDS = 5.0
-# What the service's own end takes at most, with some to spare; systemd's TimeoutStopSec and
-# kubelet's grace period are longer.
+# The service stops within this; systemd's TimeoutStopSec and kubelet's grace period are longer.
 _STOP_SECONDS = 54.0
-# What is served beside the socket is gone by then.
+# The pages and the registration stop within this.
 _PAGES_SECONDS = 3.0
-# How long a process whose service has ended has to end by itself: Python waits for its threads.
-_LEAVING_SECONDS = 2.0
-_LAST_WORDS_SECONDS = 1.0
+# How long the process may take to exit after its service has stopped: Python joins its threads.
+_EXIT_SECONDS = 2.0
+_LAST_LOG_SECONDS = 1.0
 
 
 def run(config: Config, host: Host) -> None:
-    """The same as `serve`, for a process that has nothing else to do: it is over soon after.
-
-    Once that has ended, or is told to and does not, the process ends, whatever hangs in it.
-    """
-    leaving = _Leaving()
-    leaving.start()
+    """Serve until SIGTERM or SIGINT, and end the process soon after, whatever hangs in it."""
+    ender = _ProcessEnder()
+    ender.start()
     try:
-        serve(config, host, leaving.is_told.set)
-        leaving.exit_code = 0
+        serve(config, host, ender.is_stopping)
+        ender.exit_code = 0
     finally:
-        leaving.is_over.set()
-        leaving.is_told.set()
+        ender.is_stopped.set()
+        ender.is_stopping.set()
 
 
-class _Leaving(threading.Thread):
-    """Ends the process: no signal ends a thread that waits for a disk, and Python waits for it.
+class _ProcessEnder(threading.Thread):
+    """Ends the process: no signal ends a thread that waits for a disk, and Python joins it.
 
-    Started early, as there may be no thread to be had when it is needed.
+    Started early, as no thread may be available when it is needed.
     """
 
     def __init__(self) -> None:
         super().__init__(name="leaving", daemon=True)
-        self.is_told, self.is_over = threading.Event(), threading.Event()
+        self.is_stopping, self.is_stopped = threading.Event(), threading.Event()
         self.exit_code = 1
 
     def run(self) -> None:
-        """Wait for the end, and a little longer."""
-        self.is_told.wait()
-        if self.is_over.wait(_STOP_SECONDS):
-            # Whoever called tells why it ended, and leaves: then this thread is no more.
-            time.sleep(_LEAVING_SECONDS)
-        last = threading.Thread(target=_tell_what_hangs, daemon=True)
+        """Wait for the service to stop and the process to exit; then end it."""
+        self.is_stopping.wait()
+        if self.is_stopped.wait(_STOP_SECONDS):
+            # The caller logs the error and exits, which ends this thread, too.
+            time.sleep(_EXIT_SECONDS)
+        last = threading.Thread(target=_log_hanging_threads, daemon=True)
         with contextlib.suppress(RuntimeError):
             last.start()
-            # Nobody may read the log.
-            last.join(_LAST_WORDS_SECONDS)
+            # The log may block, as when its reader hangs.
+            last.join(_LAST_LOG_SECONDS)
         os._exit(self.exit_code)
 
 
-def _tell_what_hangs() -> None:
+def _log_hanging_threads() -> None:
     hanging = sorted(one.name for one in threading.enumerate() if not one.daemon)
-    _log.warning("the process ends though this has not: %s", ", ".join(hanging))
+    _log.warning("ending the process with threads that hang: %s", ", ".join(hanging))
     for stream in (sys.stderr, sys.stdout):
         stream.flush()
 
 
-def serve(config: Config, host: Host, is_told: Callable[[], None] = lambda: None) -> None:
-    """Serve until SIGTERM or SIGINT, of which `is_told` is told. Raises SocketTaken, NotReady.
+def serve(config: Config, host: Host, is_stopping: threading.Event | None = None) -> None:
+    """Serve until SIGTERM or SIGINT; set `is_stopping` then. Raises SocketTaken, NotReady.
 
-    What does not end in time is left behind: threads that wait for a disk.
+    Threads that wait for a disk and do not end in time are left behind.
     """
     secret.forbid_dumps()
+    # The exit stack stops what was started, the last first.
     with claimed(config.endpoint), contextlib.ExitStack() as ending:
+        # The service, closed to calls that need LVM until the groups are recovered.
         metrics = None
         if config.metrics_address is not None:
-            metrics = _metrics()
-            host = _counted(host, metrics)
-        observe = metrics.count_call if metrics else None
-        lvm, definitions = (
-            group_definitions.on_node(host.run, config),
-            GroupDefinitions(host.kernel),
-        )
-        service = Service(config, host, lvm, observe, definitions)
+            # Imported here: without metrics there is no need for prometheus-client.
+            from agent.daemon.metrics import Metrics
 
-        def take_up(group: str) -> bool:
+            metrics = Metrics()
+            host = _counted(host, metrics)
+        lvm = group_definitions.on_node(host.run, config)
+        definitions = GroupDefinitions(host.kernel)
+        observe = metrics.count_call if metrics else None
+        service = Service(config, host, lvm, observe, definitions)
+        ended = _until_signal()
+        group_definitions.begin(lvm, definitions, config, service.volume_groups)
+        service.context.admission.close()
+        service.start(config.endpoint)
+        served = sockets.inode(config.endpoint)
+        ending.callback(service.stop)
+
+        # Pages and registration, stopped before the service: kubelet sends no more calls then.
+        beside: dict[str, Callable[[], None]] = {}
+        ending.callback(run_all, beside, _PAGES_SECONDS)
+        registration = Registration(
+            config.registration_directory, config.endpoint, driver_name=config.driver_name
+        )
+        pages = _health_pages(config, service, registration)
+        if config.metrics_address is not None and metrics is not None:
+            metrics.watch(service, registration)
+            text = {"/metrics": monitor.Page(metrics.text, metrics.CONTENT_TYPE)}
+            metrics_pages = monitor.Monitor(config.metrics_address, {**text, **pages})
+            metrics_pages.start()
+            beside["the page of metrics"] = metrics_pages.stop
+        if config.health_address is not None:
+            health_pages = monitor.Monitor(config.health_address, pages)
+            health_pages.start()
+            beside["the page of health"] = health_pages.stop
+        if config.registration == "self":
+            # Kubelet calls the endpoint before it registers it.
+            registration.start()
+            beside["registration"] = registration.stop
+
+        # Recovery of each group when it answers; calls are admitted after the first.
+        def recover(group: str) -> bool:
             group_definitions.lay(lvm, definitions, config, service.volume_groups, group)
             return resume(service, group)
 
-        resumption = Recovery(service.volume_groups, take_up)
+        recovery = Recovery(service.volume_groups, recover)
         release = quiesce.Release(host.devices)
-        ended = _until_signal()
 
         def begin() -> None:
             with (
                 quiesce.left(host.devices, config.groups, release) as held,
                 service.inventory.holding(held),
             ):
-                resumption.begin()
+                recovery.begin()
 
-        group_definitions.begin(lvm, definitions, config, service.volume_groups)
-        service.context.admission.close()
-        service.start(config.endpoint)
-        served = sockets.inode(config.endpoint)
-        ending.callback(service.stop)
-        # Registration with them: kubelet sends no more calls then.
-        beside: dict[str, Callable[[], None]] = {}
-        ending.callback(run_all, beside, _PAGES_SECONDS)
-        registration = Registration(
-            config.registration_directory, config.endpoint, driver_name=config.driver_name
-        )
-        if config.metrics_address is not None and metrics is not None:
-            metrics.watch(service, registration)
-            pages = monitor.Monitor(
-                config.metrics_address, _pages(config, service, registration, metrics)
-            )
-            pages.start()
-            beside["the page of metrics"] = pages.stop
-        if config.health_address is not None:
-            health = monitor.Monitor(config.health_address, _health(config, service, registration))
-            health.start()
-            beside["the page of health"] = health.stop
-        if config.registration == "self":
-            # Kubelet calls the endpoint before it registers it.
-            registration.start()
-            beside["registration"] = registration.stop
-
-        def turn() -> None:
+        def rest_and_retry() -> None:
             service.volume_groups.rest()
-            resumption.step()
+            recovery.step()
 
-        watch = Watch(service.inventory, then=turn)
+        watch = Watch(service.inventory, then=rest_and_retry)
         ending.callback(watch.stop)
         _log.info("serving %s on %s", ", ".join(config.groups), config.endpoint)
         notify("READY=1")
-        beginning = startup(begin, service.context.admission, partial(_after, service, watch))
+        beginning = startup(
+            begin, service.context.admission, partial(_start_background, service, watch)
+        )
         beginning.start()
         ending.callback(beginning.stop)
-        ending.callback(is_told)
-        # gRPC can bind nothing while it serves: a new socket takes a new process.
+        if is_stopping is not None:
+            ending.callback(is_stopping.set)
+
+        # gRPC cannot bind a new socket while it serves: that takes a new process.
         while not ended.wait(_LOOK_SECONDS):
             if sockets.inode(config.endpoint) != served:
                 raise errors.SocketGone(config.endpoint)
@@ -176,15 +180,8 @@ def serve(config: Config, host: Host, is_told: Callable[[], None] = lambda: None
     _log.info("stopped")
 
 
-def _metrics() -> "Metrics":
-    # Imported here: who does not ask for metrics need not have prometheus-client.
-    from agent.daemon.metrics import Metrics
-
-    return Metrics()
-
-
 def _counted(host: Host, metrics: "Metrics") -> Host:
-    """The same machine, with each command counted, whoever carries it out."""
+    """The same machine, with each command counted."""
 
     def observe(finished: Finished) -> None:
         host.observe(finished)
@@ -194,16 +191,7 @@ def _counted(host: Host, metrics: "Metrics") -> Host:
     return replace(host, run=metrics.counted(host.run), observe=observe, stream=stream)
 
 
-def _pages(
-    config: Config, service: Service, registration: Registration, metrics: "Metrics"
-) -> Mapping[str, monitor.Page]:
-    return {
-        "/metrics": monitor.Page(metrics.text, metrics.CONTENT_TYPE),
-        **_health(config, service, registration),
-    }
-
-
-def _health(
+def _health_pages(
     config: Config, service: Service, registration: Registration
 ) -> Mapping[str, monitor.Page]:
     checks = [service.readiness.check]
@@ -215,20 +203,15 @@ def _health(
     }
 
 
-def _after(service: Service, watch: Watch) -> None:
-    """What asks for groups by itself, and then what refuses nothing: nobody has to wait for it."""
+def _start_background(service: Service, watch: Watch) -> None:
+    """Start background work, then log what the preflight finds; Probe refuses where it must."""
     service.autoextender.start()
     service.auto_repair.start()
     watch.start()
     for extra in service.extras.values():
         extra.start()
     notify("STATUS=ready")
-    _check(service.node)
-
-
-def _check(node: preflight.Node) -> None:
-    """Log what the preflight finds; Probe refuses where it must."""
-    for one in preflight.everything(node):
+    for one in preflight.everything(service.node):
         if one.verdict != preflight.PASS:
             _log.warning(
                 "preflight %s, %s: %s; %s", one.verdict, one.check, one.message, one.remedy
@@ -237,9 +220,9 @@ def _check(node: preflight.Node) -> None:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """Be the one process that serves a socket; a stale socket goes, a live one is left alone.
+    """Claim a socket for this process: remove a stale one, refuse a live one (SocketTaken).
 
-    The lock file, not the socket, decides: two processes that start at once cannot both win.
+    The lock file decides, so of two processes that start at once only one succeeds.
     """
     path.parent.mkdir(mode=0o750, parents=True, exist_ok=True)
     lock = os.open(
@@ -268,7 +251,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def notify(state: str) -> None:
-    """Tell systemd about the service's state (sd_notify(3)); nothing where systemd did not ask."""
+    """Report the service's state to systemd (sd_notify(3)), if systemd asked for it."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
         return

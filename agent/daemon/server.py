@@ -1,4 +1,4 @@
-"""The parts put together on one gRPC server, and ended in order."""
+"""Wire the operations and serve them on one gRPC server; stop them in order."""
 
 import logging
 import os
@@ -58,9 +58,9 @@ from proto import carver_pb2_grpc, csi_pb2_grpc
 
 _log = logging.getLogger(__name__)
 
-# systemd's TimeoutStopSec and kubelet's grace period are longer than all of it.
+# Together shorter than systemd's TimeoutStopSec and kubelet's grace period.
 _DRAIN_SECONDS = 25.0
-# Work behind the answers is at a safe point by then, unless a disk hangs.
+# Background work reaches a safe point within this, unless a disk hangs.
 _ENDING_SECONDS = 10.0
 
 
@@ -139,46 +139,32 @@ class Service:
         self.replacement = Replacement(context, repairer, freed=self.freed_eraser.start)
         operator = Operator(context, repairer, self.replacement, listing, self.traces)
         self.inline_volumes = InlineVolumes(context, creator, deleter, stager)
-        # Last: an extra takes of the service what it needs.
+        # Extras come last: they use the parts above.
         self.extras: dict[str, Extra] = {}
         for name, module in extras.modules("service"):
             self.extras[name] = module.add(self)
         offered = [one for extra in self.extras.values() for one in extra.offered]
         self._interceptor = Interceptor(observe, context.admission, self.traces)
-        self._server = grpc.server(
+        server = self._server = grpc.server(
             ThreadPoolExecutor(locks.THREADS, thread_name_prefix="rpc"),
             interceptors=[self._interceptor],
         )
-        carver_pb2_grpc.add_OperatorServicer_to_server(operator, self._server)
-        csi_pb2_grpc.add_IdentityServicer_to_server(
-            Identity(self.readiness, config.driver_name, offered), self._server
-        )
-        csi_pb2_grpc.add_ControllerServicer_to_server(
-            Controller(context, creator, deleter, listing, expander, snapshotter, health),
-            self._server,
-        )
-        csi_pb2_grpc.add_GroupControllerServicer_to_server(
-            GroupController(context, self.group_snapshotter), self._server
-        )
-        csi_pb2_grpc.add_NodeServicer_to_server(
-            Node(
-                context,
-                expander,
-                stager,
-                publisher,
-                node_volumes,
-                self.inline_volumes,
-                health,
-                self.storage,
-            ),
-            self._server,
-        )
+        carver_pb2_grpc.add_OperatorServicer_to_server(operator, server)
+        identity = Identity(self.readiness, config.driver_name, offered)
+        csi_pb2_grpc.add_IdentityServicer_to_server(identity, server)
+        controller = Controller(context, creator, deleter, listing, expander, snapshotter, health)
+        csi_pb2_grpc.add_ControllerServicer_to_server(controller, server)
+        group_controller = GroupController(context, self.group_snapshotter)
+        csi_pb2_grpc.add_GroupControllerServicer_to_server(group_controller, server)
+        on_node = (expander, stager, publisher, node_volumes, self.inline_volumes)
+        node = Node(context, *on_node, health, self.storage)
+        csi_pb2_grpc.add_NodeServicer_to_server(node, server)
         for extra in self.extras.values():
-            extra.add_services(self._server)
+            extra.add_services(server)
 
     def start(self, path: Path) -> None:
         """Serve on a unix socket that only root can reach."""
-        # Between bind and chmod anyone could connect: the umask leaves no such moment.
+        # With chmod instead of the umask anyone could connect between bind and chmod.
         umask = os.umask(0o177)
         try:
             self._server.add_insecure_port(f"unix://{path}")
@@ -190,15 +176,15 @@ class Service:
     def stop(self) -> None:
         """Let calls in flight end, then background work at its next safe point.
 
-        What has not ended by then is left: a disk that hangs keeps no process from ending, and no
-        other group from having on its disks what it promised.
+        What has not ended in time is left behind: a disk that hangs must not keep the process from
+        ending, nor another group's deferred tags from being written.
         """
         self.inline_volumes.stop()
-        # Before the wait: a stream may last for hours.
+        # Before waiting for calls: a stream may last for hours.
         for extra in self.extras.values():
             extra.stop()
         self._server.stop(_DRAIN_SECONDS).wait(_DRAIN_SECONDS + 1)
-        # Before what may take long: only calls promise.
+        # Before anything slow: writes the tags that calls deferred.
         self.volume_groups.stop()
         works: Mapping[str, Callable[[], None]] = {
             "growth": self.autoextender.stop,
@@ -215,7 +201,7 @@ class Service:
 
 
 def _traced(host: Host) -> Host:
-    """The host, each operation of which is a step of the call that asks for it."""
+    """The host, with each operation traced as a step of its call."""
     return replace(
         host,
         run=trace.traced_run(host.run),
@@ -226,7 +212,7 @@ def _traced(host: Host) -> Host:
 
 
 def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Callable[[str], Session]:
-    """How an engine's session with lvm2 is made: in a directory that the host sees, too."""
+    """Make each group's session with lvm2, in a directory that the host sees, too."""
     directory = config.endpoint.parent / "lvm"
 
     def begin(group: str) -> Session:
@@ -236,15 +222,15 @@ def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Calla
 
 
 def resume(service: Service, *groups: str) -> bool:
-    """Take up the wipes and copies that are left in these groups, or in all.
+    """Resume the work that is left in these groups, or in all, from their tags.
 
-    False where one of them was not there, or may not be used. Raises what a look at them raises.
-    What lvm2 refuses is left to the next time: it must not keep all calls waiting.
+    Return False if a group is absent or refused. Raises what reading the groups raises. A step that
+    lvm2 refuses is logged and left to the next start, as it must not hold up all calls.
     """
     try:
         seen = service.inventory.state(*groups)
     except errors.GroupRefused:
-        return False  # told by the engine, and by each call
+        return False  # logged by the volume group, and reported by each call
     service.context.holds.resume(service.inventory, *groups)
     steps = {
         "wipes": service.eraser.resume,

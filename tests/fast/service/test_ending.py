@@ -68,7 +68,7 @@ def test_a_wipe_that_hangs_keeps_no_process_from_ending_when_it_is_told_to(
     assert not (tmp_path / "csi.sock").exists()
     told = (tmp_path / "log").read_text()
     assert "wiping has not ended after" in told
-    assert "the process ends though this has not: " in told
+    assert "ending the process with threads that hang: " in told
 
 
 @pytest.mark.starts_programs

@@ -152,16 +152,16 @@ def test_however_many_wait_for_a_page_that_hangs_the_others_are_answered(
     serve: Serve, over: threading.Event
 ) -> None:
     port = serve(metrics=lambda: b"late" * over.wait(60), healthz=lambda: b"ok\n")
-    with ThreadPoolExecutor(2 * monitor._ANSWERED) as scrapers:
-        scrapes = [scrapers.submit(get, port, "/metrics") for _ in range(2 * monitor._ANSWERED)]
+    with ThreadPoolExecutor(2 * monitor._PER_PAGE) as scrapers:
+        scrapes = [scrapers.submit(get, port, "/metrics") for _ in range(2 * monitor._PER_PAGE)]
         # All that are too many are told so.
-        done = islice(as_completed(scrapes, 20), monitor._ANSWERED)
+        done = islice(as_completed(scrapes, 20), monitor._PER_PAGE)
         assert {one.result()[0] for one in done} == {503}
         for _ in range(9):
             assert get(port, "/healthz") == (200, "ok\n")
             assert get(port, "/metrics") == (503, "4 callers wait for it already\n")
         assert get(port, "/none")[0] == 404
-        assert sum(not one.done() for one in scrapes) == monitor._ANSWERED
+        assert sum(not one.done() for one in scrapes) == monitor._PER_PAGE
         over.set()
 
 
@@ -175,11 +175,11 @@ def test_a_caller_for_whom_there_is_no_thread_is_hung_up_on_and_the_next_is_answ
 
     with monkeypatch.context() as without:
         without.setattr(threading.Thread, "start", start)
-        for _ in range(2 * monitor._ASKING):
+        for _ in range(2 * monitor._READING):
             with pytest.raises(OSError):  # noqa: PT011 - closed, or reset
                 get(port, "/well")
     assert get(port, "/well") == (200, "ok\n")
-    assert "is not answered" in caplog.text
+    assert "cannot answer" in caplog.text
 
 
 def test_the_end_waits_for_those_who_are_answered_but_not_for_what_hangs(
