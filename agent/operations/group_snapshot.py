@@ -1,4 +1,8 @@
-"""Snapshots of several volumes at one moment: quiesced together, whole or not there."""
+"""CreateVolumeGroupSnapshot, and its Get and Delete: snapshots of several volumes at one moment.
+
+Active volumes are suspended together meanwhile. The snapshots count only once all were taken and
+have the tag `committed`; without it, an error or the next start undoes those that were.
+"""
 
 import logging
 import time
@@ -23,60 +27,9 @@ from mount import command, loop, table
 _log = logging.getLogger(__name__)
 
 
-class Holding:
-    """Chooses what is held; refuses what lvm2, or Carver itself, may have to do with."""
-
-    def __init__(self, context: Context) -> None:
-        self._config, self._kernel = context.config, context.kernel
-        self._inventory = context.inventory
-
-    def choose(self, volumes: list[Volume]) -> Mapping[str, Volume]:
-        """Those that may be written to meanwhile, by their ids; a single one lvm2 holds itself."""
-        if len(volumes) == 1:
-            return {}
-        mounts = table.read(self._kernel)
-        held = {}
-        for one in volumes:
-            device = self._inventory.device(str(one.id))
-            if device is not None:
-                self._require_holdable(one, device, mounts)
-                held[str(one.id)] = one
-        return held
-
-    def _require_holdable(self, volume: Volume, device: Device, mounts: table.Table) -> None:
-        """Raise NotTogether where lvm2, or Carver itself, may have to do with what is held."""
-        # lvm2 reads whatever may be a disk of a group, and would wait for this one.
-        if loops := loop.over(self._kernel, device.number):
-            raise errors.NotTogether(
-                str(volume.id),
-                f"{', '.join(loops)} shows it, as a raw block volume that is published read-only;"
-                " lvm2 reads loop devices. Unpublish it there first",
-            )
-        if stacked := self._kernel.device_holders(device.path):
-            raise errors.NotTogether(
-                str(volume.id), f"{', '.join(stacked)} is made of it; take that away first"
-            )
-        if self._kernel.device_is_swap(device.path):
-            raise errors.NotTogether(str(volume.id), "the kernel swaps to it")
-        inside = [self._kernel.real_path(one) for one in self._config.kubelet_dir]
-        files = self._config.definitions
-        own = [self._config.endpoint.parent, *(one.file.path for one in files if one.file)]
-        needed = {mounts.holding(self._kernel.real_path(str(one))) for one in own}
-        for mount in mounts.of_device(device.number):
-            if mount in needed or not any(_is_in(mount.path, one) for one in inside):
-                raise errors.NotTogether(
-                    str(volume.id),
-                    f"it is mounted at {mount.path}, where Carver or lvm2 may have to write",
-                )
-
-
-def _is_in(path: str, directory: str) -> bool:
-    return path.startswith(directory.rstrip("/") + "/")
-
-
 PREFIX = "gsnap"
 
-# What fails is undone, whether or not its caller still waits.
+# The time limit to undo what failed, also after the caller's deadline.
 _UNDOING_SECONDS = 60.0
 _COMMITTED = {tag.COMMITTED: "yes"}
 
@@ -100,30 +53,21 @@ class GroupSnapshot:
 
 
 class GroupSnapshotter:
-    """Carries out the GroupController's calls."""
+    """Takes, finds and deletes group snapshots."""
 
-    def __init__(
-        self,
-        context: Context,
-        snapshotter: Snapshotter,
-        eraser: Eraser,
-    ) -> None:
-        self._config, self._kernel, self._volume_groups = (
-            context.config,
-            context.kernel,
-            context.volume_groups,
-        )
-        self._inventory = context.inventory
-        self._devices, self._holding = context.devices, Holding(context)
+    def __init__(self, context: Context, snapshotter: Snapshotter, eraser: Eraser) -> None:
+        self._config, self._kernel = context.config, context.kernel
+        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._devices = context.devices
         self._snapshotter = snapshotter
         self._eraser = eraser
         self._locks = context.locks
-        # Longer than lvm2 needs for many volumes, shorter than anyone takes for a dead disk.
+        # Longer than lvm2 needs for many volumes, shorter than a wait that suggests a dead disk.
         self.standstill_seconds = 20.0
 
     @staticmethod
     def logical_name(name: str) -> str:
-        """What calls on the same group snapshot have in common; no logical volume has it."""
+        """The name that calls on one group snapshot lock; no logical volume has it."""
         return names.logical_volume(PREFIX, name)
 
     def create(self, call: CreateGroupSnapshot) -> GroupSnapshot:
@@ -147,7 +91,7 @@ class GroupSnapshotter:
                 self._commit(found)
                 return same
             self._require_half_made(known, found)
-        # A process was killed, or could not undo it.
+        # Crash point: some of the snapshots are there, or an error could not be undone.
         self._discard(known, found[0].group_snapshot_id)
         return self.create(call)
 
@@ -166,9 +110,9 @@ class GroupSnapshotter:
     def delete(self, call: KnownGroupSnapshot) -> None:
         """Delete all snapshots of a group; no such group snapshot is no error.
 
-        A report, one command that takes the record back, and for each snapshot what DeleteSnapshot
-        costs without its own. Of one that lost a part the rest goes, unless a group may yet be seen
-        here that holds the part: then it is none of the caller's business to forget it.
+        A report, one command that removes the record, and for each snapshot the commands of
+        DeleteSnapshot without its report. If a part is lost, the rest is deleted, unless a group
+        that may have the part can still come back: then it raises NotWhole.
         """
         if not _is_one(call.id):
             return
@@ -186,20 +130,20 @@ class GroupSnapshotter:
         self._discard(known, call.id)
 
     def resume(self, *groups: str) -> int:
-        """Undo what is half-made, as far as these groups tell, or all; returns how many."""
+        """Undo half-made group snapshots of these groups, or of all; returns how many."""
         undone = 0
         for one in self._inventory.group_snapshots(self._inventory.state(*groups)):
-            # Of one that a call is at work on that call sees to all this.
+            # A call on the same group snapshot does the same.
             with suppress(errors.OperationPending), self._locks.hold(ids.logical_name(one)):
                 undone += self._settle(one, groups)
         return undone
 
     def _settle(self, group_snapshot_id: str, groups: Sequence[str]) -> bool:
-        """Undo a group snapshot if it was never whole, and say so; have it on record if it is."""
+        """Undo a group snapshot that never was whole, and return True; record one that is."""
         known = self._inventory.state(*groups)
         members = self._inventory.members(known, group_snapshot_id)
         if records.is_whole(members):
-            # Killed just before, or taken by a version that knew of no record.
+            # Crash point: all were taken and the record is missing; or a version without it.
             self._commit(members)
         elif members and self._inventory.is_half_made(known, members):
             self._discard(known, group_snapshot_id)
@@ -209,7 +153,7 @@ class GroupSnapshotter:
     def _make(
         self, call: CreateGroupSnapshot, known: report.Report, undo: ExitStack, turns: HeldGroups
     ) -> GroupSnapshot:
-        """New snapshots of all sources; what failed is undone once the groups are free again."""
+        """Take snapshots of all sources; a failure is undone once the groups are unlocked."""
         sources = [self._source(known, one) for one in call.source_ids]
         own = self.logical_name(call.name)
         identity = str(VolumeId.of(sources[0].group, own))
@@ -217,14 +161,17 @@ class GroupSnapshotter:
             names.logical_volume(ids.SNAPSHOT_PREFIX, f"{call.name}\0{one.id}"): one
             for one in sources
         }
+        places = records.places_of(sources)
+        if not tags.fits(tag.MEMBER_GROUPS, places):
+            raise errors.BadField("source_volume_ids", "are in too many volume groups")
         self._snapshotter.require_free(known, *planned)
-        held = self._holding.choose(sources)
+        held = self._choose_held(sources)
         self._check_room(call, sources, held)
         own_tags = {
             tag.NAME: call.name,
             tag.GROUP_SNAPSHOT: identity,
             tag.MEMBERS: str(len(sources)),
-            tag.MEMBER_GROUPS: _places(sources),
+            tag.MEMBER_GROUPS: places,
             tag.ASKED: _asked(call),
             **call.about,
         }
@@ -250,19 +197,20 @@ class GroupSnapshotter:
         return _group_snapshot(taken)
 
     def _commit(self, members: list[Snapshot]) -> None:
-        """Have it on record that all were taken; one command, none where it is."""
+        """Record that all were taken: one command for each group, none where it is recorded."""
         lacking = [one for one in members if tag.COMMITTED not in one.own_tags]
         if lacking:
             self._mark(lacking, new=_COMMITTED)
 
     def _mark(self, members: list[Snapshot], **change: Mapping[str, str]) -> None:
-        """Change tags of all, by one command a group; killed, some have the change."""
-        for group in sorted({one.group.name for one in members}):
-            own = [one for one in _names(members) if one[0] == group]
+        """Change tags of all, by one command a group. Crash point: some have the change."""
+        names_of = [(one.group.name, one.name) for one in members]
+        for group in sorted({group for group, _ in names_of}):
+            own = [one for one in names_of if one[0] == group]
             volumes.mark_all(self._volume_groups.lvm(group), own, **change)
 
     def _require_half_made(self, known: report.Report, found: list[Snapshot]) -> None:
-        """Raise NotWhole for what may be whole, or was: it is not undone, nor said to be gone."""
+        """Raise NotWhole for one that may be whole, or was, and so is neither undone nor absent."""
         if not found or self._inventory.is_half_made(known, found):
             return
         why = _why_awaited(self._inventory.awaited(known, found)) or (
@@ -281,10 +229,11 @@ class GroupSnapshotter:
     def _standing_still(
         self, held: list[Volume], seconds: float, turns: HeldGroups
     ) -> Iterator[Standstill]:
-        """Have volumes held inside; nothing changes a group of which one is held longer than that.
+        """Suspend volumes within the `with`; a group stays locked while one of its volumes is.
 
-        Its disk does not answer: lvm2 would find a device suspended that is let go of under its
-        hands. The other groups' turns end with the call.
+        The disk of a volume that is not resumed in time does not answer. lvm2 must not find its
+        device suspended, and resumed in the middle of a change. Other groups are unlocked with the
+        call.
         """
         for one in held:
             turns.enter(one.group.name, self._inventory.holding([(one.group.name, one.name)]))
@@ -304,13 +253,55 @@ class GroupSnapshotter:
                 str(volume.id), f"device-mapper says {error.strerror}; see `dmesg`"
             ) from None
 
+    def _choose_held(self, volumes: list[Volume]) -> Mapping[str, Volume]:
+        """The volumes to suspend, by their ids: those that are active.
+
+        None for a single volume, which lvm2 suspends itself.
+        """
+        if len(volumes) == 1:
+            return {}
+        mounts = table.read(self._kernel)
+        held = {}
+        for one in volumes:
+            device = self._inventory.device(str(one.id))
+            if device is not None:
+                self._require_holdable(one, device, mounts)
+                held[str(one.id)] = one
+        return held
+
+    def _require_holdable(self, volume: Volume, device: Device, mounts: table.Table) -> None:
+        """Raise NotTogether for a volume that lvm2 or Carver may use while it is suspended."""
+        # lvm2 reads all devices that may be a physical volume, and would wait for this one.
+        if loops := loop.over(self._kernel, device.number):
+            raise errors.NotTogether(
+                str(volume.id),
+                f"{', '.join(loops)} shows it, as a raw block volume that is published read-only;"
+                " lvm2 reads loop devices. Unpublish it there first",
+            )
+        if stacked := self._kernel.device_holders(device.path):
+            raise errors.NotTogether(
+                str(volume.id), f"{', '.join(stacked)} is made of it; take that away first"
+            )
+        if self._kernel.device_is_swap(device.path):
+            raise errors.NotTogether(str(volume.id), "the kernel swaps to it")
+        inside = [self._kernel.real_path(one) for one in self._config.kubelet_dir]
+        files = self._config.definitions
+        own = [self._config.endpoint.parent, *(one.file.path for one in files if one.file)]
+        needed = {mounts.holding(self._kernel.real_path(str(one))) for one in own}
+        for mount in mounts.of_device(device.number):
+            if mount in needed or not any(_is_in(mount.path, one) for one in inside):
+                raise errors.NotTogether(
+                    str(volume.id),
+                    f"it is mounted at {mount.path}, where Carver or lvm2 may have to write",
+                )
+
     def _check_room(
         self,
         call: CreateGroupSnapshot,
         volumes: list[Volume],
         held: Mapping[str, Volume],
     ) -> None:
-        """Raise what would be raised while the volumes are held."""
+        """Raise errors of room before the volumes are suspended."""
         needed: Counter[str] = Counter()
         for one in volumes:
             needed[one.group.name] += self._snapshotter.needed_bytes(
@@ -321,16 +312,16 @@ class GroupSnapshotter:
             )
 
     def _groups_of(self, group_snapshot_id: str) -> Set[str]:
-        """The groups that may hold parts of one; its id names that of the first of its sources."""
+        """The groups that may have parts of one; its id names the group of its first source."""
         own = ids.group_of(group_snapshot_id)
         return self._groups([own], lambda known: self._inventory.members(known, group_snapshot_id))
 
     def _groups(
         self, own: Iterable[str], find: Callable[[report.Report], list[Snapshot]]
     ) -> Set[str]:
-        """These groups, and those that may hold further parts of what is found there.
+        """These groups, and those that may have further parts of what `find` finds in them.
 
-        Of all others what was seen last is enough: one of them may not answer.
+        For all others the cached state is enough, because one of them may not answer.
         """
         groups = frozenset(own)
         while more := self._places(find(self._inventory.state(*groups))) - groups:
@@ -338,12 +329,12 @@ class GroupSnapshotter:
         return groups
 
     def _places(self, members: list[Snapshot]) -> Set[str]:
-        """Those of Carver's groups that may hold parts of a group snapshot with these."""
+        """The groups of Carver's that may have parts of a group snapshot with these members."""
         if any(tag.MEMBER_GROUPS not in one.own_tags for one in members):
-            # Older ones do not say.
+            # Older versions did not record them.
             return set(self._config.groups)
-        told = [place for one in members for place in one.own_tags[tag.MEMBER_GROUPS].split(",")]
-        return {one.partition("@")[0] for one in told} & set(self._config.groups)
+        found = [place for one in members for place in one.own_tags[tag.MEMBER_GROUPS].split(",")]
+        return {one.partition("@")[0] for one in found} & set(self._config.groups)
 
     def _named(self, known: report.Report, own_name: str) -> list[Snapshot]:
         """The snapshots of a group of that name, in whichever of Carver's groups it is."""
@@ -354,14 +345,14 @@ class GroupSnapshotter:
         return []
 
     def _find(self, known: report.Report, group_snapshot_id: str) -> list[Snapshot]:
-        """The snapshots of a group; raises OtherGroup where none is here, and its group is not."""
+        """The snapshots of a group; raises OtherGroup where neither one nor its group is here."""
         found = self._inventory.members(known, group_snapshot_id)
         if not found:
             self._inventory.require_group_of(known, group_snapshot_id)
         return found
 
     def _undo(self, group_snapshot_id: str, groups: Set[str]) -> None:
-        """Have nothing stay of what failed; where that fails too, it goes later."""
+        """Discard what a failed call made; if that fails too, the next start does."""
         try:
             with command.time_limit(_UNDOING_SECONDS):
                 self._discard(self._inventory.state(*groups), group_snapshot_id)
@@ -371,34 +362,27 @@ class GroupSnapshotter:
     def _discard(self, known: report.Report, group_snapshot_id: str) -> None:
         members = self._inventory.members(known, group_snapshot_id)
         if any(tag.COMMITTED in one.own_tags for one in members):
-            # From here on what is left of it is half made. The record goes before any of them does.
+            # Crash point: without the record, what is left is half-made. So the record is removed
+            # before the first snapshot.
             with self._volume_groups.hold(*(one.group.name for one in members)):
                 self._mark(members, old=_COMMITTED)
-        # Those in the group that its id names go last: while that has none, there are none.
+        # Last the snapshots in the group that the id names: without them the id finds nothing.
         own = group_snapshot_id.partition("@")[0]
         for one in sorted(members, key=lambda one: one.group.name == own):
             self._snapshotter.discard(one)
-        # What a failed lvcreate left without its origin.
+        # Also COW stores without an origin, which a failed lvcreate left.
         for volume in self._inventory.doomed(known):
             if volume.own_tags.get(tag.GROUP_SNAPSHOT) == group_snapshot_id:
                 self._eraser.finish(volume)
 
 
+def _is_in(path: str, directory: str) -> bool:
+    return path.startswith(directory.rstrip("/") + "/")
+
+
 def _is_one(group_snapshot_id: str) -> bool:
     """Whether an id can be a group snapshot's."""
     return names.is_of(PREFIX, ids.logical_name(group_snapshot_id))
-
-
-def _names(members: list[Snapshot]) -> list[tuple[str, str]]:
-    return [(one.group.name, one.name) for one in members]
-
-
-def _places(sources: list[Volume]) -> str:
-    """The groups of the sources, as they are kept; raises BadField for more than a tag holds."""
-    places = records.places_of(sources)
-    if not tags.fits(tag.MEMBER_GROUPS, places):
-        raise errors.BadField("source_volume_ids", "are in too many volume groups")
-    return places
 
 
 def _why_awaited(groups: list[str]) -> str:
@@ -417,12 +401,12 @@ def _group_snapshot(members: list[Snapshot]) -> GroupSnapshot:
 
 
 def _asked(call: CreateGroupSnapshot) -> str:
-    """What of a request, beside its sources, a repeated one is compared with."""
+    """The request without its sources, to compare a repeated one with."""
     return "" if call.size is None else f"{call.size.size_bytes}:{call.size.percent:g}"
 
 
 def _same(found: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
-    """The group snapshot that is there, if it is what is asked for now."""
+    """The group snapshot that is there; raises Incompatible where the call asks for another."""
     sources = sorted(str(one.source_id) for one in found.snapshots)
     if sources != list(call.source_ids):
         raise errors.Incompatible(
@@ -435,7 +419,7 @@ def _same(found: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
 
 
 def _compare(call: KnownGroupSnapshot, found: list[Snapshot]) -> None:
-    """Raise BadField where the caller has other snapshots in mind."""
+    """Raise BadField where the call names other snapshots."""
     own = {str(one.id) for one in found}
     if not call.snapshot_ids:
         raise errors.BadField("snapshot_ids", f"is required: {', '.join(sorted(own))}")

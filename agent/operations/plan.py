@@ -17,14 +17,14 @@ from lvm import layout, report, tags
 from mount import filesystem
 
 LEAST_BYTES = 4 << 20
-# lvmraid(7), where a class says nothing.
+# The default of lvm2 (lvmraid(7)).
 _STRIPE_BYTES = 64 << 10
 # Larger chunks would cost more than they save.
 _MOST_UNIT_BYTES = 64 << 20
 
 
 def header_bytes(one: DeviceClass, allocator: Allocator, group: report.Group) -> int:
-    """How much of a new volume of a class its header takes; 0 where it is not encrypted."""
+    """The size of a LUKS header that keeps data aligned to stripes or chunks; 0 without one."""
     if not one.encryption:
         return 0
     unit = one.layout.stripes * (one.layout.stripe_size_bytes or _STRIPE_BYTES)
@@ -35,14 +35,14 @@ def header_bytes(one: DeviceClass, allocator: Allocator, group: report.Group) ->
     return -(-LEAST_BYTES // unit) * unit
 
 
-# What a volume is given where the caller names no size.
+# The size of a volume for which the caller requests none.
 DEFAULT_SIZE_BYTES = 1 << 30
 
 
 def device_class(config: Config, field: str, parameters: Parameters) -> DeviceClass:
-    """The class that parameters name, with what they have otherwise; raises NotAllowed, BadField.
+    """The class that parameters name, as the other parameters change it.
 
-    `field` is where the parameters stand in the request.
+    `field` is their field in the request, for errors. Raises NotAllowed, BadField.
     """
     found = config.device_class(parameters.device_class)
     if found is None:
@@ -67,9 +67,9 @@ def with_defaults(
     one: DeviceClass,
     held: str = "",
 ) -> Parameters:
-    """The parameters as the class completes them, so that they no longer depend on it.
+    """The parameters completed by the class's, so that they no longer depend on it.
 
-    `held` is the file system that is there already, on what is copied.
+    `held` is the file system of the source, for a copy.
     """
     asked = next((c.fs_type for c in capabilities if c.fs_type), "") or parameters.fs_type
     mounted = any(not capability.is_block for capability in capabilities)
@@ -95,7 +95,7 @@ def new(
             own_tags |= {tag.STATE: tag.COPYING}
         return size, own_tags
     call = replace(call, size=_size_of_copy(call.size, origin))
-    held = origin.own_tags.get(tag.FORMATTED)
+    held = origin.own_tags.get(tag.FORMATTED, "")
     size, own_tags = _planned(call, one, group, origin.header_bytes, held)
     own_tags |= _tags_of_copy(own_tags, origin)
     if one.encryption and one.reencrypt:
@@ -116,7 +116,7 @@ def _size_of_copy(size: SizeRange, origin: Snapshot | Volume) -> SizeRange:
 
 
 def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dict[str, str]:
-    """The tags that a new volume with these has of its source; it is not ready yet.
+    """Tags that a new volume with these tags gets from its source; it is not ready yet.
 
     Raises BadField where the contents cannot be used as requested.
     """
@@ -152,20 +152,36 @@ def _planned(
     one: DeviceClass,
     group: report.Group,
     header_bytes: int,
-    held: str | None = None,
+    held: str = "",
 ) -> tuple[int, dict[str, str]]:
-    """The size and the tags of a volume with so large a header, and a file system it holds."""
-    parameters = with_defaults(call.parameters, call.capabilities, one, held or "")
+    """The size of a volume, and the tags with which a repeated request is compared.
+
+    `header_bytes` of it are a LUKS header; `held` is the file system of the source, for a copy.
+    """
+    parameters = with_defaults(call.parameters, call.capabilities, one, held)
     _check_options(call, parameters)
     size = size_bytes(call.size, call.capabilities, parameters, group, one.layout, header_bytes)
-    own_tags = _own_tags(call, parameters, size, one.layout)
+    capabilities = "|".join(sorted(map(str, call.capabilities)))
+    if not tags.fits(tag.CAPABILITIES, capabilities):
+        # They are only compared, never read back, so a digest is enough.
+        capabilities = f"sha256:{hashlib.sha256(capabilities.encode()).hexdigest()}"
+    own_tags = {
+        tag.NAME: call.name,
+        tag.STATE: tag.READY,
+        tag.SIZE: str(size),
+        tag.LAYOUT: str(one.layout),
+        tag.ACCESS: BLOCK if all(one.is_block for one in call.capabilities) else MOUNT,
+        tag.CAPABILITIES: capabilities,
+        **parameters.own_tags(),
+        **parameters.about,
+    }
     if header_bytes:
         own_tags[tag.HEADER] = str(header_bytes)
     return size, own_tags | of_class(one, size, group)
 
 
 def of_class(one: DeviceClass, size_bytes: int, group: report.Group) -> dict[str, str]:
-    """What is kept of a class with a volume of so many bytes, whoever asked for it."""
+    """The tags that a class gives a volume of that size, made or received."""
     own_tags = {}
     if one.cache is not None and not one.layout.is_thin:
         own_tags[tag.CACHE] = one.cache.tag_value(size_bytes, group.extent_size_bytes)
@@ -175,9 +191,9 @@ def of_class(one: DeviceClass, size_bytes: int, group: report.Group) -> dict[str
 
 
 def _check_options(call: CreateVolume, parameters: Parameters) -> None:
-    """Refuse now what mkfs or mount would refuse when the volume is staged."""
+    """Raise BadField for options that mkfs or mount would refuse when the volume is staged."""
     if not parameters.fs_type:
-        return  # raw block only: one StorageClass often serves both, its options are for the other
+        return  # raw block: one StorageClass often serves both, and its options are for mount
     for index, one in enumerate(call.capabilities):
         if one.fs_type and one.fs_type != parameters.fs_type:
             raise errors.BadField(
@@ -195,9 +211,9 @@ def size_bytes(
     shape: layout.Layout,
     header_bytes: int = 0,
 ) -> int:
-    """The size that a volume gets: whole extents, and enough for its file system and its header.
+    """The size of a volume in whole extents, large enough for its file system and its header.
 
-    Raises BadSize when that, without the header, is above the limit.
+    Raises BadSize where the size without the header is above the limit.
     """
     fs_types = {c.fs_type or parameters.fs_type for c in capabilities if not c.is_block}
     minimum = max((filesystem.FILE_SYSTEMS[one].minimum_bytes for one in fs_types), default=0)
@@ -217,52 +233,31 @@ def size_bytes(
     return planned
 
 
-def _own_tags(
-    call: CreateVolume, parameters: Parameters, size_bytes: int, shape: layout.Layout
-) -> dict[str, str]:
-    """What is kept of a request: all that a repeated one is compared with."""
-    capabilities = "|".join(sorted(map(str, call.capabilities)))
-    if not tags.fits(tag.CAPABILITIES, capabilities):
-        # Only compared, never read back: where there is no room, its digest will do.
-        capabilities = f"sha256:{hashlib.sha256(capabilities.encode()).hexdigest()}"
-    only_block = all(one.is_block for one in call.capabilities)
-    return {
-        tag.NAME: call.name,
-        tag.STATE: tag.READY,
-        tag.SIZE: str(size_bytes),
-        tag.LAYOUT: str(shape),
-        tag.ACCESS: BLOCK if only_block else MOUNT,
-        tag.CAPABILITIES: capabilities,
-        **parameters.own_tags(),
-        **parameters.about,
-    }
-
-
 def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
-    """Raise Incompatible where the volume that is there is not what is asked for now.
+    """Raise Incompatible for a volume that is not as the call asks.
 
-    Raises OperationPending while it is being wiped, Receiving and Moved as `require_own`.
+    Raises OperationPending while it is being erased, Receiving and Moved as `require_own`.
     """
     if found.wiping:
         raise errors.OperationPending(f"{found.id} (being wiped)")
     require_own(found)
-    told = call.source.id if call.source is not None else ""
-    if (was := found.own_tags.get(tag.FROM, "")) != told:
+    source = call.source.id if call.source is not None else ""
+    if (was := found.own_tags.get(tag.FROM, "")) != source:
         raise errors.Incompatible(
-            f"volume {call.name!r} exists, made of {was or 'nothing'}, not {told or 'nothing'}"
+            f"volume {call.name!r} exists, made of {was or 'nothing'}, not {source or 'nothing'}"
         )
     made_bytes = found.made_bytes
-    # One that is not complete may have to grow to the size that it was made for.
+    # An incomplete volume may have to grow to the size of its request.
     header = found.header_bytes
     if not call.size.allows(size_bytes := max(found.size_bytes, made_bytes) - header):
         raise errors.Incompatible(
             f"volume {call.name!r} exists with a size of {size_bytes} bytes, not of"
             f" {call.size.required_bytes} to {call.size.limit_bytes or 'any number of'}"
         )
-    # All else is compared as of a call for the size with which it was made.
+    # The rest is compared with a call for the size that the volume was made with.
     call = replace(call, size=SizeRange(made_bytes - header))
-    # What it was made of gave the file system, and may be gone by now.
-    held = found.own_tags.get(tag.FS_TYPE) if told else None
+    # The file system was the source's, which may be deleted by now.
+    held = found.own_tags.get(tag.FS_TYPE, "") if source else ""
     _, own_tags = _planned(call, one, found.group, header, held)
     for key in (tag.CAPABILITIES, *(row.tag for row in STORAGE_CLASS)):
         if (was := found.own_tags.get(key, "")) != (wanted := own_tags.get(key, "")):
