@@ -1,19 +1,19 @@
-"""What can be wrong with a request, or with the state it meets."""
+"""Errors that Carver itself decides on; agent/core/codes.py gives each its gRPC code."""
 
 from collections.abc import Iterable
 
-# A new pod that comes before the old one is gone, as in a rollout, unstages nothing.
+# In a rollout the new pod comes before the old one is gone, and nothing is unstaged.
 UNSTAGE = (
     "scale what uses it to 0 and wait until it is unstaged (by hand: `carver volume unpublish`)"
 )
 
 
 class AgentError(Exception):
-    """Any refusal that this package decides."""
+    """The base of all errors here."""
 
 
 class BadConfig(AgentError):
-    """The configuration is not usable; nothing was started."""
+    """The configuration is invalid; nothing was started."""
 
     def __init__(self, source: str, key: str, problem: str) -> None:
         super().__init__(f"{source}: {key}: {problem}")
@@ -21,7 +21,7 @@ class BadConfig(AgentError):
 
 
 class BadField(AgentError):
-    """A field of a request is missing or wrong."""
+    """A field of a request is missing or invalid."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}")
@@ -36,7 +36,7 @@ class Missing(BadField):
 
 
 class NotAllowed(BadField):
-    """A value outside a known set."""
+    """A value is outside its enumeration."""
 
     def __init__(self, field: str, value: object, allowed: Iterable[object]) -> None:
         known = ", ".join(str(one) for one in allowed)
@@ -44,42 +44,42 @@ class NotAllowed(BadField):
 
 
 class BadSize(AgentError):
-    """A capacity range that cannot be met by any amount of free space."""
+    """No amount of free space can meet the capacity range."""
 
 
 class NoSuchVolume(AgentError):
-    """The volume is not there, and a report of its group proves it."""
+    """The volume does not exist, as a report of its group proves."""
 
     def __init__(self, volume_id: str) -> None:
         super().__init__(f"there is no volume {volume_id!r} on this node")
 
 
 class NoSuchSnapshot(AgentError):
-    """The snapshot is not there, and a report of its group proves it."""
+    """The snapshot does not exist, as a report of its group proves."""
 
     def __init__(self, snapshot_id: str) -> None:
         super().__init__(f"there is no snapshot {snapshot_id!r} on this node")
 
 
 class PerhapsAway(AgentError):
-    """What has that name is in none of the groups that are here, and others are away."""
+    """No group that is here has the object, but one that is missing may."""
 
     def __init__(self, what: str, name: str, away: Iterable[str]) -> None:
         super().__init__(
-            f"no {what} {name!r} is in the volume groups that are here, and one that is not may"
-            f" have it: {'; '.join(away)}"
+            f"cannot prove that there is no {what} {name!r}: a missing volume group may have it:"
+            f" {'; '.join(away)}"
         )
 
 
 class NoSuchGroupSnapshot(AgentError):
-    """The group snapshot is not there, whole, and a report proves it."""
+    """The group snapshot does not exist, as a report of each group proves."""
 
     def __init__(self, group_snapshot_id: str) -> None:
         super().__init__(f"there is no group snapshot {group_snapshot_id!r} on this node")
 
 
 class NotWhole(AgentError):
-    """A group snapshot of which a part is not here, and which may be whole for all that."""
+    """Some snapshots of a group snapshot are not here, but may exist."""
 
     def __init__(self, group_snapshot_id: str, problem: str) -> None:
         super().__init__(f"group snapshot {group_snapshot_id!r} is not whole here: {problem}")
@@ -93,18 +93,18 @@ class NoSuchPath(AgentError):
 
 
 class Incompatible(AgentError):
-    """A volume of that name, or a mount at that path, is there and is not what was asked for."""
+    """A volume of that name, or a mount at that path, differs from the request."""
 
 
 class OtherGroup(AgentError):
-    """The volume id names a group that is not here, or is another group of the same name."""
+    """The volume id names a group that is not here, or one whose UUID differs."""
 
     def __init__(self, volume_id: str, problem: str) -> None:
         super().__init__(f"volume {volume_id!r} is not this node's: {problem}")
 
 
 class Elsewhere(AgentError):
-    """The topology asks for other nodes only."""
+    """The topology excludes this node."""
 
     def __init__(self, node_id: str) -> None:
         super().__init__(
@@ -113,51 +113,51 @@ class Elsewhere(AgentError):
 
 
 class GroupBusy(AgentError):
-    """Another call is at work on a volume group all the time, too many wait, or none answers."""
+    """The lock of a volume group cannot be had in time, or its commands do not return."""
 
     def __init__(self, what: str, problem: str) -> None:
         super().__init__(f"{what}: {problem}; call again")
 
 
 class GroupSilent(AgentError):
-    """A disk does not answer that may be a volume group's, so that nobody can tell."""
+    """A disk that may belong to a volume group does not answer."""
 
     def __init__(self, group: str, disks: Iterable[str]) -> None:
         super().__init__(
-            f"volume group {group}: {', '.join(disks)} may be its, and do not answer; see `dmesg`,"
-            " and detach what is broken"
+            f"cannot find volume group {group}: {', '.join(disks)} may belong to it, and do not"
+            " answer; see `dmesg`, and detach broken disks"
         )
 
 
 class PoolSilent(AgentError):
-    """The kernel does not tell how full a thin pool is: nobody knows what may be promised."""
+    """The kernel does not report how full a thin pool is, so no room is promised."""
 
     def __init__(self, group: str, pool: str, seconds: float) -> None:
         super().__init__(
-            f"thin pool {group}/{pool}: the kernel has not told of it for {seconds:.0f} s, as when"
-            " a disk under it does not answer; look at `dmesg`, and call again"
+            f"cannot read how full thin pool {group}/{pool} is: the kernel has not answered for"
+            f" {seconds:.0f} s, as when a disk below does not answer; see `dmesg`, and call again"
         )
 
 
 class GroupAwaited(AgentError):
-    """A group that Carver makes, or whose file it attaches, is not there yet since the start."""
+    """After the start, a group is still to be created, or its file to be attached."""
 
     def __init__(self, group: str) -> None:
         super().__init__(
-            f"volume group {group} is not there yet: Carver, which was just started, makes it or"
-            " attaches its file. Call again"
+            f"cannot use volume group {group} yet: Carver has just started, and creates it or"
+            " attaches its file; call again"
         )
 
 
 class NotHere(AgentError):
-    """What a new volume is made in, or of, is not on this node; it may be on another."""
+    """A new volume's group or source is not on this node, but may be on another."""
 
     def __init__(self, problem: str) -> None:
-        super().__init__(f"no such volume can be made on this node: {problem}")
+        super().__init__(f"cannot create the volume on this node: {problem}")
 
 
 class NoRoom(AgentError):
-    """The group cannot hold the volume."""
+    """The group has too few free extents."""
 
     def __init__(self, group: str, asked_bytes: int, available_bytes: int, purpose: str) -> None:
         super().__init__(
@@ -167,53 +167,53 @@ class NoRoom(AgentError):
 
 
 class NoSuchDisk(AgentError):
-    """No group of Carver's has the disk."""
+    """The disk is in none of the configured groups."""
 
     def __init__(self, disk: str, present: Iterable[str], missing: Iterable[str]) -> None:
         gone = f"; missing are {', '.join(missing)}" if missing else ""
         super().__init__(
-            f"{disk} is a disk of none of Carver's groups; there are {', '.join(present)}{gone}."
-            " Name a missing one by its UUID"
+            f"cannot find disk {disk}: the configured groups have {', '.join(present)}{gone};"
+            " name a missing one by its UUID"
         )
 
 
 class DiskTooSmall(AgentError):
-    """A disk does not hold what lies on the one in whose place it shall be."""
+    """A new disk is too small for the extents of the one to be replaced."""
 
     def __init__(self, disk: str, size_bytes: int, needed_bytes: int) -> None:
         super().__init__(
-            f"{disk} has room for {size_bytes} bytes, and {needed_bytes} lie on the disk that it"
-            " shall replace; take a larger one, or delete or move volumes first"
+            f"cannot use disk {disk}: it has room for {size_bytes} bytes, and {needed_bytes} lie on"
+            " the disk to be replaced; take a larger one, or delete or move volumes first"
         )
 
 
 class WouldBeLost(AgentError):
-    """A disk is not taken out of its group: volumes would be lost with it."""
+    """Removing a disk from its group would lose volumes."""
 
     def __init__(self, disk: str, volumes: Iterable[str], waiting: Iterable[str]) -> None:
-        told = []
+        reasons = []
         if volumes:
-            told.append(
+            reasons.append(
                 f"{', '.join(volumes)} lie on it alone: attach it again, or delete them, and"
                 " restore them from a backup"
             )
         if waiting:
-            told.append(
+            reasons.append(
                 f"{', '.join(waiting)} are deleted and wait to be overwritten: attach it again, or"
                 " give that up (`A disk is replaced` in docs/operations.md)"
             )
-        super().__init__(f"disk {disk} is not taken out: {'; '.join(told)}")
+        super().__init__(f"cannot remove disk {disk}: {'; '.join(reasons)}")
 
 
 class NotRepairable(AgentError):
-    """A volume cannot be made whole as it is; nothing was changed."""
+    """A RAID volume cannot be repaired; nothing was changed."""
 
     def __init__(self, volume: str, why: str) -> None:
-        super().__init__(f"{volume} is not repaired: {why}")
+        super().__init__(f"cannot repair {volume}: {why}")
 
 
 class InlineTotal(AgentError):
-    """With one more, the node's inline volumes would be larger than the configuration allows."""
+    """All inline volumes together would exceed `inline_total_limit`."""
 
     def __init__(self, asked_bytes: int, there_bytes: int, limit_bytes: int) -> None:
         super().__init__(
@@ -224,7 +224,7 @@ class InlineTotal(AgentError):
 
 
 class TooLarge(AgentError):
-    """There is no room for a volume to grow into."""
+    """There is no room for a volume to grow."""
 
     def __init__(self, volume_id: str, problem: str) -> None:
         self.problem = problem
@@ -234,7 +234,7 @@ class TooLarge(AgentError):
 
 
 class CannotGrow(AgentError):
-    """A volume in use, its file system or its LUKS mapping keeps its size."""
+    """A volume in use, its file system or its LUKS mapping cannot grow."""
 
     def __init__(self, volume_id: str, problem: str) -> None:
         super().__init__(
@@ -245,28 +245,28 @@ class CannotGrow(AgentError):
 
 
 class VolumeInUse(AgentError):
-    """Something on this node has the volume open."""
+    """The volume is open, mounted or published on this node."""
 
     def __init__(self, volume_id: str, users: str) -> None:
         super().__init__(f"volume {volume_id!r} is in use: {users}")
 
 
 class NotOverwritten(AgentError):
-    """A part of a deleted volume takes no zeroes, so that the volume is kept for now."""
+    """Part of a deleted volume cannot be overwritten yet; the volume is kept."""
 
     def __init__(self, volume_id: str, why: str) -> None:
-        super().__init__(f"volume {volume_id!r} cannot be overwritten whole: {why}")
+        super().__init__(f"cannot overwrite all of volume {volume_id!r}: {why}")
 
 
 class NotSwept(AgentError):
-    """A group's free extents cannot be overwritten yet, and so are nobody's."""
+    """A group's free extents must be overwritten before they are allocated, and cannot yet."""
 
     def __init__(self, group: str, why: str) -> None:
-        super().__init__(f"what is free in volume group {group} waits to be overwritten: {why}")
+        super().__init__(f"cannot overwrite the free extents of volume group {group} yet: {why}")
 
 
 class HasSnapshots(AgentError):
-    """The volume has copy-on-write snapshots, which allow less than it would allow without them."""
+    """The volume has copy-on-write snapshots, with which lvm2 refuses the operation."""
 
     def __init__(self, volume_id: str, snapshots: Iterable[str], problem: str) -> None:
         super().__init__(
@@ -275,52 +275,54 @@ class HasSnapshots(AgentError):
 
 
 class GrowsLater(AgentError):
-    """A volume in use with copy-on-write snapshots; what it shall grow to is on record."""
+    """A volume in use with copy-on-write snapshots will grow when it is staged next."""
 
     def __init__(
         self, volume_id: str, wanted_bytes: int, snapshots: Iterable[str], users: str
     ) -> None:
         super().__init__(
             f"volume {volume_id!r} has the snapshots {', '.join(snapshots)}, and with them it grows"
-            f" only while it is not in use ({users}). {wanted_bytes} bytes are on record: it grows"
-            f" when it is staged next, so {UNSTAGE}; or delete the snapshots and expand it again"
+            f" only while it is not in use ({users}). Its new size, {wanted_bytes} bytes, is"
+            f" recorded: it grows when it is staged next, so {UNSTAGE}; or delete the snapshots and"
+            " expand it again"
         )
 
 
 class NotSnapshotted(AgentError):
-    """A volume of which no snapshot can be taken."""
+    """The volume's layout or state allows no snapshot."""
 
     def __init__(self, volume_id: str, why: str) -> None:
-        super().__init__(f"no snapshot can be taken of volume {volume_id!r}: {why}")
+        super().__init__(f"cannot take a snapshot of volume {volume_id!r}: {why}")
 
 
 class PartOfGroup(AgentError):
-    """A snapshot that comes and goes with the others of its group snapshot."""
+    """A snapshot of a group snapshot is not deleted alone."""
 
     def __init__(self, snapshot_id: str, group_snapshot_id: str) -> None:
         super().__init__(
-            f"snapshot_id: {snapshot_id!r} is a part of group snapshot {group_snapshot_id!r} and"
-            " goes with it; call DeleteVolumeGroupSnapshot"
+            f"snapshot_id: cannot delete {snapshot_id!r} alone: it is a part of group snapshot"
+            f" {group_snapshot_id!r}; call DeleteVolumeGroupSnapshot"
         )
 
 
 class NotTogether(AgentError):
-    """Volumes that cannot be brought to a standstill together."""
+    """Volumes cannot be quiesced together."""
 
     def __init__(self, volume_id: str, why: str) -> None:
         super().__init__(
-            f"source_volume_ids: volume {volume_id!r} cannot be held while snapshots of it and of"
-            f" others are taken: {why}"
+            f"source_volume_ids: cannot quiesce volume {volume_id!r} together with the others:"
+            f" {why}"
         )
 
 
 class StandstillOver(AgentError):
-    """Volumes were let go before the last snapshot of a group was taken, so none is kept."""
+    """The volumes were resumed before the last snapshot was taken, so none is kept."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(
-            f"the snapshots took longer than the {seconds:g} s for which volumes are held; none of"
-            " them is kept. Call again; if it stays, look why lvm2 is slow, or name fewer volumes"
+            f"cannot snapshot the volumes together: it took longer than the {seconds:g} s for which"
+            " they are quiesced, and no snapshot is kept; call again. If it stays, find out why"
+            " lvm2 is slow, or name fewer volumes"
         )
 
 
@@ -332,7 +334,7 @@ class NotStaged(AgentError):
 
 
 class ContentsLost(AgentError):
-    """A volume that was formatted is blank now. It is not formatted again."""
+    """A formatted volume is blank. It is not formatted again."""
 
     def __init__(self, volume_id: str, fs_type: str) -> None:
         super().__init__(
@@ -342,18 +344,19 @@ class ContentsLost(AgentError):
 
 
 class KeyMissing(AgentError):
-    """An encrypted volume, and nobody gave its key; nothing was changed."""
+    """The call has no key for an encrypted volume; nothing was changed."""
 
     def __init__(self, volume_id: str) -> None:
         super().__init__(
-            f"volume {volume_id!r} is encrypted, and there is no key for it: have the StorageClass"
-            " name a secret with `passphrase` (csi.storage.k8s.io/node-stage-secret-name and"
-            " -namespace), or its class a key_file; by hand, `carver volume publish --key-file`"
+            f"cannot open volume {volume_id!r}: it is encrypted, and there is no key for it;"
+            " have the StorageClass name a secret with `passphrase`"
+            " (csi.storage.k8s.io/node-stage-secret-name and -namespace), or its class a"
+            " key_file; by hand, `carver volume publish --key-file`"
         )
 
 
 class HeaderDamaged(AgentError):
-    """An encrypted volume whose LUKS2 header is not there, or is another. None is made anew."""
+    """The LUKS2 header is missing or another volume's. It is not made anew."""
 
     def __init__(self, volume_id: str, problem: str) -> None:
         super().__init__(
@@ -364,7 +367,7 @@ class HeaderDamaged(AgentError):
 
 
 class GrowsWithKey(AgentError):
-    """The logical volume of an encrypted volume in use is larger; what is open of it is not."""
+    """The logical volume has grown; its open dm-crypt device grows with the key only."""
 
     def __init__(self, volume_id: str) -> None:
         super().__init__(
@@ -376,33 +379,32 @@ class GrowsWithKey(AgentError):
 
 
 class OperationPending(AgentError):
-    """Another call on the same volume, or at the same path, has not ended."""
+    """Another call on the same volume or path is in progress."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"another call on {name!r} is in progress")
 
 
 class StillAtWork(OperationPending):
-    """What an earlier call began for the volume goes on, and has not ended."""
+    """mkfs or fsck of an earlier call is in progress."""
 
     def __init__(self, volume_id: str, what: str, seconds: float) -> None:
-        # Not the sentence of the class above: no other call is in progress.
+        # No other call is in progress, so not the sentence of the class above.
         AgentError.__init__(
             self,
-            f"{what} of volume {volume_id!r} goes on since {seconds:.0f} s; it is not begun anew,"
-            " and the next call waits for it too",
+            f"{what} of volume {volume_id!r} has run for {seconds:.0f} s and goes on; call again",
         )
 
 
 class Copying(AgentError):
-    """The volume's contents are being copied; it is none before that is done."""
+    """The new volume's contents are being copied."""
 
     def __init__(self, volume_id: str, progress: str) -> None:
         super().__init__(f"volume {volume_id!r} is being copied: {progress}; call again")
 
 
 class Reencrypting(AgentError):
-    """The volume is given a master key of its own; nobody opens it before that is done."""
+    """The copy is being re-encrypted with its own master key, and cannot be opened before."""
 
     def __init__(self, volume_id: str, progress: str) -> None:
         super().__init__(
@@ -411,7 +413,7 @@ class Reencrypting(AgentError):
 
 
 class Overwriting(AgentError):
-    """What a volume is to grow by is being overwritten; it is not the volume's before."""
+    """The extents that a volume will grow by are being overwritten."""
 
     def __init__(self, volume_id: str, progress: str) -> None:
         super().__init__(
@@ -421,97 +423,98 @@ class Overwriting(AgentError):
 
 
 class SourceLost(AgentError):
-    """What a volume shall be made of can never be read again."""
+    """The source of a new volume can never be read again."""
 
     def __init__(self, source_id: str, problem: str) -> None:
-        super().__init__(f"nothing can be made of {source_id!r}: {problem}")
+        super().__init__(f"cannot create a volume from {source_id!r}: {problem}")
 
 
 class Receiving(AgentError):
-    """A volume that comes as a stream, and is none before it is finished."""
+    """The volume is being received as a stream, and cannot be used before it is finished."""
 
     def __init__(self, volume_id: str) -> None:
         super().__init__(
-            f"volume {volume_id!r} is being received, and is no volume before it is finished:"
-            " `carver volume receive NAME --status` tells how far it is, --finish makes it one,"
+            f"cannot use volume {volume_id!r}: it is being received;"
+            " `carver volume receive NAME --status` shows the progress, --finish completes it,"
             " --abort removes it"
         )
 
 
 class NotReceived(AgentError):
-    """A stream cannot be received so, or what was received cannot be finished; nothing changed."""
+    """A stream cannot be received, or the volume not be finished; nothing changed."""
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{name!r} is not received so: {why}")
+        super().__init__(f"cannot receive {name!r}: {why}")
 
 
 class Moved(AgentError):
-    """A volume that is another node's now, or about to be."""
+    """The volume was moved to another node, or is being moved."""
 
     def __init__(self, volume_id: str, node: str, why: str = "was moved") -> None:
         super().__init__(
-            f"volume {volume_id!r} {why} to {node}: `carver volume move NAME --status` tells how"
-            " far that is, --finish deletes what is left of it here, --undo takes it back"
+            f"cannot use volume {volume_id!r}: it {why} to {node}; `carver volume move NAME"
+            " --status` shows the progress, --finish deletes what is left here, --undo takes it"
+            " back"
         )
 
 
 class NotMoved(AgentError):
-    """A volume cannot be moved so, or the move be ended so; nothing was changed."""
+    """A volume cannot be moved, or its move not be ended; nothing was changed."""
 
     def __init__(self, volume: str, why: str) -> None:
-        super().__init__(f"{volume!r} is not moved so: {why}")
+        super().__init__(f"cannot move {volume!r}: {why}")
 
 
 class BadStream(AgentError):
-    """A stream that is none, is of another version, or was altered; what was good of it is kept."""
+    """The stream is malformed, altered or of another version; its valid part is kept."""
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"the stream cannot be used: {why}")
+        super().__init__(f"cannot use the stream: {why}")
 
 
 class TransferFailed(AgentError):
-    """A device could not be read or written, or what a stream goes to or comes from ended."""
+    """A device failed, or the other end of a stream has gone."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: {why}")
 
 
 class NodeRefused(AgentError):
-    """The other node could not be reached, or said no."""
+    """The other node is unreachable, or refused."""
 
     def __init__(self, node: str, words: str, why: str) -> None:
         super().__init__(f"{node}: `{words}`: {why}")
 
 
 class StreamEnded(BadStream):
-    """A stream that ends before its end mark."""
+    """The stream ended before its end mark."""
 
     def __init__(self, read_bytes: int) -> None:
         super().__init__(
             f"it ends after {read_bytes} bytes, before its end mark; send it again, from the offset"
-            " that `carver volume receive NAME --status` tells"
+            " that `carver volume receive NAME --status` shows"
         )
 
 
 class NotComparable(AgentError):
-    """Two snapshots of which the one does not follow from the other."""
+    """Two snapshots are not of one volume, or in the wrong order."""
 
     def __init__(self, base_id: str, target_id: str, why: str) -> None:
-        super().__init__(f"what changed from {base_id!r} to {target_id!r} cannot be told: {why}")
+        super().__init__(f"cannot compare {base_id!r} with {target_id!r}: {why}")
 
 
 class BlocksUnknown(AgentError):
-    """An encrypted volume of which nobody can tell which blocks its user sees changed."""
+    """The allocated or changed blocks of an encrypted volume cannot be determined."""
 
     def __init__(self, identity: str, why: str, remedy: str) -> None:
         super().__init__(
-            f"cannot tell which blocks of {identity!r}, which is encrypted, are allocated or"
-            f" changed: {why}; {remedy}"
+            f"cannot list allocated or changed blocks of {identity!r}, which is encrypted: {why};"
+            f" {remedy}"
         )
 
 
 class NotBeyond(AgentError):
-    """Ranges shall be told from a place on where there is nothing."""
+    """The starting offset is outside the snapshot."""
 
     def __init__(self, offset_bytes: int, size_bytes: int | None = None) -> None:
         allowed = (
@@ -521,25 +524,25 @@ class NotBeyond(AgentError):
 
 
 class MetadataReserved(AgentError):
-    """Someone else keeps a pool's metadata as they were once, and there can be only one such."""
+    """Another program holds the pool's only metadata snapshot."""
 
     def __init__(self, group: str, pool: str) -> None:
         super().__init__(
-            f"thin pool {group}/{pool} has a metadata snapshot that is not Carver's; whoever reads"
-            " by it ends soon, or left it: see `dmsetup status`, and if nobody does,"
+            f"cannot read the metadata of thin pool {group}/{pool}: another program holds a"
+            " metadata snapshot; wait until it ends, or if none does (`dmsetup status`), run"
             " `dmsetup message … 0 release_metadata_snap`"
         )
 
 
 class NotWanted(AgentError):
-    """Whoever asked has gone."""
+    """The caller has gone."""
 
     def __init__(self, what: str) -> None:
-        super().__init__(f"nobody waits for {what} any more")
+        super().__init__(f"the caller no longer waits for {what}")
 
 
 class BadToken(AgentError):
-    """A starting_token that this plugin did not give out."""
+    """The starting_token is not of this plugin."""
 
     def __init__(self, token: str) -> None:
         super().__init__(
@@ -548,17 +551,17 @@ class BadToken(AgentError):
 
 
 class Starting(AgentError):
-    """The service is up, and lvm2 has not told it yet what is on this node."""
+    """lvm2 has not yet reported what is on this node."""
 
     def __init__(self, seconds: float, problem: Exception | None) -> None:
-        said = "it has not answered yet" if problem is None else str(problem)
+        why = "it has not answered yet" if problem is None else str(problem)
         super().__init__(
-            f"Carver waits for lvm2 since it was started {seconds:.0f} s ago: {said}. Call again"
+            f"Carver waits for lvm2 since its start {seconds:.0f} s ago: {why}; call again"
         )
 
 
 class TooManyCalls(AgentError):
-    """So many calls wait for lvm2, mkfs or each other that one more would take another's thread."""
+    """The calls at work take all threads that one group, or all groups, may have."""
 
     def __init__(self, places: int, group: str = "") -> None:
         where = f"volume group {group}" if group else "volume groups"
@@ -569,11 +572,11 @@ class TooManyCalls(AgentError):
 
 
 class NotReady(AgentError):
-    """The node lacks something that Carver needs."""
+    """The node lacks a requirement of Carver's."""
 
 
 class GroupRefused(NotReady):
-    """A group that Carver could not make; or that is there, and is another or not this node's."""
+    """A group could not be created, or the one that is there is not this node's."""
 
     def __init__(self, group: str, why: str) -> None:
         super().__init__(f"volume group {group} is not used: {why}")
@@ -585,16 +588,16 @@ class SocketTaken(AgentError):
 
 
 class SocketGone(AgentError):
-    """The socket that is served was deleted or replaced: nobody can call any more."""
+    """The socket was deleted or replaced, so that no call arrives."""
 
     def __init__(self, path: object) -> None:
         super().__init__(
-            f"{path} is not there any more, so nobody can call; end, to be started again"
+            f"cannot serve {path}: it was deleted or replaced; exiting, to be restarted"
         )
 
 
 class NotServed(AgentError):
-    """Nobody answers at the socket."""
+    """No service answers at the socket."""
 
     def __init__(self, endpoint: str) -> None:
         super().__init__(
@@ -604,14 +607,14 @@ class NotServed(AgentError):
 
 
 class NotPermitted(AgentError):
-    """The user may not do what the command does."""
+    """The command needs root."""
 
     def __init__(self, what: str, otherwise: str = "") -> None:
         super().__init__(f"only root may {what}: run it as root (sudo){otherwise}")
 
 
 class CallRefused(AgentError):
-    """The service said no to a call that a person made."""
+    """The service refused a call of the command line."""
 
     def __init__(self, code: str, message: str) -> None:
         # gRPC's own words, of an older service.
@@ -621,48 +624,48 @@ class CallRefused(AgentError):
 
 
 class NotPublished(AgentError):
-    """The volume is nowhere, and this node's volumes grow where they are in use."""
+    """The volume is not published, and this node's volumes grow in use only."""
 
     def __init__(self, name: str) -> None:
         super().__init__(
-            f"volume {name!r} is not in use, and with controller_expand = false a volume grows"
-            " where it is: publish it, then expand it"
+            f"cannot expand volume {name!r}: it is not in use, and with controller_expand = false a"
+            " volume grows only in use; publish it, then expand it"
         )
 
 
 class ClusterSilent(AgentError):
-    """The API server gave no whole list of what the cluster has, so nothing is proved by it."""
+    """The API server did not list all objects, so absence is not proved."""
 
     def __init__(self, what: str, problem: str) -> None:
         super().__init__(
-            f"what the cluster needs is not known: {what}: {problem}. So nothing"
-            " counts as an orphan, and nothing is changed"
+            f"cannot list what the cluster needs: {what}: {problem}; nothing counts as an orphan,"
+            " and nothing was changed"
         )
 
 
 class ClusterRefused(AgentError):
-    """The API server did not answer about one object, or did not do what was asked."""
+    """The API server did not answer, or refused a request about one object."""
 
     def __init__(self, method: str, path: str, problem: str) -> None:
         super().__init__(f"the API server: {method} {path}: {problem}")
 
 
 class NotRepointed(AgentError):
-    """A claim is not, or not yet, the moved volume's; what was done so far is kept."""
+    """A claim cannot be bound to the moved volume; what was done so far is kept."""
 
     def __init__(self, claim: str, why: str) -> None:
-        super().__init__(f"the claim {claim} is not re-pointed: {why}")
+        super().__init__(f"cannot rebind claim {claim}: {why}")
 
 
 class NoOrphan(AgentError):
-    """What shall be deleted as an orphan is none, or is not known as one long enough."""
+    """The object is no orphan, or not yet for the grace period."""
 
     def __init__(self, name: str, why: str) -> None:
-        super().__init__(f"{name!r} is not deleted: {why}")
+        super().__init__(f"cannot delete {name!r}: {why}")
 
 
 class NotConfirmed(AgentError):
-    """Nobody said that a volume or a snapshot may be deleted, or a disk taken."""
+    """A deletion or the use of a disk was not confirmed."""
 
     def __init__(self, name: str, what: str = "deleted") -> None:
-        super().__init__(f"{name!r} is not {what}; say yes, or give --yes")
+        super().__init__(f"{name!r} is not {what}: not confirmed; answer yes, or give --yes")

@@ -1,10 +1,11 @@
-"""Keys of encrypted volumes in this process's memory: few copies, which are overwritten.
+"""Keys of encrypted volumes in memory: few copies, each overwritten after use.
 
-Python copies what it is told, and leaves what it frees as it was. So a key is kept in one buffer
-that its owner overwrites, and what it came in, the text and the request's bytes, is overwritten
-where it lies. What the libraries under Python free the C library overwrites: MALLOC_PERTURB_ and
-GLIBC_TUNABLES in systemd/carver.service and in the image (mallopt(3), M_PERTURB).
-docs/encryption.md tells what holds.
+A key is kept in one bytearray. The request's bytes and text that it came in are immutable, so they
+are overwritten in place by ctypes. Memory that C libraries free is overwritten by glibc:
+MALLOC_PERTURB_ and GLIBC_TUNABLES in systemd/carver.service and the image (mallopt(3), M_PERTURB).
+pymalloc does not do that: without ctypes, tests/fast/trouble/test_memory.py finds two copies after
+the volume is closed (keys of 8 and of 320 bytes); PYTHONMALLOC=malloc leaves none, but doubles the
+time of code that allocates much. docs/encryption.md has the guarantees.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from agent.core import errors
 # the clear.
 PASSPHRASE, PREVIOUS_PASSPHRASE = "passphrase", "previousPassphrase"
 GENERATION = "passphraseGeneration"
-# What CSI and cryptsetup have room for.
+# The most that CSI and cryptsetup accept, in bytes.
 MOST_BYTES = 2048
 _PR_SET_DUMPABLE = 4
 # Never on a disk: without it a digest of a key says nothing.
@@ -31,13 +32,13 @@ _WIDE_HEADER_BYTES = sys.getsizeof(chr(0x100) * 2) - 3 * 2
 
 
 class Key:
-    """A key's bytes, to be overwritten by `wipe`. It is never shown, compared or copied."""
+    """A key's bytes, until `wipe`. It is never printed, compared or copied."""
 
     __slots__ = ("data",)
 
-    def __init__(self, told: bytes | bytearray) -> None:
-        """A bytearray is taken as it is, and is the key's from then on."""
-        self.data = told if isinstance(told, bytearray) else bytearray(told)
+    def __init__(self, data: bytes | bytearray) -> None:
+        """A bytearray is not copied: it belongs to the key from now on."""
+        self.data = data if isinstance(data, bytearray) else bytearray(data)
 
     def __repr__(self) -> str:
         return "Key(***)"
@@ -46,28 +47,28 @@ class Key:
         return bool(self.data)
 
     def wipe(self) -> None:
-        """Overwrite it where it lies; a program that did not end may read it still."""
+        """Overwrite the key in place; a program past its deadline may still be reading it."""
         self.data[:] = bytes(len(self.data))
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The key that a caller has for a volume, and the one that it had before; either may lack."""
+    """A volume's key and the one before it; None for one that the caller did not send."""
 
     present: Key | None = None
     previous: Key | None = None
-    # What the secret calls the present one; no key, and kept in the clear.
+    # The present key's name, kept in the clear.
     generation: str = ""
 
     def digests(self) -> tuple[object, ...]:
-        """By which this process, and nobody else, tells the same keys again."""
+        """Salted digests to compare keys by; of no use outside this process."""
         both = (self.present, self.previous)
-        told = (one and hmac.digest(_SALT, one.data, "sha256") for one in both)
-        return (*told, self.generation)
+        digests = (one and hmac.digest(_SALT, one.data, "sha256") for one in both)
+        return (*digests, self.generation)
 
     @contextlib.contextmanager
     def used(self) -> Iterator[None]:
-        """Overwrite them at the end, whatever happened."""
+        """Overwrite the keys when the block ends, also by an exception."""
         try:
             yield
         finally:
@@ -79,39 +80,39 @@ class Keys:
 NONE = Keys()
 
 
-def of_text(field: str, told: str) -> Key:
-    """The key in a text that nobody else has, which is overwritten. Raises BadField."""
-    data = told.encode()
+def of_text(field: str, text: str) -> Key:
+    """Make a key of a text without other references, and overwrite the text. Raises BadField."""
+    data = text.encode()
     try:
         if not 0 < len(data) <= MOST_BYTES:
             raise errors.BadField(field, f"must have 1 to {MOST_BYTES} bytes")
         return Key(data)
     finally:
         wipe(data)
-        wipe(told)
+        wipe(text)
 
 
-def wipe(told: str | bytes) -> None:
-    """Overwrite a text or bytes where they lie; the caller is the only one who has them.
+def wipe(text: str | bytes) -> None:
+    """Overwrite a text or bytes without other references in place.
 
-    Of one character there is one object for all (Objects/unicodeobject.c, bytesobject.c): it stays.
+    Not if shorter than 2: CPython shares these (Objects/unicodeobject.c, bytesobject.c).
     """
-    if len(told) < 2:
+    if len(text) < 2:
         return
-    if isinstance(told, bytes):
+    if isinstance(text, bytes):
         # Behind the header: PyBytesObject.ob_sval, and a zero at its end.
-        start, size = bytes.__basicsize__ - 1, len(told)
-    elif told.isascii():
+        start, size = bytes.__basicsize__ - 1, len(text)
+    elif text.isascii():
         # Behind the header: PyASCIIObject, and a zero at its end.
-        start, size = sys.getsizeof("") - 1, len(told)
+        start, size = sys.getsizeof("") - 1, len(text)
     else:
         # Behind the header: PyCompactUnicodeObject, as many bytes for each character as the
         # largest takes (PEP 393).
-        width = next(one for one in (1, 2, 4) if ord(max(told)) < 1 << 8 * one)
-        start, size = _WIDE_HEADER_BYTES, len(told) * width
-    ctypes.memset(id(told) + start, 0, size)
+        width = next(one for one in (1, 2, 4) if ord(max(text)) < 1 << 8 * one)
+        start, size = _WIDE_HEADER_BYTES, len(text) * width
+    ctypes.memset(id(text) + start, 0, size)
 
 
 def forbid_dumps() -> None:
-    """Have the kernel write no image of this process when it crashes (prctl(2))."""
+    """Disable core dumps of this process (prctl(2), PR_SET_DUMPABLE)."""
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

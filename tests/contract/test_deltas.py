@@ -510,7 +510,7 @@ def test_what_somebody_else_reserved_is_told_and_left_alone(disk: Disk) -> None:
     taken = disk.snapshot()
     disk.host.devices.reserve_metadata(disk.group, "pool-thin")
     with (
-        pytest.raises(errors.MetadataReserved, match="not Carver's"),
+        pytest.raises(errors.MetadataReserved, match="another program"),
         changed_blocks.of(disk.service).delta.allocated(taken),
     ):
         pass

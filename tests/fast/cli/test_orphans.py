@@ -75,7 +75,7 @@ def test_orphans_are_shown_and_one_is_deleted_by_its_name(
     assert "wait" in shown
     assert "--delete" not in shown
     assert "10 min" in shown
-    assert "not deleted" in shell("--delete", volume, "--yes", exit_code=1)
+    assert "cannot delete" in shell("--delete", volume, "--yes", exit_code=1)
     later(7500)
     shown = shell()
     assert "2 h 5 min" in shown

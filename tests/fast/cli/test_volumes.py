@@ -180,7 +180,7 @@ def test_a_volume_goes_by_its_name_its_logical_volume_and_its_id(
 
 def test_the_list_is_a_table_or_json(shell: Shell) -> None:
     shell("create one --size 64MiB --class plain --fs-type ntfs", 1)
-    assert "allowed: ext4, xfs, btrfs (INVALID_ARGUMENT)" in shell.complaint
+    assert "one of ext4, xfs, btrfs (INVALID_ARGUMENT)" in shell.complaint
     shell("create one --size 16MiB --class plain --fs-type ext4")
     table = shell("list")
     assert "HEALTH" in table

@@ -243,7 +243,7 @@ def test_whoever_is_killed_at_any_request_is_followed_by_one_that_goes_on(
 
 def test_a_lie_in_a_list_changes_nothing(cluster: Cluster, tmp_path: Path) -> None:
     cluster.lie(VOLUMES, *[api_server.changed(lambda one: one.update(items=None))] * 3)
-    with pytest.raises(errors.ClusterSilent, match="nothing is changed"):
+    with pytest.raises(errors.ClusterSilent, match="nothing was changed"):
         run(cluster, tmp_path)
     assert cluster.writes == []
 

@@ -78,7 +78,7 @@ def test_a_wipe_that_hangs_keeps_no_process_from_being_started_again_for_its_soc
     (tmp_path / "csi.sock").unlink()
     assert process.wait(BOUND_SECONDS) == 1
     assert is_written(tmp_path)
-    assert "csi.sock is not there any more" in (tmp_path / "log").read_text()
+    assert "csi.sock: it was deleted" in (tmp_path / "log").read_text()
 
 
 def test_what_hangs_is_told_and_keeps_neither_the_rest_nor_who_waits(

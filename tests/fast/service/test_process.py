@@ -155,7 +155,7 @@ def test_a_deleted_socket_ends_the_service_so_that_it_is_started_again(
     monkeypatch.setattr(process, "notify", delete)
     monkeypatch.setattr(process, "_LOOK_SECONDS", 0.01)
     monkeypatch.setattr(process, "_until_signal", threading.Event)
-    with pytest.raises(errors.SocketGone, match=r"csi\.sock is not there any more"):
+    with pytest.raises(errors.SocketGone, match=r"csi\.sock: it was deleted"):
         process.serve(config, Host(fake.run, fake.kernel, fake.devices, fake.disks))
 
 

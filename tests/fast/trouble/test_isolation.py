@@ -667,7 +667,7 @@ def test_a_group_that_is_not_attached_yet_is_awaited_and_not_absent(
                 lambda: client.delete("file@00000000/vol-pvc-1"),
                 client.volumes,
             ):
-                with expect.code("UNAVAILABLE", "Call again"):
+                with expect.code("UNAVAILABLE", "call again"):
                     call()
             attached.set()
             expect.soon(lambda: not service_pending(client))
