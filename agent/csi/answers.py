@@ -25,7 +25,7 @@ def volume_health(one: VolumeHealth) -> csi.VolumeHealth:
             csi.VolumeHealth.VolumeHealthEntry(
                 status=csi.VolumeHealthErrorType.Value(told.reason.of_volume),
                 reason=told.reason.word,
-                message=told.told(now),
+                message=told.text(now),
             )
             for told in one.conditions
         ],
@@ -37,7 +37,7 @@ def storage_health(one: Condition) -> _Backend:
     return _Backend(
         status=csi.StorageHealthErrorType.Value(one.reason.of_storage),
         reason=one.reason.word,
-        message=one.told(time.time()),
+        message=one.text(time.time()),
         volume_capability=_CAPABILITIES.get(one.reason.access),
     )
 

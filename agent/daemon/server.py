@@ -130,10 +130,8 @@ class Service:
         expander = Expander(context, self.growth_zeroer, node_volumes, encrypted)
         stager = Stager(context, node_volumes, encrypted, expander, self.reencrypter)
         publisher = Publisher(context, node_volumes, encrypted, stager)
-        health = VolumesHealth(
-            host.kernel, volume_groups, known, diagnosis, node_volumes.check, config.kubelet_dir
-        )
-        self.storage = StorageHealth(volume_groups, known, diagnosis, self.node, context.admission)
+        health = VolumesHealth(context, diagnosis, node_volumes.check)
+        self.storage = StorageHealth(context, diagnosis, self.node)
         repairer = Repairer(context, freed=self.freed_eraser.start)
         self.auto_repair = AutoRepair(context, repairer)
         self.replacement = Replacement(context, repairer, freed=self.freed_eraser.start)

@@ -102,7 +102,7 @@ class Condition:
         """The most that it takes in a gRPC message, with its age and its words."""
         return min(_MOST_BYTES, len(self.message.encode()) + _MOST_BYTES_OF_AGE) + 64
 
-    def told(self, now_seconds: float) -> str:
+    def text(self, now_seconds: float) -> str:
         """The sentence, with its age if it has one.
 
         Kubelet keeps the first message as long as status and reason are the same, so the age is
@@ -190,7 +190,7 @@ class _Kernels(NamedTuple):
     """The kernel's conditions of a volume, and whether device-mapper reports on its disks."""
 
     conditions: tuple[Condition, ...] = ()
-    tells: bool = False
+    has_status: bool = False
 
 
 class Diagnosis:
@@ -222,7 +222,7 @@ class Diagnosis:
         `until_seconds` (monotonic), or for a moment.
         """
         by_kernel = self._by_kernel(str(volume.id), volume, mounts, until_seconds)
-        reported = by_report(volume, kernel_tells=by_kernel.tells)
+        reported = by_report(volume, has_status=by_kernel.has_status)
         return distinct([*aged(reported, seen_seconds), *by_kernel.conditions])
 
     def by_kernel(self, volume_id: str) -> tuple[Condition, ...]:
@@ -273,10 +273,10 @@ class Diagnosis:
             return known
         silent = Condition(
             Reason.DEVICE_NOT_RESPONDING,
-            f"the kernel has not told of {named} for {seen.hanging_seconds:.0f} s, as when a disk"
-            " under it does not answer; look at `dmesg`",
+            f"the kernel has not answered about {named} for {seen.hanging_seconds:.0f} s: a disk"
+            " under it may hang; look at `dmesg`",
         )
-        return _Kernels((*known.conditions, silent), known.tells)
+        return _Kernels((*known.conditions, silent), known.has_status)
 
     def _look(self, volume_id: str, volume: Volume | None, mounts: table.Table) -> _Kernels:
         name, status = ids.logical_name(volume_id), self._inventory.status_of(volume_id)
@@ -355,10 +355,10 @@ def _place(volume_id: str, volume: Volume | None) -> str:
     return f"{group}/{pool}" if pool else group
 
 
-def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Condition]:
+def by_report(volume: Volume, *, has_status: bool = False) -> Iterator[Condition]:
     """What LVM's report says against a volume and its snapshots.
 
-    If device-mapper reports on the volume (`kernel_tells`), what lvm2 has from there is left out:
+    If device-mapper reports on the volume (`has_status`), what lvm2 has from there is left out:
     the kernel is the first to see that a problem is over, and the metadata has nothing of it.
     """
     name = f"{volume.group.name}/{volume.name}"
@@ -366,7 +366,7 @@ def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Conditi
         yield Condition(
             _of_missing(volume), f"logical volume {name} is partial: {_missing(volume)}"
         )
-    elif volume.health and not kernel_tells:
+    elif volume.health and not has_status:
         special = _REPORTED_OF_POOL if volume.layout.is_thin else _REPORTED_OF_CACHE
         unknown = (Reason.LVM_REPORTS, _LOOK_CLOSER)
         reason, remedy = (_REPORTED | special).get(volume.health, unknown)
@@ -386,7 +386,7 @@ def by_report(volume: Volume, *, kernel_tells: bool = False) -> Iterator[Conditi
 
 
 def _pending_expansion(volume: Volume) -> str:
-    """Why a volume, or its file system, is smaller than it shall be; empty if it is not."""
+    """Why a volume, or its file system, is smaller than requested; empty if it is not."""
     no_room = f"volume group {volume.group.name}, or its pool, had no room for that, or"
     make_room = "make room (`vgextend`), and scale its workload to 0 until it is unstaged"
     if volume.refused_bytes > volume.size_bytes:
@@ -404,7 +404,7 @@ def _pending_expansion(volume: Volume) -> str:
         )
     if volume.wanted_bytes:
         return (
-            f"is smaller than the {volume.wanted_bytes} bytes that it shall grow to: in use it does"
+            f"is smaller than the {volume.wanted_bytes} bytes that it is to grow to: in use it does"
             " not grow while it has copy-on-write snapshots. It grows when it is staged next, if"
             f" its group has room then: {errors.UNSTAGE}"
         )

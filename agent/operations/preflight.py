@@ -231,7 +231,7 @@ def _groups(node: Node) -> Iterator[Seen]:
     try:
         known = node.report()
     except (mount_errors.CommandError, errors.NotReady) as error:
-        yield FAIL, str(error), "mend that first; the groups cannot be looked at without it"
+        yield FAIL, str(error), "repair that first; the groups cannot be looked at without it"
         return
     refused, ignored = node.refused(), node.ignored()
     listed = {one.group: one.devices for one in node.settings.definitions if one.devices}
@@ -275,7 +275,7 @@ def _of_group(
     for device in definitions.absent(group):
         yield (
             WARN,
-            f"{device} is listed for volume group {name}, and is none of its disks",
+            f"{device} is listed for volume group {name}, and is not one of its disks",
             f"if nothing on it is needed, `vgextend {name} {device}`; else correct the list",
         )
     blocks = _blocks(node.kernel, group)
@@ -312,7 +312,7 @@ def _hidden(name: str, group: Group | None, root: Path) -> Seen:
     """A group of which the node's devices file, or a filter, hides disks."""
     if (file := lvm2.devices_file(root)) is not None:
         why = f"the node's devices file does not list (/{file.relative_to(root)})"
-        remedy = f"`vgimportdevices {name}` on the node, if it shall be used; see lvmdevices(8)"
+        remedy = f"`vgimportdevices {name}` on the node, if it is to be used; see lvmdevices(8)"
     else:
         why = "the filters in the node's lvm.conf reject (devices/filter, devices/global_filter)"
         remedy = "correct the filter, or name the disks in the setting `devices`"
@@ -375,8 +375,8 @@ def _modules(node: Node) -> Iterator[Seen]:
         elif there is None:
             yield (
                 WARN,
-                f"{module}, for {purpose}, is not loaded, and no /lib/modules here tells whether"
-                " it can be",
+                f"{module}, for {purpose}, is not loaded, and no /lib/modules here says whether it"
+                " can be",
                 f"`modprobe {module}` on the node",
             )
         else:
@@ -435,7 +435,7 @@ def _thin_tools(node: Node) -> Iterator[Seen]:
             "install thin-provisioning-tools",
         )
     else:
-        yield _pass("the programs that check and mend thin pools are there")
+        yield _pass("the programs that check and repair thin pools are there")
 
 
 def _encryption(node: Node) -> Iterator[Seen]:
@@ -485,7 +485,7 @@ def _has(node: Node, program: str) -> bool:
 
 
 def _module_is_there(node: Node, module: str) -> bool | None:
-    """Whether a module is loaded, built in or can be loaded; None if that cannot be told."""
+    """Whether a module is loaded, built in or can be loaded; None if that is not known."""
     if node.at(f"/sys/module/{module.replace('-', '_')}").exists():
         return True
     release = node.at("/proc/sys/kernel/osrelease").read_text().strip()

@@ -200,7 +200,7 @@ _RETRY_SECONDS = 300.0
 _PATIENCE_SECONDS = 60.0
 # How long the end of the service waits for a repair that is being started.
 _ENDING_SECONDS = 10.0
-_FAILURE = "volume group %s: cannot tell whether a volume is to be repaired: %s"
+_FAILURE = "volume group %s: cannot look for volumes to repair: %s"
 
 
 @dataclass

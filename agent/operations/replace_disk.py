@@ -59,7 +59,7 @@ class Replacement:
             if leaving is None:
                 return self._settled(group)
             if leaving == coming:
-                raise errors.BadField("new_disk", f"{new} is the disk that it shall replace")
+                raise errors.BadField("new_disk", f"{new} is the disk that it is to replace")
             if leaving.missing:
                 _require_copies(group, leaving)
             elif gone := ", ".join(group.missing_uuids):
@@ -159,7 +159,7 @@ class Replacement:
         size = self._kernel.logical_block_bytes(new)
         if own and size not in own:
             others = " and ".join(str(one) for one in sorted(own))
-            found = f"has logical blocks of {size} bytes, and {group.name}'s disks such of {others}"
+            found = f"has logical blocks of {size} bytes, and {group.name}'s disks have {others}"
             raise mount_errors.NotVacant(new, found, "name a disk with blocks like theirs")
 
     def _move(self, group: Group, leaving: PhysicalVolume, coming: PhysicalVolume) -> Progress:

@@ -4,11 +4,11 @@ import time
 from collections.abc import Iterator, Sequence
 
 from agent.core import errors
+from agent.core.context import Context
 from agent.core.disks import REMEDY
 from agent.core.inventory import MONITOR_AGE_SECONDS, Inventory
 from agent.core.locks import Admission
 from agent.core.volume_group import VolumeGroup
-from agent.core.volume_groups import VolumeGroups
 from agent.operations import health, preflight
 from agent.operations.health import Condition, Diagnosis, Reason
 from lvm import groups
@@ -60,19 +60,9 @@ _BACKUPS = "etc/lvm/backup"
 class StorageHealth:
     """Carries out NodeGetStorageHealth."""
 
-    def __init__(
-        self,
-        volume_groups: VolumeGroups,
-        known: Inventory,
-        diagnosis: Diagnosis,
-        node: preflight.Node,
-        admission: Admission,
-    ) -> None:
-        self._volume_groups = volume_groups
-        self._inventory = known
-        self._diagnosis = diagnosis
-        self.node = node
-        self._admission = admission
+    def __init__(self, context: Context, diagnosis: Diagnosis, node: preflight.Node) -> None:
+        self._volume_groups, self._inventory = context.volume_groups, context.inventory
+        self._admission, self._diagnosis, self.node = context.admission, diagnosis, node
         # For tests.
         self.disk_errors = DiskErrors()
 

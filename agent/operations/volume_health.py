@@ -11,19 +11,17 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 
 from agent.core import errors, ids, locks, requests
+from agent.core.context import Context
 from agent.core.ids import VolumeId
-from agent.core.inventory import Inventory
 from agent.core.records import Volume
 from agent.core.requests import HealthAt, Page, Part
 from agent.core.volume_group import VolumeGroup, begin_states
-from agent.core.volume_groups import VolumeGroups
 from agent.operations import health
 from agent.operations.health import Condition, Diagnosis, Reason
 from lvm import names
 from lvm.report import Group, Report
 from mount import command, table, target
 from mount import errors as mount_errors
-from mount.kernel import Kernel
 
 # How long a call waits for the group of a volume of which nothing is known.
 _PROOF_SECONDS = 5.0
@@ -49,25 +47,17 @@ class VolumeHealth:
 class VolumesHealth:
     """Carries out ControllerGetVolumeHealth, ControllerListVolumeHealth and NodeGetVolumeHealth.
 
-    `check` raises for a volume that is being deleted, or is incomplete. `inside` are the
-    directories in which kubelet may have volumes.
+    `check` raises for a volume that is being deleted, or is incomplete.
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        volume_groups: VolumeGroups,
-        known: Inventory,
-        diagnosis: Diagnosis,
-        check: Callable[[str], None],
-        inside: Iterable[str],
+        self, context: Context, diagnosis: Diagnosis, check: Callable[[str], None]
     ) -> None:
-        self._kernel = kernel
-        self._volume_groups = volume_groups
-        self._inventory = known
-        self._diagnosis = diagnosis
-        self._check = check
-        self._inside = tuple(inside)
+        self._kernel, self._inventory = context.kernel, context.inventory
+        self._volume_groups = context.volume_groups
+        self._diagnosis, self._check = diagnosis, check
+        # The directories in which kubelet may have volumes.
+        self._inside = context.config.kubelet_dir
 
     def get(self, volume_id: str) -> VolumeHealth:
         """What is wrong with a volume that CreateVolume made.

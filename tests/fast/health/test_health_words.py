@@ -89,15 +89,15 @@ def test_the_worst_comes_first_and_no_more_than_kubernetes_takes() -> None:
 
 def test_only_what_was_seen_before_tells_its_age() -> None:
     seen = Condition(Reason.DISK_MISSING, "gone", 1e9)
-    assert seen.told(1e9 + 42.4) == "gone (seen 42 s ago, at 2001-09-09T01:46:40Z)"
-    assert seen.told(1e9 - 10).startswith("gone (seen 0 s ago")
-    assert Condition(Reason.DISK_MISSING, "gone").told(1e9) == "gone"
+    assert seen.text(1e9 + 42.4) == "gone (seen 42 s ago, at 2001-09-09T01:46:40Z)"
+    assert seen.text(1e9 - 10).startswith("gone (seen 0 s ago")
+    assert Condition(Reason.DISK_MISSING, "gone").text(1e9) == "gone"
 
 
 @pytest.mark.parametrize("seen_seconds", [0.0, 1e9])
 @pytest.mark.parametrize("letter", ["x", "ü", "…"])
 def test_no_sentence_is_longer_than_kubernetes_takes(letter: str, seen_seconds: float) -> None:
-    told = Condition(Reason.DISK_MISSING, letter * 2000, seen_seconds).told(1e9)
+    told = Condition(Reason.DISK_MISSING, letter * 2000, seen_seconds).text(1e9)
     assert 1000 < len(told.encode()) <= 1024
     assert told.startswith(letter * 300)
     assert "…" in told

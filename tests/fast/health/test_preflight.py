@@ -288,7 +288,7 @@ LACKS: list[tuple[Callable[[Place], None], str, str, str]] = [
     (without_group, "groups", WARN, "group0 is not on this node"),
     (unmade_group, "groups", WARN, "which Carver makes of /dev/sdx"),
     (other_group, "groups", FAIL, "which Carver did not make"),
-    (new_disk, "groups", WARN, "is none of its disks"),
+    (new_disk, "groups", WARN, "is not one of its disks"),
     (without_disk, "groups", WARN, "misses 1 of its disks"),
     (sick_lvm2, "groups", FAIL, "exit code 3"),
     (old_kernel, "kernel", WARN, "5.12"),
