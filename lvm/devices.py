@@ -1,4 +1,4 @@
-"""Devices of active volumes, from sysfs; their state from device-mapper; COW stores on disk."""
+"""Devices of active volumes (sysfs), their status (device-mapper), and COW stores on disk."""
 
 import os
 import stat
@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from lvm import errors, names
 from lvm.devicemapper import DeviceMapper
@@ -27,54 +26,36 @@ _EXCEPTION_BYTES = 16
 _SECTOR_BYTES = 512
 
 
-class Exceptions(Protocol):
-    """The chunks of its origin of which a snapshot has a copy."""
+class Exceptions:
+    """The chunks of its origin that a snapshot has copied, read from its COW store on disk.
 
-    @property
-    def chunk_bytes(self) -> int:
-        """How large a chunk is."""
-        ...
-
-    def chunks(self) -> Iterator["array[int]"]:
-        """Their numbers, each once, in no order, a few at a time."""
-        ...
-
-
-class ExceptionTable:
-    """The real `Exceptions`, read from a snapshot's store on its disk, past the page cache.
-
-    The kernel completes a write to the origin when the chunk was copied, and that is on record
-    here (drivers/md/dm-snap-persistent.c, persistent_commit_exception). So the table has each chunk
-    that was overwritten before one began to read it; what is overwritten meanwhile may be in it.
-    Raises BadReport where this is no store that can be read, OSError.
+    The kernel completes a write to the origin when the chunk was copied, and that is recorded here
+    (drivers/md/dm-snap-persistent.c, persistent_commit_exception). So the table has each chunk that
+    was overwritten before the reading began; it may have some of those overwritten meanwhile.
+    Raises BadReport where this is no COW store that can be read, OSError.
     """
+
+    chunk_bytes: int
 
     def __init__(self, device: str) -> None:
         self._device = device
         with blocks.opened(device) as reader:
             magic, valid, version, sectors = _HEADER.unpack(reader.read(0, _HEADER.size))
         if (magic, valid, version) != (_MAGIC, 1, _VERSION) or not sectors or sectors % 8:
-            told = (
-                f"magic {magic:#x}, valid {valid}, version {version}, chunks of {sectors} sectors"
-            )
             raise mount_errors.BadReport(
-                f"{device} is no store of a snapshot that can be read: {told}"
+                f"{device} is no store of a snapshot that can be read: magic {magic:#x}, valid"
+                f" {valid}, version {version}, chunks of {sectors} sectors"
             )
-        self._chunk_bytes: int = sectors * _SECTOR_BYTES
-
-    @property
-    def chunk_bytes(self) -> int:
-        """How large a chunk is."""
-        return self._chunk_bytes
+        self.chunk_bytes = sectors * _SECTOR_BYTES
 
     def chunks(self) -> Iterator["array[int]"]:
-        """Their numbers, in the order in which they were overwritten, a table's chunk at a time."""
-        each = self._chunk_bytes // _EXCEPTION_BYTES
+        """Their numbers, each once, in the order of the copies, a table's chunk at a time."""
+        each = self.chunk_bytes // _EXCEPTION_BYTES
         # Behind the header: one chunk that tells of as many as follow it, and so on.
         with blocks.opened(self._device) as reader:
             at, is_full = 1, True
             while is_full:
-                table = array("Q", reader.read_to_end(at * self._chunk_bytes, self._chunk_bytes))
+                table = array("Q", reader.read_to_end(at * self.chunk_bytes, self.chunk_bytes))
                 if sys.byteorder == "big":
                     table.byteswap()
                 # A copy is never where the header is: a zero, or the store's end, ends the entries.
@@ -151,114 +132,24 @@ def mapping_name(device: Device) -> str:
     return f"{_MAPPING_PREFIX}{device.logical.uuid}"
 
 
-class Devices(Protocol):
-    """Find the device of an active volume; the seam at which tests stand in for sysfs."""
-
-    def find(self, group: str, name: str) -> Device | None:
-        """The device, or None where the volume is not active on this node (or not there).
-
-        None also where lvm2 calls it active, and died before the device could be used.
-        """
-        ...
-
-    def mapping(self, device: Device) -> Device | None:
-        """The dm-crypt device over a volume's, as Carver opens it; None where it is not open."""
-        ...
-
-    def is_mapping_open(self, mapping: Device) -> bool:
-        """Whether something has a dm-crypt device open."""
-        ...
-
-    def close_leftovers(self, device: Device) -> None:
-        """Take away the devices on a volume's own that a killed cryptsetup left there.
-
-        What one that is at work has open stays.
-        """
-        ...
-
-    def active(self, group: str) -> tuple[str, ...]:
-        """The names of a group's active volumes."""
-        ...
-
-    def events(self, group: str) -> Mapping[str, Events]:
-        """The events that a group's active volumes had, by their names."""
-        ...
-
-    def written(self, group: str) -> Mapping[str, Written]:
-        """How much was written to the areas of a group's active copy-on-write snapshots.
-
-        While that is equal, they are as full. None where it is not known.
-        """
-        ...
-
-    def status(self, group: str, name: str) -> tuple[Status, ...]:
-        """What device-mapper says of an active volume and of all that it stands on."""
-        ...
-
-    def own_status(self, group: str, name: str) -> tuple[Status, ...]:
-        """The same of the volume alone."""
-        ...
-
-    def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
-        """Whether the copy-on-write snapshot whose area begins there is lost; None: unknown."""
-        ...
-
-    def suspend(self, group: str, name: str) -> None:
-        """Hold an active volume: all I/O waits, and a mounted file system is at rest; OSError."""
-        ...
-
-    def resume(self, group: str, name: str) -> None:
-        """Let go of a volume; one that is not suspended is no error. Raises OSError."""
-        ...
-
-    def is_suspended(self, group: str, name: str) -> bool:
-        """Whether an active volume is suspended."""
-        ...
-
-    def is_open(self, group: str, name: str) -> bool:
-        """Whether something has an active volume open."""
-        ...
-
-    def thin_id(self, group: str, name: str) -> int | None:
-        """The number that an active thin volume has in its pool; None where it is none."""
-        ...
-
-    def pool_data(self, group: str, pool: str) -> str:
-        """The device of an active pool's data, which the pool holds; raises Inactive."""
-        ...
-
-    def pool_metadata(self, group: str, pool: str) -> str:
-        """The device of an active pool's metadata; raises Inactive."""
-        ...
-
-    def reserve_metadata(self, group: str, pool: str) -> None:
-        """Have a pool keep its metadata as they are now, to be read; OSError where it does so."""
-        ...
-
-    def release_metadata(self, group: str, pool: str) -> None:
-        """Have a pool keep such metadata no more; OSError where it keeps none."""
-        ...
-
-    def exceptions(self, group: str, name: str) -> Exceptions:
-        """What an active copy-on-write snapshot has a copy of; raises Inactive."""
-        ...
-
-
-class KernelDevices:
-    """The real `Devices`."""
+class Devices:
+    """Devices of active volumes; tests put a subclass in its place. None runs a command."""
 
     def __init__(self, mapper: DeviceMapper | None = None) -> None:
         self._mapper = mapper or DeviceMapper()
 
     def find(self, group: str, name: str) -> Device | None:
-        """The device, or None where the volume is not active on this node (or not there)."""
+        """Find a volume's device; None where it is not active on this node, or not there.
+
+        None also where lvm2 calls it active, and died before the device could be used.
+        """
         return self._named(names.device(group, name))
 
     def mapping(self, device: Device) -> Device | None:
-        """The dm-crypt device over a volume's, as Carver opens it; None where it is not open.
+        """Find the dm-crypt device that Carver opened over a volume's; None where it is closed.
 
-        It is looked for in what stands on the volume: a name proves nothing, and neither does a
-        node in /dev/mapper.
+        It is looked for among the devices on the volume's own: neither a name nor a node in
+        /dev/mapper proves anything.
         """
         name = mapping_name(device)
         for holder in _holders(device):
@@ -276,7 +167,10 @@ class KernelDevices:
         return self._mapper.is_open(mapping.name)
 
     def close_leftovers(self, device: Device) -> None:
-        """Take away the devices on a volume's own that a killed cryptsetup left there."""
+        """Remove the devices that a killed cryptsetup left on a volume's own.
+
+        A device that a running cryptsetup has open stays.
+        """
         for holder in _holders(device):
             directory = f"{_SYS_BLOCK}/{holder}"
             kind = sysfs.word(f"{directory}/dm/uuid")
@@ -286,20 +180,20 @@ class KernelDevices:
                     self._mapper.remove(sysfs.word(f"{directory}/dm/name"))
 
     def active(self, group: str) -> tuple[str, ...]:
-        """The names of a group's active volumes, of lvm2's own parts of volumes too. One ioctl."""
+        """The names of a group's active volumes, those of lvm2's own included. One ioctl."""
         return tuple(self.events(group))
 
     def events(self, group: str) -> Mapping[str, Events]:
-        """The events that a group's active volumes had, by their names. One ioctl."""
+        """The event counters of a group's active volumes, by name. One ioctl."""
         prefix = names.device(group, "")
         every = self._mapper.events()
         own = ((names.of_device(group, one), every[one]) for one in every if one.startswith(prefix))
         return {name: told for name, told in own if name}
 
     def written(self, group: str) -> Mapping[str, Written]:
-        """How much was written to the areas of a group's active copy-on-write snapshots.
+        """How much was written to the COW stores of a group's active snapshots; None if unknown.
 
-        One ioctl and one file, however many there are.
+        While that is equal, they are as full as before. One ioctl and one file for all of them.
         """
         prefix, areas_of = names.device(group, ""), {}
         for name, (device, _) in self._mapper.events().items():
@@ -314,28 +208,31 @@ class KernelDevices:
         }
 
     def status(self, group: str, name: str) -> tuple[Status, ...]:
-        """What device-mapper says of an active volume and of all that it stands on.
+        """Device-mapper's status of an active volume and of all that is below it. A few ioctls.
 
-        A few ioctls. A thin volume tells of its pool; a pool may be active without a device of its
-        own name. Empty proves nothing.
+        A thin volume reports its pool too; a pool may be active without a device of its own name.
+        Empty proves nothing.
         """
         dm_name = names.device(group, name)
         return self._mapper.status(dm_name) or self._mapper.status(dm_name + _POOL_LAYER)
 
     def own_status(self, group: str, name: str) -> tuple[Status, ...]:
-        """What device-mapper says of an active volume alone. One ioctl."""
+        """Device-mapper's status of an active volume alone. One ioctl."""
         return self._mapper.own_status(names.device(group, name))
 
     def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
-        """Whether the copy-on-write snapshot whose area begins there is lost; None: unknown."""
+        """Whether the COW snapshot whose area begins there is lost; None: unknown."""
         return area_overflowed(disk, offset_bytes)
 
     def suspend(self, group: str, name: str) -> None:
-        """Hold an active volume: all I/O waits, and a mounted file system is at rest. One ioctl."""
+        """Suspend an active volume: I/O waits, and a mounted file system is frozen.
+
+        One ioctl; raises OSError.
+        """
         self._mapper.suspend(names.device(group, name))
 
     def resume(self, group: str, name: str) -> None:
-        """Let go of a volume; one that is not suspended is no error. One ioctl."""
+        """Resume a volume; one that is not suspended is no error. One ioctl; raises OSError."""
         self._mapper.resume(names.device(group, name))
 
     def is_suspended(self, group: str, name: str) -> bool:
@@ -347,7 +244,7 @@ class KernelDevices:
         return self._mapper.is_open(names.device(group, name))
 
     def thin_id(self, group: str, name: str) -> int | None:
-        """The number that an active thin volume has in its pool; None: it is none. One ioctl."""
+        """The id that an active thin volume has in its pool; None for any other. One ioctl."""
         return self._mapper.thin_id(names.device(group, name))
 
     def pool_data(self, group: str, pool: str) -> str:
@@ -359,16 +256,16 @@ class KernelDevices:
         return self._part(group, pool, _METADATA_PART)
 
     def reserve_metadata(self, group: str, pool: str) -> None:
-        """Have a pool keep its metadata as they are now, to be read; OSError where it does so."""
+        """Take a metadata snapshot of a pool, for reading; OSError where it has one already."""
         self._mapper.tell(names.device(group, pool) + _POOL_LAYER, "reserve_metadata_snap")
 
     def release_metadata(self, group: str, pool: str) -> None:
-        """Have a pool keep such metadata no more; OSError where it keeps none."""
+        """Drop the metadata snapshot of a pool; OSError where it has none."""
         self._mapper.tell(names.device(group, pool) + _POOL_LAYER, "release_metadata_snap")
 
     def exceptions(self, group: str, name: str) -> Exceptions:
-        """What an active copy-on-write snapshot has a copy of; raises Inactive."""
-        return ExceptionTable(self._part(group, name, _STORE_LAYER))
+        """The chunks that an active COW snapshot has copied; raises Inactive."""
+        return Exceptions(self._part(group, name, _STORE_LAYER))
 
     def _part(self, group: str, name: str, part: str) -> str:
         """The device of what lvm2 made for an active volume beside the volume's own."""

@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from lvm import blockdevices, labels
 from lvm.blockdevices import BlockDevices, Excluded
@@ -46,40 +46,8 @@ Found = PhysicalLabel | Damaged | Unreadable | Excluded
 Fingerprint = tuple[Mark, ...]
 
 
-class Disks(Protocol):
-    """Find physical volumes; the seam at which tests stand in for sysfs and disks."""
-
-    def scan(
-        self,
-        patience_seconds: float = PATIENCE_SECONDS,
-        only: Collection[str] = (),
-    ) -> Mapping[str, Found]:
-        """What there is to tell of each block device, by its path; of blank ones nothing.
-
-        Where `only` has paths, the others are not looked at.
-        """
-        ...
-
-    def fingerprint(
-        self, paths: Collection[str], patience_seconds: float = PATIENCE_SECONDS
-    ) -> Fingerprint | None:
-        """The proof of what a group's metadata on these disks are; None where there is none.
-
-        There is none as soon as one of the disks cannot be read or bears no whole label, or if no
-        one has metadata.
-        """
-        ...
-
-    def sequences(self, paths: Collection[str]) -> Mapping[str, str]:
-        """By which number each of these disks was attached, of those that are there.
-
-        It is another each time (sysfs `diskseq`, Linux 5.15; "unknown" before). No disk is read.
-        """
-        ...
-
-
-class KernelDisks:
-    """The real `Disks`."""
+class Disks:
+    """Read the labels of disks, in a thread for each; tests put a subclass in its place."""
 
     def __init__(
         self,
@@ -98,10 +66,7 @@ class KernelDisks:
         patience_seconds: float = PATIENCE_SECONDS,
         only: Collection[str] = (),
     ) -> Mapping[str, Found]:
-        """What there is to tell of each block device, by its path; of blank ones nothing.
-
-        Where `only` has paths, the others are not looked at.
-        """
+        """Read every block device, or `only` those paths; blank ones are left out."""
         end = time.monotonic() + patience_seconds
         devices = BlockDevices(self._sysfs)
         every = {name: str(self._dev / name.replace("!", "/")) for name in devices.names}
@@ -127,14 +92,20 @@ class KernelDisks:
     def fingerprint(
         self, paths: Collection[str], patience_seconds: float = PATIENCE_SECONDS
     ) -> Fingerprint | None:
-        """The proof of what a group's metadata on these disks are; None where there is none."""
+        """Identify the state of a group's metadata on these disks.
+
+        None where one of the disks cannot be read or has no whole label, or if none has metadata.
+        """
         marks = self._each(labels.mark, sorted(paths), time.monotonic() + patience_seconds)
         proof = tuple(one for one in marks.values() if isinstance(one, Mark))
         whole = len(proof) == len(marks) and any(one.texts for one in proof)
         return proof if whole else None
 
     def sequences(self, paths: Collection[str]) -> Mapping[str, str]:
-        """By which number each of these disks was attached, of those that are there."""
+        """The sequence numbers of those of these disks that are attached; reads no disk.
+
+        Each attachment has another (sysfs `diskseq`, Linux 5.15; "unknown" before).
+        """
         devices = BlockDevices(self._sysfs)
         names = {path: path.removeprefix(f"{self._dev}/").replace("/", "!") for path in paths}
         found = {path: devices.sequence(name) for path, name in names.items()}

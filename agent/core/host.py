@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from agent.core.settings import Config
-from lvm.devices import Devices, KernelDevices
-from lvm.disks import Disks, KernelDisks
+from lvm.devices import Devices
+from lvm.disks import Disks
 from mount.command import Converse, Finished, Runner, Stream
 from mount.kernel import Kernel
 from mount.programs import Programs
@@ -36,7 +36,7 @@ def this_host(config: Config) -> Host:
     """The machine that Carver runs on."""
     run = Programs(lvm_on_host=config.lvm == "host", observe=log_command)
     converse = run.converse if config.lvm_session else None
-    return Host(run, Kernel(), KernelDevices(), KernelDisks(), converse, stream=run.stream)
+    return Host(run, Kernel(), Devices(), Disks(), converse, stream=run.stream)
 
 
 def log_command(finished: Finished, **more: object) -> None:

@@ -31,7 +31,7 @@ from faults.process import GONE, Fault, await_begun
 from agent.core.ids import VolumeId
 from agent.core.settings import DEFAULT_SOCKET, KUBELET_DIRECTORY
 from agent.csi.client import Client, Mode, block, mounted
-from lvm.devices import KernelDevices
+from lvm.devices import Devices
 from mount import table
 from mount.kernel import Kernel
 from proto import csi_pb2 as csi
@@ -294,7 +294,7 @@ def _look_over(client: Client, name: str, events: dict[str, str]) -> Iterator[st
         if not life.raw:
             parsed = VolumeId.parse(volume.volume_id)
             assert parsed is not None
-            device = KernelDevices().find(parsed.group, parsed.name)
+            device = Devices().find(parsed.group, parsed.name)
             assert device is not None
             ended = subprocess.run(
                 ["fsck.ext4", "-fn", device.path], capture_output=True, text=True

@@ -17,8 +17,8 @@ from agent.core.host import Host
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm import report
-from lvm.devices import KernelDevices
-from lvm.disks import KernelDisks
+from lvm.devices import Devices
+from lvm.disks import Disks
 from lvm.lvm2 import Lvm
 from mount import loop
 from mount.kernel import Kernel
@@ -95,7 +95,7 @@ def tenants(place: Path) -> tuple[Tenant, Tenant]:
 def operators() -> Iterator[Client]:
     """A service of the operator's group alone, which may see every disk of the node."""
     run = Programs()
-    host = Host(run, Kernel(), KernelDevices(), KernelDisks(), stream=run.stream)
+    host = Host(run, Kernel(), Devices(), Disks(), stream=run.stream)
     with tempfile.TemporaryDirectory() as directory:
         service = Service(configured.carver(Path(directory), OPERATORS), host, Lvm(run))
         service.start(Path(directory) / "csi.sock")

@@ -19,8 +19,8 @@ from agent.core.host import Host
 from agent.core.ids import VolumeId
 from agent.csi.client import Client, block
 from agent.extras.transfer import streams_command
-from lvm.devices import KernelDevices
-from lvm.disks import KernelDisks
+from lvm.devices import Devices
+from lvm.disks import Disks
 from mount.kernel import Kernel
 from mount.programs import Programs
 
@@ -37,7 +37,7 @@ _CACHES = Path("/proc/sys/vm/drop_caches")
 def person(client: Client, socket: Path) -> Manual:
     """Whoever types the commands, on this machine."""
     programs = Programs()
-    host = Host(programs, Kernel(), KernelDevices(), KernelDisks(), stream=programs.stream)
+    host = Host(programs, Kernel(), Devices(), Disks(), stream=programs.stream)
     return Manual(client, cast(Any, SimpleNamespace(endpoint=socket)), host)
 
 

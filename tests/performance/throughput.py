@@ -19,7 +19,7 @@ from performance.service import BYPASSING
 
 from agent.csi.client import Client, block
 from lvm import names
-from lvm.devices import KernelDevices
+from lvm.devices import Devices
 from mount import cryptsetup
 
 _MIB = 1 << 20
@@ -46,9 +46,9 @@ def devices(client: Client, place: Path) -> Iterator[dict[str, str]]:
             secret = {} if kind == rows.PLAIN else {"passphrase": _KEY}
             client.stage(made, place / "staging", block(), secret)
             ending.callback(client.unstage, made.volume_id, place / "staging")
-            device = KernelDevices().find(group.NAME, made.volume_id.partition("/")[2])
+            device = Devices().find(group.NAME, made.volume_id.partition("/")[2])
             assert device is not None
-            found[kind] = (KernelDevices().mapping(device) or device).path
+            found[kind] = (Devices().mapping(device) or device).path
         found[rows.BY_HAND] = ending.enter_context(_by_hand())
         for path in found.values():
             _write(path)

@@ -17,7 +17,7 @@ import grpc
 import psutil
 
 from agent.csi.client import Client, block
-from lvm.devices import KernelDevices
+from lvm.devices import Devices
 from proto import csi_pb2 as csi
 
 TREE = Path(__file__).resolve().parents[2]
@@ -137,7 +137,7 @@ class Node:
 
     def device(self, identity: str) -> Path:
         name = identity.rpartition("/")[2]
-        found = KernelDevices().find(self.group, name)
+        found = Devices().find(self.group, name)
         assert found is not None, f"{name} is not active"
         return Path(found.path)
 

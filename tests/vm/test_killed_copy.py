@@ -16,7 +16,7 @@ import pytest
 from agent.core.ids import VolumeId
 from agent.core.settings import DEFAULT_SOCKET
 from agent.csi.client import Client, block, of_snapshot
-from lvm.devices import KernelDevices
+from lvm.devices import Devices
 from proto import csi_pb2 as csi
 
 MIB = 1 << 20
@@ -59,7 +59,7 @@ def wait_until_copied(volume_id: str, at: int, page: bytes) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     known, seen = VolumeId.parse(volume_id), mmap(-1, len(page))
     assert known is not None
-    while (found := KernelDevices().find(known.group, known.name)) is None:
+    while (found := Devices().find(known.group, known.name)) is None:
         assert time.monotonic() < deadline, f"{volume_id} is not made"
     disk = os.open(found.path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
     try:

@@ -11,13 +11,14 @@ import pytest
 
 from agent.core.extents import Extent
 from agent.extras.changed_blocks import comparing
+from lvm.devices import Exceptions
 
 CHUNK = 4096
 TIB = 1 << 40
 
 
 @dataclass
-class Table:
+class Table(Exceptions):
     """Chunks of an origin in the order in which they were overwritten; counts who reads it."""
 
     numbers: Sequence[int]

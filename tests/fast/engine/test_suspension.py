@@ -3,7 +3,6 @@
 import errno
 import os
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import expect
@@ -11,12 +10,11 @@ import pytest
 
 from agent.core import errors, quiesce
 from agent.core.quiesce import Release, Standstill
-from lvm.devicemapper import Status
-from lvm.devices import Device, Events, Exceptions, Written
+from lvm.devices import Devices
 
 
 @dataclass
-class Devices:
+class Suspendable(Devices):
     """As many volumes as one likes, which can be suspended."""
 
     names: tuple[str, ...] = ("vol-a", "vol-b")
@@ -27,33 +25,6 @@ class Devices:
     hanging: set[str] = field(default_factory=set)
     answers: threading.Event = field(default_factory=threading.Event)
     tries: list[str] = field(default_factory=list)
-
-    def close_leftovers(self, device: Device) -> None:
-        raise NotImplementedError
-
-    def find(self, group: str, name: str) -> Device | None:
-        raise NotImplementedError
-
-    def mapping(self, device: Device) -> Device | None:
-        raise NotImplementedError
-
-    def is_mapping_open(self, mapping: Device) -> bool:
-        raise NotImplementedError
-
-    def status(self, group: str, name: str) -> tuple[Status, ...]:
-        raise NotImplementedError
-
-    def own_status(self, group: str, name: str) -> tuple[Status, ...]:
-        raise NotImplementedError
-
-    def events(self, group: str) -> Mapping[str, Events]:
-        raise NotImplementedError
-
-    def written(self, group: str) -> Mapping[str, Written]:
-        raise NotImplementedError
-
-    def overflowed(self, disk: str, offset_bytes: int) -> bool | None:
-        raise NotImplementedError
 
     def active(self, group: str) -> tuple[str, ...]:
         return self.names
@@ -81,27 +52,9 @@ class Devices:
     def is_open(self, group: str, name: str) -> bool:
         return False
 
-    def thin_id(self, group: str, name: str) -> int | None:
-        raise NotImplementedError
-
-    def pool_data(self, group: str, pool: str) -> str:
-        raise NotImplementedError
-
-    def pool_metadata(self, group: str, pool: str) -> str:
-        raise NotImplementedError
-
-    def reserve_metadata(self, group: str, pool: str) -> None:
-        raise NotImplementedError
-
-    def release_metadata(self, group: str, pool: str) -> None:
-        raise NotImplementedError
-
-    def exceptions(self, group: str, name: str) -> Exceptions:
-        raise NotImplementedError
-
 
 def test_what_is_held_is_let_go_at_the_end() -> None:
-    devices = Devices()
+    devices = Suspendable()
     with Standstill(devices, 60) as still:
         still.hold("data", "vol-a")
         still.hold("data", "vol-b")
@@ -111,7 +64,7 @@ def test_what_is_held_is_let_go_at_the_end() -> None:
 
 
 def test_what_another_suspended_is_neither_held_nor_let_go() -> None:
-    devices = Devices(suspended={"vol-b"})
+    devices = Suspendable(suspended={"vol-b"})
     with Standstill(devices, 60) as still:
         still.hold("data", "vol-a")
         with pytest.raises(OSError, match="Invalid"):
@@ -120,7 +73,7 @@ def test_what_another_suspended_is_neither_held_nor_let_go() -> None:
 
 
 def test_what_is_held_is_let_go_in_time_and_whoever_held_it_hears_of_it() -> None:
-    devices = Devices()
+    devices = Suspendable()
     with Standstill(devices, 1) as still:
         still.hold("data", "vol-a")
         assert devices.resumed.wait(10)
@@ -135,7 +88,7 @@ def test_what_is_held_is_let_go_in_time_and_whoever_held_it_hears_of_it() -> Non
 def test_one_that_cannot_be_let_go_of_does_not_keep_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    devices = Devices(stuck={"vol-a"})
+    devices = Suspendable(stuck={"vol-a"})
     with Standstill(devices, 60) as still:
         still.hold("data", "vol-a")
         still.hold("data", "vol-b")
@@ -144,7 +97,7 @@ def test_one_that_cannot_be_let_go_of_does_not_keep_the_others(
 
 
 def test_one_whose_disk_does_not_answer_keeps_no_other_held() -> None:
-    devices = Devices()
+    devices = Suspendable()
     with Standstill(devices, 60) as still:
         still.hold("data", "vol-a")
         still.hold("data", "vol-b")
@@ -158,7 +111,7 @@ def test_one_whose_disk_does_not_answer_keeps_no_other_held() -> None:
 
 
 def test_one_that_is_not_held_in_time_is_none_and_is_let_go_of_once_it_is() -> None:
-    devices = Devices(hanging={"vol-b"})
+    devices = Suspendable(hanging={"vol-b"})
     with Standstill(devices, 1) as still:
         still.hold("data", "vol-a")
         with pytest.raises(errors.StandstillOver, match="the 1 s"):
@@ -172,7 +125,7 @@ def test_one_that_is_not_held_in_time_is_none_and_is_let_go_of_once_it_is() -> N
 
 
 def test_where_no_thread_can_be_had_all_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    devices = Devices()
+    devices = Suspendable()
     real, lacks = threading.Thread.start, threading.Event()
 
     def start(thread: threading.Thread) -> None:
@@ -191,7 +144,7 @@ def test_where_no_thread_can_be_had_all_are_let_go_of(monkeypatch: pytest.Monkey
 
 
 def test_what_a_kill_left_on_a_disk_that_does_not_answer_keeps_no_start() -> None:
-    devices = Devices(suspended={"vol-a", "vol-b"}, hanging={"vol-a"})
+    devices = Suspendable(suspended={"vol-a", "vol-b"}, hanging={"vol-a"})
     release = Release(devices)
     for _ in range(3):
         with quiesce.left(devices, ["data"], release):
@@ -205,7 +158,7 @@ def test_what_a_kill_left_on_a_disk_that_does_not_answer_keeps_no_start() -> Non
 def test_what_a_kill_left_is_let_go_after_what_is_done_inside(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    devices = Devices(("vol-a", "vol-b", "other"), {"vol-b", "other"})
+    devices = Suspendable(("vol-a", "vol-b", "other"), {"vol-b", "other"})
     with quiesce.left(devices, ["data"]):
         assert "vol-b" in devices.suspended
     assert devices.suspended == {"other"}, "it is not a volume of Carver's"
@@ -216,7 +169,7 @@ def test_what_a_kill_left_is_let_go_though_lvm2_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(quiesce, "_LEFT_SECONDS", 0.01)
-    devices = Devices(suspended={"vol-a", "vol-b"})
+    devices = Suspendable(suspended={"vol-a", "vol-b"})
     with quiesce.left(devices, ["data"]):
         assert devices.resumed.wait(10)
         assert devices.suspended == set()
@@ -225,6 +178,6 @@ def test_what_a_kill_left_is_let_go_though_lvm2_does_not_answer(
 def test_a_start_after_which_nothing_is_held_does_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with quiesce.left(Devices(), ["data"]):
+    with quiesce.left(Suspendable(), ["data"]):
         pass
     assert not caplog.records

@@ -9,7 +9,7 @@ from fakes.known import inventory
 from fakes.lvm import FakeLvm
 
 from lvm import devices, report, snapshots, volumes
-from lvm.devices import KernelDevices
+from lvm.devices import Devices
 from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
 
@@ -39,9 +39,9 @@ def test_a_header_is_read_where_the_area_begins(
     monkeypatch.setattr("os.O_DIRECT", 0)
     disk = tmp_path / "disk"
     disk.write_bytes(bytes(EXTENT) + struct.pack("<4I", SNAPSHOT, 0, 1, 8) + bytes(8192))
-    assert KernelDevices().overflowed(str(disk), EXTENT) is True
-    assert KernelDevices().overflowed(str(disk), 0) is False
-    assert KernelDevices().overflowed("[unknown]", EXTENT) is None
+    assert Devices().overflowed(str(disk), EXTENT) is True
+    assert Devices().overflowed(str(disk), 0) is False
+    assert Devices().overflowed("[unknown]", EXTENT) is None
 
 
 def store(chunk_bytes: int, *copied: int) -> bytes:
@@ -68,7 +68,7 @@ def test_a_store_tells_which_chunks_it_has_copies_of(
     copied = [(number * 7919) % 100_003 for number in range(count)]
     disk = tmp_path / "store"
     disk.write_bytes(store(chunk_bytes, *copied))
-    table = devices.ExceptionTable(str(disk))
+    table = devices.Exceptions(str(disk))
     assert table.chunk_bytes == chunk_bytes
     for _ in range(2):
         assert [one for part in table.chunks() for one in part] == copied
@@ -85,7 +85,7 @@ def test_what_is_no_store_that_can_be_read_has_no_copies_to_tell_of(
     disk = tmp_path / "store"
     disk.write_bytes(struct.pack("<4I", *header).ljust(8192, b"\0"))
     with pytest.raises(mount_errors.BadReport):
-        devices.ExceptionTable(str(disk))
+        devices.Exceptions(str(disk))
 
 
 def test_a_snapshot_whose_disk_is_missing_is_not_ready_and_not_lost() -> None:

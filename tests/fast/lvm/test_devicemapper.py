@@ -11,7 +11,7 @@ import pytest
 
 from lvm import devicemapper, devices, names
 from lvm.devicemapper import Cache, DeviceMapper, Mirror, Raid, Snapshot, ThinPool, WriteCache
-from lvm.devices import KernelDevices
+from lvm.devices import Devices
 from mount import sysfs
 
 SECTORS = 2048
@@ -286,10 +286,10 @@ def test_what_was_written_to_the_areas_of_snapshots_is_told_of_all_at_once(
         "data-vol--1": Mapped(0xFD03),
         "other-snap--1-cow": Mapped(0xFD03),
     }
-    told = KernelDevices(mapper).written("data")
+    told = Devices(mapper).written("data")
     assert told == {"snap-1": ((253, 2), 4096), "snap-2": None}
     statistics.unlink()
-    assert KernelDevices(mapper).written("data") == {"snap-1": None, "snap-2": None}
+    assert Devices(mapper).written("data") == {"snap-1": None, "snap-2": None}
 
 
 @pytest.mark.parametrize(
@@ -396,7 +396,7 @@ def test_a_volume_is_looked_for_at_the_same_cost_however_many_devices_there_are(
         f"data-vol--{minor}": Mapped(0x10_0000 * (minor >> 8) | 0xFD00 | minor & 0xFF)
         for minor in range(300)
     }
-    looked = KernelDevices(mapper)
+    looked = Devices(mapper)
     for minor in (0, 299):
         found = looked.find("data", f"vol-{minor}")
         assert found is not None
@@ -410,7 +410,7 @@ def test_a_volume_is_looked_for_at_the_same_cost_however_many_devices_there_are(
 @pytest.mark.usefixtures("reads")
 def test_a_device_of_no_sectors_is_none(driver: Driver, mapper: DeviceMapper) -> None:
     driver.devices["data-vol--7"] = Mapped(0xFD07)
-    looked = KernelDevices(mapper)
+    looked = Devices(mapper)
     assert looked.find("data", "vol-7") is not None
     (devices._SYS_BLOCK / "dm-7" / "size").write_text("0\n")
     assert looked.find("data", "vol-7") is None
@@ -419,7 +419,7 @@ def test_a_device_of_no_sectors_is_none(driver: Driver, mapper: DeviceMapper) ->
 def test_a_volume_is_found_where_device_mapper_does_not_answer(
     reads: list[str], tmp_path: Path
 ) -> None:
-    looked = KernelDevices(DeviceMapper(tmp_path / "none"))
+    looked = Devices(DeviceMapper(tmp_path / "none"))
     found = looked.find("data", "vol-7")
     assert found is not None
     assert found.number == (253, 7)

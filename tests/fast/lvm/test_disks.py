@@ -11,7 +11,7 @@ from fakes.sysfs import GROUP_OF_VOLUMES, Sysfs
 
 from lvm import labels
 from lvm.blockdevices import Excluded, Why
-from lvm.disks import KernelDisks, Unanswered, Unreadable
+from lvm.disks import Disks, Unanswered, Unreadable
 from lvm.labels import Damaged, PhysicalLabel
 
 
@@ -22,7 +22,7 @@ class Machine:
         self.sysfs, self.dev = Sysfs(directory / "sys"), directory / "dev"
         self.dev.mkdir()
         self.backings: dict[str, int] = {}
-        self.disks = KernelDisks(self.sysfs.root, self.dev, self._backing)
+        self.disks = Disks(self.sysfs.root, self.dev, self._backing)
 
     def add(self, name: str, image: Image | None) -> str:
         """A disk, blank without an image."""

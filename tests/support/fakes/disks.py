@@ -7,11 +7,11 @@ from fakes.lvm import FakeDisk, FakeGroup, FakeLvm
 
 from lvm import tags
 from lvm.blockdevices import Excluded, Why
-from lvm.disks import PATIENCE_SECONDS, Fingerprint, Found, Unanswered
+from lvm.disks import PATIENCE_SECONDS, Disks, Fingerprint, Found, Unanswered
 from lvm.labels import Group, Mark, PhysicalLabel, Position
 
 
-class FakeDisks:
+class FakeDisks(Disks):
     """The seam `lvm.disks.Disks`."""
 
     def __init__(self, lvm2: FakeLvm, devices: FakeDevices) -> None:

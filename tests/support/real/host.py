@@ -19,8 +19,8 @@ from real.disks import let_go_of_left_behind
 from real.shell import RealShell
 
 from lvm import lvm2, names, report, tags, volumes
-from lvm.devices import Device, Devices, KernelDevices, mapping_name
-from lvm.disks import Disks, KernelDisks
+from lvm.devices import Device, Devices, mapping_name
+from lvm.disks import Disks
 from lvm.layout import Layout
 from lvm.lvm2 import Lvm
 from lvm.session import Session
@@ -133,8 +133,8 @@ class RealHost:
         # Asked before each command: may answer in its place, wait, or raise as a kill does.
         self.intercept: Callable[[Sequence[str]], Result | None] = lambda _words: None
         self.kernel = shared.kernel
-        self.devices: Devices = KernelDevices()
-        self.disks: Disks = KernelDisks()
+        self.devices: Devices = Devices()
+        self.disks: Disks = Disks()
         self._lab = shared
         self._own: list[str] = []
         self._groups: list[tuple[str, list[str]]] = []

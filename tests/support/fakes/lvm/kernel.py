@@ -19,12 +19,12 @@ from fakes.lvm.records import (
 
 from lvm import errors as lvm_errors
 from lvm.devicemapper import Cache, Mirror, Raid, Snapshot, Status, WriteCache
-from lvm.devices import Device, Events, Exceptions, Written, mapping_name
+from lvm.devices import Device, Devices, Events, Exceptions, Written, mapping_name
 from mount import errors as mount_errors
 
 
 @dataclass
-class FakeExceptions:
+class FakeExceptions(Exceptions):
     """What of an origin was written since a snapshot of it was taken."""
 
     origin: Media
@@ -41,7 +41,7 @@ class FakeExceptions:
             yield array("Q", every[at : at + 256])
 
 
-class KernelSide(Machine):
+class KernelSide(Machine, Devices):
     """What the kernel has of the volumes that are active."""
 
     def find(self, group: str, name: str) -> Device | None:
