@@ -1,4 +1,4 @@
-"""Volumes, snapshots and health, as CSI tells of them."""
+"""Volumes, snapshots and health as CSI messages."""
 
 import time
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _Backend = csi.NodeGetStorageHealthResponse.StorageBackendHealth
 
 
 def volume_health(one: VolumeHealth) -> csi.VolumeHealth:
-    """What is known against a volume, by whichever service."""
+    """A volume's conditions."""
     now = time.time()
     return csi.VolumeHealth(
         volume_id=one.volume_id,
@@ -33,7 +33,7 @@ def volume_health(one: VolumeHealth) -> csi.VolumeHealth:
 
 
 def storage_health(one: Condition) -> _Backend:
-    """What is known against the node's storage."""
+    """A condition of the node's storage."""
     return _Backend(
         status=csi.StorageHealthErrorType.Value(one.reason.of_storage),
         reason=one.reason.word,
@@ -49,14 +49,14 @@ _CAPABILITIES = {
 
 
 def volume(one: Volume, here: Mapping[str, str]) -> csi.Volume:
-    """What the Controller answers of a volume, which can be used on this node, so `here`."""
+    """A volume, whose topology is this node's, `here`."""
     message = csi.Volume()
     put_volume(message, one, csi.Topology(segments=here))
     return message
 
 
 def put_volume(message: csi.Volume, one: Volume, here: csi.Topology) -> None:
-    """The same, put into a message: one that is made by itself is copied into the list's."""
+    """Fill in a list's own message: a message made apart would be copied into the list."""
     message.volume_id = str(one.id)
     message.capacity_bytes = one.capacity_bytes
     # One by one: `update` asks of each mapping first what it is.
@@ -71,10 +71,7 @@ def put_volume(message: csi.Volume, one: Volume, here: csi.Topology) -> None:
 
 
 def snapshot(one: Snapshot, here: Mapping[str, str]) -> csi.Snapshot:
-    """What the Controller and the GroupController answer of a snapshot on this node.
-
-    Volumes of it can be made where its group is, so `here`.
-    """
+    """A snapshot. Volumes of it can be made only on its node, so its topology is `here`."""
     return csi.Snapshot(
         size_bytes=one.capacity_bytes,
         snapshot_id=str(one.id),
@@ -87,7 +84,7 @@ def snapshot(one: Snapshot, here: Mapping[str, str]) -> csi.Snapshot:
 
 
 def time_of(nanoseconds: int) -> timestamp_pb2.Timestamp:
-    """A moment, from the nanoseconds of the epoch."""
+    """A timestamp, from nanoseconds of the epoch."""
     moment = timestamp_pb2.Timestamp()
     moment.FromNanoseconds(nanoseconds)
     return moment

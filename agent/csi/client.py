@@ -15,8 +15,7 @@ from proto import csi_pb2 as csi
 Mode = csi.VolumeCapability.AccessMode.Mode
 S = TypeVar("S")
 
-# A socket of this machine's costs nothing to try: the pauses between attempts need not grow to
-# minutes, as they would for a server far away.
+# Trying a local socket costs nothing: the pauses need not grow to minutes, as for a remote server.
 _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 500),
@@ -46,19 +45,19 @@ def block(mode: "Mode.ValueType" = Mode.SINGLE_NODE_WRITER) -> csi.VolumeCapabil
 
 
 def of_snapshot(snapshot_id: str) -> csi.VolumeContentSource:
-    """What a volume is made of: a snapshot."""
+    """The content source of a volume: a snapshot."""
     source = csi.VolumeContentSource.SnapshotSource(snapshot_id=snapshot_id)
     return csi.VolumeContentSource(snapshot=source)
 
 
 def of_volume(volume_id: str) -> csi.VolumeContentSource:
-    """What a volume is made of: another volume."""
+    """The content source of a volume: another volume."""
     source = csi.VolumeContentSource.VolumeSource(volume_id=volume_id)
     return csi.VolumeContentSource(volume=source)
 
 
 class _Channel:
-    """A channel whose calls that are answered once have a deadline, unless it is given."""
+    """A channel that gives unary calls a deadline unless the caller does."""
 
     def __init__(self, channel: grpc.Channel, timeout_seconds: float) -> None:
         self._channel = channel
@@ -72,7 +71,7 @@ class _Channel:
 
 
 class Client:
-    """The plugin's services, and its everyday calls in a few words.
+    """Stubs of the plugin's services, and methods for its common calls.
 
     Every call raises grpc.RpcError with the plugin's code. Sizes are in bytes.
     """
@@ -115,7 +114,7 @@ class Client:
     def capacity(
         self, parameters: Mapping[str, str] | None = None, *capabilities: csi.VolumeCapability
     ) -> csi.GetCapacityResponse:
-        """What can be made now."""
+        """The capacity for new volumes."""
         request = csi.GetCapacityRequest(
             parameters=parameters or {}, volume_capabilities=capabilities
         )
@@ -131,7 +130,7 @@ class Client:
         source: csi.VolumeContentSource | None = None,
         mutable: Mapping[str, str] | None = None,
     ) -> csi.Volume:
-        """Make a volume; for one file system and one writer where nothing is said."""
+        """Create a volume; with a file system and one writer by default."""
         request = csi.CreateVolumeRequest(
             name=name,
             capacity_range=csi.CapacityRange(
@@ -160,20 +159,20 @@ class Client:
         return self.controller.ControllerGetVolume(request)
 
     def volume_health(self, volume_id: str) -> csi.VolumeHealth:
-        """What the Controller knows against a volume."""
+        """A volume's health by the Controller."""
         request = csi.ControllerGetVolumeHealthRequest(volume_id=volume_id)
         answer = self.controller.ControllerGetVolumeHealth(request)
         return answer.volume_health
 
     def unhealthy(self) -> list[csi.VolumeHealth]:
-        """The volumes that something is known against."""
+        """The health of the volumes with a condition."""
         request = csi.ControllerListVolumeHealthRequest()
         return list(self._every(self.controller.ControllerListVolumeHealth, request))
 
     def node_health(
         self, volume_id: str, publish_path: Path | str = "", staging_path: Path | str = ""
     ) -> csi.VolumeHealth:
-        """What the Node knows against a volume, in use or not."""
+        """A volume's health by the Node, in use or not."""
         request = csi.NodeGetVolumeHealthRequest(
             volume_id=volume_id,
             volume_publish_path=str(publish_path),
@@ -182,12 +181,12 @@ class Client:
         return self.node.NodeGetVolumeHealth(request).volume_health
 
     def storage_health(self) -> list[csi.NodeGetStorageHealthResponse.StorageBackendHealth]:
-        """What the Node knows against its storage."""
+        """The health of the node's storage."""
         answer = self.node.NodeGetStorageHealth(csi.NodeGetStorageHealthRequest())
         return list(answer.backend_health)
 
     def confirms(self, volume_id: str, capability: csi.VolumeCapability) -> bool:
-        """Whether a volume can be used so."""
+        """Whether a volume has a capability."""
         request = csi.ValidateVolumeCapabilitiesRequest(
             volume_id=volume_id, volume_capabilities=[capability]
         )
@@ -195,7 +194,7 @@ class Client:
         return answer.HasField("confirmed")
 
     def can_expand(self) -> bool:
-        """Whether the Controller's part of an expansion is offered."""
+        """Whether the Controller expands volumes."""
         answer = self.controller.ControllerGetCapabilities(csi.ControllerGetCapabilitiesRequest())
         wanted = csi.ControllerServiceCapability.RPC.EXPAND_VOLUME
         return any(one.rpc.type == wanted for one in answer.capabilities)
@@ -221,7 +220,7 @@ class Client:
         return [entry.snapshot for entry in every]
 
     def _every(self, call: Callable[..., Any], request: Any) -> Iterator[Any]:
-        """The entries of a list, part by part."""
+        """All entries of a list, page by page."""
         while True:
             answer = call(request)
             yield from answer.entries
@@ -265,7 +264,7 @@ class Client:
         capability: csi.VolumeCapability | None = None,
         secrets: Mapping[str, str] | None = None,
     ) -> None:
-        """Make a volume ready on the node."""
+        """Stage a volume on the node."""
         request = csi.NodeStageVolumeRequest(
             volume_id=volume.volume_id,
             staging_target_path=str(staging_path),
@@ -292,7 +291,7 @@ class Client:
         *,
         read_only: bool = False,
     ) -> None:
-        """Make a staged volume appear at a path."""
+        """Publish a staged volume at a path."""
         request = csi.NodePublishVolumeRequest(
             volume_id=volume.volume_id,
             staging_target_path=str(staging_path),
@@ -314,7 +313,7 @@ class Client:
         read_only: bool = False,
         secrets: Mapping[str, str] | None = None,
     ) -> None:
-        """Make a volume that lives as long as its pod, as kubelet asks for one."""
+        """Publish an inline volume, as kubelet does for a pod."""
         pod = {"ephemeral": "true", "pod.name": "web-0", "pod.namespace": "shop", "pod.uid": "17"}
         told = {f"csi.storage.k8s.io/{key}": value for key, value in pod.items()}
         request = csi.NodePublishVolumeRequest(
@@ -338,7 +337,7 @@ class Client:
         return self.node.NodeGetVolumeStats(request)
 
     def expand(self, volume_id: str, required_bytes: int) -> csi.ControllerExpandVolumeResponse:
-        """Grow a volume, the Controller's part."""
+        """Expand a volume: the Controller's part."""
         request = csi.ControllerExpandVolumeRequest(
             volume_id=volume_id, capacity_range=csi.CapacityRange(required_bytes=required_bytes)
         )
@@ -364,13 +363,13 @@ class Client:
         return self.operator.SnapshotsHere(Empty())
 
     def repair(self, volume_id: str, *, pool_metadata: bool = False) -> tuple[bool, str]:
-        """Go on with a volume's repair: whether all is done, and what was, or is waited for."""
+        """Continue a volume's repair; return whether it is done, and what was done or awaited."""
         request = carver.RepairVolumeRequest(volume_id=volume_id, pool_metadata=pool_metadata)
         answer = self.operator.RepairVolume(request)
         return answer.done, answer.message
 
     def replace_disk(self, old_disk: str, new_disk: str) -> tuple[bool, str]:
-        """Go on with putting a disk in the place of another; answers as `repair` does."""
+        """Continue the replacement of a disk; return as `repair`."""
         request = carver.ReplaceDiskRequest(old_disk=old_disk, new_disk=new_disk)
         answer = self.operator.ReplaceDisk(request)
         return answer.done, answer.message
@@ -382,7 +381,7 @@ class Client:
         required_bytes: int = 0,
         secrets: Mapping[str, str] | None = None,
     ) -> csi.NodeExpandVolumeResponse:
-        """Grow a volume, the Node's part: what lies on it, and itself where it is too small."""
+        """Expand a volume: the Node's part."""
         request = csi.NodeExpandVolumeRequest(
             volume_id=volume_id,
             volume_path=str(volume_path),

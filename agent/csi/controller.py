@@ -1,4 +1,4 @@
-"""CSI Controller: parse, hold the volume, call policy, answer."""
+"""CSI Controller: parse the request, lock the volume, call the operation, answer."""
 
 import grpc
 from google.protobuf import wrappers_pb2
@@ -45,21 +45,21 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def CreateVolume(  # noqa: N802
         self, request: csi.CreateVolumeRequest, context: grpc.ServicerContext
     ) -> csi.CreateVolumeResponse:
-        """Make a volume, or find the one that an earlier call made."""
+        """Create a volume, or find the one that an earlier call made."""
         call = requests.CreateVolume.from_proto(request)
         names = [self._creator.logical_name(call.name)]
         if call.source is not None:
             names.append(ids.logical_name(call.source.id))
         with self._locks.hold(*names):
             made = self._creator.create(call)
-        # With no lock: the source is in use meanwhile, and what is on record keeps it.
+        # Without the lock: the source is in use meanwhile, and its tags keep it.
         volume = self._creator.complete(made, lambda: self._locks.hold(names[0]))
         return csi.CreateVolumeResponse(volume=self._volume(volume))
 
     def DeleteVolume(  # noqa: N802
         self, request: csi.DeleteVolumeRequest, context: grpc.ServicerContext
     ) -> csi.DeleteVolumeResponse:
-        """Wipe and remove a volume."""
+        """Erase and remove a volume."""
         volume_id = fields.volume_id(request.volume_id)
         # A claim may be deleted before kubelet has unmounted its volume: only moments, as a rule.
         self._locks.wait_until(lambda: not self._deleter.is_mounted(volume_id))
@@ -86,7 +86,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ListVolumes(  # noqa: N802
         self, request: csi.ListVolumesRequest, context: grpc.ServicerContext
     ) -> csi.ListVolumesResponse:
-        """List this node's volumes, part by part."""
+        """List this node's volumes, page by page."""
         part = self._listing.page(requests.Page.from_proto(request))
         answer = csi.ListVolumesResponse(next_token=part.next_token)
         here = csi.Topology(segments=self._config.here)
@@ -97,7 +97,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerListVolumeHealth(  # noqa: N802
         self, request: csi.ControllerListVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.ControllerListVolumeHealthResponse:
-        """List the volumes that something is known against, part by part."""
+        """List the volumes with a health condition, page by page."""
         part = self._health.list(requests.Page.from_proto(request))
         return csi.ControllerListVolumeHealthResponse(
             entries=map(answers.volume_health, part.entries), next_token=part.next_token
@@ -106,14 +106,14 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerGetVolumeHealth(  # noqa: N802
         self, request: csi.ControllerGetVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetVolumeHealthResponse:
-        """What is known against one volume."""
+        """The health of one volume."""
         found = self._health.get(fields.volume_id(request.volume_id))
         return csi.ControllerGetVolumeHealthResponse(volume_health=answers.volume_health(found))
 
     def GetCapacity(  # noqa: N802
         self, request: csi.GetCapacityRequest, context: grpc.ServicerContext
     ) -> csi.GetCapacityResponse:
-        """What CreateVolume with the same parameters could make now."""
+        """The capacity for CreateVolume with the same parameters."""
         capacity = self._creator.capacity(requests.GetCapacity.from_proto(request))
         return csi.GetCapacityResponse(
             available_capacity=capacity.available_bytes,
@@ -126,7 +126,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     ) -> csi.ControllerGetVolumeResponse:
         """One volume."""
         volume = self._listing.get(fields.volume_id(request.volume_id))
-        # The status has to be there (CSI spec), with nothing to say.
+        # The status must be set (CSI spec), though it is empty.
         status = csi.ControllerGetVolumeResponse.VolumeStatus()
         return csi.ControllerGetVolumeResponse(volume=self._volume(volume), status=status)
 
@@ -166,7 +166,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def DeleteSnapshot(  # noqa: N802
         self, request: csi.DeleteSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.DeleteSnapshotResponse:
-        """Wipe and remove a snapshot."""
+        """Erase and remove a snapshot."""
         snapshot_id = fields.snapshot_id(request.snapshot_id)
         with self._locks.hold(ids.logical_name(snapshot_id)):
             self._snapshotter.delete(snapshot_id)
@@ -175,7 +175,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ListSnapshots(  # noqa: N802
         self, request: csi.ListSnapshotsRequest, context: grpc.ServicerContext
     ) -> csi.ListSnapshotsResponse:
-        """All snapshots, or those of a volume, or one; in parts where the caller wants that."""
+        """List all snapshots, those of a volume, or one; page by page if asked for that."""
         part = self._snapshotter.list(requests.ListSnapshots.from_proto(request))
         entries = [
             csi.ListSnapshotsResponse.Entry(snapshot=self._snapshot(one)) for one in part.entries
@@ -192,7 +192,7 @@ class Controller(csi_pb2_grpc.ControllerServicer):
     def ControllerGetCapabilities(  # noqa: N802
         self, request: csi.ControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.ControllerGetCapabilitiesResponse:
-        """What of the Controller service is implemented."""
+        """The implemented parts of the Controller service."""
         offered = [
             _Rpc.CREATE_DELETE_VOLUME,
             _Rpc.LIST_VOLUMES,

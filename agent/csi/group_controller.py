@@ -1,4 +1,4 @@
-"""CSI GroupController: parse, hold the volumes, call policy, answer."""
+"""CSI GroupController: parse the request, lock the volumes, call the operation, answer."""
 
 import grpc
 
@@ -23,7 +23,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
     def GroupControllerGetCapabilities(  # noqa: N802
         self, request: csi.GroupControllerGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.GroupControllerGetCapabilitiesResponse:
-        """What of the GroupController service is implemented: all of it."""
+        """The implemented parts of the GroupController service: all."""
         rpc = _Rpc(type=_Rpc.CREATE_DELETE_GET_VOLUME_GROUP_SNAPSHOT)
         return csi.GroupControllerGetCapabilitiesResponse(
             capabilities=[csi.GroupControllerServiceCapability(rpc=rpc)]
@@ -42,7 +42,7 @@ class GroupController(csi_pb2_grpc.GroupControllerServicer):
     def DeleteVolumeGroupSnapshot(  # noqa: N802
         self, request: csi.DeleteVolumeGroupSnapshotRequest, context: grpc.ServicerContext
     ) -> csi.DeleteVolumeGroupSnapshotResponse:
-        """Wipe and remove all snapshots of a group."""
+        """Erase and remove all snapshots of a group."""
         call = requests.KnownGroupSnapshot.from_proto(request)
         with self._locks.hold(*map(ids.logical_name, (call.id, *call.snapshot_ids))):
             self._snapshotter.delete(call)

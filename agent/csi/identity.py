@@ -1,4 +1,4 @@
-"""CSI Identity: who this plugin is, what it offers, and whether it can work."""
+"""CSI Identity: the plugin's name, version, capabilities and readiness."""
 
 from collections.abc import Iterable
 from importlib.metadata import version
@@ -27,7 +27,7 @@ class Identity(csi_pb2_grpc.IdentityServicer):
         self._readiness = readiness
         self._offered = tuple(offered)
         self._name = driver_name
-        # It is read from a file.
+        # Read from a file, so only once.
         self._version = version("carver")
 
     def GetPluginInfo(  # noqa: N802
@@ -39,7 +39,7 @@ class Identity(csi_pb2_grpc.IdentityServicer):
     def GetPluginCapabilities(  # noqa: N802
         self, request: csi.GetPluginCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.GetPluginCapabilitiesResponse:
-        """Volumes and snapshots are made here, belong to one node; volumes grow while in use."""
+        """Optional services; volumes and snapshots belong to one node, and volumes grow in use."""
         services = (
             _Service.CONTROLLER_SERVICE,
             _Service.VOLUME_ACCESSIBILITY_CONSTRAINTS,

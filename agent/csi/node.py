@@ -1,4 +1,4 @@
-"""CSI Node: parse, hold the volume, call policy, answer."""
+"""CSI Node: parse the request, lock the volume, call the operation, answer."""
 
 import grpc
 
@@ -63,7 +63,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodePublishVolume(  # noqa: N802
         self, request: csi.NodePublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodePublishVolumeResponse:
-        """Make the staged volume, or an inline one, appear at a workload's path."""
+        """Publish a staged volume, or an inline one, at a workload's path."""
         if requests.PublishInline.is_meant(request):
             inline = requests.PublishInline.from_proto(request)
             held = self._locks.hold(ids.logical_name(inline.volume_id), inline.target_path)
@@ -79,7 +79,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeUnpublishVolume(  # noqa: N802
         self, request: csi.NodeUnpublishVolumeRequest, context: grpc.ServicerContext
     ) -> csi.NodeUnpublishVolumeResponse:
-        """Make the volume disappear from a workload's path; an inline one altogether."""
+        """Unpublish a volume from a workload's path; delete it if it is inline."""
         call = requests.VolumeAt.from_unpublish(request)
         with self._locks.hold(ids.logical_name(call.volume_id)):
             self._publisher.unpublish(call)
@@ -97,14 +97,14 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeGetVolumeHealth(  # noqa: N802
         self, request: csi.NodeGetVolumeHealthRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetVolumeHealthResponse:
-        """What is known against a volume of this node's, be it in use or not."""
+        """The health of a volume of this node, in use or not."""
         found = self._health.on_node(requests.HealthAt.from_proto(request))
         return csi.NodeGetVolumeHealthResponse(volume_health=answers.volume_health(found))
 
     def NodeGetStorageHealth(  # noqa: N802
         self, request: csi.NodeGetStorageHealthRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetStorageHealthResponse:
-        """What is known against this node's groups, and against what Carver needs beside them."""
+        """The health of this node's groups, and of what else Carver needs."""
         found = self._storage.conditions()
         return csi.NodeGetStorageHealthResponse(backend_health=map(answers.storage_health, found))
 
@@ -124,7 +124,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeGetCapabilities(  # noqa: N802
         self, request: csi.NodeGetCapabilitiesRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetCapabilitiesResponse:
-        """What of the Node service is implemented."""
+        """The implemented parts of the Node service."""
         offered = (
             _Rpc.STAGE_UNSTAGE_VOLUME,
             _Rpc.GET_VOLUME_STATS,
@@ -139,7 +139,7 @@ class Node(csi_pb2_grpc.NodeServicer):
     def NodeGetInfo(  # noqa: N802
         self, request: csi.NodeGetInfoRequest, context: grpc.ServicerContext
     ) -> csi.NodeGetInfoResponse:
-        """Who this node is, and where."""
+        """The node's id and topology."""
         return csi.NodeGetInfoResponse(
             node_id=self._config.node_id,
             max_volumes_per_node=self._config.max_volumes_per_node,

@@ -1,4 +1,4 @@
-"""What an operator asks for that CSI has no call for: parse, hold the volume, call policy, answer.
+"""The operator's calls, which CSI does not have.
 
 proto/carver.proto has the calls.
 """

@@ -1,4 +1,4 @@
-"""What re-points a Kubernetes claim to a volume that moved: carried out, or told step by step."""
+"""Rebind a Kubernetes claim to a volume that moved, or print the steps."""
 
 import argparse
 import sys
@@ -35,7 +35,7 @@ these steps out; by hand, in this order:
     kubectl patch pv {new} --patch '{{"spec":{{"persistentVolumeReclaimPolicy":"Delete"}}}}'
  7. here: carver volume move {name} --finish
 """
-# What the cluster keeps of an object's life, and is not to be told anew.
+# The fields that the cluster sets in the course of an object's life.
 _LIFE = (
     "del(.status, .metadata.uid, .metadata.resourceVersion, .metadata.creationTimestamp,"
     " .metadata.finalizers, .metadata.deletionTimestamp"
@@ -59,7 +59,7 @@ _PVC_FILTER = (
 
 
 def steps(moved: carver.MoveState, place: Place) -> str:
-    """The steps for the claim that a volume was made for, which is there now."""
+    """The steps for the claim of a volume that moved."""
     new = manifests.moved_name(moved.pv, place.handle)
     return _STEPS.format(
         pvc=moved.pvc,
@@ -74,14 +74,14 @@ def steps(moved: carver.MoveState, place: Place) -> str:
 
 
 def cluster_of(kubeconfig: str | None) -> Server | None:
-    """Where they are carried out, if anywhere; raises BadConfig, before anything is done."""
+    """The cluster of a kubeconfig, if any; raises BadConfig, before anything is done."""
     return access.of_file(Path(kubeconfig)) if kubeconfig else None
 
 
 def repoint(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = False) -> None:
-    """Carry them out; raises what a Repointing does.
+    """Rebind the claim; raises as Rebinding.
 
-    `was` is the volume's id where it came from. Asks before each step, where `yes` is not given.
+    `was` is the volume's id on the node that it left. Asks before each step, unless `yes`.
     """
 
     def confirmed(question: str) -> bool:
@@ -95,9 +95,9 @@ def repoint(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = 
 
 
 def finish(at: Manual, parsed: argparse.Namespace) -> None:
-    """What `carver volume receive --finish --kubeconfig` is told to do.
+    """Carry out `carver volume receive --finish --kubeconfig`.
 
-    The volume that was received is the claim's, in place of the one that it is of.
+    The claim gets the volume that was received in place of the stream's source.
     """
     cluster = access.of_file(Path(parsed.kubeconfig))
     told = streams_command.finish(at, parsed.name, parsed.release)

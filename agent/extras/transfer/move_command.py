@@ -1,6 +1,6 @@
-"""A volume moved to another node: rounds of snapshots sent while it is used, and a last one.
+"""`carver volume move`: send rounds of snapshots while the volume is used, and a last one.
 
-Each call looks at what is on record on both sides and does what is left, so the same words go on
+Each call reads the records of both nodes and does what is left, so repeating the command continues
 after a crash of either. docs/backup.md has the table of states.
 """
 
@@ -27,14 +27,14 @@ from mount.blocks import Bytes
 from proto import carver_pb2 as carver
 from proto.carver_pb2_grpc import TransferStub
 
-# How often it is looked whether a volume is in use still, and after how many looks what was
-# written meanwhile is sent: the last round is to be short.
+# The interval of checks whether a volume is in use, and the number of checks after which another
+# round is sent, so that the last one is short.
 _LOOK_SECONDS = 2.0
 _LOOKS = 150
 _OLD_SECONDS = _LOOKS * _LOOK_SECONDS
-# The service lets go of what nobody asked for during 30 s (agent.extras.transfer.moving).
+# A hold ends after HELD_SECONDS (agent.extras.transfer.moving).
 _KEEP_SECONDS = 8.0
-# So often it is looked for whoever holds it to let go: longer than that for one that was killed.
+# Checks while another command holds it: longer than the hold of one that was killed.
 _HELD_LOOKS = 20
 MOVED = "moved"
 _PREFIX = "move-"
@@ -43,7 +43,7 @@ _PREFIX_CHARACTERS = 12
 
 @dataclass(frozen=True)
 class Options:
-    """How a volume goes: its name and class there, and how its streams do."""
+    """The volume's name and class there, and the form of its streams."""
 
     name: str
     device_class: str = ""
@@ -52,7 +52,7 @@ class Options:
 
 
 class Move:
-    """One volume's move, from here to there. `tell` is told what is done. Raises NodeRefused."""
+    """One volume's move. `tell` is called with each step. Raises NodeRefused."""
 
     def __init__(
         self,
@@ -68,17 +68,16 @@ class Move:
         self._volume_id = volume_id
         self._options = options
         self._tell = tell
-        # Whether the other node's Carver takes --verify; the snapshot of which both were seen to
-        # hold the same; when each was taken (monotonic). By this command: of what an earlier one
-        # did nothing of it is known.
+        # Whether the other node's Carver takes --verify; the snapshot that both nodes were found to
+        # hold; when each was taken (monotonic). Only by this run of the command.
         self._verifies = False
         self._proved = ""
         self._taken: dict[str, float] = {}
 
     def run(self) -> dict[str, Any]:
-        """Have it be the other node's; what it is there. The volume here stays under quarantine.
+        """Move it, and return its state there. The volume here stays in quarantine.
 
-        Waits for it to be out of use. Raises NotMoved, NodeRefused.
+        Waits until it is not in use. Raises NotMoved, NodeRefused.
         """
         request = carver.BeginMoveRequest(volume_id=self._volume_id, node=self._remote.node)
         begun = self._transfer.BeginMove(request)
@@ -87,14 +86,14 @@ class Move:
         return self._complete(begun)
 
     def status(self) -> dict[str, Any]:
-        """How far it is, here and there."""
+        """The move's state here and there."""
         here = streams_command.values(self._here())
         # A text in the JSON since 0.1.0.
         here["in_use"] = str(here["in_use"])
         return {"here": {**here, "word": ""}, "there": self._there()}
 
     def finish(self) -> None:
-        """Delete what is left here, where the other node has the volume; raises NotMoved."""
+        """Delete what is left here, if the other node has the volume; raises NotMoved."""
         here = self._here()
         if here.state == MOVED:
             there = self._there()
@@ -110,11 +109,11 @@ class Move:
         self._transfer.FinishMove(carver.VolumeRequest(volume_id=self._volume_id))
 
     def undo(self, *, confirmed: Callable[[str], bool], is_nowhere: Callable[[str], bool]) -> None:
-        """Have it be this node's again, and nothing of it there.
+        """Make it this node's again, and remove it there.
 
-        `confirmed` is asked where the other node has it in its own right: what was written there
-        is lost. `is_nowhere` is asked where that has none, and may have had it in its own right:
-        it may be another node's by now. Raises NotMoved, NotConfirmed.
+        `confirmed` is asked where the other node has finished it: what was written there is lost.
+        `is_nowhere` is asked where that node has none but may have finished it: it may be a third
+        node's by now. Raises NotMoved, NotConfirmed.
         """
         name, node = self._options.name, self._remote.node
         here = self._here()
@@ -123,7 +122,7 @@ class Move:
         if here.state == tag.WIPING:
             raise errors.NotMoved(self._volume_id, "what is left of it here is being deleted")
         there = self._there()
-        # Another's of that name is not touched: then ours is not there.
+        # A volume of that name that did not come by this move is not touched.
         is_theirs = there["state"] != streams_command.ABSENT and there["release"] == here.release
         if is_theirs and there["state"] == MOVED:
             raise errors.NotMoved(
@@ -149,18 +148,18 @@ class Move:
         self._tell(f"{name} is this node's, and {node} has none of it")
 
     def take_back(self) -> None:
-        """Have it be this node's again; the caller knows that no other node has it."""
-        # First, as they go by the name that the move has.
+        """Make it this node's again; the caller knows that no other node has it."""
+        # First, as their names have the move's release in them.
         self._drop(keep=())
         self._transfer.UndoMove(carver.VolumeRequest(volume_id=self._volume_id))
 
     def place_there(self, there: Mapping[str, Any]) -> Place:
-        """Where it is to the other node's cluster; `there` is what that says of it."""
+        """The volume's place for Kubernetes; `there` is its state on the other node."""
         node = self._remote.ask("status", "--json")
         return Place(there["volume_id"], node["node"], node["driver"])
 
     def _round(self, begun: carver.MoveState) -> carver.MoveState | None:
-        """One step towards the end; what the service says where that was the last."""
+        """Do one step; return the move's state if that was the last."""
         there, own = self._there(), self._own()
         release = begun.release
         if there["state"] != streams_command.ABSENT and there["release"] != release:
@@ -173,12 +172,12 @@ class Move:
         base = own.get(there["chain"], "")
         has_base = bool(base) or not there["chain"]
         if there["into"] in own and has_base:
-            # A round was cut off: its snapshot is still there, and what is there of it, too.
+            # A round was cut off: continue it.
             self._send(own[there["into"]], base, release, there["offset_bytes"])
             return None
         if there["into"] or not has_base:
-            # Such as after a snapshot's area was full.
-            self._tell("what was sent cannot be gone on from; all is sent anew")
+            # For example after a snapshot's area was full.
+            self._tell("cannot continue from what was sent; sending all of it again")
             self._ask("--abort", "--yes")
             return None
         self._drop(keep=(base,))
@@ -203,10 +202,9 @@ class Move:
         return taken is None or time.monotonic() - taken > _OLD_SECONDS
 
     def _waits(self, base: str, release: str) -> bool:
-        """Wait while the volume is used; True where another round is due before the last.
+        """Wait while the volume is used; return whether another round is due before the last.
 
-        It was used, and one was sent since; or the base is lost, as more was written than its area
-        has room for.
+        It is after a round was sent meanwhile, or where the base is lost because its area is full.
         """
         for look in range(_LOOKS):
             here = self._here()
@@ -221,13 +219,13 @@ class Move:
         return True
 
     def _last(self, base: str, release: str) -> carver.MoveState | None:
-        """What changed since the last round, while nobody can use it; and it is the other's."""
-        self._tell("it is not in use: sending what changed since, while nobody can use it")
+        """Send what changed since the last round while it is held, and commit the move."""
+        self._tell("it is not in use: sending what changed since, while it cannot be used")
         with _kept(self._transfer, self._volume_id) as token:
             snapshot_id = self._take()
             self._send(snapshot_id, base, release)
             if self._proved != snapshot_id:
-                # Of 0.1.0.
+                # 0.1.0 has no --verify.
                 self._tell(f"Carver on {self._remote.node} is older: now both read all of it")
                 self._compare(snapshot_id)
             self._tell("both hold the same")
@@ -237,7 +235,7 @@ class Move:
             return self._transfer.CommitMove(request)
 
     def _compare(self, snapshot_id: str) -> None:
-        """See that both hold the same, all of which they read; raises NotMoved."""
+        """Compare checksums of all that both hold; raises NotMoved."""
         with streams_command.outgoing(self._at, snapshot_id) as source:
             here = source.checksum(as_json=self._options.as_json)
         self._require_same(here, self._ask("--checksum")["sha256"])
@@ -254,7 +252,7 @@ class Move:
         )
 
     def _complete(self, begun: carver.MoveState) -> dict[str, Any]:
-        """It is the other node's: have it be a volume there."""
+        """Finish a committed move on the other node."""
         there = self._there()
         if there["state"] == streams_command.ABSENT or there["release"] != begun.release:
             raise errors.NotMoved(
@@ -277,10 +275,10 @@ class Move:
         return there
 
     def _send(self, snapshot_id: str, base: str, release: str, offset_bytes: int = 0) -> None:
-        """Have the other node hold what a snapshot does, on what it has of its base.
+        """Send a snapshot, or what changed since its base, to the other node.
 
-        Where both are known to hold the same of that, both read again what was sent, and nothing
-        else: then they are known to hold the same of this. Raises NotMoved where they do not.
+        Where both were found to hold the same base, both read again only what was sent, and compare
+        that. Raises NotMoved where they differ.
         """
         options = self._options
         words = ["volume", "receive", options.name]
@@ -311,7 +309,7 @@ class Move:
                 self._proved = snapshot_id
 
     def _take(self) -> str:
-        """A snapshot as it is now, of a name that none had before: they may still be wiped."""
+        """Take a snapshot under a new name, as an earlier one may still be being erased."""
         begun = time.monotonic()
         taken = self._caller.snapshot(
             f"{self._prefix()}{secrets.token_hex(4)}", self._volume_id
@@ -320,7 +318,7 @@ class Move:
         return taken
 
     def _prefix(self) -> str:
-        """What the names of this move's snapshots begin with."""
+        """The prefix of the names of this move's snapshots."""
         begun = self._here()
         return f"{_PREFIX}{begun.release[:_PREFIX_CHARACTERS]}-"
 
@@ -331,7 +329,7 @@ class Move:
         return [one for one in found if prefix in one]
 
     def _own(self) -> dict[str, str]:
-        """Those of them that can be read, by their chains."""
+        """Those of them that are readable, by their chains."""
         found = {}
         for one in self._snapshots():
             try:
@@ -342,7 +340,7 @@ class Move:
         return found
 
     def _drop(self, keep: tuple[str, ...]) -> None:
-        """Delete the snapshots of this move but for some."""
+        """Delete the snapshots of this move except some."""
         for one in self._snapshots():
             if one not in keep:
                 self._caller.delete_snapshot(one)
@@ -358,7 +356,7 @@ class Move:
 
 
 def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str], Remote]) -> None:
-    """What `carver volume move` is told to do."""
+    """Do what the flags of `carver volume move` ask for."""
 
     def tell(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -384,7 +382,7 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
             raise errors.NotConfirmed(parsed.name)
         move.finish()
     elif parsed.undo:
-        # First: what the other node has shall be no claim's when it goes.
+        # First: the other node's volume must not be a claim's when it is removed.
         if cluster and (there := move.status()["there"])["release"] == found.release:
             place = move.place_there(there)
             claims.repoint(cluster, found.volume_id, place, yes=parsed.yes, undo=True)
@@ -406,7 +404,7 @@ def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str],
 
 
 def _was_never_ready(there: Mapping[str, Any]) -> bool:
-    """Whether what is there was never a volume of that node, or is one no more by an --undo."""
+    """Whether it was never finished there, or an --undo has withdrawn it."""
     return bool(there["state"] == streams_command.RECEIVING or there["finishing"])
 
 

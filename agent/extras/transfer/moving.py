@@ -1,13 +1,13 @@
-"""Volumes that move to another node: what the node does that they leave.
+"""Move volumes to another node: the part of the node that they leave.
 
-Nothing here talks to the other node; `carver volume move` does. What is on record here, in tags,
-decides whose the volume is:
+`carver volume move` talks to the other node, this module does not. Tags here decide whose the
+volume is:
 
     ready ──begin──▶ ready, moveTo, moveWord ──commit──▶ moved ──finish──▶ deleted
                        └──────────undo──────────┴──undo──▶ ready
 
-The other node's volume can be finished only with the word that is told here, and it is told only
-when the volume is `moved`: so at no moment can both be used.
+The other node's volume can be finished only with a word that this node gives out only when the
+volume is `moved`: so both can never be used at once.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ from mount import errors as mount_errors
 from proto import carver_pb2 as carver
 
 _WORD_BYTES = 16
-# How long a volume is kept from being used when whoever sends it falls silent.
+# How long a hold lasts unless the command prolongs it.
 HELD_SECONDS = 30.0
 
 
 class Mover:
-    """Lets volumes go."""
+    """Moves volumes away."""
 
     def __init__(self, context: Context, deleter: VolumeDeleter) -> None:
         self._volume_groups, self._kernel = context.volume_groups, context.kernel
@@ -37,10 +37,7 @@ class Mover:
         self._holds = context.holds
 
     def status(self, name: str) -> carver.MoveState:
-        """How far the move of a volume is, by its name, its logical volume's or its id.
-
-        Raises NoSuchVolume.
-        """
+        """The move's state, by the volume's name, logical volume or id; raises NoSuchVolume."""
 
         def find(seen: report.Report) -> Volume | None:
             for one in self._inventory.present(seen):
@@ -53,9 +50,9 @@ class Mover:
         return self._state(found)
 
     def begin(self, volume_id: str, node: str) -> carver.MoveState:
-        """Put on record that it moves to a node; it may be used as before. The second is the same.
+        """Record that it moves to a node; it can be used as before. Idempotent.
 
-        Raises NotMoved where it moves to another.
+        Raises NotMoved where it moves to another node.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._volume(volume_id)
@@ -73,17 +70,17 @@ class Mover:
                 volume = self._volume(volume_id)
         return self._state(volume)
 
-    def hold(self, volume_id: str, word: str = "") -> str:
-        """Nobody can begin to use it for HELD_SECONDS; the word by which that is asked for anew.
+    def hold(self, volume_id: str, token: str = "") -> str:
+        """Keep an unused volume from use for HELD_SECONDS; return the token that prolongs that.
 
-        The caller keeps all other calls on it away. Raises VolumeInUse where it is used, Moved
-        where another holds it, or the word's time is over.
+        The caller holds the volume's lock. Raises VolumeInUse, and Moved where another command
+        holds it or the token has expired.
         """
         volume = self._moving(volume_id)
-        held = self._holds.hold(volume_id, volume.own_tags[tag.MOVE_TO], HELD_SECONDS, word)
+        held = self._holds.hold(volume_id, volume.own_tags[tag.MOVE_TO], HELD_SECONDS, token)
         try:
             users.require_unused(self._kernel, self._inventory, volume)
-            if not word:
+            if not token:
                 with self._volume_groups.hold(volume.group.name):
                     known = self._inventory.state(volume.group.name, resume=True).group(
                         volume.group.name
@@ -95,15 +92,14 @@ class Mover:
             raise
         return held
 
-    def release(self, volume_id: str, word: str) -> None:
-        """It may be used again."""
-        self._holds.release(volume_id, word)
+    def release(self, volume_id: str, token: str) -> None:
+        """Let it be used again."""
+        self._holds.release(volume_id, token)
 
-    def commit(self, volume_id: str, snapshot_id: str, word: str) -> carver.MoveState:
-        """It is the other node's from now on, which has all that its last snapshot holds.
+    def commit(self, volume_id: str, snapshot_id: str, token: str) -> carver.MoveState:
+        """Make it the other node's, which has all that the last snapshot holds.
 
-        The caller holds it by a word since before that was taken. Two commands. Raises NotMoved,
-        VolumeInUse.
+        The hold began before that snapshot was taken. Two commands. Raises NotMoved, VolumeInUse.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._moving(volume_id)
@@ -114,7 +110,7 @@ class Mover:
             known = self._inventory.state(volume.group.name, resume=True)
             snapshot = self._inventory.snapshot(known, snapshot_id)
             uuid = snapshot.group.volume(snapshot.name).uuid
-            if not self._holds.has_all(volume_id, word, uuid):
+            if not self._holds.has_all(volume_id, token, uuid):
                 why = f"it may have been used since {snapshot_id} was taken; send another"
                 raise errors.NotMoved(volume_id, why)
             if snapshot.source_id != volume.id or snapshot.size_bytes != volume.size_bytes:
@@ -124,10 +120,10 @@ class Mover:
             try:
                 self._mark(volume, {tag.STATE: tag.MOVED})
             except BaseException:
-                # Perhaps it was done all the same: a look tells.
+                # The command may have worked all the same.
                 self._recall(volume_id)
                 raise
-            # Where it has no device, whoever wants to use it asks what it is.
+            # Without a device, any use first reads its tags.
             with suppress(mount_errors.CommandError):
                 volumes.deactivate(
                     self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
@@ -135,7 +131,7 @@ class Mover:
             return self._state(self._volume(volume_id))
 
     def undo(self, volume_id: str) -> None:
-        """It stays, or is, this node's; the caller saw to it that the other has none of it."""
+        """Make it this node's again; the caller made sure that the other node has none of it."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._volume(volume_id)
             if _is_going(volume):
@@ -146,7 +142,7 @@ class Mover:
             self._holds.allow(volume_id)
 
     def finish(self, volume_id: str) -> None:
-        """Delete what is left here of a volume that is the other node's; the second does nothing.
+        """Delete what is left here of a volume that is the other node's. Idempotent.
 
         Raises NotMoved where it is still this node's.
         """
@@ -159,7 +155,7 @@ class Mover:
                 raise errors.NotMoved(volume_id, "it is still this node's")
             if held := volume.kept_snapshots:
                 raise errors.HasSnapshots(volume_id, held, "delete them first")
-            # Before its first byte is overwritten: an undo would take back what is not whole.
+            # Before its first byte is erased: an undo would take back an incomplete volume.
             if not _is_going(volume):
                 self._mark(volume, {tag.MOVE_ENDED: tag.WIPING})
         self._deleter.delete(volume_id, moved=True)
@@ -169,7 +165,7 @@ class Mover:
         try:
             is_moved = self._volume(volume_id).moved
         except Exception:
-            # Nobody knows: it stays withheld until the next start has a look.
+            # Unknown: it stays held until the next start.
             return
         if not is_moved:
             self._holds.allow(volume_id)
@@ -208,5 +204,5 @@ class Mover:
 
 
 def _is_going(volume: Volume) -> bool:
-    """Whether what is left of it here is being deleted: perhaps it is not whole any more."""
+    """Whether what is left of it here is being deleted, and so may be incomplete."""
     return volume.wiping or (volume.moved and tag.MOVE_ENDED in volume.own_tags)

@@ -1,15 +1,14 @@
-"""Volumes that come as streams: made, brought from chain to chain, finished, or removed.
+"""Receive volumes as streams: create them, take increments, finish or remove them.
 
-What is half there is no volume. It is tagged `receiving` from the lvcreate that makes it until it
-is finished: not listed, not staged, not grown; only streams are written to it, and that is why what
-it holds is exactly what its tags say. Each stream brings it from one chain, the name of exactly
-what a snapshot held, to the next:
+A volume is tagged `receiving` from its lvcreate until it is finished: not listed, not staged, not
+grown. Only streams write to it, so it holds exactly what its tags say. Each stream brings it from
+one chain, the name of exactly what a snapshot held, to the next:
 
     nothing ──whole──▶ into=A, offset=… ──all of it──▶ chain=A ──increment──▶ chain=A, into=B … ▶ B
 
-A stream that was cut off is taken up at the offset that is on record, which is on the disk; the
-records are tags. Finishing has the file system looked over, which may write to it: so it no longer
-holds what its chain says, and the record that no stream is taken any more comes first.
+A stream that was cut off continues at the recorded offset, before which all is on the disk; the
+records are tags. Finishing checks the file system, which may write to it: then the volume no longer
+holds what its chain says, so the record that it takes no more streams comes first.
 """
 
 import hashlib
@@ -37,14 +36,14 @@ from lvm.volumes import New
 from mount import filesystem, luks
 from proto import carver_pb2 as carver
 
-# What is gone when it is finished.
+# The tags that are removed when it is finished.
 _COMING = (tag.CHAIN, tag.CONTENT, tag.INTO, tag.OFFSET, tag.RELEASE, tag.FINISHING)
-# What FINISHING says of one that is only to be removed.
+# The value of FINISHING for a volume that can only be removed.
 _WITHDRAWN = "withdrawn"
 
 
 class Receiver:
-    """Takes volumes from elsewhere into this node's groups."""
+    """Receives volumes into this node's groups."""
 
     def __init__(self, context: Context, deleter: VolumeDeleter, pool_remover: PoolRemover) -> None:
         self._config, self._run = context.config, context.run
@@ -57,16 +56,15 @@ class Receiver:
         self._detached = context.detached
 
     def status(self, name: str) -> carver.ReceiveState:
-        """How far the volume of that name is; `absent` where the report proves there is none."""
+        """The state of the volume of that name; `absent` where the report proves there is none."""
         found = self._inventory.search(lambda known: self._inventory.named(known, name))
         return carver.ReceiveState(state="absent") if found is None else _state(found)
 
     def begin(self, name: str, device_class: str, header: Header) -> carver.ReceiveState:
-        """Have a volume there that the stream can be applied to, and say from where on.
+        """Create or grow the volume for a stream, and return its state: where the stream begins.
 
-        Made by the first stream, two commands; grown where the stream is of a larger volume.
-        Nothing is to be applied where `chain` is the stream's already. Raises NotReceived,
-        VolumeInUse, NoRoom.
+        The first stream takes two commands. There is nothing to apply where `chain` is the
+        stream's already. Raises NotReceived, VolumeInUse, NoRoom.
         """
         one = self._config.device_class(device_class)
         if one is None:
@@ -85,7 +83,7 @@ class Receiver:
             return self._go_on(self._inventory.get(known, str(found.id)), name, header)
 
     def record(self, volume_id: str, into: str, offset_bytes: int) -> None:
-        """All before an offset is on the disk: put it on record. One command."""
+        """Record that everything before an offset is on the disk. One command."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._coming(volume_id)
             self._require_into(volume, into)
@@ -93,7 +91,7 @@ class Receiver:
                 self._mark(volume, {tag.OFFSET: str(offset_bytes)})
 
     def end(self, volume_id: str, header: Header) -> None:
-        """The stream is on the disk, whole: from now on the volume holds what it says."""
+        """Record that the whole stream is on the disk: the volume holds its chain."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._coming(volume_id)
             if volume.own_tags.get(tag.CHAIN) == header.chain:
@@ -103,21 +101,21 @@ class Receiver:
             self._mark(volume, new, without=(tag.INTO, tag.OFFSET))
 
     def open(self, volume_id: str) -> None:
-        """Have the device there of what was received, to be read."""
+        """Activate what was received, for reading."""
         with self._volume_groups.hold(ids.group_of(volume_id)):
             self._inventory.activate(self._coming(volume_id))
 
     def finish(self, volume_id: str, release: str) -> None:
-        """Make it a volume of this node, its file system looked over. The second call does nothing.
+        """Make it a volume of this node, its file system checked. A second call does nothing.
 
-        Raises NotReceived where its streams are not whole, or its source did not release it;
-        Damaged, ContentsLost.
+        Raises NotReceived where a stream is incomplete or its source has not released it; Damaged,
+        ContentsLost.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             known = self._inventory.state(ids.group_of(volume_id), resume=True)
             volume = self._inventory.get(known, volume_id)
             if not volume.receiving and tag.RECEIVED in volume.own_tags and volume.is_listed:
-                # An earlier call may have finished it, and not have known.
+                # An earlier call may have finished it without its answer from lvm2.
                 self._holds.allow(volume_id)
                 return
             volume = self._coming(volume_id)
@@ -127,14 +125,14 @@ class Receiver:
             if tag.FINISHING not in volume.own_tags:
                 new = {tag.FINISHING: volume.own_tags[tag.CHAIN]}
                 volume = self._mark(volume, new, without=(tag.CHAIN,))
-        self._look_over(volume, device)
+        self._check(volume, device)
         with self._volume_groups.hold(ids.group_of(volume_id)):
             volume = self._coming(volume_id)
             self._mark(volume, {tag.STATE: tag.READY}, without=_COMING)
         self._holds.allow(volume_id)
 
     def abort(self, volume_id: str) -> None:
-        """Overwrite and remove what was received; no such volume is no error.
+        """Erase and remove what was received; it is no error if there is no such volume.
 
         Raises NotReceived for one that was finished, VolumeInUse while a stream is applied.
         """
@@ -147,19 +145,19 @@ class Receiver:
                 self._holds.allow(volume_id)
                 return
             if not (volume.receiving or volume.wiping):
-                raise errors.NotReceived(volume_id, "it is finished, and so only to be deleted")
+                raise errors.NotReceived(volume_id, "it is finished; delete it instead")
             if volume.receiving and volume.own_tags.get(tag.FINISHING) != _WITHDRAWN:
                 users.require_unused(self._kernel, self._inventory, volume)
-                # From the first byte that is overwritten on it does not hold what its tags said.
+                # Before the first byte is erased: then it no longer holds what its tags say.
                 gone = (tag.CHAIN, tag.INTO, tag.OFFSET)
                 self._mark(volume, {tag.FINISHING: _WITHDRAWN}, without=gone)
         self._deleter.delete(volume_id, received=True)
         self._holds.allow(volume_id)
 
     def withdraw(self, volume_id: str, release: str) -> None:
-        """Take back that it was finished: it is no volume any more, and goes with `abort`.
+        """Undo `finish`: it is no volume of this node any more, and `abort` removes it.
 
-        Raises NotReceived where it is another's, VolumeInUse where it is used.
+        Raises NotReceived where it did not come by this move, VolumeInUse.
         """
         with self._volume_groups.hold(ids.group_of(volume_id)):
             known = self._inventory.state(ids.group_of(volume_id), resume=True)
@@ -183,9 +181,11 @@ class Receiver:
         self, known: report.Report, one: DeviceClass, name: str, header: Header
     ) -> carver.ReceiveState:
         if not header.is_whole:
-            raise errors.NotReceived(name, "there is none, and the stream needs a base")
+            raise errors.NotReceived(
+                name, "there is no volume, and the stream needs a base; send a whole one"
+            )
         if header.offset_bytes:
-            why = f"there is none, and the stream begins at byte {header.offset_bytes}"
+            why = f"there is no volume, and the stream begins at byte {header.offset_bytes}"
             raise errors.NotReceived(name, why)
         group = self._inventory.group(known, one.group)
         size_bytes = layout.round_up(header.size_bytes, group.extent_size_bytes, one.layout)
@@ -195,7 +195,7 @@ class Receiver:
             raise errors.NoRoom(group.name, size_bytes, maximum, allocator.purpose(group))
         logical = names.logical_volume(ids.VOLUME_PREFIX, name)
         volume_id = str(VolumeId.of(group, logical))
-        # Also where lvcreate fails: it may have made it, and `abort` sees whether there is any.
+        # Also where lvcreate fails: it may have created it, and `abort` finds out.
         self._holds.receiving(volume_id)
         with ExitStack() as undo:
             if one.layout.is_thin:
@@ -211,7 +211,7 @@ class Receiver:
         if volume.wiping:
             raise errors.OperationPending(f"{volume.id} (being wiped)")
         if not volume.receiving:
-            raise errors.Incompatible(f"volume {name!r} exists, and does not come as a stream")
+            raise errors.Incompatible(f"volume {name!r} exists, and is not being received")
         self._holds.receiving(str(volume.id))
         if volume.own_tags.get(tag.CHAIN) == header.chain:
             return _state(volume)
@@ -232,19 +232,19 @@ class Receiver:
         return _state(volume)
 
     def _require_fit(self, volume: Volume, name: str, header: Header) -> None:
-        """Raise NotReceived where the stream does not go on from what is there."""
+        """Raise NotReceived where the stream does not continue what is there."""
         own_tags = volume.own_tags
         holds, into = own_tags.get(tag.CHAIN, ""), own_tags.get(tag.INTO, "")
         if own_tags.get(tag.FINISHING) == _WITHDRAWN:
             raise errors.NotReceived(name, "it was withdrawn, and is only to be removed")
         if tag.FINISHING in own_tags:
-            raise errors.NotReceived(name, "it is being finished, and takes no stream any more")
+            raise errors.NotReceived(name, "it is being finished, and takes no more streams")
         if own_tags.get(tag.RELEASE, "") != header.release:
             raise errors.NotReceived(name, "it comes by another move, or by none")
         if header.base_chain != holds:
             raise errors.NotReceived(
                 name,
-                f"the stream goes on from {header.base_chain or 'nothing'}"
+                f"the stream continues {header.base_chain or 'nothing'}"
                 f" ({header.base_snapshot_id or 'it is a whole one'}), it holds"
                 f" {holds or 'nothing whole'}",
             )
@@ -255,8 +255,8 @@ class Receiver:
         if header.offset_bytes > (volume.offset_bytes if into else 0):
             raise errors.NotReceived(
                 name,
-                f"the stream begins at byte {header.offset_bytes}, it is there to byte"
-                f" {volume.offset_bytes}",
+                f"the stream begins at byte {header.offset_bytes}, after byte"
+                f" {volume.offset_bytes}, up to which it was received",
             )
 
     def _require_whole(self, volume: Volume, release: str) -> None:
@@ -264,7 +264,7 @@ class Receiver:
         if own_tags.get(tag.FINISHING) == _WITHDRAWN:
             raise errors.NotReceived(name, "it was withdrawn, and is only to be removed")
         if tag.INTO in own_tags or not (tag.CHAIN in own_tags or tag.FINISHING in own_tags):
-            raise errors.NotReceived(name, "its stream is not whole")
+            raise errors.NotReceived(name, "its stream is incomplete; send it again")
         wanted = own_tags.get(tag.RELEASE, "")
         if wanted and not hmac.compare_digest(_digest(release), wanted):
             raise errors.NotReceived(
@@ -273,11 +273,11 @@ class Receiver:
         if release and wanted and own_tags.get(tag.RELEASED) != release:
             self._mark(volume, {tag.RELEASED: release})
 
-    def _look_over(self, volume: Volume, device: Device) -> None:
-        """Have the file system whole, and with an id of its own where it needs one."""
+    def _check(self, volume: Volume, device: Device) -> None:
+        """Check the file system, and give it an id of its own where it needs one."""
         own_tags, identity = volume.own_tags, str(volume.id)
         if volume.is_encrypted:
-            # What is in it is looked over when it is opened.
+            # Its file system is checked when it is opened.
             header = luks.read(self._kernel, device.path)
             if (sealed := own_tags.get(tag.SEALED)) and (header is None or header.uuid != sealed):
                 raise errors.HeaderDamaged(identity, "it did not come with the stream")
@@ -295,15 +295,15 @@ class Receiver:
             return
         if found.fs_type in filesystem.FILE_SYSTEMS:
             check = partial(filesystem.check, self._run, device.path, found.fs_type)
-            look = partial(self._inventory.require_same, volume, device)
-            self._detached.do(identity, volume.group.name, "fsck", check, look)
+            proof = partial(self._inventory.require_same, volume, device)
+            self._detached.do(identity, volume.group.name, "fsck", check, proof)
 
     def _coming(self, volume_id: str) -> Volume:
-        """The volume, which still comes; the group is held. Raises NotReceived."""
+        """A volume that is being received; the group is held. Raises NotReceived."""
         known = self._inventory.state(ids.group_of(volume_id), resume=True)
         volume = self._inventory.get(known, volume_id)
         if not volume.receiving:
-            raise errors.NotReceived(volume_id, "no stream of it is being received")
+            raise errors.NotReceived(volume_id, "it is not being received")
         return volume
 
     @staticmethod
@@ -314,7 +314,7 @@ class Receiver:
     def _mark(
         self, volume: Volume, new: Mapping[str, str], without: tuple[str, ...] = ()
     ) -> Volume:
-        """Change tags, all or none; the volume as it is then. One command."""
+        """Change tags, all or none, in one command; return the changed volume."""
         new = {key: value for key, value in new.items() if volume.own_tags.get(key) != value}
         gone = {key for key in (*new, *without) if key in volume.own_tags}
         old = {key: volume.own_tags[key] for key in gone}
@@ -325,7 +325,7 @@ class Receiver:
 
 
 def _state(volume: Volume) -> carver.ReceiveState:
-    """How far a volume is, by its tags."""
+    """The state of a volume by its tags."""
     own_tags = volume.own_tags
     return carver.ReceiveState(
         volume_id=str(volume.id),

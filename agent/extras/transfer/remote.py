@@ -1,7 +1,7 @@
-"""Carver on another node, by the user's own ssh: commands that a person could type there.
+"""Run `carver` on another node by the user's own ssh.
 
-The one module of the command that starts programs for itself: ssh has the user's environment,
-agent and terminal, none of which the service's programs may have. Imports `subprocess`.
+The only part of the command that starts programs itself: ssh needs the user's environment, agent
+and terminal, which the service's programs must not have. Imports `subprocess`.
 """
 
 import json
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from agent.core import errors
 from mount.blocks import Bytes
 
-# What is told of what the other side said.
+# The most of the other node's error output that is quoted.
 _MOST_CHARACTERS = 2000
 
 
@@ -23,25 +23,22 @@ class Remote(Protocol):
 
     @property
     def node(self) -> str:
-        """What it is called here."""
+        """Its name for ssh."""
         ...
 
     def ask(self, *words: str) -> dict[str, Any]:
-        """Run `carver` with these words; what it prints, which is JSON."""
+        """Run `carver` with these words; return the JSON that it prints."""
         ...
 
     def feed(
         self, *words: str, write: Callable[[Callable[[Bytes], object]], object]
     ) -> dict[str, Any]:
-        """Run `carver` with these words while `write` writes what it reads.
-
-        What it prints, where that is JSON.
-        """
+        """Run `carver` while `write` writes its input; return the JSON that it prints, if any."""
         ...
 
 
 class Ssh:
-    """The real one. `ssh` and `carver` are words: how the node is reached, what is run there."""
+    """The real one. `ssh` and `carver` are the words of the commands here and there."""
 
     def __init__(self, node: str, ssh: Sequence[str], carver: Sequence[str]) -> None:
         self.node = node
@@ -49,17 +46,19 @@ class Ssh:
         self._carver = tuple(carver)
 
     def ask(self, *words: str) -> dict[str, Any]:
-        """Run `carver` there; what it prints."""
+        """Run `carver` there; return the JSON that it prints."""
         ended = self._run(words)
         told = _table(ended.stdout)
         if told is None:
-            raise self._refused(words, "it answers no JSON; is it this version?")
+            raise self._refused(
+                words, "it does not answer with JSON; use the same version on both nodes"
+            )
         return told
 
     def feed(
         self, *words: str, write: Callable[[Callable[[Bytes], object]], object]
     ) -> dict[str, Any]:
-        """Run `carver` there while `write` writes to it; what it prints, where that is JSON."""
+        """Run `carver` there while `write` writes its input; return its JSON, if any."""
         with self._started(words) as running:
             stdin, running.stdin = running.stdin, None
             problem: BaseException | None = None
@@ -68,10 +67,10 @@ class Ssh:
                     with stdin:
                         write(stdin.write)
             except BrokenPipeError:
-                pass  # it says why
+                pass  # Its error output says why.
             except BaseException as error:
                 problem = error
-                # What is cut off has no end mark, and is taken up again.
+                # A stream that is cut off has no end mark, and can be continued.
                 running.terminate()
             printed, said = running.communicate()
         if problem is not None:
@@ -104,7 +103,7 @@ class Ssh:
             yield running
 
     def _line(self, words: Sequence[str]) -> list[str]:
-        # ssh(1) joins what it is told and gives it to a shell there.
+        # ssh(1) joins its arguments and gives them to a shell there.
         return [*self._ssh, "--", self.node, shlex.join((*self._carver, *words))]
 
     def _refused(self, words: Sequence[str], why: str) -> errors.NodeRefused:
@@ -112,7 +111,7 @@ class Ssh:
 
 
 def _table(output: bytes) -> dict[str, Any] | None:
-    """What was printed as JSON; None where it is none."""
+    """Decode a JSON object; None where it is none."""
     try:
         told = json.loads(output)
     except ValueError:

@@ -1,7 +1,8 @@
-"""What a stream says of its snapshot and volume: tags that it carries, checked on arrival."""
+"""Describe a snapshot and its volume in a stream's header; check that description on arrival."""
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 
 from agent.core import errors, records, tag
 from agent.core.capabilities import BLOCK, MOUNT
@@ -19,7 +20,7 @@ from mount import filesystem, luks
 
 # Tags of the parameters that staging needs.
 PARAMETERS = tuple(row.tag for row in IN_CONTEXT)
-# What of a volume's tags goes with it: the rest is its node's affair, or is made anew.
+# The tags of a volume that a stream carries: the rest is its node's, or is made anew.
 TOLD = (
     *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED),
     *(*PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV),
@@ -29,7 +30,7 @@ TOLD = (
 def tags_of(
     name: str, one: DeviceClass, header: Header, size_bytes: int, group: report.Group
 ) -> dict[str, str]:
-    """The tags of a volume that begins to come; what is wrong with the header's is told."""
+    """The tags of a volume to be received; raises BadField, NotAllowed for a wrong header."""
     told = {key: value for key, value in header.facts.items() if key in TOLD}
     access = told.get(tag.ACCESS, BLOCK)
     if access not in (BLOCK, MOUNT):
@@ -63,14 +64,14 @@ def tags_of(
 
 
 def _check_encryption(one: DeviceClass, told: Mapping[str, str], size_bytes: int) -> None:
-    """Raise BadField where a stream is not as encrypted as its class, or does not tell how."""
+    """Raise BadField where the encryption of stream and class differ, or its tags are wrong."""
     sealed, length = told.get(tag.SEALED, ""), told.get(tag.HEADER, "")
     if tag.ENCRYPTION not in told:
         if one.encryption:
-            why = f"class {one.name} encrypts, and what comes is not encrypted; take another class"
+            why = f"class {one.name} encrypts, and the stream is not encrypted; take another class"
             raise errors.BadField("stream.facts[encryption]", why)
         if sealed or length:
-            raise errors.BadField("stream.facts[header]", "is of what is not encrypted")
+            raise errors.BadField("stream.facts[header]", "is set, and the stream is not encrypted")
         return
     if not (length.isdecimal() and luks.METADATA_BYTES < int(length) < size_bytes):
         raise errors.BadField(
@@ -86,17 +87,17 @@ def _check_encryption(one: DeviceClass, told: Mapping[str, str], size_bytes: int
 
 
 class Sender:
-    """Says what a stream of a snapshot begins with."""
+    """Opens snapshots and makes the headers of their streams."""
 
     def __init__(self, context: Context, activations: Activations) -> None:
         self._volume_groups, self._inventory = context.volume_groups, context.inventory
         self._activations = activations
 
     def open(self, snapshot_id: str, base_id: str = "") -> tuple[Header, str]:
-        """Have a snapshot's device there, and say what it is; since another, if one is named.
+        """Activate a snapshot; return a stream's header, since a base if named, and the lease.
 
-        With the word to close it by. At most two commands. Raises NoSuchSnapshot, OtherGroup,
-        SourceLost, BadField.
+        `close` ends the lease. At most two commands. Raises NoSuchSnapshot, OtherGroup, SourceLost,
+        BadField.
         """
         with self._volume_groups.hold(group_of(snapshot_id)):
             known = self._inventory.state(group_of(snapshot_id), resume=True)
@@ -105,11 +106,11 @@ class Sender:
             return header, self._activations.lease(snapshot)
 
     def close(self, snapshot_id: str, word: str) -> None:
-        """The snapshot is not read any more."""
+        """End the lease of `open`."""
         self._activations.end_lease(group_of(snapshot_id), word)
 
     def chain(self, snapshot_id: str) -> str:
-        """The name of exactly what a snapshot holds; it need not be active. The same errors."""
+        """Name exactly what a snapshot holds; it need not be active. Raises as `open`."""
         known = self._inventory.state(group_of(snapshot_id))
         return chain_of(self._ready(known, snapshot_id))
 
@@ -131,13 +132,11 @@ class Sender:
         # Volumes only grow.
         if is_newer or base.id == snapshot.id or base.size_bytes > snapshot.size_bytes:
             raise errors.BadField("since", f"{base_id} is no older than {snapshot.id}")
-        return Header(
-            **{
-                **vars(header),
-                "base_snapshot_id": str(base.id),
-                "base_chain": chain_of(base),
-                "base_size_bytes": base.size_bytes,
-            }
+        return replace(
+            header,
+            base_snapshot_id=str(base.id),
+            base_chain=chain_of(base),
+            base_size_bytes=base.size_bytes,
         )
 
     def _ready(self, known: report.Report, snapshot_id: str) -> Snapshot:
@@ -147,7 +146,7 @@ class Sender:
         return snapshot
 
     def _own_tags(self, known: report.Report, snapshot: Snapshot) -> dict[str, str]:
-        """The volume's tags, or what its snapshot has of them where it is gone."""
+        """The volume's tags, or its snapshot's copy of them where it is gone."""
         own_tags = snapshot.own_tags
         volume_id = str(snapshot.source_id)
         if VolumeId.parse(volume_id) is not None:
@@ -161,7 +160,7 @@ class Sender:
 
 
 def chain_of(snapshot: Snapshot) -> str:
-    """The name of exactly what a snapshot holds; its volume may be gone by now."""
+    """Name exactly what a snapshot holds; its volume may be gone."""
     own = snapshot.group.volume(snapshot.name).uuid
     return form.chain_of(
         str(snapshot.source_id), own, snapshot.time_nanoseconds, snapshot.size_bytes

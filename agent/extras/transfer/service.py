@@ -1,4 +1,4 @@
-"""What sends, receives and moves volumes asks of the service: parse, hold the volume, call policy.
+"""Sending, receiving and moving volumes: parse the request, lock the volume, call it, answer.
 
 On the same socket as CSI, which only root can open; the command reads and writes the devices
 itself. proto/carver.proto has the calls. Ranges are in offsets of the logical volume: a stream has

@@ -1,4 +1,4 @@
-"""`carver snapshot send` and `carver volume receive`, with their progress."""
+"""`carver snapshot send` and `receive`: the bytes go through here, LVM is the service's."""
 
 import argparse
 import fcntl
@@ -35,7 +35,7 @@ _JSON_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class State:
-    """How far it is. The rate is of the volume's bytes, gone over or left out, each second."""
+    """Progress. The rate is of the volume's bytes, sent or skipped, in a second."""
 
     what: str
     offset_bytes: int
@@ -44,13 +44,13 @@ class State:
     seconds_left: int | None
 
 
-# Told of each byte of the volume up to which it is.
+# Called with the offset in the volume so far.
 Tell = Callable[[int], None]
 
 
 @contextmanager
 def shown(what: str, start_bytes: int, size_bytes: int, *, as_json: bool) -> Iterator[Tell]:
-    """Show how far it is on the standard error, and nothing where that is neither of both."""
+    """Show progress on standard error: as JSON, as a bar on a terminal, or not at all."""
     if as_json:
         yield _lines(what, start_bytes, size_bytes)
     elif sys.stderr.isatty():
@@ -82,7 +82,7 @@ RECEIVING, ABSENT, READY = "receiving", "absent", "ready"
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A snapshot that is open, and so stays, and what a stream of it begins with."""
+    """A snapshot that is open, and so cannot be removed, and the header of its stream."""
 
     at: Manual
     header: Header
@@ -99,16 +99,15 @@ class Outgoing:
         note: Callable[[Extent], None] = lambda _part: None,
         as_json: bool = False,
     ) -> dict[str, Any]:
-        """Send it from an offset on; what was sent. Raises SourceLost, TransferFailed.
+        """Send it from an offset on; return what was sent. Raises SourceLost, TransferFailed.
 
-        Of an increment all that was written since, read once; or what differs, by a look at both.
-        Where it is taken up at an offset either way will do: all before it is there.
+        An increment has all that was written since the base, or with `compare` only what differs.
+        Either way can continue a stream at an offset: everything before it was received.
         """
         header = replace(self.header, offset_bytes=offset_bytes, release=release)
         if offset_bytes % form.SECTOR_BYTES or not 0 <= offset_bytes <= header.size_bytes:
-            why = f"is no place in it: a multiple of {form.SECTOR_BYTES} up to {header.size_bytes}"
+            why = f"must be a multiple of {form.SECTOR_BYTES} up to {header.size_bytes}"
             raise errors.BadField("offset", why)
-        # In the logical volume's offsets: the header of an encrypted volume is sent, too.
         found = extents(
             self.at.caller,
             header.snapshot_id,
@@ -117,10 +116,10 @@ class Outgoing:
             is_compared=compare,
         )
         first = next(found, None)
-        # The service has the base open by now: it is the one that the header names, or was not.
+        # The service has the base open now, so it can no longer be replaced.
         self.require_same()
         parts = found if first is None else chain([first], found)
-        what = f"sending {_short(header.snapshot_id)}"
+        what = f"sending {ids.logical_name(header.snapshot_id)}"
         with shown(what, offset_bytes, header.size_bytes, as_json=as_json) as tell:
             totals = sending.send(
                 write,
@@ -142,21 +141,21 @@ class Outgoing:
         }
 
     def checksum(self, *, as_json: bool = False) -> str:
-        """The checksum of all that it holds."""
-        with _told(f"reading {_short(self.header.snapshot_id)}"):
+        """The checksum of the whole snapshot."""
+        with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
             found = _checksum(self.device, self.header.size_bytes, "checking", as_json=as_json)
             self._prove()
             return found
 
     def checksum_of(self, parts: Spool) -> str:
-        """The checksum of what a stream of it named, all of which is read again."""
-        with _told(f"reading {_short(self.header.snapshot_id)}"):
+        """The checksum of the parts that a stream of it named; reads them again."""
+        with _explained(f"reading {ids.logical_name(self.header.snapshot_id)}"):
             found = sending.of_parts(self.device, self.header, parts)
             self._prove()
             return found
 
     def require_same(self) -> None:
-        """Raise SourceLost where what is open is not what the header names: of the same name."""
+        """Raise SourceLost where another snapshot of the same name is open than the header's."""
         was, base_id = self.header, self.header.base_snapshot_id
         now = chain_of(self.at, was.snapshot_id)
         if now != was.chain or (base_id and chain_of(self.at, base_id) != was.base_chain):
@@ -164,21 +163,21 @@ class Outgoing:
             raise errors.SourceLost(was.snapshot_id, why)
 
     def _prove(self) -> None:
-        """Raise SourceLost where what was read may not be what the snapshot held."""
+        """Raise SourceLost where the data read may be wrong."""
         snapshot_id = self.header.snapshot_id
         if not is_ready(self.at, snapshot_id):
             raise errors.SourceLost(snapshot_id, "it was lost while it was read")
 
 
 def is_ready(at: Manual, snapshot_id: str) -> bool:
-    """Whether a snapshot is there, and holds what it held."""
+    """Whether a snapshot is there and not lost."""
     found = at.caller.snapshots(snapshot_id=snapshot_id)
     return bool(found) and found[0].ready_to_use
 
 
 @contextmanager
 def outgoing(at: Manual, snapshot_id: str, base_id: str = "") -> Iterator[Outgoing]:
-    """Have a snapshot open; raises what the service says."""
+    """Open a snapshot; raises grpc.RpcError."""
     request = carver.OpenSnapshotRequest(snapshot_id=snapshot_id, base_snapshot_id=base_id)
     opened = _transfer(at).OpenSnapshot(request)
     try:
@@ -188,7 +187,7 @@ def outgoing(at: Manual, snapshot_id: str, base_id: str = "") -> Iterator[Outgoi
             yield source
     finally:
         if opened.lease:
-            # Else it is deactivated after another reading, or by the next start.
+            # On failure, the next reading or the next start deactivates it.
             with suppress(grpc.RpcError):
                 _transfer(at).CloseSnapshot(
                     carver.CloseSnapshotRequest(snapshot_id=snapshot_id, lease=opened.lease)
@@ -196,7 +195,7 @@ def outgoing(at: Manual, snapshot_id: str, base_id: str = "") -> Iterator[Outgoi
 
 
 def chain_of(at: Manual, snapshot_id: str) -> str:
-    """The name of exactly what a snapshot holds; it need not be active."""
+    """Name exactly what a snapshot holds; it need not be active."""
     return _transfer(at).SnapshotChain(carver.SnapshotChainRequest(snapshot_id=snapshot_id)).chain
 
 
@@ -232,7 +231,7 @@ def _transfer(at: Manual) -> TransferStub:
 
 
 def received(at: Manual, parsed: argparse.Namespace, source: BinaryIO) -> dict[str, Any]:
-    """What `carver volume receive` is told to do; how far the volume is then."""
+    """Do what the flags of `carver volume receive` ask for; return the volume's state."""
     name = parsed.name
     if parsed.status:
         return status(at, name)
@@ -255,7 +254,7 @@ def received(at: Manual, parsed: argparse.Namespace, source: BinaryIO) -> dict[s
 
 
 def show(told: dict[str, Any], *, as_json: bool) -> None:
-    """Print what came of it."""
+    """Print a result."""
     if as_json:
         print(json.dumps(told, indent=2))
     else:
@@ -284,7 +283,7 @@ def send(
     base = at.find_snapshot(since).snapshot_id if since else ""
     with (
         outgoing(at, at.find_snapshot(name).snapshot_id, base) as source,
-        _told(f"sending {name}"),
+        _explained(f"sending {name}"),
     ):
         source.send(
             out.write,
@@ -297,13 +296,13 @@ def send(
 
 
 def widen(pipe: BinaryIO | int) -> None:
-    """Have a pipe hold a whole piece of a volume and not 64 KiB; all else stays as it was."""
+    """Make a pipe hold a whole piece of a volume and not 64 KiB; anything else is left alone."""
     with suppress(OSError):
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, sending.PIECE_BYTES)
 
 
 def checksum_of(at: Manual, name: str, *, as_json: bool = False) -> dict[str, Any]:
-    """The checksum of all that a snapshot holds."""
+    """The checksum of a whole snapshot."""
     with outgoing(at, at.find_snapshot(name).snapshot_id) as source:
         return {"chain": source.header.chain, "sha256": source.checksum(as_json=as_json)}
 
@@ -317,15 +316,15 @@ def receive(
     verify: bool = False,
     as_json: bool = False,
 ) -> dict[str, Any]:
-    """Apply the streams that come one after another; how far the volume is then.
+    """Apply streams that come one after another; return the volume's state.
 
-    With `verify` moreover the checksum of what the last one named, read from the disk again; empty
-    where it was there before.
+    With `verify` also the checksum of the last one's parts, read from the disk again; empty where
+    that stream was there already.
     """
     if source.isatty():
         raise errors.TransferFailed("a stream does not come from a terminal", "use < or |")
     widen(source)
-    # What typing.BinaryIO lacks is there in each file that is read as binary.
+    # typing.BinaryIO lacks readinto, which each binary file has.
     verified = ""
     for reader in reading.streams(cast("Source", source)):
         with opened_spool(at) as parts:
@@ -336,7 +335,7 @@ def receive(
 
 
 def opened_spool(at: Manual) -> AbstractContextManager[Spool]:
-    """A place for the parts of a stream."""
+    """A spool for the parts of a stream."""
     return spool.opened(at.settings.endpoint.parent)
 
 
@@ -349,7 +348,7 @@ def _receive_one(
     *,
     as_json: bool,
 ) -> str:
-    """Apply a stream; the checksum of its parts, if they are asked for and it was not there."""
+    """Apply a stream; return its parts' checksum, if asked for and it was not there already."""
     header = reader.header
     told = form.text_of(header).decode()
     transfer = _transfer(at)
@@ -358,14 +357,14 @@ def _receive_one(
     )
     volume_id = begun.volume_id
     if begun.chain == header.chain:
-        # It is there. Whoever sends it shall come to an end all the same.
+        # It is there already. Read it to its end, so that its sender ends well.
         for _ in reader.frames():
             pass
         return ""
     path = _device(at, volume_id)
     kernel = at.host.kernel
-    with _told(f"receiving {name}"), kernel.opened(path, to_write=True) as device:
-        # Nobody else writes there from now on: whoever did before may have ended just now.
+    with _explained(f"receiving {name}"), kernel.opened(path, to_write=True) as device:
+        # Opened for writing, it has no other writer; one may have ended just before.
         now = transfer.ReceiveStatus(carver.NameRequest(name=name))
         if now.volume_id != volume_id or now.into != header.chain:
             raise errors.NotReceived(name, "another stream was received meanwhile")
@@ -391,31 +390,31 @@ def _receive_one(
             )
             tell(header.size_bytes)
         transfer.EndReceive(carver.EndReceiveRequest(volume_id=volume_id, header=told))
-        # While it is open to write nobody else does.
+        # Still open for writing, so that it has no other writer.
         return "" if parts is None else sending.of_parts(device, header, parts)
 
 
 def status(at: Manual, name: str) -> dict[str, Any]:
-    """How far a volume is that is received, and where a stream to it goes on."""
+    """The state of a volume that is received, and the offset where a stream continues."""
     found = _transfer(at).ReceiveStatus(carver.NameRequest(name=name))
-    # What 0.1.0 lacks: it takes --verify.
+    # Says that it takes --verify, which 0.1.0 does not.
     return {**values(found), "name": name, "verifies": True}
 
 
 def received_checksum(at: Manual, name: str, *, as_json: bool = False) -> dict[str, Any]:
-    """The checksum of all that a volume holds that was received."""
+    """The checksum of a whole volume that was received."""
     found = _require_received(at, name)
     if not found["chain"] or found["into"]:
-        raise errors.NotReceived(name, "its stream is not whole")
+        raise errors.NotReceived(name, "its stream is incomplete; send it again")
     _transfer(at).OpenReceived(carver.VolumeRequest(volume_id=found["volume_id"]))
     path = _device(at, found["volume_id"])
-    with _told(f"reading {name}"), at.host.kernel.opened(path) as device:
+    with _explained(f"reading {name}"), at.host.kernel.opened(path) as device:
         told = _checksum(device, found["content_bytes"], "checking", as_json=as_json)
     return {"chain": found["chain"], "sha256": told}
 
 
 def finish(at: Manual, name: str, release: str = "") -> dict[str, Any]:
-    """Make what was received a volume, its file system looked over."""
+    """Make what was received a volume, its file system checked."""
     volume_id = _require_received(at, name)["volume_id"]
     request = carver.ReleaseRequest(volume_id=volume_id, release=release)
     _transfer(at).FinishReceive(request)
@@ -423,7 +422,7 @@ def finish(at: Manual, name: str, release: str = "") -> dict[str, Any]:
 
 
 def withdraw(at: Manual, name: str, release: str) -> dict[str, Any]:
-    """Take back that it was finished."""
+    """Undo `finish`."""
     volume_id = _require_received(at, name)["volume_id"]
     request = carver.ReleaseRequest(volume_id=volume_id, release=release)
     _transfer(at).WithdrawReceive(request)
@@ -431,14 +430,14 @@ def withdraw(at: Manual, name: str, release: str) -> dict[str, Any]:
 
 
 def abort(at: Manual, name: str, *, confirmed: bool) -> dict[str, Any]:
-    """Overwrite and remove what was received; where there is none that is so already.
+    """Erase and remove what was received, if anything.
 
-    Asks first: it may be what streams brought for months. Raises NotConfirmed.
+    Asks first, as it may be the work of months. Raises NotConfirmed.
     """
     found = status(at, name)
     if found["state"] != ABSENT:
         size = terminal.human(found["content_bytes"])
-        asked = f"Overwrite and remove {name}, {size}, and all that was received?"
+        asked = f"Erase and remove {name}, {size}, and all that was received?"
         if not confirmed and not terminal.confirmed(asked):
             raise errors.NotConfirmed(name, "removed")
         _transfer(at).AbortReceive(carver.VolumeRequest(volume_id=found["volume_id"]))
@@ -458,31 +457,22 @@ def _checksum(device: Opened, size_bytes: int, what: str, *, as_json: bool) -> s
 
 
 def _device(at: Manual, identity: str) -> str:
-    """The device of what the service has just activated; raises Inactive."""
-    group, name = _place(identity)
-    found = at.host.devices.find(group, name)
-    if found is None:
-        raise lvm_errors.Inactive(group, name)
-    return found.path
-
-
-def _place(identity: str) -> tuple[str, str]:
+    """The device that the service has just activated; raises Inactive."""
     parsed = VolumeId.parse(identity)
     if parsed is None:
         raise errors.NoSuchVolume(identity)
-    return parsed.group, parsed.name
-
-
-def _short(identity: str) -> str:
-    return ids.logical_name(identity)
+    found = at.host.devices.find(parsed.group, parsed.name)
+    if found is None:
+        raise lvm_errors.Inactive(parsed.group, parsed.name)
+    return found.path
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Have what the kernel says told in a sentence."""
+def _explained(what: str) -> Iterator[None]:
+    """Turn an OSError into TransferFailed."""
     try:
         yield
     except BrokenPipeError:
-        raise errors.TransferFailed(what, "whoever it goes to has ended") from None
+        raise errors.TransferFailed(what, "its reader has ended") from None
     except OSError as error:
         raise errors.TransferFailed(what, str(error)) from error

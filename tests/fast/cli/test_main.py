@@ -188,7 +188,7 @@ import sys
 from agent.cli import main
 from agent.extras.transfer import streams_command
 def send(_parsed):
-    with streams_command._told("sending monday"):
+    with streams_command._explained("sending monday"):
         sys.stdout.buffer.write(b"x" * int(sys.argv[1]))
         sys.stdout.buffer.flush()
 main._completion = send
@@ -211,7 +211,7 @@ def test_a_stream_whose_reader_ends_is_a_failure_that_is_told(size: int) -> None
         )
     assert ended.returncode == 1
     [line] = ended.stderr.splitlines()
-    assert "whoever it goes to has ended" in line
+    assert "its reader has ended" in line
 
 
 @pytest.mark.starts_programs
