@@ -311,7 +311,7 @@ class Eraser:
     def _work(self, job: _Wipe) -> None:
         """Erase and remove; DeleteVolume takes NoSuchVolume for success, so it needs proof."""
         try:
-            self._wipe_and_remove(job)
+            self._erase_and_remove(job)
         except errors.NoSuchVolume:
             volume = job.volume
             group = self._inventory.state(volume.group.name).group(volume.group.name)
@@ -319,34 +319,22 @@ class Eraser:
                 why = "it is there, and not on record as deleted; delete it again"
                 raise errors.NotOverwritten(str(volume.id), why) from None
 
-    def _wipe_and_remove(self, job: _Wipe) -> None:
-        """Detach the volume from its pool, origin or cache; overwrite it; remove it."""
+    def _erase_and_remove(self, job: _Wipe) -> None:
+        """Detach the volume from its pool or origin, erase it, and remove it.
+
+        Crash points: killed anywhere, its tag has the next start begin anew; a cache that was
+        detached is found by its name, and the mark of free extents precedes the removal.
+        """
         if job.volume.is_encrypted and job.volume.name in job.volume.group.volumes:
             # First of all: the copy of the header opens what is left of the volume.
             self._mappings.copies.forget(job.volume.group.volume(job.volume.name).uuid)
         volume = self._detached(job.volume)
         if volume is None:
             return
-        group_name, doomed = volume.group.name, [volume.name]
-        erases = self.policy.erases(volume)
-        if erases and self.policy.waits_for_disk(volume):
-            raise errors.NotOverwritten(str(volume.id), _about_disks(volume))
+        group_name, erases = volume.group.name, self.policy.erases(volume)
+        doomed, are_lost = [volume.name, *_detached_caches(volume)], True
         if erases:
-            if volume.read_only:
-                with self._volume_groups.hold(group_name):
-                    volumes.allow_writing(self._lvm(group_name), group_name, volume.name)
-            self._inventory.activate(volume, partial=bool(volume.missing_disks))
-            if tag.CACHE in volume.own_tags:
-                doomed += self._detached_cache(job, volume)
-            if self._dead_images(volume):
-                # The disk may have failed only for a while (lvmraid(7)).
-                with self._volume_groups.hold(group_name):
-                    volumes.refresh(self._lvm(group_name), group_name, volume.name)
-            are_lost = [self._overwrite(job, replace(volume, name=name)) for name in doomed]
-            if dead := self._dead_images(volume):
-                raise errors.NotOverwritten(str(volume.id), _about_images(volume, dead))
-        elif tag.CACHE in volume.own_tags:
-            doomed += filter(None, [caches.parted(volume.group, volume.name)])
+            doomed, are_lost = self._erase(job, volume)
         is_partial = erases and bool(volume.missing_disks)
         with self._volume_groups.hold(group_name):
             if job.cancelled.is_set():
@@ -354,7 +342,7 @@ class Eraser:
             lvm = self._lvm(group_name)
             if is_partial:
                 group = self._inventory.state(group_name).group(group_name)
-                mark_for_erase(lvm, group, volume.missing_disks if all(are_lost) else ())
+                mark_for_erase(lvm, group, volume.missing_disks if are_lost else ())
             volumes.remove(lvm, group_name, *doomed)
             job.removed = True
         if is_partial:
@@ -363,6 +351,29 @@ class Eraser:
                 *(volume.id, ", ".join(volume.missing_disks)),
             )
             self._given_up(group_name)
+
+    def _erase(self, job: _Wipe, volume: Volume) -> tuple[list[str], bool]:
+        """Overwrite a volume, and the cache that it had.
+
+        Returns the logical volumes to remove, and whether all that could not be overwritten lies on
+        missing disks for certain. Raises NotOverwritten.
+        """
+        if self.policy.waits_for_disk(volume):
+            raise errors.NotOverwritten(str(volume.id), _about_disks(volume))
+        group = volume.group.name
+        if volume.read_only:
+            with self._volume_groups.hold(group):
+                volumes.allow_writing(self._lvm(group), group, volume.name)
+        self._inventory.activate(volume, partial=bool(volume.missing_disks))
+        doomed = [volume.name, *self._detach_cache(job, volume)]
+        if self._dead_images(volume):
+            # The disk may have failed only for a while (lvmraid(7)).
+            with self._volume_groups.hold(group):
+                volumes.refresh(self._lvm(group), group, volume.name)
+        are_lost = [self._overwrite(job, replace(volume, name=name)) for name in doomed]
+        if dead := self._dead_images(volume):
+            raise errors.NotOverwritten(str(volume.id), _about_images(volume, dead))
+        return doomed, all(are_lost)
 
     def _detached(self, volume: Volume) -> Volume | None:
         """A volume with extents of its own, split from an origin; None if it is removed.
@@ -412,14 +423,15 @@ class Eraser:
         found, lost = (one for one in status if isinstance(one, Raid)), len(volume.missing_disks)
         return next((one.health for one in found if sum(one.failed) > lost), "")
 
-    def _detached_cache(self, job: _Wipe, volume: Volume) -> list[str]:
-        """The cache as a volume of its own: it holds data that was written, too.
+    def _detach_cache(self, job: _Wipe, volume: Volume) -> list[str]:
+        """Make the cache a volume of its own: it holds data that was written, too.
 
         After a kill the volume has no cache, and the resumed job finds the detached one.
         """
-        group, logical = volume.group, volume.group.volume(volume.name)
-        if not caches.is_cached(logical):
-            return list(filter(None, [caches.parted(group, volume.name)]))
+        group = volume.group
+        if tag.CACHE not in volume.own_tags or not caches.is_cached(group.volume(volume.name)):
+            return _detached_caches(volume)
+        logical = group.volume(volume.name)
         self._write_back(job, volume)
         with self._volume_groups.hold(group.name):
             caches.split(self._lvm(group.name), logical)
@@ -498,6 +510,12 @@ class Eraser:
             if error.errno == errno.EBUSY:
                 raise errors.VolumeInUse(str(volume.id), "its device is mounted or held") from None
             raise
+
+
+def _detached_caches(volume: Volume) -> list[str]:
+    """The cache that a killed job detached, if there is one."""
+    found = caches.parted(volume.group, volume.name) if tag.CACHE in volume.own_tags else ""
+    return [found] if found else []
 
 
 def _is_lost(volume: Volume, extent: int) -> bool | None:
