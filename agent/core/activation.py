@@ -1,4 +1,4 @@
-"""The devices of Carver's logical volumes: found, brought, and asked how they are."""
+"""The devices of Carver's logical volumes: find, activate, ask for their status."""
 
 import time
 from collections.abc import Iterator
@@ -13,12 +13,12 @@ from lvm import errors as lvm_errors
 from lvm.devicemapper import ThinPool
 from mount import command
 
-# How long a call waits for what the kernel says of a pool, which is told in moments as a rule.
+# How long a call waits for the status of a pool, which takes a moment as a rule.
 _POOL_SECONDS = 5.0
 
 
 class Activation:
-    """What the kernel tells of them, so that lvm2 need not be asked."""
+    """Activates logical volumes, and asks the kernel for their status without lvm2."""
 
     def __init__(self, volume_groups: VolumeGroups, kernel_devices: devices.Devices) -> None:
         self._volume_groups = volume_groups
@@ -29,8 +29,8 @@ class Activation:
     def device(self, volume_id: str) -> devices.Device | None:
         """The device of an active volume, found without a command; None proves nothing.
 
-        Of an encrypted one that is open it is the dm-crypt device; while it is not, the logical
-        volume's, which nobody is given.
+        For an open encrypted volume it is the dm-crypt device; for a closed one the logical
+        volume's, which callers must not publish.
         """
         parsed = VolumeId.parse(volume_id)
         if parsed is None:
@@ -44,7 +44,7 @@ class Activation:
         return found if found is None else self._devices.mapping(found) or found
 
     def require_same(self, volume: Volume, device: devices.Device) -> None:
-        """Raise NoSuchVolume where a volume's device is not the one any more that it was."""
+        """Raise NoSuchVolume where a volume's device is no longer the same."""
         there = self.device(str(volume.id))
         if there is None or there.logical.uuid != device.logical.uuid:
             raise errors.NoSuchVolume(str(volume.id))
@@ -58,8 +58,8 @@ class Activation:
     ) -> devices.Device:
         """The device of any logical volume; a command only where it is not active.
 
-        `by` is whose activation brings it, where that is another's; `partial` is what is there of
-        one that lies on missing disks. Raises Inactive.
+        `by` names another volume whose activation activates it; `partial` activates what is left
+        of a volume on missing disks. Raises Inactive.
         """
         found = self._devices.find(group, name)
         if found is None:
@@ -76,7 +76,7 @@ class Activation:
     def is_open(self, volume: Volume) -> bool:
         """Whether something has an active volume's device open; no command.
 
-        Its own dm-crypt device does not count, only who has that open.
+        For an encrypted volume, whether something has its dm-crypt device open.
         """
         mapping = self.mapping(volume)
         if mapping is not None:
@@ -89,7 +89,7 @@ class Activation:
         return None if found is None else self._devices.mapping(found)
 
     def close_leftovers(self, volume: Volume) -> None:
-        """Take away what a cryptsetup that was killed left on an active volume; no command."""
+        """Remove what a killed cryptsetup left on an active volume; no command."""
         found = self._devices.find(volume.group.name, volume.name)
         if found is not None:
             self._devices.close_leftovers(found)
@@ -109,21 +109,21 @@ class Activation:
         return bool(self._devices.active(group))
 
     def status(self, group: str, name: str) -> tuple[devices.Status, ...]:
-        """What device-mapper says of an active logical volume, and of all that it stands on."""
+        """device-mapper's status of an active logical volume, and of all that it stands on."""
         return self._devices.status(group, name)
 
     def status_of(self, volume_id: str) -> tuple[devices.Status, ...]:
-        """The same of an active volume, by the CO's id."""
+        """device-mapper's status of an active volume, by the CO's id."""
         parsed = VolumeId.parse(volume_id)
         name = ids.logical_name(volume_id)
         found_in = (self.status(one, name) for one in ([parsed.group] if parsed else self._groups))
         return next(filter(None, found_in), ())
 
     def pool_status(self, group: str, name: str) -> ThinPool | None:
-        """What device-mapper says of a thin pool; None for one that is not active.
+        """device-mapper's status of a thin pool; None for one that is not active.
 
-        Whoever asks waits no longer than his caller does, five seconds at most, and not at all
-        where the kernel has kept others waiting for as long. Raises PoolSilent.
+        Waits until the caller's deadline, five seconds at most, and not at all where the kernel has
+        kept earlier callers waiting for as long. Raises PoolSilent.
         """
         remaining = command.remaining_seconds()
         patience = _POOL_SECONDS if remaining is None else min(_POOL_SECONDS, remaining)
@@ -144,6 +144,6 @@ class Activation:
         return self.ensure_active(snapshot.group.name, snapshot.name, by)
 
     def has_overflowed(self, snapshot: Snapshot) -> bool:
-        """Whether an active snapshot was lost until now, as device-mapper says; no command."""
+        """Whether an active snapshot has overflowed, by device-mapper; no command."""
         told = self._devices.own_status(snapshot.group.name, snapshot.name)
         return devicemapper.has_overflowed(told)

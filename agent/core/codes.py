@@ -44,7 +44,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.NotSnapshotted, Code.FAILED_PRECONDITION),
     (agent.core.errors.PartOfGroup, Code.INVALID_ARGUMENT),
     (agent.core.errors.NotTogether, Code.FAILED_PRECONDITION),
-    (agent.core.errors.StandstillOver, Code.DEADLINE_EXCEEDED),
+    (agent.core.errors.QuiesceOver, Code.DEADLINE_EXCEEDED),
     (agent.core.errors.NotStaged, Code.FAILED_PRECONDITION),
     (agent.core.errors.ContentsLost, Code.FAILED_PRECONDITION),
     (agent.core.errors.KeyMissing, Code.INVALID_ARGUMENT),

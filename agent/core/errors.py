@@ -315,7 +315,7 @@ class NotTogether(AgentError):
         )
 
 
-class StandstillOver(AgentError):
+class QuiesceOver(AgentError):
     """The volumes were resumed before the last snapshot was taken, so none is kept."""
 
     def __init__(self, seconds: float) -> None:

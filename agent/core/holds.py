@@ -1,4 +1,4 @@
-"""Volumes that nobody may use now, and why: known at once, before a report says so."""
+"""Volumes that may not be used now, and why; known before a report has their tags."""
 
 import secrets
 import threading
@@ -11,9 +11,9 @@ from agent.core.inventory import Inventory
 
 @dataclass(frozen=True)
 class _Lease:
-    """Held by whom, until when (monotonic), what is said, and what was in the group before.
+    """A hold: its word, its end (monotonic), its error, and the group's contents before it.
 
-    That are LVM UUIDs: of what was there when nobody used it any more; None until it is known.
+    `before` has the LVM UUIDs of what the group held once the volume was unused; None until known.
     """
 
     word: str
@@ -23,10 +23,10 @@ class _Lease:
 
 
 class Holds:
-    """Those that come as streams, those that were moved, and those that are held for a while.
+    """Volumes that are being received, were moved away, or are held for some seconds.
 
-    The first two are so by their tags. What is held is so for as long as this process lives, and
-    whoever holds it asks for it: if that ends, the volume may be used again.
+    Tags record the first two. A hold lasts as long as this process lives and the holder renews it;
+    then the volume may be used again.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Holds:
         self._held: dict[str, _Lease] = {}
 
     def require_free(self, volume_id: str) -> None:
-        """Raise Receiving or Moved where nobody may use the volume; no command."""
+        """Raise Receiving or Moved where the volume may not be used; no command."""
         with self._guard:
             lease = self._lease(volume_id)
             why = self._why.get(volume_id) or (lease.why if lease is not None else None)
@@ -43,24 +43,24 @@ class Holds:
             raise why.with_traceback(None)
 
     def receiving(self, volume_id: str) -> None:
-        """It comes as a stream."""
+        """Note that it is being received as a stream."""
         with self._guard:
             self._why[volume_id] = errors.Receiving(volume_id)
 
     def moved(self, volume_id: str, node: str) -> None:
-        """It is another node's."""
+        """Note that it was moved to another node."""
         with self._guard:
             self._why[volume_id] = errors.Moved(volume_id, node)
 
     def allow(self, volume_id: str) -> None:
-        """It is this node's, whole."""
+        """Note that it is this node's and complete."""
         with self._guard:
             self._why.pop(volume_id, None)
 
     def hold(self, volume_id: str, node: str, seconds: float, word: str = "") -> str:
-        """Nobody may use it for so long; gives the word by which that is asked for again in time.
+        """Hold a volume for so long; return the word that renews the hold.
 
-        Raises Receiving, Moved where it is withheld already, or the word's time is over.
+        Raises Receiving, Moved where it is held already, or the hold of the word has ended.
         """
         why = errors.Moved(volume_id, node, "is being sent for the last time")
         with self._guard:
@@ -75,23 +75,23 @@ class Holds:
             return found.word
 
     def release(self, volume_id: str, word: str) -> None:
-        """It is not held any more, if it is by that word."""
+        """End the hold of that word."""
         with self._guard:
             found = self._lease(volume_id)
             if found is not None and found.word == word:
                 del self._held[volume_id]
 
     def note(self, volume_id: str, word: str, before: frozenset[str]) -> None:
-        """Nobody uses what is held by that word; `before` are the LVM UUIDs of what is there."""
+        """Note that a held volume is unused, and the LVM UUIDs of its group's contents."""
         with self._guard:
             found = self._lease(volume_id)
             if found is not None and found.word == word and found.before is None:
                 self._held[volume_id] = replace(found, before=before)
 
     def has_all(self, volume_id: str, word: str, snapshot_uuid: str) -> bool:
-        """Whether a snapshot was taken since it is held by that word, without a pause.
+        """Whether a snapshot was taken during the hold of that word, which had no pause.
 
-        By what was there then, and not by the time: clocks step.
+        By the group's contents then, and not by the time: clocks step.
         """
         with self._guard:
             found = self._lease(volume_id)
@@ -100,7 +100,7 @@ class Holds:
             return snapshot_uuid not in found.before
 
     def resume(self, inventory: Inventory, *groups: str) -> None:
-        """See which volumes of these groups, or of all, are so by their tags."""
+        """Read from tags which volumes of these groups, or of all, are received or moved."""
         for one in inventory.present(inventory.state(*groups)):
             if one.receiving:
                 self.receiving(str(one.id))

@@ -1,4 +1,4 @@
-"""The seams to the machine: commands, system calls, devices."""
+"""The interface to the machine: commands, system calls, devices."""
 
 import logging
 from collections.abc import Callable
@@ -22,9 +22,9 @@ class Host:
     kernel: Kernel
     devices: Devices
     disks: Disks
-    # Starts a program to be spoken to, such as lvm2's shell; None where each command is a process.
+    # Starts an interactive program, such as lvm2's shell; None where each command is a process.
     converse: Converse | None = None
-    # Told of each command that such a shell carried out.
+    # Called after each command of such a shell.
     observe: Callable[[Finished], None] = field(
         default=lambda finished: log_command(finished, session=True)
     )

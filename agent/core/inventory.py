@@ -1,4 +1,4 @@
-"""Finds Carver's volumes and snapshots, as LVM's tags tell of them."""
+"""Carver's volumes and snapshots, found by their LVM tags."""
 
 import threading
 import time
@@ -25,8 +25,8 @@ _MONITOR_WAIT_SECONDS = 5.0
 class Inventory(Activation):
     """Finds volumes and snapshots: by id, by name, all of them.
 
-    Each call looks anew at the groups that it decides about, which is seldom a command
-    (agent.core.metadata_cache). Those who only watch are told what was seen last.
+    A call reads the fresh state of the groups that it decides about, which is seldom a command
+    (agent.core.metadata_cache). Monitoring uses the cached state.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Inventory(Activation):
         self._definitions = definitions
         self._guard = threading.Lock()
         self._held: frozenset[tuple[str, str]] = frozenset()
-        # The volumes in each group, by its name, as it was looked at last: lists are frequent.
+        # The volumes of each group's last state, by its name: lists are frequent.
         self._seen: dict[str, tuple[report.Group, Sequence[Volume]]] = {}
         # The groups whose cached state was used since `refresh` had them read.
         self._in_use: set[str] = set()
@@ -54,10 +54,10 @@ class Inventory(Activation):
     ) -> report.Report:
         """The state of these groups now, or of all where none is named.
 
-        Of other groups it has what can be read without a wait for a disk that does not answer. One
-        command for each group that was written to since it was read. `quick`: for all
-        groups, the cached state of one that takes longer than three seconds; with `complete` an
-        error where that may lack something. `max_age` (seconds): the cached state where it is not
+        Other groups are in it as far as they can be read without a wait for a disk that hangs. One
+        command for each group that was written to since it was read. `quick`: all groups, with the
+        cached state of one that takes longer than three seconds; with `complete` an error where
+        that state may lack something. `max_age` (seconds): the cached state where it is not
         older; see `_cached_state`. `resume`: resume devices that a killed lvm2 left suspended, as
         is due before a change. Raises CommandError, GroupRefused, GroupSilent, TooManyCalls,
         Starting.
@@ -94,7 +94,7 @@ class Inventory(Activation):
         """
         for group in self.own_groups(known):
             if group.name in groups:
-                self._let_go_of_parts(group)
+                self._deactivate_parts(group)
         for group, logical in self._logical(known):
             held = (group.name, logical.name) in self._held
             if (
@@ -108,19 +108,19 @@ class Inventory(Activation):
     def ensure_active(
         self, group: str, name: str, by: str = "", *, partial: bool = False
     ) -> devices.Device:
-        """The same; where lvm2 fails at what a killed one left, once more without that."""
+        """Activate; if lvm2 fails, remove parts that a killed lvm2 left, and retry once."""
         try:
             return super().ensure_active(group, name, by, partial=partial)
         except mount_errors.CommandFailed:
-            if not self._let_go_of_parts(self.state(group).group(group)):
+            if not self._deactivate_parts(self.state(group).group(group)):
                 raise
         return super().ensure_active(group, name, by, partial=partial)
 
-    def _let_go_of_parts(self, group: report.Group) -> bool:
-        """Take away what a killed lvm2 left of RAIDs and pools that are not active; if anything.
+    def _deactivate_parts(self, group: report.Group) -> bool:
+        """Deactivate parts of inactive RAIDs and pools that a killed lvm2 left; whether any were.
 
-        It refuses to activate either while a part is active by itself. One ioctl where there is
-        such a volume.
+        lvm2 refuses to activate a RAID or pool while a part is active by itself. One ioctl where
+        there is such a volume.
         """
         own = {
             one.name
@@ -139,14 +139,14 @@ class Inventory(Activation):
         ]
         if not left:
             return False
-        # Refused for a part of what somebody else activated meanwhile.
+        # lvm2 refuses this for a part of a volume that was activated meanwhile.
         with suppress(mount_errors.CommandError):
             volumes.deactivate(self._volume_groups.lvm(group.name), group.name, *left)
         return True
 
     @contextmanager
-    def holding(self, volumes: Iterable[tuple[str, str]]) -> Iterator[None]:
-        """Inside, these are suspended on purpose: they are not resumed.
+    def keep_suspended(self, volumes: Iterable[tuple[str, str]]) -> Iterator[None]:
+        """Keep volumes, which are suspended on purpose, from being resumed by `state`.
 
         Each is a group's name and a logical volume's; no two calls have the same.
         """
@@ -190,13 +190,13 @@ class Inventory(Activation):
 
     @property
     def refused(self) -> Mapping[str, errors.GroupRefused]:
-        """Why groups that are here are not used, by their names, as it was seen last."""
+        """Why groups that are here are not used, by their names; from the cached state."""
         told = {one.name: one.problem for one in self._volume_groups}
         return {name: one for name, one in told.items() if isinstance(one, errors.GroupRefused)}
 
     @property
     def ignored(self) -> Mapping[str, Sequence[str]]:
-        """The disks that claim to be a group's and are not, by the groups, as it was seen last."""
+        """The disks that only claim to be a group's, by the groups; from the cached state."""
         return {
             volume_group.name: tuple(
                 f"{path} is not used: it {why}" for path, why in volume_group.ignored
@@ -206,7 +206,7 @@ class Inventory(Activation):
 
     @property
     def problem(self) -> Exception | None:
-        """Why lvm2 gave no report of a group when it was asked last; no command."""
+        """Why the last read of a group failed; no command."""
         return next((one.problem for one in self._volume_groups if one.problem is not None), None)
 
     def cached(self, volume_id: str) -> Volume | None:
@@ -223,8 +223,8 @@ class Inventory(Activation):
     def _cached_report(self) -> report.Report:
         return _present({one.name: one.cached for one in self._volume_groups})
 
-    def is_held(self, group: str, name: str) -> bool:
-        """Whether a logical volume is suspended on purpose: see `holding`."""
+    def is_kept_suspended(self, group: str, name: str) -> bool:
+        """Whether a logical volume is suspended on purpose (`keep_suspended`)."""
         return (group, name) in self._held
 
     def keep_fresh(self) -> None:
@@ -232,7 +232,7 @@ class Inventory(Activation):
         self._in_use.update(self._groups)
 
     def outdate(self, written: str | None = None) -> None:
-        """A disk changed, or may have: see `Engines.outdate`."""
+        """Have all disks scanned; see `VolumeGroups.outdate`."""
         self._volume_groups.outdate(written)
 
     def refresh(self, max_age: float) -> "list[Future[report.Group | None]]":
@@ -251,11 +251,11 @@ class Inventory(Activation):
         return begun
 
     def require_group_of(self, known: report.Report, identity: str) -> None:
-        """Raise OtherGroup for an id of a group that is not here: then nothing is proved."""
+        """Raise OtherGroup for an id of a group that is not here, of which nothing is proved."""
         _find(known, identity)
 
     def group(self, known: report.Report, name: str) -> report.Group:
-        """A group to make volumes in; raises GroupMissing, GroupRefused."""
+        """A group to create volumes in; raises GroupMissing, GroupRefused."""
         return self._definitions.group(known, name)
 
     def require_groups(self, known: report.Report) -> None:
@@ -264,21 +264,21 @@ class Inventory(Activation):
             self.group(known, name)
 
     def all(self, known: report.Report) -> list[Volume]:
-        """Every volume in Carver's groups, also those that are being wiped.
+        """Every volume in Carver's groups, also those that are being erased.
 
-        Raises GroupMissing: a list that lacks a group's volumes would say they are gone.
+        Raises GroupMissing: a list without a group's volumes would say that they are gone.
         """
         for name in self._groups:
             known.group(name)
         return list(self.present(known))
 
     def present(self, known: report.Report) -> Iterator[Volume]:
-        """Every volume in those of Carver's groups that are there."""
+        """Every volume in Carver's groups that are present."""
         for group in self.own_groups(known):
             yield from self._volumes_of(group)
 
     def _volumes_of(self, group: report.Group) -> Sequence[Volume]:
-        """The volumes in a group, which is the same object until something in it changes."""
+        """The volumes of a group; its state is the same object until something changes."""
         seen, found = self._seen.get(group.name, (None, ()))
         if seen is not group:
             every = (records.volume(group, one) for one in group.volumes.values())
@@ -287,7 +287,7 @@ class Inventory(Activation):
         return found
 
     def own_groups(self, known: report.Report) -> Iterator[report.Group]:
-        """Those of Carver's groups that are there."""
+        """Carver's groups that are present."""
         return (known.groups[one] for one in self._groups if one in known.groups)
 
     def named(
@@ -300,10 +300,10 @@ class Inventory(Activation):
         return next(filter(None, every), None)
 
     def get(self, known: report.Report, volume_id: str) -> Volume:
-        """The volume of that id, even one that is being wiped.
+        """The volume of an id, even one that is being erased.
 
-        Raises NoSuchVolume when the report proves that it is not there, OtherGroup when its
-        group is not here: then nothing is proved.
+        Raises NoSuchVolume where the report proves its absence, and OtherGroup where its group is
+        not here, so that nothing is proved.
         """
         found = _find(known, volume_id)
         volume = None if found is None else records.volume(*found)
@@ -312,7 +312,7 @@ class Inventory(Activation):
         return volume
 
     def snapshot(self, known: report.Report, snapshot_id: str) -> Snapshot:
-        """The snapshot of that id; raises NoSuchSnapshot or OtherGroup, as `get` does."""
+        """The snapshot of an id; raises NoSuchSnapshot or OtherGroup, as `get` does."""
         found = _find(known, snapshot_id)
         snapshot = None if found is None else records.snapshot(*found)
         if snapshot is None or snapshot.is_bridge:
@@ -323,19 +323,19 @@ class Inventory(Activation):
         return snapshot
 
     def snapshots(self, known: report.Report) -> Iterator[Snapshot]:
-        """Every snapshot that a caller asked for, in those of Carver's groups that are there."""
+        """Every snapshot that a caller asked for, in Carver's groups that are present."""
         half_made = self.half_made(known)
         for one in self.all_snapshots(known):
             if not one.is_bridge and one.group_snapshot_id not in half_made:
                 yield one
 
     def members(self, known: report.Report, group_snapshot_id: str) -> list[Snapshot]:
-        """The snapshots of a group that are there, be it whole or not."""
+        """The snapshots of a group snapshot that are present, be it complete or not."""
         every = self.all_snapshots(known)
         return [one for one in every if one.group_snapshot_id == group_snapshot_id]
 
     def group_snapshots(self, known: report.Report) -> Mapping[str, list[Snapshot]]:
-        """The snapshots of each group that are there, by the group snapshot's id."""
+        """The snapshots of each group snapshot that are present, by its id."""
         found: defaultdict[str, list[Snapshot]] = defaultdict(list)
         for one in self.all_snapshots(known):
             if one.group_snapshot_id:
@@ -343,10 +343,10 @@ class Inventory(Activation):
         return found
 
     def half_made(self, known: report.Report) -> set[str]:
-        """The group snapshots that never were whole; none of their snapshots is for callers.
+        """The group snapshots that never were complete; callers do not get their snapshots.
 
-        That is proved: none of them bears the record that all were taken, and no group is away
-        that may hold another.
+        That is proved: no snapshot has the tag that all were taken, and no group is absent that may
+        hold another.
         """
         return {
             identity
@@ -355,21 +355,21 @@ class Inventory(Activation):
         }
 
     def is_half_made(self, known: report.Report, members: Sequence[Snapshot]) -> bool:
-        """Whether these snapshots of a group are not all, and never were."""
+        """Whether these snapshots of a group snapshot are not all, and never were."""
         if records.is_whole(members) or any(tag.COMMITTED in one.own_tags for one in members):
             return False
         return not self._away(known, members)
 
     def awaited(self, known: report.Report, members: Sequence[Snapshot]) -> list[str]:
-        """The groups that may hold further snapshots of a group, and may yet be seen here.
+        """The groups that may hold further snapshots of a group snapshot, and may yet appear here.
 
-        Not one that no class names any more, nor one in whose place is another: that is given up.
+        Not a group that no class names any more, nor one replaced by another of its name.
         """
         away = self._away(known, members)
         return sorted(one for one in away if (one in self._groups) != self._volume_groups.has(one))
 
     def _away(self, known: report.Report, members: Sequence[Snapshot]) -> set[str]:
-        """The groups that may hold further snapshots of a group, and are none of Carver's here."""
+        """The groups that may hold further snapshots of a group snapshot, and are absent."""
         here = {
             records.place_of(str(VolumeId.of(one, records.UNKNOWN)))
             for one in self.own_groups(known)
@@ -379,12 +379,12 @@ class Inventory(Activation):
             told |= set(filter(None, one.own_tags.get(tag.MEMBER_GROUPS, "").split(",")))
         away = {one.partition("@")[0] for one in told - here}
         if any(tag.MEMBER_GROUPS not in one.own_tags for one in members):
-            # Older ones do not say: they may be in any that Carver has.
+            # Snapshots of older versions do not say: others may be in any group.
             away |= set(self._groups) - set(known.groups)
         return away
 
     def all_snapshots(self, known: report.Report) -> Iterator[Snapshot]:
-        """These, and those that volumes are copied from."""
+        """Every snapshot, also those that volumes are copied from."""
         for group, logical in self._logical(known):
             if (snapshot := records.snapshot(group, logical)) is not None:
                 yield snapshot
@@ -398,14 +398,14 @@ class Inventory(Activation):
         ]
 
     def doomed(self, known: report.Report) -> Iterator[Volume]:
-        """All that is on record as deleted, and is only there to be wiped."""
+        """Every volume that is recorded as deleted, and has yet to be erased."""
         for group, logical in self._logical(known):
             volume = records.volume(group, logical) or records.remains(group, logical)
             if volume is not None and volume.wiping:
                 yield volume
 
     def doomed_one(self, known: report.Report, identity: str) -> Volume:
-        """What is on record as deleted under an id; raises NoSuchVolume, OtherGroup."""
+        """The volume recorded as deleted under an id; raises NoSuchVolume, OtherGroup."""
         found = _find(known, identity)
         volume = None if found is None else records.volume(*found) or records.remains(*found)
         if volume is None or not volume.wiping:
@@ -417,7 +417,7 @@ class Inventory(Activation):
             yield from ((group, logical) for logical in group.volumes.values())
 
     def require(self, volume_id: str) -> Volume:
-        """The volume of that id, as it is now; one that was deleted is not there."""
+        """The volume of an id by the fresh state; raises as `usable` does."""
         return self.usable(self.state(ids.group_of(volume_id), resume=True), volume_id)
 
     def replace_tags(
@@ -449,7 +449,7 @@ class Inventory(Activation):
 
 
 def require_own(volume: Volume) -> None:
-    """Raise Receiving or Moved for what is no volume of this node yet, or any more."""
+    """Raise Receiving or Moved for a volume that is not this node's yet, or any more."""
     if volume.receiving:
         raise errors.Receiving(str(volume.id))
     if volume.moved:
@@ -461,9 +461,9 @@ def _present(groups: Mapping[str, report.Group | None]) -> report.Report:
 
 
 def _find(known: report.Report, identity: str) -> tuple[report.Group, report.LogicalVolume] | None:
-    """What has an id; None where nothing can have it, or the report proves that nothing has.
+    """The logical volume of an id; None for an impossible id, and where its absence is proved.
 
-    Raises OtherGroup when the group is not here: then nothing is proved.
+    Raises OtherGroup where the group is not here: nothing is proved then.
     """
     parsed = VolumeId.parse(identity)
     if parsed is None:

@@ -1,16 +1,16 @@
-"""Volumes held at once, so that what is taken of them is of one moment; never for long.
+"""Quiesce: volumes suspended together, so that their snapshots are of one moment.
 
-device-mapper holds them: a mounted file system comes to rest, whatever is written afterwards waits,
-and what was acknowledged before is on the device. So each write of a database is in all snapshots
-or in none that could show it, however its files are spread. lvm2 takes a copy-on-write snapshot of
-a volume that is held, and lets go of that one volume as it ends.
+device-mapper suspends them: a mounted file system is frozen, later writes wait, and acknowledged
+writes are on the device. So each write of a database is in all snapshots or in none that could show
+it, however its files are spread. lvm2 takes a copy-on-write snapshot of a suspended volume, and
+resumes that one volume as it ends.
 
-What nobody lets go of hangs whoever uses it. So it is let go of after so many seconds by a thread
-of its own, whatever lvm2 does meanwhile, and after a kill by the next start.
+A volume that stays suspended hangs its users. So a thread resumes it after some seconds, whatever
+lvm2 does meanwhile, and the next start does after a kill.
 
-Both wait for the disk: what is on its way to it is awaited before a volume is held, and a file
-system writes as it is let go of. So each volume has a thread for that, and one whose disk does not
-answer keeps no other from being let go of. What hangs is let go of as soon as it no longer does.
+Both wait for the disk: a suspend flushes it, and a file system writes as it is resumed. So each
+volume has a thread for that, and a disk that hangs delays no other volume. A volume that hangs is
+resumed as soon as its disk answers.
 """
 
 import logging
@@ -30,27 +30,27 @@ from mount import command
 
 _log = logging.getLogger(__name__)
 
-# How long a start looks after what a kill left half-made before it lets go, at most.
+# How long a start may clean up after a kill before volumes are resumed, at most.
 _LEFT_SECONDS = 10.0
-# How long those are waited for that are let go of; it is a matter of milliseconds.
-_RELEASE_SECONDS = 1.0
+# How long a resume, which takes milliseconds, is waited for.
+_RESUME_SECONDS = 1.0
 
 # A group and a logical volume in it.
 Held = tuple[str, str]
 
 
-class Release:
-    """Lets go of volumes, of each in a thread of its own and once at a time."""
+class Resumer:
+    """Resumes volumes, each in a thread of its own and once at a time."""
 
     def __init__(self, devices: Devices) -> None:
         self._devices = devices
         self._guard = threading.Lock()
         self._under_way: dict[Held, Future[None]] = {}
 
-    def of(self, held: Iterable[Held]) -> Mapping[Held, Future[None]]:
-        """Let go of these; each is done when it is let go of, or cannot be, which is logged.
+    def resume(self, held: Iterable[Held]) -> Mapping[Held, Future[None]]:
+        """Resume volumes; a future is done when its volume is resumed, or cannot be (logged).
 
-        lvm2 may have let go of some by now, which is no error.
+        A volume that lvm2 has resumed meanwhile is no error.
         """
         return {one: self._begin(one) for one in held}
 
@@ -62,7 +62,7 @@ class Release:
             with suppress(RuntimeError):
                 ended = self._under_way[one] = command.begin("hold", partial(self._do, one))
                 return ended
-        # No thread can be had, and whoever uses the volume would wait for ever.
+        # No thread can be had, and users of the volume would wait for ever.
         self._do(one)
         return _done()
 
@@ -70,22 +70,22 @@ class Release:
         try:
             self._devices.resume(*one)
         except BaseException as error:
-            _log.error("volume %s/%s cannot be let go of: %s", *one, error)
+            _log.error("volume %s/%s cannot be resumed: %s", *one, error)
         with self._guard:
             self._under_way.pop(one, None)
 
 
-class Standstill:
-    """Holds volumes until the end of the `with`, or for so many seconds."""
+class Quiesce:
+    """Suspends volumes until the end of the `with`, or for so many seconds."""
 
     def __init__(self, devices: Devices, seconds: float) -> None:
         self._devices = devices
-        self._release = Release(devices)
+        self._resumer = Resumer(devices)
         self._seconds = seconds
         self._until = time.monotonic() + seconds
         self._guard = threading.Lock()
         self._held: list[Held] = []
-        # Of each that was to be held: done when nothing holds it any more.
+        # For each volume: done when it is not suspended any more.
         self._free: dict[Held, Future[None]] = {}
         self._over = False
         self._timer = threading.Timer(seconds, self._end)
@@ -104,17 +104,17 @@ class Standstill:
     ) -> None:
         self._timer.cancel()
         self._end()
-        wait(self._free.values(), _RELEASE_SECONDS)
+        wait(self._free.values(), _RESUME_SECONDS)
 
     @property
     def free(self) -> Mapping[Held, Future[None]]:
-        """Of each that was to be held: done when it is not held, and will not be any more."""
+        """For each volume a future: done when it is not suspended, and will not be any more."""
         return dict(self._free)
 
-    def hold(self, group: str, name: str) -> None:
-        """Hold an active volume. Raises StandstillOver, and OSError as device-mapper does.
+    def suspend(self, group: str, name: str) -> None:
+        """Suspend an active volume. Raises QuiesceOver, and OSError as device-mapper does.
 
-        Nobody waits for a disk that does not answer longer than the rest is held.
+        A disk that hangs is waited for no longer than the other volumes are suspended.
         """
         self.check()
         one = (group, name)
@@ -127,14 +127,14 @@ class Standstill:
         wait([held], max(0.0, self._until - time.monotonic()))
         if not held.done():
             self._end()
-            raise errors.StandstillOver(self._seconds)
+            raise errors.QuiesceOver(self._seconds)
         held.result()
         self.check()
 
     def check(self) -> None:
-        """Raise StandstillOver unless all have been held until now."""
+        """Raise QuiesceOver unless all have been suspended until now."""
         if self._over:
-            raise errors.StandstillOver(self._seconds)
+            raise errors.QuiesceOver(self._seconds)
 
     def _suspend(self, one: Held) -> None:
         try:
@@ -146,41 +146,41 @@ class Standstill:
             self._held.append(one)
             over = self._over
         if over:
-            # That took too long, and nobody else lets go of it.
+            # It came too late, and is resumed by no other thread.
             self._end()
 
     def _end(self) -> None:
         with self._guard:
             self._over = True
             held, self._held = self._held, []
-        for one, ended in self._release.of(held).items():
+        for one, ended in self._resumer.resume(held).items():
             ended.add_done_callback(partial(_follow, self._free[one]))
 
 
 @contextmanager
-def left(
-    devices: Devices, groups: Sequence[str], release: Release | None = None
+def resume_left(
+    devices: Devices, groups: Sequence[str], resumer: Resumer | None = None
 ) -> Iterator[list[Held]]:
-    """Let go of what a process that was killed held: at the end, or after ten seconds.
+    """Resume volumes that a killed process left suspended: at the end, or after ten seconds.
 
-    What it left half-made is to be looked after inside: held volumes prove that nothing was written
-    to them since. No command; two ioctls for each of them, one for the others. Nobody waits for
-    one whose disk does not answer; who may begin anew gives the same `release` each time.
+    Inside, the caller cleans up half-made snapshots: suspended volumes prove that nothing was
+    written since. No command; two ioctls for each of them, one for others. A disk that hangs is not
+    waited for. A caller that retries gives the same `resumer` each time.
     """
     held = list(_held(devices, groups))
     if not held:
         yield held
         return
-    _log.warning("volumes are held since a kill: %s", ", ".join("/".join(one) for one in held))
-    release = release or Release(devices)
-    timer = threading.Timer(_LEFT_SECONDS, release.of, [held])
+    _log.warning("volumes are suspended since a kill: %s", ", ".join("/".join(one) for one in held))
+    resumer = resumer or Resumer(devices)
+    timer = threading.Timer(_LEFT_SECONDS, resumer.resume, [held])
     timer.daemon = True
     timer.start()
     try:
         yield held
     finally:
         timer.cancel()
-        wait(release.of(held).values(), _RELEASE_SECONDS)
+        wait(resumer.resume(held).values(), _RESUME_SECONDS)
 
 
 def _held(devices: Devices, groups: Sequence[str]) -> Iterator[Held]:

@@ -1,13 +1,13 @@
-"""Unix sockets: whether one was left by a process that ended, or is still the one that was made."""
+"""Unix sockets: whether one is stale, served, or still the same file."""
 
 import socket
 from pathlib import Path
 
 
 def is_stale(path: Path) -> bool:
-    """Whether a socket lies there that no process serves; what is no socket is not stale.
+    """Whether the path is a socket that no process serves.
 
-    Raises PermissionError for who may not know.
+    Raises PermissionError where that is not known.
     """
     if not path.is_socket():
         return False
@@ -27,7 +27,7 @@ def is_served(path: Path) -> bool:
 
 
 def inode(path: Path) -> tuple[int, int] | None:
-    """What tells the file at a path from another that is put there; None where there is none."""
+    """The device and inode of the file at a path; None where there is none."""
     try:
         status = path.lstat()
     except FileNotFoundError:

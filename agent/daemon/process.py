@@ -147,12 +147,12 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
             return resume(service, group)
 
         recovery = Recovery(service.volume_groups, recover)
-        release = quiesce.Release(host.devices)
+        release = quiesce.Resumer(host.devices)
 
         def begin() -> None:
             with (
-                quiesce.left(host.devices, config.groups, release) as held,
-                service.inventory.holding(held),
+                quiesce.resume_left(host.devices, config.groups, release) as held,
+                service.inventory.keep_suspended(held),
             ):
                 recovery.begin()
 

@@ -1,9 +1,9 @@
 """Registration with kubelet: the socket that kubelet finds Carver by, and what it answered.
 
-Kubelet is the client. It watches a directory for sockets, also for those that are there when it
-starts, asks each one's GetInfo, calls NodeGetInfo at the endpoint that it was told, and says with
-NotifyRegistrationStatus what became of it. A socket that goes is a plugin that goes
-(kubernetes/pkg/kubelet/pluginmanager). So all there is to do is to keep the socket there.
+Kubelet is the client. It watches a directory for sockets, also for those that exist when it starts,
+calls GetInfo at each, then NodeGetInfo at the endpoint that GetInfo gives, and reports the outcome
+with NotifyRegistrationStatus. A socket that is removed is a plugin that is removed
+(kubernetes/pkg/kubelet/pluginmanager). So Carver only has to keep the socket there.
 """
 
 import logging
@@ -46,7 +46,7 @@ class State(StrEnum):
 
 
 class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
-    """Keeps Carver registered, from `start` to `stop`, whatever kubelet does meanwhile."""
+    """Keeps Carver registered from `start` to `stop`, across restarts of kubelet."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self._retry_at: float | None = None
         self._server: grpc.Server | None = None
         self._inode: tuple[int, int] | None = None
-        # Kubelet may answer before `_serve` has noted that it waits for that.
+        # Kubelet may answer before `_serve` has set the state to WAITING.
         self._answering = threading.Lock()
         self._problem = ""
         self._task = PeriodicTask(
@@ -83,16 +83,13 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self._task.start()
 
     def stop(self) -> None:
-        """Take the socket away: kubelet sends no more calls."""
+        """Remove the socket: kubelet sends no more calls."""
         self._task.stop()
         self._task.join()
         self._end()
 
     def check(self) -> None:
-        """Raise NotReady unless kubelet has registered Carver, or leaves that to someone else.
-
-        Of a registrar that serves the socket in Carver's place nothing more is known.
-        """
+        """Raise NotReady unless kubelet has registered Carver, or another registrar serves it."""
         if self.state not in (State.REGISTERED, State.TAKEN):
             raise errors.NotReady(
                 f"kubelet has not registered {DRIVER_NAME} ({self.state.value}, at {self.socket}):"
@@ -103,7 +100,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
     def GetInfo(  # noqa: N802
         self, request: kubelet.InfoRequest, context: grpc.ServicerContext
     ) -> kubelet.PluginInfo:
-        """Who this is, and where it serves CSI."""
+        """Return the driver's name and its CSI endpoint."""
         return kubelet.PluginInfo(
             type="CSIPlugin",
             name=self._name,
@@ -114,7 +111,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
     def NotifyRegistrationStatus(  # noqa: N802
         self, request: kubelet.RegistrationStatus, context: grpc.ServicerContext
     ) -> kubelet.RegistrationStatusResponse:
-        """What kubelet made of it."""
+        """Take kubelet's answer: registered or refused."""
         with self._answering:
             if request.plugin_registered:
                 self._retry_at, self._retry = None, self._first_retry
@@ -139,16 +136,16 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         if not self._directory.is_dir():
             self.state = State.OFF
         elif os.path.lexists(self.socket) and not sockets.is_stale(self.socket):
-            # Two registrars that took the socket from each other would never end.
+            # Two registrars would take the socket from each other for ever.
             self.state = State.TAKEN
-            self._tell(f"{self.socket} is another process's; registration is left to it")
+            self._log(f"{self.socket} is another process's; registration is left to it")
         else:
             self._serve()
 
     def _serve(self) -> None:
-        """Make the socket appear whole: root's alone, listening, in place of a stale one.
+        """Put a listening socket, for root only, in place of a stale one by a rename.
 
-        Kubelet passes over names that begin with a dot, and takes a renamed socket as a new one.
+        Kubelet skips names that begin with a dot, and takes a renamed socket as a new one.
         """
         hidden = self.socket.with_name(f".{self.socket.name}")
         workers = ThreadPoolExecutor(_THREADS, thread_name_prefix="registration")
@@ -180,10 +177,10 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         return self._inode is not None and sockets.inode(self.socket) == self._inode
 
     def _is_due_again(self) -> bool:
-        """Whether to try anew after a refusal: kubelet itself asks a new socket only."""
+        """Whether to retry after a refusal: kubelet asks new sockets only."""
         return self._retry_at is not None and time.monotonic() >= self._retry_at
 
-    def _tell(self, problem: str) -> None:
+    def _log(self, problem: str) -> None:
         """Log a problem once, however long it lasts."""
         if problem != self._problem:
             _log.warning("%s", problem)

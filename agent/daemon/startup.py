@@ -48,33 +48,33 @@ def startup(
     return task
 
 
-# How long a start waits for the other groups once one was taken up.
+# How long a start waits for other groups once one is recovered.
 _OTHERS_SECONDS = 3.0
-# So often one that does not answer is tried again: soon where a disk came, went or changed.
+# How often a group that does not answer is retried: soon where a disk came, went or changed.
 _RETRY_SECONDS = 60.0
 _SOON_SECONDS = 5.0
 
 
 class Recovery:
-    """Has `take_up` done for each group that answers, once each time that it begins to.
+    """Recovers each group once it answers, and again each time that it comes back.
 
-    `take_up` says whether the group was there when it looked.
+    `recover` returns whether the group was present.
     """
 
-    def __init__(self, volume_groups: VolumeGroups, take_up: Callable[[str], bool]) -> None:
+    def __init__(self, volume_groups: VolumeGroups, recover: Callable[[str], bool]) -> None:
         self._volume_groups = volume_groups
-        self._take_up = take_up
-        # Those that are to be taken up when they answer, and how the last attempts came out.
+        self._recover = recover
+        # The groups to recover when they answer, and the last attempts.
         self._waiting = set(volume_groups.names)
         self._tries: dict[str, Future[None]] = {}
-        # Why not, as it was told last: the same again each minute is told once.
-        self._told: dict[str, str] = {}
+        # The last problem of each: the same again is not logged again.
+        self._problems: dict[str, str] = {}
         self._tried_at: dict[str, float] = {}
 
     def begin(self) -> None:
-        """Try all; ends soon after one was taken up. Raises what they raise where none was.
+        """Try all groups; return soon after one is recovered. Raises their error where none is.
 
-        A group that is not here, or may not be used, keeps no start.
+        A group that is absent or refused does not delay the start.
         """
         tries = [self._try(one) for one in self._volume_groups.names]
         wait(tries, _OTHERS_SECONDS)
@@ -86,7 +86,7 @@ class Recovery:
             raise problems[0]
 
     def step(self) -> None:
-        """Try those whose turn it is; returns at once, and no command where all answer."""
+        """Retry the groups that are due, in the background; no command where all answer."""
         for one in self._volume_groups:
             if not one.answers:
                 self._waiting.add(one.name)
@@ -96,30 +96,30 @@ class Recovery:
                 self._try(one.name)
 
     def _try(self, name: str) -> Future[None]:
-        """Have a group taken up in a thread: once at a time, however long it takes.
+        """Recover a group in a thread: once at a time, however long it takes.
 
-        Raises RuntimeError where none can be had.
+        Raises RuntimeError where no thread can be had.
         """
         trying = self._tries.get(name)
         if trying is None or trying.done():
-            trying = command.begin(f"resume {name}", lambda: self._run(name))
-            # Not before: where no thread can be had, the next step asks for one again.
+            trying = command.begin(f"recover {name}", lambda: self._run(name))
+            # Not before: where no thread can be had, the next step tries again.
             self._tries[name], self._tried_at[name] = trying, time.monotonic()
         return trying
 
     def _run(self, name: str) -> None:
-        # Before: what goes away meanwhile is waited for again.
+        # Before: a group that goes away meanwhile is waited for again.
         self._waiting.discard(name)
         try:
             with command.time_limit(_PATIENCE_SECONDS):
-                was_there = self._take_up(name)
+                was_there = self._recover(name)
         except Exception as error:
             self._waiting.add(name)
-            if self._told.get(name) != (problem := str(error)):
-                _log.warning("volume group %s is not taken up yet: %s", name, problem)
-            self._told[name] = problem
+            if self._problems.get(name) != (problem := str(error)):
+                _log.warning("volume group %s is not recovered yet: %s", name, problem)
+            self._problems[name] = problem
             raise
-        self._told.pop(name, None)
+        self._problems.pop(name, None)
         if not was_there:
-            # It may have come since, and a call have seen it: then no step finds it silent.
+            # It may have come since, and answered a call: then no step would find it silent.
             self._waiting.add(name)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from agent.core import errors, ids, records, tag, users
 from agent.core.context import Context
 from agent.core.ids import VolumeId
-from agent.core.quiesce import Standstill
+from agent.core.quiesce import Quiesce
 from agent.core.records import Snapshot, Volume
 from agent.core.requests import CreateGroupSnapshot, KnownGroupSnapshot
 from agent.core.volume_groups import HeldGroups
@@ -73,7 +73,7 @@ class GroupSnapshotter:
     def create(self, call: CreateGroupSnapshot) -> GroupSnapshot:
         """Take snapshots of all sources at one moment, or find those that an earlier call took.
 
-        One command for each source, and a report. Raises NotTogether, StandstillOver, NoRoom,
+        One command for each source, and a report. Raises NotTogether, QuiesceOver, NoRoom,
         NotSnapshotted.
         """
         sources = {ids.group_of(one) for one in call.source_ids}
@@ -179,10 +179,10 @@ class GroupSnapshotter:
         patience = min(self.standstill_seconds, self.standstill_seconds if left is None else left)
         with (
             command.time_limit(patience),
-            self._standing_still(list(held.values()), patience, turns) as standstill,
+            self._quiesced(list(held.values()), patience, turns) as quiesce,
         ):
             for one in held.values():
-                self._hold(standstill, one)
+                self._hold(quiesce, one)
             own_tags |= {tag.TIME: str(time.time_ns())}
             undo.callback(self._undo, identity, {one.group.name for one in sources})
             taken = [
@@ -191,7 +191,7 @@ class GroupSnapshotter:
                 )
                 for name, one in planned.items()
             ]
-            standstill.check()
+            quiesce.check()
         self._commit(taken)
         undo.pop_all()
         return _group_snapshot(taken)
@@ -226,9 +226,7 @@ class GroupSnapshotter:
         return volume
 
     @contextmanager
-    def _standing_still(
-        self, held: list[Volume], seconds: float, turns: HeldGroups
-    ) -> Iterator[Standstill]:
+    def _quiesced(self, held: list[Volume], seconds: float, turns: HeldGroups) -> Iterator[Quiesce]:
         """Suspend volumes within the `with`; a group stays locked while one of its volumes is.
 
         The disk of a volume that is not resumed in time does not answer. lvm2 must not find its
@@ -236,18 +234,20 @@ class GroupSnapshotter:
         call.
         """
         for one in held:
-            turns.enter(one.group.name, self._inventory.holding([(one.group.name, one.name)]))
-        standstill = Standstill(self._devices, seconds)
+            turns.enter(
+                one.group.name, self._inventory.keep_suspended([(one.group.name, one.name)])
+            )
+        quiesce = Quiesce(self._devices, seconds)
         try:
-            with standstill:
-                yield standstill
+            with quiesce:
+                yield quiesce
         finally:
-            for (group, _), free in standstill.free.items():
+            for (group, _), free in quiesce.free.items():
                 turns.keep(group, free)
 
-    def _hold(self, standstill: Standstill, volume: Volume) -> None:
+    def _hold(self, quiesce: Quiesce, volume: Volume) -> None:
         try:
-            standstill.hold(volume.group.name, volume.name)
+            quiesce.suspend(volume.group.name, volume.name)
         except OSError as error:
             raise errors.NotTogether(
                 str(volume.id), f"device-mapper says {error.strerror}; see `dmesg`"

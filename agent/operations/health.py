@@ -332,7 +332,9 @@ class Diagnosis:
         return self._is_suspended(group, name)
 
     def _is_suspended(self, group: str, name: str) -> bool:
-        return not self._inventory.is_held(group, name) and self._devices.is_suspended(group, name)
+        return not self._inventory.is_kept_suspended(group, name) and self._devices.is_suspended(
+            group, name
+        )
 
 
 def _group_of(volume_id: str, volume: Volume | None) -> str:

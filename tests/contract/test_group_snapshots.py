@@ -354,7 +354,7 @@ def test_what_a_killed_process_held_is_let_go_by_the_next_start(
 ) -> None:
     for name in ("vol-data", "vol-wal"):
         host.suspend(group, name)
-    with quiesce.left(host.devices, [group]):
+    with quiesce.resume_left(host.devices, [group]):
         assert is_held(host, group)
     assert not is_held(host, group)
     host.write_bytes(device(host, group, "vol-data"), 0, numbered(1))

@@ -413,7 +413,7 @@ def test_a_volume_that_is_held_for_a_group_snapshot_or_for_a_moment_is_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fake.suspend("data", "vol-pvc-1")
-    with service.inventory.holding([("data", "vol-pvc-1")]):
+    with service.inventory.keep_suspended([("data", "vol-pvc-1")]):
         assert client.unhealthy() == []
     service.diagnosis.settling_seconds = moment = 0.5
     real = time.sleep

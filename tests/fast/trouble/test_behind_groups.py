@@ -295,4 +295,4 @@ def test_a_group_snapshot_of_two_groups_keeps_only_the_one_whose_disk_does_not_a
     assert not fake.lvm2.is_suspended("a", "vol-a")
     taken = client.group_snapshot("hourly", list(ids.values()))
     assert taken.ready_to_use
-    assert service.inventory.is_held("a", "vol-a") is False
+    assert service.inventory.is_kept_suspended("a", "vol-a") is False

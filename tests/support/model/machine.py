@@ -88,8 +88,8 @@ class Machine:
         service = self.service
         switch.on_death = lambda: die(service)
         with (
-            quiesce.left(host.devices, [self.group]) as held,
-            self.service.inventory.holding(held),
+            quiesce.resume_left(host.devices, [self.group]) as held,
+            self.service.inventory.keep_suspended(held),
         ):
             self.service.eraser.resume()
             self.service.pool_remover.resume()

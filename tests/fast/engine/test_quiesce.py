@@ -9,7 +9,7 @@ import expect
 import pytest
 
 from agent.core import errors, quiesce
-from agent.core.quiesce import Release, Standstill
+from agent.core.quiesce import Quiesce, Resumer
 from lvm.devices import Devices
 
 
@@ -55,9 +55,9 @@ class Suspendable(Devices):
 
 def test_what_is_held_is_let_go_at_the_end() -> None:
     devices = Suspendable()
-    with Standstill(devices, 60) as still:
-        still.hold("data", "vol-a")
-        still.hold("data", "vol-b")
+    with Quiesce(devices, 60) as still:
+        still.suspend("data", "vol-a")
+        still.suspend("data", "vol-b")
         assert devices.suspended == {"vol-a", "vol-b"}
         still.check()
     assert devices.suspended == set()
@@ -65,23 +65,23 @@ def test_what_is_held_is_let_go_at_the_end() -> None:
 
 def test_what_another_suspended_is_neither_held_nor_let_go() -> None:
     devices = Suspendable(suspended={"vol-b"})
-    with Standstill(devices, 60) as still:
-        still.hold("data", "vol-a")
+    with Quiesce(devices, 60) as still:
+        still.suspend("data", "vol-a")
         with pytest.raises(OSError, match="Invalid"):
-            still.hold("data", "vol-b")
+            still.suspend("data", "vol-b")
     assert devices.suspended == {"vol-b"}, "it was another who suspended it"
 
 
 def test_what_is_held_is_let_go_in_time_and_whoever_held_it_hears_of_it() -> None:
     devices = Suspendable()
-    with Standstill(devices, 1) as still:
-        still.hold("data", "vol-a")
+    with Quiesce(devices, 1) as still:
+        still.suspend("data", "vol-a")
         assert devices.resumed.wait(10)
         assert devices.suspended == set()
-        with pytest.raises(errors.StandstillOver, match="the 1 s"):
+        with pytest.raises(errors.QuiesceOver, match="the 1 s"):
             still.check()
-        with pytest.raises(errors.StandstillOver):
-            still.hold("data", "vol-b")
+        with pytest.raises(errors.QuiesceOver):
+            still.suspend("data", "vol-b")
         assert devices.suspended == set()
 
 
@@ -89,18 +89,18 @@ def test_one_that_cannot_be_let_go_of_does_not_keep_the_others(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     devices = Suspendable(stuck={"vol-a"})
-    with Standstill(devices, 60) as still:
-        still.hold("data", "vol-a")
-        still.hold("data", "vol-b")
+    with Quiesce(devices, 60) as still:
+        still.suspend("data", "vol-a")
+        still.suspend("data", "vol-b")
     assert devices.suspended == {"vol-a"}
-    assert "data/vol-a cannot be let go of" in caplog.text
+    assert "data/vol-a cannot be resumed" in caplog.text
 
 
 def test_one_whose_disk_does_not_answer_keeps_no_other_held() -> None:
     devices = Suspendable()
-    with Standstill(devices, 60) as still:
-        still.hold("data", "vol-a")
-        still.hold("data", "vol-b")
+    with Quiesce(devices, 60) as still:
+        still.suspend("data", "vol-a")
+        still.suspend("data", "vol-b")
         devices.hanging.add("vol-a")
     expect.soon(lambda: devices.suspended == {"vol-a"})
     assert not still.free["data", "vol-a"].done()
@@ -112,10 +112,10 @@ def test_one_whose_disk_does_not_answer_keeps_no_other_held() -> None:
 
 def test_one_that_is_not_held_in_time_is_none_and_is_let_go_of_once_it_is() -> None:
     devices = Suspendable(hanging={"vol-b"})
-    with Standstill(devices, 1) as still:
-        still.hold("data", "vol-a")
-        with pytest.raises(errors.StandstillOver, match="the 1 s"):
-            still.hold("data", "vol-b")
+    with Quiesce(devices, 1) as still:
+        still.suspend("data", "vol-a")
+        with pytest.raises(errors.QuiesceOver, match="the 1 s"):
+            still.suspend("data", "vol-b")
     assert devices.suspended == set()
     assert not still.free["data", "vol-b"].done()
     devices.answers.set()
@@ -134,20 +134,20 @@ def test_where_no_thread_can_be_had_all_are_let_go_of(monkeypatch: pytest.Monkey
         real(thread)
 
     monkeypatch.setattr(threading.Thread, "start", start)
-    with Standstill(devices, 60) as still:
-        still.hold("data", "vol-a")
+    with Quiesce(devices, 60) as still:
+        still.suspend("data", "vol-a")
         lacks.set()
         with pytest.raises(RuntimeError):
-            still.hold("data", "vol-b")
+            still.suspend("data", "vol-b")
     assert devices.suspended == set()
     assert all(one.done() for one in still.free.values())
 
 
 def test_what_a_kill_left_on_a_disk_that_does_not_answer_keeps_no_start() -> None:
     devices = Suspendable(suspended={"vol-a", "vol-b"}, hanging={"vol-a"})
-    release = Release(devices)
+    release = Resumer(devices)
     for _ in range(3):
-        with quiesce.left(devices, ["data"], release):
+        with quiesce.resume_left(devices, ["data"], release):
             pass
         assert devices.suspended == {"vol-a"}
     assert devices.tries.count("vol-a") == 1, "one thread, however often a start begins anew"
@@ -159,7 +159,7 @@ def test_what_a_kill_left_is_let_go_after_what_is_done_inside(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     devices = Suspendable(("vol-a", "vol-b", "other"), {"vol-b", "other"})
-    with quiesce.left(devices, ["data"]):
+    with quiesce.resume_left(devices, ["data"]):
         assert "vol-b" in devices.suspended
     assert devices.suspended == {"other"}, "it is not a volume of Carver's"
     assert "data/vol-b" in caplog.text
@@ -170,7 +170,7 @@ def test_what_a_kill_left_is_let_go_though_lvm2_does_not_answer(
 ) -> None:
     monkeypatch.setattr(quiesce, "_LEFT_SECONDS", 0.01)
     devices = Suspendable(suspended={"vol-a", "vol-b"})
-    with quiesce.left(devices, ["data"]):
+    with quiesce.resume_left(devices, ["data"]):
         assert devices.resumed.wait(10)
         assert devices.suspended == set()
 
@@ -178,6 +178,6 @@ def test_what_a_kill_left_is_let_go_though_lvm2_does_not_answer(
 def test_a_start_after_which_nothing_is_held_does_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with quiesce.left(Suspendable(), ["data"]):
+    with quiesce.resume_left(Suspendable(), ["data"]):
         pass
     assert not caplog.records
