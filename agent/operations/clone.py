@@ -179,10 +179,11 @@ class Copier:
         self._unused[identity] = taken.time_nanoseconds
         return taken
 
-    def give_up(self, source: Snapshot) -> None:
-        """Remove the bridge of `prepare` soon: its volume was not made."""
-        if source.is_bridge:
-            self._dismiss(source)
+    def dismiss(self, bridge: Snapshot) -> None:
+        """Have a bridge removed in the background, and wait a moment for it."""
+        remaining = command.remaining_seconds()
+        patience = _DISMISS_SECONDS if remaining is None else min(remaining, _DISMISS_SECONDS)
+        wait([self.bridges.start(Job(str(bridge.id))).ended], patience)
 
     def start(self, volume: Volume, source: Snapshot | None) -> Copy:
         """Fill a volume in the background; the job, or the one that is under way."""
@@ -248,14 +249,6 @@ class Copier:
         else:
             self.bridges.start(Job(str(bridge.id)))
 
-    def is_copying(self, volume_id: str) -> bool:
-        """Whether the volume is not complete."""
-        return self.jobs.has(volume_id)
-
-    def counts(self) -> Mapping[str, int]:
-        """How many copies are queued, are running, and failed and will be retried."""
-        return self.jobs.counts()
-
     def resume(self, *groups: str) -> int:
         """Begin the unfinished copies of these groups, or of all, anew; returns how many."""
         own = groups or self._volume_groups.names
@@ -274,7 +267,7 @@ class Copier:
         for snapshot in self._inventory.all_snapshots(known):
             is_own = snapshot.group.name in own
             if is_own and snapshot.is_bridge and str(snapshot.id) not in wanted:
-                self._dismiss(snapshot)
+                self.dismiss(snapshot)
         return len(left)
 
     def stop(self) -> None:
@@ -393,12 +386,6 @@ class Copier:
         except Exception as error:
             _log.error("snapshot %s, of no use any more, stays for now: %s", source.id, error)
             self.bridges.start(Job(str(source.id)))
-
-    def _dismiss(self, bridge: Snapshot) -> None:
-        """Have a bridge removed in the background, and wait a moment for it."""
-        remaining = command.remaining_seconds()
-        patience = _DISMISS_SECONDS if remaining is None else min(remaining, _DISMISS_SECONDS)
-        wait([self.bridges.start(Job(str(bridge.id))).ended], patience)
 
     def _sweep(self, job: Job) -> None:
         """Remove a bridge, if by a fresh report no volume is copied from it."""

@@ -188,8 +188,8 @@ class VolumeCreator:
             # Crash point: a bridge without its volume; the next call uses it, the next start
             # removes it.
             source = self._copier.prepare(known, call.name, origin)
-            undo.callback(self._copier.give_up, source)
             if source.is_bridge:
+                undo.callback(self._copier.dismiss, source)
                 own_tags |= {tag.BRIDGE: str(source.time_nanoseconds)}
         if one.layout.is_thin:
             # Crash point: a pool without a volume; the next call uses it, the next start removes

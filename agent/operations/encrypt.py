@@ -179,8 +179,8 @@ class EncryptedDevices:
     def _sealed(self, volume: Volume, device: Device, key: Key) -> dict[str, str]:
         """Make or check a volume's header, by the table above; the tags to be written."""
         header = luks.read(self._kernel, device.path)
-        told, own = volume.own_tags.get(tag.SEALED), own_uuid(device)
-        may_be_new = not told and tag.FORMATTED not in volume.own_tags
+        sealed, own = volume.own_tags.get(tag.SEALED), own_uuid(device)
+        may_be_new = not sealed and tag.FORMATTED not in volume.own_tags
         if header is None or (may_be_new and not header.slots and header.uuid == own):
             if not may_be_new:
                 raise errors.HeaderDamaged(str(volume.id), "its header is not there, or not whole")
@@ -200,8 +200,8 @@ class EncryptedDevices:
             return {tag.SEALED: own}
         # Crash point: a re-encryption has given the header the volume's UUID, not the tag.
         if not (tag.SHARED_KEY in volume.own_tags and header.uuid == own):
-            _check(volume, header, told or ("" if volume.is_copied else own))
-        return {} if told else {tag.SEALED: header.uuid}
+            _check(volume, header, sealed or ("" if volume.is_copied else own))
+        return {} if sealed else {tag.SEALED: header.uuid}
 
     def _require_blank(self, volume: Volume, device: Device) -> None:
         if luks.bears_any(self._kernel, device.path):
@@ -260,12 +260,7 @@ class EncryptedDevices:
             self._record(volume, named)
 
     def _old_slots(
-        self,
-        volume: Volume,
-        path: str,
-        slots: tuple[int, ...],
-        fits: int,
-        previous: Key | None,
+        self, volume: Volume, path: str, slots: tuple[int, ...], fits: int, previous: Key | None
     ) -> list[int]:
         """The slots of older keys that an unfinished change of keys left."""
         was_begun = bool(previous) or tag.ROTATING in volume.own_tags
@@ -387,6 +382,5 @@ def _check(volume: Volume, header: Header, expected: str) -> None:
         )
     if volume.header_bytes and header.offset_bytes != volume.header_bytes:
         raise errors.HeaderDamaged(
-            str(volume.id),
-            f"its data begin at {header.offset_bytes}, not at {volume.header_bytes}",
+            str(volume.id), f"its data begin at {header.offset_bytes}, not at {volume.header_bytes}"
         )

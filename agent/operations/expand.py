@@ -8,7 +8,7 @@ pkg/volume/util/operationexecutor/node_expander.go). The same code serves where 
 after any other the pod does not start, and after OK with the present size kubelet, which reads no
 size in the answer, marks the claim as grown. The next stage finds the tag and grows the volume
 while it is not in use: it is deactivated, extended, and activated as ever. Without room by then, or
-where lvm2 refuses, the volume is staged as it is, for a pod shall start, and the tag stays.
+where lvm2 refuses, the volume is staged as it is, so that the pod starts, and the tag stays.
 
 A wanted size that the volume has is void, so no step of its own removes the tag. Crash points:
 before the tag is written the caller repeats the call; after it, or between deactivation and growth,
@@ -116,7 +116,7 @@ class Expander:
                 try:
                     self._extend(known, volume, wanted)
                 except (errors.VolumeInUse, lvm_errors.InUse) as error:
-                    self._put_on_record(volume, wanted)
+                    self._record(volume, wanted)
                     held = volume.copy_on_write_snapshots
                     raise errors.GrowsLater(call.volume_id, wanted, held, str(error)) from None
                 except (*_NO_ROOM, mount_errors.CommandFailed) as error:
@@ -173,7 +173,7 @@ class Expander:
             return
         with self._logging_refusals(volume_id), self._held(volume_id) as volume:
             if 0 < volume.refused_bytes <= volume.size_bytes:
-                self._record(volume, {})
+                self._record(volume, 0)
 
     @contextmanager
     def _held(self, volume_id: str) -> Iterator[Volume]:
@@ -256,27 +256,26 @@ class Expander:
         """
         is_for_stage = size_bytes > volume.size_bytes and volume.copy_on_write_snapshots
         with self._logging_refusals(str(volume.id)):
-            self._put_on_record(volume, size_bytes, tag.WANTED if is_for_stage else tag.REFUSED)
+            self._record(volume, size_bytes, tag.WANTED if is_for_stage else tag.REFUSED)
 
     def _withdraw(self, volume: Volume, size_bytes: int) -> None:
         """Remove from the record a size that is more than was asked for now."""
         if volume.wanted_bytes > size_bytes:
-            self._record(volume, {})  # else a stage would grow the volume to it
+            self._record(volume, 0)  # else a stage would grow the volume to it
         elif volume.refused_bytes > volume.size_bytes:
             with self._logging_refusals(str(volume.id)):
-                self._record(volume, {})
+                self._record(volume, 0)
 
-    def _put_on_record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
-        if volume.own_tags.get(key) != str(size_bytes):
-            self._record(volume, {key: str(size_bytes)})
-            # Refresh the cached state, which is all that staging of a raw block volume reads.
-            self._inventory.state(volume.group.name)
-
-    def _record(self, volume: Volume, new: dict[str, str]) -> None:
-        """Replace the sizes on record."""
-        group = volume.group.name
+    def _record(self, volume: Volume, size_bytes: int, key: str = tag.WANTED) -> None:
+        """Replace the sizes on record by one; 0 removes them."""
+        group, new = volume.group.name, {key: str(size_bytes)} if size_bytes else {}
+        if new and volume.own_tags.get(key) == new[key]:
+            return
         old = {key: volume.own_tags[key] for key in _ON_RECORD if key in volume.own_tags}
         volumes.mark(self._volume_groups.lvm(group), group, volume.name, old=old, new=new)
+        if new:
+            # Refresh the cached state, which is all that staging of a raw block volume reads.
+            self._inventory.state(group)
 
 
 def _wanted_bytes(volume: Volume, size: SizeRange) -> int:

@@ -296,10 +296,7 @@ class GroupSnapshotter:
                 )
 
     def _check_room(
-        self,
-        call: CreateGroupSnapshot,
-        volumes: list[Volume],
-        held: Mapping[str, Volume],
+        self, call: CreateGroupSnapshot, volumes: list[Volume], held: Mapping[str, Volume]
     ) -> None:
         """Raise errors of room before the volumes are suspended."""
         needed: Counter[str] = Counter()

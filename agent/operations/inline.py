@@ -103,11 +103,7 @@ class InlineVolumes:
     """Publishes, unpublishes and sweeps inline volumes."""
 
     def __init__(
-        self,
-        context: Context,
-        creator: VolumeCreator,
-        deleter: VolumeDeleter,
-        stager: Stager,
+        self, context: Context, creator: VolumeCreator, deleter: VolumeDeleter, stager: Stager
     ) -> None:
         self._config = context.config
         self._kernel, self._inventory = context.kernel, context.inventory

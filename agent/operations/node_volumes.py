@@ -51,7 +51,7 @@ class NodeVolumes:
         self._holds.require_free(volume_id)
         if self._eraser.is_deleting(volume_id):
             raise errors.NoSuchVolume(volume_id)
-        if self._copier.is_copying(volume_id):
+        if self._copier.jobs.has(volume_id):
             raise errors.Copying(volume_id, "it is not complete")
 
     def device(self, volume_id: str) -> Device | None:

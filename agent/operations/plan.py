@@ -62,10 +62,7 @@ def check_stripe_size(one: DeviceClass, group: report.Group) -> None:
 
 
 def with_defaults(
-    parameters: Parameters,
-    capabilities: Sequence[Capability],
-    one: DeviceClass,
-    held: str = "",
+    parameters: Parameters, capabilities: Sequence[Capability], one: DeviceClass, held: str = ""
 ) -> Parameters:
     """The parameters completed by the class's, so that they no longer depend on it.
 
@@ -148,11 +145,7 @@ def _tags_of_copy(own_tags: Mapping[str, str], origin: Snapshot | Volume) -> dic
 
 
 def _planned(
-    call: CreateVolume,
-    one: DeviceClass,
-    group: report.Group,
-    header_bytes: int,
-    held: str = "",
+    call: CreateVolume, one: DeviceClass, group: report.Group, header_bytes: int, held: str = ""
 ) -> tuple[int, dict[str, str]]:
     """The size of a volume, and the tags with which a repeated request is compared.
 

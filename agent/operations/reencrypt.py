@@ -16,7 +16,7 @@ Crash point: between the end and the UUID; it is re-encrypted once more.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -91,10 +91,6 @@ class Reencrypter:
             yield
         finally:
             self.jobs.allow(volume_id)
-
-    def counts(self) -> Mapping[str, int]:
-        """How many are queued, are running, and failed."""
-        return self.jobs.counts()
 
     def stop(self) -> None:
         """End at a safe point; the next stage of the volume goes on."""

@@ -362,7 +362,7 @@ def test_a_source_is_used_as_ever_while_eight_clones_of_it_wait(
             for one in range(8)
         ]
         try:
-            while sum(service.copier.counts().values()) < 8:
+            while sum(service.copier.jobs.counts().values()) < 8:
                 time.sleep(0.1)
             # Whoever meets another call is refused at once.
             service.context.locks.grace_seconds = 0

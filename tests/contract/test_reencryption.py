@@ -365,7 +365,7 @@ def test_what_was_ended_by_unstaging_goes_on_when_it_is_staged_next(
         made = begin(client, service, source, staging)
         # On a slow machine cryptsetup may take a while before it can be ended.
         at_last(lambda: client.unstage(made.volume_id, staging))
-        assert service.reencrypter.counts()["running"] == 0
+        assert service.reencrypter.jobs.counts()["running"] == 0
     assert host.devices.mapping(device(host, group, "copy")) is None
     at_last(lambda: client.stage(made, staging, block(), KEY))
     assert inside(host, group, "copy") == MARK

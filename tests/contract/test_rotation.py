@@ -298,7 +298,7 @@ def test_a_copy_that_gets_a_master_key_of_its_own_has_the_new_key_too(
         with expect.code("FAILED_PRECONDITION"):
             used.publish("a", NAMED)
         assert used.own_tags() == {}
-    expect.soon(lambda: not service.reencrypter.counts()["running"])
+    expect.soon(lambda: not service.reencrypter.jobs.counts()["running"])
     used.stage(NAMED)
     assert used.own_tags() == {"keyGeneration": "2026-11"}
     used.opens_by(NEW)

@@ -119,14 +119,14 @@ def test_a_long_copy_is_put_off_with_its_progress_until_it_is_ready(
     disk.wait(2)
     with expect.code("ABORTED", "32 %", str(SIZE)):
         client.create("pvc-2", 0, block(), source=source)
-    assert service.copier.counts() == {"queued": 0, "running": 1, "failed": 0}
+    assert service.copier.jobs.counts() == {"queued": 0, "running": 1, "failed": 0}
     disk.let()
     service.copier.grace_seconds = 20
     assert client.create("pvc-2", 0, block(), source=source).capacity_bytes == SIZE
     assert copied(fake) == DATA
     # The volume is ready a moment before the job has ended.
     wait([job.ended for job in list(service.copier.jobs._jobs.values())], 20)
-    assert service.copier.counts() == {"queued": 0, "running": 0, "failed": 0}
+    assert service.copier.jobs.counts() == {"queued": 0, "running": 0, "failed": 0}
 
 
 def test_a_volume_that_is_not_complete_is_none_yet(
@@ -160,7 +160,7 @@ def test_a_source_is_kept_while_it_is_copied(
         client.delete(snapshot.source_volume_id)
     disk.let()
     settle(service)
-    assert not service.copier.counts()["failed"]
+    assert not service.copier.jobs.counts()["failed"]
 
 
 def test_deleting_what_is_not_complete_ends_the_copy_and_leaves_nothing(
@@ -237,7 +237,7 @@ def test_a_copy_that_fails_is_tried_again(
     source = of_snapshot(snapshot.snapshot_id)
     with expect.code("INTERNAL", "Input/output error"):
         client.create("pvc-2", 0, block(), source=source)
-    assert service.copier.counts()["failed"] == 1
+    assert service.copier.jobs.counts()["failed"] == 1
     disk.error = None
     disk.let()
     look_again(service, snapshot)
@@ -490,7 +490,7 @@ def test_a_copy_of_which_nobody_knows_that_it_was_ended_is_not_made_again(
     expect.soon(lambda: names(fake) == {"vol-pvc-1", "vol-pvc-2"})
     idle(service)
     assert copied(fake) == DATA
-    assert not service.copier.is_copying(f"data@{fake.lvm2.groups['data'].uuid[:8]}/vol-pvc-2")
+    assert not service.copier.jobs.has(f"data@{fake.lvm2.groups['data'].uuid[:8]}/vol-pvc-2")
 
 
 def test_what_a_killed_lvcreate_left_in_the_place_of_a_snapshot_is_wiped_by_the_next_call(
@@ -610,7 +610,7 @@ def test_a_hundred_copies_that_wait_leave_a_group_its_places(
         try:
             for number in range(100):
                 clones.append(callers.submit(clone, number))
-                while sum(service.copier.counts().values()) <= number:
+                while sum(service.copier.jobs.counts().values()) <= number:
                     time.sleep(0.01)
             began = time.monotonic()
             client.stage(origin, tmp_path / "staging", block())

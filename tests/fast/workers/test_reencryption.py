@@ -105,9 +105,9 @@ def test_one_that_is_under_way_can_be_ended_at_any_time(
         # It is the same one that a second call waits for.
         with expect.code("ABORTED"):
             client.stage(copy, host.directory / "staging", block(), KEY)
-        assert service.reencrypter.counts()["running"] == 1
+        assert service.reencrypter.jobs.counts()["running"] == 1
         client.unstage(copy.volume_id, host.directory / "staging")
-        assert sum(service.reencrypter.counts().values()) == 0
+        assert sum(service.reencrypter.jobs.counts().values()) == 0
     assert header(host).is_reencrypting
     service.stop()
 
@@ -142,11 +142,11 @@ def test_one_that_fails_is_told_and_begun_again_by_the_next_call(
     with Client(config.endpoint) as client:
         with host.killed_reencryption(""), expect.code("INTERNAL", "reencrypt"):
             client.stage(copy, host.directory / "staging", block(), KEY)
-        assert service.reencrypter.counts()["failed"] == 1
+        assert service.reencrypter.jobs.counts()["failed"] == 1
         assert header(host).is_torn
         assert leftovers(host)
         client.stage(copy, host.directory / "staging", block(), KEY)
-        assert sum(service.reencrypter.counts().values()) == 0
+        assert sum(service.reencrypter.jobs.counts().values()) == 0
     service.stop()
 
 
