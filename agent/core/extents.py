@@ -1,8 +1,8 @@
-"""Ranges of bytes, in order: what is allocated in a snapshot, or changed since another.
+"""Byte ranges: allocated in a snapshot, or changed since another one.
 
-An encrypted volume lies behind its header in its logical volume, so the same place has two offsets:
-in the logical volume, as LVM and streams count, and in the device that the volume's user has open,
-as CSI's callers do. Each has a type of its own, and mypy refuses the one for the other.
+The data of an encrypted volume begin behind its header, so a byte has two offsets: in the logical
+volume, as LVM and streams count, and in the device that the user has open, as CSI counts. Each has
+its own type, and mypy refuses one for the other.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,12 +12,12 @@ from typing import NewType, Protocol
 from agent.core import errors
 from agent.core.records import Snapshot, Volume
 
-# From the first byte of a logical volume, the header's included; and of the device of its user.
+# From the first byte of the logical volume, header included; from that of the user's device.
 LogicalOffset = NewType("LogicalOffset", int)
 UserOffset = NewType("UserOffset", int)
 LOGICAL_START, USER_START = LogicalOffset(0), UserOffset(0)
 
-# What is compared at once, and so the unit of what changed: a page, and a sector of most disks.
+# The unit of comparison: a page, and a sector of most disks.
 BLOCK_BYTES = 4096
 
 
@@ -30,7 +30,7 @@ class Extent:
 
     @property
     def end_bytes(self) -> int:
-        """The first byte behind it."""
+        """The offset behind its last byte."""
         return self.offset_bytes + self.length_bytes
 
 
@@ -43,52 +43,50 @@ class UserExtent:
 
 
 class Reading(Protocol):
-    """A snapshot, or a volume, that is held for as long as it is read."""
+    """A snapshot or a volume that is held while it is read."""
 
     @property
     def of(self) -> Snapshot | Volume:
-        """What is read: of two, the target."""
+        """The object that is read; of two, the target."""
         ...
 
     @property
     def size_bytes(self) -> int:
-        """How large that is, its header included; its device may be larger, if it grew since."""
+        """Its size, header included; its device may have grown since."""
         ...
 
     @property
     def device(self) -> str:
-        """The path of its block device, which is active, and open until the reading ends."""
+        """The path of its active block device, which is open until the reading ends."""
         ...
 
     def extents(self, starting_offset: LogicalOffset = LOGICAL_START) -> Iterator[Extent]:
-        """The ranges that end behind an offset: sorted, the first one cut to begin there.
+        """The sorted ranges from an offset on, in whole blocks of BLOCK_BYTES up to the end.
 
-        Merged, but for what is found by comparing: that is told before all of it was compared.
-
-        Whole blocks of BLOCK_BYTES, but for the last one of a volume that is no multiple of it. May
-        be asked again, for another offset too. Raises SourceLost, DeltaFailed, OSError.
+        Ranges are merged, but those found by comparing only in part, to be yielded early. May be
+        called again, also with another offset. Raises SourceLost, DeltaFailed, OSError.
         """
         ...
 
     def for_user(self) -> "UserReading":
-        """The same as the volume's user sees it; raises BlocksUnknown where that is not known."""
+        """The reading in the user's offsets; raises BlocksUnknown."""
         ...
 
 
 @dataclass(frozen=True)
 class UserReading:
-    """A reading in the offsets of the volume's user, whose first byte is at `begins`."""
+    """A reading in the user's offsets, which begin at `begins`."""
 
     logical: Reading
     begins: LogicalOffset
 
     @property
     def size_bytes(self) -> int:
-        """How large the volume is to its user."""
+        """The size that the user sees."""
         return self.logical.size_bytes - self.begins
 
     def extents(self, starting_offset: UserOffset = USER_START) -> Iterator[UserExtent]:
-        """As those of the logical volume, but for its header."""
+        """The ranges of the logical volume behind its header."""
         if not 0 <= starting_offset <= self.size_bytes:
             raise errors.NotBeyond(starting_offset, self.size_bytes)
         return (
@@ -98,10 +96,7 @@ class UserReading:
 
 
 def merged(extents: Iterable[Extent], most_bytes: int | None = None) -> Iterator[Extent]:
-    """The same bytes in as few ranges as can be; `extents` are sorted by where they begin.
-
-    A range that comes to `most_bytes` is not waited for any longer: the next one begins there.
-    """
+    """Merge ranges that are sorted by their offsets, into ranges of at most `most_bytes`."""
     last: Extent | None = None
     for one in extents:
         if last is not None and one.offset_bytes <= last.end_bytes:
@@ -120,7 +115,7 @@ def merged(extents: Iterable[Extent], most_bytes: int | None = None) -> Iterator
 
 
 def clipped(extents: Iterable[Extent], start_bytes: int, end_bytes: int) -> Iterator[Extent]:
-    """What of sorted ranges lies between two places."""
+    """Clip sorted ranges to those between two offsets."""
     for one in extents:
         if one.offset_bytes >= end_bytes:
             return

@@ -1,7 +1,4 @@
-"""Volume ids: `group@uuid/name`, enough to find a volume and to know another node's.
-
-And the names of logical volumes, which are their last part, and of nodes in the topology.
-"""
+"""Volume ids, `group@uuid/name`; names of logical volumes; topology segments."""
 
 import hashlib
 import re
@@ -12,22 +9,22 @@ from agent.core import errors
 from lvm import names
 from lvm.report import Group
 
-# How the names of logical volumes begin.
+# Prefixes of logical volumes' names.
 VOLUME_PREFIX = "vol"
 # Inline volumes, which have ids of kubelet's and live as long as their pods.
 INLINE_PREFIX = "eph"
 SNAPSHOT_PREFIX = "snap"
 POOL_PREFIX = "pool"
 WIPE_PREFIX = "wipe"
-# All that is free in a group, while it is overwritten; the whole of a logical volume's name.
+# The name of the logical volume that holds free extents of a group while they are zeroed.
 SWEEP = "sweep"
-# What a volume is to grow by, while that is overwritten.
+# Extents that a volume is to grow by, while they are zeroed.
 GROWTH_PREFIX = "grow"
-# A snapshot for as long as a volume is copied, whose name it has.
+# A temporary snapshot while the volume of that name is copied from it.
 BRIDGE_PREFIX = "copy"
 
 _UUID_CHARACTERS = 8
-# CSI spec, Topology; Kubernetes has the values as labels of its nodes.
+# CSI spec, Topology; Kubernetes keeps the values as labels of nodes.
 _MOST_SEGMENT_CHARACTERS = 63
 _DIGEST_CHARACTERS = 16
 _FORM = re.compile(
@@ -41,8 +38,8 @@ _FORM = re.compile(
 class VolumeId:
     """A group by its name and the start of its LVM UUID, then the logical volume.
 
-    A group of the same name on another node has another UUID, so a call that reaches the wrong
-    node is never answered "already gone".
+    A group of the same name on another node has another UUID, so a call at the wrong node is never
+    answered "already gone".
     """
 
     group: str
@@ -56,7 +53,7 @@ class VolumeId:
 
     @classmethod
     def parse(cls, text: str) -> Self | None:
-        """The id that a text is, or None where no volume can have such an id."""
+        """Parse an id; None for a text that cannot be one."""
         match = _FORM.fullmatch(text)
         return None if match is None else cls(match["group"], match["uuid"], match["name"])
 
@@ -69,7 +66,7 @@ class VolumeId:
 
 
 def group_of(volume_id: str) -> str:
-    """The name of the group in a volume id; raises NoSuchVolume for what is no id."""
+    """The name of the group in a volume id; raises NoSuchVolume for an invalid id."""
     parsed = VolumeId.parse(volume_id)
     if parsed is None:
         raise errors.NoSuchVolume(volume_id)
@@ -77,18 +74,18 @@ def group_of(volume_id: str) -> str:
 
 
 def logical_name(volume_id: str) -> str:
-    """The logical volume's name, which is what calls on the same volume have in common."""
+    """The logical volume's name; calls on one volume lock it."""
     parsed = VolumeId.parse(volume_id)
     return names.logical_volume(INLINE_PREFIX, volume_id) if parsed is None else parsed.name
 
 
 def readable_name(volume_id: str) -> str:
-    """What a person calls the volume: its name, or the logical volume where it has a digest."""
+    """The name to show: without the prefix, or the logical volume's if that has a digest."""
     return names.readable(VOLUME_PREFIX, logical_name(volume_id))
 
 
 def is_inline(volume_id: str) -> bool:
-    """Whether the id can be an inline volume's only: such ids are the CO's, not Carver's."""
+    """Whether the id is an inline volume's, which the CO chose."""
     return names.is_of(INLINE_PREFIX, logical_name(volume_id))
 
 

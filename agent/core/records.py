@@ -1,4 +1,4 @@
-"""Volumes and snapshots as records: what LVM's report and their tags say of each."""
+"""Volumes and snapshots as records: each from LVM's report and Carver's own tags."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,15 +8,15 @@ from agent.core.ids import VolumeId
 from lvm import names, report, tags
 from lvm.layout import LINEAR, Layout
 
-# What a snapshot was taken of, where neither its tags nor lvm2 know; no logical volume's name.
+# The source of a snapshot, where neither its tags nor lvm2 have it; no logical volume's name.
 UNKNOWN = "unknown"
-# What is no volume any more, or not yet.
+# States of what is no volume any more, or not yet.
 _UNLISTED = (tag.WIPING, tag.COPYING, tag.RECEIVING, tag.MOVED)
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A volume that Carver made: what LVM says of it, and its tags."""
+    """A volume that Carver made. `own_tags` are decoded; sizes are in bytes."""
 
     id: VolumeId
     group: report.Group
@@ -28,10 +28,7 @@ class Volume:
 
     @property
     def layout(self) -> Layout:
-        """How it lies on disks, as its class said when it was made.
-
-        Where that is lost, the report tells at least whether it lies in a pool.
-        """
+        """Its layout by its tag; if that is lost, thin or linear by the report."""
         logical = self.group.volumes.get(self.name)
         plain = Layout("thin") if logical is not None and logical.pool else LINEAR
         try:
@@ -41,46 +38,43 @@ class Volume:
 
     @property
     def made_bytes(self) -> int:
-        """The size that it was made with."""
+        """The size that it was created with."""
         return _number(self.own_tags, tag.SIZE) or self.size_bytes
 
     @property
     def on_disks(self) -> report.LogicalVolume:
-        """What of it lies on disks, and has a cache if any has: itself, or its pool."""
+        """The logical volume that has disks and perhaps a cache: itself, or its pool."""
         return _lies_on(self.group, self.group.volume(self.name))
 
     @property
     def missing_disks(self) -> list[str]:
-        """The UUIDs of the disks that are missing, and a part of it lies on.
-
-        One that was made since the report is on none.
-        """
+        """The UUIDs of its missing disks; none for a volume that is newer than the report."""
         logical = self.group.volumes.get(self.name)
         disks = _lies_on(self.group, logical).disks if logical is not None else frozenset()
         return sorted(one.uuid for one in self.group.disks if one.missing and one.uuid in disks)
 
     @property
     def copy_on_write_snapshots(self) -> list[str]:
-        """The ids of its copy-on-write snapshots, which are nothing without it."""
+        """The ids of its copy-on-write snapshots, which lvm2 removes with it."""
         every = self.group.copy_on_write_of(self.name)
         return sorted(str(VolumeId.of(self.group, one.name)) for one in every)
 
     @property
     def kept_snapshots(self) -> list[str]:
-        """Those of them that were not deleted."""
+        """The ids of its copy-on-write snapshots that were not deleted."""
         every = self.group.copy_on_write_of(self.name)
         kept = (one for one in every if tags.decode(one.tags).get(tag.STATE) != tag.WIPING)
         return sorted(str(VolumeId.of(self.group, one.name)) for one in kept)
 
     @property
     def wanted_bytes(self) -> int:
-        """How large it shall be when it is staged next; 0 where it is as large as is on record."""
+        """The size to grow to when it is staged next; 0 for none."""
         wanted = _number(self.own_tags, tag.WANTED)
         return wanted if wanted > self.size_bytes else 0
 
     @property
     def refused_bytes(self) -> int:
-        """The size that the last expansion asked for and could not give; 0 where there is none.
+        """The size that the last expansion could not reach; 0 for none.
 
         If the volume has that size, its file system or its open LUKS mapping does not.
         """
@@ -88,46 +82,44 @@ class Volume:
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether it lies encrypted in its logical volume; also where a tag of that is lost."""
+        """Whether it is encrypted; also if one of the tags that say so is lost."""
         return is_encrypted(self.own_tags)
 
     @property
     def claim(self) -> str:
-        """The claim that it is for, namespace/name; empty where nobody told."""
-        told = (self.own_tags.get(tag.NAMESPACE), self.own_tags.get(tag.PVC))
-        return "/".join(filter(None, told))
+        """Its claim as namespace/name; empty if unknown."""
+        return "/".join(filter(None, map(self.own_tags.get, (tag.NAMESPACE, tag.PVC))))
 
     @property
     def is_copied(self) -> bool:
-        """Whether what it holds was another's first, with that one's ids: by a copy, a stream."""
+        """Whether its contents, and so their UUIDs, were copied or received."""
         return bool({tag.FROM, tag.RECEIVED} & self.own_tags.keys())
 
     @property
     def header_bytes(self) -> int:
-        """How much of its logical volume its header takes, which is none of what a caller has."""
+        """The bytes of its LUKS2 header, at the start of its logical volume; 0 for none."""
         return _number(self.own_tags, tag.HEADER)
 
     @property
     def capacity_bytes(self) -> int:
-        """How large it is to who uses it."""
+        """Its size as its users see it: without the header."""
         return self.size_bytes - self.header_bytes
 
     @property
     def is_ephemeral(self) -> bool:
-        """Whether it is an inline volume, which no CreateVolume made and no DeleteVolume ends."""
+        """Whether it is an inline volume, without CreateVolume and DeleteVolume."""
         return tag.EPHEMERAL in self.own_tags
 
     @property
     def is_listed(self) -> bool:
-        """Whether it is a volume for the callers of the Controller."""
+        """Whether the Controller service knows it as a volume."""
         return self.own_tags.get(tag.STATE) not in _UNLISTED and not self.is_ephemeral
 
     @property
     def is_half_made(self) -> bool:
-        """Whether it is a RAID over whose making lvm2 died: it was never active, and cannot be.
+        """Whether lvm2 died while creating this RAID: it was never active, so it has no data.
 
-        So nobody ever wrote to it. Of one that was, and gets other images or more, one of the first
-        is whole.
+        A RAID in use that gets other or more images has at least one whole image, so it is not.
         """
         layout = self.layout
         if not layout.is_raid or not self.group.is_bare(self.name, layout.disks):
@@ -136,38 +128,38 @@ class Volume:
 
     @property
     def copying(self) -> bool:
-        """Whether it has not yet what it shall be made of; then it is no volume yet."""
+        """Whether its contents are being copied or zeroed; then it is no volume yet."""
         return self.own_tags.get(tag.STATE) == tag.COPYING
 
     @property
     def receiving(self) -> bool:
-        """Whether it comes as a stream, and is not finished; then it is no volume yet."""
+        """Whether it is being received as a stream; then it is no volume yet."""
         return self.own_tags.get(tag.STATE) == tag.RECEIVING
 
     @property
     def moved(self) -> bool:
-        """Whether it is another node's now, and kept here until that is final."""
+        """Whether it was moved to another node, and is kept here until the move is final."""
         return self.own_tags.get(tag.STATE) == tag.MOVED
 
     @property
     def content_bytes(self) -> int:
-        """Of one that comes as a stream: the bytes of what it holds whole; 0 before."""
+        """While receiving: the size of the last complete contents; 0 before."""
         return _number(self.own_tags, tag.CONTENT)
 
     @property
     def offset_bytes(self) -> int:
-        """Of one that comes as a stream: up to which byte it is there."""
+        """While receiving: the bytes received so far."""
         return _number(self.own_tags, tag.OFFSET)
 
     @property
     def wiping(self) -> bool:
-        """Whether it was deleted, and only its wiping is left to do."""
+        """Whether it was deleted and waits to be erased."""
         return self.own_tags.get(tag.STATE) == tag.WIPING
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A volume as it was once. `size_bytes` is the volume's then, `area_bytes` its own."""
+    """A snapshot. `size_bytes` is its volume's then, `area_bytes` its COW store's."""
 
     id: VolumeId
     group: report.Group
@@ -182,17 +174,17 @@ class Snapshot:
 
     @property
     def capacity_bytes(self) -> int:
-        """How large the volume was to who used it."""
+        """The volume's size as its users saw it: without the header."""
         return self.size_bytes - self.header_bytes
 
     @property
     def header_bytes(self) -> int:
-        """How much of it is the volume's header, by its tags."""
+        """The bytes of the volume's LUKS2 header; 0 for none."""
         return _number(self.own_tags, tag.HEADER)
 
     @property
     def is_encrypted(self) -> bool:
-        """Whether the volume lies encrypted in its logical volume, and so the snapshot does."""
+        """Whether the volume, and so the snapshot, is encrypted."""
         return is_encrypted(self.own_tags)
 
     @property
@@ -202,68 +194,68 @@ class Snapshot:
 
     @property
     def is_thin(self) -> bool:
-        """Whether it shares a pool with its source, and does not need it any more."""
+        """Whether it is in a thin pool, and so independent of its source."""
         return bool(self.pool)
 
     @property
     def is_bridge(self) -> bool:
-        """Whether it is there only for a volume to be copied from it."""
+        """Whether it exists only while a volume is copied from it."""
         return names.is_of(ids.BRIDGE_PREFIX, self.name)
 
     @property
     def is_ready(self) -> bool:
-        """Whether something can be made of it; not where its disk does not tell."""
+        """Whether volumes can be made from it; not while its state is unknown."""
         return self.overflowed is False
 
     @property
     def group_snapshot_id(self) -> str:
-        """The group snapshot that it was taken for; empty where it was taken alone."""
+        """Its group snapshot; empty for a single one."""
         return self.own_tags.get(tag.GROUP_SNAPSHOT, "")
 
     @property
     def problem(self) -> str:
-        """Why nothing can be made of it, now and for ever; empty where something can."""
+        """Why it can never be used again; empty if it can."""
         if not self.overflowed:
             return ""
         return (
-            f"its area of {self.area_bytes} bytes for what {self.source_id} overwrites was full,"
-            " and what it held is lost"
+            f"its COW store of {self.area_bytes} bytes overflowed when {self.source_id} was written"
+            " to, and its data are lost"
         )
 
 
 def key_generation(own_tags: Mapping[str, str]) -> str:
-    """The name of the only key that opens what is encrypted; in brackets, why there is none."""
+    """The name of the only valid key; in brackets, why there is none."""
     if tag.ROTATING in own_tags:
         return "(rotating)"
     return own_tags.get(tag.KEY_GENERATION, "(unnamed)")
 
 
 def is_encrypted(own_tags: Mapping[str, str]) -> bool:
-    """Whether the tags are of what lies encrypted; also where one that says so is lost."""
+    """Whether tags are of an encrypted volume; also if one that says so is lost."""
     return bool({tag.ENCRYPTION, tag.HEADER, tag.SEALED} & own_tags.keys())
 
 
 def volume(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
-    """The volume that a logical volume is; None where it is none of Carver's."""
+    """A logical volume as a volume; None if Carver did not make it."""
     own_tags = tags.decode(logical.tags)
     prefixes = (ids.VOLUME_PREFIX, ids.INLINE_PREFIX)
     if tag.NAME not in own_tags or not any(names.is_of(one, logical.name) for one in prefixes):
         return None
     if names.is_part(logical.name):
-        # lvm2 gives the tags of a RAID to its parts, too.
+        # lvm2 copies the tags of a RAID to its images.
         return None
     return _as_volume(group, logical, own_tags)
 
 
 def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None:
-    """What is left of a snapshot that was parted from its origin, or did not come to have one.
+    """A logical volume as one to erase; None if it is not.
 
-    Its area holds what the origin held once, and is nobody's: being there is its record. So it is
-    of what a volume was to grow by.
+    It is a snapshot that was split from its origin, or killed before it got one, or extents that a
+    volume was to grow by. Its existence records that its data must be erased.
     """
     own_tags = tags.decode(logical.tags)
     is_left = _is_snapshot(logical.name) or names.is_of(ids.GROWTH_PREFIX, logical.name)
-    # Deleted while a disk was missing, and so not parted.
+    # Deleted while a disk was missing, and so not split.
     is_deferred = own_tags.get(tag.STATE) == tag.WIPING
     if tag.NAME not in own_tags or not is_left:
         return None
@@ -273,7 +265,7 @@ def remains(group: report.Group, logical: report.LogicalVolume) -> Volume | None
 
 
 def snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | None:
-    """The snapshot that a logical volume is, if it is one and has what it was taken of."""
+    """A logical volume as a snapshot; None if it is not, or has neither origin nor pool."""
     own_tags = tags.decode(logical.tags)
     if tag.NAME not in own_tags or not _is_snapshot(logical.name):
         return None
@@ -295,25 +287,25 @@ def snapshot(group: report.Group, logical: report.LogicalVolume) -> Snapshot | N
 
 
 def snapshots_of(volume: Volume) -> Iterator[Snapshot]:
-    """The snapshots of a volume, in the report that the volume is of."""
+    """The snapshots of a volume, by the volume's report."""
     every = (snapshot(volume.group, one) for one in volume.group.made_of(volume.name))
     return (one for one in every if one is not None and one.source_id == volume.id)
 
 
 def next_sequence(group: report.Group) -> int:
-    """The number of the next snapshot in a group, which the caller holds: above all that are there.
+    """The number of the next snapshot in a group: above all that exist.
 
-    The report must be one that was read within.
+    The group's lock is held, and the report was read under it.
     """
     own_tags = (tags.decode(one.tags) for one in group.volumes.values())
     return 1 + max((_number(one, tag.SEQUENCE) for one in own_tags), default=0)
 
 
 def is_older(one: Snapshot, other: Snapshot | Volume) -> bool | None:
-    """Whether a snapshot was taken before another of its volume; None where that is not known.
+    """Whether a snapshot is older than another of its volume; None if unknown.
 
-    The clock has no say: it may have stepped in between. Where one has no number, by 0.1.0, a pool
-    knows the order of what is in it.
+    Times are not compared, since the clock may have been set. Snapshots of 0.1.0 have no number;
+    in a pool, thin ids have their order.
     """
     if isinstance(other, Volume):
         return True
@@ -330,11 +322,11 @@ def is_older(one: Snapshot, other: Snapshot | Volume) -> bool | None:
 
 
 def remains_of(snapshot: Snapshot, *, parted: bool = True) -> Volume:
-    """What is left of a snapshot that is deleted: read-only, to be wiped once it is parted."""
+    """A deleted snapshot as a read-only volume, to be erased once it is split from its origin."""
     own_tags = {**snapshot.own_tags, tag.STATE: tag.WIPING}
     group, logical = snapshot.group, snapshot.group.volumes.get(snapshot.name)
     if parted and logical is not None:
-        # The report is of before.
+        # The report is older than the split.
         alone = replace(logical, origin="")
         group = replace(group, volumes={**group.volumes, snapshot.name: alone})
     return Volume(snapshot.id, group, snapshot.name, snapshot.area_bytes, own_tags, read_only=True)
@@ -359,22 +351,22 @@ def _is_snapshot(name: str) -> bool:
 
 
 def _lies_on(group: report.Group, logical: report.LogicalVolume) -> report.LogicalVolume:
-    """What of a volume lies on disks: itself, or its pool."""
+    """The logical volume that lies on disks: itself, or its pool."""
     return group.volumes.get(logical.pool, logical)
 
 
 def places_of(volumes: Sequence[Volume]) -> str:
-    """What is kept of the groups that volumes are in."""
+    """The value of the tag MEMBER_GROUPS for these volumes."""
     return ",".join(sorted({place_of(str(one.id)) for one in volumes}))
 
 
 def place_of(identity: str) -> str:
-    """The group in an id: its name and the start of its UUID."""
+    """An id's group: name@uuid."""
     return identity.partition("/")[0]
 
 
 def is_whole(members: Sequence[Snapshot]) -> bool:
-    """Whether these snapshots of a group are all that it has."""
+    """Whether these are all snapshots of their group snapshot."""
     return bool(members) and len(members) == max(
         _number(one.own_tags, tag.MEMBERS) for one in members
     )
@@ -386,6 +378,6 @@ def _thin_id(snapshot: Snapshot) -> int | None:
 
 
 def _number(own_tags: Mapping[str, str], key: str) -> int:
-    """A tag that is a number; 0 where it is lost, or someone wrote something else."""
-    told = own_tags.get(key, "")
-    return int(told) if told.isascii() and told.isdigit() else 0
+    """The number in a tag; 0 if it is lost or no number."""
+    text = own_tags.get(key, "")
+    return int(text) if text.isascii() and text.isdigit() else 0

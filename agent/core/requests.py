@@ -1,4 +1,4 @@
-"""CSI requests as frozen records: checked when they are read, and free of gRPC."""
+"""CSI requests as frozen records, checked when read. All raise BadField."""
 
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -25,15 +25,15 @@ from proto import csi_pb2 as csi
 
 T = TypeVar("T")
 
-# gRPC in Go takes 4 MiB in one message where nothing else is said. A caller that sets no bound
-# accepts any number of entries (CSI spec), so it may be given a part.
+# gRPC in Go accepts messages of 4 MiB by default. A caller without a limit may be answered with
+# fewer entries and a token (CSI spec).
 _MOST_ENTRIES = 2000
 _MOST_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
 class Page:
-    """Which part of a list; 0 entries sets no bound but what one message may have."""
+    """A page of a list; 0 entries for as many as fit into one message."""
 
     maximum_entries: int
     starting_token: str
@@ -53,22 +53,22 @@ class Page:
 
 @dataclass(frozen=True)
 class Part(Generic[T]):
-    """A part of a list, and the token for the next part, if there is one."""
+    """A page's entries, and the token of the next page; empty at the end."""
 
     entries: tuple[T, ...]
     next_token: str
 
 
 def check(page: Page) -> None:
-    """Raise BadToken for a token that no `part` can have given out."""
+    """Raise BadToken for a token that is not of `part`."""
     if page.starting_token and VolumeId.parse(page.starting_token) is None:
         raise errors.BadToken(page.starting_token)
 
 
 def part(found: Mapping[str, T], page: Page) -> Part[T]:
-    """The part that a call asks for, in the order of the ids that are the keys.
+    """A page of entries in the order of their ids.
 
-    The token is the id to begin with, so what comes or goes meanwhile does no harm.
+    The token is the first id of the next page, so it stays valid if volumes come and go.
     """
     rest = [(key, found[key]) for key in sorted(found) if key >= page.starting_token]
     return first(rest, page)
@@ -77,9 +77,9 @@ def part(found: Mapping[str, T], page: Page) -> Part[T]:
 def first(
     rest: Iterable[tuple[str, T]], page: Page, weigh_bytes: Callable[[T], int] = lambda _: 0
 ) -> Part[T]:
-    """The same of what comes in that order, from the token on; no more of it is asked for.
+    """A page of sorted entries that begin at the token; consumes one entry more than it returns.
 
-    `weigh_bytes` is how much of a message an entry takes, where that may be much.
+    `weigh_bytes` estimates an entry's size in the message.
     """
     most = min(page.maximum_entries or _MOST_ENTRIES, _MOST_ENTRIES)
     entries: list[T] = []
@@ -98,13 +98,13 @@ VOLUME = "volume"
 
 @dataclass(frozen=True)
 class SizeRange:
-    """How large a volume shall be; 0 sets no bound."""
+    """The size of a volume; 0 for no bound."""
 
     required_bytes: int = 0
     limit_bytes: int = 0
 
     def allows(self, size_bytes: int) -> bool:
-        """Whether a volume of that size is one of these."""
+        """Whether a size is within the range."""
         return self.required_bytes <= size_bytes <= (self.limit_bytes or size_bytes)
 
     @classmethod
@@ -123,7 +123,7 @@ class SizeRange:
 
 @dataclass(frozen=True)
 class Topology:
-    """Where a volume may be, or should be: one map of segments for each place."""
+    """Where a volume may or should be: topologies as maps of segments."""
 
     requisite: tuple[Mapping[str, str], ...] = ()
     preferred: tuple[Mapping[str, str], ...] = ()
@@ -137,16 +137,14 @@ class Topology:
         )
 
     def includes(self, here: Mapping[str, str]) -> bool:
-        """Whether a node whose segments are `here` is asked for; any is where nothing is said."""
+        """Whether a node with these segments is allowed; any is without a requirement."""
         places = self.requisite or self.preferred
-        return not places or any(
-            all(here.get(key) == value for key, value in one.items()) for one in places
-        )
+        return not places or any(one.items() <= here.items() for one in places)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A snapshot's id, or a volume's, of which a volume is made."""
+    """The source of a new volume: a snapshot or a volume, by its id."""
 
     kind: str
     id: str
@@ -168,17 +166,17 @@ class Source:
 
 @dataclass(frozen=True)
 class CreateVolume:
-    """What CreateVolume asks for."""
+    """CreateVolume."""
 
     name: str
     size: SizeRange
     capabilities: tuple[Capability, ...]
     parameters: Parameters
     topology: Topology
-    # What it is made of; None for an empty volume.
+    # None for an empty volume.
     source: Source | None = None
     tuning: Tuning = AS_IT_IS
-    # An inline volume, which has the CO's id for a name.
+    # An inline volume; its name is the CO's id.
     is_ephemeral: bool = False
 
     @classmethod
@@ -200,19 +198,19 @@ class CreateVolume:
 
 @dataclass(frozen=True)
 class ValidateVolume:
-    """What ValidateVolumeCapabilities asks for."""
+    """ValidateVolumeCapabilities. `unsupported` says what is wrong with the request."""
 
     volume_id: str
     capabilities: tuple[Capability, ...]
     unsupported: str
     tuning: Tuning = AS_IT_IS
-    # Nothing where they are not given.
+    # Empty if not given.
     context: Mapping[str, str] = field(default_factory=dict)
     parameters: Parameters = field(default_factory=Parameters)
 
     @classmethod
     def from_proto(cls, wire: csi.ValidateVolumeCapabilitiesRequest) -> Self:
-        """Read the request: what is asked for and well-formed, or why it cannot be had."""
+        """Read the request."""
         volume_id = fields.volume_id(wire.volume_id)
         if not wire.volume_capabilities:
             raise errors.Missing("volume_capabilities")
@@ -228,7 +226,7 @@ class ValidateVolume:
 
 @dataclass(frozen=True)
 class ModifyVolume:
-    """What ControllerModifyVolume asks for."""
+    """ControllerModifyVolume."""
 
     volume_id: str
     tuning: Tuning
@@ -244,7 +242,7 @@ class ModifyVolume:
 
 @dataclass(frozen=True)
 class ExpandVolume:
-    """What ControllerExpandVolume asks for, and what it shares with NodeExpandVolume."""
+    """ControllerExpandVolume and NodeExpandVolume."""
 
     volume_id: str
     size: SizeRange
@@ -265,7 +263,7 @@ class ExpandVolume:
 
 @dataclass(frozen=True)
 class GetCapacity:
-    """What GetCapacity asks for."""
+    """GetCapacity."""
 
     capabilities: tuple[Capability, ...]
     parameters: Parameters
@@ -274,7 +272,7 @@ class GetCapacity:
 
     @classmethod
     def from_proto(cls, wire: csi.GetCapacityRequest) -> Self:
-        """Read the request. Nothing fits a capability that is not supported."""
+        """Read the request; for unsupported capabilities the capacity is 0."""
         segments = dict(wire.accessible_topology.segments)
         where = segments if wire.HasField("accessible_topology") else None
         parameters = Parameters.from_proto(wire.parameters)
@@ -287,7 +285,7 @@ class GetCapacity:
 
 @dataclass(frozen=True)
 class CreateSnapshot:
-    """CreateSnapshot. `size` is what its area for old data gets, None: as its class says."""
+    """CreateSnapshot. `size` is the COW store's; None for the class's."""
 
     name: str
     source_id: str
@@ -308,7 +306,7 @@ class CreateSnapshot:
 
 @dataclass(frozen=True)
 class CreateGroupSnapshot:
-    """CreateVolumeGroupSnapshot. The sources are in the order of their ids."""
+    """CreateVolumeGroupSnapshot; the source ids are sorted."""
 
     name: str
     source_ids: tuple[str, ...]
@@ -333,10 +331,7 @@ class CreateGroupSnapshot:
 
 @dataclass(frozen=True)
 class KnownGroupSnapshot:
-    """GetVolumeGroupSnapshot and DeleteVolumeGroupSnapshot: which, and what the caller has of it.
-
-    Which snapshots are its own is compared where there is one of that id.
-    """
+    """GetVolumeGroupSnapshot and DeleteVolumeGroupSnapshot."""
 
     id: str
     snapshot_ids: tuple[str, ...]
@@ -353,11 +348,7 @@ class KnownGroupSnapshot:
 
 @dataclass(frozen=True)
 class GetMetadata:
-    """GetMetadataAllocated, GetMetadataDelta: of what, from where on, how many ranges at once.
-
-    `base_id` is empty where nothing is compared. An offset is compared with the snapshot's size
-    where there is one of that id.
-    """
+    """GetMetadataAllocated, for which `base_id` is empty, and GetMetadataDelta."""
 
     base_id: str
     snapshot_id: str
@@ -386,7 +377,7 @@ class GetMetadata:
 
 @dataclass(frozen=True)
 class ListSnapshots:
-    """ListSnapshots: which part, and of which source or with which id, where one is named."""
+    """ListSnapshots; empty ids select all."""
 
     page: Page
     source_id: str
@@ -403,7 +394,7 @@ _GENERATION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 @dataclass(frozen=True)
 class StageVolume:
-    """What NodeStageVolume asks for."""
+    """NodeStageVolume."""
 
     volume_id: str
     staging_path: str
@@ -425,7 +416,7 @@ class StageVolume:
 
 @dataclass(frozen=True)
 class PublishVolume:
-    """What NodePublishVolume asks for."""
+    """NodePublishVolume."""
 
     volume_id: str
     staging_path: str
@@ -454,7 +445,7 @@ class PublishVolume:
 
 @dataclass(frozen=True)
 class PublishInline:
-    """NodePublishVolume of a volume that lives as long as its pod: no CreateVolume came before."""
+    """NodePublishVolume of an inline volume: it lives as long as its pod, without CreateVolume."""
 
     volume_id: str
     target_path: str
@@ -465,15 +456,15 @@ class PublishInline:
 
     @staticmethod
     def is_meant(wire: csi.NodePublishVolumeRequest) -> bool:
-        """Whether kubelet says that the volume is an inline one."""
-        told = wire.volume_context.get(EPHEMERAL, "false")
-        if told not in {"true", "false"}:
-            raise errors.NotAllowed(f"volume_context[{EPHEMERAL}]", told, ("true", "false"))
-        return told == "true"
+        """Whether kubelet marks the volume as inline."""
+        marked = wire.volume_context.get(EPHEMERAL, "false")
+        if marked not in {"true", "false"}:
+            raise errors.NotAllowed(f"volume_context[{EPHEMERAL}]", marked, ("true", "false"))
+        return marked == "true"
 
     @classmethod
     def from_proto(cls, wire: csi.NodePublishVolumeRequest) -> Self:
-        """Read and check the request. A read-only one has the mode that allows no writer."""
+        """Read and check the request; `readonly` becomes the access mode READER_ONLY."""
         fields.name("volume_id", wire.volume_id)
         if VolumeId.parse(wire.volume_id) is not None:
             raise errors.BadField("volume_id", "is one that CreateVolume gave, not an inline one")
@@ -511,10 +502,7 @@ class VolumeAt:
     def from_volume_path(
         cls, wire: csi.NodeGetVolumeStatsRequest | csi.NodeExpandVolumeRequest
     ) -> Self:
-        """Read NodeGetVolumeStats, or where NodeExpandVolume finds the volume.
-
-        The path is only looked for: one that cannot be a mount's is one where no volume is.
-        """
+        """Read NodeGetVolumeStats, or the path of NodeExpandVolume, which may be invalid."""
         if not wire.volume_path:
             raise errors.Missing("volume_path")
         return cls(fields.volume_id(wire.volume_id), wire.volume_path)
@@ -522,7 +510,7 @@ class VolumeAt:
 
 @dataclass(frozen=True)
 class HealthAt:
-    """NodeGetVolumeHealth: a volume, and where it is or should have been staged and published."""
+    """NodeGetVolumeHealth, with the paths of the volume's stage and publication."""
 
     volume_id: str
     paths: tuple[str, ...] = ()
@@ -537,9 +525,9 @@ class HealthAt:
 
 
 def keys_of(secrets: Mapping[str, str]) -> Keys:
-    """The keys that a call brings; other secrets are none of Carver's. Raises BadField.
+    """Read the keys of a call and overwrite their texts; raises BadField.
 
-    Each look into the map makes a new text, which is overwritten at once.
+    Each access to the map makes a new text. Other secrets are ignored.
     """
     present, previous = (
         secret.of_text(f"secrets[{name}]", secrets[name]) if name in secrets else None
@@ -554,16 +542,16 @@ def keys_of(secrets: Mapping[str, str]) -> Keys:
     return made
 
 
-def _check_generation(told: Keys) -> None:
-    """Raise BadField for a name of a key that cannot be kept, or is the key itself."""
+def _check_generation(sent: Keys) -> None:
+    """Raise BadField for a key's name that does not fit a tag, or is the key itself."""
     field = f"secrets[{secret.GENERATION}]"
-    if told.generation and not _GENERATION.fullmatch(told.generation):
+    if sent.generation and not _GENERATION.fullmatch(sent.generation):
         raise errors.BadField(
             field,
             "must be 1 to 63 letters, digits, '.', '_' and '-', and begin with no sign",
         )
-    name = told.generation.encode()
-    if any(one is not None and one.data == name for one in (told.present, told.previous)):
+    name = sent.generation.encode()
+    if any(one is not None and one.data == name for one in (sent.present, sent.previous)):
         raise errors.BadField(field, "is the key itself, and is kept in the clear; give it a name")
 
 

@@ -1,4 +1,4 @@
-"""Where a volume is used on this node: to be asked before it is taken away, or put elsewhere."""
+"""Where a volume is mounted, published or open on this node."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from mount import mounts as nodes
 from mount.kernel import Kernel
 from mount.table import DeviceNumber, Mount, Table
 
-# A device that is open for no longer is not in use.
+# A device that is open for a shorter time is not in use: udev reads it after each change.
 OPEN_SECONDS = 2.0
 _LOOK_SECONDS = 0.02
 
@@ -20,29 +20,26 @@ _LOOK_SECONDS = 0.02
 def numbers(
     kernel: Kernel, device: Device, loops: Sequence[str] | None = None
 ) -> list[DeviceNumber]:
-    """The device's number, and that of the loop device through which it is read only.
-
-    `loops` are those over it, where the caller has asked for them.
-    """
+    """The numbers of the device and of the read-only loop devices over it, `loops` if known."""
     if loops is None:
         loops = loop.over(kernel, device.number)
     return [device.number, *(kernel.device_number(one) for one in loops)]
 
 
 def places(kernel: Kernel, mounts: Table, device: Device) -> list[Mount]:
-    """Everywhere that an active volume is mounted or its node bound, the first mount first.
+    """All mounts of an active volume and bind mounts of its device node, in order.
 
-    A part of the volume, bound elsewhere by kubelet for a subPath, is no place of its own.
+    Without bind mounts of its directories, which kubelet makes for a subPath.
     """
     whole = [one for one in mounts.of_device(device.number) if one.root == "/"]
     return [*whole, *nodes.bound(kernel, mounts, numbers(kernel, device))]
 
 
 def targets(kernel: Kernel, mounts: Table, device: Device, inside: Sequence[str]) -> Iterator[str]:
-    """The places of an active volume that a caller can have asked for: those inside `inside`.
+    """The paths of an active volume inside `inside`, the directories of the CO.
 
-    Where kubelet's directory can be seen at another path as well, each mount in it is seen there,
-    too (mount_namespaces(7), shared subtrees). That is no place of its own.
+    If kubelet's directory is visible at another path, so are its mounts (mount_namespaces(7),
+    shared subtrees); these copies do not count.
     """
     for one in places(kernel, mounts, device):
         if target.is_inside(kernel, one.path, inside):
@@ -50,11 +47,11 @@ def targets(kernel: Kernel, mounts: Table, device: Device, inside: Sequence[str]
 
 
 def flush(kernel: Kernel, known: Inventory, volume_id: str) -> None:
-    """Have a mounted btrfs, or what is mounted of an encrypted volume, write what is in memory.
+    """Sync a mounted btrfs, or the file system of an encrypted volume.
 
-    Of the other file systems the kernel does that by itself, when it suspends the device for a
-    snapshot. It does not know which btrfs a device is of (s_bdev is not set, fs/btrfs/super.c), and
-    of an encrypted volume the device that is suspended is not the one that is mounted.
+    The kernel syncs other file systems when it suspends the device for a snapshot. It cannot find
+    a btrfs by its device (s_bdev is not set, fs/btrfs/super.c), and the suspended device of an
+    encrypted volume is below the mounted one.
     """
     device = known.device(volume_id)
     if device is None:
@@ -79,15 +76,15 @@ def mounted_at(kernel: Kernel, known: Inventory, volume_id: str) -> set[str]:
 
 
 def require_unused(kernel: Kernel, known: Inventory, volume: Volume) -> None:
-    """Raise VolumeInUse where the volume is mounted, published or open.
+    """Raise VolumeInUse if the volume is mounted, published or open.
 
-    What a cryptsetup that was killed left on it is nobody's, and is taken away.
+    Closes dm-crypt devices that a killed cryptsetup left.
     """
     if volume.is_encrypted:
         known.close_leftovers(volume)
     if paths := mounted_at(kernel, known, str(volume.id)):
         raise errors.VolumeInUse(str(volume.id), f"it is mounted at {', '.join(sorted(paths))}")
-    # udev has a look at a device after each close of it by a writer, such as the last unmount's.
+    # udev reads a device after each close by a writer, such as the last unmount.
     remaining = command.remaining_seconds()
     end = time.monotonic() + (OPEN_SECONDS if remaining is None else min(OPEN_SECONDS, remaining))
     while known.is_open(volume):

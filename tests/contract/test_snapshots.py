@@ -356,7 +356,7 @@ def test_an_overflowed_snapshot_is_known_as_such_while_it_is_not_active(
         assert [one.ready_to_use for one in client.snapshots()] == [False, True]
         assert not client.snapshot("1", volume.volume_id).ready_to_use
     host.commands.clear()
-    with expect.code("FAILED_PRECONDITION", first.snapshot_id, "was full"):
+    with expect.code("FAILED_PRECONDITION", first.snapshot_id, "overflowed"):
         client.create("pvc-3", 0, block(), source=of_snapshot(first.snapshot_id))
     assert lvm2_commands(host) == ["fullreport"]
     client.create("pvc-3", 0, block(), source=of_snapshot(second.snapshot_id))
