@@ -1,287 +1,267 @@
-"""The words of `carver volume` and `carver snapshot`, and which verb each is."""
+"""The command line of `carver volume`, `snapshot` and `group`."""
 
 import argparse
 from collections.abc import Mapping
 
-from agent.cli.words import Commands, add_name, verb
+from agent.cli.words import Argument, Commands, flag, name_of, noun, verb
 from agent.core import values
+
+NAME = name_of("volume")
+JSON = flag("--json", "as JSON")
+NAMES = flag("--names", "their names alone, one a line")
+YES = flag("--yes", "do not ask")
+KEY_FILE = Argument(
+    "--key-file",
+    metavar="FILE",
+    default="",
+    help="with the key of an encrypted volume, all of its bytes; - is standard input",
+)
+FILE = Argument("file", metavar="FILE", help="where the copy is")
 
 
 def add_volume(commands: Commands) -> Commands:
     """Add `carver volume`; return its verbs."""
-    volume = commands.add_parser(
+    verbs = noun(
+        commands,
         "volume",
-        help="make, use and delete volumes by hand",
-        description="Make, use and delete volumes by hand, through the socket of the service, on a"
-        " node without Kubernetes. In a cluster these are the cluster's to do.",
+        "make, use and delete volumes by hand",
+        "Make, use and delete volumes by hand, through the socket of the service, on a"
+        " node without Kubernetes. In a cluster, Kubernetes does this.",
     )
-    verbs = volume.add_subparsers(required=True, metavar="VERB")
-
-    create = verb(
+    verb(
         verbs,
         "create",
         "make a volume",
-        lambda verbs, parsed: verbs.create(
-            parsed.name,
-            parsed.size,
-            _parameters(parsed),
-            raw=parsed.block,
-            snapshot=parsed.from_snapshot,
-            volume=parsed.from_volume,
+        lambda service, given: service.create(
+            given.name,
+            given.size,
+            _parameters(given),
+            raw=given.block,
+            snapshot=given.from_snapshot,
+            volume=given.from_volume,
+        ),
+        Argument("name", metavar="NAME", help="its name on this node"),
+        Argument(
+            "--size",
+            type=_size,
+            default=0,
+            help="such as 512MiB, 10GiB (1024) or 10GB (1000); for a copy else the source's",
+        ),
+        Argument("--class", dest="device_class", help="a class; else the default one"),
+        Argument("--fs-type", help="ext4, xfs or btrfs; else the class's"),
+        Argument(
+            "--encryption", choices=("luks2",), help="encrypt it; it needs a key to be published"
+        ),
+        flag("--reencrypt", "give an encrypted copy its own master key"),
+        flag("--block", "a raw block volume"),
+        (
+            name_of("snapshot", "--from-snapshot", "to copy"),
+            name_of("volume", "--from-volume", "to copy"),
         ),
     )
-    create.add_argument("name", metavar="NAME", help="its name on this node")
-    create.add_argument(
-        "--size",
-        type=_size,
-        default=0,
-        help="such as 512MiB, 10GiB (1024) or 10GB (1000); for a copy else the source's",
-    )
-    create.add_argument("--class", dest="device_class", help="a class; else the default one")
-    create.add_argument("--fs-type", help="ext4, xfs or btrfs; else the class's")
-    create.add_argument(
-        "--encryption", choices=("luks2",), help="encrypt it; it needs a key to be published"
-    )
-    create.add_argument(
-        "--reencrypt", action="store_true", help="give an encrypted copy its own master key"
-    )
-    create.add_argument("--block", action="store_true", help="a raw block volume")
-    source = create.add_mutually_exclusive_group()
-    for noun in ("snapshot", "volume"):
-        add_name(source, noun, f"--from-{noun}", "that it shall be a copy of")
-
-    listing = verb(
+    verb(
         verbs,
         "list",
         "show all volumes",
-        lambda verbs, parsed: verbs.show_all(as_json=parsed.json, names_only=parsed.names),
+        lambda service, given: service.show_all(as_json=given.json, names_only=given.names),
+        (JSON, NAMES),
     )
-    _add_forms(listing)
-
-    show = verb(
+    verb(
         verbs,
         "show",
         "show one volume, and where it is",
-        lambda verbs, parsed: verbs.show(parsed.name, as_json=parsed.json),
+        lambda service, given: service.show(given.name, as_json=given.json),
+        NAME,
+        JSON,
     )
-    add_name(show)
-    show.add_argument("--json", action="store_true", help="as JSON")
-
-    publish = verb(
+    verb(
         verbs,
         "publish",
         "have a volume appear at a path; the first time, format it",
-        lambda verbs, parsed: verbs.publish(
-            parsed.name,
-            parsed.path,
-            read_only=parsed.read_only,
-            shared=parsed.shared,
-            key_file=parsed.key_file,
+        lambda service, given: service.publish(
+            given.name,
+            given.path,
+            read_only=given.read_only,
+            shared=given.shared,
+            key_file=given.key_file,
         ),
+        KEY_FILE,
+        NAME,
+        Argument(
+            "path", metavar="PATH", help="where; created, below one of the service's kubelet_dir"
+        ),
+        flag("--read-only", "to be read only"),
+        flag("--shared", "also if it is published elsewhere"),
     )
-    _add_key_file(publish)
-    add_name(publish)
-    publish.add_argument(
-        "path", metavar="PATH", help="where; it is made, below one of the service's kubelet_dir"
-    )
-    publish.add_argument("--read-only", action="store_true", help="to be read only")
-    publish.add_argument(
-        "--shared", action="store_true", help="also where it is published elsewhere already"
-    )
-
-    unpublish = verb(
+    verb(
         verbs,
         "unpublish",
         "take a volume from a path, which is removed",
-        lambda verbs, parsed: verbs.unpublish(parsed.name, parsed.path, confirmed=parsed.yes),
+        lambda service, given: service.unpublish(given.name, given.path, confirmed=given.yes),
+        NAME,
+        Argument("path", metavar="PATH", nargs="?", help="else from everywhere"),
+        flag("--yes", "do not ask, also not for a pod's"),
     )
-    add_name(unpublish)
-    unpublish.add_argument("path", metavar="PATH", nargs="?", help="else from everywhere")
-    unpublish.add_argument("--yes", action="store_true", help="do not ask, also not for a pod's")
-
-    expand = verb(
+    verb(
         verbs,
         "expand",
         "make a volume larger, also while it is in use",
-        lambda verbs, parsed: verbs.expand(parsed.name, parsed.size, parsed.key_file),
+        lambda service, given: service.expand(given.name, given.size, given.key_file),
+        NAME,
+        KEY_FILE,
+        Argument("size", metavar="SIZE", type=_size, help="the new size"),
     )
-    add_name(expand)
-    _add_key_file(expand)
-    expand.add_argument("size", metavar="SIZE", type=_size, help="the size that it shall have")
-
-    modify = verb(
+    verb(
         verbs,
         "modify",
         "change how a volume is read ahead, or how fast its RAID is rebuilt",
-        lambda verbs, parsed: verbs.modify(parsed.name, dict(parsed.parameters)),
+        lambda service, given: service.modify(given.name, dict(given.parameters)),
+        NAME,
+        Argument(
+            "parameters",
+            metavar="KEY=VALUE",
+            nargs="+",
+            type=_parameter,
+            help="readAhead (a size, 0 or auto); of a RAID minimumRecoveryRate,"
+            " maximumRecoveryRate (a size each second and disk, 0 for none)",
+        ),
     )
-    add_name(modify)
-    modify.add_argument(
-        "parameters",
-        metavar="KEY=VALUE",
-        nargs="+",
-        type=_parameter,
-        help="readAhead (a size, 0 or auto); of a RAID minimumRecoveryRate, maximumRecoveryRate"
-        " (a size each second and disk, 0 for none)",
-    )
-
-    repair = verb(
+    verb(
         verbs,
         "repair",
-        "make a volume whole again that lost a disk, or whose pool is damaged; wait until it is",
-        lambda verbs, parsed: verbs.repair(parsed.name, pool_metadata=parsed.pool_metadata),
+        "repair a volume that lost a disk, or whose pool is damaged; wait until it is whole",
+        lambda service, given: service.repair(given.name, pool_metadata=given.pool_metadata),
+        NAME,
+        flag(
+            "--pool-metadata", "of a thin volume: rebuild its pool's metadata, if they are damaged"
+        ),
     )
-    add_name(repair)
-    repair.add_argument(
-        "--pool-metadata",
-        action="store_true",
-        help="of a thin volume: have its pool's metadata written anew, if they are damaged",
-    )
-
-    rekey = verb(
+    verb(
         verbs,
         "rekey",
         "give an encrypted volume another key, or one more for recovery",
-        lambda verbs, parsed: verbs.headers(parsed.name).rekey(
-            parsed.key_file, parsed.new_key_file, recovery=parsed.recovery
+        lambda service, given: service.headers(given.name).rekey(
+            given.key_file, given.new_key_file, recovery=given.recovery
         ),
+        NAME,
+        KEY_FILE,
+        Argument(
+            "--new-key-file",
+            metavar="FILE",
+            default="",
+            help="with the new key; else it is asked for",
+        ),
+        flag("--recovery", "a recovery key beside the volume's own"),
     )
-    add_name(rekey)
-    _add_key_file(rekey)
-    rekey.add_argument(
-        "--new-key-file", metavar="FILE", default="", help="with the new key; else it is asked for"
+    _add_header(
+        noun(
+            verbs,
+            "header",
+            "show, keep or put back the header of an encrypted volume",
+            "Show, keep or put back the header of an encrypted volume, without which it is lost.",
+        )
     )
-    rekey.add_argument(
-        "--recovery", action="store_true", help="beside the volume's own, in place of one like it"
-    )
-
-    _add_header(verbs)
-
-    delete = verb(
+    verb(
         verbs,
         "delete",
-        "overwrite and remove a volume",
-        lambda verbs, parsed: verbs.delete(parsed.name, confirmed=parsed.yes),
+        "erase and remove a volume",
+        lambda service, given: service.delete(given.name, confirmed=given.yes),
+        NAME,
+        YES,
     )
-    add_name(delete)
-    delete.add_argument("--yes", action="store_true", help="do not ask")
     return verbs
 
 
-def _add_header(volume: Commands) -> None:
-    """The words of `carver volume header`."""
-    text = "show, keep or put back the header of an encrypted volume"
-    header = volume.add_parser(
-        "header", help=text, description=f"{text[0].upper()}{text[1:]}, without which it is lost."
-    )
-    verbs = header.add_subparsers(required=True, metavar="VERB")
-    show = verb(
+def _add_header(verbs: Commands) -> None:
+    verb(
         verbs,
         "show",
         "show what the header says",
-        lambda verbs, parsed: verbs.headers(parsed.name).show(),
+        lambda service, given: service.headers(given.name).show(),
+        NAME,
     )
-    add_name(show)
-    backup = verb(
+    verb(
         verbs,
         "backup",
         "write the header, key slots and all, to a new file",
-        lambda verbs, parsed: verbs.headers(parsed.name).back_up(parsed.file),
+        lambda service, given: service.headers(given.name).back_up(given.file),
+        NAME,
+        FILE,
     )
-    restore = verb(
+    verb(
         verbs,
         "restore",
         "put the header of a file in place of the volume's, which is not open",
-        lambda verbs, parsed: verbs.headers(parsed.name).restore(
-            parsed.file, is_open=lambda: verbs.is_open(parsed.name), confirmed=parsed.yes
+        lambda service, given: service.headers(given.name).restore(
+            given.file, is_open=lambda: service.is_open(given.name), confirmed=given.yes
         ),
+        NAME,
+        FILE,
+        YES,
     )
-    for one in (backup, restore):
-        add_name(one)
-        one.add_argument("file", metavar="FILE", help="where the copy is")
-    restore.add_argument("--yes", action="store_true", help="do not ask")
 
 
 def add_snapshot(commands: Commands) -> Commands:
     """Add `carver snapshot`; return its verbs."""
-    snapshot = commands.add_parser(
+    verbs = noun(
+        commands,
         "snapshot",
-        help="take, list and delete snapshots by hand",
-        description="Take, list and delete snapshots by hand, through the socket of the service,"
+        "take, list and delete snapshots by hand",
+        "Take, list and delete snapshots by hand, through the socket of the service,"
         " on a node without Kubernetes.",
     )
-    verbs = snapshot.add_subparsers(required=True, metavar="VERB")
-
-    create = verb(
+    verb(
         verbs,
         "create",
         "keep a volume as it is now",
-        lambda verbs, parsed: verbs.take(parsed.volume, parsed.name, parsed.size),
+        lambda service, given: service.take(given.volume, given.name, given.size),
+        name_of("volume", "volume"),
+        Argument("name", metavar="NAME", help="the snapshot's name on this node"),
+        Argument(
+            "--size",
+            default="",
+            help="the COW store, such as 5GiB or 30%%; else the class's",
+        ),
     )
-    add_name(create, dest="volume")
-    create.add_argument("name", metavar="NAME", help="the snapshot's name on this node")
-    create.add_argument(
-        "--size",
-        default="",
-        help="the room for what the volume overwrites, such as 5GiB or 30%%; else the class's",
-    )
-
-    listing = verb(
+    verb(
         verbs,
         "list",
         "show all snapshots",
-        lambda verbs, parsed: verbs.show_snapshots(as_json=parsed.json, names_only=parsed.names),
+        lambda service, given: service.show_snapshots(as_json=given.json, names_only=given.names),
+        (JSON, NAMES),
     )
-    _add_forms(listing)
-
-    delete = verb(
+    verb(
         verbs,
         "delete",
         "delete a snapshot",
-        lambda verbs, parsed: verbs.drop(parsed.name, confirmed=parsed.yes),
+        lambda service, given: service.drop(given.name, confirmed=given.yes),
+        name_of("snapshot"),
+        YES,
     )
-    add_name(delete, "snapshot")
-    delete.add_argument("--yes", action="store_true", help="do not ask")
     return verbs
 
 
 def add_group(commands: Commands) -> None:
-    """The words of `carver group`."""
-    group = commands.add_parser(
+    """Add `carver group`."""
+    verbs = noun(
+        commands,
         "group",
-        help="put a disk in the place of another",
-        description="See to the disks of Carver's volume groups, through the socket of the"
-        " service.",
+        "put a disk in the place of another",
+        "Replace disks of Carver's volume groups, through the socket of the service.",
     )
-    verbs = group.add_subparsers(required=True, metavar="VERB")
-    replace = verb(
+    verb(
         verbs,
         "replace-disk",
-        "put a disk in the place of another, and wait until all that was on it is on the new one",
-        lambda verbs, parsed: verbs.replace_disk(parsed.old, parsed.new, confirmed=parsed.yes),
+        "replace a disk by another; wait until all that was on it is on the new one",
+        lambda service, given: service.replace_disk(given.old, given.new, confirmed=given.yes),
+        Argument("old", metavar="OLD", help="its path; of a missing disk its UUID"),
+        Argument("new", metavar="NEW", help="a vacant block device"),
+        YES,
     )
-    replace.add_argument("old", metavar="OLD", help="its path; of a missing disk its UUID")
-    replace.add_argument("new", metavar="NEW", help="a vacant block device")
-    replace.add_argument("--yes", action="store_true", help="do not ask")
-
-
-def _add_key_file(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "--key-file",
-        metavar="FILE",
-        default="",
-        help="with the key of an encrypted volume, all of its bytes; - is standard input",
-    )
-
-
-def _add_forms(listing: argparse.ArgumentParser) -> None:
-    form = listing.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="as JSON")
-    form.add_argument("--names", action="store_true", help="their names alone, one a line")
 
 
 def _parameters(parsed: argparse.Namespace) -> Mapping[str, str]:
-    """What a StorageClass would say."""
+    """The parameters that a StorageClass would have."""
     given = {
         "class": parsed.device_class,
         "fsType": parsed.fs_type,

@@ -1,6 +1,6 @@
-"""Keys and headers of encrypted volumes, by hand: shown, kept, put back, changed.
+"""Show, back up, restore and re-key the headers of encrypted volumes, by hand.
 
-On the volume's own device and not through the service: a key is given to no socket.
+This works on the volume's device, not through the service, so no key goes through a socket.
 """
 
 import getpass
@@ -23,7 +23,7 @@ _STANDARD_INPUT = "-"
 
 
 class Headers:
-    """The verbs on one volume, which is active; `device` is its logical volume's."""
+    """The verbs on one active volume; `device` is its logical volume's."""
 
     def __init__(
         self,
@@ -36,18 +36,18 @@ class Headers:
     ) -> None:
         self._name = name
         self._copies = copies
-        # Takes from the volume what its key is called: it is to have another.
+        # Removes the name of its key from the volume's tags, before it gets another key.
         self._forget_key = forget_key
         self._kernel = kernel
         self._device = device
         self._program = program
 
     def show(self) -> None:
-        """Tell what the header says."""
+        """Print what the header says."""
         header = self._header()
         made = terminal.table("", "")
         made.add_row("uuid", header.uuid)
-        made.add_row("slots", ", ".join(map(str, header.slots)) or "none: nobody can open it")
+        made.add_row("slots", ", ".join(map(str, header.slots)) or "none: no key can open it")
         made.add_row("data", f"from byte {header.offset_bytes}")
         made.add_row("cipher", f"{header.cipher}, sectors of {header.sector_bytes} bytes")
         made.add_row("key derivation", ", ".join(header.key_derivation))
@@ -56,10 +56,10 @@ class Headers:
         terminal.console().print(made)
 
     def back_up(self, file: str) -> None:
-        """Write the header, key slots and all, to a file that is not there."""
+        """Write the header, key slots included, to a new file."""
         self._require_settled(self._header())
         if Path(file).exists():
-            raise errors.BadField("FILE", f"{file} is there already")
+            raise errors.BadField("FILE", f"{file} exists already")
         self._program.back_up(self._device.path, file)
         print(f"the header of {self._name} is in {file}; keep it as you keep keys")
 
@@ -70,7 +70,7 @@ class Headers:
         if not confirmed:
             if not terminal.confirmed(asked):
                 raise errors.NotConfirmed(self._name, "changed")
-            # Meanwhile it may have been staged, and a copy be given a master key of its own.
+            # Meanwhile it may have been staged, or a copy may get its own master key.
             if self._doubt_of(file, is_open) != doubt:
                 raise errors.NotConfirmed(self._name, "changed")
         self._forget_key()
@@ -78,7 +78,7 @@ class Headers:
         print(f"{self._name} has the header of {file}")
 
     def _doubt_of(self, file: str, is_open: Callable[[], bool]) -> str:
-        """What is to be asked beside, of a header that may be put back; else raises."""
+        """Check that the header may be restored; return what else to warn of."""
         if is_open():
             raise errors.VolumeInUse(self._name, "it is open; unstage it first")
         try:
@@ -86,22 +86,24 @@ class Headers:
         except OSError:
             kept = None
         if kept is None:
-            raise errors.BadField("FILE", f"{file} is no backup of a LUKS2 header")
+            raise errors.BadField("FILE", f"{file} is not a backup of a LUKS2 header")
         present = luks.read(self._kernel, self._device.path)
         own = own_uuid(self._device) if present is None else present.uuid
         if present is not None:
             self._require_settled(present)
         if present is not None and kept.uuid != own:
             raise errors.BadField("FILE", f"it is of the header {kept.uuid}, not of {own}")
-        return "" if kept.uuid == own else " It is not the one that this volume was made with."
+        return "" if kept.uuid == own else " This volume was made with another header."
 
     def rekey(self, key_file: str, new_key_file: str, *, recovery: bool) -> None:
-        """Give the volume another key in place of its own, or one more for recovery."""
+        """Change the volume's key, or add a recovery key."""
         header = self._header()
         self._require_settled(header)
         slots = header.slots
         if key_file == new_key_file == _STANDARD_INPUT:
-            raise errors.BadField("--new-key-file", "only one of the two keys is at standard input")
+            raise errors.BadField(
+                "--new-key-file", "only one of the two keys can be at standard input"
+            )
         old = _key("key", key_file)
         new = _key("new key", new_key_file)
         with Keys(new, old).used():
@@ -125,7 +127,7 @@ class Headers:
         self._program.add(device, key.data, new.data, slot)
 
     def _require_settled(self, header: Header) -> None:
-        """Raise Reencrypting: a header of the meantime fits nothing a moment later."""
+        """Raise Reencrypting: a header kept during re-encryption is soon outdated."""
         if header.is_reencrypting:
             raise errors.Reencrypting(self._name, "stage it, and wait until it is there")
 
@@ -137,14 +139,14 @@ class Headers:
 
 
 def _key(what: str, file: str) -> Key:
-    """A key of a file, of standard input, or as it is typed."""
+    """Read a key from a file, standard input or the terminal."""
     if file:
         return key_in(file, what)
     return of_text(what, getpass.getpass(f"{what[0].upper()}{what[1:]}: "))
 
 
 def key_in(file: str, what: str = "key") -> Key:
-    """The key in a file, or at standard input: all of its bytes. Raises BadField, NotReady."""
+    """Read all bytes of a file or standard input as a key. Raises BadField, NotReady."""
     if file == _STANDARD_INPUT:
         data = bytearray(sys.stdin.buffer.read(MOST_BYTES + 1))
         if not 0 < len(data) <= MOST_BYTES:

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from agent.cli import arguments, trace
-from agent.cli import words as vocabulary
-from agent.cli.words import CommandLine, Commands, require_root
+from agent.cli.words import SHELLS, CommandLine, Commands, require_root
 from agent.core import errors, extras, settings
 from agent.core.inventory import MONITOR_AGE_SECONDS
 from agent.daemon import log
@@ -25,11 +24,11 @@ from mount import errors as mount_errors
 if TYPE_CHECKING:
     from agent.operations.preflight import Finding
 
-# Each command's function imports what it needs: gRPC takes a while, rich and shtab are for people.
+# Each command's function imports what it needs: gRPC loads slowly, rich and shtab are optional.
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; 0 is success, 1 a failure that is told, 2 a wrong command line."""
+    """Run the command; return 0 for success, 1 for a reported failure, 2 for wrong usage."""
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is getattr(sys, f"__{name}__") and stream is not None:
             setattr(sys, name, _Output(stream))
@@ -51,9 +50,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 class _Output(io.TextIOWrapper):
-    """Standard output or error: what its reader, such as head(1), does not want goes nowhere.
+    """Standard output or error that drops what its reader, such as head(1), does not read.
 
-    The command goes on, and its exit code is what it found.
+    The command goes on, and its exit code is that of its findings.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -76,13 +75,13 @@ class _Output(io.TextIOWrapper):
         try:
             yield
         except BrokenPipeError:
-            # What is in the buffers is written there, too, and so Python's end meets no error.
+            # What is buffered goes there, too, so Python can exit without an error.
             with Path(os.devnull).open("wb") as nowhere:
                 os.dup2(nowhere.fileno(), self.fileno())
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Make the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="carver", description="A CSI driver that carves LVM volumes on the node it runs on."
     )
@@ -105,7 +104,8 @@ def _add_serve(commands: Commands) -> None:
         "serve",
         help="serve CSI on a unix socket",
         description="Serve CSI on a unix socket. Each flag can also be set in the file, and as"
-        " CARVER_<NAME> in the environment; a flag outweighs the environment, that the file.",
+        " CARVER_<NAME> in the environment; a flag overrides the environment, which overrides the"
+        " file.",
     )
     settings.add_arguments(serve)
     serve.set_defaults(run=_serve)
@@ -125,7 +125,7 @@ def _add_status(commands: Commands) -> None:
         "--watch",
         type=_seconds,
         metavar="SECONDS",
-        help="look again every so many seconds, until Ctrl-C",
+        help="refresh at this interval, until Ctrl-C",
     )
     settings.add_arguments(made, ("endpoint",))
     made.set_defaults(run=_status)
@@ -134,9 +134,9 @@ def _add_status(commands: Commands) -> None:
 def _add_doctor(commands: Commands) -> argparse.ArgumentParser:
     doctor = commands.add_parser(
         "doctor",
-        help="check what this node must have, and tell how to mend what it lacks",
+        help="check what this node must have, and say how to fix what it lacks",
         description="Check what this node must have for Carver: programs, kernel, mounts, groups."
-        " Each check passes, warns or fails; what is not well comes with its remedy. Takes the"
+        " Each check passes, warns or fails; a warning or failure comes with its remedy. Takes the"
         " same settings as serve, and changes nothing: the service may run or not. The exit code"
         " is 1 if a check fails.",
     )
@@ -154,7 +154,7 @@ def _add_completion(commands: Commands) -> None:
         " `carver completion bash > /etc/bash_completion.d/carver`, or"
         " `carver completion zsh > /usr/local/share/zsh/site-functions/_carver`.",
     )
-    completion.add_argument("shell", choices=tuple(vocabulary.SHELLS))
+    completion.add_argument("shell", choices=tuple(SHELLS))
     completion.set_defaults(run=_completion)
 
 
@@ -164,7 +164,7 @@ def _serve(parsed: argparse.Namespace) -> int:
 
     config = settings.load(parsed, os.environ)
     log.configure(config.log_format, config.log_level)
-    # Secrets of a request may be in memory, of this process and of those that it starts.
+    # No core dumps, also of programs: secrets of requests may be in memory.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     process.run(config, this_host(config))
     return 0
@@ -222,7 +222,7 @@ def _node_findings(config: settings.Config) -> "Sequence[Finding]":
 def _completion(parsed: argparse.Namespace) -> int:
     import shtab
 
-    print(shtab.complete(parser(), shell=parsed.shell, preamble=vocabulary.SHELLS[parsed.shell]))
+    print(shtab.complete(parser(), shell=parsed.shell, preamble=SHELLS[parsed.shell]))
     return 0
 
 

@@ -1,7 +1,7 @@
-"""What a node holds, as `carver status` tells it: classes, groups, pools, volumes, snapshots.
+"""The overview of `carver status`: classes, groups, pools, volumes, snapshots.
 
-Read from LVM and the kernel with the service's own modules, so it is true whether or not the
-service runs. One lvm2 command; nothing is changed.
+Read from LVM and the kernel by the service's own modules, so it is correct whether or not the
+service runs. It takes one lvm2 command and changes nothing.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -52,9 +52,9 @@ class Group:
     free_bytes: int = 0
     disks: int = 0
     missing_disks: int = 0
-    # Why it is not used though it is here.
+    # Why it is not used though it is present.
     problem: str = ""
-    # The disks that claim to be its own and are not, and why.
+    # Disks that claim to be part of it and are not, and why.
     ignored: tuple[str, ...] = ()
 
 
@@ -68,7 +68,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Health:
-    """Something that is wrong, in the words of docs/troubleshooting.md."""
+    """A problem, in the words of docs/troubleshooting.md."""
 
     status: str
     reason: str
@@ -79,10 +79,10 @@ class Health:
 class Volume:
     """A volume of Carver's. Used and total bytes are None unless a file system is mounted.
 
-    `claim` is namespace/name of the claim that it was made for, where the caller told. `contents`
-    is the file system, `raw block`, or empty where it was never formatted. `encryption` is empty
-    for one that is not encrypted; `renewal` tells how far a copy is that gets a master key of its
-    own, and is empty for all others.
+    `claim` is namespace/name of its claim, if the caller gave that. `contents`
+    is the file system, `raw block`, or empty if it was never formatted. `encryption` is empty
+    if it is not encrypted; `renewal` is the progress of a copy that gets its own master key, else
+    empty.
     """
 
     id: str
@@ -114,10 +114,10 @@ class Pool:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot of Carver's. `volume` is what it was taken of.
+    """A snapshot of Carver's. `volume` is its source.
 
-    `area_bytes` and `area_percent` are of the room for what the volume overwrites; None where it
-    shares a pool with the volume. `taken_seconds` is of the epoch.
+    `area_bytes` and `area_percent` describe its COW store, and are None for a thin snapshot.
+    `taken_seconds` is since the epoch.
     """
 
     id: str
@@ -133,7 +133,7 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Overview:
-    """All of it, at one moment. `serving` is whether a process answers at the socket."""
+    """Everything at one moment; `serving`: a process answers at the socket."""
 
     node: str
     driver: str
@@ -148,7 +148,7 @@ class Overview:
 
 
 def read(settings: Config, host: Host) -> Overview:
-    """Look at everything once; raises what lvm2's report raises, and NotReady."""
+    """Read everything once; raises NotReady, what lvm2's report raises."""
     known = known_to(settings, host)
     now, allocators = known.state(max_age=MONITOR_AGE_SECONDS), Allocators(settings.classes, known)
     diagnosis = Diagnosis(host.kernel, host.devices, known)
@@ -171,7 +171,7 @@ def read(settings: Config, host: Host) -> Overview:
 
 
 def known_to(settings: Config, host: Host) -> Inventory:
-    """The inventory that the service has, with its own lvm2; raises NotReady."""
+    """Make an inventory as the service does; raises NotReady."""
     lvm = group_definitions.look(host.run, host.kernel, settings)
     devices = group_definitions.found(host.kernel, settings)
     volume_groups = VolumeGroups(
@@ -187,7 +187,7 @@ def known_to(settings: Config, host: Host) -> Inventory:
 def _class(one: DeviceClass, now: report.Report, allocators: Allocators) -> Class:
     group = now.groups.get(one.group)
     largest = None
-    with suppress(errors.PoolSilent):  # its volumes' health tells of it
+    with suppress(errors.PoolSilent):  # its volumes' health reports it
         largest = allocators.of(one).maximum_bytes(group) if group is not None else None
     return Class(one.name, one.group, one.layout.kind, one.fs_type, one.default, largest)
 
@@ -265,7 +265,7 @@ def _renewal(kernel: Kernel, one: records.Volume, device: Device | None) -> str:
         return ""
     if device is None:
         return "not active"
-    with suppress(OSError):  # its disk does not tell, as its health says
+    with suppress(OSError):  # its disk does not answer, as its health reports
         return luks_devices.progress(kernel, device.logical)
     return "unknown"
 
@@ -276,8 +276,8 @@ def _health(found: Iterable[Condition]) -> Iterator[Health]:
 
 
 def _use(kernel: Kernel, found: Sequence[Mount]) -> usage.Usage | None:
-    """How full the volume's file system is, by its first place, if that is a mount of one."""
+    """Return the usage of the file system at the volume's first mount, if that is one."""
     if found and found[0].root == "/":
-        with suppress(mount_errors.MountError):  # it does not answer, and its health says so
+        with suppress(mount_errors.MountError):  # it does not answer, as its health reports
             return usage.of(kernel, found[0].path)
     return None

@@ -1,4 +1,4 @@
-"""What people see on a terminal: tables, bars and colours. The only module that imports rich."""
+"""Output for people: tables, bars and colours. The only module that imports rich."""
 
 import time
 from collections import Counter
@@ -24,17 +24,17 @@ from rich.text import Text
 from agent.cli.status import Overview
 from agent.operations import preflight
 
-# A pipe has no width; on a terminal a line longer than that is hard to follow.
+# A pipe has no width; longer lines on a terminal are hard to read.
 _PIPE_COLUMNS, _MOST_COLUMNS = 100, 140
 _BAR_CELLS = 12
-# From here on a bar is a warning, and a reason to act.
+# From these shares on a bar is yellow, and red.
 _FULL, _VERY_FULL = 0.8, 0.95
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
 def human(size_bytes: int) -> str:
-    """A size as people write it: 64 MiB, 10.7 GiB."""
+    """Format a size for people: 64 MiB, 10.7 GiB."""
     power = max(0, min((size_bytes.bit_length() - 1) // 10, len(_UNITS) - 1))
     size = size_bytes / (1 << 10 * power)
     # Three digits, but never 1.02e+03.
@@ -42,14 +42,14 @@ def human(size_bytes: int) -> str:
 
 
 def console() -> Console:
-    """Where everything is printed, as wide as the terminal within reason."""
+    """Make the console, as wide as the terminal within reason."""
     found = Console(highlight=False)
     found.width = min(found.width, _MOST_COLUMNS) if found.is_terminal else _PIPE_COLUMNS
     return found
 
 
 def table(*titles: str, right: Iterable[str] = ()) -> Table:
-    """A table without lines; the columns named in `right` hold numbers."""
+    """Make a table without lines; the columns named in `right` hold numbers."""
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
     numbers = set(right)
     for title in titles:
@@ -58,7 +58,7 @@ def table(*titles: str, right: Iterable[str] = ()) -> Table:
 
 
 def bar(part: float, whole: float) -> Text:
-    """How full something is, as a bar and a percentage."""
+    """Show a share as a bar and a percentage."""
     share = part / whole if whole else 0.0
     eighths = round(min(share, 1.0) * _BAR_CELLS * 8)
     full, rest = divmod(eighths, 8)
@@ -68,7 +68,7 @@ def bar(part: float, whole: float) -> Text:
 
 
 def status(seen: Overview) -> RenderableType:
-    """An overview, as `carver status` shows it."""
+    """Show an overview, as `carver status` does."""
     served = ("serving", "green") if seen.serving else ("not serving", "bold red")
     head = Text.assemble(
         (f"{seen.driver} {seen.version}", "bold"),
@@ -92,8 +92,8 @@ def _groups(seen: Overview) -> Table:
     made = table("GROUP", "SIZE", "FREE", "ALLOCATED", "DISKS", right=("SIZE", "FREE"))
     for one in seen.groups:
         if not one.present:
-            told = "is not used: see below" if one.problem else "is not on this node"
-            made.add_row(one.name, "", "", Text(told, style="bold red"), "")
+            why = "is not used: see below" if one.problem else "is not on this node"
+            made.add_row(one.name, "", "", Text(why, style="bold red"), "")
             continue
         disks = Text(str(one.disks))
         if one.missing_disks:
@@ -154,7 +154,7 @@ def _snapshots(seen: Overview) -> Table:
 
 
 def _details(seen: Overview) -> Iterable[RenderableType]:
-    """Below the tables: what is as long as a line."""
+    """Show below the tables what takes a line each."""
     lines = [
         Text.assemble((one.name, "bold"), f" is at {at.path}{' (read-only)' * at.read_only}")
         for one in seen.volumes
@@ -162,14 +162,14 @@ def _details(seen: Overview) -> Iterable[RenderableType]:
     ]
     lines += [Text(one.problem, style="bold red") for one in seen.groups if one.problem]
     lines += [
-        Text(f"{one.name}: {told}", style="bold red") for one in seen.groups for told in one.ignored
+        Text(f"{one.name}: {why}", style="bold red") for one in seen.groups for why in one.ignored
     ]
     troubles = [(one.name, one.health) for one in seen.volumes]
     troubles += [(one.name, one.health) for one in seen.snapshots]
     lines += [
-        Text(f"{name}: {told.status} {told.reason}: {told.message}", style="bold red")
+        Text(f"{name}: {one.status} {one.reason}: {one.message}", style="bold red")
         for name, health in troubles
-        for told in health
+        for one in health
     ]
     if lines:
         yield ""
@@ -180,20 +180,20 @@ _VERDICTS = {preflight.PASS: "green", preflight.WARN: "yellow", preflight.FAIL: 
 
 
 def doctor(found: Sequence[preflight.Finding]) -> RenderableType:
-    """What the checks found, as `carver doctor` shows it: each remedy below what it is for."""
+    """Show the findings of checks, as `carver doctor` does, each with its remedy."""
     made = table("", "CHECK", "FOUND")
     for one in found:
-        told = Text(one.message)
+        message = Text(one.message)
         if one.remedy:
-            told.append(f"\n→ {one.remedy}", style="bold")
-        made.add_row(Text(one.verdict, style=_VERDICTS[one.verdict]), one.check, told)
+            message.append(f"\n→ {one.remedy}", style="bold")
+        made.add_row(Text(one.verdict, style=_VERDICTS[one.verdict]), one.check, message)
     counts = Counter(one.verdict for one in found)
     summary = ", ".join(f"{counts[one]} {one}" for one in _VERDICTS if counts[one])
     return Group(made, "", Text(summary))
 
 
 def watch(look: Callable[[], RenderableType], seconds: float) -> None:
-    """Show what `look` gives, anew every so many seconds, until the user interrupts it."""
+    """Show the result of `look`, refreshed at an interval, until the user interrupts it."""
     with suppress(KeyboardInterrupt), Live(look(), console=console(), auto_refresh=False) as live:
         while True:
             time.sleep(seconds)
@@ -201,14 +201,14 @@ def watch(look: Callable[[], RenderableType], seconds: float) -> None:
 
 
 def confirmed(question: str) -> bool:
-    """Whether the user says yes; who cannot be asked says no."""
+    """Ask the user; the answer is no without a terminal."""
     asked = console()
     return asked.is_terminal and Confirm.ask(question, console=asked, default=False)
 
 
 @contextmanager
 def progress(what: str, start_bytes: int, size_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on the standard error, with rate and time left; gives what is told how far it is."""
+    """Show a progress bar on standard error; yield a function that takes the offset reached."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

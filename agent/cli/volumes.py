@@ -1,4 +1,4 @@
-"""Volumes and snapshots by hand: what each verb does, by the calls that a cluster makes."""
+"""Volumes and snapshots by hand: each verb makes the calls that a cluster makes."""
 
 import json
 import sys
@@ -27,15 +27,15 @@ from mount.cryptsetup import Cryptsetup
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
-# Beside the socket, which is inside kubelet's directory as staging paths have to be.
+# Beside the socket, which is inside kubelet's directory as staging paths must be.
 _STAGING = "staging"
 # Of pkg/volume/csi and pkg/volume/util/subpath in kubelet, wherever its own directory is.
 _KUBELETS = ("/kubernetes.io~csi/", "/plugins/kubernetes.io/", "/volume-subpaths/")
 T = TypeVar("T")
 
-# The service waits for a copy itself, for some seconds of each call: this is beside that.
+# The pause between retries; each call waits some seconds for a copy by itself.
 _AGAIN_SECONDS = 1.0
-# How often it is asked how far a repair is, and what it is repeated after.
+# How often the progress of a repair is polled, and the codes after which it is polled again.
 _LOOK_SECONDS = 2.0
 _NOT_YET = (
     grpc.StatusCode.ABORTED,
@@ -45,7 +45,7 @@ _NOT_YET = (
 
 
 class Manual:
-    """The verbs, on one service; each prints what it did. Raises CallRefused, and what it says."""
+    """The verbs on one service; each prints its result. Raises CallRefused."""
 
     def __init__(self, caller: Client, settings: Config, host: Host) -> None:
         self.caller = caller
@@ -63,10 +63,9 @@ class Manual:
         snapshot: str,
         volume: str,
     ) -> None:
-        """Make a volume, or find the one that was made by the same words before.
+        """Make a volume, empty or as a copy of a snapshot or volume, and wait for its contents.
 
-        It is empty, or holds what a snapshot or another volume does; a size of 0 is theirs then.
-        Waits until it is copied, or overwritten.
+        The same arguments find the same volume again. A copy with a size of 0 has its source's.
         """
         if not (size_bytes or snapshot or volume):
             raise errors.Missing("--size")
@@ -87,7 +86,7 @@ class Manual:
         """Show all volumes."""
         here = self.caller.volumes_here()
         found = here.entries
-        _tell_away(here.away)
+        _print_absent(here.away)
         if names_only:
             print(*map(_name, found), sep="\n")
             return
@@ -95,11 +94,11 @@ class Manual:
         health = [ill.get(one.volume_id, csi.VolumeHealth()) for one in found]
         if as_json:
             every = zip(found, health, strict=True)
-            print(_json([_told(*one) | _key(one[0].volume_id, here.keys) for one in every]))
+            print(_json([_volume_row(*one) | _key(one[0].volume_id, here.keys) for one in every]))
         else:
             titles = ("VOLUME", "SIZE", "GROUP", "CLASS", "ENCRYPTION", "KEY", "HEALTH")
             made = terminal.table(*titles, right=("SIZE",))
-            for volume, told in zip(found, health, strict=True):
+            for volume, problems in zip(found, health, strict=True):
                 group = ids.group_of(volume.volume_id)
                 made.add_row(
                     _name(volume),
@@ -108,12 +107,12 @@ class Manual:
                     volume.volume_context.get("carver/class", ""),
                     volume.volume_context.get("carver/encryption", ""),
                     here.keys.get(volume.volume_id, ""),
-                    "\n".join(_words(told)),
+                    "\n".join(_words(problems)),
                 )
             terminal.console().print(made)
 
     def _unhealthy(self, found: Iterable[csi.Volume]) -> list[csi.VolumeHealth]:
-        """What is known against these; of a group that never answered there is no list."""
+        """Return the unhealthy ones; ask for each if there is no list, as a group is away."""
         try:
             return self.caller.unhealthy()
         except grpc.RpcError as error:
@@ -124,13 +123,13 @@ class Manual:
     def show(self, name: str, *, as_json: bool) -> None:
         """Show one volume, and where it is."""
         answer = self.caller.volume(self.find(name).volume_id)
-        told = _told(answer.volume, self.caller.volume_health(answer.volume.volume_id))
-        told["places"] = [str(one) for one in self._places(answer.volume)]
+        row = _volume_row(answer.volume, self.caller.volume_health(answer.volume.volume_id))
+        row["places"] = [str(one) for one in self._places(answer.volume)]
         if as_json:
-            print(_json(told))
+            print(_json(row))
             return
         made = terminal.table("", "")
-        for key, value in told.items():
+        for key, value in row.items():
             made.add_row(key, "\n".join(value) if isinstance(value, list) else str(value))
         terminal.console().print(made)
 
@@ -155,7 +154,7 @@ class Manual:
     def unpublish(self, name: str, path: str | None, *, confirmed: bool) -> None:
         """Take a volume from a path, or from all; unstage it when it is at none.
 
-        Asks before it is taken from where kubelet has it, and nobody named that.
+        Asks before it takes it from a path of kubelet's that was not given.
         """
         volume = self.find(name)
         staging = self._staged(volume)
@@ -173,14 +172,14 @@ class Manual:
                 staging.rmdir()
 
     def expand(self, name: str, size_bytes: int, key_file: str = "") -> None:
-        """Grow a volume, and what lies on it where it is in use; wait until it has."""
+        """Grow a volume, and its file system if it is in use; wait until that is done."""
         volume = self.find(name)
         places = self._places(volume)
         can_expand = self.caller.can_expand()
         if not (can_expand or places):
             raise errors.NotPublished(name)
         identity = volume.volume_id
-        # Before anything is larger: a key that is none changes nothing.
+        # Read the key before anything grows: an unusable key changes nothing.
         with _secrets(key_file) as secrets:
             if can_expand:
                 _at_last(lambda: self.caller.expand(identity, size_bytes))
@@ -219,17 +218,17 @@ class Manual:
         return device
 
     def modify(self, name: str, parameters: Mapping[str, str]) -> None:
-        """Change what of a volume may be changed while it is in use."""
+        """Change mutable parameters of a volume."""
         self.caller.modify(self.find(name).volume_id, parameters)
         print(f"{name}: {', '.join(f'{key}={value}' for key, value in parameters.items())}")
 
     def repair(self, name: str, *, pool_metadata: bool) -> None:
-        """Make a volume whole again, and wait until it is."""
+        """Repair a volume, and wait until it is whole."""
         volume_id = self.find(name).volume_id
         self._until_done(lambda: self.caller.repair(volume_id, pool_metadata=pool_metadata))
 
     def replace_disk(self, old: str, new: str, *, confirmed: bool) -> None:
-        """Put a disk in the place of another, and wait until all volumes are in sync."""
+        """Replace a disk, and wait until all volumes are in sync."""
         asked = f"Make {new} a disk of the group, and take {old} out of it?"
         if not confirmed and not terminal.confirmed(asked):
             raise errors.NotConfirmed(new, "taken")
@@ -237,8 +236,8 @@ class Manual:
 
     @staticmethod
     def _until_done(step: Callable[[], tuple[bool, str]]) -> None:
-        """Call again until all is done, and tell of each change; interrupted, it goes on later."""
-        told = ""
+        """Poll until done, and print each change; if interrupted, the service goes on."""
+        printed = ""
         while True:
             try:
                 done, message = step()
@@ -246,15 +245,15 @@ class Manual:
                 if error.code() not in _NOT_YET:
                     raise
                 done, message = False, error.details() or error.code().name
-            if message != told:
+            if message != printed:
                 print(message, flush=True)
             if done:
                 return
-            told = message
+            printed = message
             sleep(_LOOK_SECONDS)
 
     def delete(self, name: str, *, confirmed: bool) -> None:
-        """Overwrite and remove a volume, if that is what the user wants."""
+        """Erase and remove a volume, if the user confirms."""
         here = self.caller.volumes_here()
         volume = _named(name, here)
         what = f"{name}, {terminal.human(volume.capacity_bytes)}"
@@ -266,7 +265,7 @@ class Manual:
         print(f"{name} is deleted")
 
     def take(self, volume_name: str, name: str, size: str) -> None:
-        """Take a snapshot; `size` is of the area for what the volume overwrites, or empty."""
+        """Take a snapshot; `size` is that of its COW store, or empty for the class's."""
         volume = self.find(volume_name)
         parameters = {"size": size} if size else {}
         made = self.caller.snapshot(name, volume.volume_id, parameters)
@@ -275,8 +274,8 @@ class Manual:
     def show_snapshots(self, *, as_json: bool, names_only: bool) -> None:
         """Show all snapshots."""
         here = self.caller.snapshots_here()
-        _tell_away(here.away)
-        found = [_told_snapshot(one) | _key(one.snapshot_id, here.keys) for one in here.entries]
+        _print_absent(here.away)
+        found = [_snapshot_row(one) | _key(one.snapshot_id, here.keys) for one in here.entries]
         if names_only:
             print(*(one["name"] for one in found), sep="\n")
         elif as_json:
@@ -292,7 +291,7 @@ class Manual:
             terminal.console().print(made)
 
     def drop(self, name: str, *, confirmed: bool) -> None:
-        """Delete a snapshot, if that is what the user wants."""
+        """Delete a snapshot, if the user confirms."""
         snapshot = self.find_snapshot(name)
         if not confirmed and not terminal.confirmed(f"Delete snapshot {name}?"):
             raise errors.NotConfirmed(name)
@@ -314,7 +313,7 @@ class Manual:
         raise errors.NoSuchSnapshot(name)
 
     def _places(self, volume: csi.Volume) -> list[Path]:
-        """Where the volume is, staging path and all."""
+        """Return where the volume is mounted, the staging path included."""
         known = VolumeId.parse(volume.volume_id)
         device = self.host.devices.find(known.group, known.name) if known else None
         if device is None:
@@ -327,17 +326,17 @@ class Manual:
         return [one for one in self._places(volume) if one != staging]
 
     def _staged(self, volume: csi.Volume) -> Path:
-        """Where a volume is staged by hand."""
+        """Return where a volume is staged by hand."""
         return self._staging / _logical(volume)
 
 
 @contextmanager
 def connected(settings: Config, host: Host) -> Iterator[Manual]:
-    """The verbs on the service that runs; raises NotServed, NotPermitted, CallRefused."""
+    """Connect to the running service; raises NotServed, NotPermitted, CallRefused."""
     try:
         is_served = sockets.is_served(settings.endpoint)
     except PermissionError:
-        what, group = f"use {settings.endpoint}", ", or as one who may write to that socket"
+        what, group = f"use {settings.endpoint}", ", or as a user who may write to that socket"
         raise errors.NotPermitted(what, group) from None
     if not is_served:
         raise errors.NotServed(str(settings.endpoint))
@@ -349,7 +348,7 @@ def connected(settings: Config, host: Host) -> Iterator[Manual]:
 
 
 def _at_last(call: Callable[[], T]) -> T:
-    """Call again for as long as the service is at it, and tell how far it is."""
+    """Retry while the service works on it, and print its progress."""
     while True:
         try:
             return call()
@@ -360,8 +359,8 @@ def _at_last(call: Callable[[], T]) -> T:
             sleep(_AGAIN_SECONDS)
 
 
-def _tell_away(away: Mapping[str, str]) -> None:
-    """Say what a list lacks."""
+def _print_absent(away: Mapping[str, str]) -> None:
+    """Print which groups a list lacks, and why."""
     for _, why in sorted(away.items()):
         print(why, file=sys.stderr)
 
@@ -377,7 +376,7 @@ def _named(name: str, here: carver.VolumesHereResponse) -> csi.Volume:
 
 
 def _require_all_here(what: str, name: str, away: Mapping[str, str]) -> None:
-    """Raise PerhapsAway for what was not found, where a group is away that may have it."""
+    """Raise PerhapsAway if a group that may have it is away."""
     known = VolumeId.parse(name)
     may = {one: why for one, why in away.items() if known is None or one == known.group}
     if may:
@@ -386,7 +385,7 @@ def _require_all_here(what: str, name: str, away: Mapping[str, str]) -> None:
 
 @contextmanager
 def _secrets(key_file: str) -> Iterator[dict[str, str]]:
-    """Inside, what kubelet would send of a Kubernetes secret; raises BadField, NotReady."""
+    """Yield the secrets of a call, from a key file; raises BadField, NotReady."""
     if not key_file:
         yield {}
         return
@@ -394,7 +393,7 @@ def _secrets(key_file: str) -> Iterator[dict[str, str]]:
     text = _text(key)
     key.wipe()
     if text is None:
-        raise errors.BadField("--key-file", "is no UTF-8, and a secret of CSI's is text")
+        raise errors.BadField("--key-file", "is not UTF-8, and a secret of CSI's is text")
     try:
         yield {secret.PASSPHRASE: text}
     finally:
@@ -409,22 +408,22 @@ def _text(key: Key) -> str | None:
 
 
 def _is_kubelets(place: Path) -> bool:
-    """Whether it was kubelet, for a pod, that had a volume put there."""
+    """Whether a path is kubelet's, for a pod."""
     return any(one in f"{place}/" for one in _KUBELETS)
 
 
 def _logical(volume: csi.Volume) -> str:
-    """The logical volume that a volume is."""
+    """Return the name of its logical volume."""
     return ids.logical_name(volume.volume_id)
 
 
 def _name(volume: csi.Volume) -> str:
-    """What a person may call the volume by: its name, or the logical volume where it has a hash."""
+    """Return a volume's name; that of its logical volume if the name was hashed."""
     return ids.readable_name(volume.volume_id)
 
 
-def _told(volume: csi.Volume, health: csi.VolumeHealth) -> dict[str, Any]:
-    """What the service tells of a volume, for people and for programs."""
+def _volume_row(volume: csi.Volume, health: csi.VolumeHealth) -> dict[str, Any]:
+    """Describe a volume, for people and for programs."""
     return {
         "name": _name(volume),
         "id": volume.volume_id,
@@ -435,7 +434,7 @@ def _told(volume: csi.Volume, health: csi.VolumeHealth) -> dict[str, Any]:
 
 
 def _words(health: csi.VolumeHealth) -> list[str]:
-    """What is known against a volume, a line each: status, reason, and what to do."""
+    """Describe each problem of a volume: status, reason, and what to do."""
     return [
         f"{csi.VolumeHealthErrorType.Name(one.status)} {one.reason}: {one.message}"
         for one in health.health_statuses
@@ -443,12 +442,12 @@ def _words(health: csi.VolumeHealth) -> list[str]:
 
 
 def _key(identity: str, keys: Mapping[str, str]) -> dict[str, str]:
-    """What its key is called, of what is encrypted."""
+    """Return the name of its key, if it is encrypted."""
     return {"key_generation": keys[identity]} if identity in keys else {}
 
 
-def _told_snapshot(snapshot: csi.Snapshot) -> dict[str, Any]:
-    """What the service tells of a snapshot."""
+def _snapshot_row(snapshot: csi.Snapshot) -> dict[str, Any]:
+    """Describe a snapshot."""
     name, volume = (
         ids.logical_name(one) for one in (snapshot.snapshot_id, snapshot.source_volume_id)
     )

@@ -86,7 +86,7 @@ def test_a_header_is_shown_kept_and_put_back(
     assert "aes-xts-plain64, sectors of 4096 bytes" in shell("header show db")
     file = tmp_path / "header"
     assert "keep it as you keep keys" in shell(f"header backup db {file}")
-    assert "is there already" in shell(f"header backup db {file}", 1)
+    assert "exists already" in shell(f"header backup db {file}", 1)
     fake.kernel.zero_out(device(fake).path, 0, 4 * MIB)
     assert "not whole" in shell("header show db", 1)
     assert "header restore" in shell(f"publish db {tmp_path}/db --key-file {db}", 1)
@@ -119,8 +119,8 @@ def test_only_a_header_of_the_volume_is_put_back(shell: Shell, db: Path, tmp_pat
     file = tmp_path / "header"
     shell(f"header backup other {file}")
     assert "it is of the header" in shell(f"header restore db {file} --yes", 1)
-    assert "is no backup" in shell(f"header restore db {db} --yes", 1)
-    assert "is no backup" in shell("header restore db /nowhere --yes", 1)
+    assert "is not a backup" in shell(f"header restore db {db} --yes", 1)
+    assert "is not a backup" in shell("header restore db /nowhere --yes", 1)
 
 
 @pytest.mark.parametrize("by", ["rekey", "header"])
@@ -265,7 +265,7 @@ def test_a_key_file_that_cannot_be_used_is_told_in_a_sentence(
     binary.chmod(0o600)
     binary.write_bytes(b"\xff\xfe")
     before = client.volumes()
-    assert "is no UTF-8" in shell(f"{line} {binary}", 1)
+    assert "is not UTF-8" in shell(f"{line} {binary}", 1)
     assert "/nowhere cannot be read" in shell(f"{line} /nowhere", 1)
     db.chmod(0o444)
     assert "chmod 0400" in shell(f"{line} {db}", 1)

@@ -117,8 +117,8 @@ def test_who_may_not_use_the_socket_is_told_so_in_one_line(
             monkeypatch.setattr(socket.socket, "connect", refuse)
         assert cli.main([*words.split(), "--config", file, "--endpoint", str(endpoint)]) == 1
     assert capsys.readouterr().err == (
-        f"carver: only root may use {endpoint}: run it as root (sudo), or as one who may write to"
-        " that socket\n"
+        f"carver: only root may use {endpoint}: run it as root (sudo), or as a user who may"
+        " write to that socket\n"
     )
 
 
