@@ -40,10 +40,10 @@ def read(root: Path) -> Callable[[str], bool] | None:
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
     try:
-        told = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    return told.st_ino, told.st_size, told.st_mtime_ns
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 # Read anew where a file has changed.
@@ -80,8 +80,8 @@ def _accepts(patterns: Iterable[Pattern], names: Sequence[str]) -> bool:
     One name that is accepted is enough; what no pattern matches is accepted.
     """
     patterns = list(patterns)
-    told = [next((ok for ok, one in patterns if one.search(name)), None) for name in names]
-    return True in told or False not in told
+    verdicts = [next((ok for ok, one in patterns if one.search(name)), None) for name in names]
+    return True in verdicts or False not in verdicts
 
 
 def _names(root: Path, path: str) -> Sequence[str]:
@@ -144,10 +144,10 @@ def backing(path: str) -> int:
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        told = fcntl.ioctl(descriptor, _LOOP_GET_STATUS64, bytes(_LOOP_INFO.size))
+        status = fcntl.ioctl(descriptor, _LOOP_GET_STATUS64, bytes(_LOOP_INFO.size))
     finally:
         os.close(descriptor)
-    _, _, number = _LOOP_INFO.unpack(told)
+    _, _, number = _LOOP_INFO.unpack(status)
     return int(number)
 
 
@@ -169,7 +169,7 @@ class BlockDevices:
         return tuple(name for name, one in self._devices.items() if one.is_loop and one.has_size)
 
     def loops_under(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those of them that these devices are, or stand on: with what they are over all is told.
+        """The loop devices among these, or below them: with their backing files, all is known.
 
         A loop device over another device is excluded, whatever that is.
         """
@@ -189,7 +189,7 @@ class BlockDevices:
         return dict(self._judged(backings))
 
     def kind(self, name: str, backings: Mapping[str, int]) -> Kind:
-        """Who may have written a device: told by all that it stands on."""
+        """Which kind of writer a device may have had, by all that is below it."""
         return max(one.kind for one in _Stacks(self._devices, backings).every(name))
 
     def sequence(self, name: str) -> str:

@@ -133,12 +133,12 @@ def clean(lvm: Lvm, volume: LogicalVolume) -> None:
     lvm("lvchange", "--yes", *how, "--", f"{volume.group}/{volume.name}")
 
 
-def is_clean(told: Sequence[Status]) -> bool:
+def is_clean(status: Sequence[Status]) -> bool:
     """Whether device-mapper says of a volume that its cache holds nothing alone."""
     return not any(
         (isinstance(one, devicemapper.Cache) and one.dirty_blocks)
         or (isinstance(one, WriteCache) and not one.error and one.free_blocks < one.blocks)
-        for one in told
+        for one in status
     )
 
 

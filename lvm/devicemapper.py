@@ -235,9 +235,9 @@ _KINDS: dict[str, type[Status]] = {
 }
 
 
-def has_overflowed(told: Iterable[Status]) -> bool:
+def has_overflowed(status: Iterable[Status]) -> bool:
     """Whether a copy-on-write snapshot is among these that cannot be read any more."""
-    return any(isinstance(one, Snapshot) and one.state for one in told)
+    return any(isinstance(one, Snapshot) and one.state for one in status)
 
 
 class DeviceMapper:
@@ -257,11 +257,11 @@ class DeviceMapper:
         """The events of all devices, by their names; empty where there is no answer. One ioctl."""
         try:
             with self._opened() as control:
-                told = self._ask(control, _LIST_DEVICES, "", 0, size_bytes=self._list_bytes)
+                answer = self._ask(control, _LIST_DEVICES, "", 0, size_bytes=self._list_bytes)
         except OSError:
             return {}
-        self._list_bytes = len(told)
-        return dict(_listed(told))
+        self._list_bytes = len(answer)
+        return dict(_listed(answer))
 
     def status(self, name: str) -> tuple[Status, ...]:
         """What stands out in a device and in all that it stands on, from above to below.
@@ -338,8 +338,8 @@ class DeviceMapper:
 
     def tell(self, name: str, message: str) -> None:
         """Send a device's target a message (thin-provisioning.rst). Raises OSError."""
-        told = _MESSAGE.pack(0) + message.encode() + b"\0"
-        buffer = _request(_HEADER.size, 0, name, 0) + told
+        data = _MESSAGE.pack(0) + message.encode() + b"\0"
+        buffer = _request(_HEADER.size, 0, name, 0) + data
         struct.pack_into("=I", buffer, _DATA_SIZE_AT, len(buffer))
         with self._opened() as control:
             self._ioctl(control, _TARGET_MESSAGE, buffer)

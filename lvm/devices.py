@@ -188,7 +188,7 @@ class Devices:
         prefix = names.device(group, "")
         every = self._mapper.events()
         own = ((names.of_device(group, one), every[one]) for one in every if one.startswith(prefix))
-        return {name: told for name, told in own if name}
+        return {name: one for name, one in own if name}
 
     def written(self, group: str) -> Mapping[str, Written]:
         """How much was written to the COW stores of a group's active snapshots; None if unknown.

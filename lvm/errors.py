@@ -7,7 +7,7 @@ from mount.errors import CommandError, CommandFailed, OutcomeUnknown
 
 
 class SessionLost(OutcomeUnknown):
-    """The shell that was told a command did not live to answer, or its answer is no answer."""
+    """lvm2's shell ended before it answered a command, or gave no whole answer."""
 
     def __init__(self, words: Sequence[str], problem: str) -> None:
         super().__init__(
@@ -22,7 +22,7 @@ class StillRunning(CommandError):
 
     def __init__(self, subcommand: str, seconds: float) -> None:
         super().__init__(
-            f"{subcommand} was told to end {seconds:.0f} s ago and still runs; until it has"
+            f"{subcommand} got SIGTERM {seconds:.0f} s ago and still runs; until it has"
             " ended nothing else is changed: see `dmesg` for a disk that does not answer"
         )
 

@@ -40,9 +40,9 @@ class DiskEvents:
 
     def __init__(self, listen: Callable[[], Any]) -> None:
         self._listen = listen
-        # None while nobody listens.
+        # None while there is no listener.
         self._monitor: Any = listen()
-        # The nodes that were logical volumes when an event told what they are.
+        # The nodes of logical volumes, by the events about them.
         self._volumes: set[str] = set()
 
     @classmethod
@@ -84,7 +84,7 @@ class DiskEvents:
     def _listen_anew(self) -> frozenset[DiskEvent]:
         """Have another socket: of one that overflowed (ENOBUFS) pyudev never reads the error.
 
-        Nothing that was lost until now is told by it, so that all disks are to be looked at.
+        It reports nothing of what was lost before, so all disks must be scanned.
         """
         was_listening, self._monitor = self._monitor is not None, None
         try:

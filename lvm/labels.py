@@ -166,7 +166,7 @@ class Mark:
 
 
 class Kind(enum.IntEnum):
-    """Who may have written a disk, the most trusted first; by that disks are told apart."""
+    """The kind of writer a disk may have had, the most trusted first; it decides between copies."""
 
     # The node's own, or one that the operator named.
     LOCAL = 0
@@ -357,7 +357,7 @@ def _areas(sector: bytes, at: int) -> Iterator[_Area]:
 def _header(disk: _Disk, area: _Area) -> _Text | None:
     """Where the area has committed text; None where it has none, or is not in use.
 
-    What is not committed yet, in the second of the locations, is nobody's business.
+    The second location holds text that is not committed yet; it is ignored.
     """
     header = disk.read(area.offset_bytes, _MDA_HEADER_BYTES)
     checksum, magic, version, start, size = _MDA_HEADER.unpack_from(header)

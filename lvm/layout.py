@@ -107,7 +107,7 @@ class Layout:
         return _KINDS[self.kind].metadata_extents
 
     def words(self) -> list[str]:
-        """What lvcreate(8) is told of it."""
+        """Its options for lvcreate(8)."""
         words = ["--type", self.kind]
         if _KINDS[self.kind].striped:
             words += ["--stripes", str(self.stripes)]

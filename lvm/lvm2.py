@@ -86,8 +86,8 @@ def backed_up(root: Path | None, group: str) -> str:
     if root is None:
         return ""
     try:
-        told = labels.settings(_text(root / _LVM / "backup" / group))
-        return next((value.strip('"') for place, value in told if place == (group, "id")), "")
+        found = labels.settings(_text(root / _LVM / "backup" / group))
+        return next((value.strip('"') for place, value in found if place == (group, "id")), "")
     except (OSError, labels.Damage):
         return ""
 
@@ -149,8 +149,8 @@ class Lvm:
         confined = ["--devices", ",".join(self.devices)] if self.devices else []
         # Each key once: which of two counts is nowhere promised.
         chosen = dict(one.split("=", 1) for one in (*_NEEDED, *self.settings, *settings))
-        told = " ".join(f"{key}={value}" for key, value in chosen.items())
-        configured = ["--config", told] if told else []
+        config = " ".join(f"{key}={value}" for key, value in chosen.items())
+        configured = ["--config", config] if config else []
         result = self.run("lvm", subcommand, *confined, *configured, *words)
         if result.exit_code == _NOT_FOUND:
             raise mount_errors.ProgramMissing("lvm")

@@ -100,7 +100,7 @@ class LogicalVolume:
     # where that is not known.
     overflowed: bool | None = False
     read_only: bool = False
-    # Its device makes whoever reads or writes there wait.
+    # Its device is suspended: reads and writes wait.
     suspended: bool = False
     # Of a thin volume: its number in its pool. lvm2 gives a new one the number above all that are
     # there (get_free_pool_device_id in lib/metadata/thin_manip.c), so they tell the order.
@@ -110,7 +110,7 @@ class LogicalVolume:
     # Of a volume with a cache, or a pool: the volume that its cache is.
     cachevol: str = ""
     tuning: Tuning = PLAIN
-    # Where it lies, as lvcreate(8) and lvextend(8) are told of extents: a disk, then the first and
+    # Where it lies, in the form that lvcreate(8) and lvextend(8) take: a disk, then the first and
     # the last of each piece. Of what lies on disks itself.
     ranges: tuple[str, ...] = ()
 

@@ -1,4 +1,4 @@
-"""A shell of lvm2's, kept open for a group's commands; processes in its place where in doubt."""
+"""Run lvm2 commands in one lvm2 shell that stays open; in processes where that is in doubt."""
 
 import json
 import logging
@@ -71,7 +71,7 @@ class Confinement:
 
     @property
     def can_be_set(self) -> bool:
-        """Whether the devices can be told by settings alone."""
+        """Whether settings alone can name the devices."""
         return all(_PATH.fullmatch(path) for path in self._paths())
 
     def covers(self, other: "Confinement") -> bool:
@@ -165,7 +165,7 @@ def _quoted(word: str) -> str | None:
 
 
 def answer(subcommand: str, reported: str) -> Result:
-    """What a command came to, as a process of its own would have told it.
+    """The result of a command, as a process of its own would have given it.
 
     Raises ValueError where that is not the one whole answer to that command.
     """
@@ -251,7 +251,7 @@ _GRACE_SECONDS = 5.0
 # How long those wait for another's command who have a shell renewed, and say no limit.
 _LONGEST_TURN_SECONDS = 60.0
 _RENEWED = ("lvm", "exit")
-# What lvm2 had of memory once it keeps: one that was told so much is ended when it is idle so long.
+# lvm2 keeps memory that it once had: after so many commands, an idle shell is ended.
 _MANY_COMMANDS = 100
 _IDLE_SECONDS = 60.0
 # Where there is no shell, there will hardly be one soon.
@@ -259,7 +259,7 @@ _LACKING_RESTS = 10
 
 
 class Session:
-    """One shell at a time, and processes in its place: where it is lacking, by doubt.
+    """One lvm2 shell, and processes in its place where there is none, or where it is in doubt.
 
     One command at a time, the others wait. `directory` is the session's own, and lvm2 must see it
     at the same path; `root` is where lvm2's root directory is seen.
@@ -285,15 +285,15 @@ class Session:
         self._turn = threading.Lock()
         self._shell: Conversation | None = None
         self._confinement = Confinement()
-        # How much the shell was told, and when last (monotonic, seconds).
+        # How many commands the shell was given, and when the last (monotonic, seconds).
         self._told, self._told_seconds = 0, 0.0
         self._rests_until = 0.0
         self._is_closed = False
-        # A shell that did not end when it was told to, what it does, and since when.
+        # A shell that did not end in time, what it does, and since when.
         self._stuck: tuple[Conversation, str, float] | None = None
 
     def __call__(self, *words: str) -> Result:
-        """Have the shell do what it can do, and a process the rest: the seam `mount.command.Run`.
+        """Run a command in the shell if it can, else in a process; a `mount.command.Run`.
 
         Raises what a process raises, SessionLost, and StillRunning.
         """
@@ -310,7 +310,7 @@ class Session:
         return self._run(*words) if result is None else result
 
     def renew(self) -> None:
-        """Have another shell do what comes next: what this one said is in doubt.
+        """Have another shell run the next command, for what this one said is in doubt.
 
         Raises CommandTimedOut where what it does outlasts the caller's time, and a minute.
         """
@@ -318,9 +318,9 @@ class Session:
             self._hang_up("what it did last")
 
     def rest(self) -> None:
-        """End a shell that was told much, and nothing for a minute; the next has another begun.
+        """End a shell after many commands, when idle for a minute; the next command starts another.
 
-        Its memory is as large as the largest report it ever made. Nobody waits for one at work.
+        Its memory is as large as the largest report it ever made. A shell at work is left alone.
         """
         if not self._turn.acquire(blocking=False):
             return
@@ -332,9 +332,9 @@ class Session:
             self._turn.release()
 
     def close(self) -> None:
-        """End the shell once it has done what it does; from then on there are processes only.
+        """End the shell after its present command; from then on there are only processes.
 
-        What takes longer than a moment is left to end by itself.
+        A command that takes longer than a moment is left to end by itself.
         """
         self._is_closed = True
         with suppress(mount_errors.CommandTimedOut), self._my_turn(_RENEWED, _GRACE_SECONDS):
@@ -367,7 +367,7 @@ class Session:
         return result
 
     def _ready(self, confinement: Confinement, words: tuple[str, ...]) -> Conversation | None:
-        """A shell with this confinement that waits to be told; None where there is none."""
+        """A shell with this confinement that is at its prompt; None where there is none."""
         if self._shell is not None:
             if self._is_usable(self._shell, confinement):
                 return self._shell

@@ -317,12 +317,12 @@ def differing_words(metadata: str, base_id: int, target_id: int) -> tuple[str, .
 
 
 def mapped(printed: BinaryIO) -> Iterator[Run]:
-    """What thin_dump told of one volume, in order; raises BadReport, also where it has none."""
+    """The mappings of one volume as thin_dump printed them; BadReport, also where it has none."""
     return _runs(printed, "device", _MAPPED)
 
 
 def differing(printed: BinaryIO) -> Iterator[Run]:
-    """What thin_delta told, in order; raises BadReport."""
+    """The differences that thin_delta printed, in order; raises BadReport."""
     return _runs(printed, "diff", _DIFFERENT)
 
 

@@ -1,6 +1,6 @@
 """How a volume is read ahead and how fast its RAID is rebuilt: what may change while it is in use.
 
-LVM's metadata hold it (lvchange(8), lvmraid(7)); the kernel is told at once and at activation.
+LVM's metadata hold it (lvchange(8), lvmraid(7)); the kernel gets it at once and at activation.
 """
 
 import mmap
@@ -59,7 +59,7 @@ class Tuning:
         return self if self.maximum_recovery_kib else replace(self, minimum_recovery_kib=None)
 
     def words(self) -> list[str]:
-        """What lvcreate(8) and lvchange(8) are told of it."""
+        """Its options for lvcreate(8) and lvchange(8)."""
         ahead = self.read_ahead_bytes
         words: list[str] = []
         if ahead is not None:

@@ -21,7 +21,7 @@ class New:
     tuning: Tuning = AS_IT_IS
 
     def words(self) -> list[str]:
-        """What lvcreate(8) is told of it, but for its size, which has an option for each kind.
+        """Its options for lvcreate(8), except the size, which has an option for each kind.
 
         Its activation is set to be skipped, so the system never activates it by itself at boot:
         Carver activates what is staged. (The newer --setautoactivation n is refused for RAID by

@@ -28,7 +28,7 @@ class LoopStatus:
     """What a loop device is attached to: st_dev, st_ino and st_rdev of the backing file.
 
     `backing_device` is not zero where the backing file is a block device itself. `leaving` says
-    that it is detached as soon as its last user closes it. `name` is whatever whoever attached it
+    that it is detached as soon as its last user closes it. `name` is what its creator
     called it, up to 63 bytes.
     """
 
@@ -52,7 +52,7 @@ class LoopDevices:
         return [f"/dev/{name}" for name in sorted(attached, key=_number)]
 
     def loop_free(self) -> str:
-        """LOOP_CTL_GET_FREE: the path of a loop device that nobody has attached just now."""
+        """LOOP_CTL_GET_FREE: the path of a loop device that is free just now."""
         control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
         with blocks.closing(control):
             return f"/dev/loop{fcntl.ioctl(control, _LOOP_CTL_GET_FREE)}"
@@ -193,7 +193,7 @@ class BlockDevices(Calls):
                 blocks.zero_out(descriptor, device, offset_bytes, length_bytes)
 
     def discard(self, device: str, offset_bytes: int, length_bytes: int) -> None:
-        """BLKDISCARD: the disk may forget the range; what reads there is not told. EBUSY as above.
+        """BLKDISCARD: the disk may forget the range; reads there are undefined. EBUSY as above.
 
         EOPNOTSUPP where the disk does not know it.
         """
@@ -266,7 +266,7 @@ class BlockDevices(Calls):
 
     @contextmanager
     def opened(self, device: str, *, to_write: bool = False) -> Iterator[Opened]:
-        """A device that is open inside. To write, nobody else may have it mounted or held: EBUSY.
+        """Keep a device open inside; for writing, EBUSY where it is mounted or held.
 
         What is written by it is not flushed at the end.
         """

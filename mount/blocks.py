@@ -37,7 +37,7 @@ def closing(descriptor: int) -> Iterator[None]:
 
 
 def open_exclusively(device: str, directory: int | None = None, mode: int = os.O_WRONLY) -> int:
-    """A descriptor to write to a device by, which nobody has mounted or held; else EBUSY (open(2)).
+    """Open a device for writing that is neither mounted nor held; else EBUSY (open(2)).
 
     A child between its fork and its exec has what this process had open, and for that moment holds
     the device like anyone else. On a busy node that is long, so EBUSY counts when it stays.
@@ -89,7 +89,7 @@ def zero_out(descriptor: int, device: str, offset_bytes: int, length_bytes: int)
 
 
 class Opened:
-    """A device that is kept open, so that lvm2 does not take it away; whoever opened it closes it.
+    """A device that is kept open, so that lvm2 does not deactivate it; its opener closes it.
 
     Several threads may use it at once. Past the page cache (O_DIRECT): the kernel copies nothing,
     and the workloads' pages stay where they are.
@@ -121,8 +121,8 @@ class Opened:
             found = len(part)
             place[:found] = part
         if found != len(place):
-            told = f"{found} of {len(place)} bytes at {offset_bytes}"
-            raise OSError(errno.EIO, told, self._device)
+            problem = f"{found} of {len(place)} bytes at {offset_bytes}"
+            raise OSError(errno.EIO, problem, self._device)
 
     def write(self, offset_bytes: int, data: Bytes) -> None:
         """Write these; they are on the disk after `flush`. At once under the same conditions."""

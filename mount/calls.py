@@ -12,7 +12,7 @@ _libc.fallocate64.argtypes = ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.
 _FSOPEN, _FSCONFIG, _FSMOUNT = 430, 431, 432
 _FSOPEN_CLOEXEC = 1
 _FSMOUNT_CLOEXEC = 1
-# FSCONFIG_*: what a file system that is being configured is told.
+# FSCONFIG_*: commands to a file system that is being configured.
 SET_FLAG, SET_STRING, CREATE = 0, 1, 6
 _UMOUNT_NOFOLLOW = 8
 # FALLOC_FL_* of <linux/falloc.h>.
@@ -46,7 +46,7 @@ def fsopen(fs_type: str) -> int:
 
 
 def fsconfig(context: int, command: int, name: str = "", value: str = "") -> None:
-    """Tell a file system one thing, or to be made (CREATE)."""
+    """Set one parameter of a file system, or make it (CREATE)."""
     key = name.encode() if name else None
     data = os.fsencode(value) if command == SET_STRING else None
     syscall(_FSCONFIG, context, command, key, data, 0)
@@ -133,7 +133,7 @@ _NAMES = ("TYPE", "USAGE", "UUID", "LABEL", "PTTYPE", "PTUUID")
 # What blkid_do_safeprobe() returns; anything else is a failure.
 _FOUND, _NOTHING, _AMBIVALENT = 0, 1, -2
 
-# What is read first: of a device of which nothing can be read, libblkid may tell that it is blank.
+# What is read first: libblkid may call a device blank that cannot be read.
 _BLOCK_BYTES = 4096
 
 

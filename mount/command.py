@@ -1,4 +1,4 @@
-"""What it is to run a program: its words, result and deadline; and a thread for what may hang."""
+"""Running programs: the seams, the result, the deadline; and threads for what may hang."""
 
 import contextvars
 import threading
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def begin(name: str, work: Callable[[], T]) -> "Future[T]":
-    """Do it, and have what comes of it in the future; the end of the process does not wait for it.
+    """Run work in a thread of its own, which does not keep the process from ending.
 
     Raises RuntimeError where no thread can be had.
     """
@@ -26,7 +26,7 @@ def _do(work: Callable[[], T], ended: "Future[T]") -> None:
     try:
         value = work()
     except BaseException as error:
-        # Whoever waits shall see it, whatever it is.
+        # Any error is for the waiter.
         ended.set_exception(error)
     else:
         ended.set_result(value)
@@ -43,7 +43,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Finished:
-    """What an observer is told of each program that ended."""
+    """What observers get of each program that ended."""
 
     words: tuple[str, ...]
     exit_code: int
@@ -51,7 +51,7 @@ class Finished:
 
 
 class Run(Protocol):
-    """Run a program to its end; the seam at which tests stand in for the machine.
+    """Run a program to its end; the seam at which tests replace the machine.
 
     A non-zero exit code is a result, not an error: only the caller knows what it means.
     """
@@ -62,10 +62,10 @@ class Run(Protocol):
 
 
 class Runner(Run, Protocol):
-    """The same, for programs that read what nobody else shall see at their standard input."""
+    """A `Run` for programs that read a secret at their standard input."""
 
     def __call__(self, *words: str, stdin: bytearray | None = None) -> Result:
-        """Run a program; it finds `stdin` there, or nothing. lvm2 reads nothing."""
+        """Run a program that reads `stdin`, or nothing there; lvm2 never reads."""
         ...
 
 
@@ -81,7 +81,7 @@ class Stream(Protocol):
     ) -> AbstractContextManager[BinaryIO]:
         """Start the program `words[0]` with the rest as its arguments.
 
-        What it finds at its standard input, at most a page, is its own when this returns.
+        Its standard input, at most a page, was handed over when this returns.
         """
         ...
 
@@ -91,29 +91,29 @@ class ConversationOver(Exception):
 
 
 class Conversation(Protocol):
-    """A program that is kept running: it is told a line, and answers up to its next prompt."""
+    """A program that keeps running: it reads a line, and answers up to its next prompt."""
 
     def exchange(self, line: str | None, seconds: float | None) -> str:
-        """Say a line, or nothing, and return what was reported until the prompt.
+        """Send a line, or nothing, and return the report up to the prompt.
 
         Raises TimeoutError, after which the program may still answer, and ConversationOver.
         """
         ...
 
     def is_waiting(self) -> bool:
-        """Whether it runs, and has said nothing since its last prompt."""
+        """Whether it runs and waits at its prompt."""
         ...
 
     def end(self, seconds: float) -> bool:
-        """Have it end, by SIGTERM and by hanging up; whether it has, so many seconds later.
+        """End it, by SIGTERM and by hanging up; whether it ended within so many seconds.
 
-        Nothing can be said any more. Asked again, it looks again.
+        It reads nothing any more. May be called again.
         """
         ...
 
 
 class Converse(Protocol):
-    """Start a program to be spoken to; the seam at which tests stand in for a shell of lvm2's.
+    """Start a conversation; the seam at which tests replace lvm2's shell.
 
     It finds the number of the descriptor that it reports on in the variable `report`.
     """
@@ -121,7 +121,7 @@ class Converse(Protocol):
     def __call__(
         self, *words: str, prompt: str, environment: Mapping[str, str], report: str
     ) -> Conversation:
-        """Start `words`; it has said nothing yet. Raises ProgramMissing."""
+        """Start `words`, before its first prompt. Raises ProgramMissing."""
         ...
 
 
@@ -130,7 +130,7 @@ _deadline: contextvars.ContextVar[float | None] = contextvars.ContextVar("deadli
 
 @contextmanager
 def time_limit(seconds: float | None) -> Iterator[None]:
-    """Bound every program that this thread starts inside; None sets no bound."""
+    """Limit the time of all programs that this thread starts inside; None sets no limit."""
     token = _deadline.set(None if seconds is None else time.monotonic() + seconds)
     try:
         yield
@@ -139,6 +139,6 @@ def time_limit(seconds: float | None) -> Iterator[None]:
 
 
 def remaining_seconds() -> float | None:
-    """What is left of the limit that holds here, 0 if it is over; None where none does."""
+    """The seconds left of this thread's time limit, 0 if it is over; None without one."""
     deadline = _deadline.get()
     return None if deadline is None else max(0.0, deadline - time.monotonic())

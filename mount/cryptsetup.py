@@ -1,6 +1,6 @@
 """What cryptsetup does for Carver: one function each. Keys are read at standard input, never words.
 
-Argon2id takes so much memory for so long that two of it run at once and no more, whoever asks.
+Argon2id takes so much memory for so long that at most two of it run at once.
 """
 
 import threading
@@ -28,7 +28,7 @@ _SECTOR_BYTES = 512
 _LABEL = "carver"
 # By the Kubernetes secret, and another that only people have.
 SLOTS = USUAL, ROTATED, RECOVERY = (0, 1, 2)
-# What a re-encryption works on at a time, and tells of: it is ended, and told, that often.
+# What a re-encryption works on at a time; after each it reports, and can be ended.
 _HOT_ZONE = "64M"
 _TELLING_SECONDS = 1
 # cryptsetup(8), "RETURN CODES".
@@ -145,9 +145,9 @@ class Cryptsetup:
         with ExitStack() as until_open:
             until_open.enter_context(_turn(device))
             called = (*self._prefix, "cryptsetup", "reencrypt", *words, "--", device)
-            with stream(*called, stdin=key) as told:
+            with stream(*called, stdin=key) as lines:
                 key[:] = bytes(len(key))
-                for _ in told:
+                for _ in lines:
                     until_open.close()
                     check()
 

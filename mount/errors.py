@@ -77,7 +77,7 @@ class NotVacant(MountError):
 
 
 class ProbeFailed(MountError):
-    """What a device holds could not be told, so nothing may be written to it."""
+    """It is not known what a device holds, so nothing may be written to it."""
 
     def __init__(self, device: str, why: str) -> None:
         self.device = device
@@ -352,7 +352,7 @@ class ProgramMissing(CommandError):
 
 
 class OutcomeUnknown(CommandError):
-    """Whether lvm2 did what it was told is not known: a fresh report says."""
+    """It is not known whether a command was carried out: see a fresh report."""
 
 
 class CommandTimedOut(OutcomeUnknown):
@@ -364,12 +364,12 @@ class CommandTimedOut(OutcomeUnknown):
 
 
 class CommandStuck(CommandTimedOut):
-    """The same, and it has not ended though it was told to: `ended` tells whether it has by now."""
+    """A command that did not end at SIGTERM; `ended` says whether it has by now."""
 
     def __init__(self, words: Sequence[str], seconds: float, ended: Callable[[], bool]) -> None:
         super().__init__(words, seconds)
         self.args = (
-            f"{' '.join(words[:2])} was told to end after {seconds:.1f} s, and still runs: see"
+            f"{' '.join(words[:2])} got SIGTERM after {seconds:.1f} s, and still runs: see"
             " `dmesg` for a disk that does not answer",
         )
         self.ended = ended

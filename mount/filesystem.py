@@ -243,7 +243,7 @@ def make(
     uuid: str = "",
     oldest_kernel: Version = OLDEST_KERNEL,
 ) -> None:
-    """Make a file system on a device that `probe` has just found blank; with a UUID if one is told.
+    """Make a file system on a device that `probe` has just found blank, with this UUID if any.
 
     Options that give it one go before that, and before what `oldest_kernel` needs switched off. A
     mkfs too old to know such a feature makes none, and is run again without the word.
@@ -338,8 +338,8 @@ def grow(kernel: Kernel, mount: table.Mount) -> None:
 def gives_uuid(fs_type: str, options: Sequence[str]) -> bool:
     """Whether a user's mkfs options say which UUID the file system gets. Raises BadOption."""
     option, word = known(fs_type).uuid
-    told = check_options(fs_type, options).get(option)
-    return told is not None and any(one.startswith(word) for one in told.split(","))
+    value = check_options(fs_type, options).get(option)
+    return value is not None and any(one.startswith(word) for one in value.split(","))
 
 
 def _without_unknown(features: Sequence[Feature], said: str) -> Sequence[Feature]:

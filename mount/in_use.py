@@ -1,4 +1,4 @@
-"""Who keeps a mount busy, and whether a block device is vacant. Imports psutil."""
+"""Which processes use a mount, and whether a block device is in use. Imports psutil."""
 
 import os
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ def _is_in(link: str, places: set[str]) -> bool:
 
 
 def require_unused(kernel: Kernel, device: str) -> None:
-    """Nobody uses the device, and it can be written; raises NotVacant. Starts no process."""
+    """Require a device that is not in use and can be written; raises NotVacant. No process."""
     try:
         number = kernel.device_number(device)
     except FileNotFoundError:

@@ -44,8 +44,8 @@ class Growth:
 
     def xfs_geometry(self, path: str) -> XfsGeometry:
         """XFS_IOC_FSGEOMETRY_V1."""
-        told = calls.ioctl(path, _XFS_FSGEOMETRY_V1, bytes(_XFS_GEOMETRY.size))
-        fields = _XFS_GEOMETRY.unpack(told)
+        geometry = calls.ioctl(path, _XFS_FSGEOMETRY_V1, bytes(_XFS_GEOMETRY.size))
+        fields = _XFS_GEOMETRY.unpack(geometry)
         return XfsGeometry(
             block_size_bytes=fields[0], blocks=fields[8], max_inode_percent=fields[7]
         )
@@ -380,7 +380,7 @@ def _set_attributes(tree: int, attributes: Set[str], *, private: bool) -> None:
 
 
 def _remount_2(place: int, attributes: Set[str]) -> None:
-    # A bind remount clears what it is not told to keep: mount(2), MS_REMOUNT.
+    # A bind remount clears what it is not asked to keep: mount(2), MS_REMOUNT.
     found = os.statvfs(place).f_flag
     kept = found & _KEPT_BY_REMOUNT | bool(found & _ST_NOSYMFOLLOW) * _MS_NOSYMFOLLOW
     flags = _MS_REMOUNT | _MS_BIND | kept | _flags(attributes)

@@ -39,8 +39,8 @@ def find(kernel: Kernel, file: str) -> str | None:
 def over(kernel: Kernel, number: DeviceNumber) -> tuple[str, ...]:
     """Carver's read-only loop devices over the block device (major, minor).
 
-    All others belong to whoever made them: kubelet has one of its own over each device that a pod
-    uses, which nobody reads by; it keeps the device from going away (volume_path_handler_linux.go).
+    All others belong to their makers: kubelet has one of its own over each device that a pod
+    uses, unread, which keeps the device from going away (volume_path_handler_linux.go).
     """
     return tuple(device for device, _ in _own(kernel, number))
 

@@ -14,7 +14,7 @@ from mount import errors
 from mount.blocks import Opened
 from mount.kernel import Kernel
 
-# What cryptsetup gives a header where it is not told otherwise, and Carver never does: 16 KiB each.
+# The size that cryptsetup gives a header by default, and so with Carver: 16 KiB each.
 METADATA_BYTES = 16 << 10
 _BINARY = struct.Struct(">6s H Q Q 48s 32s 64s 40s 48s Q 184s 64s")
 _BINARY_BYTES = 4096
@@ -26,7 +26,7 @@ _LOOKS, _LOOK_SECONDS = 10, 0.02
 # The kind of area by which a re-encryption that is not done protects what it is at; and the flag
 # of the segment that it is at, which is there afterwards only if it was killed.
 _REENCRYPTION, _TORN = "reencrypt", "in-reencryption"
-# The flags of segments that lie nowhere: as all of it was before, and as it shall be.
+# The flags of segments that lie nowhere: as all of it was before, and as it will be.
 _NOWHERE = "backup-"
 
 
@@ -88,8 +88,8 @@ def _copy(kernel: Kernel, device: str, number: int) -> tuple[int, Header] | None
     try:
         if digest(data, _text(kind)) != data[_CHECKSUM_AT:][:_CHECKSUM_BYTES]:
             return None
-        told = json.loads(_text(data[_BINARY_BYTES:]))
-        return sequence, _header(_text(uuid), told)
+        metadata = json.loads(_text(data[_BINARY_BYTES:]))
+        return sequence, _header(_text(uuid), metadata)
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -101,12 +101,12 @@ def digest(data: bytes, kind: str) -> bytes:
     return hashlib.new(kind, blank).digest().ljust(_CHECKSUM_BYTES, b"\0")
 
 
-def _header(uuid: str, told: Mapping[str, Any]) -> Header:
-    data = [one for _, one in _numbered(told["segments"]) if _is_data(one)]
+def _header(uuid: str, metadata: Mapping[str, Any]) -> Header:
+    data = [one for _, one in _numbered(metadata["segments"]) if _is_data(one)]
     first = min(data, key=lambda one: int(one["offset"]))
-    areas = dict(_numbered(told["keyslots"]))
+    areas = dict(_numbered(metadata["keyslots"]))
     slots = {number: one for number, one in areas.items() if one["type"] == "luks2"}
-    of_data = [one["keyslots"] for one in told["digests"].values() if one["segments"]]
+    of_data = [one["keyslots"] for one in metadata["digests"].values() if one["segments"]]
     bound = {int(number) for every in of_data for number in every} & slots.keys()
     is_reencrypting = any(one["type"] == _REENCRYPTION for one in areas.values())
     # From the first byte on; before it begins, one segment reaches to the end.
@@ -122,7 +122,7 @@ def _header(uuid: str, told: Mapping[str, Any]) -> Header:
         is_reencrypting,
         int(first["size"]) if is_begun else 0,
         any(_TORN in _flags(one) for one in data),
-        _reading(data, [one for one in told["digests"].values() if one["segments"]]),
+        _reading(data, [one for one in metadata["digests"].values() if one["segments"]]),
     )
 
 
@@ -141,8 +141,8 @@ def _flags(segment: Mapping[str, Any]) -> Sequence[str]:
     return list(segment.get("flags", ()))
 
 
-def _numbered(told: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    return ((int(number), one) for number, one in told.items())
+def _numbered(metadata: Mapping[str, Any]) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    return ((int(number), one) for number, one in metadata.items())
 
 
 def _text(field: bytes) -> str:

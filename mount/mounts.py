@@ -11,8 +11,8 @@ from mount.table import DeviceNumber, Mount, Table
 
 # What file systems answer to damage: EFSCORRUPTED and EFSBADCRC by their public names.
 _DAMAGE = (errno.EUCLEAN, errno.EBADMSG)
-# Words of mountinfo that are compared; a file system's own options are told back by the kernel in
-# other words than they were given in, so those are not.
+# Words of mountinfo that are compared; the kernel shows a file system's own options in other
+# words than they were given in, so those are not.
 _ACCESS_TIME = {"noatime", "relatime", "strictatime"}
 _COMPARED = {"nosuid", "nodev", "noexec", "noatime", "relatime", "nodiratime", "nosymfollow"}
 
@@ -165,7 +165,7 @@ def _unmount(kernel: Kernel, path: str) -> None:
     if _try_to_unmount(kernel, path):
         return
     # A look at a mount, such as a statfs or a walk of a path in it, keeps it busy for a moment.
-    # Where nobody is found that moment is over, or what keeps it is another mount.
+    # Where no process is found that moment is over, or another mount keeps it busy.
     found = in_use.of(kernel, path)
     if found or not _try_to_unmount(kernel, path):
         raise errors.Busy(path, found)

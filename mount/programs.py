@@ -1,4 +1,4 @@
-"""A program on a terminal of its own, which is told a line and answers up to its next prompt."""
+"""Start programs: to their end, as a stream, or on a terminal for a conversation."""
 
 import io
 import logging
@@ -21,12 +21,12 @@ import sh
 from mount import command, errors
 from mount.command import Conversation, ConversationOver, Finished, Result, remaining_seconds
 
-# How often it is looked whether a program is alive whose terminal something else has open too.
+# How often to check that a program is alive; another process may keep its terminal open.
 _LOOK_SECONDS = 1.0
-# How often while it is to end.
+# The same, while it is being ended.
 _END_SECONDS = 0.01
 _PIECE_BYTES = 1 << 16
-# More is no answer: a report of ten thousand volumes has a tenth of it.
+# The most of one answer: a report of ten thousand volumes has a tenth of it.
 _MOST_BYTES = 256 << 20
 
 
@@ -48,7 +48,7 @@ class Terminal:
         self._prompt = prompt
         terminal, its_terminal = os.openpty()
         reports, its_reports = os.pipe()
-        # Unbuffered files and not numbers: they are closed once, however often they are told to.
+        # Unbuffered files and not numbers: they are closed once, however often that is asked.
         self._terminal = os.fdopen(terminal, "r+b", buffering=0)
         self._reports = os.fdopen(reports, "rb", buffering=0)
         with (
@@ -73,7 +73,7 @@ class Terminal:
             )
 
     def exchange(self, line: str | None, seconds: float | None) -> str:
-        """Say a line, or nothing; what it reported until its prompt."""
+        """Send a line, or nothing, and return the report up to the prompt."""
         unsaid = b"" if line is None else line.encode() + b"\n"
         deadline = None if seconds is None else time.monotonic() + seconds
         said, reported = bytearray(), bytearray()
@@ -90,7 +90,7 @@ class Terminal:
         return reported.decode(errors="backslashreplace")
 
     def is_waiting(self) -> bool:
-        """Whether it runs, and has said nothing since its last prompt."""
+        """Whether it runs and waits at its prompt."""
         try:
             unasked = _read(self._terminal) + _read(self._reports)
         except ConversationOver:
@@ -98,7 +98,7 @@ class Terminal:
         return self._is_running() and not unasked
 
     def end(self, seconds: float) -> bool:
-        """Have it end; whether it has, so many seconds later."""
+        """End it; whether it ended within so many seconds."""
         deadline = time.monotonic() + seconds
         if not self._terminal.closed:
             # TERM first: of a line that was said in part, what there is would be done at the end of
@@ -123,7 +123,7 @@ class Terminal:
         return running
 
     def _wait(self, deadline: float | None, *, to_say: bool) -> None:
-        """Until there is something to read, or to say; raises TimeoutError, ConversationOver."""
+        """Wait for something to read, or for room to write; TimeoutError, ConversationOver."""
         poll = select.poll()
         poll.register(self._terminal, select.POLLIN | (select.POLLOUT if to_say else 0))
         poll.register(self._reports, select.POLLIN)
@@ -144,10 +144,10 @@ class Terminal:
 
 
 def _read(stream: io.RawIOBase) -> bytes:
-    """What there is to read now; raises ConversationOver where there will be no more."""
+    """Read what there is now; raises ConversationOver at the end."""
     try:
         piece = stream.read(_PIECE_BYTES)
-    except OSError:  # EIO: nobody has the terminal open any more
+    except OSError:  # EIO: the program has closed the terminal
         piece = b""
     if piece == b"":
         raise ConversationOver("it ended")
@@ -164,7 +164,7 @@ ENVIRONMENT = {
     "LVM_SUPPRESS_FD_WARNINGS": "1",
 }
 
-# How long a program that was told to end is waited for; lvm2 ends what it is at within that.
+# How long a program has to end after SIGTERM; lvm2 completes its present step within that.
 _GRACE_SECONDS = 10.0
 
 # Enters the namespaces in which the host's own lvm2, udev and locks live.
@@ -188,7 +188,7 @@ class Programs:
         """Run a program and return how it ended.
 
         Raises ProgramMissing, or CommandTimedOut when `time_limit` is over: CommandStuck where the
-        program runs on though it was told to end.
+        program still runs after SIGTERM.
         """
         words = self._reached(words)
         remaining = remaining_seconds()
@@ -221,7 +221,7 @@ class Programs:
             try:
                 yield output
             except errors.CommandError as error:
-                # What is cut off is told by how the program ended.
+                # Output that is cut off is explained by how the program ended.
                 problem = error
             is_read = not output.read(1)
             if not is_read:
@@ -229,11 +229,11 @@ class Programs:
             code = running.wait()
             self._observe(Finished(words, code, time.monotonic() - started))
             stderr.seek(0)
-            told = _text(stderr.read())
+            complaints = _text(stderr.read())
         if remaining_seconds() == 0:
             raise errors.CommandTimedOut(words, remaining or 0.0)
         if is_read and code:
-            raise errors.CommandFailed(words, code, told)
+            raise errors.CommandFailed(words, code, complaints)
         if problem is not None:
             raise problem
 
@@ -270,7 +270,7 @@ def _started(
 def _by_subprocess(
     words: Sequence[str], timeout_seconds: float | None, stdin: bytearray | None = None
 ) -> tuple[Result, bool]:
-    """The same for mkfs and the like: sh takes longer than they do to start them.
+    """Run mkfs and the like, which sh would take longer to start than they run.
 
     It forks a process of this one's size, and has threads to read what the program prints; Popen
     has neither (vfork(2)).
@@ -286,7 +286,7 @@ def _by_subprocess(
         try:
             stdout, stderr = running.communicate(timeout=_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
-            # Whoever called need not wait until it has ended after all.
+            # The caller need not wait for its end.
             command.begin("program", running.communicate)
             raise errors.CommandStuck(
                 words, timeout_seconds or 0.0, lambda: running.returncode is not None
@@ -308,7 +308,7 @@ def _piped(
 
 @contextmanager
 def _ended_in(running: "subprocess.Popen[bytes]") -> Iterator[None]:
-    """Have a program end where nobody reads on, or the time is over."""
+    """End a program when its reader fails, or at the deadline."""
     remaining = remaining_seconds()
     timer = threading.Timer(remaining or 0.0, running.terminate)
     timer.daemon = True
@@ -324,7 +324,7 @@ def _ended_in(running: "subprocess.Popen[bytes]") -> Iterator[None]:
 
 
 def _by_sh(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result, bool]:
-    """The same for lvm2."""
+    """Run lvm2."""
     program = _program(words[0])
     # Buffers of our own: sh's objects refer to each other, and would keep what a program printed
     # until Python's collector comes by, which counts objects and not bytes.
@@ -350,7 +350,7 @@ def _by_sh(words: Sequence[str], timeout_seconds: float | None) -> tuple[Result,
 def _ended(
     running: sh.RunningCommand, words: Sequence[str], timeout_seconds: float | None
 ) -> tuple[int, bool]:
-    """The program's exit code, and whether it was in time; it is told to end where it is not."""
+    """The exit code, and whether the program was in time; SIGTERM at the deadline."""
     if timeout_seconds is None:
         return _exit_code(running), True
     ended = command.begin("program", lambda: _exit_code(running))
@@ -364,7 +364,7 @@ def _ended(
     try:
         return ended.result(_GRACE_SECONDS), False
     except TimeoutError:
-        # It waits for a disk in the kernel, and no signal ends that: whoever called need not wait.
+        # It waits for a disk in the kernel, and no signal ends that: the caller need not wait.
         raise errors.CommandStuck(words, timeout_seconds, ended.done) from None
 
 

@@ -366,7 +366,7 @@ def test_nothing_is_changed_before_all_that_did_not_end_has_ended(
     with pytest.raises(mount_errors.CommandStuck):
         known.state()
     endless.ended.add("fullreport")
-    with pytest.raises(lvm_errors.StillRunning, match="lvextend was told to end"):
+    with pytest.raises(lvm_errors.StillRunning, match="lvextend got SIGTERM"):
         known.lvm("lvcreate", "--extents", "1", "--name", "b", "data")
     assert endless.begun == ["lvextend", "fullreport"]
     assert known.is_changed
@@ -382,7 +382,7 @@ def test_beside_a_look_that_does_not_end_none_is_begun(fake: FakeHost, known: Vo
     fake.lvm2.groups["data"].seqno += 1
     endless = Endless(fake, "fullreport")
     for _ in range(20):
-        with pytest.raises(mount_errors.CommandStuck, match="lvm fullreport was told to end"):
+        with pytest.raises(mount_errors.CommandStuck, match="lvm fullreport got SIGTERM"):
             known.state()
     assert endless.begun == ["fullreport"]
     endless.ended.add("fullreport")

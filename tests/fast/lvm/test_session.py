@@ -453,11 +453,11 @@ def test_what_does_not_end_holds_neither_its_caller_nor_looks_but_changes(
     place.plan("hold_lock")
     with time_limit(HANG_SECONDS), pytest.raises(mount_errors.CommandTimedOut):
         place.session(*CHANGE)
-    with pytest.raises(errors.StillRunning, match="lvremove was told to end"):
+    with pytest.raises(errors.StillRunning, match="lvremove got SIGTERM"):
         place.session("lvm", "lvcreate", "group")
     # Nor what is not said to a shell at all.
     for words in (("pvmove", "/dev/a"), ("lvchange", "--addtag", "both ' and \"", "--", "g")):
-        with pytest.raises(errors.StillRunning, match="lvremove was told to end"):
+        with pytest.raises(errors.StillRunning, match="lvremove got SIGTERM"):
             place.session("lvm", *words)
     assert place.session(*REPORT).exit_code == 0
     assert len(place.done("process")) == 1  # and of no change
