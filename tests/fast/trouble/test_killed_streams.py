@@ -15,15 +15,17 @@ import nodes
 import pytest
 from changed_blocks import blocks
 from fakes.host import FakeHost
+from google.protobuf.message import Message
 from model.stopping import Killed, Switch
 from nodes import Node, Stand, volume_of, write
 
 from agent.core import errors
-from agent.csi.client import Client, block
+from agent.csi.client import block
 from agent.extras.streams import reading
 from agent.extras.transfer import streams_command
 from agent.extras.transfer.move_command import Move, Options
 from mount.blocks import Bytes, Opened
+from proto import carver_pb2
 
 # A stream whose caller died is dropped by gRPC, and what it does then may be the step that dies.
 pytestmark = pytest.mark.filterwarnings(
@@ -272,8 +274,11 @@ def test_the_end_of_a_move_that_was_killed_at_any_step_comes_by_the_same_words(
             return
 
 
-CALLS = {one: getattr(Client, one) for one in ("transfer", "snapshot", "delete_snapshot")}
-TRANSFER = CALLS["transfer"]
+def calls_of(node: Node) -> list[tuple[object, str]]:
+    """The calls by which a command changes something, with the object that has each."""
+    calls = carver_pb2.DESCRIPTOR.services_by_name["Transfer"].methods
+    once = [(node.transfer, one.name) for one in calls if not one.server_streaming]
+    return [*once, (node.client, "snapshot"), (node.client, "delete_snapshot")]
 
 
 @pytest.mark.parametrize(
@@ -303,12 +308,8 @@ def test_a_move_whose_own_command_was_killed_at_any_step_is_taken_up_or_undone(
                     raise Killed
                 return answer
 
-            def calling(name: str, own: Client, die: Any = die) -> Callable[..., Any]:
-                def call(self: Client, *words: Any, **more: Any) -> Any:
-                    act = partial(CALLS[name], self, *words, **more)
-                    return die(act) if self is own else act()
-
-                return call
+            def calling(call: Callable[..., Any], die: Any = die) -> Callable[..., Any]:
+                return lambda *words: die(partial(call, *words))
 
             moving = made.move()
             remote = moving._remote
@@ -321,8 +322,8 @@ def test_a_move_whose_own_command_was_killed_at_any_step_is_taken_up_or_undone(
             )
             ended = False
             with monkeypatch.context() as patched, suppress(Killed):
-                for name in CALLS:
-                    patched.setattr(Client, name, calling(name, made.here.client))
+                for owner, name in calls_of(made.here):
+                    patched.setattr(owner, name, calling(getattr(owner, name)))
                 moving.run()
                 ended = True
             # If it held the volume, its time is over: nobody asks for more of it.
@@ -380,10 +381,13 @@ def test_a_command_that_was_killed_at_any_step_is_taken_up_where_it_was(
             given = made.streams()
             left = iter(range(step, -1000, -1))
 
-            def call(self: Client, method: str, *, left: Any = left, **words: str) -> Any:
-                if next(left) < 0:
-                    raise Killed
-                return TRANSFER(self, method, **words)
+            def calling(call: Callable[..., Any], left: Any = left) -> Callable[..., Any]:
+                def dying_call(request: Message) -> Any:
+                    if next(left) < 0:
+                        raise Killed
+                    return call(request)
+
+                return dying_call
 
             kernel = made.there.at.host.kernel
             opened = kernel.opened
@@ -397,7 +401,9 @@ def test_a_command_that_was_killed_at_any_step_is_taken_up_where_it_was(
 
             ended = False
             with monkeypatch.context() as patched, suppress(Killed):
-                patched.setattr(Client, "transfer", call)
+                for owner, name in calls_of(made.there):
+                    if owner is made.there.transfer:
+                        patched.setattr(owner, name, calling(getattr(owner, name)))
                 patched.setattr(kernel, "opened", dying)
                 receive_all(made.there, given)
                 ended = True
