@@ -79,6 +79,12 @@ class ErasePolicy:
         found = (one.erase for one in self._classes if one.name == called)
         return next(found, classes.ERASE_ZERO)
 
+    def zeroed_bytes(self, volume: Volume, size_bytes: int) -> int:
+        """How many bytes are zeroed from its beginning: all, or only the LUKS header."""
+        if self.method(volume) == classes.ERASE_ZERO:
+            return size_bytes
+        return min(size_bytes, volume.header_bytes or _LONGEST_HEADER_BYTES)
+
     @staticmethod
     def waits_for_disk(volume: Volume) -> bool:
         """Whether a part of it may come back with a missing disk that was not given up."""
@@ -464,11 +470,9 @@ class Eraser:
         """Overwrite a volume; returns whether all that failed lies on missing disks for certain."""
         device = self._inventory.activate(volume).path
         is_partial = bool(job.volume.missing_disks)
-        whole_bytes = size_bytes = self._kernel.device_size_bytes(device)
-        method = self.policy.method(job.volume)
-        if method != classes.ERASE_ZERO:
-            size_bytes = min(whole_bytes, volume.header_bytes or _LONGEST_HEADER_BYTES)
-        elif job.volume.is_encrypted and not is_partial:
+        whole_bytes, method = self._kernel.device_size_bytes(device), self.policy.method(job.volume)
+        size_bytes = self.policy.zeroed_bytes(job.volume, whole_bytes)
+        if method == classes.ERASE_ZERO and job.volume.is_encrypted and not is_partial:
             # Without its header it cannot be read, however long the rest takes.
             self._mappings.erase(volume)
         are_lost = True

@@ -34,7 +34,6 @@ Seen = tuple[str, str, str]
 
 # lvm2 2.03.12 brought --devices, by which Carver confines it (WHATS_NEW of lvm2).
 LEAST_LVM2 = (2, 3, 12)
-PACKAGES = {"ext4": "e2fsprogs", "xfs": "xfsprogs", "btrfs": "btrfs-progs"}
 _CAP_SYS_ADMIN = 21  # linux/capability.h
 _THIN_PROGRAMS = ("thin_check", "thin_repair", "thin_dump")
 # From here on the check of a group's metadata area warns; from 94 % on nothing new is made.
