@@ -145,5 +145,5 @@ class Activation:
 
     def has_overflowed(self, snapshot: Snapshot) -> bool:
         """Whether an active snapshot has overflowed, by device-mapper; no command."""
-        told = self._devices.own_status(snapshot.group.name, snapshot.name)
-        return devicemapper.has_overflowed(told)
+        status = self._devices.own_status(snapshot.group.name, snapshot.name)
+        return devicemapper.has_overflowed(status)

@@ -191,8 +191,8 @@ class Inventory(Activation):
     @property
     def refused(self) -> Mapping[str, errors.GroupRefused]:
         """Why groups that are here are not used, by their names; from the cached state."""
-        told = {one.name: one.problem for one in self._volume_groups}
-        return {name: one for name, one in told.items() if isinstance(one, errors.GroupRefused)}
+        problems = {one.name: one.problem for one in self._volume_groups}
+        return {name: one for name, one in problems.items() if isinstance(one, errors.GroupRefused)}
 
     @property
     def ignored(self) -> Mapping[str, Sequence[str]]:
@@ -251,7 +251,7 @@ class Inventory(Activation):
         return begun
 
     def require_group_of(self, known: report.Report, identity: str) -> None:
-        """Raise OtherGroup for an id of a group that is not here, of which nothing is proved."""
+        """Raise OtherGroup for an id of a group that is not here: nothing is proved."""
         _find(known, identity)
 
     def group(self, known: report.Report, name: str) -> report.Group:
@@ -374,10 +374,10 @@ class Inventory(Activation):
             records.place_of(str(VolumeId.of(one, records.UNKNOWN)))
             for one in self.own_groups(known)
         }
-        told = {records.place_of(one.group_snapshot_id) for one in members}
+        named = {records.place_of(one.group_snapshot_id) for one in members}
         for one in members:
-            told |= set(filter(None, one.own_tags.get(tag.MEMBER_GROUPS, "").split(",")))
-        away = {one.partition("@")[0] for one in told - here}
+            named |= set(filter(None, one.own_tags.get(tag.MEMBER_GROUPS, "").split(",")))
+        away = {one.partition("@")[0] for one in named - here}
         if any(tag.MEMBER_GROUPS not in one.own_tags for one in members):
             # Snapshots of older versions do not say: others may be in any group.
             away |= set(self._groups) - set(known.groups)
@@ -428,8 +428,8 @@ class Inventory(Activation):
         Takes the group, and looks at it first. Raises what `read` raises, VolumeMissing.
         """
         with self._volume_groups.hold(group):
-            told = tags.decode(self.state(group, resume=True).group(group).volume(name).tags)
-            has = {key: told[key] for key in keys if key in told}
+            found = tags.decode(self.state(group, resume=True).group(group).volume(name).tags)
+            has = {key: found[key] for key in keys if key in found}
             old, added = dict(has.items() - new.items()), dict(new.items() - has.items())
             if old or added:
                 volumes.mark(self._volume_groups.lvm(group), group, name, old=old, new=added)

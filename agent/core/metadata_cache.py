@@ -1,12 +1,11 @@
-"""A volume group as its disks and lvm2 show it, and the proof by which that is still true.
+"""Metadata cache of a volume group: lvm2's last report, and the proof that it is still true.
 
-What lvm2 reported is kept, and is as good as a new report for as long as nothing was written to the
-group: each commit of metadata moves the place on the disks where they are (lvm.labels), and looking
-there takes microseconds, and no process. So absence is proved too, by a look after the question.
-The report is read anew after a commit, whoever made it; after a command of which nobody knows what
-it did; where a disk came or went; where a device was left suspended, or a snapshot is not active;
-and when it is old. What the metadata do not say, such as whether a volume is active, is asked of
-the kernel.
+A report is as good as a new one until metadata are written: each commit moves them to another place
+on the disks (lvm.labels). Reading that place takes microseconds and no process, so a read after a
+call began proves absence, too. A new report is read after a commit, by this process or another;
+after a command of unknown outcome; when a disk came or went; when a device was left suspended, or a
+snapshot is inactive; and after ten minutes. What the metadata do not say, such as whether a volume
+is active, the kernel is asked.
 """
 
 import logging
@@ -24,14 +23,14 @@ from mount import command
 
 _log = logging.getLogger(__name__)
 
-# What is wrong without a trace in the metadata is found out this late.
+# How late a problem without a trace in the metadata is found.
 _LASTS_SECONDS = 600.0
-# So often the disks' labels are read where udev tells of none that came or went.
+# How often the labels of disks are read without an event of udev's.
 _BLIND_SECONDS = 60.0
-# What lvm2 has for all that it reads and writes if nothing is said (global/io_memory_size in
-# lvm.conf(5)), and needs beside a text: a longer one it could neither read nor write.
+# lvm2's default memory for reads and writes (global/io_memory_size in lvm.conf(5)), and what it
+# needs beside the metadata text: it could neither read nor write a longer text.
 _IO_BYTES, _BESIDE_TEXT_BYTES = 8 << 20, 2 << 20
-# A path that is no disk: lvm2 that is confined to it sees no group.
+# Not a disk: lvm2 confined to it sees no group.
 _NO_DISK = "/dev/null"
 
 
@@ -43,17 +42,17 @@ class _Known:
     location: Location
     fingerprint: Fingerprint
     time_seconds: float
-    # The generation that the look which read it began in.
+    # The generation in which the read began.
     generation: object
-    # Of copy-on-write snapshots that were whole then: the events that they had had before.
+    # The events, until then, of copy-on-write snapshots that had not overflowed.
     whole: dict[str, Events] = field(default_factory=dict)
 
 
 class MetadataCache:
-    """Looks at one group; one look at a time. `node` is how lvm2 is called for it.
+    """The cached state of one group; one read at a time. `node` is lvm2 as called for it.
 
-    `scan` tells of the node's disks, `listed` which of them the operator named for the group;
-    `renew` has a session with lvm2, if any, begun anew.
+    `scan` reads the labels of the node's disks; `listed` gives those that the operator named for
+    the group; `renew` restarts the session with lvm2, if any.
     """
 
     def __init__(
@@ -75,19 +74,19 @@ class MetadataCache:
         self._scan = scan
         self._renew = renew
         self._location: Location | None = None
-        # Where it was when it was here last: what is no more than called like it is not believed.
+        # Where it was when last here: another group of its name is not taken for it.
         self._before: Location | None = None
-        # The disks that claim to be the group's and are not, each with the reason.
+        # The disks that only claim to be the group's, each with the reason.
         self.ignored: Sequence[tuple[str, str]] = ()
         self._listed = listed
-        # When its disks were looked for last (monotonic, seconds).
+        # When its disks were last located (monotonic, seconds).
         self._located = 0.0
-        # How long its metadata are, as they were seen last.
+        # The length of its metadata text.
         self._text_bytes = 0
-        # Of its devices, before the last report was read.
+        # The events of its devices before the last report was read.
         self._events: Mapping[str, Events] = {}
         self._known: _Known | None = None
-        # Replaced by forget(): what a look of an earlier generation read is not used again.
+        # Replaced by forget(): a report of an earlier generation is not used again.
         self._generation = object()
 
     @property
@@ -96,27 +95,23 @@ class MetadataCache:
         return self._lvm_at(self._location)
 
     def lvm_with(self, disk: str) -> Lvm:
-        """The same, which sees a disk more: one that is to become the group's."""
-        # A group that is not here has no disk to be put beside.
+        """lvm2, which sees this group's disks and another that is to join them."""
         own = self._location.disks if self._location is not None else ()
         return replace(self.lvm, devices=(*own, disk))
 
     def has(self, disk: str) -> bool:
-        """Whether that path was a disk of the group when it was looked at last."""
+        """Whether that path was a disk of the group when it was read last."""
         return self._location is not None and disk in self._location.disks
 
     def forget(self) -> None:
-        """A command may have done anything: what is known of the group is true no more.
-
-        Nor is what a look finds that is under way.
-        """
+        """Drop the report, and that of a read under way: a command may have done anything."""
         self._generation = object()
 
     def state(self, *, is_refused: bool) -> report.Group | None:
         """The group as it is now; None where it is not on this node.
 
-        One command where what is known of it may be true no more, else none. `is_refused`: it was
-        when it was looked at last. Raises CommandError, GroupRefused, GroupSilent.
+        One command where the last report may be outdated, else none. `is_refused`: the last read
+        raised GroupRefused. Raises CommandError, GroupRefused, GroupSilent.
         """
         known, self._known, generation = self._known, None, self._generation
         if known is not None and known.generation is not generation:
@@ -125,9 +120,9 @@ class MetadataCache:
             mark = self._fingerprint(known.location)
             if (kept := self._kept(known, mark)) is not None:
                 return kept
-            # lvm2 sees these disks only: after a commit that was about disks it shows others.
+            # lvm2 sees only these disks: after a commit that changed disks it shows others.
             group = None if mark is None else self._shown(known.location)
-            # What was exported meanwhile it shows too; the disks tell whose it is then.
+            # lvm2 also shows a group exported meanwhile; the disks then say whose it is.
             if group is not None and group.is_one_node_s and _is_whole_on(group, known.location):
                 return self._remembered(group, known.location, mark, generation)
         location = self._locate()
@@ -140,7 +135,7 @@ class MetadataCache:
                 return kept
         group = self._shown(location)
         if group is None and self._renew and not is_refused:
-            # The disks bear it: before a shell is believed that it is not, another is asked.
+            # The disks have it: ask another shell before believing that it is absent.
             self._renew()
             group = self._shown(location)
         if group is None:
@@ -148,15 +143,15 @@ class MetadataCache:
         return self._remembered(group, location, mark, generation)
 
     def _may_have_moved(self, known: _Known) -> bool:
-        """Whether disks of the group may have come or gone since it was looked at."""
+        """Whether disks of the group may have come or gone since the report."""
         is_old = time.monotonic() - self._located >= _BLIND_SECONDS
         return self.is_outdated or is_old or bool(known.location.missing)
 
     def _kept(self, known: _Known, mark: Fingerprint | None) -> report.Group | None:
-        """The group that is known, with what came over its snapshots since, without a commit.
+        """The cached group, with the snapshots that overflowed since, without a commit.
 
-        None where it may be true no more: its disks have not that proof, it is old, or the kernel
-        does not tell of a snapshot, as of inactive ones.
+        None where it may be outdated: by the fingerprint of its disks, by its age, or because the
+        kernel has no status of a snapshot, as for inactive ones.
         """
         is_old = time.monotonic() - known.time_seconds >= _LASTS_SECONDS
         lost = None if mark != known.fingerprint or is_old else self._lost(known)
@@ -170,9 +165,9 @@ class MetadataCache:
         return known.group
 
     def _lost(self, known: _Known) -> list[str] | None:
-        """The snapshots that were lost since; None where the kernel does not tell of all.
+        """The snapshots that overflowed since; None where the kernel has no status of one.
 
-        One ioctl for all, and one for each of which an event came.
+        One ioctl for all, and one for each that had an event.
         """
         if not known.group.readable_copy_on_write:
             return []
@@ -182,17 +177,17 @@ class MetadataCache:
                 return None
             if known.whole.get(name) == had:
                 continue
-            told = self._devices.own_status(self._name, name)
-            if not told:
+            status = self._devices.own_status(self._name, name)
+            if not status:
                 return None
-            if devicemapper.has_overflowed(told):
+            if devicemapper.has_overflowed(status):
                 lost.append(name)
             else:
                 known.whole[name] = had
         return lost
 
     def _locate(self) -> Location | None:
-        # Before the look: what changes meanwhile may be in it, or not.
+        # Before the scan: a later change may be in it, or not.
         self.is_outdated, self._located = False, time.monotonic()
         try:
             disks = self._scan()
@@ -210,25 +205,25 @@ class MetadataCache:
         except BaseException:
             self.is_outdated = True
             raise
-        # In one step: a command that others begin meanwhile sees the disks as they were.
+        # In one step: commands that begin meanwhile see the disks as they were.
         self._location = found
         self._ignore(claims(disks, self._name) if found is None else found.ignored)
         self._before = found or self._before
         return found
 
     def _ignore(self, found: Iterable[tuple[str, str]]) -> None:
-        """Log once which disks only claim to be the group's."""
+        """Log once each disk that only claims to be the group's."""
         before, self.ignored = set(self.ignored), tuple(found)
         for path, why in self.ignored:
             if (path, why) not in before:
                 _log.warning("volume group %s: %s is ignored: it %s", self._name, path, why)
 
     def _shown(self, location: Location) -> report.Group | None:
-        """What lvm2 says of the group there; None where it says of none, or of one on others."""
-        # What is lost while lvm2 asks is in the report, or has one event more.
+        """lvm2's report of the group on these disks; None where it shows none, or another."""
+        # A snapshot that overflows during the report is in it, or has one event more.
         self._events = self._devices.events(self._name)
-        told = report.read(self._lvm_at(location), self._devices.overflowed)
-        group = told.groups.get(self._name)
+        every = report.read(self._lvm_at(location), self._devices.overflowed)
+        group = every.groups.get(self._name)
         return group if group is not None and group.uuid == location.uuid else None
 
     def _remembered(
@@ -238,9 +233,9 @@ class MetadataCache:
         mark: Fingerprint | None,
         generation: object,
     ) -> report.Group:
-        """The group, which is known from now on if nothing was committed while lvm2 read it."""
+        """Cache the group if nothing was committed while lvm2 read it; return it."""
         if group.missing_disks != len(location.missing):
-            # The labels were read while they were written, or lvm2 misses more.
+            # The labels were read during a write, or lvm2 misses more disks.
             self.is_outdated = True
         if mark is not None and mark == self._fingerprint(location) and not _suspended(group):
             whole = {
@@ -269,9 +264,9 @@ class MetadataCache:
 
 
 def _memory(text_bytes: int) -> tuple[str, ...]:
-    """lvm.conf(5) settings for a group whose metadata are so long, and may become twice as long.
+    """lvm.conf(5) settings for metadata text of this length, which may double.
 
-    In powers of two: with another setting lvm2's shell is begun anew.
+    In powers of two, as lvm2's shell is restarted for another setting.
     """
     needed, have = 2 * text_bytes + _BESIDE_TEXT_BYTES, _IO_BYTES
     while have < needed:
@@ -280,14 +275,14 @@ def _memory(text_bytes: int) -> tuple[str, ...]:
 
 
 def _is_whole_on(group: report.Group, location: Location) -> bool:
-    """Whether lvm2 shows the group on all these disks, and none of it anywhere else."""
+    """Whether lvm2 shows the group on all these disks and on no others."""
     return not group.missing_disks and len(group.disks) == len(location.disks)
 
 
 def _why_hidden(location: Location) -> str:
-    """Why lvm2 may not show a group that is on disks here: only lvm2 knows whose it takes it for.
+    """Why lvm2 may not show a group that is on disks here, by its system id.
 
-    This node's own system id has five sources (lvmsystemid(7)), some elsewhere in a container.
+    This node's own system id has five sources (lvmsystemid(7)), some of them outside a container.
     """
     if not location.system_id:
         bearers = ", ".join(location.disks)
@@ -300,5 +295,5 @@ def _why_hidden(location: Location) -> str:
 
 
 def _suspended(group: report.Group) -> bool:
-    """Whether a device was left suspended: whatever ends that writes no metadata."""
+    """Whether a device was left suspended: a resume writes no metadata."""
     return any(one.suspended for one in group.volumes.values())
