@@ -5,7 +5,7 @@ import io
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -169,9 +169,14 @@ def write(
 
 
 def stream(node: Node, name: str, **options: object) -> bytes:
-    out = io.BytesIO()
-    streams_command.send(node.at, name, out, **options)  # type: ignore[arg-type]
-    return out.getvalue()
+    """A snapshot as a stream; asked for again where the group took its time."""
+    for _ in range(5):
+        out = io.BytesIO()
+        # On a machine with other work lvm2 takes longer than a list waits for it.
+        with suppress(errors.PerhapsAway):
+            streams_command.send(node.at, name, out, **options)  # type: ignore[arg-type]
+            return out.getvalue()
+    raise AssertionError(f"no list in time has {name}")
 
 
 def receive(node: Node, name: str, data: bytes, device_class: str = "") -> dict[str, object]:
