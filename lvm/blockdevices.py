@@ -1,10 +1,8 @@
 """Which block devices may be physical volumes: sysfs, and the filters of lvm.conf."""
 
 import enum
-import fcntl
 import os
 import re
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -13,6 +11,7 @@ from pathlib import Path
 from lvm import labels
 from lvm.labels import Kind, dashed
 from mount import sysfs
+from mount.block_devices import LoopDevices
 
 # The later file outweighs the earlier, setting by setting.
 _FILES = ("lvm.conf", "lvmlocal.conf")
@@ -105,9 +104,6 @@ _REMOVABLE_MAJORS = {"2", "11"}
 # Devices that other storage drivers and hypervisors give to pods and guests.
 _FOREIGN = ("rbd", "nbd", "drbd", "zd")
 _SESSION = re.compile(r"session\d+")
-_LOOP_GET_STATUS64 = 0x4C05
-# struct loop_info64: lo_device, lo_inode, lo_rdevice.
-_LOOP_INFO = struct.Struct("=3Q208x")
 
 
 class Why(enum.Enum):
@@ -142,13 +138,7 @@ def backing(path: str) -> int:
     By ioctl, as sysfs tells a name only, and kubelet attaches its loop devices to bind mounts of
     nodes (volumeDevices/…/dev/POD). A server that keeps the file may have to be asked.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        status = fcntl.ioctl(descriptor, _LOOP_GET_STATUS64, bytes(_LOOP_INFO.size))
-    finally:
-        os.close(descriptor)
-    _, _, number = _LOOP_INFO.unpack(status)
-    return int(number)
+    return LoopDevices().loop_status(path).backing_device
 
 
 class BlockDevices:

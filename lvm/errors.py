@@ -14,7 +14,6 @@ class SessionLost(OutcomeUnknown):
             f"it is not known whether {' '.join(words[:2])} was done: of lvm2's shell, {problem};"
             " call again, and what is there is looked at first"
         )
-        self.words = tuple(words)
 
 
 class StillRunning(CommandError):
@@ -69,7 +68,6 @@ class GroupMissing(CommandError):
         super().__init__(
             f"volume group {group} is not on this node; if its disks are attached, see `pvs`"
         )
-        self.group = group
 
 
 class VolumeMissing(CommandError):
@@ -77,8 +75,6 @@ class VolumeMissing(CommandError):
 
     def __init__(self, group: str, name: str) -> None:
         super().__init__(f"there is no logical volume {name} in volume group {group}")
-        self.group = group
-        self.name = name
 
 
 class Inactive(CommandError):

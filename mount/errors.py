@@ -17,8 +17,6 @@ class BadPath(MountError):
     """A path that is not one a mount may have, whatever lies there now."""
 
     def __init__(self, path: str, reason: str) -> None:
-        self.path = path
-        self.reason = reason
         super().__init__(f"path {_short(path)} {reason}")
 
 
@@ -27,7 +25,6 @@ class BadOption(MountError):
 
     def __init__(self, option: str, reason: str) -> None:
         self.option = option
-        self.reason = reason
         super().__init__(f"option {_short(option)} {reason}")
 
 
@@ -35,8 +32,6 @@ class UnsupportedFileSystem(MountError):
     """A file system that Carver neither makes nor mounts."""
 
     def __init__(self, fs_type: str, allowed: Sequence[str]) -> None:
-        self.fs_type = fs_type
-        self.allowed = tuple(allowed)
         super().__init__(
             f"file system {_short(fs_type)} is not supported; use one of {', '.join(allowed)}"
         )
@@ -46,9 +41,6 @@ class TooSmall(MountError):
     """A device with less room than its file system needs. Sizes in bytes."""
 
     def __init__(self, fs_type: str, size_bytes: int, minimum_bytes: int) -> None:
-        self.fs_type = fs_type
-        self.size_bytes = size_bytes
-        self.minimum_bytes = minimum_bytes
         super().__init__(
             f"{fs_type} needs {minimum_bytes} bytes, {size_bytes} are too few; "
             "ask for a larger volume or another file system"
@@ -59,8 +51,6 @@ class DeviceMissing(MountError):
     """There is no block device at a path where one is expected. Never a proof that it is gone."""
 
     def __init__(self, device: str, why: str) -> None:
-        self.device = device
-        self.why = why
         super().__init__(
             f"no usable block device at {device}: {why}; is the logical volume active, and is /dev "
             "the host's?"
@@ -71,8 +61,6 @@ class NotVacant(MountError):
     """A block device that something is on, in or at, so it does not become a group's disk."""
 
     def __init__(self, device: str, found: str, remedy: str) -> None:
-        self.device = device
-        self.found = found
         super().__init__(f"{device} {found}; it is left untouched: {remedy}")
 
 
@@ -80,8 +68,6 @@ class ProbeFailed(MountError):
     """It is not known what a device holds, so nothing may be written to it."""
 
     def __init__(self, device: str, why: str) -> None:
-        self.device = device
-        self.why = why
         super().__init__(
             f"cannot tell what {device} holds: {why}; look with `blkid --probe --info {device}` "
             f"and `wipefs {device}`, and at the kernel log"
@@ -92,9 +78,6 @@ class UnexpectedContents(MountError):
     """A device holds something other than the file system that was asked for."""
 
     def __init__(self, device: str, found: str, wanted: str) -> None:
-        self.device = device
-        self.found = found
-        self.wanted = wanted
         super().__init__(
             f"{device} holds {found}, not {wanted}; it is left untouched: ask for {found}, or "
             "empty the volume yourself"
@@ -105,8 +88,6 @@ class MadeByOthers(MountError):
     """A device holds the file system that was asked for, and nothing tells that it was made so."""
 
     def __init__(self, device: str, found: str, uuid: str, tag: str) -> None:
-        self.device = device
-        self.found = found
         super().__init__(
             f"{device} holds {found} with the UUID {uuid}, which was not made for this volume: lvm2"
             " was killed before it wiped what had been there, or somebody made it by hand. It is"
@@ -119,8 +100,6 @@ class FormatFailed(MountError):
     """mkfs ended with an error."""
 
     def __init__(self, device: str, fs_type: str, stderr: str) -> None:
-        self.device = device
-        self.fs_type = fs_type
         self.stderr = stderr
         super().__init__(f"making {fs_type} on {device} failed: {_first_lines(stderr)}")
 
@@ -129,9 +108,6 @@ class Damaged(MountError):
     """A file system that needs a person's repair before it can be mounted."""
 
     def __init__(self, device: str, fs_type: str, why: str, repair: str) -> None:
-        self.device = device
-        self.fs_type = fs_type
-        self.why = why
         super().__init__(
             f"the {fs_type} on {device} is damaged and is not mounted: {_first_lines(why)}; copy"
             f" the device if its data matter, then repair it with `{repair} {device}`"
@@ -142,9 +118,6 @@ class CheckFailed(MountError):
     """A file system could not be looked over, so it is not mounted."""
 
     def __init__(self, device: str, fs_type: str, why: str) -> None:
-        self.device = device
-        self.fs_type = fs_type
-        self.why = why
         super().__init__(f"checking the {fs_type} on {device} failed: {_first_lines(why)}")
 
 
@@ -152,9 +125,6 @@ class MountFailed(MountError):
     """The kernel refused a mount."""
 
     def __init__(self, source: str, path: str, why: str) -> None:
-        self.source = source
-        self.path = path
-        self.why = why
         super().__init__(
             f"cannot mount {source} at {path}: {why}; the kernel log (journalctl -k) may say more"
         )
@@ -164,8 +134,6 @@ class UnmountFailed(MountError):
     """The kernel refused to unmount, or something is still mounted afterwards."""
 
     def __init__(self, path: str, why: str) -> None:
-        self.path = path
-        self.why = why
         super().__init__(f"cannot unmount {path}: {why}")
 
 
@@ -174,8 +142,7 @@ class Busy(MountError):
 
     def __init__(self, path: str, users: Sequence[str] = ()) -> None:
         self.path = path
-        self.users = tuple(users)
-        shown = [*self.users[:_SHOWN_USERS], "and others"][: len(self.users)]
+        shown = [*users[:_SHOWN_USERS], "and others"][: len(users)]
         by = f" by {', '.join(shown)}" if shown else ""
         super().__init__(f"{path} is in use{by}; it is let go when the last user ends")
 
@@ -184,8 +151,6 @@ class ForeignMount(MountError):
     """Something that is not ours is mounted at a path."""
 
     def __init__(self, path: str, found: str) -> None:
-        self.path = path
-        self.found = found
         super().__init__(
             f"{found} is mounted at {path}, and it is not this volume; it is neither hidden nor "
             f"unmounted: look with `findmnt {path}`"
@@ -196,9 +161,7 @@ class MountConflict(MountError):
     """The volume is mounted at a path already, but otherwise than asked."""
 
     def __init__(self, path: str, found: str, wanted: str) -> None:
-        self.path = path
         self.found = found
-        self.wanted = wanted
         super().__init__(f"{path} is already mounted {found}, asked for {wanted}; unmount it first")
 
 
@@ -206,9 +169,6 @@ class OtherContext(MountError):
     """A file system is mounted with another SELinux context, and has one for all of its mounts."""
 
     def __init__(self, path: str, found: str, wanted: str) -> None:
-        self.path = path
-        self.found = found
-        self.wanted = wanted
         super().__init__(
             f"the file system is mounted at {path} with {_context(found)}, asked for"
             f" {_context(wanted)}; it has one for all of its mounts: unpublish and unstage it"
@@ -220,7 +180,6 @@ class NotMounted(MountError):
     """Nothing is mounted at a path where something is expected."""
 
     def __init__(self, path: str) -> None:
-        self.path = path
         super().__init__(f"nothing is mounted at {path}; stage or publish the volume first")
 
 
@@ -228,8 +187,6 @@ class TargetError(MountError):
     """The place for a mount could not be made, used or removed."""
 
     def __init__(self, path: str, why: str) -> None:
-        self.path = path
-        self.why = why
         super().__init__(f"{path}: {why}")
 
 
@@ -271,9 +228,6 @@ class GrowFailed(MountError):
     """A file system could not be grown to its device's size."""
 
     def __init__(self, path: str, fs_type: str, why: str) -> None:
-        self.path = path
-        self.fs_type = fs_type
-        self.why = why
         super().__init__(
             f"cannot grow {fs_type} at {path}: {why}; the volume itself may be larger already, and "
             "calling again is safe"
@@ -284,8 +238,6 @@ class LoopFailed(MountError):
     """A loop device could not be attached, grown or detached."""
 
     def __init__(self, path: str, why: str) -> None:
-        self.path = path
-        self.why = why
         super().__init__(f"loop device for {path}: {why}; look with `losetup --list`")
 
 
@@ -308,7 +260,6 @@ class WrongKey(MountError):
     """A key that opens none of the slots of a device's LUKS2 header."""
 
     def __init__(self, device: str) -> None:
-        self.device = device
         super().__init__(
             f"the key does not open {device}; give the one that the volume was made with, or that"
             " `carver volume rekey` gave it"
@@ -319,7 +270,6 @@ class CryptBusy(MountError):
     """A dm-crypt device that something has open."""
 
     def __init__(self, name: str, said: str) -> None:
-        self.name = name
         super().__init__(f"dm-crypt device {name} is in use: {said}")
 
 
@@ -327,7 +277,6 @@ class CryptFailed(MountError):
     """cryptsetup did not do what it was asked for."""
 
     def __init__(self, action: str, device: str, said: str) -> None:
-        self.device = device
         super().__init__(f"cryptsetup {action} of {device} failed: {said}")
 
 
@@ -335,7 +284,6 @@ class CryptPending(MountError):
     """Other volumes are being opened, and take the memory that there is for it."""
 
     def __init__(self, device: str) -> None:
-        self.device = device
         super().__init__(f"{device} is opened when others are: each takes memory; call again")
 
 
@@ -348,7 +296,6 @@ class ProgramMissing(CommandError):
 
     def __init__(self, program: str) -> None:
         super().__init__(f"{program} is not installed on this node, or not on the PATH")
-        self.program = program
 
 
 class OutcomeUnknown(CommandError):
@@ -360,7 +307,6 @@ class CommandTimedOut(OutcomeUnknown):
 
     def __init__(self, words: Sequence[str], seconds: float) -> None:
         super().__init__(f"no time left for {' '.join(words[:3])} (ended after {seconds:.1f} s)")
-        self.words = tuple(words)
 
 
 class CommandStuck(CommandTimedOut):
@@ -382,7 +328,6 @@ class CommandFailed(CommandError):
         super().__init__(
             f"{' '.join(words[:2])} failed with exit code {exit_code}: {_told(stderr)}"
         )
-        self.words = tuple(words)
         self.exit_code = exit_code
         self.stderr = stderr
 
