@@ -66,7 +66,7 @@ _ALL = ""
 # How long a call waits for the start, which takes a few commands.
 _PATIENCE_SECONDS = 10.0
 
-_visit: contextvars.ContextVar["_Call | None"] = contextvars.ContextVar("visit", default=None)
+_current: contextvars.ContextVar["_Call | None"] = contextvars.ContextVar("call", default=None)
 
 
 class Admission:
@@ -110,13 +110,13 @@ class Admission:
         with ExitStack() as share:
             if group is not None:
                 share.enter_context(self._others.one(group))
-            visit = _Call(self, share)
-            token = _visit.set(visit)
+            call = _Call(self, share)
+            token = _current.set(call)
             try:
                 yield
             finally:
-                _visit.reset(token)
-                visit.leave()
+                _current.reset(token)
+                call.leave()
 
     def admit(self) -> None:
         """Take a place; raises TooManyCalls, Starting."""
@@ -147,14 +147,10 @@ class Admission:
         if not self.is_open:
             raise errors.Starting(time.monotonic() - self._closed_at, self.problem)
 
-    def leave(self) -> None:
-        """Give a place back."""
+    def leave(self, groups: Iterable[str] = ()) -> None:
+        """Give back the place of a call, which counts among those of these groups no more."""
         with self._changed:
             self._free += 1
-
-    def part(self, groups: set[str]) -> None:
-        """Stop counting a call among those of these groups."""
-        with self._changed:
             self._with.subtract(groups)
             # Drop zeros, as in `Shares`.
             self._with = +self._with
@@ -173,9 +169,8 @@ class _Call:
     def leave(self) -> None:
         """Give its place back, if any; to use a group again it has to enter anew."""
         if self.admitted:
-            self.admission.leave()
-            self.admitted = False
-        self.admission.part(self.groups)
+            self.admission.leave(self.groups)
+        self.admitted = False
         self.groups.clear()
 
 
@@ -185,12 +180,12 @@ def aside(group: str) -> Iterator[None]:
 
     It must use no group inside. Raises TooManyCalls where too many calls wait so.
     """
-    visit = _visit.get()
-    if visit is None:
+    call = _current.get()
+    if call is None:
         yield
         return
-    with visit.admission.aside.one(group):
-        visit.leave()
+    with call.admission.aside.one(group):
+        call.leave()
         yield
 
 
@@ -199,16 +194,16 @@ def enter(*groups: str) -> None:
 
     A call that names none uses all groups, and counts as a call of one more group.
     """
-    visit = _visit.get()
-    if visit is None:
+    call = _current.get()
+    if call is None:
         return
-    if not visit.admitted:
-        visit.admission.admit()
-        visit.admitted = True
-        visit.share.close()
-    for one in sorted({*(groups or (_ALL,))} - visit.groups):
-        visit.admission.join(one)
-        visit.groups.add(one)
+    if not call.admitted:
+        call.admission.admit()
+        call.admitted = True
+        call.share.close()
+    for one in sorted({*(groups or (_ALL,))} - call.groups):
+        call.admission.join(one)
+        call.groups.add(one)
 
 
 # How long a call waits for its volume: callers back off from a second on; most calls end sooner.
@@ -301,7 +296,7 @@ class VolumeLocks:
 
 # How many of the places calls that wait for one group may take.
 MOST_WAITING = PLACES // 2
-MOST_LOOKING = PLACES * 3 // 8
+MOST_READING = PLACES * 3 // 8
 
 
 class GroupLock:

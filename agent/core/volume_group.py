@@ -15,7 +15,7 @@ from typing import Literal
 
 from agent.core import errors
 from agent.core.background import DeferredWork
-from agent.core.locks import MOST_LOOKING, GroupLock
+from agent.core.locks import MOST_READING, GroupLock
 from agent.core.metadata_cache import MetadataCache
 from lvm import errors as lvm_errors
 from lvm import report, tags, volumes
@@ -91,7 +91,7 @@ class VolumeGroup:
         node = replace(node, run=self._watched)
         self._cache = MetadataCache(name, node, disks, devices, scan, renew, listed)
         # Held by the one thread that reads the state.
-        self._readers = GroupLock(f"volume group {name}", MOST_LOOKING)
+        self._readers = GroupLock(f"volume group {name}", MOST_READING)
         self._guard = threading.Lock()
         # A refresh that has not begun yet.
         self._next: Future[report.Group | None] | None = None

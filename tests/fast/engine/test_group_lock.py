@@ -7,7 +7,7 @@ import expect
 import pytest
 
 from agent.core import errors, locks
-from agent.core.locks import MOST_LOOKING, MOST_WAITING, GroupLock
+from agent.core.locks import MOST_READING, MOST_WAITING, GroupLock
 from mount.command import time_limit
 
 LONG = 20.0
@@ -38,7 +38,7 @@ def turns() -> Turns:
 
 def test_one_group_s_calls_leave_places_to_others() -> None:
     # One that changes and one that looks are not waiting.
-    assert MOST_WAITING + 1 + MOST_LOOKING + 1 < locks.PLACES
+    assert MOST_WAITING + 1 + MOST_READING + 1 < locks.PLACES
 
 
 def test_turns_come_in_the_order_in_which_they_were_asked_for(turns: Turns) -> None:
