@@ -378,7 +378,11 @@ class Eraser:
                 volumes.refresh(self._lvm(group), group, volume.name)
         are_lost = [self._overwrite(job, replace(volume, name=name)) for name in doomed]
         if dead := self._dead_images(volume):
-            raise errors.NotOverwritten(str(volume.id), _about_images(volume, dead))
+            raise errors.NotOverwritten(
+                str(volume.id),
+                f"the health of its RAID images is {dead}, and D takes no writes (`lvs -a"
+                f" {group}/{volume.name}`, `dmesg`). It is retried; repair or replace that disk",
+            )
         return doomed, all(are_lost)
 
     def _detached(self, volume: Volume) -> Volume | None:
@@ -463,7 +467,12 @@ class Eraser:
         while not caches.is_clean(self._inventory.status(group, name)):
             self.jobs.check(job)
             if time.monotonic() >= deadline_seconds:
-                raise errors.NotOverwritten(str(volume.id), _about_cache(volume))
+                raise errors.NotOverwritten(
+                    str(volume.id),
+                    "its cache is written back first, and it is retried each minute. If the dirty"
+                    f" blocks do not become fewer (`dmsetup status /dev/{group}/{name}`), look at"
+                    " `dmesg`, and repair or replace the disk",
+                )
             time.sleep(self.look_seconds)
 
     def _overwrite(self, job: _Wipe, volume: Volume) -> bool:
@@ -552,23 +561,6 @@ def _about_disks(volume: Volume) -> str:
         f"a part of it lies on the missing disk {', '.join(volume.missing_disks)}. It goes on when"
         " the disk is back, or the volume is repaired. If the disk is lost for good, give that part"
         f" up: `lvchange --addtag {tags.format_one(tag.GIVEN_UP, 'yes')} {path}`"
-    )
-
-
-def _about_cache(volume: Volume) -> str:
-    path = f"{volume.group.name}/{volume.name}"
-    return (
-        "its cache is written back first, and it is retried each minute. If the dirty blocks do not"
-        f" become fewer (`dmsetup status /dev/{path}`), look at `dmesg`, and repair or replace the"
-        " disk"
-    )
-
-
-def _about_images(volume: Volume, health: str) -> str:
-    path = f"{volume.group.name}/{volume.name}"
-    return (
-        f"the health of its RAID images is {health}, and D takes no writes (`lvs -a {path}`,"
-        " `dmesg`). It is retried; repair or replace that disk"
     )
 
 
