@@ -389,13 +389,12 @@ class Inventory(Activation):
             if (snapshot := records.snapshot(group, logical)) is not None:
                 yield snapshot
 
-    def copies_of(self, known: report.Report, source_id: str) -> list[str]:
-        """The ids of the volumes that are being copied from a snapshot or a volume."""
-        return [
-            str(one.id)
-            for one in self.present(known)
-            if one.copying and one.own_tags.get(tag.FROM) == source_id
-        ]
+    def require_not_copied(self, known: report.Report, source_id: str) -> None:
+        """Raise VolumeInUse for a snapshot or a volume from which a volume is being copied."""
+        copying = (one for one in self.present(known) if one.copying)
+        copies = [str(one.id) for one in copying if one.own_tags.get(tag.FROM) == source_id]
+        if copies:
+            raise errors.VolumeInUse(source_id, f"{', '.join(copies)} is copied from it")
 
     def doomed(self, known: report.Report) -> Iterator[Volume]:
         """Every volume that is recorded as deleted, and has yet to be erased."""

@@ -139,14 +139,14 @@ class Copier:
         # The longest wait of a call, and that of one without a deadline.
         self.grace_seconds = 600.0
         self.jobs = TaskQueue(
-            "copy", self._copy, self._find, "volume %s is not completed: %s", workers=_WORKERS
+            "copy", self._copy, self._find, "cannot complete volume %s: %s", workers=_WORKERS
         )
         # Bridges that are, or may be, unused. Their removal has no caller, and so no deadline.
         self.bridges = TaskQueue(
             "bridge",
             self._sweep,
             Job,
-            "snapshot %s, of no use any more, stays for now: %s",
+            "cannot remove the unused snapshot %s yet: %s",
             workers=1,
         )
         # When this process took each bridge that has no volume yet, by the bridge's id.
@@ -168,7 +168,7 @@ class Copier:
             if is_unused and found.source_id == origin.id and not found.problem:
                 return found
             self.bridges.start(Job(identity))
-            raise errors.OperationPending(f"{identity} (of no use any more)")
+            raise errors.OperationPending(f"{identity} (unused, being removed)")
         self._snapshotter.require_free(known, bridge)
         try:
             taken = self._snapshotter.take(bridge, origin, {tag.NAME: name}, None)
@@ -226,7 +226,7 @@ class Copier:
             found = bridge
         else:
             was = volume.own_tags.get(tag.FROM, "")
-            raise errors.SourceLost(was, "it was not kept; ask anew")
+            raise errors.SourceLost(was, "it was not kept; repeat the call")
         if found.problem:
             raise errors.SourceLost(str(found.id), found.problem)
         return found
@@ -262,7 +262,7 @@ class Copier:
                     self.start(volume, self.source_of(known, volume))
                 except errors.AgentError as error:
                     # The caller has no volume yet: it repeats the call and gets the error.
-                    _log.error("volume %s cannot be completed: %s", volume.id, error)
+                    _log.error("cannot complete volume %s: %s", volume.id, error)
         wanted = self._wanted(known)
         for snapshot in self._inventory.all_snapshots(known):
             is_own = snapshot.group.name in own
@@ -384,7 +384,7 @@ class Copier:
             # It is unused: a deletion of the volume, to make it anew, waits for this job.
             self._snapshotter.discard(source)
         except Exception as error:
-            _log.error("snapshot %s, of no use any more, stays for now: %s", source.id, error)
+            _log.error("cannot remove the unused snapshot %s yet: %s", source.id, error)
             self.bridges.start(Job(str(source.id)))
 
     def _sweep(self, job: Job) -> None:

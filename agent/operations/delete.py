@@ -10,13 +10,12 @@ from agent.core import errors, ids, users
 from agent.core.context import Context
 from agent.core.inventory import require_own
 from agent.core.luks_devices import Mappings
-from agent.core.records import Volume
 from agent.operations import erase_free
 from agent.operations.clone import Copier
 from agent.operations.erase import Eraser
 from agent.operations.reencrypt import Reencrypter
 from agent.operations.remove_pool import PoolRemover
-from lvm import report, volumes
+from lvm import volumes
 
 
 class VolumeDeleter:
@@ -70,7 +69,11 @@ class VolumeDeleter:
             if is_own:
                 self._holds.require_free(volume_id)
                 require_own(volume)
-            self._require_independent(known, volume)
+            self._inventory.require_not_copied(known, volume_id)
+            if held := volume.kept_snapshots:
+                raise errors.HasSnapshots(
+                    volume_id, held, "they are nothing without it; delete them first"
+                )
             lvm = self._volume_groups.lvm(group)
             if grown := erase_free.growth_reservation(volume.group, volume.name):
                 volumes.remove(lvm, group, grown)
@@ -99,13 +102,3 @@ class VolumeDeleter:
             # Crash point: before the tag `wiping` the caller repeats the call; after it the next
             # start goes on.
             self._eraser.delete(volume)
-
-    def _require_independent(self, known: report.Report, volume: Volume) -> None:
-        """Raise VolumeInUse or HasSnapshots for a volume that others depend on."""
-        volume_id = str(volume.id)
-        if copies := self._inventory.copies_of(known, volume_id):
-            raise errors.VolumeInUse(volume_id, f"{', '.join(copies)} is copied from it")
-        if held := volume.kept_snapshots:
-            raise errors.HasSnapshots(
-                volume_id, held, "they are nothing without it; delete them first"
-            )

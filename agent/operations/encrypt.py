@@ -144,7 +144,7 @@ class EncryptedDevices:
             mount_errors.MountError,
             OSError,
         ) as error:
-            _log.warning("volume %s does not have the key of its secret: %s", volume_id, error)
+            _log.warning("cannot give volume %s the key of its secret yet: %s", volume_id, error)
         else:
             self._known[volume_id] = keys.digests()
 
@@ -222,7 +222,7 @@ class EncryptedDevices:
             except (errors.AgentError, mount_errors.CommandError) as error:
                 # No tag can be written now. The volume is opened by the key that it has.
                 is_unknown = True
-                _log.warning("volume %s keeps the key that it has: %s", volume.id, error)
+                _log.warning("cannot change the key of volume %s now: %s", volume.id, error)
         try:
             self._open(volume, device, key)
         except mount_errors.WrongKey:

@@ -243,8 +243,7 @@ class Expander:
         users.require_unused(self._kernel, self._inventory, volume)
         self._mappings.ensure_closed(volume)
         for one in (str(volume.id), *volume.copy_on_write_snapshots):
-            if copies := self._inventory.copies_of(known, one):
-                raise errors.VolumeInUse(one, f"{', '.join(copies)} is copied from it")
+            self._inventory.require_not_copied(known, one)
         volumes.deactivate(
             self._volume_groups.lvm(volume.group.name), volume.group.name, volume.name
         )

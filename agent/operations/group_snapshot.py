@@ -125,8 +125,7 @@ class GroupSnapshotter:
             elif found and (awaited := self._inventory.awaited(known, found)):
                 raise errors.NotWhole(call.id, _why_awaited(awaited))
             for one in found:
-                if copies := self._inventory.copies_of(known, str(one.id)):
-                    raise errors.VolumeInUse(str(one.id), f"{', '.join(copies)} is copied from it")
+                self._inventory.require_not_copied(known, str(one.id))
         self._discard(known, call.id)
 
     def resume(self, *groups: str) -> int:
@@ -354,7 +353,11 @@ class GroupSnapshotter:
             with command.time_limit(_UNDOING_SECONDS):
                 self._discard(self._inventory.state(*groups), group_snapshot_id)
         except Exception as error:
-            _log.error("group snapshot %s stays half made for now: %s", group_snapshot_id, error)
+            _log.error(
+                "cannot undo the half-made group snapshot %s; the next start does: %s",
+                group_snapshot_id,
+                error,
+            )
 
     def _discard(self, known: report.Report, group_snapshot_id: str) -> None:
         members = self._inventory.members(known, group_snapshot_id)
@@ -407,11 +410,14 @@ def _same(found: GroupSnapshot, call: CreateGroupSnapshot) -> GroupSnapshot:
     sources = sorted(str(one.source_id) for one in found.snapshots)
     if sources != list(call.source_ids):
         raise errors.Incompatible(
-            f"group snapshot {call.name!r} exists, of {', '.join(sources)}, not of"
-            f" {', '.join(call.source_ids)}"
+            f"cannot take group snapshot {call.name!r}: it exists, of {', '.join(sources)}, not of"
+            f" {', '.join(call.source_ids)}; delete it, or use another name"
         )
     if found.snapshots[0].own_tags.get(tag.ASKED, "") != _asked(call):
-        raise errors.Incompatible(f"group snapshot {call.name!r} exists with another size")
+        raise errors.Incompatible(
+            f"cannot take group snapshot {call.name!r}: it exists with another size; delete it, or"
+            " use another name"
+        )
     return found
 
 

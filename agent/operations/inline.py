@@ -257,7 +257,7 @@ class InlineVolumes:
                 self._deleter.delete(str(volume.id))
         except Exception as error:
             # The call answers with its first error.
-            _log.warning("inline volume %s is left for now: %s", volume_id, error)
+            _log.warning("cannot delete inline volume %s yet: %s", volume_id, error)
 
     def _remove(self, volume_id: str, group: str) -> None:
         """Delete a volume whose pod was removed, unless a call for it is under way."""

@@ -232,20 +232,22 @@ def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
     Raises OperationPending while it is being erased, Receiving and Moved as `require_own`.
     """
     if found.wiping:
-        raise errors.OperationPending(f"{found.id} (being wiped)")
+        raise errors.OperationPending(f"{found.id} (being erased)")
     require_own(found)
     source = call.source.id if call.source is not None else ""
     if (was := found.own_tags.get(tag.FROM, "")) != source:
         raise errors.Incompatible(
-            f"volume {call.name!r} exists, made of {was or 'nothing'}, not {source or 'nothing'}"
+            f"cannot make volume {call.name!r}: it exists, made of {was or 'nothing'}, not of"
+            f" {source or 'nothing'}; delete it, or use another name"
         )
     made_bytes = found.made_bytes
     # An incomplete volume may have to grow to the size of its request.
     header = found.header_bytes
     if not call.size.allows(size_bytes := max(found.size_bytes, made_bytes) - header):
         raise errors.Incompatible(
-            f"volume {call.name!r} exists with a size of {size_bytes} bytes, not of"
-            f" {call.size.required_bytes} to {call.size.limit_bytes or 'any number of'}"
+            f"cannot make volume {call.name!r}: it exists with a size of {size_bytes} bytes, not of"
+            f" {call.size.required_bytes} to {call.size.limit_bytes or 'any number of'}; delete it,"
+            " or use another name"
         )
     # The rest is compared with a call for the size that the volume was made with.
     call = replace(call, size=SizeRange(made_bytes - header))
@@ -255,6 +257,6 @@ def require_same(call: CreateVolume, one: DeviceClass, found: Volume) -> None:
     for key in (tag.CAPABILITIES, *(row.tag for row in STORAGE_CLASS)):
         if (was := found.own_tags.get(key, "")) != (wanted := own_tags.get(key, "")):
             raise errors.Incompatible(
-                f"volume {own_tags[tag.NAME]!r} exists with {key} {was or 'none'!r},"
-                f" not {wanted or 'none'!r}"
+                f"cannot make volume {call.name!r}: it exists with {key} {was or 'none'!r},"
+                f" not {wanted or 'none'!r}; delete it, or use another name"
             )

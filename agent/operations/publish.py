@@ -106,11 +106,11 @@ class Publisher:
                 # Crash point: by the tag, the next call goes on after the unmount.
                 mounts.ensure_unmounted(self._kernel, call.staging_path, [device.number])
             except (*_LOOKUP_ERRORS, mount_errors.MountError) as error:
-                _log.warning("volume %s is not mounted anew: %s", call.volume_id, error)
+                _log.warning("cannot mount volume %s again: %s", call.volume_id, error)
                 return known
         else:
             return known
-        _log.warning("volume %s had errors: it is checked and mounted anew", volume.id)
+        _log.warning("volume %s had errors: it is checked and mounted again", volume.id)
         # It was mounted, so a blank device has lost its file system, and must not get another.
         volume = replace(volume, own_tags={**volume.own_tags, tag.FORMATTED: fs_type})
         again = StageVolume(call.volume_id, call.staging_path, call.capability, call.parameters)

@@ -176,8 +176,7 @@ class Snapshotter:
                 return
             if snapshot.group_snapshot_id:
                 raise errors.PartOfGroup(snapshot_id, snapshot.group_snapshot_id)
-            if copies := self._inventory.copies_of(known, snapshot_id):
-                raise errors.VolumeInUse(snapshot_id, f"{', '.join(copies)} is copied from it")
+            self._inventory.require_not_copied(known, snapshot_id)
             self.part(snapshot)
         self.finish(snapshot)
 
@@ -262,14 +261,15 @@ class Snapshotter:
             if doomed.name in logical:
                 # A killed lvcreate leaves one too, for which no job exists yet.
                 self._eraser.delete(doomed)
-                raise errors.OperationPending(f"{doomed.id} (being wiped)")
+                raise errors.OperationPending(f"{doomed.id} (being erased)")
 
 
 def _same(found: Snapshot, call: CreateSnapshot) -> Snapshot:
     """The snapshot that an earlier call took; raises Incompatible for another source."""
     if str(found.source_id) != call.source_id:
         raise errors.Incompatible(
-            f"snapshot {call.name!r} exists, of {found.source_id}, not of {call.source_id}"
+            f"cannot take snapshot {call.name!r}: it exists, of {found.source_id}, not of"
+            f" {call.source_id}; delete it, or use another name"
         )
     if found.problem:
         _log.warning("snapshot %s can no longer be used: %s", found.id, found.problem)

@@ -558,7 +558,7 @@ def test_what_cannot_be_given_up_now_is_told_of_and_the_error_is_the_first_one(
     with expect.code("INTERNAL", "no luck"):
         client.publish_inline(VOLUME, target, SMALL)
     host.intercept = lambda _words: None
-    assert "is left for now" in caplog.text
+    assert "cannot delete inline volume" in caplog.text
     client.unpublish(VOLUME, target)
     assert volumes(host, group) == []
 

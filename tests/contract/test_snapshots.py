@@ -515,7 +515,7 @@ def test_what_a_killed_lvcreate_leaves_is_no_snapshot_and_goes_at_the_next_start
     snapshot = client.snapshot("1", volume.volume_id)
     host.lvm("lvconvert", "--yes", "--splitsnapshot", "--", f"{group}/snap-1")
     assert client.snapshots() == []
-    with expect.code("ABORTED", "wiped"):
+    with expect.code("ABORTED", "being erased"):
         client.snapshot("1", volume.volume_id)
     service.eraser.resume()
     service.eraser.jobs.shutdown()

@@ -209,7 +209,7 @@ class Receiver:
 
     def _go_on(self, volume: Volume, name: str, header: Header) -> carver.ReceiveState:
         if volume.wiping:
-            raise errors.OperationPending(f"{volume.id} (being wiped)")
+            raise errors.OperationPending(f"{volume.id} (being erased)")
         if not volume.receiving:
             raise errors.Incompatible(f"volume {name!r} exists, and is not being received")
         self._holds.receiving(str(volume.id))

@@ -180,7 +180,7 @@ def test_a_bridge_of_a_volume_that_was_deleted_since_is_not_copied_from_by_one_m
         for is_refused in (True, False):
             idle(service)
             fake.intercept = refuse if is_refused else lambda _words: None
-            with expect.code("ABORTED", "copy-x", "of no use any more"):
+            with expect.code("ABORTED", "copy-x", "unused, being removed"):
                 make(client)
         idle(service)
         make(client)
@@ -217,7 +217,7 @@ def test_a_bridge_of_another_moment_than_the_volume_s_is_not_copied_from(
         idle(service)
         assert logical(fake, "a") == {"vol-of-a", "vol-x"}
         [source] = {one.volume_id for one in client.volumes()}
-        with expect.code("FAILED_PRECONDITION", "ask anew"):
+        with expect.code("FAILED_PRECONDITION", "repeat the call"):
             client.create("x", SIZE, block(), source=of_volume(source))
         assert logical(fake, "a") == {"vol-of-a"}
 

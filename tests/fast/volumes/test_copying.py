@@ -505,9 +505,9 @@ def test_what_a_killed_lvcreate_left_in_the_place_of_a_snapshot_is_wiped_by_the_
         left = fake.lvm2.groups["data"].volumes.pop("snap-9")
         left.name = name
         fake.lvm2.groups["data"].volumes[name] = left
-    with expect.code("ABORTED", "wiped"):
+    with expect.code("ABORTED", "being erased"):
         client.create("pvc-2", 0, block(), source=of_volume(volume.volume_id))
-    with expect.code("ABORTED", "wiped"):
+    with expect.code("ABORTED", "being erased"):
         client.snapshot("2", volume.volume_id)
     wait([job.ended for job in list(service.eraser.jobs._jobs.values())], 20)
     client.create("pvc-2", 0, block(), source=of_volume(volume.volume_id))

@@ -92,7 +92,7 @@ def test_a_wipe_that_takes_long_goes_on_behind_the_answer(
         client.controller.ControllerGetVolume(
             csi.ControllerGetVolumeRequest(volume_id=volume.volume_id)
         )
-    with expect.code("ABORTED", "wiped"):
+    with expect.code("ABORTED", "being erased"):
         client.create("pvc-1", SIZE, block())
 
     disk.free.set()
@@ -316,7 +316,7 @@ def test_a_wipe_that_cannot_be_put_on_record_is_called_off_and_its_volume_is_giv
     fake.intercept = lambda _words: None
     # Also while it is overwritten still.
     for _ in range(2):
-        with expect.code("ABORTED", "wiped"):
+        with expect.code("ABORTED", "being erased"):
             client.create("pvc-1", SIZE, block())
         disk.free.set()
         wait([service.eraser.jobs._jobs[volume.volume_id].ended], 20)
@@ -375,7 +375,7 @@ def test_an_inline_volume_whose_wipe_is_under_way_is_not_published_again(
     with expect.code("INTERNAL", "no luck"):
         client.unpublish(pod, tmp_path / "mount")
     fake.intercept = lambda _words: None
-    with expect.code("ABORTED", "wiped"):
+    with expect.code("ABORTED", "being erased"):
         client.publish_inline(pod, tmp_path / "mount", {"size": "300Mi"})
     disk.free.set()
     service.eraser.grace_seconds = 20
