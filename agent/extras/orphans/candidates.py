@@ -1,32 +1,25 @@
-"""Volumes, objects of the cluster and kubelet's directories that nothing seems to need."""
+"""Find candidates: volumes, cluster objects and kubelet's directories that nothing refers to."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING
-
-from agent.core import ids, tag
-from agent.core.inventory import Inventory
-from agent.core.records import Snapshot, Volume
-from lvm import report
-
-if TYPE_CHECKING:
-    # Who counts orphans for a scrape, and looks for none, need not load what reads a kubeconfig.
-    from agent.extras.orphans.needs import Needs
-import json
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from agent.core import ids, tag
 from agent.core.ids import VolumeId
-from agent.extras.orphans import needs as cluster_needs
-from agent.extras.orphans.needs import Needs
+from agent.core.inventory import Inventory
+from agent.core.records import Snapshot, Volume
+from agent.extras.orphans import references as cluster
+from agent.extras.orphans.references import References
+from lvm import report
 from mount.kernel import Kernel
 from mount.table import Table
 
 
 class Kind(StrEnum):
-    """What an orphan is; each says what is to be done about it in `REMEDIES`."""
+    """The kind of an orphan; `REMEDIES` has a remedy for each."""
 
     VOLUME = "volume"
     INLINE = "inline"
@@ -57,12 +50,11 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """What seems to be an orphan.
+    """A possible orphan.
 
-    `name` is what it goes by: a volume's id, a path, an object's name. `identity` tells it from
-    another of that name: LVM's, the file system's or the API server's. `handle` is the volume's id
-    as kubelet knows it, and `path` where it is, for what has these. What has no remedy by a call
-    is undone by the service, which `remedy` says.
+    `name` is a volume's id, a path or an object's name. `identity` distinguishes it from another of
+    that name: it is LVM's, the file system's or the API server's. `handle` is the volume's id as
+    kubelet knows it, and `path` its place, if it has these. `remedy` replaces that of its kind.
     """
 
     kind: Kind
@@ -75,37 +67,39 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """What it is noted under."""
+        """Return its key in the history."""
         return f"{self.kind}:{self.identity}:{self.name}"
 
     @property
     def directory(self) -> str:
-        """Of a staging path or a target: kubelet's directory for it, which is its name."""
+        """Return kubelet's directory of a staging path or a target: its name."""
         return self.name
 
     @property
     def is_deletable(self) -> bool:
-        """Whether a call of Carver's can take it away."""
-        return self.told_remedy.startswith("carver ")
+        """Whether a call of Carver's can delete it."""
+        return self.full_remedy.startswith("carver ")
 
     @property
-    def told_remedy(self) -> str:
-        """What to do about it."""
+    def full_remedy(self) -> str:
+        """Return what to do about it."""
         namespace, _, name = self.name.rpartition("/")
         text = self.remedy or REMEDIES[self.kind]
         return text.format(name=self.name, namespace=namespace, object=name)
 
 
-def of_volumes(inventory: Inventory, known: report.Report, needs: "Needs") -> Iterator[Candidate]:
-    """Carver's volumes, by their tags, that nothing in the cluster needs."""
+def of_volumes(
+    inventory: Inventory, known: report.Report, references: References
+) -> Iterator[Candidate]:
+    """Find Carver's volumes that nothing in the cluster refers to."""
     for one in inventory.present(known):
-        # What comes from another node, or went there, is an operator's.
+        # Volumes that move between nodes are left to the operator.
         if one.wiping or one.receiving or one.moved:
             continue
         if one.is_ephemeral:
-            if _lacks_its_pod(one, needs):
+            if _lacks_its_pod(one, references):
                 yield _inline(one)
-        elif not needs.names(one.name, one.own_tags[tag.NAME], one.own_tags.get(tag.PV, "")):
+        elif not references.names(one.name, one.own_tags[tag.NAME], one.own_tags.get(tag.PV, "")):
             kind = Kind.HALF_MADE if one.copying else Kind.VOLUME
             yield Candidate(kind, str(one.id), _uuid(one), _about(one), handle=str(one.id))
     for one in inventory.doomed(known):
@@ -114,60 +108,60 @@ def of_volumes(inventory: Inventory, known: report.Report, needs: "Needs") -> It
     yield from _half_made(inventory, known)
 
 
-def of_objects(needs: "Needs") -> Iterator[Candidate]:
-    """The cluster's objects of the driver's, of nodes that are gone; claims also of unready ones.
+def of_objects(references: References) -> Iterator[Candidate]:
+    """Find the driver's objects of nodes that are gone, and claims also of unready ones.
 
-    No other node's provisioner takes up a claim that is to be made on a node.
+    Only the selected node's provisioner makes the volume of a claim.
     """
-    for one in needs.capacities:
-        if one.node not in needs.nodes:
+    for one in references.capacities:
+        if one.node not in references.nodes:
             yield Candidate(Kind.CAPACITY, one.name, one.uid, f"of {one.node}, which is gone")
-    for volume in needs.volumes:
-        if volume.nodes and needs.nodes.isdisjoint(volume.nodes):
+    for volume in references.volumes:
+        if volume.nodes and references.nodes.isdisjoint(volume.nodes):
             where = ", ".join(sorted(volume.nodes))
             about = f"of {where}, which is gone{_of_claim(volume.claim)}"
             yield Candidate(Kind.PERSISTENT_VOLUME, volume.name, volume.uid, about)
-    for claim in needs.waiting_claims:
-        is_gone = claim.node not in needs.nodes
-        if is_gone or claim.node in needs.unready:
+    for claim in references.waiting_claims:
+        is_gone = claim.node not in references.nodes
+        if is_gone or claim.node in references.unready:
             about = f"waits for {claim.node}, which is {'gone' if is_gone else 'not ready'}"
             yield Candidate(Kind.CLAIM, claim.name, f"{claim.uid}@{claim.node}", about)
 
 
 def pod_of(target_path: str) -> str:
-    """The pod's UID in a path of kubelet's for its volume; empty where it is no such path."""
+    """Return the pod's UID in kubelet's path of a volume; empty for another path."""
     _, pods, inside = target_path.rpartition("/pods/")
     uid, volumes, _ = inside.partition("/volumes/")
     return uid if pods and volumes and "/" not in uid else ""
 
 
-def _lacks_its_pod(volume: Volume, needs: "Needs") -> bool:
-    """Whether its pod is told of in its tags, and the cluster has no such pod on this node."""
+def _lacks_its_pod(volume: Volume, references: References) -> bool:
+    """Whether its tags name a pod that the cluster does not have on this node."""
     uids = {volume.own_tags.get(tag.POD_UID, ""), pod_of(volume.own_tags.get(tag.TARGET, ""))} - {
         ""
     }
-    return not volume.wiping and bool(uids) and needs.pods.isdisjoint(uids)
+    return not volume.wiping and bool(uids) and references.pods.isdisjoint(uids)
 
 
 def _inline(volume: Volume) -> Candidate:
     own_tags, path = volume.own_tags, volume.own_tags.get(tag.TARGET, "")
     pod = "/".join(filter(None, (own_tags.get(tag.NAMESPACE), own_tags.get(tag.POD))))
     about = f"{volume.size_bytes} bytes, of pod {pod or 'without a name'}, which is gone"
-    remedy = "" if path else "restart Carver and see its log: it is not known where it was"
+    remedy = "" if path else "restart Carver and see its log: its path is not known"
     return Candidate(
         Kind.INLINE, str(volume.id), _uuid(volume), about, own_tags[tag.NAME], path, remedy
     )
 
 
 def _half_made(inventory: Inventory, known: report.Report) -> Iterator[Candidate]:
-    """Snapshots of a copy that is not under way, and those of group snapshots that never were."""
+    """Find snapshots of copies that are not in progress, and of incomplete group snapshots."""
     copying = {one.own_tags[tag.NAME] for one in inventory.present(known) if one.copying}
     half_made = inventory.half_made(known)
     for one in inventory.all_snapshots(known):
         if one.is_bridge and one.own_tags[tag.NAME] not in copying:
-            yield _snapshot(one, "was made for a copy that is not under way")
+            yield _snapshot(one, "was made for a copy that is not in progress")
         elif one.group_snapshot_id in half_made:
-            yield _snapshot(one, f"of group snapshot {one.group_snapshot_id}, which never was")
+            yield _snapshot(one, f"of group snapshot {one.group_snapshot_id}, which is incomplete")
 
 
 def _snapshot(one: Snapshot, about: str) -> Candidate:
@@ -190,11 +184,11 @@ def _of_claim(claim: str) -> str:
 
 
 def proves_absent(known: report.Report, handle: str, groups: tuple[str, ...]) -> bool:
-    """Whether the report proves that there is no volume of that id, nor what is left of one.
+    """Whether the report proves that there is no volume of that id, nor a remainder of one.
 
-    An inline volume's id does not tell its group: then each of Carver's must be there.
+    An inline volume's id does not name its group: then all of Carver's groups must be present.
     """
-    parsed = ids.VolumeId.parse(handle)
+    parsed = VolumeId.parse(handle)
     if parsed is not None:
         group = known.groups.get(parsed.group)
         return group is not None and parsed.is_of(group.uuid) and parsed.name not in group.volumes
@@ -203,7 +197,7 @@ def proves_absent(known: report.Report, handle: str, groups: tuple[str, ...]) ->
 
 
 # Of pkg/volume/csi in kubelet.
-TOLD = "vol_data.json"
+VOLUME_DATA = "vol_data.json"
 _STAGING, _MOUNTED = "plugins/kubernetes.io/csi", "globalmount"
 _TARGETS = "pods/*/volumes/kubernetes.io~csi/*"
 _TARGET = "mount"
@@ -211,7 +205,7 @@ _TARGET = "mount"
 
 @dataclass(frozen=True)
 class Place:
-    """A directory of kubelet's; `handle` is empty where kubelet has removed what it wrote there."""
+    """A directory of kubelet's; `handle` is empty if kubelet has removed its file there."""
 
     kind: Kind
     directory: str
@@ -221,9 +215,9 @@ class Place:
 
 
 def all_of(kernel: Kernel, kubelet_dir: Sequence[str], driver_name: str) -> list[Place]:
-    """Every place of the driver's, by what kubelet wrote; no command, no call to what is mounted.
+    """Find every place of the driver's by kubelet's files, without touching what is mounted.
 
-    To be read before the volumes: what is made meanwhile is in the report then.
+    Read this before the volumes: the report then includes volumes made meanwhile.
     """
     return [
         place
@@ -240,12 +234,12 @@ def candidates(
     mounts: Table,
     known: report.Report,
     groups: tuple[str, ...],
-    needs: Needs,
+    references: References,
 ) -> Iterator[Candidate]:
-    """Those whose volumes are proved not to be there, and that the cluster does not speak of."""
+    """Find places whose volumes are proved absent, and that the cluster does not refer to."""
     whole = all(one in known.groups for one in groups)
     digests = {
-        cluster_needs.digest(str(VolumeId.of(group, name)))
+        cluster.digest(str(VolumeId.of(group, name)))
         for group in known.groups.values()
         for name in group.volumes
     }
@@ -253,12 +247,12 @@ def candidates(
         if one.handle:
             lost = proves_absent(known, one.handle, groups)
         else:
-            # Its name is all that tells of its volume, which a group that is away may have.
+            # Only its name identifies its volume, which an absent group may have.
             lost = whole and Path(one.directory).name not in digests
         wanted = (
-            pod_of(one.path) in needs.pods
+            pod_of(one.path) in references.pods
             if one.kind is Kind.TARGET
-            else Path(one.directory).name in needs.handle_digests
+            else Path(one.directory).name in references.handle_digests
         )
         if lost and not wanted:
             seen = mounts.top(one.path)
@@ -269,25 +263,25 @@ def candidates(
 
 def _staging(kernel: Kernel, directory: Path, driver_name: str) -> Iterator[Place]:
     for one in _inside(directory, "*"):
-        told = _told(one / TOLD)
-        if told is not None and told.get("driverName", driver_name) == driver_name:
-            yield from _place(kernel, Kind.STAGING, one, one / _MOUNTED, told)
+        data = _volume_data(one / VOLUME_DATA)
+        if data is not None and data.get("driverName", driver_name) == driver_name:
+            yield from _place(kernel, Kind.STAGING, one, one / _MOUNTED, data)
 
 
 def _targets(kernel: Kernel, directory: Path, driver_name: str) -> Iterator[Place]:
     for one in _inside(directory, _TARGETS):
-        told = _told(one / TOLD)
-        if told and told.get("driverName") == driver_name and told.get("volumeHandle"):
-            yield from _place(kernel, Kind.TARGET, one, one / _TARGET, told)
+        data = _volume_data(one / VOLUME_DATA)
+        if data and data.get("driverName") == driver_name and data.get("volumeHandle"):
+            yield from _place(kernel, Kind.TARGET, one, one / _TARGET, data)
 
 
 def _place(
-    kernel: Kernel, kind: Kind, directory: Path, path: Path, told: dict[str, str]
+    kernel: Kernel, kind: Kind, directory: Path, path: Path, data: dict[str, str]
 ) -> Iterator[Place]:
     with suppress(OSError):  # gone meanwhile
         seen = kernel.lstat(str(directory))
         identity = f"{seen.st_dev}.{seen.st_ino}"
-        yield Place(kind, str(directory), str(path), identity, told.get("volumeHandle", ""))
+        yield Place(kind, str(directory), str(path), identity, data.get("volumeHandle", ""))
 
 
 def _inside(directory: Path, pattern: str) -> list[Path]:
@@ -296,12 +290,12 @@ def _inside(directory: Path, pattern: str) -> list[Path]:
     return []
 
 
-def _told(file: Path) -> dict[str, str] | None:
-    """What kubelet wrote; nothing where there is no such file, None where it is not understood."""
+def _volume_data(file: Path) -> dict[str, str] | None:
+    """Read kubelet's file; empty if there is none, None if it cannot be parsed."""
     try:
-        told = json.loads(file.read_bytes())
+        data = json.loads(file.read_bytes())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError):
         return None
-    return {str(key): str(value) for key, value in told.items()} if isinstance(told, dict) else None
+    return {str(key): str(value) for key, value in data.items()} if isinstance(data, dict) else None

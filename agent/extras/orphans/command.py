@@ -1,4 +1,4 @@
-"""Orphans: what `carver orphans` shows, and the one that it deletes by its name."""
+"""`carver orphans`: show orphans, and delete one by name."""
 
 import json
 from collections.abc import Sequence
@@ -13,19 +13,19 @@ from agent.core.settings import Config
 from agent.csi.client import Client
 from agent.extras.orphans import candidates, look
 from agent.extras.orphans.candidates import Candidate, Kind
-from agent.extras.orphans.look import Orphan, Seeker
+from agent.extras.orphans.look import Finder, Orphan
 from mount.kernel import Kernel
 
 
-def seeker(settings: Config, host: Host) -> Seeker:
-    """Looks at LVM and the kernel itself: the service need not run."""
-    return look.seeker(settings, host.kernel, status.known_to(settings, host))
+def finder(settings: Config, host: Host) -> Finder:
+    """Make a finder that reads LVM and the kernel itself: the service need not run."""
+    return look.finder(settings, host.kernel, status.known_to(settings, host))
 
 
 def show(found: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> None:
-    """Show what a look found, the sure ones with what to do about each."""
+    """Show orphans, the sure ones with their remedies."""
     if as_json:
-        print(json.dumps([_told(one) for one in found], indent=2, ensure_ascii=False))
+        print(json.dumps([_row(one) for one in found], indent=2, ensure_ascii=False))
         return
     if not found:
         print("There are no orphans.")
@@ -37,16 +37,16 @@ def show(found: Sequence[Orphan], grace_seconds: int, *, as_json: bool) -> None:
     terminal.console().print(made)
     for one in found:
         if one.sure:
-            print(f"\n{one.candidate.name}:\n    {one.candidate.told_remedy}")
+            print(f"\n{one.candidate.name}:\n    {one.candidate.full_remedy}")
     if not all(one.sure for one in found):
         print(
-            f"\nWhat is to wait counts when it is seen again {_duration(grace_seconds)} after it"
-            " was seen first."
+            f"\nOne that must wait counts when it is seen again {_duration(grace_seconds)} after it"
+            " was first seen."
         )
 
 
-def delete(settings: Config, kernel: Kernel, seeker: Seeker, name: str, *, confirmed: bool) -> None:
-    """Delete one sure orphan, by the calls that a cluster would have made.
+def delete(settings: Config, kernel: Kernel, finder: Finder, name: str, *, confirmed: bool) -> None:
+    """Delete one sure orphan, by the calls that a cluster would make.
 
     Raises NotConfirmed, NoOrphan, NotServed, CallRefused, what a look raises, OSError.
     """
@@ -54,7 +54,7 @@ def delete(settings: Config, kernel: Kernel, seeker: Seeker, name: str, *, confi
         raise errors.NotConfirmed(name)
     if not sockets.is_served(settings.endpoint):
         raise errors.NotServed(str(settings.endpoint))
-    candidate = _sure(seeker.look(), name, settings.orphan_grace_seconds)
+    candidate = _sure(finder.look(), name, settings.orphan_grace_seconds)
     with Client(settings.endpoint) as caller:
         try:
             _call(caller, candidate)
@@ -66,7 +66,7 @@ def delete(settings: Config, kernel: Kernel, seeker: Seeker, name: str, *, confi
 
 
 def _sure(found: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate:
-    """The one of that name that may be deleted; raises NoOrphan."""
+    """Return the one of that name if it may be deleted; raises NoOrphan."""
     for one in found:
         if one.candidate.name != name:
             continue
@@ -74,9 +74,9 @@ def _sure(found: Sequence[Orphan], name: str, grace_seconds: int) -> Candidate:
             seen = f"it was seen for {_duration(one.seen_seconds)}"
             raise errors.NoOrphan(name, f"{seen}, and counts after {_duration(grace_seconds)}")
         if not one.candidate.is_deletable:
-            raise errors.NoOrphan(name, f"that is not Carver's; {one.candidate.told_remedy}")
+            raise errors.NoOrphan(name, f"that is not Carver's; {one.candidate.full_remedy}")
         return one.candidate
-    raise errors.NoOrphan(name, "it is no orphan; `carver orphans` lists those that there are")
+    raise errors.NoOrphan(name, "it is not an orphan; see `carver orphans`")
 
 
 def _call(caller: Client, one: Candidate) -> None:
@@ -89,10 +89,10 @@ def _call(caller: Client, one: Candidate) -> None:
 
 
 def _clear(kernel: Kernel, one: Candidate) -> None:
-    """Remove kubelet's directories; the kernel refuses those where something is, or is mounted."""
+    """Remove kubelet's directories; the kernel refuses those in use or not empty."""
     for remove, path in (
         (kernel.remove_directory, one.path),
-        (kernel.remove_file, f"{one.directory}/{candidates.TOLD}"),
+        (kernel.remove_file, f"{one.directory}/{candidates.VOLUME_DATA}"),
         (kernel.remove_directory, one.directory),
     ):
         try:
@@ -100,14 +100,14 @@ def _clear(kernel: Kernel, one: Candidate) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            raise errors.NoOrphan(one.name, f"{path}: {error.strerror}; look what it is") from None
+            raise errors.NoOrphan(one.name, f"{path}: {error.strerror}; see what it is") from None
 
 
-def _told(one: Orphan) -> dict[str, object]:
+def _row(one: Orphan) -> dict[str, object]:
     kept = {key: value for key, value in asdict(one.candidate).items() if key != "remedy"}
     return {
         **kept,
-        "remedy": one.candidate.told_remedy,
+        "remedy": one.candidate.full_remedy,
         "seen_seconds": int(one.seen_seconds),
         "sure": one.sure,
     }

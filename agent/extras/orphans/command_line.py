@@ -15,7 +15,7 @@ def add(line: CommandLine) -> None:
         description="List orphans: volumes that no PersistentVolume names, inline volumes of pods"
         " that are gone, volumes left half-made, directories without a volume, objects of nodes"
         " that are gone, claims that wait for one. An orphan counts when it was seen twice, a"
-        " grace apart. Reads the cluster's API and changes nothing there. The exit code is 1"
+        " grace period apart. Reads the cluster's API and changes nothing there. The exit code is 1"
         " if the cluster or LVM does not answer.",
     )
     orphans.add_argument("--json", action="store_true", help="as JSON")
@@ -32,9 +32,9 @@ def _orphans(parsed: argparse.Namespace) -> int:
     require_root()
     config = settings.load(parsed, os.environ)
     host = this_host(config)
-    seeker = command.seeker(config, host)
+    finder = command.finder(config, host)
     if parsed.delete:
-        command.delete(config, host.kernel, seeker, parsed.delete, confirmed=parsed.yes)
+        command.delete(config, host.kernel, finder, parsed.delete, confirmed=parsed.yes)
     else:
-        command.show(seeker.look(), config.orphan_grace_seconds, as_json=parsed.json)
+        command.show(finder.look(), config.orphan_grace_seconds, as_json=parsed.json)
     return 0

@@ -1,4 +1,4 @@
-"""The service's own periodic look for orphans, and their metrics."""
+"""The service's periodic look for orphans, and its metrics."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -11,35 +11,35 @@ if TYPE_CHECKING:
 
 
 class Orphans(Extra):
-    """The extra: a periodic look, where the settings ask for one."""
+    """The extra: a periodic look, if the settings ask for one."""
 
     def __init__(self, watch: "OrphanWatch | None" = None) -> None:
         self.watch = watch
 
     def start(self) -> None:
-        """Look from now on."""
+        """Start the periodic look."""
         if self.watch is not None:
             self.watch.task.start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """Stop the periodic look."""
         if self.watch is not None:
             self.watch.task.stop()
 
     def gauges(self) -> Iterable[Gauge]:
-        """How many orphans there are, and when they were looked for."""
+        """Return the number of orphans, and when they were counted."""
         if self.watch is None:
             return ()
         return (
             Gauge(
                 "carver_orphans",
-                "Volumes and objects that are no longer needed, seen twice, a grace apart.",
+                "Orphaned volumes and objects, seen twice, a grace period apart.",
                 {str(kind): count for kind, count in self.watch.counts().items()},
                 label="kind",
             ),
             Gauge(
                 "carver_orphans_timestamp_seconds",
-                "When the last whole look for orphans ended.",
+                "Time of the last complete look for orphans.",
                 {"": self.watch.time_seconds},
             ),
         )
@@ -50,7 +50,7 @@ def add(service: Service) -> Orphans:
     config, kernel, known = service.context.config, service.context.kernel, service.inventory
     if not config.orphan_interval_seconds:
         return Orphans()
-    # Only here: it takes a YAML parser, which most services need not load.
-    from agent.extras.orphans.look import OrphanWatch, seeker
+    # Imported here: it needs a YAML parser, which most services do not load.
+    from agent.extras.orphans.look import OrphanWatch, finder
 
-    return Orphans(OrphanWatch(seeker(config, kernel, known).look, config.orphan_interval_seconds))
+    return Orphans(OrphanWatch(finder(config, kernel, known).look, config.orphan_interval_seconds))

@@ -35,9 +35,9 @@ from agent.daemon.server import Service
 from agent.extras.kubernetes import access
 from agent.extras.kubernetes.objects import Lists
 from agent.extras.orphans import command as orphans
-from agent.extras.orphans import needs
+from agent.extras.orphans import references
 from agent.extras.orphans.candidates import Kind
-from agent.extras.orphans.look import Clock, Orphan, OrphanWatch, Seeker, Sightings
+from agent.extras.orphans.look import Clock, Finder, History, Orphan, OrphanWatch
 from agent.extras.orphans.service import Orphans
 from lvm import report, snapshots, volumes
 from mount import table
@@ -71,19 +71,19 @@ class Node:
         self.client.__exit__(None, None, None)
         self.service.stop()
 
-    def seeker(self, config: Config | None = None) -> Seeker:
+    def finder(self, config: Config | None = None) -> Finder:
         """One of a process of its own."""
-        made = orphans.seeker(config or self.config, self.machine)
+        made = orphans.finder(config or self.config, self.machine)
         # Its clock and its patience are the test's.
         clock = Clock(lambda: self.seconds, lambda: self.boot)
-        made._sightings = Sightings(self.config.endpoint.parent / "orphans.json", clock)
+        made._history = History(self.config.endpoint.parent / "orphans.json", clock)
         server = access.of_file(self.config.kubeconfig) if self.config.kubeconfig else None
         assert server is not None
         made._lists = lambda: Lists(server, silence_seconds=5, page_items=2, sleep=_not)
         return made
 
     def look(self) -> list[Orphan]:
-        return list(self.seeker().look())
+        return list(self.finder().look())
 
     def sure(self) -> dict[str, Kind]:
         """What a look finds that was seen a grace ago, too."""
@@ -96,8 +96,8 @@ class Node:
         return self.sure()
 
     def delete(self, name: str, *, confirmed: bool = True) -> None:
-        seeker = self.seeker()
-        orphans.delete(self.config, self.host.kernel, seeker, name, confirmed=confirmed)
+        finder = self.finder()
+        orphans.delete(self.config, self.host.kernel, finder, name, confirmed=confirmed)
 
     def volume(self, name: str) -> str:
         """A volume that no PersistentVolume names."""
@@ -286,7 +286,7 @@ def test_a_static_pod_keeps_its_inline_volume(node: Node) -> None:
 def staged(node: Node, handle: str, driver: str = "lvm.csi.carver") -> Path:
     """Kubelet's directory for a staged volume."""
     plugins = node.host.directory / "plugins" / "kubernetes.io" / "csi"
-    place = plugins / "lvm.csi.carver" / needs.digest(handle)
+    place = plugins / "lvm.csi.carver" / references.digest(handle)
     (place / "globalmount").mkdir(parents=True)
     told = {"driverName": driver, "volumeHandle": handle}
     (place / "vol_data.json").write_text(json.dumps(told))
@@ -582,12 +582,12 @@ def test_nothing_is_deleted_without_a_yes_or_before_its_time(node: Node) -> None
     with pytest.raises(errors.NoOrphan, match="counts after 10 min"):
         node.delete(lost)
     node.seconds += 1
-    with pytest.raises(errors.NoOrphan, match="it is no orphan"):
+    with pytest.raises(errors.NoOrphan, match="it is not an orphan"):
         node.delete("data@00000000/vol-other")
     assert node.volumes() == {"vol-pvc-1"}
     node.delete(lost)
     assert node.volumes() == set()
-    with pytest.raises(errors.NoOrphan, match="it is no orphan"):
+    with pytest.raises(errors.NoOrphan, match="it is not an orphan"):
         node.delete(lost)
 
 
@@ -612,7 +612,7 @@ def test_a_volume_in_use_is_kept(node: Node) -> None:
 def test_without_the_service_nothing_is_deleted(node: Node, tmp_path: Path) -> None:
     config = replace(node.config, endpoint=tmp_path / "other" / "csi.sock")
     with pytest.raises(errors.NotServed):
-        orphans.delete(config, node.host.kernel, node.seeker(), "x", confirmed=True)
+        orphans.delete(config, node.host.kernel, node.finder(), "x", confirmed=True)
 
 
 # The service
@@ -621,7 +621,7 @@ def test_without_the_service_nothing_is_deleted(node: Node, tmp_path: Path) -> N
 def test_the_service_counts_the_sure_ones_and_tells_each_once(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = OrphanWatch(lambda: node.seeker().look(), 600, clock=lambda: 42.0)
+    watch = OrphanWatch(lambda: node.finder().look(), 600, clock=lambda: 42.0)
     node.volume("pvc-1")
     watch.task.run_once()
     assert set(watch.counts().values()) == {0}
@@ -639,14 +639,14 @@ def test_a_look_that_fails_changes_no_count_and_is_told_once(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = iter((1.0, 2.0))
-    watch = OrphanWatch(lambda: node.seeker().look(), 600, clock=lambda: next(now))
+    watch = OrphanWatch(lambda: node.finder().look(), 600, clock=lambda: next(now))
     watch.task.run_once()
     node.api.lie(VOLUMES, *[status(403)] * 3)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             watch.task.run_once()
     assert watch.time_seconds == 1
-    assert caplog.text.count("orphans are not looked for") == 1
+    assert caplog.text.count("cannot look for orphans") == 1
     watch.task.run_once()
     assert watch.time_seconds == 2
 
@@ -665,7 +665,7 @@ def test_nothing_that_a_look_raises_ends_the_looks(caplog: pytest.LogCaptureFixt
     watch.task.start()
     assert enough.wait(60)
     watch.task.stop()
-    assert caplog.text.count("orphans are not looked for") == 3
+    assert caplog.text.count("cannot look for orphans") == 3
 
 
 def test_a_service_looks_by_itself_where_it_is_told_to(node: Node) -> None:

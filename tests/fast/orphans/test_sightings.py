@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agent.core import errors
-from agent.extras.orphans.look import Clock, Sightings
+from agent.extras.orphans.look import Clock, History
 
 VERSIONS = {"volumes": "100", "pods": "7"}
 
@@ -22,7 +22,7 @@ class Machine:
     def note(self, *seen: str, **versions: str) -> Mapping[str, float]:
         """A look of a process of its own."""
         clock = Clock(lambda: self.seconds, lambda: self.boot)
-        return Sightings(self.file, clock).note(seen, VERSIONS | versions)
+        return History(self.file, clock).record(seen, VERSIONS | versions)
 
 
 @pytest.fixture

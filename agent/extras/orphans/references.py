@@ -1,4 +1,4 @@
-"""What the cluster has that speaks for a volume: PersistentVolumes, claims, pods, nodes."""
+"""The cluster's objects that refer to volumes: PersistentVolumes, claims, pods, nodes."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -8,13 +8,13 @@ from typing import Any
 from agent.core import errors, ids
 from agent.extras.kubernetes.objects import Lists
 
-# Kubernetes' own: what the provisioner calls a claim's volume, and what says of which static pod a
-# pod of the API server's is a picture.
+# Kubernetes' own: the prefix of provisioned volumes, and a mirror pod's annotation with the UID of
+# its static pod.
 _PROVISIONED = "pvc-"
 _STATIC_POD = "kubernetes.io/config.hash"
 _HOSTNAME = "kubernetes.io/hostname"
-# A claim's annotations: the node that the scheduler chose for it, and whose driver is to make its
-# volume, which the controller-manager notes (component-helpers, storage/volume/pv_helpers.go).
+# A claim's annotations: the node that the scheduler chose, and the driver that provisions its
+# volume, set by the controller-manager (component-helpers, storage/volume/pv_helpers.go).
 _SELECTED_NODE = "volume.kubernetes.io/selected-node"
 _PROVISIONERS = (
     "volume.kubernetes.io/storage-provisioner",
@@ -24,7 +24,7 @@ _PROVISIONERS = (
 
 @dataclass(frozen=True)
 class PersistentVolume:
-    """One of the driver's. `nodes` are those that it may be used on, empty where it does not say.
+    """One of the driver's. `nodes` are those that it may be used on, empty if it names none.
 
     `claim` is namespace/name of the claim that it is bound to, if any.
     """
@@ -47,7 +47,7 @@ class Capacity:
 
 @dataclass(frozen=True)
 class WaitingClaim:
-    """A claim that a node is to make a volume for, and no other does; `name` is namespace/name."""
+    """A claim that waits for its selected node's volume; `name` is namespace/name."""
 
     name: str
     uid: str
@@ -55,12 +55,12 @@ class WaitingClaim:
 
 
 @dataclass(frozen=True)
-class Needs:
-    """All of it. `versions` are of each list's moment.
+class References:
+    """All references, with the resource version of each list.
 
-    `unready` are the nodes that the cluster says it does not hear of, or that say so themselves.
-    `spoken_for` are names that a volume may have: those of PersistentVolumes, what their handles
-    call the logical volume, those of claims' volumes, bound or not yet.
+    `unready` are the nodes whose Ready condition is not true. `spoken_for` are the names that
+    volumes in use may have: those of PersistentVolumes, of the logical volumes in their handles,
+    and of claims' volumes, bound or not yet.
     """
 
     volumes: tuple[PersistentVolume, ...]
@@ -74,25 +74,25 @@ class Needs:
     versions: Mapping[str, str]
 
     def names(self, *names: str) -> bool:
-        """Whether anything there names a volume, by one of the names that it has."""
+        """Whether anything refers to a volume, by one of its names."""
         return not self.spoken_for.isdisjoint(names)
 
 
-def read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> Needs:
-    """Five lists; raises ClusterSilent where one is not whole, or is of another cluster."""
+def read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> References:
+    """Read five lists; raises ClusterSilent if one is incomplete or of another cluster."""
     try:
         return _read(lists, driver_name, node_id, topology_key)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        # An object that is no such object: then nobody knows what it speaks for.
-        problem = f"an object is not understood: {type(error).__name__}: {error}"
+        # What a malformed object refers to is unknown.
+        problem = f"an object cannot be parsed: {type(error).__name__}: {error}"
         raise errors.ClusterSilent("its lists", problem) from error
 
 
-def _read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> Needs:
+def _read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> References:
     nodes = lists.whole("/api/v1/nodes", "NodeList")
     known = frozenset(_names_of_nodes(nodes.items, topology_key))
     if node_id not in known:
-        # Whoever has no such node is another cluster, or has lost what it knew.
+        # The API server is of another cluster, or has lost its data.
         raise errors.ClusterSilent("nodes", f"this node, {node_id}, is not among them")
     pods = lists.whole("/api/v1/pods", "PodList", fieldSelector=f"spec.nodeName={node_id}")
     claims = lists.whole("/api/v1/persistentvolumeclaims", "PersistentVolumeClaimList")
@@ -102,7 +102,7 @@ def _read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> Ne
     )
     every = [(one, _table(_table(one, "spec"), "csi")) for one in volumes.items]
     handles = {str(csi.get("volumeHandle", "")) for _, csi in every} - {""}
-    return Needs(
+    return References(
         volumes=tuple(
             _volume(one, csi, topology_key)
             for one, csi in every
@@ -111,7 +111,7 @@ def _read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> Ne
         capacities=tuple(_capacities(capacities.items, topology_key)),
         waiting_claims=tuple(_waiting_claims(claims.items, driver_name)),
         spoken_for=frozenset(
-            # Whatever the driver: an object of one that was renamed speaks for its volume, too.
+            # Of any driver: an object of a renamed driver refers to its volume, too.
             {one["metadata"]["name"] for one in volumes.items}
             | {ids.logical_name(one) for one in handles}
             | set(_names_of_claims(claims.items))
@@ -131,7 +131,7 @@ def _read(lists: Lists, driver_name: str, node_id: str, topology_key: str) -> Ne
 
 
 def digest(volume_handle: str) -> str:
-    """What kubelet calls a volume's staging directory."""
+    """Return the name of kubelet's staging directory of a volume."""
     return hashlib.sha256(volume_handle.encode()).hexdigest()
 
 
@@ -152,7 +152,7 @@ def _names_of_claims(items: Any) -> Iterator[str]:
 
 
 def _is_unready(node: Mapping[str, Any]) -> bool:
-    """Whether its condition says so; one without the condition is new."""
+    """Whether its Ready condition is not true; a new node has no condition."""
     conditions = _table(node, "status").get("conditions") or ()
     return any(one.get("type") == "Ready" and one.get("status") != "True" for one in conditions)
 
@@ -170,7 +170,7 @@ def _waiting_claims(items: Any, driver_name: str) -> Iterator[WaitingClaim]:
 def _uids_of_pods(items: Any) -> Iterator[str]:
     for one in items:
         yield one["metadata"]["uid"]
-        # To kubelet such a pod has this one.
+        # Kubelet knows a static pod by this UID.
         if uid := _table(_table(one, "metadata"), "annotations").get(_STATIC_POD):
             yield str(uid)
 
@@ -197,7 +197,7 @@ def _volume(one: Mapping[str, Any], csi: Mapping[str, Any], topology_key: str) -
 
 
 def _nodes(spec: Mapping[str, Any], topology_key: str) -> Iterator[str]:
-    """The nodes that a PersistentVolume is for, where its terms name them and nothing else."""
+    """Return the nodes that a PersistentVolume's terms name."""
     required = _table(_table(spec, "nodeAffinity"), "required")
     for term in required.get("nodeSelectorTerms") or ():
         for wanted in _table({"term": term}, "term").get("matchExpressions") or ():
@@ -206,6 +206,6 @@ def _nodes(spec: Mapping[str, Any], topology_key: str) -> Iterator[str]:
 
 
 def _table(one: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """A table in an object; an empty one where there is none."""
+    """Return a table in an object, or an empty one."""
     found = one.get(key)
     return found if isinstance(found, dict) else {}
