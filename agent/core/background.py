@@ -394,7 +394,12 @@ class _Detached:
 
 
 class DetachedTasks:
-    """mkfs and fsck, which may outlive their RPC; one task a volume."""
+    """mkfs and fsck, which may outlive their RPC; one task a volume.
+
+    The next call waits for the same task: cut off and begun anew each time, it would never end.
+    Eight run at once for a group, so that a group that hangs delays no other. A task that waits for
+    its turn is cancelled with its volume, whose name may be another's by then.
+    """
 
     def __init__(self) -> None:
         self._guard = threading.Lock()

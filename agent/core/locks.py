@@ -24,7 +24,10 @@ TIMES_LEFT = 3
 
 
 class Shares:
-    """A number of places, of which one group may take `most` at once."""
+    """A number of places that the calls of all groups share; `most` is for one group at once.
+
+    A group may take three times as many as are left: the more are taken, the less another gets.
+    """
 
     def __init__(self, places: int, most: int | None = None) -> None:
         self._left = places
@@ -70,7 +73,12 @@ _current: contextvars.ContextVar["_Call | None"] = contextvars.ContextVar("call"
 
 
 class Admission:
-    """Admits calls to volume groups; open until `close`."""
+    """Admits calls to volume groups; open until `close`.
+
+    A call is admitted when it first needs a group, as most calls of the Node need none. Those wait
+    for a disk only where it is their own, such as the last unmount; they have threads of their own,
+    in `Shares`, too.
+    """
 
     def __init__(self, places: int = PLACES) -> None:
         self.problem: Exception | None = None

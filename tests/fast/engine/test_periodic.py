@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import expect
 import pytest
 
-from agent.core.background import GroupTasks
+from agent.core.background import GroupTasks, PeriodicTask
 from lvm import errors as lvm_errors
 
 FAILURE = "group %s is not looked at: %s"
@@ -108,3 +108,15 @@ def test_a_look_that_found_something_is_had_again_at_once() -> None:
     assert done.wait(60)
     tasks.stop()
     assert list(looks) == []
+
+
+def test_retries_wait_longer_up_to_a_limit_and_anew_after_a_success() -> None:
+    problems: list[Exception | None] = [OSError("no")] * 4 + [None, OSError("no")]
+
+    def work() -> None:
+        if (problem := problems.pop(0)) is not None:
+            raise problem
+
+    task = PeriodicTask("test", work, 600, "%s", retry_seconds=1, longest_retry_seconds=4)
+    assert [task.run_once() for _ in range(6)] == [1, 2, 4, 4, 600, 1]
+    assert task.failures == 5
