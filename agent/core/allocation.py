@@ -1,7 +1,7 @@
-"""How volumes are cut from a group: thick, or thin out of a pool. Each class does it in one way.
+"""Allocate volumes from a group: thick, or thin from a pool, each with or without a cache.
 
-Both say how much there is by the arithmetic that they make and grow volumes by. What a pool
-promised and has not got yet is kept free by all others of its group.
+Capacity is computed as volumes are created and extended. The extents that a pool has promised and
+not yet got stay free.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ from lvm.lvm2 import Lvm
 from lvm.thin import Policy, Pool
 from lvm.volumes import New
 
-# Extents of a group that are not to be taken.
+# The number of a group's extents that must stay free.
 Kept = Callable[[report.Group], int]
 
 
@@ -31,36 +31,35 @@ def pool_name(device_class: str) -> str:
 
 
 def wipe_name(device_class: str) -> str:
-    """The name of the volume that a class's pool is overwritten through."""
+    """The name of the thin volume that fills a class's pool to zero it."""
     return names.logical_volume(ids.WIPE_PREFIX, device_class)
 
 
 def is_own_pool(pool: report.LogicalVolume) -> bool:
-    """Whether Carver made it, as its tags and its layout tell: its name alone proves nothing."""
-    return _is_told_as_pool(pool) and {"thin", "pool"} <= pool.layout
+    """Whether Carver made the pool, by its tags and layout; a name alone proves nothing."""
+    return _is_tagged_as_pool(pool) and {"thin", "pool"} <= pool.layout
 
 
 def is_half_made_pool(pool: report.LogicalVolume) -> bool:
-    """Whether it is what Carver had lvm2 make a pool, over which lvm2 died.
+    """Whether lvm2 died while creating this pool.
 
-    It has all the tags of a pool of Carver's, which lvm2 commits before it is one, and nobody ever
-    had it.
+    lvm2 commits it with its tags as a linear volume first; it has no data.
     """
     is_ready = tags.decode(pool.tags).get(tag.STATE) == tag.READY
-    return is_ready and _is_told_as_pool(pool) and pool.layout == {"linear"}
+    return is_ready and _is_tagged_as_pool(pool) and pool.layout == {"linear"}
 
 
-def _is_told_as_pool(pool: report.LogicalVolume) -> bool:
-    """Whether the tags say that it is a pool of Carver's, and its name is that one's."""
+def _is_tagged_as_pool(pool: report.LogicalVolume) -> bool:
+    """Whether it has the tags of a pool of Carver's, and the name that they imply."""
     own_tags = tags.decode(pool.tags)
     made_for = pool_name(own_tags.get(tag.CLASS, ""))
     return pool.name == made_for and own_tags.get(tag.CHUNK, "").isdigit()
 
 
 def closed(group: report.Group) -> str:
-    """Why nothing is made or extended in a group now, whatever is free; empty where it is.
+    """Why nothing can be created or extended in a group now; empty if it can.
 
-    lvm2 changes nothing of the kind while a disk is missing ("Cannot change VG while PVs are
+    lvm2 refuses both while a disk is missing ("Cannot change VG while PVs are
     missing"), also on the disks that are there.
     """
     if not group.missing_disks:
@@ -72,9 +71,9 @@ def closed(group: report.Group) -> str:
 
 
 def closed_to_new(group: report.Group) -> str:
-    """Why nothing new is made in a group, and nothing grows by request; empty where it is.
+    """Why no volume can be created, or expanded by request; empty if it can.
 
-    What fills up by itself is extended all the same: a writer waits for that.
+    Pools and COW stores are extended all the same, since writers wait for that.
     """
     if not (why := closed(group)) and groups.is_text_full(group):
         return (
@@ -85,30 +84,30 @@ def closed_to_new(group: report.Group) -> str:
 
 
 class Allocator(Protocol):
-    """One way to take volumes from a group. Sizes are in bytes and whole extents."""
+    """Creates and extends volumes. Sizes are in bytes, of whole extents."""
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """The largest volume that can be made now; one extent more cannot. Raises PoolSilent."""
+        """The size of the largest volume that can be created now. Raises PoolSilent."""
         ...
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
-        """By how much a volume can grow. Raises PoolSilent."""
+        """The bytes that a volume can grow by. Raises PoolSilent."""
         ...
 
     def purpose(self, group: report.Group) -> str:
-        """What room is asked for, for the error that there is too little. Raises PoolSilent."""
+        """The kind of room, for the text of NoRoom. Raises PoolSilent."""
         ...
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
-        """Make, tag and activate a volume; the group's lock is held, the report read within."""
+        """Create, tag and activate a volume, under the group's lock with a fresh report."""
         ...
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
-        """Grow a volume, as `create` makes one."""
+        """Extend a volume, under the group's lock with a fresh report."""
         ...
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
-        """Make good what a `create` left that was killed."""
+        """Complete a volume whose `create` was killed."""
         ...
 
 
@@ -120,13 +119,13 @@ class Thick:
     kept: Kept
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """The largest volume that can be made now; one extent more cannot."""
+        """The size of the largest volume that can be created now."""
         if closed_to_new(group):
             return 0
         return layout.maximum_bytes(group, self.layout, self.kept(group))
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
-        """By how much a volume can grow, on its disks."""
+        """The bytes that a volume can grow by, on its disks."""
         group, logical = volume.group, volume.group.volume(volume.name)
         if closed_to_new(group):
             return 0
@@ -153,7 +152,7 @@ class Thick:
         volumes.extend(lvm, group.name, volume.name, size_bytes=size_bytes, disks=disks)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
-        """There is nothing half-made: a volume is there, or it is not."""
+        """Do nothing: one command creates all of a volume."""
 
 
 @dataclass(frozen=True)
@@ -163,13 +162,13 @@ class Cached(Thick):
     cache: Cache
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """The largest volume that slow and fast disks have room for."""
+        """The size of the largest volume that slow and fast disks have room for."""
         if closed_to_new(group):
             return 0
         return caches.maximum_bytes(group, self.cache, self.kept(group))
 
     def purpose(self, group: report.Group) -> str:
-        """The tier that is beside the data's."""
+        """The cache, and the room of fast disks."""
         if why := closed_to_new(group):
             return why
         fast = group.fast_free_extents * group.extent_size_bytes
@@ -180,7 +179,7 @@ class Cached(Thick):
         caches.create(lvm, group, new, self.cache)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
-        """A volume without its cache gets it; one with snapshots was in use without it."""
+        """Attach the cache if it is missing; not with snapshots, with which it was in use."""
         logical = volume.group.volume(volume.name)
         if not caches.is_cached(logical) and not volume.group.copy_on_write_of(volume.name):
             extent = volume.group.extent_size_bytes
@@ -190,7 +189,7 @@ class Cached(Thick):
 
 @dataclass(frozen=True)
 class Thin:
-    """Volumes that take from their class's pool what is written to them."""
+    """Volumes that allocate from their class's pool when they are written to."""
 
     device_class: str
     group: str
@@ -199,7 +198,7 @@ class Thin:
     known: Inventory
 
     def pool(self, group: report.Group) -> Pool:
-        """The class's pool as it is, or as it will be made."""
+        """The class's pool as it is, or as it will be created."""
         name = pool_name(self.device_class)
         made = group.volumes.get(name)
         if made is None or not is_own_pool(made):
@@ -208,42 +207,42 @@ class Thin:
         return pools.find(group, name, chunk, wipe_name(self.device_class))
 
     def outstanding_extents(self, group: report.Group) -> int:
-        """What the pool promised and has not got yet."""
+        """The extents that the pool has promised and not yet got."""
         return pools.outstanding_extents(group, self.pool(group), self.policy)
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """What may still be promised; nothing while the pool is too full to grow out of it."""
+        """The bytes that may still be promised; 0 while the pool is too full."""
         if self._refusal(group):
             return 0
         return pools.maximum_bytes(group, self.pool(group), self.policy, self.kept(group))
 
     def maximum_growth_bytes(self, volume: Volume) -> int:
-        """The same: a larger volume is a larger promise."""
+        """The bytes that may still be promised."""
         return self.maximum_bytes(volume.group)
 
     def purpose(self, group: report.Group) -> str:
-        """The pool, and what is wrong with it."""
+        """The pool's limit, or why it takes no volume."""
         why = self._refusal(group)
         times = f"{self.policy.over_provisioning:g} times what the pool can grow to"
         return f"for thin volumes: {why or times}"
 
     def create(self, lvm: Lvm, group: report.Group, new: New) -> None:
-        """One command, and one more for a pool that is not made yet."""
+        """One command, and one more if the pool is missing."""
         pool = self.pool(group)
         self._ensure_made(lvm, group, pool)
         thin.create(lvm, group.name, pool.name, new)
 
     def extend(self, lvm: Lvm, volume: Volume, size_bytes: int) -> None:
-        """One command; the pool grows when it is used."""
+        """One command; the pool is extended when it fills."""
         volumes.extend(lvm, volume.group.name, volume.name, size_bytes=size_bytes)
 
     def finish(self, lvm: Lvm, volume: Volume) -> None:
-        """There is nothing half-made: a pool without volumes is made use of."""
+        """Do nothing: a pool without volumes is used by the next one."""
 
     def extend_data(self, lvm: Lvm, group: report.Group, percent: float) -> int | None:
-        """Grow the data of a pool that is so full; by how many bytes, 0 where there is no room.
+        """Extend the data of a pool that is `percent` full; returns the bytes, 0 without room.
 
-        One that holds nothing is full because it is overwritten, to be removed: None.
+        None for a pool without volumes, which is full only because it is zeroed to be removed.
         """
         pool, extent = self.pool(group), group.extent_size_bytes
         if not pool.promised_bytes:
@@ -257,7 +256,7 @@ class Thin:
         return more * extent
 
     def extend_metadata(self, lvm: Lvm, group: report.Group, percent: float) -> int | None:
-        """The same for the pool's metadata."""
+        """Extend the pool's metadata, as `extend_data` its data."""
         pool, extent = self.pool(group), group.extent_size_bytes
         if not pool.promised_bytes:
             return None
@@ -287,13 +286,13 @@ class Thin:
                 tag.STATE: tag.READY,
                 tag.CLASS: self.device_class,
                 tag.CHUNK: str(pool.chunk_size_bytes),
-                **self._about_cache(group),
+                **self._cache_tags(group),
             },
             disks=layout.anywhere(group),
         )
 
-    def _about_cache(self, _group: report.Group) -> Mapping[str, str]:
-        """What is kept of a pool's cache."""
+    def _cache_tags(self, _group: report.Group) -> Mapping[str, str]:
+        """The tags of a pool's cache."""
         return {}
 
     def _refusal(self, group: report.Group) -> str:
@@ -312,22 +311,22 @@ class Thin:
 
 @dataclass(frozen=True)
 class CachedThin(Thin):
-    """Thin volumes out of a pool on slow disks whose data have a cache on fast ones.
+    """Thin volumes from a pool on slow disks whose data have a cache on fast ones.
 
-    The pool is made first, then its cache, then a volume in it: killed in between, the pool is
-    empty, and the next call gives it what it lacks, or the next start takes it away.
+    The pool is created first, then its cache, then a volume. Killed in between, the pool is empty,
+    and the next call completes it, or the next start removes it.
     """
 
     cache: Cache
 
     def maximum_bytes(self, group: report.Group) -> int:
-        """What the pool may still promise; nothing while it has no cache and no room for one."""
+        """The bytes that may still be promised; 0 without a cache and room for one."""
         if not caches.has_room(group, pool_name(self.device_class), self.cache):
             return 0
         return super().maximum_bytes(group)
 
     def purpose(self, group: report.Group) -> str:
-        """The pool, and its cache where that is what has no room."""
+        """The pool's limit, or the room that its cache needs."""
         if closed_to_new(group) or caches.has_room(group, pool_name(self.device_class), self.cache):
             return super().purpose(group)
         wanted, free = self.cache.of_pool(group), group.fast_free_extents
@@ -343,30 +342,30 @@ class CachedThin(Thin):
         if made is not None and caches.is_cached(made):
             return
         if made is not None:
-            self._tell_of_cache(lvm, group, made)
+            self._tag_cache(lvm, group, made)
         caches.attach(lvm, group, pool.name, self.cache, self.cache.of_pool(group))
 
-    def _tell_of_cache(self, lvm: Lvm, group: report.Group, made: report.LogicalVolume) -> None:
-        """A pool that had none, or another, has the tags of the one that it gets."""
-        own_tags, wanted = tags.decode(made.tags), self._about_cache(group)
+    def _tag_cache(self, lvm: Lvm, group: report.Group, made: report.LogicalVolume) -> None:
+        """Tag a pool with the cache that it is about to get."""
+        own_tags, wanted = tags.decode(made.tags), self._cache_tags(group)
         old = {key: own_tags[key] for key in wanted if key in own_tags}
         if old != wanted:
             volumes.mark(lvm, group.name, made.name, old=old, new=wanted)
 
-    def _about_cache(self, group: report.Group) -> Mapping[str, str]:
+    def _cache_tags(self, group: report.Group) -> Mapping[str, str]:
         extent = group.extent_size_bytes
         return {tag.CACHE: self.cache.tag_value(group.extents * extent, extent)}
 
 
 class Allocators:
-    """The way of each class."""
+    """Returns the allocator of a class or a volume."""
 
     def __init__(self, classes: Sequence[DeviceClass], known: Inventory) -> None:
         self._classes = classes
         self._inventory = known
 
     def of(self, one: DeviceClass) -> Allocator:
-        """How volumes of a class are made."""
+        """The allocator of a class."""
         kept = partial(self._kept, one)
         match one.pool, one.cache:
             case None, None:
@@ -380,14 +379,14 @@ class Allocators:
         raise AssertionError(one)  # pragma: no cover - there is no other class
 
     def of_volume(self, volume: Volume) -> Allocator:
-        """How a volume was made, by the rules of its class; one that is gone had no rules."""
+        """The allocator that extends a volume; without limits if its class is gone."""
         shape = volume.layout
         for one in self._classes:
             if (
                 one.name == volume.own_tags.get(tag.CLASS)
                 and (one.pool is not None) == shape.is_thin
             ):
-                # Its data grow, on slow disks; its cache does not.
+                # Only its data grow, on slow disks.
                 return self.of(replace(one, layout=shape, cache=None))
         policy = Policy() if shape.is_thin else None
         gone = volume.own_tags.get(tag.CLASS, "")
@@ -398,12 +397,12 @@ class Allocators:
         return Thin(one.name, one.group, policy, kept, self._inventory)
 
     def thin(self, group: str = "") -> list[Thin]:
-        """The classes that have a pool, in one group or in any."""
+        """The allocators of all classes with a pool, in one group or in any."""
         found = (one for one in self._classes if group in ("", one.group))
         return [self._thin(one, one.pool) for one in found if one.pool is not None]
 
     def beside_bytes(self, volume: Volume) -> int:
-        """What its group has for snapshots of a volume, beside the reserve and all promises."""
+        """The bytes for snapshots of a volume, beside the reserve and the pools' promises."""
         group = volume.group
         if closed(group):
             return 0
@@ -414,14 +413,14 @@ class Allocators:
         return layout.maximum_bytes(group, reserve_extents=kept)
 
     def promised_extents(self, group: report.Group) -> int:
-        """What the pools of a group promised and have not got yet."""
+        """The extents that the pools of a group have promised and not yet got."""
         return self._promised(group)
 
     def _kept(self, one: DeviceClass, group: report.Group) -> int:
-        """What a class leaves free: its reserve, and what the pools of others promised."""
+        """The extents that a class leaves free: its reserve, and other pools' promises."""
         return one.reserve.extents(group) + self._promised(group, but=one.name)
 
     def _promised(self, group: report.Group, but: str = "") -> int:
-        """What pools promised and have not got yet."""
+        """The extents that pools have promised and not yet got."""
         others = (one for one in self.thin(group.name) if one.device_class != but)
         return sum(one.outstanding_extents(group) for one in others)

@@ -1,4 +1,4 @@
-"""How volumes are used: as block devices or mounted, by whom at once."""
+"""Volume capabilities: access type and mode."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ MULTI_WRITER = "SINGLE_NODE_MULTI_WRITER"
 
 @dataclass(frozen=True)
 class Capability:
-    """How a volume is used: as a block device, or mounted with a file system."""
+    """A volume capability. `fs_type` is empty if the caller named none."""
 
     access: str
     mode: str
@@ -32,7 +32,7 @@ class Capability:
 
     @classmethod
     def from_proto(cls, wire: csi.VolumeCapability, field: str = "volume_capability") -> Self:
-        """Read and check a capability; its fs_type is empty where the caller has no wish."""
+        """Read and check a capability; raises BadField."""
         mode = _mode(wire, field)
         access = wire.WhichOneof("access_type")
         if access is None:

@@ -1,4 +1,4 @@
-"""Device classes: which group, carved how, with which file system and cache."""
+"""Device classes: the group, layout, file system and cache of volumes."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,19 +12,18 @@ from lvm.layout import LINEAR, NO_RESERVE, Layout, Reserve
 from mount import errors as mount_errors
 from mount import filesystem
 
-# A fifth of the origin: what changes in the life of a snapshot that is kept for days, by habit.
+# A fifth of the origin: about what changes in some days.
 SNAPSHOT_SIZE = Reserve(percent=20)
 
-# How much of a new volume is overwritten before it is anyone's: its first sectors, as lvm2 does it,
-# or all of it.
+# How much of a new volume is zeroed before use: its first sectors, by lvm2, or all of it.
 ZERO_FIRST = "first"
 ZEROS = (ZERO_FIRST, tag.FULLY)
 REPAIRS = MANUAL, AUTO = ("manual", "auto")
-# How a volume lies in its logical volume, and what is done to a deleted one beside its header:
-# what `wipe` says, nothing, or the disk is told that it may forget it.
+# How a volume is encrypted, and how an encrypted one is erased beside its header: as `wipe` says,
+# not at all, or by a discard.
 ENCRYPTIONS = ("luks2",)
 ERASURES = ERASE_ZERO, ERASE_CRYPTO, ERASE_DISCARD = ("zero", "crypto", "discard")
-# What passes dm-crypt's work queues by (Documentation/admin-guide/device-mapper/dm-crypt.rst).
+# What bypasses dm-crypt's work queues (Documentation/admin-guide/device-mapper/dm-crypt.rst).
 BYPASSES: Mapping[str, frozenset[str]] = {
     "none": frozenset(),
     "read": frozenset({"read"}),
@@ -35,7 +34,7 @@ BYPASSES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """A group and how to carve it. A StorageClass names one. `pool` is set for layout thin."""
+    """A class, which a StorageClass names. `pool` is set for layout thin."""
 
     name: str
     group: str
@@ -47,14 +46,14 @@ class DeviceClass:
     mkfs_options: tuple[str, ...] = ()
     pool: thin.Policy | None = None
     cache: Cache | None = None
-    # Whether all of a new volume, and of what it grows by, is overwritten before it is anyone's.
+    # Whether all of a new volume, and of what it grows by, is zeroed before use.
     zero: str = ZERO_FIRST
-    # Whether a RAID volume that lacks a disk for so long is repaired unasked.
+    # Whether a RAID volume is repaired automatically once a disk is missing for so long.
     repair: str = MANUAL
     repair_after_seconds: int = 600
-    # Empty for a volume that is as it is. Of an encrypted one: whether it passes discards on; what
-    # is done when it is deleted; the file that its key is in where no secret has it; whether a copy
-    # gets a master key of its own; which of dm-crypt's work queues it passes by.
+    # Empty for none. Of an encrypted volume: whether dm-crypt passes discards on; how it is erased;
+    # the file with the key for calls without one; whether a copy gets a master key of its own;
+    # which of dm-crypt's work queues are bypassed.
     encryption: str = ""
     discard: bool = False
     erase: str = ERASE_ZERO
@@ -94,12 +93,12 @@ CLASS_KEYS: Mapping[str, Callable[[Any], Any]] = {
     "reencrypt": values.parse_flag,
     "bypass_workqueue": values.choice(*BYPASSES),
 }
-# Those of them that say nothing of what is not encrypted.
+# Keys for classes with encryption only.
 _OF_ENCRYPTED = {"discard", "erase", "key_file", "reencrypt", "bypass_workqueue"}
 
 
 def parse(source: str, listed: object) -> tuple[DeviceClass, ...]:
-    """The tables [[classes]]; raises BadConfig."""
+    """Read the tables [[classes]]; raises BadConfig."""
     checked = values.read(source, "classes", listed, CLASS_KEYS, ("name", "group"))
     classes = [_class(source, where, table) for where, table in checked]
     if len({one.name for one in classes}) != len(classes):
@@ -138,7 +137,7 @@ def _class(source: str, where: str, table: dict[str, Any]) -> DeviceClass:
 
 
 def _layout(table: dict[str, Any]) -> Layout:
-    """The layout that a class's keys amount to; they are taken out of `table`."""
+    """Remove the keys of the layout from `table` and return it."""
     kind = table.pop("layout", LINEAR.kind)
     return Layout(
         kind,
@@ -148,7 +147,7 @@ def _layout(table: dict[str, Any]) -> Layout:
     )
 
 
-# The keys of a thin class's pool, and the field of its policy that each is.
+# The keys of a thin class's pool, with the fields of its policy.
 POOL_KEYS: Mapping[str, str] = {
     "over_provisioning": "over_provisioning",
     "pool_size": "size",
@@ -160,7 +159,7 @@ POOL_KEYS: Mapping[str, str] = {
 
 
 def _pool(table: dict[str, Any], shape: Layout) -> thin.Policy | None:
-    """The pool that a class's keys amount to; they are taken out of `table`."""
+    """Remove the keys of the pool from `table` and return it."""
     given = {field: table.pop(key) for key, field in POOL_KEYS.items() if key in table}
     if not shape.is_thin:
         if given:
@@ -174,7 +173,7 @@ def _pool(table: dict[str, Any], shape: Layout) -> thin.Policy | None:
 
 
 def _cache(table: dict[str, Any], shape: Layout) -> Cache | None:
-    """The cache that a class's keys amount to; they are taken out of `table`."""
+    """Remove the keys of the cache from `table` and return it."""
     given = {key: table.pop(key) for key in ("cache_mode", "cache_size") if key in table}
     kind = table.pop("cache", None)
     if kind is None:

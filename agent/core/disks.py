@@ -1,10 +1,10 @@
-"""Which of the node's disks are a volume group's: told by their labels, without lvm2.
+"""Find the disks of a volume group by their labels, without lvm2.
 
-A group is its UUID. Disks of other drivers, of guests and of other nodes may bear its name, its
-UUID, or a copy of one of its disks. Which is meant is told by proofs, in this order: what was known
-of the group before, what the operator listed, who may have written the disk, active volumes, lvm2's
-own copy of the metadata, Carver's tags. Whatever loses is ignored and told. Only where all proofs
-are the same is neither used.
+A group is identified by its UUID. Disks of other drivers, of guests and of other nodes may bear its
+name, its UUID, or a copy of one of its disks. Proofs decide, in this order: what was known of the
+group before, what the operator listed, who may have written the disk, active volumes, lvm2's own
+copy of the metadata, Carver's tags. Disks that lose are ignored and reported. If all proofs are
+equal, neither is used.
 """
 
 from collections import defaultdict
@@ -15,51 +15,51 @@ from agent.core import errors
 from lvm.disks import Found, Unanswered, Unreadable
 from lvm.labels import Damaged, Group, Kind, PhysicalLabel
 
-# Of a disk: who may have written it, and by which number it was attached.
+# Of a disk: who may have written it, and the sequence number of its attachment.
 _Attached = tuple[Kind, str]
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where a group is: its UUID, and the paths of those of its disks that are there."""
+    """A group's UUID, and the paths of its disks that are there."""
 
     uuid: str
     disks: tuple[str, ...]
-    # The UUIDs of those that are not.
+    # The UUIDs of its missing disks.
     missing: frozenset[str] = frozenset()
-    # Of the node whose group it is; empty where it is anybody's.
+    # Its node's system id (lvmsystemid(7)); empty for any.
     system_id: str = ""
-    # The UUIDs of the disks that are there, in the same order.
+    # The UUIDs of `disks`, in the same order.
     disk_uuids: tuple[str, ...] = ()
-    # The paths of disks that claim to be the group's and are not, each with the reason.
+    # The paths of disks that claim to be the group's but are ignored, each with the reason.
     ignored: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    # How its disks are attached, or were before they went, by their UUIDs.
+    # How its disks are or were last attached, by their UUIDs.
     attached: Mapping[str, _Attached] = field(default_factory=dict, compare=False)
 
     def has(self, path: str, label: PhysicalLabel) -> bool:
-        """Whether that is the very device at which this physical volume of the group was."""
+        """Whether this physical volume of the group is at the same device as before."""
         now = (label.kind, label.sequence)
         is_at = (path, label.uuid) in zip(self.disks, self.disk_uuids, strict=False)
         return is_at and self.attached.get(label.uuid, now) == now
 
     def kind_of(self, uuid: str) -> Kind:
-        """Who may have written a disk; of one that was never there, whoever wrote the others."""
+        """Who may have written a disk; of an unknown one, who may have written the others."""
         kinds = {one: kind for one, (kind, _) in self.attached.items()}
         return kinds.get(uuid, max(kinds.values(), default=Kind.FOREIGN))
 
 
 def names_of(found: Mapping[str, Found]) -> set[str]:
-    """The names of all groups that disks tell of."""
+    """The names of all groups in the labels of disks."""
     return {one.group.name for one in _labels(found).values() if one.group is not None}
 
 
 def claims(found: Mapping[str, Found], name: str) -> Iterator[tuple[str, str]]:
-    """The disks that claim to be a group's of which `locate` says that it is not here."""
+    """The disks that claim to be of a group that `locate` did not find."""
     for path, one in _labels(found).items():
         if one.group is not None and one.group.name == name:
             yield (
                 path,
-                "bears its name, and nothing else tells that it is: if it is meant, name it in"
+                "bears its name, and nothing else proves that it is the group's: if so, name it in"
                 " `devices`, or restart Carver where the group moved to other disks",
             )
 
@@ -73,23 +73,23 @@ def locate(
     sequences: Callable[[Collection[str]], Mapping[str, str]] = lambda _paths: {},
     backed_up: Callable[[], str] = lambda: "",
 ) -> Location | None:
-    """Where the group of that name is; None where it is not on this node.
+    """Locate the group of that name; None if it is not on this node.
 
-    `known` is where it was when it was here last, `listed` the disks that the operator named for
-    it; `sequences` is `lvm.disks.Disks.sequences`, `backed_up` tells the UUID that a group of that
-    name has in lvm2's own copies. Raises GroupRefused where it may not be used, and GroupSilent
-    where a disk does not answer that may be its.
+    `known` is its last location, `listed` the disks that the operator named for it; `sequences` is
+    `lvm.disks.Disks.sequences`, `backed_up` returns the UUID of the group of that name in lvm2's
+    backups. Raises GroupRefused if it may not be used, GroupSilent if a disk that may be its does
+    not answer.
     """
     silent = sorted(path for path, one in found.items() if isinstance(one, Unanswered))
     if known is not None and _was_given_up(found, name, known, sequences):
         known = None
-    told = _Told(_labels(found), name, known, frozenset(listed), backed_up)
-    if (group := told.group()) is None:
+    labels = _Labels(_labels(found), name, known, frozenset(listed), backed_up)
+    if (group := labels.group()) is None:
         if silent:
             raise errors.GroupSilent(name, silent)
         return None
     _require_usable(group)
-    disks = told.disks(group)
+    disks = labels.disks(group)
     missing = frozenset(group.disk_uuids) - set(disks.values())
     was_missing = known is not None and missing <= known.missing
     if missing and silent and not (was_missing and not set(silent) & set(_paths(known))):
@@ -100,8 +100,8 @@ def locate(
         missing,
         group.system_id,
         tuple(disks.values()),
-        tuple(told.ignored(group, disks)),
-        told.attached(group, disks),
+        tuple(labels.ignored(group, disks)),
+        labels.attached(group, disks),
     )
 
 
@@ -113,14 +113,14 @@ def _paths(known: Location | None) -> Iterable[str]:
     return () if known is None else known.disks
 
 
-# The less, the better is the proof.
+# The lower, the better proved.
 _Rank = tuple[bool, bool, Kind, bool, bool, bool]
-# So many of them say who may have written the metadata.
+# The first so many say who may have written the metadata.
 _TRUST = 3
 
 
-class _Told:
-    """What all disks tell of one group, and how well each is proved to be its."""
+class _Labels:
+    """The labels that mention one group, each ranked by how well it is proved."""
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class _Told:
         self._texts = {
             path: one.group
             for path, one in labels.items()
-            # It also has to say that it is one of the group's disks itself.
+            # Its own UUID must be among the group's disks.
             if one.group and one.group.name == name and one.uuid in one.group.disk_uuids
         }
         uuids = {one.uuid for one in self._texts.values()}
@@ -146,13 +146,13 @@ class _Told:
         bearers: defaultdict[str, list[str]] = defaultdict(list)
         for path, one in labels.items():
             bearers[one.uuid].append(path)
-        # Of disks that claim to be the same physical volume those that are proved best.
+        # Of disks that claim to be the same physical volume, the best proved.
         self._bearers = {uuid: self._best(paths) for uuid, paths in bearers.items()}
 
     def group(self) -> Group | None:
-        """The group as its best proved disks have it; None where none of them is believed.
+        """The group by its best proved disks; None if none is trustworthy.
 
-        Raises GroupRefused where it cannot be told which of several is meant.
+        Raises GroupRefused if several groups are equally proved.
         """
         families = [one for one in self._families() if self._is_believed(one)]
         if not families:
@@ -170,16 +170,16 @@ class _Told:
                 f"there are {len(places)} of that name: {said}. Rename the one that is not meant"
                 f" (`vgrename UUID NAME`), detach its disks, or keep lvm2 from them {_FILTER}",
             )
-        # A disk that was away may bear older metadata.
+        # A disk that was missing may bear older metadata.
         newest = max(trusted, key=lambda path: self._texts[path].seqno)
         if self._known is None and best[_TRUST - 1] > Kind.LOCAL:
             self._require_agreed(newest, trusted)
         return self._texts[newest]
 
     def _require_agreed(self, newest: str, trusted: Iterable[str]) -> None:
-        """Raise GroupRefused where one of these disks does not know of the one that is newest.
+        """Raise GroupRefused if one of these disks does not name the one with the newest metadata.
 
-        To disks of the node's own nobody else writes: there the newest counts, as for lvm2.
+        Local disks are written by this node only: there the newest counts, as for lvm2.
         """
         last = self._texts[newest]
         for path in trusted:
@@ -193,7 +193,7 @@ class _Told:
                 )
 
     def disks(self, group: Group) -> Mapping[str, str]:
-        """The disks that are there, in order, each with its UUID; raises GroupRefused."""
+        """The UUIDs of the disks that are there, by their paths; raises GroupRefused."""
         found, unclear = dict[str, str](), dict[str, tuple[str, ...]]()
         for uuid in group.disk_uuids:
             at = self._claims(uuid, group)
@@ -201,7 +201,7 @@ class _Told:
                 found[at[0]] = uuid
             elif at:
                 unclear[uuid] = at
-        # What works is not refused for what is not known to be its.
+        # A working group is not refused for a doubtful disk.
         if unclear and (self._known is None or not found):
             uuid, at = next(iter(unclear.items()))
             raise errors.GroupRefused(
@@ -213,7 +213,7 @@ class _Told:
         return dict(sorted(found.items()))
 
     def ignored(self, group: Group, disks: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-        """The disks that claim to be the group's and are not among these, with the reason."""
+        """The disks that claim to be the group's but are not in `disks`, with the reason."""
         paths = {uuid: path for path, uuid in disks.items()}
         for path, one in self._labels.items():
             if path in disks:
@@ -221,22 +221,22 @@ class _Told:
             if one.uuid in paths:
                 yield path, f"is a copy of {paths[one.uuid]}"
             elif one.uuid in group.disk_uuids:
-                told = "and is attached otherwise, or its metadata are newer than the group's"
-                yield path, f"claims to be the missing disk {one.uuid}, {told}"
+                why = "and is attached otherwise, or its metadata are newer than the group's"
+                yield path, f"claims to be the missing disk {one.uuid}, {why}"
             elif one.group is not None and one.group.uuid == group.uuid:
                 yield path, "has the group's UUID, and the group does not have it"
             elif one.group is not None and one.group.name == group.name:
                 yield path, f"is of another group of that name ({one.group.uuid})"
 
     def attached(self, group: Group, disks: Mapping[str, str]) -> Mapping[str, _Attached]:
-        """How the group's disks are attached, or were before they went."""
+        """How the group's disks are or were last attached, by their UUIDs."""
         before = {} if self._known is None else self._known.attached
         kept = {uuid: one for uuid, one in before.items() if uuid in group.disk_uuids}
         labels = [self._labels[path] for path in disks]
         return {**kept, **{one.uuid: (one.kind, one.sequence) for one in labels}}
 
     def _claims(self, uuid: str, group: Group) -> tuple[str, ...]:
-        """The disks that may be a physical volume of the group, the best proved of them."""
+        """The best proved disks that may be a physical volume of the group."""
         every = [path for path, one in self._labels.items() if one.uuid == uuid]
         may_be = [path for path in every if self._may_be_of(group, path)]
         if not may_be:
@@ -245,14 +245,14 @@ class _Told:
         single = [one[0] for one in self._bearers.values() if len(one) == 1]
         if len(at) == 1 or not any(self._texts.get(path) == group for path in single):
             return at
-        # The group's other disks were written to with it, and not with the copy.
+        # The original was written to together with the group's other disks, the copy was not.
         return tuple(path for path in at if self._texts.get(path) == group) or at
 
     def _may_be_of(self, group: Group, path: str) -> bool:
-        """Whether a disk may be one of the group's, by what it says itself and how it is attached.
+        """Whether a disk may be one of the group's, by its label and its attachment.
 
-        lvm2 would believe the newest metadata that it is shown. This node writes to all disks that
-        are there: what is newer than those was written elsewhere.
+        lvm2 would believe the newest metadata that it sees. This node writes to all disks that are
+        there, so newer metadata were written elsewhere.
         """
         label, text = self._labels[path], self._labels[path].group
         if self._known is not None and self._known.has(path, label):
@@ -266,11 +266,11 @@ class _Told:
 
     @property
     def _before(self) -> Collection[str]:
-        """The UUIDs of the disks that the group had."""
+        """The UUIDs of the group's disks when it was located last."""
         return () if self._known is None else {*self._known.disk_uuids, *self._known.missing}
 
     def _may_return(self, path: str) -> bool:
-        """Whether a disk may be one that the group had, which was attached no less safely."""
+        """Whether a disk may be a returning one of the group: attached no less safely."""
         label = self._labels[path]
         return self._known is not None and label.kind <= self._known.kind_of(label.uuid)
 
@@ -290,7 +290,7 @@ class _Told:
         return tuple(path for path in paths if self._ranks[path] == best)
 
     def _families(self) -> list[set[str]]:
-        """The disks that tell of a group of that name: together those with a disk in common."""
+        """The disks that name the group, in sets that have a physical volume in common."""
         families: list[tuple[set[str], set[tuple[str, str]]]] = []
         for paths in self._bearers.values():
             for path in paths:
@@ -304,11 +304,11 @@ class _Told:
         return [one[0] for one in families]
 
     def _is_believed(self, family: Collection[str]) -> bool:
-        """Whether such disks may be the group's at all."""
+        """Whether these disks may be the group's at all."""
         if any(path in self._listed for path in family):
             return True
         if self._known is not None:
-            # Another group may have taken its name, or a tenant written it.
+            # Another group may have got its name, or a tenant may have written it.
             return any(
                 self._known.has(path, self._labels[path])
                 or (
@@ -327,10 +327,10 @@ class _Told:
         return (min(known), min(listed), min(kind), min(active), min(backed), min(own))
 
     def _trusted(self, family: Collection[str]) -> list[str]:
-        """Those whose metadata count: one that anybody wrote may name itself among the others.
+        """The disks whose metadata count, since a forged one may name itself among the others.
 
-        Where others may write, or there are copies, which say nothing then, those with active
-        volumes come first, and then the disks that these name.
+        If others may write to them, or there are copies, which then do not count: those with active
+        volumes, and the disks that these name.
         """
         best = min(self._ranks[path][:_TRUST] for path in family)
         trusted = [path for path in family if self._ranks[path][:_TRUST] == best]
@@ -350,7 +350,7 @@ class _Told:
         return any(self._labels[path].uuid in self._texts[one].disk_uuids for one in by)
 
 
-# What to do about a disk that is ignored; its contents are somebody's, and stay as they are.
+# The remedy for an ignored disk, which is left as it is.
 REMEDY = "detach it, or keep lvm2 from it (`global_filter` in lvm.conf(5), or lvmdevices(8))"
 _FILTER = "(`global_filter` in lvm.conf(5), or lvmdevices(8))"
 
@@ -361,10 +361,10 @@ def _was_given_up(
     known: Location,
     sequences: Callable[[Collection[str]], Mapping[str, str]],
 ) -> bool:
-    """Whether the disks that were the group's are still there, and are its no more.
+    """Whether the group's disks are still there but no longer its.
 
-    It was renamed or removed, or they were taken out, by hand. One that is blank says so, too; one
-    that cannot be read, or went, does not.
+    It was renamed or removed by hand, or they were removed from it. A blank disk proves that, too;
+    an unreadable or missing one does not.
     """
     labels, there = _labels(found), sequences(known.disks)
     away = False
@@ -377,16 +377,15 @@ def _was_given_up(
         label = labels.get(path)
         if label is None or label.group is None or label.group.uuid != known.uuid:
             continue
-        # Its own metadata say what it is called now.
+        # Its own metadata have its present name.
         return label.group.name != name
     return not away
 
 
 def _require_usable(group: Group) -> None:
-    """Raise GroupRefused for what is not one node's alone (vgexport(8), lvmlockd(8)).
+    """Raise GroupRefused for an exported or a shared group (vgexport(8), lvmlockd(8)).
 
-    Also where an lvm2 that speaks to a lock manager would use it: another node may change it
-    between two looks, with no trace on the disks that Carver would wait for.
+    Another node may change a shared group at any time, without a trace on the disks.
     """
     name = group.name
     if group.is_exported:

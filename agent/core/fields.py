@@ -16,21 +16,21 @@ _NOT_IN_A_NAME = re.compile("[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009
 
 
 def volume_id(text: str) -> str:
-    """A volume's id, whatever it says; raises Missing."""
+    """The volume's id, unparsed; raises Missing."""
     if not text:
         raise errors.Missing("volume_id")
     return text
 
 
 def snapshot_id(text: str) -> str:
-    """A snapshot's id, whatever it says; raises Missing."""
+    """The snapshot's id, unparsed; raises Missing."""
     if not text:
         raise errors.Missing("snapshot_id")
     return text
 
 
 def name(field: str, text: str) -> None:
-    """Raise Missing, BadField for what CSI does not allow as a name."""
+    """Raise Missing or BadField for an invalid name."""
     if not text:
         raise errors.Missing(field)
     if len(text.encode()) > _MAXIMUM_STRING_BYTES:
@@ -40,7 +40,7 @@ def name(field: str, text: str) -> None:
 
 
 def path(field: str, path: str) -> str:
-    """A path, as it is; raises Missing, BadField for one that may lead elsewhere."""
+    """The path; raises Missing, BadField for one that is not absolute and normalized."""
     if not path:
         raise errors.Missing(field)
     try:
@@ -58,7 +58,7 @@ def parsed(field: str, text: str, read: Callable[[str], T]) -> T:
 
 
 def mount_options(field: str, flags: Sequence[str], fs_type: str | None = None) -> None:
-    """Raise BadField for options that no file system has, or that this one has not."""
+    """Raise BadField for options that the file system, or any, does not have."""
     try:
         options.parse(flags, fs_type)
     except mount_errors.BadOption as error:

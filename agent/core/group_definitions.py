@@ -1,9 +1,8 @@
-"""Founding: the groups that Carver is to make, of block devices or on a file, made where missing.
+"""Create the defined groups, on block devices or in a file, if they are missing.
 
-Every step is looked for first, so the first start, a restart, one after a crash and one after a
-reboot are the same code. A group is made by one command on all of its disks, and only if each is
-vacant; otherwise nothing is changed, the service starts without the group, and says why. Each group
-is made for itself: one whose disk hangs keeps no other from being there.
+Each step checks first whether it is done, so that the first start and one after a crash or a reboot
+are the same code. One command creates a group on all of its disks, only if each is vacant;
+otherwise the service starts without the group and logs why. Groups do not wait for each other.
 """
 
 import logging
@@ -31,16 +30,16 @@ _MINIMUM_BYTES = 64 << 20
 _PIECE_BYTES = 1 << 20
 _NO_DISK = "/dev/null"
 
-# The tag that tells a group that Carver made from an operator's, whatever its disks are called.
+# The tag of a group that Carver made.
 _MADE = {"made": "yes"}
 
 
 @dataclass
 class GroupDefinitions:
-    """The groups that Carver makes: their devices, and why some of them could not be made.
+    """The devices of the groups that Carver creates, and why some could not be created.
 
-    A group that is in none of them is the operator's, and is taken as it is. `begin` and `lay` fill
-    it in, `lay` for one group in each thread; those it has not been done for are `pending`.
+    All other groups are the operator's. `begin` and `create` fill it in, `create` in a thread for
+    each group; those still to be created are `pending`.
     """
 
     kernel: Kernel
@@ -50,10 +49,9 @@ class GroupDefinitions:
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     def group(self, known: report.Report, name: str) -> report.Group:
-        """The group of that name, if it is the one that is meant.
+        """The group of that name, if it is the defined one; raises GroupRefused, GroupMissing.
 
-        Raises GroupRefused, GroupMissing. What is wrong is seen anew each time: a group that
-        appears, or is put right, needs no restart.
+        Checked each time: a group that appears or is repaired needs no restart.
         """
         if name not in known.groups and name in self.failures:
             raise errors.GroupRefused(name, f"{self.failures[name]}. Then restart Carver")
@@ -62,7 +60,7 @@ class GroupDefinitions:
         return group
 
     def require_meant(self, group: report.Group) -> None:
-        """Raise GroupRefused for a group of the name of one that Carver makes, which is another."""
+        """Raise GroupRefused for another group of the name of a defined one."""
         if group.name in self.devices and not self._is_meant(group):
             disks = ", ".join(disk.name for disk in group.disks)
             raise errors.GroupRefused(
@@ -72,17 +70,17 @@ class GroupDefinitions:
             )
 
     def listed(self, group: str) -> Sequence[str]:
-        """The devices that Carver makes a group of; none where it does not make it."""
+        """The devices of a defined group; none for others."""
         return self.devices.get(group, ())
 
     def absent(self, group: report.Group) -> list[str]:
-        """The devices that are listed for a group, and are none of its disks."""
+        """The listed devices of a group that are not among its disks."""
         there = self._numbers(disk.name for disk in group.disks)
         listed = self.devices.get(group.name, ())
         return [one for one in listed if not self._numbers([one]) & there]
 
     def _is_meant(self, group: report.Group) -> bool:
-        """Whether Carver made it, by its tag, or it has one of the disks that are listed."""
+        """Whether Carver made the group, by its tag, or it has a listed disk."""
         if tags.decode(group.tags).items() & _MADE.items():
             return True
         return len(self.absent(group)) < len(self.devices[group.name])
@@ -91,65 +89,64 @@ class GroupDefinitions:
         return _numbers(self.kernel, paths)
 
 
-# Where every group is the operator's.
+# All groups are the operator's.
 NONE = GroupDefinitions(Kernel())
 
 
 def on_node(run: Run, config: Config) -> Lvm:
-    """lvm2 as it is called on this node, before it is known what devices it is to see."""
+    """lvm2 on this node, not yet confined to devices."""
     return Lvm(run, (), _settings(config), config.lvm_root)
 
 
-def begin(lvm: Lvm, laid: GroupDefinitions, config: Config, volume_groups: VolumeGroups) -> None:
-    """Say what lvm2 sees from now on, and which groups are to be laid. No command."""
-    lvm.devices = _confined(laid.kernel, config, laid.devices)
+def begin(
+    lvm: Lvm, definitions: GroupDefinitions, config: Config, volume_groups: VolumeGroups
+) -> None:
+    """Confine lvm2 to the devices, and note which groups are to be created. No command."""
+    lvm.devices = _confined(definitions.kernel, config, definitions.devices)
     for one in config.definitions:
-        _found_on(lvm, laid, config, one, one.devices)
-        laid.pending.add(one.group)
+        _found_on(lvm, definitions, config, one, one.devices)
+        definitions.pending.add(one.group)
         if (volume_group := volume_groups.known(one.group)) is not None:
             volume_group.is_awaited = True
 
 
-def lay(
-    lvm: Lvm, laid: GroupDefinitions, config: Config, volume_groups: VolumeGroups, name: str
+def create(
+    lvm: Lvm, definitions: GroupDefinitions, config: Config, volume_groups: VolumeGroups, name: str
 ) -> None:
-    """Make what is missing of a group, once in the life of a process.
+    """Create a defined group if it is missing, once in the life of a process.
 
-    One command where the group is there, none where Carver is not to make it. One that cannot be
-    made is told in the log, and by Foundations to whoever needs the group. Where lvm2 or a disk
-    does not answer, CommandError or GroupSilent is raised and all is to be done again: each step
-    is looked for first.
+    One command if it exists, none for other groups. A failure is logged and kept in `failures`.
+    If lvm2 or a disk does not answer, raises CommandError or GroupSilent; then call again.
     """
     volume_group = volume_groups.known(name)
-    if name not in laid.pending or volume_group is None:
+    if name not in definitions.pending or volume_group is None:
         return
     one = next(one for one in config.definitions if one.group == name)
-    kernel, is_here = laid.kernel, True
-    with _noted(laid.failures, name):
-        _found_on(lvm, laid, config, one, _devices(kernel, one))
+    kernel, is_here = definitions.kernel, True
+    with _noted(definitions.failures, name):
+        _found_on(lvm, definitions, config, one, _devices(kernel, one))
         is_here = locate(volume_groups.scan(), name, listed=volume_groups.listed(name)) is not None
     if not is_here:
-        own = _seeing(lvm, kernel, laid.devices[name])
+        own = _seeing(lvm, kernel, definitions.devices[name])
         known = report.read(own)
-        with _noted(laid.failures, name):
-            _make(own, laid, known, one)
+        with _noted(definitions.failures, name):
+            _make(own, definitions, known, one)
     volume_group.outdate()
     volume_group.is_awaited = False
-    if name not in laid.failures and (group := volume_group.state()) is not None:
-        with _noted(laid.failures, name):
-            laid.require_meant(group)
-            _tell_of_absent(laid, group)
+    if name not in definitions.failures and (group := volume_group.state()) is not None:
+        with _noted(definitions.failures, name):
+            definitions.require_meant(group)
+            _log_absent(definitions, group)
             slow = [disk.name for disk in group.disks if not disk.fast]
             if unmarked := _same_as(kernel, slow, one.fast):
                 groups.mark_fast(volume_group.lvm, unmarked)
-    laid.pending.discard(name)
+    definitions.pending.discard(name)
 
 
 def _seeing(lvm: Lvm, kernel: Kernel, devices: Iterable[str]) -> Lvm:
-    """lvm2, which sees these devices alone, as far as they are there: others may not answer.
+    """lvm2 confined to these devices, since others may not answer.
 
-    Where the node lists the disks that lvm2 may use, it is lvm2 as it is on the node, which puts
-    those of a new group on the list.
+    With a devices file it is not confined: lvm2 adds the disks of a new group to that file.
     """
     if lvm.root is not None and lvm2.listed_disks(lvm.root) is not None:
         return lvm
@@ -158,31 +155,32 @@ def _seeing(lvm: Lvm, kernel: Kernel, devices: Iterable[str]) -> Lvm:
 
 
 def _found_on(
-    lvm: Lvm, laid: GroupDefinitions, config: Config, one: GroupDefinition, devices: Sequence[str]
+    lvm: Lvm,
+    definitions: GroupDefinitions,
+    config: Config,
+    one: GroupDefinition,
+    devices: Sequence[str],
 ) -> None:
-    """Note the devices of a group, to which lvm2 may be confined."""
-    with laid.guard:
-        laid.devices = {**laid.devices, one.group: devices}
-        lvm.devices = _confined(laid.kernel, config, laid.devices)
+    """Note the devices of a group, and confine lvm2 to all."""
+    with definitions.guard:
+        definitions.devices = {**definitions.devices, one.group: devices}
+        lvm.devices = _confined(definitions.kernel, config, definitions.devices)
 
 
 def look(run: Run, kernel: Kernel, config: Config) -> Lvm:
-    """lvm2 as `lay` would have it called, without making anything; raises NotReady."""
+    """lvm2 confined as by `create`, without creating anything; raises NotReady."""
     devices = found(kernel, config)
     return replace(on_node(run, config), devices=_confined(kernel, config, devices))
 
 
 def found(kernel: Kernel, config: Config) -> Mapping[str, Sequence[str]]:
-    """The devices of each group that Carver makes, without making anything; raises NotReady."""
+    """The devices of each defined group, without creating anything; raises NotReady."""
     return {one.group: _found(kernel, one) for one in config.definitions}
 
 
 @contextmanager
 def _noted(failures: dict[str, str], name: str) -> Iterator[None]:
-    """Keep a failure as the reason for which a group is not there, and go on.
-
-    What does not answer proves nothing of its group.
-    """
+    """Log and keep a failure, and go on; raise what did not answer, since it proves nothing."""
     failures.pop(name, None)
     try:
         yield
@@ -194,11 +192,11 @@ def _noted(failures: dict[str, str], name: str) -> Iterator[None]:
 
 
 def _make(
-    lvm: Lvm, laid: GroupDefinitions, known: report.Report, definition: GroupDefinition
+    lvm: Lvm, definitions: GroupDefinitions, known: report.Report, definition: GroupDefinition
 ) -> None:
-    """Make a group of its devices, each of which is vacant; raises NotVacant, ProbeFailed."""
-    name, kernel = definition.group, laid.kernel
-    devices = laid.devices[name]
+    """Create a group on its devices if each is vacant; raises NotVacant, ProbeFailed."""
+    name, kernel = definition.group, definitions.kernel
+    devices = definitions.devices[name]
     for device in devices:
         in_use.require_unused(kernel, device)
     if len(_numbers(kernel, devices)) < len(devices):
@@ -206,40 +204,39 @@ def _make(
     _require_equal_blocks(kernel, devices)
     sizes = [kernel.device_size_bytes(device) for device in devices]
     metadata_bytes = groups.suitable_metadata_bytes(sum(sizes))
-    # Labelled by lvm2 and in no group: what vgcreate leaves when it is killed half-way.
+    # A killed vgcreate leaves physical volumes without a group.
     orphans = _numbers(kernel, known.orphans)
     for device in devices:
         if not _numbers(kernel, [device]) & orphans:
             in_use.require_blank(kernel, device)
             if definition.file is not None:
                 _fill(kernel, device, groups.LABEL_BYTES + metadata_bytes)
-    # lvm2 knows devices by the names of their nodes, not by every link that leads to them.
+    # lvm2 knows devices by their nodes' names, not by all links.
     paths = [kernel.real_path(one) for one in devices]
     groups.create(lvm, name, paths, _MADE, metadata_bytes)
     _log.info("made volume group %s on %s", name, ", ".join(devices))
 
 
 def _require_equal_blocks(kernel: Kernel, devices: Sequence[str]) -> None:
-    """Raise NotReady for disks of 512 bytes beside such of 4 KiB, which lvm2 refuses too.
+    """Raise NotReady for disks with different sizes of logical blocks, which lvm2 refuses too.
 
-    A file system's blocks may be no smaller than its disk's: what was made on the one could not be
-    mounted once it lies on the other (lvm.conf(5), devices/allow_mixed_block_sizes).
+    A file system with smaller blocks than its disk's cannot be mounted (lvm.conf(5),
+    devices/allow_mixed_block_sizes).
     """
     sizes = {device: kernel.logical_block_bytes(device) for device in devices}
     if len(set(sizes.values())) > 1:
-        told = ", ".join(f"{device}: {size}" for device, size in sizes.items())
+        listed = ", ".join(f"{device}: {size}" for device, size in sizes.items())
         raise errors.NotReady(
-            f"the devices' logical blocks differ ({told} bytes): a group is of disks with blocks of"
-            " one size; list the others for a group of their own"
+            f"the devices' logical blocks differ ({listed} bytes): a group is of disks with"
+            " blocks of one size; list the others for a group of their own"
         )
 
 
 def _fill(kernel: Kernel, device: str, size_bytes: int) -> None:
-    """Have the part of a sparse file in which lvm2 keeps metadata on the disk.
+    """Allocate the start of a sparse file, where lvm2 keeps its metadata.
 
-    lvm2 writes there without a flush (lib/device/bcache.c). In a hole that takes a new block, and
-    which one is on record in the file's own file system seconds later: a power loss meanwhile would
-    leave a header that points to zeroes, and no group.
+    lvm2 writes it without a flush (lib/device/bcache.c). In a hole, the file system would record
+    the new block seconds later, and a power loss before would lose the group's metadata.
     """
     try:
         for offset in range(0, size_bytes, _PIECE_BYTES):
@@ -248,12 +245,12 @@ def _fill(kernel: Kernel, device: str, size_bytes: int) -> None:
         raise errors.NotReady(f"{device} cannot be written: {error.strerror}") from None
 
 
-def _tell_of_absent(laid: GroupDefinitions, group: report.Group) -> None:
-    """A disk that is listed later is not added unasked: `vgextend` cannot be undone in general."""
-    for device in laid.absent(group):
+def _log_absent(definitions: GroupDefinitions, group: report.Group) -> None:
+    """Log listed devices that the group lacks; adding them is hard to undo, so left to people."""
+    for device in definitions.absent(group):
         try:
-            in_use.require_unused(laid.kernel, device)
-            in_use.require_blank(laid.kernel, device)
+            in_use.require_unused(definitions.kernel, device)
+            in_use.require_blank(definitions.kernel, device)
         except mount_errors.MountError as error:
             _log.warning("%s is listed for volume group %s: %s", device, group.name, error)
         else:
@@ -264,7 +261,7 @@ def _tell_of_absent(laid: GroupDefinitions, group: report.Group) -> None:
 
 
 def _found(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
-    """The devices that a group is on, as they are now."""
+    """The devices of a group; for a file its loop device. Raises NotReady without one."""
     if definition.file is None:
         return definition.devices
     path = definition.file.path
@@ -278,7 +275,7 @@ def _found(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
 
 
 def _devices(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
-    """The devices that a group is on; for a file its loop device, made where it is not there."""
+    """The devices of a group; for a file its loop device, which is attached if missing."""
     if definition.file is None:
         return definition.devices
     file = definition.file
@@ -296,7 +293,7 @@ def _devices(kernel: Kernel, definition: GroupDefinition) -> Sequence[str]:
 
 
 def _planned_bytes(file: BackingFile) -> int:
-    """The size for a new file. More than is free would fail its volumes' writes later."""
+    """The size of a new file: at most the free space, or writes would fail later."""
     status = os.statvfs(file.path.parent)
     free = status.f_bavail * status.f_frsize
     planned = file.size_bytes or free // 2 // _MINIMUM_BYTES * _MINIMUM_BYTES
@@ -315,7 +312,7 @@ def _private(path: str, flags: int) -> int:
 def _settings(config: Config) -> tuple[str, ...]:
     root = config.lvm_root
     if config.lvm == "host":
-        # It was built for its /etc/lvm, and knows by itself whether a devices file counts.
+        # The host's lvm2 reads its own /etc/lvm, which says whether a devices file counts.
         return (*lvm2.without_udev(), *lvm2.without_archives(root))
     devices_file = lvm2.with_devices_file(root)
     return (*lvm2.without_udev(), *lvm2.without_archives(root), *devices_file)
@@ -324,27 +321,26 @@ def _settings(config: Config) -> tuple[str, ...]:
 def _confined(
     kernel: Kernel, config: Config, devices: Mapping[str, Sequence[str]]
 ) -> tuple[str, ...]:
-    """The devices that lvm2 is confined to; none leaves that to lvm.conf(5).
+    """The devices that lvm2 is confined to; none for those of lvm.conf(5).
 
-    Where every group is on a file of Carver's own, lvm2 need look at nothing else. Elsewhere an
-    operator may have added disks that are not listed.
+    Confined if all groups are in files of Carver's; to others an operator may have added disks.
     """
     on_files = {one.group for one in config.definitions if one.file is not None}
     if not config.devices and not on_files.issuperset(config.groups):
         return ()
     own = [kernel.real_path(device) for listed in devices.values() for device in listed]
-    # Without any, lvm2 would look at all: one that is no disk keeps it from that.
+    # With an empty list, lvm2 would scan all devices; one that is no disk prevents that.
     return (*config.devices, *own) or (_NO_DISK,)
 
 
 def _same_as(kernel: Kernel, disks: Iterable[str], devices: Iterable[str]) -> list[str]:
-    """The disks that are one of the devices, whatever they are called there."""
+    """The disks that are among the devices, by device number."""
     wanted = _numbers(kernel, devices)
     return [disk for disk in disks if _numbers(kernel, [disk]) & wanted]
 
 
 def _numbers(kernel: Kernel, paths: Iterable[str]) -> set[DeviceNumber]:
-    """The devices' numbers, which tell whether two names are one device; those that are there."""
+    """The numbers of the devices that exist."""
     found = set()
     for path in paths:
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""dm-crypt devices of encrypted volumes: closed, their headers erased, copies of headers kept."""
+"""Close dm-crypt devices, erase LUKS2 headers, and back them up."""
 
 import logging
 import os
@@ -19,17 +19,16 @@ _log = logging.getLogger(__name__)
 
 
 class HeaderCopies:
-    """Those in a directory; none are kept where there is no directory."""
+    """Backups of headers in a directory; without one, none are kept."""
 
     def __init__(self, directory: Path | None, program: Cryptsetup) -> None:
         self._directory = directory
         self._cryptsetup = program
 
     def keep(self, device: Device, *, anew: bool = False) -> None:
-        """Keep a copy of a volume's header; a command at the first time.
+        """Back up a volume's header, with `anew` also if there is a backup; one command.
 
-        Of one whose keys changed it is made `anew`: the old one opens by the old key. One that
-        cannot be kept is told in the log, and keeps no pod waiting.
+        After a change of keys the old backup opens by the old key. Failures are only logged.
         """
         if self._directory is None:
             return
@@ -41,7 +40,7 @@ class HeaderCopies:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             unfinished.unlink(missing_ok=True)
             self._cryptsetup.back_up(device.logical.path, str(unfinished))
-            # A copy that counts is whole, also when the power fails.
+            # A backup under its final name is complete, also after a power loss.
             _flush(unfinished)
             unfinished.replace(file)
             _flush(self._directory)
@@ -49,7 +48,7 @@ class HeaderCopies:
             _log.error("no copy of the header of %s is kept: %s", device.logical.path, error)
 
     def forget(self, uuid: str) -> None:
-        """Remove the copy of a logical volume, by its UUID, with dashes or without."""
+        """Remove the backup for a logical volume's UUID, with or without dashes."""
         if self._directory is not None:
             (self._directory / f"{uuid.replace('-', '')}.luks").unlink(missing_ok=True)
 
@@ -62,14 +61,14 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-# Any other UUID would do as well.
+# Chosen at random.
 _NAMESPACE = uuid.UUID("5b9f7f0a-6b0e-4d5c-9d27-0f0f8c1f6c3e")
-# A thin pool that is fuller than this has perhaps no chunk for what is overwritten.
+# A thin pool that is fuller may have no chunk left for an overwritten header.
 _FULL_PERCENT = 99.0
 
 
 class Mappings:
-    """Closes and erases; the key is asked for elsewhere (agent/operations/encrypt.py)."""
+    """Closes and erases encrypted volumes; agent/operations/encrypt.py opens them."""
 
     def __init__(self, context: Context) -> None:
         self._kernel, self._inventory = context.kernel, context.inventory
@@ -79,15 +78,15 @@ class Mappings:
         self.copies = HeaderCopies(context.config.header_backups, self.cryptsetup)
 
     def is_used(self, mapping: Device) -> bool:
-        """Whether a dm-crypt device is mounted or published somewhere; no command."""
+        """Whether a dm-crypt device is mounted or published; no command."""
         known = table.read(self._kernel)
         parts = known.of_device(mapping.number)
         return bool(parts or users.places(self._kernel, known, mapping))
 
     def close_unused(self, volume_id: str) -> None:
-        """Close the volume where it is open and nowhere used; a command, none where it is closed.
+        """Close a volume that is open and unused; one command at most.
 
-        Raises CryptBusy for one that a process has open.
+        Raises CryptBusy if a process has it open.
         """
         device = self._inventory.device(volume_id)
         if device is None:
@@ -97,7 +96,7 @@ class Mappings:
             self.cryptsetup.close(device.name)
 
     def ensure_closed(self, volume: Volume) -> None:
-        """Close a volume that was just found unused; raises VolumeInUse where it is not."""
+        """Close a volume; raises VolumeInUse if it is mounted or published."""
         mapping = self._inventory.mapping(volume)
         if mapping is None:
             return
@@ -106,11 +105,10 @@ class Mappings:
         self.cryptsetup.close(mapping.name)
 
     def erase(self, volume: Volume) -> None:
-        """Overwrite an encrypted volume's header and key slots: nobody can read it from then on.
+        """Overwrite a volume's header and key slots, so that it cannot be opened again.
 
-        The copy that Carver kept goes first. A command where it is not active. Of a thin volume it
-        takes no chunk that its pool has not: where that is full, what is left of the header goes
-        with the chunk that it is in.
+        The backup is removed first. One command if the volume is inactive. In a thin pool that is
+        full or read-only, the header is not overwritten, and goes with its chunk.
         """
         active = self._inventory.activate(volume)
         self.copies.forget(active.logical.uuid)
@@ -125,12 +123,12 @@ class Mappings:
 
 
 def own_uuid(device: Device) -> str:
-    """The UUID of a volume's header that has a master key of its own: no copy's has it."""
+    """The UUID of a header with its own master key; a copied header has the source's."""
     return str(uuid.uuid5(_NAMESPACE, device.logical.uuid))
 
 
 def progress(kernel: Kernel, device: Device) -> str:
-    """How much of a volume has a new master key, by the header on its own device; no command."""
+    """The progress of a re-encryption by the header on the volume's device; no command."""
     header = luks.read(kernel, device.path)
     if header is None or not header.is_reencrypting:
         return "not begun"

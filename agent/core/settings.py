@@ -1,4 +1,4 @@
-"""The settings: from the file, variables and flags into one record; the groups to be made."""
+"""Read the settings from file, environment and flags into one record."""
 
 import argparse
 import socket
@@ -17,10 +17,7 @@ from mount.filesystem import OLDEST_KERNEL
 
 @dataclass(frozen=True)
 class BackingFile:
-    """A sparse file that a loop device turns into the one disk of a group.
-
-    Without a size it is made half as large as what is free in its file system.
-    """
+    """A sparse file as the only disk of a group; by default half of the free space."""
 
     path: Path
     size_bytes: int | None = None
@@ -28,10 +25,7 @@ class BackingFile:
 
 @dataclass(frozen=True)
 class GroupDefinition:
-    """What a group is made of where it is not there yet: block devices, or a file.
-
-    Those of its devices that are `fast` are for caches, whether or not Carver made the group.
-    """
+    """A group to create if missing, on devices, the `fast` ones for caches, or in a file."""
 
     group: str
     devices: tuple[str, ...] = ()
@@ -51,12 +45,12 @@ GROUP_KEYS: Mapping[str, Callable[[Any], Any]] = {
 def parse_groups(
     source: str, listed: object, classes: Sequence[DeviceClass]
 ) -> tuple[GroupDefinition, ...]:
-    """The tables [[groups]], each of a group that some class uses; raises BadConfig."""
+    """Read the tables [[groups]], each of a group that a class uses; raises BadConfig."""
     used = {one.group for one in classes}
     found: list[GroupDefinition] = []
     places: set[str] = set()
     for where, table in values.read(source, "groups", listed, GROUP_KEYS, ("name",)):
-        one = _foundation(source, where, table)
+        one = _definition(source, where, table)
         if one.group not in used:
             raise errors.BadConfig(source, f"{where}.name", f"no class uses the group {one.group}")
         if one.group in {other.group for other in found}:
@@ -69,7 +63,7 @@ def parse_groups(
     return tuple(found)
 
 
-def _foundation(source: str, where: str, table: Mapping[str, Any]) -> GroupDefinition:
+def _definition(source: str, where: str, table: Mapping[str, Any]) -> GroupDefinition:
     devices, file = table.get("devices", ()), table.get("file")
     if bool(devices) == bool(file):
         raise errors.BadConfig(source, where, "has either devices or a file")
@@ -94,7 +88,7 @@ EMBEDDED_CLASS = DeviceClass(name="default", group="carver", default=True)
 
 @dataclass(frozen=True)
 class Setting:
-    """One thing that can be set in the file, by a variable or by a flag."""
+    """A setting: a key in the file, a variable CARVER_KEY, a flag --key."""
 
     parse: Callable[[Any], Any]
     default: Callable[[], Any]
@@ -216,7 +210,7 @@ SETTINGS: Mapping[str, Setting] = {
 
 @dataclass(frozen=True)
 class Config:
-    """All that an operator decides. `foundations` are those of the groups that Carver makes."""
+    """The settings, the classes, and the definitions of groups that Carver creates."""
 
     node_id: str
     endpoint: Path
@@ -245,7 +239,7 @@ class Config:
     orphan_grace_seconds: int = 3600
 
     def device_class(self, name: str) -> DeviceClass | None:
-        """The class of that name, or the default one for an empty name."""
+        """The class of that name; for an empty one the default. None without such a class."""
         for one in self.classes:
             if one.name == name or (not name and one.default):
                 return one
@@ -258,22 +252,22 @@ class Config:
 
     @property
     def topology_key(self) -> str:
-        """The label by which the cluster tells the nodes of this driver apart."""
+        """The label of nodes that holds this driver's topology segment."""
         return f"topology.{self.driver_name}/node"
 
     @property
     def lvm_root(self) -> Path:
-        """lvm2's own root directory: the host's is reached through its first process."""
+        """The root directory that lvm2 runs in; the host's by its first process."""
         return Path("/proc/1/root" if self.lvm == "host" else "/")
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups of all classes, each once, in the classes' order."""
+        """The groups of all classes, without duplicates, in the classes' order."""
         return tuple(dict.fromkeys(one.group for one in self.classes))
 
 
 def add_arguments(parser: argparse.ArgumentParser, keys: Iterable[str] = tuple(SETTINGS)) -> None:
-    """Give a parser the flags that `load` reads, or those of some settings."""
+    """Add the flags of all settings, or of some, to a parser."""
     parser.add_argument("--config", type=Path, metavar="FILE", help=f"default: {DEFAULT_FILE}")
     for key in keys:
         flag = f"--{key.replace('_', '-')}"
@@ -281,7 +275,7 @@ def add_arguments(parser: argparse.ArgumentParser, keys: Iterable[str] = tuple(S
 
 
 def load(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Config:
-    """The checked configuration; raises BadConfig, which names the source and the key."""
+    """Load the settings: flags override variables, these the file. Raises BadConfig."""
     file = arguments.config or Path(environment.get("CARVER_CONFIG", DEFAULT_FILE))
     optional = file == DEFAULT_FILE
     table = _read(file, optional=optional)

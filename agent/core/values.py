@@ -1,4 +1,4 @@
-"""Sizes, counts, addresses, names and tables of the configuration: read from text, or refused."""
+"""Parse values of the configuration and of parameters; each raises ValueError."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ _MAXIMUM_NODE_ID = 253
 # CSI spec, GetPluginInfoResponse: a domain name of at most 63 characters.
 _MAXIMUM_DRIVER_NAME = 63
 _MAXIMUM_PORT = 65535
-# Less would make of a look a load, and of a grace none.
+# The shortest interval between scans, and the shortest grace period.
 _SHORTEST_SECONDS = 60
 _UNITS: Mapping[str, int] = {"": 1} | {
     f"{letter}{suffix}": base**power
@@ -27,7 +27,7 @@ _UNITS: Mapping[str, int] = {"": 1} | {
 
 @dataclass(frozen=True)
 class Address:
-    """Where to listen; an empty host is every address of the node's."""
+    """An address to listen at; an empty host for all of the node's."""
 
     host: str
     port: int
@@ -46,7 +46,7 @@ def parse_size(value: object) -> int:
 
 
 def parse_file_size(value: object) -> int | None:
-    """Bytes; None for `half`, of what is free where the file is."""
+    """Bytes; None for `half` of the free space beside the file."""
     if value == HALF:
         return None
     if (size := parse_size(value)) == 0:
@@ -69,7 +69,7 @@ def parse_kernel(value: object) -> tuple[int, int]:
 
 
 def parse_period(value: object) -> int:
-    """Seconds between two deeds that cost something; 0 for none at all."""
+    """The interval of a background task in seconds; 0 for never."""
     seconds = parse_count(value)
     if 0 < seconds < _SHORTEST_SECONDS:
         raise ValueError(f"0, or {_SHORTEST_SECONDS} seconds or more")
@@ -77,7 +77,7 @@ def parse_period(value: object) -> int:
 
 
 def parse_grace(value: object) -> int:
-    """Seconds for which something must last; never none."""
+    """A grace period in seconds."""
     seconds = parse_count(value)
     if seconds < _SHORTEST_SECONDS:
         raise ValueError(f"{_SHORTEST_SECONDS} seconds or more")
@@ -93,7 +93,7 @@ def parse_flag(value: object) -> bool:
 
 
 def choice(*allowed: str) -> Callable[[object], str]:
-    """What reads one of a few texts."""
+    """A parser of an enumeration."""
 
     def parse(value: object) -> str:
         if value not in allowed:
@@ -120,7 +120,7 @@ def parse_paths(value: object) -> tuple[str, ...]:
 
 
 def parse_device_names(value: object) -> tuple[str, ...]:
-    """Absolute paths that lvm2 can be given in one list."""
+    """Absolute paths without blanks and commas, at least one."""
     found = parse_paths(value)
     if any(re.search(r"[\s,]", one) for one in found):
         raise ValueError("absolute paths without blanks and commas")
@@ -138,7 +138,7 @@ def parse_address(value: object) -> Address | None:
 
 
 def parse_node_id(value: object) -> str:
-    """A name as a node of a cluster may have it."""
+    """A node's name as Kubernetes allows it."""
     text = str(value)
     if not re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", text):
         raise ValueError("letters, digits, dots, dashes and underscores, as in a host name")
@@ -148,7 +148,7 @@ def parse_node_id(value: object) -> str:
 
 
 def parse_driver_name(value: object) -> str:
-    """A name as a CSI driver may have it."""
+    """A CSI driver's name."""
     text = str(value)
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?", text):
         raise ValueError("lower-case letters, digits, dots and dashes, as in a domain name")
@@ -167,7 +167,7 @@ def parse_words(value: object) -> tuple[str, ...]:
 
 
 def parse_lvm_name(value: object) -> str:
-    """A name as a volume group may have it."""
+    """A volume group's name."""
     text = str(value)
     if not re.fullmatch(r"[A-Za-z0-9_+.][A-Za-z0-9_+.-]*", text) or text in {".", ".."}:
         raise ValueError("a name as lvm(8) allows it: letters, digits and _ + . -")
@@ -185,7 +185,7 @@ def parse_reserve(value: object) -> Reserve:
 
 
 def parse_part(value: object) -> Reserve:
-    """A size, or a part of the volume that it is for, such as `20%`: a snapshot's, a cache's."""
+    """A size, or a percentage of a volume: of a COW store or a cache."""
     size = parse_reserve(value)
     if size == NO_RESERVE:
         raise ValueError("must be larger than 0")
@@ -193,7 +193,7 @@ def parse_part(value: object) -> Reserve:
 
 
 def parse_read_ahead(value: object) -> int | Literal["auto"]:
-    """Bytes that are read ahead, 0 for none, or `auto`: as the kernel chooses."""
+    """Bytes to read ahead, 0 for none, or `auto` for the kernel's choice."""
     if value == tuning.AUTO:
         return tuning.AUTO
     try:
@@ -223,7 +223,7 @@ def parse_percent(value: object) -> float:
 
 
 def parse_ratio(value: object) -> float:
-    """How much more may be promised than is there, 1 for no more."""
+    """The ratio of over-provisioning, 1 for none."""
     if isinstance(value, bool) or not re.fullmatch(r"\d+(\.\d+)?", str(value)):
         raise ValueError("a number of 1 or more, such as 1.5")
     if float(str(value)) < 1:
@@ -232,7 +232,7 @@ def parse_ratio(value: object) -> float:
 
 
 def parse_chunk_size(value: object) -> int:
-    """Bytes, as a thin pool's chunks may have."""
+    """The bytes of a thin pool's chunks."""
     size = parse_size(value)
     least, most = thin.LEAST_CHUNK_BYTES, thin.MOST_CHUNK_BYTES
     if not least <= size <= most or size & (size - 1):
@@ -241,7 +241,7 @@ def parse_chunk_size(value: object) -> int:
 
 
 def checked(source: str, key: str, parse: Callable[[Any], Any], raw: object) -> Any:
-    """A value as `parse` reads it; raises BadConfig where that refuses it with a ValueError."""
+    """Parse a value; raises BadConfig for a ValueError."""
     try:
         return parse(raw if not isinstance(raw, tuple) else list(raw))
     except ValueError as error:
@@ -255,7 +255,7 @@ def read(
     keys: Mapping[str, Callable[[Any], Any]],
     required: Sequence[str],
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The tables of a list such as [[classes]], checked key by key, each with where it stands."""
+    """Parse a list of tables such as [[classes]]; yields each with its position as text."""
     if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
         raise errors.BadConfig(source, name, f"is a list of tables: [[{name}]]")
     for index, table in enumerate(tables):

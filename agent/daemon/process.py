@@ -143,7 +143,7 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
 
         # Recovery of each group when it answers; calls are admitted after the first.
         def recover(group: str) -> bool:
-            group_definitions.lay(lvm, definitions, config, service.volume_groups, group)
+            group_definitions.create(lvm, definitions, config, service.volume_groups, group)
             return resume(service, group)
 
         recovery = Recovery(service.volume_groups, recover)

@@ -22,5 +22,5 @@ def lay(
     volume_groups = VolumeGroups(lvm, host.disks, host.devices, config.groups)
     group_definitions.begin(lvm, laid, config, volume_groups)
     for group in config.groups:
-        group_definitions.lay(lvm, laid, config, volume_groups, group)
+        group_definitions.create(lvm, laid, config, volume_groups, group)
     return lvm, laid
