@@ -20,7 +20,7 @@ def add(line: CommandLine) -> None:
 
 
 def _add_receive(verbs: Commands) -> None:
-    """The words of `carver volume receive`."""
+    """Add `carver volume receive`."""
     receive = verb(
         verbs,
         "receive",
@@ -29,30 +29,30 @@ def _add_receive(verbs: Commands) -> None:
     )
     receive.add_argument("name", metavar="NAME", help="its name on this node")
     receive.add_argument("--class", dest="device_class", default="", help="else the default one")
-    _add_deeds(
+    _add_actions(
         receive,
-        ("status", "tell how far it is, and where a stream to it goes on"),
-        ("checksum", "tell the checksum of all that it holds"),
-        ("finish", "have it be a volume of this node: no stream is taken any more"),
-        ("withdraw", "of a move that is undone: have it be none any more"),
-        ("abort", "overwrite and remove what was received"),
+        ("status", "show its state, and the offset where a stream continues"),
+        ("checksum", "show the checksum of all that it holds"),
+        ("finish", "make it a volume of this node, which takes no more streams"),
+        ("withdraw", "undo --finish, for a move that is undone"),
+        ("abort", "erase and remove what was received"),
     )
     receive.add_argument(
         "--verify",
         action="store_true",
-        help="read what the stream brought from the disk again, and tell its checksum, as JSON",
+        help="read what was received from the disk again, and show its checksum, as JSON",
     )
     receive.add_argument("--release", default="", help="the word by which its source lets it go")
     _add_kubeconfig(
-        receive, "with --finish: re-point the claim of the volume that it is of, step by step"
+        receive, "with --finish: rebind the claim of the stream's volume to it, step by step"
     )
     receive.add_argument("--json", action="store_true", help="as JSON, progress too")
 
 
-def _add_deeds(verb: argparse.ArgumentParser, *deeds: tuple[str, str]) -> None:
-    """What else a verb does, one at a time: the option, and its help."""
+def _add_actions(verb: argparse.ArgumentParser, *actions: tuple[str, str]) -> None:
+    """Add options of a verb that exclude each other: the name, and the help."""
     choice = verb.add_mutually_exclusive_group()
-    for word, text in deeds:
+    for word, text in actions:
         choice.add_argument(f"--{word}", action="store_true", help=text)
 
 
@@ -87,7 +87,7 @@ def _add_send(verbs: Commands) -> None:
         type=int,
         default=0,
         metavar="BYTES",
-        help="where to go on, as `carver volume receive NAME --status` tells there",
+        help="where to continue, as `carver volume receive NAME --status` shows there",
     )
     send.add_argument(
         "--compare",
@@ -96,7 +96,7 @@ def _add_send(verbs: Commands) -> None:
     )
     send.add_argument("--compress", action="store_true", help="by zstandard")
     send.add_argument(
-        "--checksum", action="store_true", help="send nothing; tell the checksum of all it holds"
+        "--checksum", action="store_true", help="send nothing; show the checksum of all it holds"
     )
     send.add_argument("--json", action="store_true", help="progress as JSON, a line each second")
 
@@ -141,16 +141,18 @@ def _add_move(verbs: Commands) -> None:
         "--remote-carver", default="carver", help="what is run there, such as 'sudo carver'"
     )
     move.add_argument("--compress", action="store_true", help="by zstandard")
-    _add_kubeconfig(move, "re-point its claim in that cluster, step by step; else it is told how")
-    _add_deeds(
+    _add_kubeconfig(
+        move, "rebind its claim in that cluster, step by step; else the steps are printed"
+    )
+    _add_actions(
         move,
-        ("status", "tell how far it is, here and there"),
+        ("status", "show its state here and there"),
         ("finish", "delete what is left of it here, once the other node has it"),
-        ("undo", "have it be this node's again, and remove it there"),
+        ("undo", "make it this node's again, and remove it there"),
         (
             "there-is-none",
-            "have it be this node's again without asking the other; say so only where no node"
-            " has it, such as after one is gone for good",
+            "make it this node's again without asking the other; only if no node has it, such as"
+            " after one is gone for good",
         ),
     )
     move.add_argument("--json", action="store_true", help="as JSON, progress too")
