@@ -142,7 +142,7 @@ def backing(path: str) -> int:
 
 
 class BlockDevices:
-    """The block devices that sysfs listed a moment ago, and how they stand on each other."""
+    """The block devices that sysfs listed a moment ago, and how they are stacked."""
 
     def __init__(self, root: Path = Path("/sys")) -> None:
         places = sorted((root / "class/block").iterdir())
@@ -249,7 +249,7 @@ class _Device:
 
     @cached_property
     def kind(self) -> Kind:
-        """Who may have written it, by itself."""
+        """The kind of writer it may have had, by itself."""
         if self.name.startswith(_FOREIGN):
             return Kind.FOREIGN
         # iSCSI: /sys/devices/platform/hostN/sessionN/…
@@ -298,7 +298,7 @@ class _Device:
 
 
 class _Stacks:
-    """What stands on what."""
+    """Which device is on top of which."""
 
     def __init__(self, devices: Mapping[str, _Device], backings: Mapping[str, int]) -> None:
         self._devices = devices
@@ -306,7 +306,7 @@ class _Stacks:
         self._by_number = {one.number: one for one in devices.values()}
 
     def below(self, device: _Device) -> list[_Device]:
-        """What a device stands on directly."""
+        """The devices directly below a device."""
         names = (device.disk, *device.slaves)
         found = [self._devices[name] for name in names if name in self._devices]
         if number := self._backings.get(device.name, 0):
@@ -319,7 +319,7 @@ class _Stacks:
         return next(filter(wanted, self.every(name)), None)
 
     def every(self, name: str) -> Iterator[_Device]:
-        """A device, and all that it stands on, from the top."""
+        """A device and all below it, from the top."""
         stack, seen = [self._devices[name]], {name}
         for one in stack:
             yield one

@@ -1,4 +1,4 @@
-"""What can go wrong with LVM. The one file that understands lvm2's messages."""
+"""Errors of LVM; the one file that knows lvm2's messages."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ class SessionLost(OutcomeUnknown):
 
 
 class StillRunning(CommandError):
-    """A command whose time is over has not ended, and nothing is changed beside it."""
+    """A change is refused while an earlier command has not ended at SIGTERM."""
 
     def __init__(self, subcommand: str, seconds: float) -> None:
         super().__init__(
@@ -43,7 +43,7 @@ class InUse(CommandFailed):
 
 
 class DisksMissing(CommandFailed):
-    """A disk of the group is missing, and lvm2 does nothing of the kind meanwhile."""
+    """A disk of the group is missing, and lvm2 refuses such a change until it is back."""
 
 
 class KeptInactive(CommandFailed):

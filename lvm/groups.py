@@ -38,13 +38,13 @@ def text_room_bytes(group: Group) -> int:
 
 
 def text_percent(group: Group) -> float:
-    """How much of that it has."""
+    """How much of that room is used, in percent."""
     room = text_room_bytes(group)
     return 100 * max(0, room - group.metadata_free_bytes) / room if room else 0.0
 
 
 def is_text_full(group: Group) -> bool:
-    """Whether what is left is for what must always go on, and nothing new is to be made."""
+    """Whether only the reserve for deletions and repairs is left, so that nothing new is made."""
     room = text_room_bytes(group)
     reserve = max(room // _RESERVE_SHARE, _LEAST_RESERVE_BYTES)
     return bool(room) and group.metadata_free_bytes < reserve
@@ -81,7 +81,7 @@ def mark(
 
 
 def mark_fast(lvm: Lvm, disks: Sequence[str]) -> None:
-    """Have disks hold caches from now on, and nothing else that is new (pvchange(8))."""
+    """Reserve disks for caches: nothing else new is put on them (pvchange(8))."""
     lvm("pvchange", "--addtag", report.FAST, "--", *disks)
 
 
@@ -102,12 +102,12 @@ def extend(lvm: Lvm, group: str, disk: str, metadata_bytes: int) -> None:
 
 
 def close(lvm: Lvm, disk: str) -> None:
-    """Have nothing new made on a disk (pvchange(8))."""
+    """Allocate nothing new on a disk (pvchange(8))."""
     lvm("pvchange", "--allocatable", "n", "--", disk)
 
 
 def reopen(lvm: Lvm, disk: str) -> None:
-    """Have new volumes made on a disk again, on which nothing new was made (pvchange(8))."""
+    """Allocate on a disk again, after `close` (pvchange(8))."""
     lvm("pvchange", "--allocatable", "y", "--", disk)
 
 
@@ -120,30 +120,30 @@ def replace_images(lvm: Lvm, group: str, name: str, disks: Sequence[str]) -> Non
 
 
 def make_alike(lvm: Lvm, group: str, name: str) -> None:
-    """Have the copies of a RAID volume compared, and made alike where they differ (lvchange(8))."""
+    """Compare the copies of a RAID volume, and repair those that differ (lvchange(8))."""
     lvm("lvchange", "--syncaction", "repair", "--", f"{group}/{name}")
 
 
 def move(lvm: Lvm, old: str, new: str) -> None:
-    """Begin to move all that lies on a disk to another, or go on with it (pvmove(8)).
+    """Start to move all extents of a disk to another, or continue (pvmove(8)).
 
-    The command does not wait; a process of lvm2's stays, which puts each piece on record.
+    The command does not wait; a process of lvm2's stays, which commits each piece.
     """
     lvm("pvmove", "--background", "--", old, new, settings=_WATCHED_BY_ITSELF)
 
 
 def watch_moves(lvm: Lvm) -> None:
-    """Have moves that are under way, on the disks that lvm2 sees, put on record as they go on."""
+    """Restart the watchers of moves that are under way, on the disks that lvm2 sees."""
     lvm("pvmove", "--background", "--", settings=_WATCHED_BY_ITSELF)
 
 
 def reduce(lvm: Lvm, group: str, disk: str) -> None:
-    """Take a disk that nothing lies on out of its group (vgreduce(8))."""
+    """Remove an empty disk from its group (vgreduce(8))."""
     lvm("vgreduce", "--", group, disk)
 
 
 def reduce_missing(lvm: Lvm, group: str) -> None:
-    """Take the missing disks out of a group; lvm2 refuses while a volume lies on any of them."""
+    """Remove the missing disks from a group; lvm2 refuses while a volume lies on any of them."""
     lvm("vgreduce", "--removemissing", "--", group)
 
 

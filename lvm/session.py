@@ -286,7 +286,7 @@ class Session:
         self._shell: Conversation | None = None
         self._confinement = Confinement()
         # How many commands the shell was given, and when the last (monotonic, seconds).
-        self._told, self._told_seconds = 0, 0.0
+        self._commands, self._last_seconds = 0, 0.0
         self._rests_until = 0.0
         self._is_closed = False
         # A shell that did not end in time, what it does, and since when.
@@ -325,8 +325,8 @@ class Session:
         if not self._turn.acquire(blocking=False):
             return
         try:
-            is_idle = time.monotonic() - self._told_seconds >= _IDLE_SECONDS
-            if self._told >= _MANY_COMMANDS and is_idle:
+            is_idle = time.monotonic() - self._last_seconds >= _IDLE_SECONDS
+            if self._commands >= _MANY_COMMANDS and is_idle:
                 self._hang_up("what it did last")
         finally:
             self._turn.release()
@@ -344,8 +344,8 @@ class Session:
 
     def _ask(self, ready: Conversation, line: Line, words: tuple[str, ...]) -> Result | None:
         """The shell's answer; None where it gave none, and a process may do the same."""
-        started = self._told_seconds = time.monotonic()
-        self._told += 1
+        started = self._last_seconds = time.monotonic()
+        self._commands += 1
         try:
             said = ready.exchange(line.text, remaining_seconds())
             result = answer(line.subcommand, said)
@@ -411,7 +411,7 @@ class Session:
             since = time.monotonic()
             if not self._shell.end(_GRACE_SECONDS):
                 self._stuck = (self._shell, doing, since)
-            self._shell, self._told = None, 0
+            self._shell, self._commands = None, 0
 
     def _look_at_stuck(self, *, changes: bool) -> None:
         """Raises StillRunning for a change while a shell that was given up may change something."""

@@ -1,4 +1,4 @@
-"""Copy-on-write snapshots: taken, and parted from their origins, one lvm2 command each."""
+"""Take copy-on-write snapshots and split them off, by one lvm2 command each."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ def create(
     own_tags: Mapping[str, str],
     disks: Sequence[str] = (),
 ) -> None:
-    """Take a read-only snapshot whose area for old data has so many bytes (lvcreate(8)).
+    """Take a read-only snapshot with a COW store of so many bytes (lvcreate(8)).
 
     A mounted file system is brought to rest by the kernel while its device is suspended, so what
     was written and not yet on disk is in the snapshot (lock_fs in drivers/md/dm.c). lvm2 writes its
@@ -41,7 +41,7 @@ def create(
 
 
 def split(lvm: Lvm, group: str, name: str) -> None:
-    """Part a snapshot from its origin (lvconvert(8)); its area stays as a volume with its tags.
+    """Split a snapshot off its origin (lvconvert(8)); its COW store stays as a volume, with tags.
 
     Raises InUse while something has the snapshot open.
     """

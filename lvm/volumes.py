@@ -1,4 +1,4 @@
-"""Logical volumes: made, activated, marked, grown and removed, one lvm2 command each."""
+"""Create, activate, tag, grow and remove logical volumes, by one lvm2 command each."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ def create(
 
 
 def activate(lvm: Lvm, group: str, name: str, *, partial: bool = False) -> None:
-    """Give the volume its device (lvchange(8)), even where activation is set to be skipped.
+    """Activate a volume (lvchange(8)), even where activation is set to be skipped.
 
     With `partial` also where disks are missing: reads and writes of what is there fail (EIO).
     """
@@ -67,7 +67,7 @@ def activate(lvm: Lvm, group: str, name: str, *, partial: bool = False) -> None:
 
 
 def deactivate(lvm: Lvm, group: str, *names: str) -> None:
-    """Take volumes' devices away (lvchange(8)); raises InUse while something has one open."""
+    """Deactivate volumes (lvchange(8)); raises InUse while something has one open."""
     lvm("lvchange", "--activate", "n", "--", *(f"{group}/{name}" for name in names))
 
 
@@ -106,7 +106,7 @@ def mark_all(
 
 
 def add_tags(lvm: Lvm, group: str, names: Iterable[str], new: Iterable[str]) -> None:
-    """Have volumes of a group bear these tags, too (lvchange(8)). One command."""
+    """Add tags to volumes of a group (lvchange(8)). One command."""
     added = [word for tag in sorted(new) for word in ("--addtag", tag)]
     lvm("lvchange", *added, "--", *(f"{group}/{name}" for name in names))
 

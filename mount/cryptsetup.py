@@ -1,4 +1,4 @@
-"""What cryptsetup does for Carver: one function each. Keys are read at standard input, never words.
+"""Run cryptsetup: a method for each command. Keys are read at standard input, never words.
 
 Argon2id takes so much memory for so long that at most two of it run at once.
 """
@@ -30,7 +30,7 @@ _LABEL = "carver"
 SLOTS = USUAL, ROTATED, RECOVERY = (0, 1, 2)
 # What a re-encryption works on at a time; after each it reports, and can be ended.
 _HOT_ZONE = "64M"
-_TELLING_SECONDS = 1
+_PROGRESS_SECONDS = 1
 # cryptsetup(8), "RETURN CODES".
 _NO_PERMISSION, _NO_MEMORY, _IN_USE = 2, 3, 5
 _UDEV_CONTROL = Path("/run/udev/control")
@@ -70,7 +70,7 @@ class Cryptsetup:
         read_only: bool = False,
         bypass: Collection[str] = (),
     ) -> None:
-        """Have a dm-crypt device of that name over a device. Raises WrongKey, CryptFailed.
+        """Open a device as a dm-crypt device of that name. Raises WrongKey, CryptFailed.
 
         What is read, or written, passes the kernel's work queues by where `bypass` has it.
         """
@@ -92,7 +92,7 @@ class Cryptsetup:
         return True
 
     def close(self, name: str) -> None:
-        """Take a dm-crypt device away; its key is gone with it. Raises CryptBusy, CryptFailed."""
+        """Close a dm-crypt device, which forgets its key. Raises CryptBusy, CryptFailed."""
         result = self._run(*self._prefix, "cryptsetup", "close", "--", name)
         if result.exit_code == _IN_USE:
             raise errors.CryptBusy(name, result.stderr.strip())
@@ -100,11 +100,11 @@ class Cryptsetup:
             raise errors.CryptFailed("close", name, _said(result))
 
     def grow(self, device: str, key: bytearray, name: str) -> None:
-        """Have an open dm-crypt device be as large as what it stands on. Raises WrongKey."""
+        """Grow an open dm-crypt device to the size of the device below it. Raises WrongKey."""
         self._with_key("resize", device, key, "--", name)
 
     def add(self, device: str, key: bytearray, new: bytearray, slot: int) -> None:
-        """Have a slot open by a new key, beside the others. Raises WrongKey, CryptFailed."""
+        """Add a key in a slot of its own. Raises WrongKey, CryptFailed."""
         words = (
             *("--keyfile-size", str(len(key)), "--new-keyfile", "-"),
             *("--new-keyfile-size", str(len(new)), "--new-key-slot", str(slot), *_PBKDF),
@@ -117,7 +117,7 @@ class Cryptsetup:
             both[:] = bytes(len(both))
 
     def kill(self, device: str, key: bytearray, slot: int) -> None:
-        """Have a slot open by nothing any more; `key` must open another. Raises WrongKey."""
+        """Remove the key of a slot; `key` must open another. Raises WrongKey."""
         self._with_key("luksKillSlot", device, key, "--", device, str(slot))
 
     def reencrypt(
@@ -138,8 +138,8 @@ class Cryptsetup:
         begin = ("--key-slot", str(slot or 0), *_PBKDF, "--use-random")
         words = (
             *("--disable-external-tokens", "--key-file", "-", "--hotzone-size", _HOT_ZONE),
-            # Not --batch-mode, in which it tells nothing; it asks nothing either.
-            *("--progress-frequency", str(_TELLING_SECONDS)),
+            # Not --batch-mode, in which it reports nothing; it asks nothing either.
+            *("--progress-frequency", str(_PROGRESS_SECONDS)),
             *(("--resume-only",) if slot is None else begin),
         )
         with ExitStack() as until_open:

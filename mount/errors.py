@@ -1,4 +1,4 @@
-"""What can go wrong with file systems and mounts. Each error carries its data and says what to do.
+"""Errors of programs, file systems and mounts; each says what to do.
 
 Nothing here knows of gRPC: agent/core/codes.py maps these classes to codes.
 """
@@ -58,7 +58,7 @@ class DeviceMissing(MountError):
 
 
 class NotVacant(MountError):
-    """A block device that something is on, in or at, so it does not become a group's disk."""
+    """A block device that is in use or holds something, so it does not become a group's disk."""
 
     def __init__(self, device: str, found: str, remedy: str) -> None:
         super().__init__(f"{device} {found}; it is left untouched: {remedy}")
@@ -69,7 +69,7 @@ class ProbeFailed(MountError):
 
     def __init__(self, device: str, why: str) -> None:
         super().__init__(
-            f"cannot tell what {device} holds: {why}; look with `blkid --probe --info {device}` "
+            f"cannot find out what {device} holds: {why}; look with `blkid --probe {device}` "
             f"and `wipefs {device}`, and at the kernel log"
         )
 
@@ -85,13 +85,13 @@ class UnexpectedContents(MountError):
 
 
 class MadeByOthers(MountError):
-    """A device holds the file system that was asked for, and nothing tells that it was made so."""
+    """A device holds the requested file system, but nothing proves that Carver made it there."""
 
     def __init__(self, device: str, found: str, uuid: str, tag: str) -> None:
         super().__init__(
             f"{device} holds {found} with the UUID {uuid}, which was not made for this volume: lvm2"
-            " was killed before it wiped what had been there, or somebody made it by hand. It is"
-            f" left untouched: `lvchange --addtag {tag}` on the volume if it is to be used, or"
+            " was killed before it wiped older data, or it was made by hand. It is left"
+            f" untouched: `lvchange --addtag {tag}` on the volume if it is to be used, or"
             " empty the volume (`wipefs --all`)"
         )
 
@@ -101,7 +101,9 @@ class FormatFailed(MountError):
 
     def __init__(self, device: str, fs_type: str, stderr: str) -> None:
         self.stderr = stderr
-        super().__init__(f"making {fs_type} on {device} failed: {_first_lines(stderr)}")
+        super().__init__(
+            f"cannot make {fs_type} on {device}: {_first_lines(stderr)}; see `journalctl -k`"
+        )
 
 
 class Damaged(MountError):
@@ -115,10 +117,12 @@ class Damaged(MountError):
 
 
 class CheckFailed(MountError):
-    """A file system could not be looked over, so it is not mounted."""
+    """A file system could not be checked, so it is not mounted."""
 
     def __init__(self, device: str, fs_type: str, why: str) -> None:
-        super().__init__(f"checking the {fs_type} on {device} failed: {_first_lines(why)}")
+        super().__init__(
+            f"cannot check the {fs_type} on {device}: {_first_lines(why)}; see `journalctl -k`"
+        )
 
 
 class MountFailed(MountError):
@@ -144,7 +148,7 @@ class Busy(MountError):
         self.path = path
         shown = [*users[:_SHOWN_USERS], "and others"][: len(users)]
         by = f" by {', '.join(shown)}" if shown else ""
-        super().__init__(f"{path} is in use{by}; it is let go when the last user ends")
+        super().__init__(f"{path} is in use{by}; try again when its last user has ended")
 
 
 class ForeignMount(MountError):
@@ -326,7 +330,7 @@ class CommandFailed(CommandError):
 
     def __init__(self, words: Sequence[str], exit_code: int, stderr: str) -> None:
         super().__init__(
-            f"{' '.join(words[:2])} failed with exit code {exit_code}: {_told(stderr)}"
+            f"{' '.join(words[:2])} failed with exit code {exit_code}: {_complaints(stderr)}"
         )
         self.exit_code = exit_code
         self.stderr = stderr
@@ -339,8 +343,8 @@ class BadReport(CommandError):
         super().__init__(f"lvm2's report is not understood: {problem}")
 
 
-def _told(stderr: str) -> str:
+def _complaints(stderr: str) -> str:
     """lvm2's own words, less its warnings, on one line."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    telling = [line for line in lines if not line.startswith("WARNING:")] or lines
-    return "; ".join(telling) or "it said nothing"
+    errors = [line for line in lines if not line.startswith("WARNING:")] or lines
+    return "; ".join(errors) or "it said nothing"

@@ -1,4 +1,4 @@
-"""LUKS2 headers, read as they stand on a device; and the blank ends of an encrypted device."""
+"""LUKS2 headers as they are on a device; and the zeroed ends of an encrypted device."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _BINARY_BYTES = 4096
 _CHECKSUM_AT, _CHECKSUM_BYTES = 448, 64
 _MAGICS = (b"LUKS\xba\xbe", b"SKUL\xba\xbe")
 _VERSION = 2
-# How often it is looked again, and after how long, where a copy is there and none is whole.
+# How often to read again, and after how long, where there are copies and none is whole.
 _LOOKS, _LOOK_SECONDS = 10, 0.02
 # The kind of area by which a re-encryption that is not done protects what it is at; and the flag
 # of the segment that it is at, which is there afterwards only if it was killed.
@@ -32,10 +32,10 @@ _NOWHERE = "backup-"
 
 @dataclass(frozen=True)
 class Header:
-    """What a whole header says. Sizes are in bytes.
+    """A whole header. Sizes are in bytes.
 
-    `slots` are those by which a key opens it, `unbound` those of a master key of nothing: of one
-    that was to be, when cryptsetup was killed.
+    `slots` are the key slots of the data, `unbound` those of a master key without data: a new one's
+    when cryptsetup was killed.
     """
 
     uuid: str
@@ -58,9 +58,8 @@ class Header:
 def read(kernel: Kernel, device: str) -> Header | None:
     """The header on a device, by either of its copies; None where neither is whole.
 
-    cryptsetup writes one copy after the other, and while a volume is re-encrypted again and again:
-    who reads both in turn may meet each half written. At the next look that is over, and damage is
-    not. Raises OSError where it cannot be read.
+    cryptsetup writes one copy after the other, often during a re-encryption, so a reader may find
+    each half written. It reads again: damage stays, and a write ends. Raises OSError.
     """
     for look in range(_LOOKS):
         if look:
@@ -156,11 +155,11 @@ _ZEROES = bytes(_BLOCK_BYTES)
 
 
 def erase(kernel: Kernel, device: str, offset_bytes: int) -> None:
-    """Zero the ends of what begins at an offset of a device that has no header yet.
+    """Zero the ends of the data area of a device that has no header yet.
 
-    What makes the header flushes it. Raises ProbeFailed.
+    Making the header flushes them. Raises ProbeFailed.
     """
-    with _told_of(device):
+    with _probing(device):
         size_bytes = kernel.device_size_bytes(device) - offset_bytes
         with kernel.opened(device, to_write=True) as below:
             for start, length_bytes in _runs(below, offset_bytes, size_bytes, blank=False):
@@ -168,11 +167,11 @@ def erase(kernel: Kernel, device: str, offset_bytes: int) -> None:
 
 
 def blank(kernel: Kernel, device: str, offset_bytes: int, mapping: str) -> None:
-    """Have the ends of the device that begins there, by its key, read as zeroes where none wrote.
+    """Zero the ends of an encrypted device (`mapping`) where its ciphertext is all zeroes.
 
-    Nothing where they are written. Raises ProbeFailed.
+    What was written stays. Raises ProbeFailed.
     """
-    with _told_of(mapping):
+    with _probing(mapping):
         size_bytes = kernel.device_size_bytes(mapping)
         with kernel.opened(device) as below, kernel.opened(mapping, to_write=True) as inside:
             for start, length_bytes in _runs(below, offset_bytes, size_bytes, blank=True):
@@ -200,7 +199,7 @@ def _runs(
 
 
 @contextmanager
-def _told_of(device: str) -> Iterator[None]:
+def _probing(device: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
