@@ -152,9 +152,9 @@ def test_a_copy_that_the_kernel_refuses_for_its_uuid_is_told_so(path: str) -> No
 
 def test_those_who_keep_a_mount_busy_are_named_but_not_all() -> None:
     crowd = [f"cat ({number})" for number in range(9)]
-    assert "in use by cat (0); it" in str(errors.Busy("/x", crowd[:1]))
-    assert "cat (7); it" in str(errors.Busy("/x", crowd[:8]))
-    assert "cat (7), and others; it" in str(errors.Busy("/x", crowd))
+    assert "in use by cat (0); try" in str(errors.Busy("/x", crowd[:1]))
+    assert "cat (7); try" in str(errors.Busy("/x", crowd[:8]))
+    assert "cat (7), and others; try" in str(errors.Busy("/x", crowd))
 
 
 def test_users_of_a_place_are_those_with_something_open_in_it(tmp_path: Path) -> None:
