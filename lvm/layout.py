@@ -34,14 +34,6 @@ _KINDS: Mapping[str, SegmentType] = {
 KINDS = tuple(_KINDS)
 
 
-class Impossible(ValueError):
-    """A layout that cannot be; `part` is the field that does not fit its kind."""
-
-    def __init__(self, part: str, why: str) -> None:
-        super().__init__(why)
-        self.part = part
-
-
 def is_mirrored(kind: str) -> bool:
     """Whether volumes of that kind have further copies, as many as their layout's `mirrors`."""
     return _KINDS[kind].mirrored
@@ -51,7 +43,7 @@ def is_mirrored(kind: str) -> bool:
 class Layout:
     """How a volume lies on disks: `stripes` of data, each with `mirrors` further copies.
 
-    `stripe_size_bytes` 0 leaves lvm2's own (64 KiB). Raises Impossible.
+    `stripe_size_bytes` 0 leaves lvm2's own (64 KiB). Raises ValueError.
     """
 
     kind: str = "linear"
@@ -62,19 +54,19 @@ class Layout:
     def __post_init__(self) -> None:
         kind = _KINDS[self.kind]
         if not kind.striped and self.stripes != 1:
-            raise Impossible("stripes", f"{self.kind} has no stripes")
+            raise ValueError(f"{self.kind} has no stripes")
         if self.stripes < kind.least_stripes:
-            raise Impossible("stripes", f"{self.kind} needs {kind.least_stripes} stripes or more")
+            raise ValueError(f"{self.kind} needs {kind.least_stripes} stripes or more")
         if kind.mirrored != (self.mirrors > 0):
             needs = "needs 1 mirror or more" if kind.mirrored else "has no mirrors"
-            raise Impossible("mirrors", f"{self.kind} {needs}")
+            raise ValueError(f"{self.kind} {needs}")
         if kind.mirrored and kind.striped and self.mirrors > 1:
             # "RAID10 currently supports only 2-way mirroring" (lvm2 2.03.16).
-            raise Impossible("mirrors", f"{self.kind} has 1 mirror, and no more")
+            raise ValueError(f"{self.kind} has 1 mirror, and no more")
         if self.stripe_size_bytes and not kind.striped:
-            raise Impossible("stripe_size_bytes", f"{self.kind} has no stripes, so no stripe size")
+            raise ValueError(f"{self.kind} has no stripes, so no stripe size")
         if self.stripe_size_bytes and self.stripe_size_bytes not in _POWER_OF_TWO_PAGES:
-            raise Impossible("stripe_size_bytes", "a stripe size is 4 KiB times a power of two")
+            raise ValueError("a stripe size is 4 KiB times a power of two")
 
     @property
     def disks(self) -> int:

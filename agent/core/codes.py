@@ -1,4 +1,4 @@
-"""Which gRPC code each error is. The only table of its kind."""
+"""The gRPC code of each error."""
 
 import grpc
 
@@ -79,7 +79,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.NotReady, Code.FAILED_PRECONDITION),
     (agent.core.errors.SocketTaken, Code.FAILED_PRECONDITION),
     (agent.core.errors.SocketGone, Code.FAILED_PRECONDITION),
-    # These are met at the caller's side of the socket, by `carver volume`.
+    # Raised by the command line, not by the service.
     (agent.core.errors.TransferFailed, Code.INTERNAL),
     (agent.core.errors.NodeRefused, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotServed, Code.FAILED_PRECONDITION),
@@ -96,13 +96,13 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (mount.errors.ProgramMissing, Code.FAILED_PRECONDITION),
     (mount.errors.CommandStuck, Code.DEADLINE_EXCEEDED),
     (mount.errors.CommandTimedOut, Code.DEADLINE_EXCEEDED),
-    # The sidecars repeat a call with this code on the same node: it begins with a look.
+    # Sidecars repeat a call with this code on the same node, and it begins with a check.
     (lvm.errors.SessionLost, Code.UNAVAILABLE),
     (mount.errors.OutcomeUnknown, Code.UNAVAILABLE),
     (lvm.errors.StillRunning, Code.UNAVAILABLE),
     (lvm.errors.NoSpace, Code.RESOURCE_EXHAUSTED),
     (lvm.errors.MetadataFull, Code.RESOURCE_EXHAUSTED),
-    # Carver looks before it makes: the name was taken in between, by another process.
+    # Another process took the name after Carver had checked it.
     (lvm.errors.NameTaken, Code.ABORTED),
     (lvm.errors.InUse, Code.FAILED_PRECONDITION),
     (lvm.errors.DisksMissing, Code.FAILED_PRECONDITION),
@@ -154,8 +154,8 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 )
 
 
-# What callers take for "perhaps at work still": they repeat the call, or have it undone. After any
-# other code kubelet forgets what it asked for (isFinalError of pkg/volume/csi/csi_client.go).
+# Codes after which a call may still be in progress: callers repeat it, or undo it. After any
+# other code kubelet forgets the call (isFinalError of pkg/volume/csi/csi_client.go).
 _NOT_FINAL = (
     Code.CANCELLED,
     Code.DEADLINE_EXCEEDED,
@@ -166,7 +166,7 @@ _NOT_FINAL = (
 
 
 def is_final(error: Exception) -> bool:
-    """Whether the caller may never undo a call that ended with this error."""
+    """Whether callers treat the call as finished, and may never undo it."""
     return code_of(error) not in _NOT_FINAL
 
 
