@@ -18,7 +18,7 @@ import yaml
 
 from agent.core import errors
 
-# What kubelet puts into every pod that may ask the API server.
+# Kubelet mounts this into each pod with a service account.
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 _CLUSTER_KEYS = ("server", "certificate-authority", "certificate-authority-data")
@@ -26,16 +26,16 @@ _USER_KEYS = (
     *("client-certificate", "client-certificate-data", "client-key", "client-key-data"),
     *("token", "tokenFile"),
 )
-# What others may keep there, and which changes nothing.
+# Keys of other programs, without effect here.
 _IGNORED = ("extensions",)
 
 
 @dataclass(frozen=True)
 class Server:
-    """An API server, and as whom it is asked. `tls` is None for http, on this machine only.
+    """An API server and the credentials. `tls` is None for http, on this machine only.
 
-    `token` gives what stands after `Bearer`, anew for each request as a pod's changes each hour;
-    None where a certificate says who asks.
+    `token` returns the bearer token, and is called for each request, as a pod's token changes each
+    hour; it is None with a client certificate.
     """
 
     source: str
@@ -49,23 +49,23 @@ class Server:
 def find(
     kubeconfig: Path | None, environment: Mapping[str, str], account: Path = SERVICE_ACCOUNT
 ) -> Server:
-    """The server that a kubeconfig names, else that of the pod; raises BadConfig."""
+    """Return the server of a kubeconfig, else that of the pod; raises BadConfig."""
     if kubeconfig is not None:
         return of_file(kubeconfig)
     if not environment.get("KUBERNETES_SERVICE_HOST"):
         raise errors.BadConfig(
             "default",
             "kubeconfig",
-            "is not set, and this is no pod that may ask the API server; name a file",
+            "is not set, and this is not a pod with a service account; name a file",
         )
     return of_pod(environment, account)
 
 
 def of_pod(environment: Mapping[str, str], account: Path = SERVICE_ACCOUNT) -> Server:
-    """The server as a pod reaches it, by its service account; raises BadConfig."""
+    """Return the server as a pod reaches it, by its service account; raises BadConfig."""
     host, port = environment["KUBERNETES_SERVICE_HOST"], environment.get("KUBERNETES_SERVICE_PORT")
     source = str(account)
-    with _told(source, "ca.crt"):
+    with _reading_errors(source, "ca.crt"):
         tls = _context((account / "ca.crt").read_text("ascii"))
     reading = _token_of(source, account / "token")
     reading()
@@ -73,9 +73,9 @@ def of_pod(environment: Mapping[str, str], account: Path = SERVICE_ACCOUNT) -> S
 
 
 def of_file(file: Path) -> Server:
-    """The server of a kubeconfig's current context; raises BadConfig, which names the key."""
+    """Return the server of a kubeconfig's current context; raises BadConfig with the key."""
     source = str(file)
-    with _told(source, "kubeconfig"):
+    with _reading_errors(source, "kubeconfig"):
         whole = yaml.safe_load(file.read_bytes())
     if not isinstance(whole, dict):
         raise errors.BadConfig(source, "kubeconfig", "is not a kubeconfig")
@@ -119,8 +119,8 @@ def _tls(
     source: str, directory: Path, cluster: Mapping[str, Any], user: Mapping[str, Any]
 ) -> ssl.SSLContext:
     authority = _content(source, directory, cluster, "certificate-authority")
-    with _told(source, "certificate-authority"):
-        # Without one of its own, those that the machine trusts.
+    with _reading_errors(source, "certificate-authority"):
+        # By default the authorities that the machine trusts.
         tls = _context(None if authority is None else authority.decode("ascii"))
     certificate = _content(source, directory, user, "client-certificate")
     key = _content(source, directory, user, "client-key")
@@ -128,21 +128,21 @@ def _tls(
         missing = "client-key" if key is None else "client-certificate"
         raise errors.BadConfig(source, missing, "is required beside the other")
     if certificate is not None and key is not None:
-        with _told(source, "client-key"), _in_memory(certificate + b"\n" + key) as path:
+        with _reading_errors(source, "client-key"), _in_memory(certificate + b"\n" + key) as path:
             tls.load_cert_chain(path, password=_no_password)
     return tls
 
 
 def _context(authorities: str | None) -> ssl.SSLContext:
     made = ssl.create_default_context(cadata=authorities)
-    # By default since Python 3.13, and refuses what kubeadm makes: it has no key identifiers
-    # (RFC 5280, 4.2.1.1). The chain and the name are checked all the same.
+    # This is a default since Python 3.13, and refuses kubeadm's certificates, which have no key
+    # identifiers (RFC 5280, 4.2.1.1). The chain and the name are still checked.
     made.verify_flags &= ~ssl.VERIFY_X509_STRICT
     return made
 
 
 def _token(source: str, directory: Path, user: Mapping[str, Any]) -> Callable[[], str] | None:
-    # As kubectl has it: the file goes before what stands in the kubeconfig.
+    # As in kubectl, the file takes precedence over `token`.
     if file := user.get("tokenFile"):
         reading = _token_of(source, directory / str(file))
         reading()
@@ -155,7 +155,7 @@ def _token(source: str, directory: Path, user: Mapping[str, Any]) -> Callable[[]
 
 def _token_of(source: str, file: Path) -> Callable[[], str]:
     def read() -> str:
-        with _told(source, "token"):
+        with _reading_errors(source, "token"):
             text = file.read_text("ascii")
         return _as_header(source, "token", text.strip())
 
@@ -163,21 +163,21 @@ def _token_of(source: str, file: Path) -> Callable[[], str]:
 
 
 def _as_header(source: str, key: str, text: str) -> str:
-    """A token that can stand in a header; the message does not show it."""
+    """Check that a token can be a header; the message does not show it."""
     if not text or not text.isascii() or not text.isprintable() or " " in text:
         raise errors.BadConfig(source, key, "is not a token")
     return text
 
 
 def _content(source: str, directory: Path, table: Mapping[str, Any], key: str) -> bytes | None:
-    """What stands under `key-data`, else in the file that `key` names; None where neither is."""
+    """Return the content of `key-data`, else of the file `key`; None without either."""
     if data := table.get(f"{key}-data"):
         try:
             return base64.b64decode(str(data), validate=True)
         except binascii.Error:
             raise errors.BadConfig(source, f"{key}-data", "is not base64") from None
     if file := table.get(key):
-        with _told(source, key):
+        with _reading_errors(source, key):
             return (directory / str(file)).read_bytes()
     return None
 
@@ -185,7 +185,7 @@ def _content(source: str, directory: Path, table: Mapping[str, Any], key: str) -
 def _named(
     source: str, whole: Mapping[str, Any], listed: str, inside: str, name: object
 ) -> Mapping[str, Any]:
-    """The one of that name in one of a kubeconfig's lists."""
+    """Return the entry of that name in one of a kubeconfig's lists."""
     for one in whole.get(listed) or ():
         if isinstance(one, dict) and one.get("name") == name and isinstance(one.get(inside), dict):
             found: Mapping[str, Any] = one[inside]
@@ -195,7 +195,7 @@ def _named(
 
 def _check_keys(source: str, place: str, table: Mapping[str, Any], known: tuple[str, ...]) -> None:
     for key, value in table.items():
-        # `insecure-skip-tls-verify: false` and `proxy-url: ""` say nothing.
+        # Empty values, as `insecure-skip-tls-verify: false`, have no effect.
         if value and key not in (*known, *_IGNORED):
             allowed = ", ".join(known)
             raise errors.BadConfig(
@@ -211,13 +211,13 @@ def _is_here(host: str) -> bool:
 
 
 def _no_password() -> str:
-    """Without it OpenSSL asks the terminal for the password of a key that has one."""
-    raise ValueError("the key has a password, which nobody can give here")
+    """Refuse a key with a password; without this, OpenSSL would ask for it at the terminal."""
+    raise ValueError("the key has a password; use one without")
 
 
 @contextmanager
-def _told(source: str, key: str) -> Iterator[None]:
-    """Tell what cannot be read, and never what was in it."""
+def _reading_errors(source: str, key: str) -> Iterator[None]:
+    """Raise BadConfig for what cannot be read, never with its content."""
     try:
         yield
     except OSError as error:  # ssl.SSLError too
@@ -231,7 +231,7 @@ def _told(source: str, key: str) -> Iterator[None]:
 
 @contextmanager
 def _in_memory(content: bytes) -> Iterator[str]:
-    """A file that no disk ever has: ssl takes a certificate's key by its path only."""
+    """Make a file in memory: ssl takes a certificate's key by its path only."""
     descriptor = os.memfd_create("certificate", os.MFD_CLOEXEC)
     try:
         os.write(descriptor, content)
@@ -245,11 +245,11 @@ _CHUNK_BYTES = 1 << 16
 
 
 class Unproved(Exception):
-    """An answer that is no proof; the next attempt may bring a better one."""
+    """An answer that is incomplete or inconsistent; a retry may succeed."""
 
 
 class Connection:
-    """One connection, closed in the end; answers are read within bounds of time and size."""
+    """One connection; answers are limited in time and size."""
 
     def __init__(self, server: Server, silence_seconds: float) -> None:
         self._server = server
@@ -269,7 +269,7 @@ class Connection:
         self._http.close()
 
     def get(self, path: str, until: float) -> tuple[int, bytes]:
-        """Status and body; raises TimeoutError, Unproved, what http.client raises."""
+        """GET; return status and body. Raises TimeoutError, Unproved, what http.client raises."""
         return self.request("GET", path, until)
 
     def request(
@@ -280,7 +280,7 @@ class Connection:
         body: bytes | None = None,
         content: Mapping[str, str] | None = None,
     ) -> tuple[int, bytes]:
-        """The same of any request; `content` are the headers of its body."""
+        """Send a request, as `get` does; `content` are the headers of its body."""
         if time.monotonic() >= until:
             raise TimeoutError
         headers = {"Accept": "application/json", "User-Agent": "carver", **(content or {})}
@@ -289,19 +289,19 @@ class Connection:
         self._http.request(method, self._server.path + path, body=body, headers=headers)
         response = self._http.getresponse()
         parts, size, promised = [], 0, response.length
-        # In pieces: a server that sends a byte now and then is never silent.
+        # In pieces, as the socket's timeout does not end a server that sends a byte now and then.
         while promised is None or size < promised:
             if not (part := response.read1(_CHUNK_BYTES)):
                 break
             parts.append(part)
             size += len(part)
             if size > _LARGEST_ANSWER_BYTES:
-                raise Unproved(f"an answer of it has more than {_LARGEST_ANSWER_BYTES} bytes")
+                raise Unproved(f"its answer has more than {_LARGEST_ANSWER_BYTES} bytes")
             if time.monotonic() >= until:
                 raise TimeoutError
-        # http.client says so by itself only of what is read in one piece.
+        # http.client detects this itself only for a read in one piece.
         if promised is not None and size < promised:
             raise Unproved(f"its answer was cut off, {promised - size} bytes before its end")
-        # Before 3.11.8 read1 leaves it open, and the connection is of no use (gh-113199).
+        # Before 3.11.8 read1 leaves it open, and the connection is unusable (gh-113199).
         response.close()
         return response.status, b"".join(parts)

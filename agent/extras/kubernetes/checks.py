@@ -1,4 +1,4 @@
-"""What the cluster must have beside Carver, as `carver doctor --cluster` checks it."""
+"""Check what Carver needs in the cluster, for `carver doctor --cluster`."""
 
 from collections.abc import Iterator, Sequence
 
@@ -13,15 +13,15 @@ _VERBS = ("get", "list", "watch")
 
 
 def everything(lists: Lists, objects: Objects) -> Sequence[Finding]:
-    """All checks of the cluster. Raises ClusterSilent, ClusterRefused."""
+    """Run all checks of the cluster. Raises ClusterSilent, ClusterRefused."""
     return tuple(Finding(_CONTROLLER, *seen) for seen in _snapshot_controller(lists, objects))
 
 
 def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
-    """Whether the snapshot-controller runs distributed, with the rights that it needs for that.
+    """Check that the snapshot-controller runs distributed, with the rights for that.
 
-    It then keeps a cache of nodes; where it may not list them the cache never fills, and it serves
-    no driver of the cluster (external-snapshotter, cmd/snapshot-controller/main.go).
+    It then keeps a cache of nodes; without the right to list them the cache never fills, and it
+    serves no driver of the cluster (external-snapshotter, cmd/snapshot-controller/main.go).
     """
     found = [
         (one, container)
@@ -30,7 +30,7 @@ def _snapshot_controller(lists: Lists, objects: Objects) -> Iterator[Seen]:
         if _CONTROLLER in container.get("image", "").rpartition("/")[2]
     ]
     if not found:
-        yield WARN, "there is none: snapshots cannot be made", "docs/install.md says what it takes"
+        yield WARN, "there is none: snapshots cannot be made", "see docs/install.md"
     for deployment, container in found:
         about = deployment["metadata"]
         name = f"{about['namespace']}/{about['name']}"

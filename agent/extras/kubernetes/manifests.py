@@ -1,4 +1,4 @@
-"""PersistentVolumes and claims as the API server has them: read, and written anew elsewhere."""
+"""Read manifests of PersistentVolumes and claims, and make those of a moved volume."""
 
 import hashlib
 import json
@@ -14,13 +14,13 @@ from agent.extras.kubernetes.objects import Object
 VOLUMES, NODES = "/api/v1/persistentvolumes", "/api/v1/nodes"
 VOLUME, CLAIM = "PersistentVolume", "PersistentVolumeClaim"
 RETAIN = "Retain"
-# What Kubernetes' binder notes, and makes anew; and the node that was chosen when it was new.
+# Annotations that Kubernetes' binder and scheduler set again.
 _BINDING = (
     "pv.kubernetes.io/bind-completed",
     "pv.kubernetes.io/bound-by-controller",
     "volume.kubernetes.io/selected-node",
 )
-# What is not the same in a PersistentVolume that is made of another.
+# Fields that differ between the old and the new PersistentVolume.
 _OTHERWISE = ("claimRef", "persistentVolumeReclaimPolicy")
 # A name is at most 253 characters (RFC 1123).
 _SUFFIX = re.compile(r"-moved-[0-9a-f]{8}$")
@@ -37,33 +37,33 @@ class Place:
 
     @property
     def topology_key(self) -> str:
-        """The label by which the cluster tells the driver's nodes apart."""
+        """Return the label of the driver's topology."""
         return f"topology.{self.driver}/node"
 
     @property
     def segment(self) -> str:
-        """The value of that label on the node."""
+        """Return the value of that label on the node."""
         return ids.node_segment(self.node)
 
     @property
     def affinity(self) -> dict[str, Any]:
-        """What a PersistentVolume says that is for this node alone."""
+        """Return the node affinity of a PersistentVolume for this node alone."""
         wanted = {"key": self.topology_key, "operator": "In", "values": [self.segment]}
         return {"required": {"nodeSelectorTerms": [{"matchExpressions": [wanted]}]}}
 
     @property
     def policy_key(self) -> str:
-        """The annotation that keeps what a PersistentVolume's reclaim policy was."""
+        """Return the annotation that keeps the old reclaim policy."""
         return f"move.{self.driver}/reclaim-policy"
 
     @property
     def claim_key(self) -> str:
-        """The annotation that keeps the claim which is to be made anew."""
+        """Return the annotation that keeps the claim's manifest."""
         return f"move.{self.driver}/claim"
 
 
 def volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
-    """A PersistentVolume of the volume there: Retain, reserved for the claim, which it keeps."""
+    """Make the new PersistentVolume: Retain, reserved for the claim, with its manifest kept."""
     made = _anew(VOLUME, old, moved_name(name(old), place.handle))
     kept = json.dumps(claim_of(claim, name(made)), sort_keys=True)
     made["metadata"].pop("ownerReferences", None)
@@ -79,13 +79,13 @@ def volume_at(place: Place, old: Object, claim: Object) -> dict[str, Any]:
 
 
 def moved_name(old: str, handle: str) -> str:
-    """What the PersistentVolume is called that is made of another, for the volume of that id."""
+    """Return the name of the new PersistentVolume for the volume of that id."""
     digest = hashlib.sha256(handle.encode()).hexdigest()
     return f"{_SUFFIX.sub('', old)[:_MOST_CHARACTERS]}-moved-{digest[:8]}"
 
 
 def claim_of(claim: Object, volume: str) -> dict[str, Any]:
-    """The claim as it is made anew, for a PersistentVolume."""
+    """Make the new claim, for a PersistentVolume."""
     made = _anew(CLAIM, claim, name(claim))
     made["metadata"]["namespace"] = claim["metadata"]["namespace"]
     made["spec"]["volumeName"] = volume
@@ -93,7 +93,7 @@ def claim_of(claim: Object, volume: str) -> dict[str, Any]:
 
 
 def _anew(kind: str, was: Object, called: str) -> dict[str, Any]:
-    """An object as it may be made again: without what the cluster keeps of its life."""
+    """Copy an object without the fields that the cluster sets."""
     about = was["metadata"]
     kept = {
         "name": called,
@@ -110,43 +110,43 @@ def _anew(kind: str, was: Object, called: str) -> dict[str, Any]:
 
 
 def is_alike(volume: Object, made: Object) -> bool:
-    """Whether a PersistentVolume is what would be made."""
+    """Whether a PersistentVolume matches the one that would be made."""
     return _essential(volume) == _essential(made)
 
 
 def is_bound(volume: Object, claim: Object) -> bool:
-    """Whether both say that they belong together."""
+    """Whether both say that they are bound to each other."""
     said = (at(claim, "status", "phase"), at(claim, "spec", "volumeName"))
     own: object = at(volume, "spec", "claimRef", "uid")
     return said == ("Bound", name(volume)) and own == claim["metadata"]["uid"]
 
 
 def wanted_labels(volume: Object) -> Iterator[str]:
-    """The labels by which a PersistentVolume says where it may be used."""
+    """Return the labels of a PersistentVolume's node affinity."""
     for term in at(volume, "spec", "nodeAffinity", "required", "nodeSelectorTerms") or ():
         for wanted in (*(term.get("matchExpressions") or ()), *(term.get("matchFields") or ())):
             yield str(wanted.get("key"))
 
 
 def claims_of(pod: Object) -> Iterator[str]:
-    """The names of the claims that a pod uses."""
+    """Return the names of the claims that a pod uses."""
     for one in at(pod, "spec", "volumes") or ():
         if claim := at(one, "persistentVolumeClaim", "claimName"):
             yield str(claim)
 
 
 def annotations(one: Object) -> Mapping[str, str]:
-    """Those of an object."""
+    """Return an object's annotations."""
     return at(one, "metadata", "annotations") or {}
 
 
 def policy(volume: Object) -> str:
-    """What becomes of the volume when its claim is deleted."""
+    """Return a PersistentVolume's reclaim policy."""
     return str(at(volume, "spec", "persistentVolumeReclaimPolicy") or "")
 
 
 def name(one: Object) -> str:
-    """What an object is called."""
+    """Return an object's name."""
     return str(at(one, "metadata", "name") or "")
 
 
@@ -156,32 +156,32 @@ def is_going(one: Object) -> bool:
 
 
 def finalizers(one: Object) -> str:
-    """What keeps it while it is being deleted."""
+    """Return an object's finalizers, for a message."""
     return ", ".join(at(one, "metadata", "finalizers") or ()) or "nothing that it names"
 
 
 def volume_path(volume: Object) -> str:
-    """Where the API server has it."""
+    """Return a PersistentVolume's path."""
     return f"{VOLUMES}/{quote(name(volume), safe='')}"
 
 
 def claims_path(namespace: str) -> str:
-    """Where the API server has those of a namespace."""
+    """Return the path of a namespace's claims."""
     return f"/api/v1/namespaces/{quote(namespace, safe='')}/persistentvolumeclaims"
 
 
 def claim_path(namespace: str, called: str) -> str:
-    """Where the API server has one."""
+    """Return a claim's path."""
     return f"{claims_path(namespace)}/{quote(called, safe='')}"
 
 
 def pods_path(namespace: str) -> str:
-    """Where the API server has those of a namespace."""
+    """Return the path of a namespace's pods."""
     return f"/api/v1/namespaces/{quote(namespace, safe='')}/pods"
 
 
 def at(one: Object, *keys: str) -> Any:
-    """What stands there in an object; None where nothing does."""
+    """Return a nested field of an object, or None."""
     found: Any = one
     for key in keys:
         if not isinstance(found, dict):

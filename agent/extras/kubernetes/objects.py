@@ -1,4 +1,4 @@
-"""Objects of the Kubernetes API: lists, whole or not at all; single ones read and changed."""
+"""Read complete lists of objects from the Kubernetes API; read and change single objects."""
 
 import http.client
 import json
@@ -16,10 +16,10 @@ from agent.extras.kubernetes.access import Connection, Server, Unproved
 _log = logging.getLogger(__name__)
 
 _PAGE_ITEMS = 500
-# Of one wait for the server, and of one list with all its pages and attempts.
+# For one wait for the server, and for one list with all its pages and retries.
 _SILENCE_SECONDS = 10.0
 _LIST_SECONDS = 120.0
-# A server that was started anew, or whose answers were cut off, is asked again from the start.
+# A list is read again from the start if the server restarted or an answer was cut off.
 _ATTEMPTS = 3
 _PAUSE_SECONDS = 2.0
 _TOO_MANY_REQUESTS, _GONE = 429, 410
@@ -34,7 +34,7 @@ class Listing:
 
 
 class Lists:
-    """Asks one API server, by GET only."""
+    """Reads lists of one API server, by GET only."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Lists:
         self._sleep = sleep
 
     def whole(self, path: str, kind: str, **query: str) -> Listing:
-        """All of a collection, such as /api/v1/nodes and NodeList; raises ClusterSilent."""
+        """Read a complete collection, such as /api/v1/nodes and NodeList; raises ClusterSilent."""
         until = time.monotonic() + self._list_seconds
         problem = ""
         for attempt in range(_ATTEMPTS):
@@ -73,7 +73,7 @@ class Lists:
         raise errors.ClusterSilent(self._where(path), problem)
 
     def _read(self, path: str, kind: str, query: Mapping[str, str], until: float) -> Listing:
-        """One attempt: page after page of one connection's, until one says that it is the last."""
+        """Try once: read pages over one connection until the last."""
         items: dict[str, Mapping[str, Any]] = {}
         version, token = "", ""
         with Connection(self._server, self._silence_seconds) as connection:
@@ -86,7 +86,7 @@ class Lists:
                     self._refuse(path, status)
                 page = _Page.of(body, kind)
                 if version not in ("", page.version):
-                    raise Unproved(f"its pages are of two moments, {version} and {page.version}")
+                    raise Unproved(f"its pages have two versions, {version} and {page.version}")
                 version = page.version
                 for one in page.items:
                     uid = one["metadata"]["uid"]
@@ -102,15 +102,15 @@ class Lists:
                 token = page.token
 
     def _refuse(self, path: str, status: int) -> None:
-        """Raise what a status says that is not OK."""
+        """Raise the error for a status that is not OK."""
         if status == _GONE:
             raise Unproved("its pages expired while they were read (410)")
         if status == _TOO_MANY_REQUESTS or status >= http.client.INTERNAL_SERVER_ERROR:
             raise Unproved(f"it answers {status}")
-        told = f"it answers {status}"
+        problem = f"it answers {status}"
         if status in (http.client.UNAUTHORIZED, http.client.FORBIDDEN):
-            told += "; whoever asks must be allowed to list these (docs/operations.md)"
-        raise errors.ClusterSilent(self._where(path), told)
+            problem += "; allow this account to list them (docs/operations.md)"
+        raise errors.ClusterSilent(self._where(path), problem)
 
     def _where(self, path: str) -> str:
         return f"{self._server.host}:{self._server.port}{self._server.path}{path}"
@@ -137,12 +137,12 @@ class _Page:
         if not isinstance(about, dict) or not isinstance(items, list):
             raise Unproved(f"its {kind} has no metadata, or no items")
         version, token = about.get("resourceVersion"), about.get("continue") or ""
-        # 0 is what a cache has that was never filled.
+        # 0 is the version of a cache that was never filled.
         if not isinstance(version, str) or version in ("", "0") or not isinstance(token, str):
-            raise Unproved(f"its {kind} does not say of which moment it is")
+            raise Unproved(f"its {kind} has no version")
         remaining = about.get("remainingItemCount") or 0
         if not isinstance(remaining, int) or not all(map(_is_object, items)):
-            raise Unproved(f"its {kind} has what is no object")
+            raise Unproved(f"its {kind} has malformed objects")
         return cls(items, version, token, remaining)
 
 
@@ -153,20 +153,20 @@ def _is_object(one: object) -> bool:
     return all(isinstance(about.get(key), str) and about[key] for key in ("name", "uid"))
 
 
-# As they are on the wire; nothing in them is changed in place.
+# As on the wire; never changed in place.
 Object = Mapping[str, Any]
 _SECONDS = 15.0
-# Of a read: what was asked for is asked for again.
+# Only reads are retried.
 _OBJECT_ATTEMPTS = 3
 _OBJECT_PAUSE_SECONDS = 1.0
 _JSON = {"Content-Type": "application/json"}
-# RFC 7386: what is null there is removed.
+# RFC 7386: null removes a field.
 _MERGE_PATCH = {"Content-Type": "application/merge-patch+json"}
 _MOST_CHARACTERS = 1000
 
 
 class Objects:
-    """Asks and tells one API server. All raise ClusterRefused."""
+    """Reads and changes objects of one API server. All methods raise ClusterRefused."""
 
     def __init__(
         self,
@@ -180,52 +180,52 @@ class Objects:
         self._sleep = sleep
 
     def find(self, path: str, kind: str) -> Object | None:
-        """The object at a path; None where the server says that there is none."""
+        """Return the object at a path; None if the server says that there is none."""
         problem = ""
         for attempt in range(_OBJECT_ATTEMPTS):
             if attempt:
                 self._sleep(_OBJECT_PAUSE_SECONDS)
             try:
-                status, told = self._ask("GET", path)
+                status, answer = self._ask("GET", path)
             except (OSError, http.client.HTTPException, Unproved) as error:
-                problem = _told(error)
+                problem = _problem_of(error)
                 continue
-            if status == http.client.NOT_FOUND and told.get("reason") == "NotFound":
+            if status == http.client.NOT_FOUND and answer.get("reason") == "NotFound":
                 return None
-            if status == http.client.OK and told.get("kind") == kind:
-                return told
-            problem = _refusal(status, told)
+            if status == http.client.OK and answer.get("kind") == kind:
+                return answer
+            problem = _refusal(status, answer)
             if status < http.client.INTERNAL_SERVER_ERROR:
                 break
         raise errors.ClusterRefused("GET", path, problem)
 
     def create(self, path: str, made: Object) -> None:
-        """Make an object in a collection; refused where there is one of its name."""
+        """Create an object in a collection; refused if its name exists."""
         self._write("POST", path, made, _JSON)
 
     def review(self, path: str, asked: Object) -> Object:
-        """What the server answers to a question that is put as an object, such as a right."""
+        """Return the server's answer to a review, such as SubjectAccessReview."""
         return self._write("POST", path, asked, _JSON)
 
     def change(self, path: str, change: Object, version: str) -> None:
-        """Merge something into the object that was read in that version."""
+        """Merge a change into an object, if it still has that version."""
         about = {**change.get("metadata", {}), "resourceVersion": version}
         self._write("PATCH", path, {**change, "metadata": about}, _MERGE_PATCH)
 
     def delete(self, path: str, uid: str) -> None:
-        """Delete the object that has this UID; what finalizers there are see to it first."""
+        """Delete an object, if it has this UID; its finalizers run first."""
         body = {"kind": "DeleteOptions", "apiVersion": "v1", "preconditions": {"uid": uid}}
         self._write("DELETE", path, body, _JSON)
 
     def _write(self, method: str, path: str, body: Object, content: Mapping[str, str]) -> Object:
         try:
-            status, told = self._ask(method, path, json.dumps(body).encode(), content)
+            status, answer = self._ask(method, path, json.dumps(body).encode(), content)
         except (OSError, http.client.HTTPException, Unproved) as error:
-            problem = f"{_told(error)}; whether it was done is not known"
+            problem = f"{_problem_of(error)}; it may have been done"
             raise errors.ClusterRefused(method, path, problem) from None
         if not http.client.OK <= status < http.client.MULTIPLE_CHOICES:
-            raise errors.ClusterRefused(method, path, _refusal(status, told))
-        return told
+            raise errors.ClusterRefused(method, path, _refusal(status, answer))
+        return answer
 
     def _ask(
         self,
@@ -236,17 +236,17 @@ class Objects:
     ) -> tuple[int, dict[str, Any]]:
         with Connection(self._server, self._seconds) as connection:
             until = time.monotonic() + self._seconds
-            status, answer = connection.request(method, path, until, body, content)
+            status, content_bytes = connection.request(method, path, until, body, content)
         try:
-            told = json.loads(answer)
+            answer = json.loads(content_bytes)
         except ValueError:
             raise Unproved(f"it answers {status}, without JSON") from None
-        if not isinstance(told, dict):
+        if not isinstance(answer, dict):
             raise Unproved(f"it answers {status}, without an object")
-        return status, told
+        return status, answer
 
 
-def _told(error: Exception) -> str:
+def _problem_of(error: Exception) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
         return error.verify_message
     if isinstance(error, TimeoutError):
@@ -254,6 +254,6 @@ def _told(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".rstrip(": ")
 
 
-def _refusal(status: int, told: Object) -> str:
-    said = str(told.get("message") or "")[:_MOST_CHARACTERS]
+def _refusal(status: int, answer: Object) -> str:
+    said = str(answer.get("message") or "")[:_MOST_CHARACTERS]
     return f"it answers {status}: {said}".rstrip(": ")

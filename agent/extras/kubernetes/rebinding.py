@@ -1,12 +1,11 @@
-"""A claim re-pointed to its volume on the node that it moved to, step by step.
+"""Rebind a claim to its volume on the node that it moved to, step by step.
 
-A PersistentVolume says which volume it is, and where, and neither can be changed; a claim says
-which PersistentVolume it has, and that cannot be changed either. So both are made anew, the
-PersistentVolume first, reserved for the claim: whoever makes the claim again, this or a
-StatefulSet, gets the volume. What is needed to go on is kept in the cluster's own objects, so a
-look tells which step is next.
+A PersistentVolume's handle and node are immutable, and so is a claim's PersistentVolume. Both are
+therefore created anew, the PersistentVolume first, reserved for the claim, so the claim gets the
+volume even if a StatefulSet recreates it. All state is kept in the cluster's own objects, so a look
+at them gives the next step.
 
-From the first step on, what is old is Retain, and what is new is so until its claim is bound.
+From the first step on the old PersistentVolume is Retain; the new one is until its claim is bound.
 """
 
 import json
@@ -21,14 +20,14 @@ from agent.extras.kubernetes import manifests
 from agent.extras.kubernetes.manifests import CLAIM, RETAIN, VOLUME, Place
 from agent.extras.kubernetes.objects import Lists, Object, Objects
 
-# How long the cluster has for what it does itself: bind, and let go of what is deleted.
+# How long to wait for the cluster to bind a claim, or to finish a deletion.
 _WAIT_SECONDS = 60
 _ENDED = ("Succeeded", "Failed")
 
 
 @dataclass(frozen=True)
 class _State:
-    """A look: the PersistentVolumes of the volume as it was and as it is, and the claim."""
+    """One look: the old and the new PersistentVolume of the volume, and the claim."""
 
     namespace: str
     name: str
@@ -38,17 +37,17 @@ class _State:
 
     @property
     def claimed(self) -> str:
-        """Which PersistentVolume the claim has."""
+        """Return the name of the claim's PersistentVolume."""
         return str(manifests.at(self.claim or {}, "spec", "volumeName") or "")
 
     @property
-    def essence(self) -> object:
-        """What somebody has in mind who says yes."""
+    def confirmed_state(self) -> object:
+        """Return what a confirmation is about; if it changes, the confirmation is void."""
         every = (self.old, self.new, self.claim)
         return [one and (one["metadata"]["uid"], one["spec"]) for one in every]
 
     def refused(self, why: str) -> errors.NotRepointed:
-        """The error that says why it does not go on."""
+        """Make the error that says why it cannot go on."""
         return errors.NotRepointed(str(self), why)
 
     def __str__(self) -> str:
@@ -57,16 +56,16 @@ class _State:
 
 @dataclass(frozen=True)
 class _Step:
-    """What is left to do. Where `what` is empty it belongs to what was said yes to."""
+    """The next step. If `what` is empty, the last confirmation includes it."""
 
     what: str
     act: Callable[[], None]
 
 
 class Rebinding:
-    """One claim. Raises NotRepointed, ClusterRefused, ClusterSilent; the same goes on after each.
+    """The rebinding of one claim; `was` is the volume's old id.
 
-    `was` is the volume's id where it came from.
+    Raises NotRepointed, ClusterRefused, ClusterSilent; call it again to continue.
     """
 
     def __init__(
@@ -79,39 +78,39 @@ class Rebinding:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._lists, self._objects = lists, objects
-        self._was, self._place = was, place
+        self._old_handle, self._place = was, place
         self._sleep = sleep
 
-    def run(self, confirmed: Callable[[str], bool], tell: Callable[[str], None]) -> None:
-        """Take each step that is left; raises NotConfirmed where one is not wanted."""
-        state = self._take(self._next, confirmed, tell)
+    def run(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
+        """Take the remaining steps; raises NotConfirmed if one is declined."""
+        state = self._take_steps(self._next, confirmed, report)
         where = f"{manifests.name(state.new or {})}, the volume on {self._place.node}"
-        tell(f"the claim {state} is bound to {where}")
+        report(f"the claim {state} is bound to {where}")
 
-    def undo(self, confirmed: Callable[[str], bool], tell: Callable[[str], None]) -> None:
-        """Have all be as before, as long as the claim is the old PersistentVolume's; the same."""
-        state = self._take(self._back, confirmed, tell)
-        tell(f"the claim {state} is as it was, of {manifests.name(state.old or {})}")
+    def undo(self, confirmed: Callable[[str], bool], report: Callable[[str], None]) -> None:
+        """Undo the steps while the claim has the old PersistentVolume; raises NotConfirmed."""
+        state = self._take_steps(self._back, confirmed, report)
+        report(f"the claim {state} is as it was, of {manifests.name(state.old or {})}")
 
-    def _take(
+    def _take_steps(
         self,
         next_of: Callable[[_State], _Step | None],
         confirmed: Callable[[str], bool],
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> _State:
-        """Take the steps that are left; how it is then."""
+        """Take the remaining steps; return the final state."""
         while (step := next_of(state := self._look())) is not None:
             if step.what:
                 if not confirmed(f"In Kubernetes: {step.what}?"):
                     raise errors.NotConfirmed(str(state), "re-pointed any further")
-                # Whoever is asked may think for a while.
+                # The answer may have taken a while.
                 now = self._look()
-                if now.essence != state.essence:
+                if now.confirmed_state != state.confirmed_state:
                     raise state.refused("its objects changed meanwhile: look, and call again")
                 step = next_of(now)
                 if step is None:
                     continue
-                tell(f"in Kubernetes: {step.what}")
+                report(f"in Kubernetes: {step.what}")
             step.act()
         return state
 
@@ -121,22 +120,22 @@ class Rebinding:
             handle = str(manifests.at(one, "spec", "csi", "volumeHandle"))
             if manifests.at(one, "spec", "csi", "driver") != self._place.driver:
                 continue
-            if handle in (self._was, self._place.handle):
+            if handle in (self._old_handle, self._place.handle):
                 if handle in found:
                     names = f"{manifests.name(found[handle])} and {manifests.name(one)}"
                     raise errors.NotRepointed(handle, f"{names} are both of it")
                 found[handle] = one
-        old, new = found.get(self._was), found.get(self._place.handle)
+        old, new = found.get(self._old_handle), found.get(self._place.handle)
         reference = manifests.at(new or old or {}, "spec", "claimRef") or {}
         namespace, name = str(reference.get("namespace", "")), str(reference.get("name", ""))
         if not (namespace and name):
             why = f"no {VOLUME} of this cluster has it for a claim"
-            raise errors.NotRepointed(self._was, why)
+            raise errors.NotRepointed(self._old_handle, why)
         claim = self._objects.find(manifests.claim_path(namespace, name), CLAIM)
         return _State(namespace, name, old, new, claim)
 
     def _next(self, state: _State) -> _Step | None:
-        """The first step that is not taken; raises NotRepointed where facts are not as expected."""
+        """Return the next step; raises NotRepointed if the objects are not as expected."""
         old, new, claim = state.old, state.new, state.claim
         if new is not None:
             self._check_new(state, new)
@@ -154,7 +153,7 @@ class Rebinding:
         return self._after(state, new, claim)
 
     def _back(self, state: _State) -> _Step | None:
-        """The first step back that is not taken."""
+        """Return the next step of undoing."""
         old, new, claim = state.old, state.new, state.claim
         if old is None or claim is None or state.claimed != manifests.name(old):
             why = "it is the moved volume's already, or between both: go on with the move, and then"
@@ -173,7 +172,7 @@ class Rebinding:
             return _Step(what, partial(self._restore, old))
         return None
 
-    # The claim is the old PersistentVolume's
+    # Steps while the claim has the old PersistentVolume
 
     def _before(self, state: _State, old: Object, claim: Object) -> _Step:
         new = state.new
@@ -199,7 +198,7 @@ class Rebinding:
             change = {"metadata": {"annotations": {key: kept}}}
             return _Step("", partial(self._change, new, change))
         what = f"delete the claim {state}, which is then made anew, for {manifests.name(new)}"
-        # Nothing is lost by it: the old one is Retain, and what makes the claim anew is kept.
+        # This is safe: the old one is Retain, and the new one keeps the claim's manifest.
         return _Step(what, partial(self._objects.delete, _path(state), claim["metadata"]["uid"]))
 
     def _check_old(self, state: _State, old: Object, claim: Object) -> None:
@@ -220,7 +219,7 @@ class Rebinding:
             raise state.refused(why)
 
     def _check_unused(self, state: _State) -> None:
-        """No pod that has a node may have the claim: kubelet there may be about to use it."""
+        """Refuse while a scheduled pod uses the claim: its kubelet may be about to mount it."""
         for pod in self._lists.whole(manifests.pods_path(state.namespace), "PodList").items:
             if manifests.at(pod, "status", "phase") in _ENDED:
                 continue
@@ -241,7 +240,7 @@ class Rebinding:
 
         self._wait(state, is_gone, f"it is not gone yet, kept by {manifests.finalizers(claim)}")
 
-    # There is none, or it is the new one's
+    # Steps while there is no claim, or it has the new PersistentVolume
 
     def _check_new(self, state: _State, new: Object) -> None:
         name = manifests.name(new)
@@ -290,7 +289,7 @@ class Rebinding:
             volume = self._objects.find(manifests.volume_path(new), VOLUME)
             return None not in (claim, volume) and manifests.is_bound(volume or {}, claim or {})
 
-        self._wait(state, is_bound, "it is not bound yet; `kubectl describe pvc` tells why")
+        self._wait(state, is_bound, "it is not bound yet; see `kubectl describe pvc`")
 
     def _await_end(self, state: _State, old: Object) -> None:
         path, name = manifests.volume_path(old), manifests.name(old)
@@ -298,7 +297,7 @@ class Rebinding:
         self._wait(state, lambda: self._objects.find(path, VOLUME) is None, why)
 
     def _restore(self, new: Object) -> None:
-        """Both annotations go with it, so this is the last step."""
+        """Restore the policy and remove both annotations; this is the last step."""
         keys = (self._place.policy_key, self._place.claim_key)
         change: dict[str, Any] = {"metadata": {"annotations": dict.fromkeys(keys)}}
         if was := manifests.annotations(new).get(self._place.policy_key):

@@ -109,7 +109,7 @@ def test_a_server_that_goes_on_lying_gives_no_list(api: ApiServer, lie: Lie) -> 
         read(api)
 
 
-@pytest.mark.parametrize(("code", "word"), [(401, "allowed"), (403, "allowed"), (404, "404")])
+@pytest.mark.parametrize(("code", "word"), [(401, "allow this"), (403, "allow this"), (404, "404")])
 def test_who_may_not_ask_is_told_at_once(api: ApiServer, code: int, word: str) -> None:
     api.lie(VOLUMES, status(code))
     with pytest.raises(errors.ClusterSilent, match=word):
