@@ -44,7 +44,7 @@ _NOT_YET = (
 )
 
 
-class Manual:
+class VolumeVerbs:
     """The verbs on one service; each prints its result. Raises CallRefused."""
 
     def __init__(self, caller: Client, settings: Config, host: Host) -> None:
@@ -331,7 +331,7 @@ class Manual:
 
 
 @contextmanager
-def connected(settings: Config, host: Host) -> Iterator[Manual]:
+def connected(settings: Config, host: Host) -> Iterator[VolumeVerbs]:
     """Connect to the running service; raises NotServed, NotPermitted, CallRefused."""
     try:
         is_served = sockets.is_served(settings.endpoint)
@@ -342,7 +342,7 @@ def connected(settings: Config, host: Host) -> Iterator[Manual]:
         raise errors.NotServed(str(settings.endpoint))
     with Client(settings.endpoint) as caller:
         try:
-            yield Manual(caller, settings, host)
+            yield VolumeVerbs(caller, settings, host)
         except grpc.RpcError as error:
             raise errors.CallRefused(error.code().name, error.details() or "") from None
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from agent.core import errors, settings
 
 if TYPE_CHECKING:
-    from agent.cli.volumes import Manual
+    from agent.cli.volumes import VolumeVerbs
 
 # argparse has no public name for the result of add_subparsers.
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -77,7 +77,7 @@ def verb(
     verbs: Commands,
     name: str,
     text: str,
-    act: Callable[["Manual", argparse.Namespace], None],
+    act: Callable[["VolumeVerbs", argparse.Namespace], None],
     *arguments: Argument | tuple[Argument, ...],
 ) -> argparse.ArgumentParser:
     """Add a verb on the running service; arguments in a tuple exclude each other."""
@@ -102,7 +102,7 @@ def add_name(
 
 
 def _on_service(
-    parsed: argparse.Namespace, act: Callable[["Manual", argparse.Namespace], None]
+    parsed: argparse.Namespace, act: Callable[["VolumeVerbs", argparse.Namespace], None]
 ) -> int:
     from agent.cli import volumes
     from agent.core.host import this_host

@@ -14,7 +14,7 @@ from typing import Any, cast
 from performance import rows
 from performance.rows import Samples
 
-from agent.cli.volumes import Manual
+from agent.cli.volumes import VolumeVerbs
 from agent.core.host import Host
 from agent.core.ids import VolumeId
 from agent.csi.client import Client, block
@@ -34,15 +34,15 @@ _SENT, _COPIED, _STREAMED = "bench-sent", "bench-copied", "bench-streamed"
 _CACHES = Path("/proc/sys/vm/drop_caches")
 
 
-def person(client: Client, socket: Path) -> Manual:
+def person(client: Client, socket: Path) -> VolumeVerbs:
     """Whoever types the commands, on this machine."""
     programs = Programs()
     host = Host(programs, Kernel(), Devices(), Disks(), stream=programs.stream)
-    return Manual(client, cast(Any, SimpleNamespace(endpoint=socket)), host)
+    return VolumeVerbs(client, cast(Any, SimpleNamespace(endpoint=socket)), host)
 
 
 def measure(
-    at: Manual, rounds: Iterable[int], samples: Samples, settle: Callable[[], None]
+    at: VolumeVerbs, rounds: Iterable[int], samples: Samples, settle: Callable[[], None]
 ) -> None:
     """An increment sent and received in one pipe, and the same blocks by dd with its flush.
 
@@ -70,7 +70,7 @@ def measure(
 
 
 @contextmanager
-def _made(at: Manual) -> Iterator[str]:
+def _made(at: VolumeVerbs) -> Iterator[str]:
     """A volume to send of, and one for dd beside it; afterwards nothing of it is there."""
     made: list[str] = []
     try:
@@ -93,7 +93,7 @@ def _sibling(source: str) -> str:
 class _Receiving:
     """The other end of a pipe, which is closed when it wants no more."""
 
-    at: Manual
+    at: VolumeVerbs
     descriptor: int
 
     def __call__(self) -> None:
@@ -101,7 +101,7 @@ class _Receiving:
             streams_command.receive(self.at, _STREAMED, source)
 
 
-def _piped(at: Manual, snapshot_id: str, base: str, *, compare: bool = False) -> None:
+def _piped(at: VolumeVerbs, snapshot_id: str, base: str, *, compare: bool = False) -> None:
     reading, writing = os.pipe()
     streams_command.widen(writing)
     with ThreadPoolExecutor(1) as pool:
@@ -141,7 +141,7 @@ def _forget() -> None:
     _CACHES.write_text("3")
 
 
-def _path(at: Manual, identity: str) -> str:
+def _path(at: VolumeVerbs, identity: str) -> str:
     parsed = VolumeId.parse(identity)
     found = at.host.devices.find(parsed.group, parsed.name) if parsed else None
     if found is None:

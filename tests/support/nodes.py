@@ -19,7 +19,7 @@ from model.stopping import Switch
 from real.any import AnyHost, device
 
 from agent.cli import main
-from agent.cli.volumes import Manual
+from agent.cli.volumes import VolumeVerbs
 from agent.core import errors
 from agent.core.host import Host
 from agent.core.settings import Config
@@ -49,7 +49,7 @@ class Node:
     serial: Iterator[int] = field(default_factory=itertools.count)
     service: Service = field(init=False)
     client: Client = field(init=False)
-    at: Manual = field(init=False)
+    at: VolumeVerbs = field(init=False)
 
     def device(self, name: str) -> str:
         return device(self.host, self.group, name)
@@ -68,7 +68,7 @@ class Node:
         self.service = started(self.host, own, switch)
         self.client = Client(endpoint)
         self.transfer = self.client.stub(TransferStub)
-        self.at = Manual(self.client, own, machine(self.host))
+        self.at = VolumeVerbs(self.client, own, machine(self.host))
 
     def stop(self) -> None:
         """The process ends in good order."""

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from agent.cli import terminal
-from agent.cli.volumes import Manual
+from agent.cli.volumes import VolumeVerbs
 from agent.extras.kubernetes import access, manifests
 from agent.extras.kubernetes.access import Server
 from agent.extras.kubernetes.manifests import Place
@@ -94,7 +94,7 @@ def repoint(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = 
     (made.undo if undo else made.run)(confirmed, tell)
 
 
-def finish(at: Manual, parsed: argparse.Namespace) -> None:
+def finish(at: VolumeVerbs, parsed: argparse.Namespace) -> None:
     """Carry out `carver volume receive --finish --kubeconfig`.
 
     The claim gets the volume that was received in place of the stream's source.

@@ -9,7 +9,7 @@ from agent.cli.words import CommandLine, Commands, add_name, verb
 from agent.core import errors
 
 if TYPE_CHECKING:
-    from agent.cli.volumes import Manual
+    from agent.cli.volumes import VolumeVerbs
 
 
 def add(line: CommandLine) -> None:
@@ -62,7 +62,7 @@ def _add_kubeconfig(verb: argparse.ArgumentParser, text: str) -> None:
     verb.add_argument("--yes", action="store_true", help="do not ask")
 
 
-def _receive(verbs: "Manual", parsed: argparse.Namespace) -> None:
+def _receive(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
     from agent.extras.transfer import streams_command
 
     if not parsed.kubeconfig:
@@ -101,7 +101,7 @@ def _add_send(verbs: Commands) -> None:
     send.add_argument("--json", action="store_true", help="progress as JSON, a line each second")
 
 
-def _send(verbs: "Manual", parsed: argparse.Namespace) -> None:
+def _send(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
     from agent.extras.transfer import streams_command
 
     if parsed.checksum:
@@ -158,7 +158,7 @@ def _add_move(verbs: Commands) -> None:
     move.add_argument("--json", action="store_true", help="as JSON, progress too")
 
 
-def _move(verbs: "Manual", parsed: argparse.Namespace) -> None:
+def _move(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
     from agent.extras.transfer import move_command
     from agent.extras.transfer.remote import Ssh
 

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from agent.cli import terminal
-from agent.cli.volumes import Manual
+from agent.cli.volumes import VolumeVerbs
 from agent.core import errors, ids, tag
 from agent.extras.kubernetes.manifests import Place
 from agent.extras.transfer import claims, streams_command
@@ -56,7 +56,7 @@ class Move:
 
     def __init__(
         self,
-        at: Manual,
+        at: VolumeVerbs,
         remote: Remote,
         volume_id: str,
         options: Options,
@@ -355,7 +355,9 @@ class Move:
         return self._transfer.MoveStatus(carver.NameRequest(name=self._volume_id))
 
 
-def carry_out(at: Manual, parsed: argparse.Namespace, remote_of: Callable[[str], Remote]) -> None:
+def carry_out(
+    at: VolumeVerbs, parsed: argparse.Namespace, remote_of: Callable[[str], Remote]
+) -> None:
     """Do what the flags of `carver volume move` ask for."""
 
     def tell(text: str) -> None:

@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message import Message
 
 from agent.cli import terminal
-from agent.cli.volumes import Manual
+from agent.cli.volumes import VolumeVerbs
 from agent.core import errors, ids
 from agent.core.extents import Extent
 from agent.core.ids import VolumeId
@@ -84,7 +84,7 @@ RECEIVING, ABSENT, READY = "receiving", "absent", "ready"
 class Outgoing:
     """A snapshot that is open, and so cannot be removed, and the header of its stream."""
 
-    at: Manual
+    at: VolumeVerbs
     header: Header
     device: Opened
 
@@ -169,14 +169,14 @@ class Outgoing:
             raise errors.SourceLost(snapshot_id, "it was lost while it was read")
 
 
-def is_ready(at: Manual, snapshot_id: str) -> bool:
+def is_ready(at: VolumeVerbs, snapshot_id: str) -> bool:
     """Whether a snapshot is there and not lost."""
     found = at.caller.snapshots(snapshot_id=snapshot_id)
     return bool(found) and found[0].ready_to_use
 
 
 @contextmanager
-def outgoing(at: Manual, snapshot_id: str, base_id: str = "") -> Iterator[Outgoing]:
+def outgoing(at: VolumeVerbs, snapshot_id: str, base_id: str = "") -> Iterator[Outgoing]:
     """Open a snapshot; raises grpc.RpcError."""
     request = carver.OpenSnapshotRequest(snapshot_id=snapshot_id, base_snapshot_id=base_id)
     opened = _transfer(at).OpenSnapshot(request)
@@ -194,7 +194,7 @@ def outgoing(at: Manual, snapshot_id: str, base_id: str = "") -> Iterator[Outgoi
                 )
 
 
-def chain_of(at: Manual, snapshot_id: str) -> str:
+def chain_of(at: VolumeVerbs, snapshot_id: str) -> str:
     """Name exactly what a snapshot holds; it need not be active."""
     return _transfer(at).SnapshotChain(carver.SnapshotChainRequest(snapshot_id=snapshot_id)).chain
 
@@ -226,11 +226,11 @@ def values(message: Message) -> dict[str, Any]:
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}
 
 
-def _transfer(at: Manual) -> TransferStub:
+def _transfer(at: VolumeVerbs) -> TransferStub:
     return at.caller.stub(TransferStub)
 
 
-def received(at: Manual, parsed: argparse.Namespace, source: BinaryIO) -> dict[str, Any]:
+def received(at: VolumeVerbs, parsed: argparse.Namespace, source: BinaryIO) -> dict[str, Any]:
     """Do what the flags of `carver volume receive` ask for; return the volume's state."""
     name = parsed.name
     if parsed.status:
@@ -262,7 +262,7 @@ def show(told: dict[str, Any], *, as_json: bool) -> None:
 
 
 def send(
-    at: Manual,
+    at: VolumeVerbs,
     name: str,
     out: BinaryIO,
     *,
@@ -301,14 +301,14 @@ def widen(pipe: BinaryIO | int) -> None:
         fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, sending.PIECE_BYTES)
 
 
-def checksum_of(at: Manual, name: str, *, as_json: bool = False) -> dict[str, Any]:
+def checksum_of(at: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
     """The checksum of a whole snapshot."""
     with outgoing(at, at.find_snapshot(name).snapshot_id) as source:
         return {"chain": source.header.chain, "sha256": source.checksum(as_json=as_json)}
 
 
 def receive(
-    at: Manual,
+    at: VolumeVerbs,
     name: str,
     source: BinaryIO,
     *,
@@ -334,13 +334,13 @@ def receive(
     return {**status(at, name), **({"verified": verified} if verify else {})}
 
 
-def opened_spool(at: Manual) -> AbstractContextManager[Spool]:
+def opened_spool(at: VolumeVerbs) -> AbstractContextManager[Spool]:
     """A spool for the parts of a stream."""
     return spool.opened(at.settings.endpoint.parent)
 
 
 def _receive_one(
-    at: Manual,
+    at: VolumeVerbs,
     name: str,
     device_class: str,
     reader: Reader,
@@ -394,14 +394,14 @@ def _receive_one(
         return "" if parts is None else sending.of_parts(device, header, parts)
 
 
-def status(at: Manual, name: str) -> dict[str, Any]:
+def status(at: VolumeVerbs, name: str) -> dict[str, Any]:
     """The state of a volume that is received, and the offset where a stream continues."""
     found = _transfer(at).ReceiveStatus(carver.NameRequest(name=name))
     # Says that it takes --verify, which 0.1.0 does not.
     return {**values(found), "name": name, "verifies": True}
 
 
-def received_checksum(at: Manual, name: str, *, as_json: bool = False) -> dict[str, Any]:
+def received_checksum(at: VolumeVerbs, name: str, *, as_json: bool = False) -> dict[str, Any]:
     """The checksum of a whole volume that was received."""
     found = _require_received(at, name)
     if not found["chain"] or found["into"]:
@@ -413,7 +413,7 @@ def received_checksum(at: Manual, name: str, *, as_json: bool = False) -> dict[s
     return {"chain": found["chain"], "sha256": told}
 
 
-def finish(at: Manual, name: str, release: str = "") -> dict[str, Any]:
+def finish(at: VolumeVerbs, name: str, release: str = "") -> dict[str, Any]:
     """Make what was received a volume, its file system checked."""
     volume_id = _require_received(at, name)["volume_id"]
     request = carver.ReleaseRequest(volume_id=volume_id, release=release)
@@ -421,7 +421,7 @@ def finish(at: Manual, name: str, release: str = "") -> dict[str, Any]:
     return status(at, name)
 
 
-def withdraw(at: Manual, name: str, release: str) -> dict[str, Any]:
+def withdraw(at: VolumeVerbs, name: str, release: str) -> dict[str, Any]:
     """Undo `finish`."""
     volume_id = _require_received(at, name)["volume_id"]
     request = carver.ReleaseRequest(volume_id=volume_id, release=release)
@@ -429,7 +429,7 @@ def withdraw(at: Manual, name: str, release: str) -> dict[str, Any]:
     return status(at, name)
 
 
-def abort(at: Manual, name: str, *, confirmed: bool) -> dict[str, Any]:
+def abort(at: VolumeVerbs, name: str, *, confirmed: bool) -> dict[str, Any]:
     """Erase and remove what was received, if anything.
 
     Asks first, as it may be the work of months. Raises NotConfirmed.
@@ -444,7 +444,7 @@ def abort(at: Manual, name: str, *, confirmed: bool) -> dict[str, Any]:
     return status(at, name)
 
 
-def _require_received(at: Manual, name: str) -> dict[str, Any]:
+def _require_received(at: VolumeVerbs, name: str) -> dict[str, Any]:
     found = status(at, name)
     if found["state"] == ABSENT:
         raise errors.NoSuchVolume(name)
@@ -456,7 +456,7 @@ def _checksum(device: Opened, size_bytes: int, what: str, *, as_json: bool) -> s
         return sending.of(device, size_bytes, tell)
 
 
-def _device(at: Manual, identity: str) -> str:
+def _device(at: VolumeVerbs, identity: str) -> str:
     """The device that the service has just activated; raises Inactive."""
     parsed = VolumeId.parse(identity)
     if parsed is None:
