@@ -89,7 +89,7 @@ TABLE: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (agent.core.errors.NotPublished, Code.FAILED_PRECONDITION),
     (agent.core.errors.ClusterSilent, Code.UNAVAILABLE),
     (agent.core.errors.ClusterRefused, Code.UNAVAILABLE),
-    (agent.core.errors.NotRepointed, Code.FAILED_PRECONDITION),
+    (agent.core.errors.NotRebound, Code.FAILED_PRECONDITION),
     (agent.core.errors.NoOrphan, Code.FAILED_PRECONDITION),
     (agent.core.errors.NotConfirmed, Code.FAILED_PRECONDITION),
     (agent.core.errors.AgentError, Code.INTERNAL),

@@ -650,7 +650,7 @@ class ClusterRefused(AgentError):
         super().__init__(f"the API server: {method} {path}: {problem}")
 
 
-class NotRepointed(AgentError):
+class NotRebound(AgentError):
     """A claim cannot be bound to the moved volume; what was done so far is kept."""
 
     def __init__(self, claim: str, why: str) -> None:

@@ -110,7 +110,7 @@ SETTINGS: Mapping[str, Setting] = {
     "registration": Setting(
         values.choice("self", "none"),
         lambda: "self",
-        "who registers Carver with kubelet; none: nobody, or a node-driver-registrar",
+        "who registers Carver with kubelet; none: not Carver; perhaps a node-driver-registrar",
     ),
     "registration_directory": Setting(
         values.parse_absolute_path, lambda: REGISTRY, "where kubelet looks for sockets of plugins"

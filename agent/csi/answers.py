@@ -23,11 +23,11 @@ def volume_health(one: VolumeHealth) -> csi.VolumeHealth:
         volume_id=one.volume_id,
         health_statuses=[
             csi.VolumeHealth.VolumeHealthEntry(
-                status=csi.VolumeHealthErrorType.Value(told.reason.of_volume),
-                reason=told.reason.word,
-                message=told.text(now),
+                status=csi.VolumeHealthErrorType.Value(condition.reason.of_volume),
+                reason=condition.reason.word,
+                message=condition.text(now),
             )
-            for told in one.conditions
+            for condition in one.conditions
         ],
     )
 

@@ -315,12 +315,12 @@ class Client:
     ) -> None:
         """Publish an inline volume, as kubelet does for a pod."""
         pod = {"ephemeral": "true", "pod.name": "web-0", "pod.namespace": "shop", "pod.uid": "17"}
-        told = {f"csi.storage.k8s.io/{key}": value for key, value in pod.items()}
+        context = {f"csi.storage.k8s.io/{key}": value for key, value in pod.items()}
         request = csi.NodePublishVolumeRequest(
             volume_id=volume_id,
             target_path=str(target_path),
             volume_capability=capability or mounted(),
-            volume_context={**(attributes or {}), **told},
+            volume_context={**(attributes or {}), **context},
             readonly=read_only,
             secrets=secrets or {},
         )

@@ -211,7 +211,7 @@ def _wiping(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any
 
     def read(data: bytes) -> Any:
         request = deserialize(data)
-        # Nobody else has them.
+        # Nothing else refers to them.
         secret.wipe(data)
         return request
 

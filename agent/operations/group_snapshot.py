@@ -63,7 +63,7 @@ class GroupSnapshotter:
         self._eraser = eraser
         self._locks = context.locks
         # Longer than lvm2 needs for many volumes, shorter than a wait that suggests a dead disk.
-        self.standstill_seconds = 20.0
+        self.quiesce_seconds = 20.0
 
     @staticmethod
     def logical_name(name: str) -> str:
@@ -175,7 +175,7 @@ class GroupSnapshotter:
             **call.about,
         }
         left = command.remaining_seconds()
-        patience = min(self.standstill_seconds, self.standstill_seconds if left is None else left)
+        patience = min(self.quiesce_seconds, self.quiesce_seconds if left is None else left)
         with (
             command.time_limit(patience),
             self._quiesced(list(held.values()), patience, turns) as quiesce,

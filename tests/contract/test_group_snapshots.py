@@ -29,7 +29,7 @@ EXTENT = 4 * MIB
 @pytest.fixture
 def pair(client: Client, service: Service) -> list[str]:
     """Two raw block volumes; and lvm2 may be as slow as an emulated machine makes it."""
-    service.group_snapshotter.standstill_seconds = 300
+    service.group_snapshotter.quiesce_seconds = 300
     return [client.create(name, 32 * MIB, block()).volume_id for name in ("data", "wal")]
 
 
@@ -227,7 +227,7 @@ def test_volumes_can_be_made_of_its_snapshots(
 def test_mounted_volumes_are_let_go_and_can_be_written_to_afterwards(
     client: Client, host: AnyHost, service: Service, group: str
 ) -> None:
-    service.group_snapshotter.standstill_seconds = 300
+    service.group_snapshotter.quiesce_seconds = 300
     made = []
     for name, fs_type, size in (("a", "ext4", 16 * MIB), ("b", "btrfs", 256 * MIB)):
         volume = client.create(name, size, mounted())
@@ -314,7 +314,7 @@ def test_what_has_no_room_is_refused_before_anything_is_held(
 def test_volumes_are_let_go_in_time_and_none_of_the_snapshots_is_kept(
     client: Client, pair: list[str], host: AnyHost, group: str, service: Service
 ) -> None:
-    service.group_snapshotter.standstill_seconds = 0.5
+    service.group_snapshotter.quiesce_seconds = 0.5
     let_go = threading.Event()
 
     def intercept(words: Sequence[str]) -> Result | None:

@@ -59,7 +59,7 @@ class Place:
     def begin(self, arrange: Callable[[], object]) -> None:
         """What was done before the call, by a process with shells of its own."""
         self.machine.restart()
-        self.machine.service.group_snapshotter.standstill_seconds = 300
+        self.machine.service.group_snapshotter.quiesce_seconds = 300
         try_soon(self.machine.service)
         arrange()
         self.settle()

@@ -150,8 +150,8 @@ class Reservations:
         volumes.mark(self._volume_groups.lvm(group), group, pool, old=_RESERVED, new={})
 
     def _has(self, group: str, pool: str) -> bool:
-        told = self._inventory.status(group, pool)
-        return any(isinstance(one, ThinPool) and one.has_metadata_snapshot for one in told)
+        status = self._inventory.status(group, pool)
+        return any(isinstance(one, ThinPool) and one.has_metadata_snapshot for one in status)
 
 
 def _marked(group: report.Group) -> list[str]:

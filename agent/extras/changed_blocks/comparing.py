@@ -67,16 +67,16 @@ def _marked(
 ) -> bytearray:
     """A bit for each chunk of a part; later parts that have chunks are added to `left`."""
     bits = bytearray(-(-chunks // 8))
-    for told in chain.from_iterable(one.chunks() for one in tables):
+    for copied in chain.from_iterable(one.chunks() for one in tables):
         check()
-        if not told:
+        if not copied:
             continue
-        first, last = min(told) - base, max(told) - base
-        if 0 <= first <= last < chunks and last - first == len(told) - 1:
+        first, last = min(copied) - base, max(copied) - base
+        if 0 <= first <= last < chunks and last - first == len(copied) - 1:
             # A chunk is in a table once, so this is a contiguous run, as most writes are.
             _mark(bits, first, last + 1)
             continue
-        for chunk in told:
+        for chunk in copied:
             at = chunk - base
             if 0 <= at < chunks:
                 bits[at >> 3] |= 1 << (at & 7)

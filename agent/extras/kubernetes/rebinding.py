@@ -46,9 +46,9 @@ class _State:
         every = (self.old, self.new, self.claim)
         return [one and (one["metadata"]["uid"], one["spec"]) for one in every]
 
-    def refused(self, why: str) -> errors.NotRepointed:
+    def refused(self, why: str) -> errors.NotRebound:
         """Make the error that says why it cannot go on."""
-        return errors.NotRepointed(str(self), why)
+        return errors.NotRebound(str(self), why)
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -65,7 +65,7 @@ class _Step:
 class Rebinding:
     """The rebinding of one claim; `was` is the volume's old id.
 
-    Raises NotRepointed, ClusterRefused, ClusterSilent; call it again to continue.
+    Raises NotRebound, ClusterRefused, ClusterSilent; call it again to continue.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Rebinding:
         while (step := next_of(state := self._look())) is not None:
             if step.what:
                 if not confirmed(f"In Kubernetes: {step.what}?"):
-                    raise errors.NotConfirmed(str(state), "re-pointed any further")
+                    raise errors.NotConfirmed(str(state), "rebound any further")
                 # The answer may have taken a while.
                 now = self._look()
                 if now.confirmed_state != state.confirmed_state:
@@ -123,19 +123,19 @@ class Rebinding:
             if handle in (self._old_handle, self._place.handle):
                 if handle in found:
                     names = f"{manifests.name(found[handle])} and {manifests.name(one)}"
-                    raise errors.NotRepointed(handle, f"{names} are both of it")
+                    raise errors.NotRebound(handle, f"{names} are both of it")
                 found[handle] = one
         old, new = found.get(self._old_handle), found.get(self._place.handle)
         reference = manifests.at(new or old or {}, "spec", "claimRef") or {}
         namespace, name = str(reference.get("namespace", "")), str(reference.get("name", ""))
         if not (namespace and name):
             why = f"no {VOLUME} of this cluster has it for a claim"
-            raise errors.NotRepointed(self._old_handle, why)
+            raise errors.NotRebound(self._old_handle, why)
         claim = self._objects.find(manifests.claim_path(namespace, name), CLAIM)
         return _State(namespace, name, old, new, claim)
 
     def _next(self, state: _State) -> _Step | None:
-        """Return the next step; raises NotRepointed if the objects are not as expected."""
+        """Return the next step; raises NotRebound if the objects are not as expected."""
         old, new, claim = state.old, state.new, state.claim
         if new is not None:
             self._check_new(state, new)
@@ -211,7 +211,7 @@ class Rebinding:
         if any(one.get("kind") == "Pod" for one in owners):
             raise state.refused("it is its pod's, and goes with it")
         if list(manifests.wanted_labels(old)) != [key]:
-            raise state.refused(f"{name} is not for a node by {key} alone; re-point it by hand")
+            raise state.refused(f"{name} is not for a node by {key} alone; rebind it by hand")
         nodes = self._lists.whole(manifests.NODES, "NodeList").items
         wanted = self._place.segment
         if wanted not in (manifests.at(one, "metadata", "labels", key) for one in nodes):

@@ -169,10 +169,10 @@ class Frame:
             return self.payload
         # First, as the decompressor would allocate whatever size the data say.
         try:
-            told = zstandard.frame_content_size(self.payload)
+            stated = zstandard.frame_content_size(self.payload)
             data = (
                 zstandard.ZstdDecompressor().decompress(self.payload, allow_extra_data=False)
-                if told == self.length_bytes
+                if stated == self.length_bytes
                 else b""
             )
         except zstandard.ZstdError as error:
@@ -210,8 +210,8 @@ class Totals:
 
 def chain_of(volume_id: str, snapshot_uuid: str, taken_nanoseconds: int, size_bytes: int) -> str:
     """Name exactly what a snapshot holds: LVM never uses a UUID again."""
-    told = ("carver snapshot 1", volume_id, snapshot_uuid, taken_nanoseconds, size_bytes)
-    return hashlib.sha256("\n".join(map(str, told)).encode()).hexdigest()
+    parts = ("carver snapshot 1", volume_id, snapshot_uuid, taken_nanoseconds, size_bytes)
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
 
 def pack(data: Bytes, *, compress: bool) -> Packed:
@@ -238,10 +238,10 @@ def header_of(text: bytes | str) -> Header:
 
 def opening(header: Header) -> tuple[bytes, bytes]:
     """A stream's first bytes, and the digest that its first frame continues."""
-    told = text_of(header)
-    if len(told) > _MOST_HEADER_BYTES:
-        raise errors.BadStream(f"a header of {len(told)} bytes is too long")
-    text = _PREFIX.pack(MAGIC, VERSION, 0, len(told)) + told
+    body = text_of(header)
+    if len(body) > _MOST_HEADER_BYTES:
+        raise errors.BadStream(f"a header of {len(body)} bytes is too long")
+    text = _PREFIX.pack(MAGIC, VERSION, 0, len(body)) + body
     proof = hashlib.sha256(text).digest()
     return text + proof, proof
 
@@ -276,10 +276,10 @@ def header_bytes(prefix: bytes) -> int:
 
 def header(prefix: bytes, rest: bytes) -> tuple[Header, bytes]:
     """Decode a header, and return the digest that frames continue; raises BadStream."""
-    told, proof = rest[:-_DIGEST_BYTES], rest[-_DIGEST_BYTES:]
-    if hashlib.sha256(prefix + told).digest() != proof:
+    body, proof = rest[:-_DIGEST_BYTES], rest[-_DIGEST_BYTES:]
+    if hashlib.sha256(prefix + body).digest() != proof:
         raise errors.BadStream("its header was altered")
-    return header_of(told), proof
+    return header_of(body), proof
 
 
 def parsed(proof: bytes, heading: bytes) -> tuple[bytes, Frame, int, bytes]:
@@ -287,9 +287,9 @@ def parsed(proof: bytes, heading: bytes) -> tuple[bytes, Frame, int, bytes]:
 
     Proved to continue `proof`: no frame is left out, doubled or moved. Raises BadStream.
     """
-    head, told = heading[: _FRAME.size], heading[_FRAME.size :]
+    head, proved = heading[: _FRAME.size], heading[_FRAME.size :]
     proof = hashlib.sha256(proof + head).digest()
-    if told != proof:
+    if proved != proof:
         raise errors.BadStream("a part of it was altered, moved or left out")
     kind, encoding, reserved, stored, offset, length, digest = _FRAME.unpack(head)
     frame = Frame(offset, length, encoding, b"", digest)
@@ -305,20 +305,20 @@ def parsed(proof: bytes, heading: bytes) -> tuple[bytes, Frame, int, bytes]:
     return kind, frame, stored, proof
 
 
-def _header(told: Any) -> Header:
-    if not isinstance(told, dict):
+def _header(table: Any) -> Header:
+    if not isinstance(table, dict):
         raise ValueError("is no JSON object")
     known = {one.name: one.type for one in fields(Header)}
-    if told.keys() != known.keys():
-        odd = ", ".join(sorted(map(str, told.keys() ^ known.keys())))
+    if table.keys() != known.keys():
+        odd = ", ".join(sorted(map(str, table.keys() ^ known.keys())))
         raise ValueError(f"has unknown or missing fields: {odd}")
-    for name, value in told.items():
+    for name, value in table.items():
         if type(value) is not _KINDS.get(known[name], dict):
             raise ValueError(f"{name} has the wrong type")
-    facts = told["facts"]
+    facts = table["facts"]
     if not all(isinstance(value, str) for value in facts.values()):
         raise ValueError("facts must be strings")
-    made = Header(**told)
+    made = Header(**table)
     sizes = (made.size_bytes, made.base_size_bytes, made.offset_bytes)
     if any(not 0 <= one <= LARGEST_BYTES or one % SECTOR_BYTES for one in sizes):
         raise ValueError(f"sizes must be multiples of {SECTOR_BYTES} up to {LARGEST_BYTES}")

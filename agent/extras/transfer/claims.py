@@ -78,7 +78,7 @@ def cluster_of(kubeconfig: str | None) -> Server | None:
     return access.of_file(Path(kubeconfig)) if kubeconfig else None
 
 
-def repoint(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = False) -> None:
+def rebind(cluster: Server, was: str, place: Place, *, yes: bool, undo: bool = False) -> None:
     """Rebind the claim; raises as Rebinding.
 
     `was` is the volume's id on the node that it left. Asks before each step, unless `yes`.
@@ -100,7 +100,7 @@ def finish(at: VolumeVerbs, parsed: argparse.Namespace) -> None:
     The claim gets the volume that was received in place of the stream's source.
     """
     cluster = access.of_file(Path(parsed.kubeconfig))
-    told = streams_command.finish(at, parsed.name, parsed.release)
-    streams_command.show(told, as_json=parsed.json)
-    place = Place(told["volume_id"], at.settings.node_id, at.settings.driver_name)
-    repoint(cluster, told["received"], place, yes=parsed.yes)
+    result = streams_command.finish(at, parsed.name, parsed.release)
+    streams_command.show(result, as_json=parsed.json)
+    place = Place(result["volume_id"], at.settings.node_id, at.settings.driver_name)
+    rebind(cluster, result["received"], place, yes=parsed.yes)

@@ -57,7 +57,7 @@ def _add_actions(verb: argparse.ArgumentParser, *actions: tuple[str, str]) -> No
 
 
 def _add_kubeconfig(verb: argparse.ArgumentParser, text: str) -> None:
-    # A setting's name: as one it is checked, and told where it is wrong.
+    # A setting's name: checked as one, with an error that names it.
     verb.add_argument("--kubeconfig", metavar="FILE", help=text)
     verb.add_argument("--yes", action="store_true", help="do not ask")
 
@@ -66,8 +66,8 @@ def _receive(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
     from agent.extras.transfer import streams_command
 
     if not parsed.kubeconfig:
-        told = streams_command.received(verbs, parsed, sys.stdin.buffer)
-        streams_command.show(told, as_json=parsed.json or parsed.verify)
+        result = streams_command.received(verbs, parsed, sys.stdin.buffer)
+        streams_command.show(result, as_json=parsed.json or parsed.verify)
         return
     if not parsed.finish:
         raise errors.BadField("--kubeconfig", "goes with --finish")
@@ -105,8 +105,8 @@ def _send(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
     from agent.extras.transfer import streams_command
 
     if parsed.checksum:
-        told = streams_command.checksum_of(verbs, parsed.name, as_json=parsed.json)
-        streams_command.show(told, as_json=parsed.json)
+        result = streams_command.checksum_of(verbs, parsed.name, as_json=parsed.json)
+        streams_command.show(result, as_json=parsed.json)
         return
     streams_command.send(
         verbs,

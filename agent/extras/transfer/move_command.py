@@ -303,9 +303,9 @@ class Move:
                     as_json=options.as_json,
                 )
 
-            told = self._remote.feed(*words, write=write)
-            if is_verified and told.get("verified"):
-                self._require_same(source.checksum_of(parts), told["verified"])
+            answer = self._remote.feed(*words, write=write)
+            if is_verified and answer.get("verified"):
+                self._require_same(source.checksum_of(parts), answer["verified"])
                 self._proved = snapshot_id
 
     def _take(self) -> str:
@@ -387,7 +387,7 @@ def carry_out(
         # First: the other node's volume must not be a claim's when it is removed.
         if cluster and (there := move.status()["there"])["release"] == found.release:
             place = move.place_there(there)
-            claims.repoint(cluster, found.volume_id, place, yes=parsed.yes, undo=True)
+            claims.rebind(cluster, found.volume_id, place, yes=parsed.yes, undo=True)
         # --yes says that what is there may be lost, and not that it is nowhere.
         move.undo(confirmed=confirmed, is_nowhere=terminal.confirmed)
     elif parsed.there_is_none:
@@ -400,7 +400,7 @@ def carry_out(
         if cluster or found.pv:
             place = move.place_there(there)
             if cluster:
-                claims.repoint(cluster, found.volume_id, place, yes=parsed.yes)
+                claims.rebind(cluster, found.volume_id, place, yes=parsed.yes)
             else:
                 tell(claims.steps(found, place))
 

@@ -48,12 +48,12 @@ class Ssh:
     def ask(self, *words: str) -> dict[str, Any]:
         """Run `carver` there; return the JSON that it prints."""
         ended = self._run(words)
-        told = _table(ended.stdout)
-        if told is None:
+        answer = _table(ended.stdout)
+        if answer is None:
             raise self._refused(
                 words, "it does not answer with JSON; use the same version on both nodes"
             )
-        return told
+        return answer
 
     def feed(
         self, *words: str, write: Callable[[Callable[[Bytes], object]], object]
@@ -113,10 +113,10 @@ class Ssh:
 def _table(output: bytes) -> dict[str, Any] | None:
     """Decode a JSON object; None where it is none."""
     try:
-        told = json.loads(output)
+        answer = json.loads(output)
     except ValueError:
         return None
-    return told if isinstance(told, dict) else None
+    return answer if isinstance(answer, dict) else None
 
 
 def _text(output: bytes) -> str:

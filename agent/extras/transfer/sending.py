@@ -21,7 +21,7 @@ from mount import filesystem, luks
 # Tags of the parameters that staging needs.
 PARAMETERS = tuple(row.tag for row in IN_CONTEXT)
 # The tags of a volume that a stream carries: the rest is its node's, or is made anew.
-TOLD = (
+SENT = (
     *(tag.ACCESS, tag.CAPABILITIES, tag.FORMATTED, tag.HEADER, tag.SEALED),
     *(*PARAMETERS, tag.PVC, tag.NAMESPACE, tag.PV),
 )
@@ -31,20 +31,20 @@ def tags_of(
     name: str, one: DeviceClass, header: Header, size_bytes: int, group: report.Group
 ) -> dict[str, str]:
     """The tags of a volume to be received; raises BadField, NotAllowed for a wrong header."""
-    told = {key: value for key, value in header.facts.items() if key in TOLD}
-    access = told.get(tag.ACCESS, BLOCK)
+    sent = {key: value for key, value in header.facts.items() if key in SENT}
+    access = sent.get(tag.ACCESS, BLOCK)
     if access not in (BLOCK, MOUNT):
         raise errors.NotAllowed("stream.facts[access]", access, (BLOCK, MOUNT))
-    given = {key: told[key] for key in PARAMETERS if key in told} | {tag.CLASS: one.name}
+    given = {key: sent[key] for key in PARAMETERS if key in sent} | {tag.CLASS: one.name}
     parameters = Parameters.from_proto(given, "stream.facts")
     if parameters.fs_type:
         parameters.check_for(parameters.fs_type, "stream.facts")
-    _check_encryption(one, told, header.size_bytes)
-    formatted = told.get(tag.FORMATTED, "")
+    _check_encryption(one, sent, header.size_bytes)
+    formatted = sent.get(tag.FORMATTED, "")
     if formatted and formatted not in filesystem.FILE_SYSTEMS:
         raise errors.NotAllowed("stream.facts[formatted]", formatted, filesystem.FILE_SYSTEMS)
     own_tags = {
-        **told,
+        **sent,
         tag.CLASS: one.name,
         tag.NAME: name,
         tag.STATE: tag.RECEIVING,
@@ -63,10 +63,10 @@ def tags_of(
     return own_tags
 
 
-def _check_encryption(one: DeviceClass, told: Mapping[str, str], size_bytes: int) -> None:
+def _check_encryption(one: DeviceClass, sent: Mapping[str, str], size_bytes: int) -> None:
     """Raise BadField where the encryption of stream and class differ, or its tags are wrong."""
-    sealed, length = told.get(tag.SEALED, ""), told.get(tag.HEADER, "")
-    if tag.ENCRYPTION not in told:
+    sealed, length = sent.get(tag.SEALED, ""), sent.get(tag.HEADER, "")
+    if tag.ENCRYPTION not in sent:
         if one.encryption:
             why = f"class {one.name} encrypts, and the stream is not encrypted; take another class"
             raise errors.BadField("stream.facts[encryption]", why)
@@ -156,7 +156,7 @@ class Sender:
                 volume = {}
             # It may have been formatted, or got its header, since.
             own_tags = {**volume, tag.FORMATTED: "", tag.SEALED: "", **own_tags}
-        return {key: own_tags[key] for key in TOLD if own_tags.get(key)}
+        return {key: own_tags[key] for key in SENT if own_tags.get(key)}
 
 
 def chain_of(snapshot: Snapshot) -> str:

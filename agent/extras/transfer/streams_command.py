@@ -61,14 +61,14 @@ def shown(what: str, start_bytes: int, size_bytes: int, *, as_json: bool) -> Ite
 
 
 def _lines(what: str, start_bytes: int, size_bytes: int) -> Tell:
-    began = told = time.monotonic()
+    began = printed_at = time.monotonic()
 
     def tell(offset_bytes: int) -> None:
-        nonlocal told
+        nonlocal printed_at
         now = time.monotonic()
-        if now - told < _JSON_SECONDS and offset_bytes < size_bytes:
+        if now - printed_at < _JSON_SECONDS and offset_bytes < size_bytes:
             return
-        told = now
+        printed_at = now
         rate = (offset_bytes - start_bytes) / max(now - began, 0.001)
         left = round((size_bytes - offset_bytes) / rate) if rate > 0 else None
         state = State(what, offset_bytes, size_bytes, round(rate), left)
@@ -253,12 +253,12 @@ def received(at: VolumeVerbs, parsed: argparse.Namespace, source: BinaryIO) -> d
     )
 
 
-def show(told: dict[str, Any], *, as_json: bool) -> None:
+def show(result: dict[str, Any], *, as_json: bool) -> None:
     """Print a result."""
     if as_json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(result, indent=2))
     else:
-        print("\n".join(f"{key}: {value}" for key, value in told.items() if value != ""))
+        print("\n".join(f"{key}: {value}" for key, value in result.items() if value != ""))
 
 
 def send(
@@ -350,10 +350,10 @@ def _receive_one(
 ) -> str:
     """Apply a stream; return its parts' checksum, if asked for and it was not there already."""
     header = reader.header
-    told = form.text_of(header).decode()
+    text = form.text_of(header).decode()
     transfer = _transfer(at)
     begun = transfer.BeginReceive(
-        carver.BeginReceiveRequest(name=name, device_class=device_class, header=told)
+        carver.BeginReceiveRequest(name=name, device_class=device_class, header=text)
     )
     volume_id = begun.volume_id
     if begun.chain == header.chain:
@@ -389,7 +389,7 @@ def _receive_one(
                 record_seconds=reading.RECORD_SECONDS,
             )
             tell(header.size_bytes)
-        transfer.EndReceive(carver.EndReceiveRequest(volume_id=volume_id, header=told))
+        transfer.EndReceive(carver.EndReceiveRequest(volume_id=volume_id, header=text))
         # Still open for writing, so that it has no other writer.
         return "" if parts is None else sending.of_parts(device, header, parts)
 
@@ -409,8 +409,8 @@ def received_checksum(at: VolumeVerbs, name: str, *, as_json: bool = False) -> d
     _transfer(at).OpenReceived(carver.VolumeRequest(volume_id=found["volume_id"]))
     path = _device(at, found["volume_id"])
     with _explained(f"reading {name}"), at.host.kernel.opened(path) as device:
-        told = _checksum(device, found["content_bytes"], "checking", as_json=as_json)
-    return {"chain": found["chain"], "sha256": told}
+        digest = _checksum(device, found["content_bytes"], "checking", as_json=as_json)
+    return {"chain": found["chain"], "sha256": digest}
 
 
 def finish(at: VolumeVerbs, name: str, release: str = "") -> dict[str, Any]:

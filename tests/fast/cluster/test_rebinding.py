@@ -34,14 +34,14 @@ def cluster() -> Iterator[Cluster]:
         yield made
 
 
-def repointing(cluster: Cluster, directory: Path, place: Place = PLACE) -> Rebinding:
+def rebinding(cluster: Cluster, directory: Path, place: Place = PLACE) -> Rebinding:
     server = access.of_file(kubeconfig(directory / "kubeconfig", cluster.url))
     lists = Lists(server, page_items=2, sleep=_not)
     return Rebinding(lists, Objects(server, sleep=_not), WAS, place, sleep=_not)
 
 
 def run(cluster: Cluster, directory: Path, yes: Callable[[str], bool] = lambda _text: True) -> None:
-    repointing(cluster, directory).run(yes, lambda _text: None)
+    rebinding(cluster, directory).run(yes, lambda _text: None)
 
 
 def require_moved(cluster: Cluster, policy: str = "Delete") -> None:
@@ -115,7 +115,7 @@ def test_a_claim_moves_between_nodes_whose_names_no_label_can_hold(tmp_path: Pat
     a, b = (f"{one}.{'n' * 63}.{'o' * 63}" for one in "ab")
     there = ids.node_segment(b)
     with binding.running(Cluster(nodes=(ids.node_segment(a), there))) as cluster:
-        repointing(cluster, tmp_path, Place(IS, b, DRIVER)).run(
+        rebinding(cluster, tmp_path, Place(IS, b, DRIVER)).run(
             lambda _text: True, lambda _text: None
         )
         cluster.settle()
@@ -159,7 +159,7 @@ def test_what_no_claim_has_yet_is_taken_back(cluster: Cluster, tmp_path: Path, a
             return next(answers, False)
 
         with suppress(errors.NotConfirmed):
-            repointing(cluster, tmp_path).undo(yes, lambda _text: None)
+            rebinding(cluster, tmp_path).undo(yes, lambda _text: None)
         require_safe(cluster)
     assert list(cluster.volumes) == ["pvc-1"]
     assert cluster.volume("pvc-1")["spec"] == before
@@ -173,8 +173,8 @@ def test_what_a_claim_has_is_not_taken_from_it(cluster: Cluster, tmp_path: Path,
     with suppress(errors.NotConfirmed):
         run(cluster, tmp_path, lambda _text: next(numbers) < at)
     writes = list(cluster.writes)
-    with pytest.raises(errors.NotRepointed, match="back from b"):
-        repointing(cluster, tmp_path).undo(lambda _text: True, lambda _text: None)
+    with pytest.raises(errors.NotRebound, match="back from b"):
+        rebinding(cluster, tmp_path).undo(lambda _text: True, lambda _text: None)
     assert cluster.writes == writes
     run(cluster, tmp_path)
     require_moved(cluster)
@@ -218,7 +218,7 @@ def test_whoever_is_killed_at_any_request_is_followed_by_one_that_goes_on(
     for step in itertools.count():
         with binding.running(Cluster()) as cluster:
             left = iter(range(step, -1, -1))
-            going = repointing(cluster, tmp_path)
+            going = rebinding(cluster, tmp_path)
             ask = going._objects._ask
 
             def dying(*words: object, left: Iterator[int] = left, ask=ask) -> object:  # type: ignore[no-untyped-def]
@@ -321,7 +321,7 @@ def test_where_facts_are_not_as_expected_nothing_is_changed(
     cluster: Cluster, tmp_path: Path, fact: Callable[[Cluster], None], word: str
 ) -> None:
     fact(cluster)
-    with pytest.raises(errors.NotRepointed, match=word):
+    with pytest.raises(errors.NotRebound, match=word):
         run(cluster, tmp_path)
     assert cluster.writes == []
 
@@ -354,7 +354,7 @@ def test_a_claim_that_somebody_else_deletes_is_left_to_them(
     # Something keeps it, or it were gone.
     cluster.pod("db-0", "machine-a", "Running")
     deleted(cluster)
-    with pytest.raises(errors.NotRepointed, match="being deleted"):
+    with pytest.raises(errors.NotRebound, match="being deleted"):
         run(cluster, tmp_path)
     assert cluster.writes == []
 
@@ -363,7 +363,7 @@ def test_a_server_that_is_gone_is_told(cluster: Cluster, tmp_path: Path) -> None
     def yes(_text: str) -> bool:
         return True
 
-    going = repointing(cluster, tmp_path)
+    going = rebinding(cluster, tmp_path)
     cluster.lie("/api/v1/namespaces/shop/persistentvolumeclaims/data", *[api_server.hang_up] * 3)
     with pytest.raises(errors.ClusterRefused, match="GET"):
         going.run(yes, lambda _text: None)
@@ -388,7 +388,7 @@ def test_what_changes_while_one_thinks_is_noticed(
             fact(cluster)
         return True
 
-    with pytest.raises(errors.NotRepointed):
+    with pytest.raises(errors.NotRebound):
         run(cluster, tmp_path, yes)
     assert len(cluster.writes) == at
     require_safe(cluster)
@@ -401,7 +401,7 @@ def test_a_volume_that_grew_since_is_not_given_up_for_an_old_picture(
     with pytest.raises(errors.NotConfirmed):
         run(cluster, tmp_path, lambda _text: next(numbers) < 2)
     grown(cluster)
-    with pytest.raises(errors.NotRepointed, match="delete that"):
+    with pytest.raises(errors.NotRebound, match="delete that"):
         run(cluster, tmp_path)
     assert len(cluster.writes) == 2
 
@@ -427,7 +427,7 @@ def test_a_claim_that_is_kept_is_waited_for_but_not_for_ever(
             cluster.lag = 10_000
         return True
 
-    with pytest.raises(errors.NotRepointed, match="pvc-protection"):
+    with pytest.raises(errors.NotRebound, match="pvc-protection"):
         run(cluster, tmp_path, yes)
     cluster.lag = cluster._asleep = 0
     run(cluster, tmp_path)
@@ -438,11 +438,11 @@ def test_one_made_by_hand_is_gone_on_with_or_named(cluster: Cluster, tmp_path: P
     run(cluster, tmp_path)
     [volume] = cluster.objects[VOLUMES]
     volume["spec"]["claimRef"]["name"] = "other"
-    with pytest.raises(errors.NotRepointed):
+    with pytest.raises(errors.NotRebound):
         run(cluster, tmp_path)
     volume["spec"]["claimRef"]["name"] = "data"
     cluster.objects[CLAIMS].clear()
-    with pytest.raises(errors.NotRepointed, match="volumeName"):
+    with pytest.raises(errors.NotRebound, match="volumeName"):
         run(cluster, tmp_path)
 
 
