@@ -32,7 +32,7 @@ CHUNK_BYTES = 64 << 20
 _LONGEST_HEADER_BYTES = 128 << 20
 _WORKERS = 2
 # Jobs that wait for a disk share one look at all groups for so long.
-_GLANCE_SECONDS = 1.0
+_CACHE_SECONDS = 1.0
 
 
 class ErasePolicy:
@@ -218,7 +218,7 @@ class Eraser:
         self.policy = ErasePolicy(context)
         self._emptied, self._given_up = emptied, given_up
         self.grace_seconds = 2.0
-        self._glanced = -math.inf, report.Report({})
+        self._cached = -math.inf, report.Report({})
         # How long a worker waits for a cache to be written back, and how often it looks.
         self.write_back_seconds = 2.0
         self.look_seconds = 0.5
@@ -300,10 +300,10 @@ class Eraser:
         return job
 
     def _find(self, volume_id: str) -> _Wipe:
-        seen_seconds, known = self._glanced
-        if time.monotonic() - seen_seconds > _GLANCE_SECONDS:
+        seen_seconds, known = self._cached
+        if time.monotonic() - seen_seconds > _CACHE_SECONDS:
             known = self._inventory.state(quick=True)
-            self._glanced = time.monotonic(), known
+            self._cached = time.monotonic(), known
         with suppress(errors.NoSuchVolume, errors.OtherGroup):
             volume = self._inventory.doomed_one(known, volume_id)
             if self.policy.waits_for_disk(volume):
