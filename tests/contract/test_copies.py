@@ -304,7 +304,7 @@ def test_an_overflowed_snapshot_gives_no_volume_and_says_why(
 ) -> None:
     taken = client.snapshot("1", volume.volume_id, {"size": "4MiB"})
     host.write_bytes(device(host, group, "vol-pvc-1"), 0, b"x" * (8 * MIB))
-    with expect.code("FAILED_PRECONDITION", taken.snapshot_id, "full"):
+    with expect.code("FAILED_PRECONDITION", taken.snapshot_id, "overflowed"):
         client.create("pvc-2", 0, block(), source=of_snapshot(taken.snapshot_id))
     assert len(client.volumes()) == 1
 
