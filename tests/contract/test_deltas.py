@@ -27,6 +27,7 @@ from agent.core.settings import Config
 from agent.csi.client import Client, block, of_snapshot
 from agent.daemon import server
 from agent.daemon.server import Service
+from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks import service as changed_blocks
 from agent.extras.transfer import streams_command
 from lvm import report, tags, volumes
@@ -34,7 +35,6 @@ from lvm.layout import Reserve
 from lvm.thin import Policy
 from mount import cryptsetup, luks
 from mount import errors as mount_errors
-from mount.blocks import Reader
 from mount.cryptsetup import Cryptsetup
 from proto import csi_pb2 as csi
 from proto.csi_pb2_grpc import SnapshotMetadataStub
@@ -601,16 +601,19 @@ def test_what_was_written_is_told_without_a_look_at_it(
     # As it was: written all the same.
     assert told(changed(client, older, newer)) == []
 
-    def refuse(*_: object) -> bytes:
-        raise AssertionError("it was read")
+    def refuse(*_: object) -> Iterable[Extent]:
+        raise AssertionError("it was compared")
 
-    monkeypatch.setattr(Reader, "read", refuse)
+    # The tables of copy-on-write snapshots are read all the same.
+    monkeypatch.setattr(comparing, "differing", refuse)
     [one] = streams_command.extents(client, newer, older)
     assert one.offset_bytes == MIB
     assert one.length_bytes in (4096, 64 * KIB)
     covered = streams_command.extents(client, newer)
     assert MIB // BLOCK_BYTES in blocks_of(covered, SIZE)
     assert list(streams_command.extents(client, newer, older, one.end_bytes)) == []
+    with expect.code("INTERNAL", "compared"):
+        changed(client, older, newer)
 
 
 @pytest.mark.variation
