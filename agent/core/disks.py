@@ -15,8 +15,8 @@ from agent.core import errors
 from lvm.disks import Found, Unanswered, Unreadable
 from lvm.labels import Damaged, Group, Kind, PhysicalLabel
 
-# Of a disk: who may have written it, and the sequence number of its attachment.
-_Attached = tuple[Kind, str]
+# Of a disk: who may have written it, the sequence number of its attachment, and its path.
+_Attached = tuple[Kind, str, str]
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class Location:
 
     def has(self, path: str, label: PhysicalLabel) -> bool:
         """Whether this physical volume of the group is at the same device as before."""
-        now = (label.kind, label.sequence)
+        now = (label.kind, label.sequence, path)
         is_at = (path, label.uuid) in zip(self.disks, self.disk_uuids, strict=False)
         return is_at and self.attached.get(label.uuid, now) == now
 
     def kind_of(self, uuid: str) -> Kind:
         """Who may have written a disk; of an unknown one, who may have written the others."""
-        kinds = {one: kind for one, (kind, _) in self.attached.items()}
+        kinds = {one: kind for one, (kind, _, _) in self.attached.items()}
         return kinds.get(uuid, max(kinds.values(), default=Kind.FOREIGN))
 
 
@@ -83,7 +83,8 @@ def locate(
     silent = sorted(path for path, one in found.items() if isinstance(one, Unanswered))
     if known is not None and _was_given_up(found, name, known, sequences):
         known = None
-    labels = _Labels(_labels(found), name, known, frozenset(listed), backed_up)
+    unreadable = _unreadable(found, known, sequences)
+    labels = _Labels(_labels(found), name, known, frozenset(listed), unreadable, backed_up)
     if (group := labels.group()) is None:
         if silent:
             raise errors.GroupSilent(name, silent)
@@ -128,8 +129,10 @@ class _Labels:
         name: str,
         known: Location | None,
         listed: frozenset[str],
+        unreadable: Collection[str],
         backed_up: Callable[[], str],
     ) -> None:
+        self._unreadable = unreadable
         self._labels = labels
         self._name = name
         self._known = known
@@ -232,8 +235,8 @@ class _Labels:
         """How the group's disks are or were last attached, by their UUIDs."""
         before = {} if self._known is None else self._known.attached
         kept = {uuid: one for uuid, one in before.items() if uuid in group.disk_uuids}
-        labels = [self._labels[path] for path in disks]
-        return {**kept, **{one.uuid: (one.kind, one.sequence) for one in labels}}
+        now = {path: self._labels[path] for path in disks}
+        return kept | {one.uuid: (one.kind, one.sequence, path) for path, one in now.items()}
 
     def _claims(self, uuid: str, group: Group) -> tuple[str, ...]:
         """The best proved disks that may be a physical volume of the group."""
@@ -270,9 +273,18 @@ class _Labels:
         return () if self._known is None else {*self._known.disk_uuids, *self._known.missing}
 
     def _may_return(self, path: str) -> bool:
-        """Whether a disk may be a returning one of the group: attached no less safely."""
+        """Whether a disk may be a returning one of the group: attached no less safely.
+
+        And anew, if the known one is still attached and cannot be read: one that was there before
+        is not that disk again, but a copy of it, or what a device that failed has below.
+        """
         label = self._labels[path]
-        return self._known is not None and label.kind <= self._known.kind_of(label.uuid)
+        if self._known is None or label.kind > self._known.kind_of(label.uuid):
+            return False
+        if label.uuid not in self._unreadable:
+            return True
+        sequence = self._known.attached[label.uuid][1]
+        return _number(label.sequence) > _number(sequence)
 
     def _rank(self, path: str, label: PhysicalLabel, uuids: Collection[str], own: str) -> _Rank:
         group = label.group
@@ -355,6 +367,27 @@ REMEDY = "detach it, or keep lvm2 from it (`global_filter` in lvm.conf(5), or lv
 _FILTER = "(`global_filter` in lvm.conf(5), or lvmdevices(8))"
 
 
+def _unreadable(
+    found: Mapping[str, Found],
+    known: Location | None,
+    sequences: Callable[[Collection[str]], Mapping[str, str]],
+) -> frozenset[str]:
+    """The UUIDs of the group's disks that are attached as before and cannot be read now."""
+    if known is None:
+        return frozenset()
+    there = sequences([path for _, _, path in known.attached.values()])
+    return frozenset(
+        uuid
+        for uuid, (_, sequence, path) in known.attached.items()
+        if there.get(path) == sequence and isinstance(found.get(path), Unreadable | Damaged)
+    )
+
+
+def _number(sequence: str) -> int:
+    """A sequence number; 0 where the kernel has none."""
+    return int(sequence) if sequence.isdigit() else 0
+
+
 def _was_given_up(
     found: Mapping[str, Found],
     name: str,
@@ -369,7 +402,7 @@ def _was_given_up(
     labels, there = _labels(found), sequences(known.disks)
     away = False
     for path, uuid in zip(known.disks, known.disk_uuids, strict=False):
-        _, sequence = known.attached.get(uuid, (None, there.get(path)))
+        _, sequence, _ = known.attached.get(uuid, (None, there.get(path), path))
         if path not in there or there[path] != sequence:
             away = True
             continue

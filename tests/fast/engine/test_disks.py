@@ -508,3 +508,30 @@ def test_another_driver_s_disk_that_is_not_believed_alone_is_told_of() -> None:
     machine = Machine(nbd0=told("1"))
     assert machine.locate() is None
     assert "`devices`" in machine.foreign()["nbd0"]
+
+
+def failing(known_sequence: int, other_sequence: int) -> Machine:
+    """A group on two disks, one of which cannot be read any more, and a device with its label."""
+    machine = Machine(sda=told("1", "1", "2"), sdb=told("2", "1", "2"))
+    machine.anew["/dev/sdb"], machine.anew["/dev/sdc"] = known_sequence, other_sequence
+    machine.found_on("sda", "sdb")
+    machine.add(sdb=Unreadable("Input/output error"), sdc=told("2", "1", "2"))
+    return machine
+
+
+def test_what_a_device_that_fails_has_below_is_not_that_disk_again() -> None:
+    machine = failing(known_sequence=44, other_sequence=42)
+    for _ in range(3):
+        machine.found_on("sda", missing={"2"})
+        assert "missing disk" in machine.foreign()["sdc"]
+
+
+def test_a_disk_that_is_attached_anew_beside_its_dead_device_is_back() -> None:
+    failing(known_sequence=44, other_sequence=45).found_on("sda", "sdc")
+
+
+def test_the_device_below_is_used_once_that_above_is_gone() -> None:
+    machine = failing(known_sequence=44, other_sequence=42)
+    machine.found_on("sda", missing={"2"})
+    machine.take("sdb")
+    machine.found_on("sda", "sdc")
