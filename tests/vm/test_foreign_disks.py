@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+import chosen
 import pytest
 from real.host import RealHost
 from vm import deeds, foreign
@@ -31,7 +32,7 @@ def group(host: RealHost, restart: Restart) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("is_running", [False, True], ids=["before", "running"])
-@pytest.mark.parametrize("kind", foreign.KINDS)
+@pytest.mark.parametrize("kind", chosen.kinds(foreign.KINDS, usual=["whole-copy"]))
 def test_every_call_on_the_group_works_and_the_foreign_disk_is_reported(
     host: RealHost,
     client: Client,
