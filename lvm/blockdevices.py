@@ -10,8 +10,7 @@ from pathlib import Path
 
 from lvm import labels
 from lvm.labels import Kind, dashed
-from mount import sysfs
-from mount.block_devices import LoopDevices
+from mount.block_devices import LoopDevices, attribute
 
 # The later file outweighs the earlier, setting by setting.
 _FILES = ("lvm.conf", "lvmlocal.conf")
@@ -87,9 +86,9 @@ def _names(root: Path, path: str) -> Sequence[str]:
     """What a disk is called: its node, its links, its name in device-mapper."""
     names = [path]
     device = f"/sys/class/block/{Path(path).name}"
-    if mapper := sysfs.word(f"{device}/dm/name"):
+    if mapper := attribute(f"{device}/dm/name"):
         names.append(f"/dev/mapper/{mapper}")
-    if number := sysfs.word(f"{device}/dev"):
+    if number := attribute(f"{device}/dev"):
         try:
             kept = (root / "run/udev/data" / f"b{number}").read_text(errors="replace")
         except OSError:
@@ -288,7 +287,7 @@ class _Device:
         return self._names("holders")
 
     def _word(self, name: str) -> str:
-        return sysfs.word(f"{self._place}/{name}")
+        return attribute(f"{self._place}/{name}")
 
     def _names(self, name: str) -> tuple[str, ...]:
         try:

@@ -14,8 +14,9 @@ from lvm import errors, names
 from lvm.devicemapper import DeviceMapper
 from lvm.devicemapper import Events as Events
 from lvm.devicemapper import Status as Status
-from mount import blocks, sysfs
+from mount import block_devices, blocks
 from mount import errors as mount_errors
+from mount.block_devices import attribute
 
 # struct disk_header, drivers/md/dm-snap-persistent.c: magic, valid, version, size of a chunk.
 _HEADER = struct.Struct("<4I")
@@ -154,9 +155,9 @@ class Devices:
         name = mapping_name(device)
         for holder in _holders(device):
             directory = f"{_SYS_BLOCK}/{holder}"
-            is_ours = sysfs.word(f"{directory}/dm/name") == name and _has_table(directory)
-            major, _, minor = sysfs.word(f"{directory}/dev").partition(":")
-            if is_ours and minor and sysfs.word(f"{directory}/dm/uuid").startswith(_CRYPT_PREFIX):
+            is_ours = attribute(f"{directory}/dm/name") == name and _has_table(directory)
+            major, _, minor = attribute(f"{directory}/dev").partition(":")
+            if is_ours and minor and attribute(f"{directory}/dm/uuid").startswith(_CRYPT_PREFIX):
                 number = (int(major), int(minor))
                 path = f"{_MAPPER}/{name}" if _is_at(name, number) else f"/dev/{holder}"
                 return replace(device, path=path, number=number, name=name, below=device)
@@ -173,11 +174,11 @@ class Devices:
         """
         for holder in _holders(device):
             directory = f"{_SYS_BLOCK}/{holder}"
-            kind = sysfs.word(f"{directory}/dm/uuid")
+            kind = attribute(f"{directory}/dm/uuid")
             is_half_made = kind.startswith(_CRYPT_PREFIX) and not _has_table(directory)
             if is_half_made or kind.startswith(_OWN_CRYPT_PREFIX):
                 with suppress(OSError):  # EBUSY: it was not killed
-                    self._mapper.remove(sysfs.word(f"{directory}/dm/name"))
+                    self._mapper.remove(attribute(f"{directory}/dm/name"))
 
     def active(self, group: str) -> tuple[str, ...]:
         """The names of a group's active volumes, those of lvm2's own included. One ioctl."""
@@ -200,7 +201,7 @@ class Devices:
             if name.startswith(prefix) and name.endswith(_STORE_LAYER):
                 snapshot = names.of_device(group, name.removesuffix(_STORE_LAYER))
                 areas_of[snapshot] = (os.major(device), os.minor(device))
-        sectors = sysfs.written_sectors() if areas_of else {}
+        sectors = block_devices.written_sectors() if areas_of else {}
         return {
             one: (number, sectors[number]) if number in sectors else None
             for one, number in areas_of.items()
@@ -309,7 +310,7 @@ class Devices:
     def _by_search(self, dm_name: str) -> Device | None:
         """Through sysfs, where device-mapper does not answer."""
         for directory in _SYS_BLOCK.glob("dm-*"):
-            major, _, minor = sysfs.word(f"{directory}/dev").partition(":")
+            major, _, minor = attribute(f"{directory}/dev").partition(":")
             if not minor:
                 continue
             number = (int(major), int(minor))
@@ -324,9 +325,9 @@ def _device(directory: str, dm_name: str, path: str, number: tuple[int, int]) ->
     None also for no device-mapper device, for one that was removed while we looked, and for one
     that is not usable yet.
     """
-    if sysfs.word(f"{directory}/dm/name") != dm_name or not _has_table(directory):
+    if attribute(f"{directory}/dm/name") != dm_name or not _has_table(directory):
         return None
-    uuid = sysfs.word(f"{directory}/dm/uuid")
+    uuid = attribute(f"{directory}/dm/uuid")
     if not uuid.startswith(_UUID_PREFIX):
         return None
     uuids = uuid.removeprefix(_UUID_PREFIX)
@@ -340,7 +341,7 @@ def _has_table(directory: str) -> bool:
     cryptsetup leaves one of no sectors, from which nothing is read and to which nothing is written;
     who activates the volume again makes it whole.
     """
-    return sysfs.word(f"{directory}/size") != "0"
+    return attribute(f"{directory}/size") != "0"
 
 
 def _holders(device: Device) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from lvm import blockdevices, labels
 from lvm.blockdevices import BlockDevices, Excluded
 from lvm.labels import Damaged, Mark, PhysicalLabel
-from mount import sysfs as attributes
+from mount.block_devices import attribute
 
 _T = TypeVar("_T")
 
@@ -224,9 +224,9 @@ class DiskErrors:
 
     def _found(self, disk: str, now: float) -> list[str]:
         place, found = self._sysfs / "class/block" / disk, []
-        if bad := len(attributes.word(f"{place}/badblocks").splitlines()):
+        if bad := len(attribute(f"{place}/badblocks").splitlines()):
             found.append(f"{disk} has {bad} range(s) of sectors that cannot be read")
-        if counted := attributes.word(f"{place}/device/ioerr_cnt"):
+        if counted := attribute(f"{place}/device/ioerr_cnt"):
             number = int(counted, 16)
             before = self._counts.get(disk, _Count(number, number))
             grew = now if number > before.last else before.grew_seconds

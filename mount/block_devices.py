@@ -1,4 +1,4 @@
-"""The kernel's operations on block and loop devices."""
+"""Block and loop devices: the kernel's operations on them, and what sysfs(5) tells."""
 
 import errno
 import fcntl
@@ -14,6 +14,45 @@ from pathlib import Path
 from mount import blocks, calls
 from mount.blocks import Opened, Reader
 from mount.calls import Calls
+
+# What the kernel counted of each block device (Documentation/admin-guide/iostats.rst).
+_STATISTICS = "/proc/diskstats"
+_SECTORS_WRITTEN = 9
+_PIECE_BYTES = 1 << 20
+_LONGEST_BYTES = 4096  # an attribute is a page at most (Documentation/filesystems/sysfs.rst)
+
+
+def attribute(path: str) -> str:
+    """An attribute in sysfs, without its newline; empty where it or its object is absent."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        return os.read(descriptor, _LONGEST_BYTES).decode().strip()
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)
+
+
+def written_sectors() -> Mapping[tuple[int, int], int]:
+    """The sectors that were written to each block device, by its number; empty where not known."""
+    try:
+        descriptor = os.open(_STATISTICS, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return {}
+    try:
+        text = b"".join(iter(lambda: os.read(descriptor, _PIECE_BYTES), b""))
+    finally:
+        os.close(descriptor)
+    rows = (line.split(None, _SECTORS_WRITTEN + 1) for line in text.splitlines())
+    return {
+        (int(row[0]), int(row[1])): int(row[_SECTORS_WRITTEN])
+        for row in rows
+        if len(row) > _SECTORS_WRITTEN
+    }
+
 
 _LOOP_CLR_FD, _LOOP_GET_STATUS64, _LOOP_SET_CAPACITY = 0x4C01, 0x4C05, 0x4C07
 _LOOP_CONFIGURE, _LOOP_CTL_GET_FREE = 0x4C0A, 0x4C82

@@ -14,10 +14,9 @@ from agent.core.luks_devices import HeaderCopies, own_uuid, progress
 from agent.core.secret import MOST_BYTES, Key, Keys, of_text
 from agent.operations import encrypt
 from lvm.devices import Device
-from mount import cryptsetup, luks
-from mount.cryptsetup import Cryptsetup
+from mount import luks
 from mount.kernel import Kernel
-from mount.luks import Header
+from mount.luks import Cryptsetup, Header
 
 _STANDARD_INPUT = "-"
 
@@ -121,7 +120,7 @@ class Headers:
         print(f"{self._name} has {'a recovery' if recovery else 'a new'} key")
 
     def _put_recovery(self, slots: tuple[int, ...], key: Key, new: Key) -> None:
-        slot, device = cryptsetup.RECOVERY, self._device.path
+        slot, device = luks.RECOVERY, self._device.path
         if slot in slots:
             self._program.kill(device, key.data, slot)
         self._program.add(device, key.data, new.data, slot)

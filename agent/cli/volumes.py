@@ -22,8 +22,8 @@ from agent.csi import client
 from agent.csi.client import Client
 from lvm import names
 from lvm.devices import Device
-from mount import cryptsetup, table
-from mount.cryptsetup import Cryptsetup
+from mount import luks, table
+from mount.luks import Cryptsetup
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
@@ -192,7 +192,7 @@ class VolumeVerbs:
         """The header of an encrypted volume; raises NotStaged where the volume is not active."""
         volume = VolumeId.parse(self.find(name).volume_id)
         device = self._device(name)
-        waits = cryptsetup.has_udev()
+        waits = luks.has_udev()
         program = Cryptsetup(self.host.run, waits_for_udev=waits)
         copies = HeaderCopies(self.settings.header_backups, program)
 

@@ -19,7 +19,7 @@ from agent.core.volume_groups import VolumeGroups
 from lvm import groups, lvm2, report, tags
 from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
-from mount import in_use, loop
+from mount import loop, mounts
 from mount.command import Run
 from mount.kernel import Kernel
 from mount.table import DeviceNumber
@@ -198,7 +198,7 @@ def _make(
     name, kernel = definition.group, definitions.kernel
     devices = definitions.devices[name]
     for device in devices:
-        in_use.require_unused(kernel, device)
+        mounts.require_unused(kernel, device)
     if len(_numbers(kernel, devices)) < len(devices):
         raise errors.NotReady(f"two of {', '.join(devices)} are the same device; list it once")
     _require_equal_blocks(kernel, devices)
@@ -208,7 +208,7 @@ def _make(
     orphans = _numbers(kernel, known.orphans)
     for device in devices:
         if not _numbers(kernel, [device]) & orphans:
-            in_use.require_blank(kernel, device)
+            mounts.require_blank(kernel, device)
             if definition.file is not None:
                 _fill(kernel, device, groups.LABEL_BYTES + metadata_bytes)
     # lvm2 knows devices by their nodes' names, not by all links.
@@ -249,8 +249,8 @@ def _log_absent(definitions: GroupDefinitions, group: report.Group) -> None:
     """Log listed devices that the group lacks; adding them is hard to undo, so left to people."""
     for device in definitions.absent(group):
         try:
-            in_use.require_unused(definitions.kernel, device)
-            in_use.require_blank(definitions.kernel, device)
+            mounts.require_unused(definitions.kernel, device)
+            mounts.require_blank(definitions.kernel, device)
         except mount_errors.MountError as error:
             _log.warning("%s is listed for volume group %s: %s", device, group.name, error)
         else:

@@ -10,10 +10,10 @@ from agent.core.context import Context
 from agent.core.records import Volume
 from lvm import thin
 from lvm.devices import Device
-from mount import cryptsetup, luks, table
-from mount.cryptsetup import Cryptsetup
+from mount import luks, table
 from mount.errors import CryptFailed
 from mount.kernel import Kernel
+from mount.luks import Cryptsetup
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ class Mappings:
     def __init__(self, context: Context) -> None:
         self._kernel, self._inventory = context.kernel, context.inventory
         self._devices = context.devices
-        waits = context.config.lvm != "host" and cryptsetup.has_udev()
+        waits = context.config.lvm != "host" and luks.has_udev()
         self.cryptsetup = Cryptsetup(context.run, waits_for_udev=waits)
         self.copies = HeaderCopies(context.config.header_backups, self.cryptsetup)
 

@@ -4,10 +4,10 @@ import grpc
 from google.protobuf import wrappers_pb2
 
 from agent.core import fields, ids, requests, tag
-from agent.core.capabilities import BLOCK
 from agent.core.context import Context
 from agent.core.parameters import context_of
 from agent.core.records import Snapshot, Volume
+from agent.core.requests import BLOCK
 from agent.csi import answers
 from agent.operations import modify, validate
 from agent.operations.create import VolumeCreator

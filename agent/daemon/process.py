@@ -25,10 +25,9 @@ from agent.core.group_definitions import GroupDefinitions
 from agent.core.host import Host
 from agent.core.settings import Config
 from agent.daemon import monitor
-from agent.daemon.refresh import Watch
 from agent.daemon.registration import Registration
 from agent.daemon.server import Service, resume
-from agent.daemon.startup import Recovery, startup
+from agent.daemon.startup import Recovery, Watch, startup
 from agent.operations import preflight
 from mount.command import Finished
 

@@ -33,15 +33,15 @@ from agent.core.settings import Config
 from agent.operations.reencrypt import Reencrypter
 from lvm import errors as lvm_errors
 from lvm.devices import Device, mapping_name
-from mount import cryptsetup, filesystem, luks
 from mount import errors as mount_errors
+from mount import filesystem, luks
 from mount.luks import Header
 
 _log = logging.getLogger(__name__)
 
 _LARGE_SECTOR_BYTES = 4096
 _PENDING = {tag.ROTATING: "yes"}
-_USUAL = tuple(one for one in cryptsetup.SLOTS if one != cryptsetup.RECOVERY)
+_USUAL = tuple(one for one in luks.SLOTS if one != luks.RECOVERY)
 
 
 class EncryptedDevices:
@@ -264,7 +264,7 @@ class EncryptedDevices:
     ) -> list[int]:
         """The slots of older keys that an unfinished change of keys left."""
         was_begun = bool(previous) or tag.ROTATING in volume.own_tags
-        others = [one for one in slots if one not in (fits, cryptsetup.RECOVERY)]
+        others = [one for one in slots if one not in (fits, luks.RECOVERY)]
         return [
             one
             for one in others
@@ -341,7 +341,7 @@ def read_key(path: str) -> Key:
 
 
 def change(
-    program: cryptsetup.Cryptsetup, slots: tuple[int, ...], device: str, old: Key, new: Key
+    program: luks.Cryptsetup, slots: tuple[int, ...], device: str, old: Key, new: Key
 ) -> int:
     """Replace a volume's key, by that or by the recovery key; the new key's slot.
 
@@ -357,7 +357,7 @@ def change(
     if not program.check(device, new.data, free):
         raise mount_errors.CryptFailed("luksAddKey", device, f"the new key opens no slot {free}")
     for slot in slots:
-        if slot in (free, cryptsetup.RECOVERY):
+        if slot in (free, luks.RECOVERY):
             continue
         if slot in _USUAL or program.check(device, old.data, slot):
             program.kill(device, new.data, slot)

@@ -18,7 +18,7 @@ from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.records import Snapshot, Volume, is_encrypted
 from agent.core.task_queue import Job, Stopping, TaskQueue
-from lvm import caches, groups, names, report, snapshots, tags, volumes
+from lvm import caches, groups, names, report, tags, volumes
 from lvm.devicemapper import Raid
 from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
@@ -421,7 +421,7 @@ class Eraser:
                     self._emptied(volume)
                 return None
             if logical.is_copy_on_write:
-                snapshots.split(lvm, group, volume.name)
+                volumes.split(lvm, group, volume.name)
         return replace(volume, read_only=volume.read_only or logical.is_copy_on_write)
 
     def _dead_images(self, volume: Volume) -> str:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from agent.core import errors, ids, records, tag
 from agent.core.background import Probes
-from agent.core.capabilities import BLOCK
 from agent.core.inventory import Inventory
 from agent.core.records import Volume
+from agent.core.requests import BLOCK
 from lvm import caches, raid, report, tags, thin
 from lvm.devicemapper import FAILED, Cache, Raid, Snapshot, Status, ThinPool, WriteCache
 from lvm.devices import Device, Devices

@@ -6,12 +6,11 @@ from dataclasses import replace
 
 from agent.core import errors, tag
 from agent.core.allocation import Allocator, Thin
-from agent.core.capabilities import BLOCK, MOUNT, Capability
 from agent.core.classes import DeviceClass
 from agent.core.inventory import require_own
 from agent.core.parameters import STORAGE_CLASS, Parameters
 from agent.core.records import Snapshot, Volume
-from agent.core.requests import CreateVolume, SizeRange
+from agent.core.requests import BLOCK, MOUNT, Capability, CreateVolume, SizeRange
 from agent.core.settings import Config
 from lvm import layout, report, tags
 from mount import filesystem

@@ -8,10 +8,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from agent.core import errors, tag, users
-from agent.core.capabilities import MULTI_WRITER
 from agent.core.context import Context
 from agent.core.records import Volume
-from agent.core.requests import PublishVolume, StageVolume, VolumeAt
+from agent.core.requests import MULTI_WRITER, PublishVolume, StageVolume, VolumeAt
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.node_volumes import NodeVolumes
 from agent.operations.stage import DEFAULT_FS_TYPE, Stager

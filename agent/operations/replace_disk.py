@@ -23,7 +23,7 @@ from lvm.devicemapper import Mirror
 from lvm.labels import PhysicalLabel
 from lvm.report import Group, PhysicalVolume
 from mount import errors as mount_errors
-from mount import in_use
+from mount import mounts
 from mount.table import DeviceNumber
 
 # How often lvm2's process that watches a move is started again: it may have been killed.
@@ -129,11 +129,11 @@ class Replacement:
                 "new_disk",
                 f"{new} is not among the configured `devices`, or a filter of lvm.conf rejects it",
             )
-        in_use.require_unused(self._kernel, new)
+        mounts.require_unused(self._kernel, new)
         path = self._kernel.real_path(new)
         label = self._volume_groups.scan().get(path)
         if not isinstance(label, PhysicalLabel):
-            in_use.require_blank(self._kernel, new)
+            mounts.require_blank(self._kernel, new)
         elif label.is_used or label.group is not None:
             name = label.group.name if label.group is not None else "another group"
             raise mount_errors.NotVacant(new, f"is a disk of {name}", "name another")

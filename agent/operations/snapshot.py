@@ -18,7 +18,7 @@ from agent.core.records import Snapshot, Volume
 from agent.core.requests import CreateSnapshot, ListSnapshots, Part
 from agent.operations.erase import Eraser
 from agent.operations.remove_pool import PoolRemover
-from lvm import caches, layout, names, report, snapshots, thin, volumes
+from lvm import caches, layout, names, report, thin, volumes
 
 _log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class Snapshotter:
                 lvm, group.name, name, origin=volume.name, own_tags=own_tags, read_only=True
             )
         else:
-            snapshots.create(
+            volumes.create_snapshot(
                 lvm,
                 group.name,
                 name,
@@ -210,7 +210,7 @@ class Snapshotter:
             self._pool_remover.remove(snapshot)
         elif self._eraser.policy.erases(snapshot):
             # Its COW store has data of the origin, and must be erased before it is allocated again.
-            snapshots.split(lvm, group, snapshot.name)
+            volumes.split(lvm, group, snapshot.name)
         else:
             volumes.remove(lvm, group, snapshot.name)
 

@@ -12,12 +12,11 @@ from dataclasses import replace
 from functools import partial
 
 from agent.core import errors, tag
-from agent.core.capabilities import BLOCK
 from agent.core.context import Context
 from agent.core.luks_devices import Mappings
 from agent.core.parameters import Parameters
 from agent.core.records import Volume
-from agent.core.requests import StageVolume, VolumeAt
+from agent.core.requests import BLOCK, StageVolume, VolumeAt
 from agent.core.secret import Keys
 from agent.operations.encrypt import EncryptedDevices
 from agent.operations.expand import Expander

@@ -1,10 +1,9 @@
 """ValidateVolumeCapabilities: whether a volume can be used as described, and why not."""
 
 from agent.core import errors, parameters, tag
-from agent.core.capabilities import BLOCK
 from agent.core.parameters import CACHE_SIZE
 from agent.core.records import Volume
-from agent.core.requests import ValidateVolume
+from agent.core.requests import BLOCK, ValidateVolume
 from agent.core.settings import Config
 from agent.operations import modify, plan
 from mount import filesystem

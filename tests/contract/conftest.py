@@ -15,7 +15,7 @@ from agent.core.host import Host
 from agent.core.settings import Config
 from agent.csi.client import Client, mounted
 from agent.daemon.server import Service
-from mount import cryptsetup
+from mount import luks
 from mount.command import Result
 from proto import csi_pb2 as csi
 
@@ -31,7 +31,7 @@ def little_memory_for_keys(monkeypatch: pytest.MonkeyPatch, real: bool) -> None:
     """
     if real:
         words = ("--pbkdf-memory", "32", "--pbkdf-parallel", "1", "--pbkdf-force-iterations", "4")
-        monkeypatch.setattr(cryptsetup, "_PBKDF", ("--pbkdf", "argon2id", *words))
+        monkeypatch.setattr(luks, "_PBKDF", ("--pbkdf", "argon2id", *words))
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ from agent.extras.transfer import streams_command
 from lvm import report, tags, volumes
 from lvm.layout import Reserve
 from lvm.thin import Policy
-from mount import cryptsetup, luks
 from mount import errors as mount_errors
-from mount.cryptsetup import Cryptsetup
+from mount import luks
+from mount.luks import Cryptsetup
 from proto import csi_pb2 as csi
 from proto.csi_pb2_grpc import SnapshotMetadataStub
 
@@ -395,7 +395,7 @@ def test_another_passphrase_changes_no_block(disk: Disk, client: Client, host: A
 
 def made_anew(disk: Disk, host: AnyHost, offset_bytes: int) -> None:
     """Another header than the volume's, and so another master key, or data elsewhere."""
-    program = Cryptsetup(host.run, waits_for_udev=cryptsetup.has_udev())
+    program = Cryptsetup(host.run, waits_for_udev=luks.has_udev())
     device, key = disk.logical(disk.id), bytearray(KEY["passphrase"].encode())
     own = str(uuid.uuid4())
     program.make(device, key, uuid=own, offset_bytes=offset_bytes, sector_bytes=512)

@@ -20,7 +20,7 @@ from performance.service import BYPASSING
 from agent.csi.client import Client, block
 from lvm import names
 from lvm.devices import Devices
-from mount import cryptsetup
+from mount import luks
 
 _MIB = 1 << 20
 _PIECE_BYTES = _MIB
@@ -68,9 +68,7 @@ def _by_hand() -> Iterator[str]:
         own = ("cryptsetup", "--batch-mode", "--key-file", "-")
         bounds = ("--pbkdf-force-iterations", "4", "--pbkdf-memory", "65536")
         size = "4096" if int(sector) >= 4096 else "512"
-        _run(
-            *own, "luksFormat", *bounds, "--sector-size", size, "--cipher", cryptsetup.CIPHER, path
-        )
+        _run(*own, "luksFormat", *bounds, "--sector-size", size, "--cipher", luks.CIPHER, path)
         _run(*own, "open", path, _HAND)
         try:
             yield f"/dev/mapper/{_HAND}"

@@ -20,8 +20,8 @@ from agent.core.extents import BLOCK_BYTES
 from agent.csi.client import Client, block
 from agent.daemon.server import Service
 from lvm import report, tags, volumes
-from mount import cryptsetup
-from mount.cryptsetup import Cryptsetup
+from mount import luks
+from mount.luks import Cryptsetup
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZE = 16 * MIB
@@ -114,7 +114,7 @@ class Disk:
         elif not self.is_sealed:
             yield self.logical(identity)
         else:
-            program = Cryptsetup(self.host.run, waits_for_udev=cryptsetup.has_udev())
+            program = Cryptsetup(self.host.run, waits_for_udev=luks.has_udev())
             name, key = f"carver-test-{uuid.uuid4().hex}", bytearray(KEY["passphrase"].encode())
             program.open(self.logical(identity), key, name, discard=False, read_only=True)
             try:

@@ -19,7 +19,7 @@ from proto import csi_pb2 as csi
 T = TypeVar("T")
 GROUP = "carver_conditions"
 EXTENT_BYTES = 4 * MIB
-# What LVM said is at most a minute old while somebody asks (agent/daemon/refresh.py), and a look at
+# What LVM said is at most a minute old while somebody asks (agent/daemon/startup.py), and a look at
 # disks that do not answer takes twenty seconds.
 INTERVAL_SECONDS = 100
 # An answer that waits for no disk: for the kernel it may wait two seconds.

@@ -23,9 +23,9 @@ from agent.core.extents import (
 from agent.core.ids import VolumeId
 from agent.core.records import Snapshot, Volume
 from agent.core.task_queue import Stopping
-from agent.extras.changed_blocks import comparing, spool
+from agent.extras.changed_blocks import comparing
 from agent.extras.changed_blocks.activations import Activations, Reservations
-from agent.extras.changed_blocks.spool import Spool
+from agent.extras.changed_blocks.comparing import Spool
 from lvm import errors as lvm_errors
 from lvm import names, report
 from lvm import thin as thinmaps
@@ -146,7 +146,7 @@ class Delta:
             pick: _Filter = unlike_zeroes if compares else iter
             candidates: _Candidates = _everything
             if pool := _pool(of):
-                ranges = ending.enter_context(spool.opened(self._directory))
+                ranges = ending.enter_context(comparing.opened(self._directory))
                 words = thinmaps.mapped_words
                 self._spool(ranges, pool, thinmaps.mapped, words, check, of)
                 # Allocated blocks are not searched for zeroes.
@@ -176,7 +176,7 @@ class Delta:
             (base, old), (target, new) = self._opened(ending, base_id, target_id)
             candidates: _Candidates = _everything
             if _pool(base) and _pool(base) == _pool(target):
-                ranges = ending.enter_context(spool.opened(self._directory))
+                ranges = ending.enter_context(comparing.opened(self._directory))
                 words = thinmaps.differing_words
                 self._spool(ranges, _pool(base), thinmaps.differing, words, check, base, target)
                 candidates = partial(clipped, ranges)

@@ -20,11 +20,11 @@ from functools import partial
 
 from agent.core import errors, ids, tag, users
 from agent.core.allocation import pool_name
-from agent.core.capabilities import BLOCK
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.ids import VolumeId
 from agent.core.records import Volume
+from agent.core.requests import BLOCK
 from agent.extras.streams.form import Header
 from agent.extras.transfer import sending
 from agent.operations import clone

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from agent.core import errors, records, tag
-from agent.core.capabilities import BLOCK, MOUNT
 from agent.core.classes import DeviceClass
 from agent.core.context import Context
 from agent.core.ids import VolumeId, group_of
 from agent.core.parameters import IN_CONTEXT, Parameters
 from agent.core.records import Snapshot
+from agent.core.requests import BLOCK, MOUNT
 from agent.extras.changed_blocks.activations import Activations
 from agent.extras.streams import form
 from agent.extras.streams.form import Header

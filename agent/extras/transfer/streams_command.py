@@ -20,8 +20,8 @@ from agent.core import errors, ids
 from agent.core.extents import Extent
 from agent.core.ids import VolumeId
 from agent.csi.client import Client
-from agent.extras.changed_blocks import spool
-from agent.extras.changed_blocks.spool import Spool
+from agent.extras.changed_blocks import comparing
+from agent.extras.changed_blocks.comparing import Spool
 from agent.extras.streams import form, reading, sending
 from agent.extras.streams.form import Header
 from agent.extras.streams.reading import Reader, Source, Target
@@ -336,7 +336,7 @@ def receive(
 
 def opened_spool(at: VolumeVerbs) -> AbstractContextManager[Spool]:
     """A spool for the parts of a stream."""
-    return spool.opened(at.settings.endpoint.parent)
+    return comparing.opened(at.settings.endpoint.parent)
 
 
 def _receive_one(

@@ -17,7 +17,7 @@ from agent.core.extents import (
     clipped,
     merged,
 )
-from agent.extras.changed_blocks import spool as spools
+from agent.extras.changed_blocks import comparing as spools
 
 
 def test_ranges_that_touch_or_overlap_are_one() -> None:

@@ -15,8 +15,8 @@ from fakes.known import inventory
 
 from agent.core.inventory import Inventory
 from agent.core.volume_groups import VolumeGroups
-from agent.daemon import refresh
-from agent.daemon.refresh import Watch
+from agent.daemon import startup
+from agent.daemon.startup import Watch
 from lvm import events as module
 from lvm.events import DiskEvent, DiskEvents
 from lvm.report import Group
@@ -110,7 +110,7 @@ def test_a_group_that_is_not_there_is_told_once_and_once_that_it_is_back(
 def test_a_look_that_fails_is_logged_and_tried_again(
     known: Known, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refresh, "_TURN_SECONDS", 0.01)
+    monkeypatch.setattr(startup, "_TURN_SECONDS", 0.01)
     known.fails = True
     events: Any = Events(set(), set(), set())
     turns: list[None] = []
@@ -126,7 +126,7 @@ def test_a_look_that_fails_is_logged_and_tried_again(
 def test_whatever_udev_s_library_raises_the_clock_goes_on(
     known: Known, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refresh, "_TURN_SECONDS", 0.01)
+    monkeypatch.setattr(startup, "_TURN_SECONDS", 0.01)
     events: Any = Events(ValueError("an odd device"), {DiskEvent("/dev/sdb")})
     run(Watch(known, lambda: events), events.over, events.go_on.set)
     assert known.outdated == [None, "/dev/sdb"], "what it told before may be lost"

@@ -8,7 +8,7 @@ from fakes.devices import FakeDevices
 from fakes.known import inventory
 from fakes.lvm import FakeLvm
 
-from lvm import devices, report, snapshots, volumes
+from lvm import devices, report, volumes
 from lvm.devices import Devices
 from lvm.lvm2 import Lvm
 from mount import errors as mount_errors
@@ -96,7 +96,7 @@ def test_a_snapshot_whose_disk_is_missing_is_not_ready_and_not_lost() -> None:
     first, second = (disk.name for disk in report.read(lvm).group("data").disks)
     volumes.create(lvm, "data", volumes.New("vol-a", EXTENT, {"name": "a"}), disks=[first])
     size = 2 * EXTENT
-    snapshots.create(
+    volumes.create_snapshot(
         lvm, "data", "snap-a", origin="vol-a", size_bytes=size, own_tags=own_tags, disks=[second]
     )
     known = inventory(fake, "data")

@@ -12,7 +12,7 @@ import pytest
 from lvm import devicemapper, devices, names
 from lvm.devicemapper import Cache, DeviceMapper, Mirror, Raid, Snapshot, ThinPool, WriteCache
 from lvm.devices import Devices
-from mount import sysfs
+from mount import block_devices
 
 SECTORS = 2048
 SIZE = SECTORS * 512
@@ -278,7 +278,7 @@ def test_what_was_written_to_the_areas_of_snapshots_is_told_of_all_at_once(
         " 253       2 dm-2 1 0 8 4 5 0 4096 7 0 8 9 0 0 0 0 0 0\n"
         " 253       3 dm-3 1 0 8 4 5 0 16 7\n short\n"
     )
-    monkeypatch.setattr(sysfs, "_STATISTICS", str(statistics))
+    monkeypatch.setattr(block_devices, "_STATISTICS", str(statistics))
     driver.devices |= {
         "data-snap--1": Mapped(0xFD01),
         "data-snap--1-cow": Mapped(0xFD02),
@@ -379,13 +379,13 @@ def reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(devices, "_SYS_BY_NUMBER", numbers)
     monkeypatch.setattr(devices, "_MAPPER", tmp_path / "mapper")
     read: list[str] = []
-    real = sysfs.word
+    real = block_devices.attribute
 
-    def word(path: str) -> str:
+    def attribute(path: str) -> str:
         read.append(path)
         return real(path)
 
-    monkeypatch.setattr(sysfs, "word", word)
+    monkeypatch.setattr(devices, "attribute", attribute)
     return read
 
 

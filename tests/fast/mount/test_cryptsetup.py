@@ -8,9 +8,9 @@ from typing import BinaryIO
 
 import pytest
 
-from mount import cryptsetup, errors
+from mount import errors, luks
 from mount.command import Result
-from mount.cryptsetup import Cryptsetup
+from mount.luks import Cryptsetup
 
 KEY = bytearray(b"correct horse battery staple")
 
@@ -135,7 +135,7 @@ def test_one_that_is_in_use_is_not_closed() -> None:
 
 
 def test_no_more_than_two_take_memory_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cryptsetup, "_PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr(luks, "_PATIENCE_SECONDS", 0.01)
     inside, ended = threading.Semaphore(0), threading.Event()
 
     def wait(*_words: str, stdin: bytearray | None = None) -> Result:

@@ -11,7 +11,7 @@ import pytest
 from fakes.devices import FakeDevices
 from fakes.kernel import FakeKernel
 
-from mount import errors, in_use, mounts, options, table
+from mount import errors, mounts, options, table
 from mount.filesystem import Signature
 from mount.options import Options
 
@@ -161,10 +161,10 @@ def test_users_of_a_place_are_those_with_something_open_in_it(tmp_path: Path) ->
     kernel = FakeKernel(FakeDevices())
     (tmp_path / "target-not").mkdir()
     with (tmp_path / "target-not" / "file").open("w"):
-        assert in_use.of(kernel, str(tmp_path / "target")) == ()
+        assert mounts.of(kernel, str(tmp_path / "target")) == ()
     (tmp_path / "target").mkdir()
     with (tmp_path / "target" / "file").open("w"):
-        [found] = in_use.of(kernel, str(tmp_path / "target"))
+        [found] = mounts.of(kernel, str(tmp_path / "target"))
     assert f"({os.getpid()})" in found
 
 

@@ -10,7 +10,7 @@ from fakes.host import FakeHost
 from laying import lay
 
 from agent.core.settings import GroupDefinition
-from mount import block_devices, errors, in_use
+from mount import block_devices, errors, mounts
 from mount.filesystem import Signature
 from mount.kernel import Kernel
 
@@ -47,10 +47,10 @@ def test_a_device_that_is_used_is_named_with_its_user(
 ) -> None:
     host = FakeHost(tmp_path)
     device = host.new_device(MIB)
-    in_use.require_unused(host.kernel, device)
+    mounts.require_unused(host.kernel, device)
     spoil(host.block.get(device))
     with pytest.raises(errors.NotVacant, match=f"{device} {words}"):
-        in_use.require_unused(host.kernel, device)
+        mounts.require_unused(host.kernel, device)
 
 
 class OwnFiles(Kernel):

@@ -39,7 +39,8 @@ from agent.extras.orphans import references
 from agent.extras.orphans.candidates import Kind
 from agent.extras.orphans.look import Clock, Finder, History, Orphan, OrphanWatch
 from agent.extras.orphans.service import Orphans
-from lvm import report, snapshots, volumes
+from lvm import report, volumes
+from lvm import volumes as snapshots
 from mount import table
 
 MIB = 1 << 20
@@ -224,7 +225,7 @@ def test_a_bridge_without_its_copy_is_half_made(node: Node) -> None:
     source = node.volume("pvc-1")
     node.named(source)
     own_tags = {"name": "pvc-2", "source": "vol-pvc-1"}
-    snapshots.create(
+    snapshots.create_snapshot(
         node.host.lvm,
         "data",
         "copy-pvc-2",

@@ -96,7 +96,7 @@ def test_mechanism_knows_neither_policy_nor_transport() -> None:
 
 # Requests are read in the core, for the operations take them as records.
 GRPC = {"agent/core/codes.py"}
-WIRE = {"agent/core/capabilities.py", "agent/core/requests.py"}
+WIRE = {"agent/core/requests.py"}
 
 
 @pytest.mark.parametrize(("stranger", "allowed"), [("grpc", GRPC), ("proto", WIRE)])
@@ -119,7 +119,7 @@ def test_core_and_operations_name_neither_grpc_nor_the_wire(
             "ctypes",
             {"agent/core/secret.py", "mount/calls.py"},
         ),
-        ("psutil", {"mount/in_use.py"}),
+        ("psutil", {"mount/mounts.py"}),
         ("rich", {"agent/cli/terminal.py"}),
         ("yaml", {"agent/extras/kubernetes/access.py"}),
         ("shtab", {"agent/cli/main.py"}),

@@ -12,7 +12,7 @@ import pytest
 from fakes.host import FakeHost
 from fast.trouble.test_isolation import SICK, SOUND, code_of, scraped
 
-from agent.core import activation, background
+from agent.core import background, inventory
 from agent.core.classes import DeviceClass
 from agent.core.settings import Config
 from agent.csi.client import Client, block
@@ -69,7 +69,7 @@ def silent(
         return real(group, name)
 
     monkeypatch.setattr(fake.lvm2, "status", status)
-    monkeypatch.setattr(activation, "_POOL_SECONDS", 0.05)
+    monkeypatch.setattr(inventory, "_POOL_SECONDS", 0.05)
     monkeypatch.setattr(health, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setattr(background, "_PATIENCE_SECONDS", 0.1)
     yield over
