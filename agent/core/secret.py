@@ -3,7 +3,7 @@
 A key is kept in one bytearray. The request's bytes and text that it came in are immutable, so they
 are overwritten in place by ctypes. Memory that C libraries free is overwritten by glibc:
 MALLOC_PERTURB_ and GLIBC_TUNABLES in systemd/carver.service and the image (mallopt(3), M_PERTURB).
-pymalloc does not do that: without ctypes, tests/fast/trouble/test_memory.py finds two copies after
+pymalloc does not do that: without ctypes, tests/fast/failures/test_memory.py finds two copies after
 the volume is closed (keys of 8 and of 320 bytes); PYTHONMALLOC=malloc leaves none, but doubles the
 time of code that allocates much. docs/encryption.md has the guarantees.
 """

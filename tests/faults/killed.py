@@ -4,7 +4,7 @@ import signal
 import tempfile
 from pathlib import Path
 
-from fast.trouble.test_killed import steps
+from fast.failures.test_killed import steps
 from faults.bench import Bench
 from faults.process import Fault, Trial
 from model.cases import CASES, EXTENTS, Case

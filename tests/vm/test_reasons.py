@@ -1,7 +1,8 @@
 """The rarer reasons of docs/troubleshooting.md: provoked, told by each call that must, gone after.
 
 As in test_conditions, on disks that fail when they are told to, and by what lvm2, the kernel or the
-node's files are made to say. tests/fast/health/test_health_words.py sees that none is forgotten.
+node's files are made to say. tests/fast/operations/test_health_reasons.py sees that none is
+forgotten.
 """
 
 import fcntl

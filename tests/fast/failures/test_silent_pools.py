@@ -10,7 +10,7 @@ import configured
 import expect
 import pytest
 from fakes.host import FakeHost
-from fast.trouble.test_isolation import SICK, SOUND, code_of, scraped
+from fast.failures.test_isolation import SICK, SOUND, code_of, scraped
 
 from agent.core import background, inventory
 from agent.core.classes import DeviceClass

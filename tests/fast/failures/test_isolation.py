@@ -16,7 +16,7 @@ import serving
 from changed_blocks import blocks
 from fakes.disks import FakeDisks
 from fakes.host import FakeHost
-from fast.service.test_beginning import Started
+from fast.daemon.test_beginning import Started
 from prometheus_client.parser import text_string_to_metric_families
 
 from agent.core import volume_group
