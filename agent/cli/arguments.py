@@ -218,9 +218,7 @@ def add_snapshot(commands: Commands) -> Commands:
         name_of("volume", "volume"),
         Argument("name", metavar="NAME", help="the snapshot's name on this node"),
         Argument(
-            "--size",
-            default="",
-            help="the COW store, such as 5GiB or 30%%; else the class's",
+            "--size", default="", help="the COW store, such as 5GiB or 30%%; else the class's"
         ),
     )
     verb(
@@ -257,6 +255,18 @@ def add_group(commands: Commands) -> None:
         Argument("old", metavar="OLD", help="its path; of a missing disk its UUID"),
         Argument("new", metavar="NEW", help="a vacant block device"),
         YES,
+    )
+
+
+def add_trace(commands: Commands) -> None:
+    """Add `carver trace`."""
+    verb(
+        commands,
+        "trace",
+        "show the slowest of the last calls, with what each waited for and its steps",
+        lambda service, given: service.show_slowest(given.most, as_json=given.json),
+        Argument("--most", type=int, default=10, metavar="N", help="so many; else 10"),
+        JSON,
     )
 
 

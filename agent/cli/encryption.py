@@ -33,13 +33,10 @@ class Headers:
         copies: HeaderCopies,
         forget_key: Callable[[], None],
     ) -> None:
-        self._name = name
-        self._copies = copies
+        self._name, self._kernel, self._device = name, kernel, device
+        self._program, self._copies = program, copies
         # Removes the name of its key from the volume's tags, before it gets another key.
         self._forget_key = forget_key
-        self._kernel = kernel
-        self._device = device
-        self._program = program
 
     def show(self) -> None:
         """Print what the header says."""
@@ -98,7 +95,7 @@ class Headers:
         """Change the volume's key, or add a recovery key."""
         header = self._header()
         self._require_settled(header)
-        slots = header.slots
+        slots, device = header.slots, self._device.path
         if key_file == new_key_file == _STANDARD_INPUT:
             raise errors.BadField(
                 "--new-key-file", "only one of the two keys can be at standard input"
@@ -108,22 +105,17 @@ class Headers:
         with Keys(new, old).used():
             if new.data == old.data:
                 raise errors.BadField("new key", "is the key that it has")
-            if not self._program.check(self._device.path, old.data):
+            if not self._program.check(device, old.data):
                 raise errors.BadField("key", f"it does not open {self._name}")
             if recovery:
-                self._put_recovery(slots, old, new)
+                if luks.RECOVERY in slots:
+                    self._program.kill(device, old.data, luks.RECOVERY)
+                self._program.add(device, old.data, new.data, luks.RECOVERY)
             else:
-                device = self._device.path
                 self._forget_key()
                 encrypt.change(self._program, slots, device, old, new)
         self._copies.keep(self._device, anew=True)
         print(f"{self._name} has {'a recovery' if recovery else 'a new'} key")
-
-    def _put_recovery(self, slots: tuple[int, ...], key: Key, new: Key) -> None:
-        slot, device = luks.RECOVERY, self._device.path
-        if slot in slots:
-            self._program.kill(device, key.data, slot)
-        self._program.add(device, key.data, new.data, slot)
 
     def _require_settled(self, header: Header) -> None:
         """Raise Reencrypting: a header kept during re-encryption is soon outdated."""

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from agent.cli import arguments, trace
+from agent.cli import arguments
 from agent.cli.words import SHELLS, CommandLine, Commands, require_root
 from agent.core import errors, extras, settings
 from agent.core.inventory import MONITOR_AGE_SECONDS
@@ -91,7 +91,7 @@ def parser() -> argparse.ArgumentParser:
     _add_status(commands)
     volume, snapshot = arguments.add_volume(commands), arguments.add_snapshot(commands)
     arguments.add_group(commands)
-    trace.add(commands)
+    arguments.add_trace(commands)
     line = CommandLine(commands, volume, snapshot, _add_doctor(commands))
     for _, module in extras.modules("command_line"):
         module.add(line)
@@ -122,10 +122,7 @@ def _add_status(commands: Commands) -> None:
     form = made.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="one JSON object")
     form.add_argument(
-        "--watch",
-        type=_seconds,
-        metavar="SECONDS",
-        help="refresh at this interval, until Ctrl-C",
+        "--watch", type=_seconds, metavar="SECONDS", help="refresh at this interval, until Ctrl-C"
     )
     settings.add_arguments(made, ("endpoint",))
     made.set_defaults(run=_status)

@@ -175,11 +175,7 @@ def known_to(settings: Config, host: Host) -> Inventory:
     lvm = group_definitions.look(host.run, host.kernel, settings)
     devices = group_definitions.found(host.kernel, settings)
     volume_groups = VolumeGroups(
-        lvm,
-        host.disks,
-        host.devices,
-        settings.groups,
-        listed=lambda name: devices.get(name, ()),
+        lvm, host.disks, host.devices, settings.groups, listed=lambda name: devices.get(name, ())
     )
     return Inventory(volume_groups, host.devices)
 

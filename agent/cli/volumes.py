@@ -4,11 +4,13 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from time import sleep
+from time import localtime, sleep, strftime
 from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.json_format import MessageToDict
 
 from agent.cli import encryption, status, terminal
 from agent.cli.encryption import Headers
@@ -27,8 +29,6 @@ from mount.luks import Cryptsetup
 from proto import carver_pb2 as carver
 from proto import csi_pb2 as csi
 
-# Beside the socket, which is inside kubelet's directory as staging paths must be.
-_STAGING = "staging"
 # Of pkg/volume/csi and pkg/volume/util/subpath in kubelet, wherever its own directory is.
 _KUBELETS = ("/kubernetes.io~csi/", "/plugins/kubernetes.io/", "/volume-subpaths/")
 T = TypeVar("T")
@@ -37,11 +37,7 @@ T = TypeVar("T")
 _AGAIN_SECONDS = 1.0
 # How often the progress of a repair is polled, and the codes after which it is polled again.
 _LOOK_SECONDS = 2.0
-_NOT_YET = (
-    grpc.StatusCode.ABORTED,
-    grpc.StatusCode.UNAVAILABLE,
-    grpc.StatusCode.DEADLINE_EXCEEDED,
-)
+_NOT_YET = (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class VolumeVerbs:
@@ -50,7 +46,8 @@ class VolumeVerbs:
     def __init__(self, caller: Client, settings: Config, host: Host) -> None:
         self.caller = caller
         self.settings = settings
-        self._staging = settings.endpoint.parent / _STAGING
+        # Beside the socket, which is inside kubelet's directory as staging paths must be.
+        self._staging = settings.endpoint.parent / "staging"
         self.host = host
 
     def create(
@@ -99,11 +96,10 @@ class VolumeVerbs:
             titles = ("VOLUME", "SIZE", "GROUP", "CLASS", "ENCRYPTION", "KEY", "HEALTH")
             made = terminal.table(*titles, right=("SIZE",))
             for volume, problems in zip(found, health, strict=True):
-                group = ids.group_of(volume.volume_id)
                 made.add_row(
                     _name(volume),
                     terminal.human(volume.capacity_bytes),
-                    group,
+                    ids.group_of(volume.volume_id),
                     volume.volume_context.get("carver/class", ""),
                     volume.volume_context.get("carver/encryption", ""),
                     here.keys.get(volume.volume_id, ""),
@@ -159,7 +155,8 @@ class VolumeVerbs:
         volume = self.find(name)
         staging = self._staged(volume)
         given = [Path(path).absolute()] if path else self._published(volume, staging)
-        pods = [] if path else [str(one) for one in given if _is_kubelets(one)]
+        kubelets = [str(one) for one in given if any(part in f"{one}/" for part in _KUBELETS)]
+        pods = [] if path else kubelets
         asked = f"Take {name} from a pod? Kubelet has it at {', '.join(pods)}"
         if pods and not confirmed and not terminal.confirmed(asked):
             raise errors.NotConfirmed(name, "unpublished")
@@ -190,32 +187,33 @@ class VolumeVerbs:
 
     def headers(self, name: str) -> Headers:
         """The header of an encrypted volume; raises NotStaged where the volume is not active."""
-        volume = VolumeId.parse(self.find(name).volume_id)
-        device = self._device(name)
-        waits = luks.has_udev()
-        program = Cryptsetup(self.host.run, waits_for_udev=waits)
+        found = self.find(name)
+        group, logical = ids.group_of(found.volume_id), _logical(found)
+        program = Cryptsetup(self.host.run, waits_for_udev=luks.has_udev())
         copies = HeaderCopies(self.settings.header_backups, program)
 
         def forget_key() -> None:
-            if volume is not None:
-                known = status.known_to(self.settings, self.host)
-                known.replace_tags(volume.group, volume.name, tag.OF_KEYS, {})
+            known = status.known_to(self.settings, self.host)
+            known.replace_tags(group, logical, tag.OF_KEYS, {})
 
-        return Headers(name, self.host.kernel, device, program, copies, forget_key)
+        return Headers(name, self.host.kernel, self._own(name), program, copies, forget_key)
 
     def is_open(self, name: str) -> bool:
         """Whether an encrypted volume is open."""
-        return self.host.devices.mapping(self._device(name)) is not None
+        return self.host.devices.mapping(self._own(name)) is not None
 
-    def _device(self, name: str) -> Device:
-        """The logical volume's own device."""
-        known = VolumeId.parse(self.find(name).volume_id)
-        device = self.host.devices.find(known.group, known.name) if known else None
+    def _own(self, name: str) -> Device:
+        """The logical volume's own device; raises NotStaged."""
+        volume = self.find(name)
+        device = self._device(volume)
         if device is None:
-            where = f"{known.group}/{known.name}" if known else name
+            where = f"{ids.group_of(volume.volume_id)}/{_logical(volume)}"
             remedy = f"publish it, or activate that alone: `lvchange -ay -K {where}`"
             raise errors.NotStaged(name, "its logical volume is not active", remedy)
         return device
+
+    def _device(self, volume: csi.Volume) -> Device | None:
+        return self.host.devices.find(ids.group_of(volume.volume_id), _logical(volume))
 
     def modify(self, name: str, parameters: Mapping[str, str]) -> None:
         """Change mutable parameters of a volume."""
@@ -298,6 +296,25 @@ class VolumeVerbs:
         self.caller.delete_snapshot(snapshot.snapshot_id)
         print(f"{name} is deleted")
 
+    def show_slowest(self, most: int, *, as_json: bool) -> None:
+        """Show the slowest of the last calls, each with its steps."""
+        calls = self.caller.slowest_calls(most).calls
+        if as_json:
+            as_dict = partial(
+                MessageToDict,
+                preserving_proto_field_name=True,
+                always_print_fields_with_no_presence=True,
+            )
+            print(_json([as_dict(one) for one in calls]))
+            return
+        for call in calls:
+            began = strftime("%H:%M:%S", localtime(call.time_seconds))
+            about = f" {call.volume}" if call.volume else ""
+            print(f"{began} {call.method}{about} {call.code} {_ms(call.seconds)}")
+            for one in call.steps:
+                after, took = _ms(one.after_seconds), _ms(one.seconds)
+                print(f"  at {after}: {one.kind} {one.what} {took}")
+
     def find(self, name: str) -> csi.Volume:
         """The volume of that name, logical volume or id; raises NoSuchVolume, PerhapsAway."""
         return _named(name, self.caller.volumes_here())
@@ -314,8 +331,7 @@ class VolumeVerbs:
 
     def _places(self, volume: csi.Volume) -> list[Path]:
         """Return where the volume is mounted, the staging path included."""
-        known = VolumeId.parse(volume.volume_id)
-        device = self.host.devices.find(known.group, known.name) if known else None
+        device = self._device(volume)
         if device is None:
             return []
         kernel = self.host.kernel
@@ -360,9 +376,9 @@ def _at_last(call: Callable[[], T]) -> T:
 
 
 def _print_absent(away: Mapping[str, str]) -> None:
-    """Print which groups a list lacks, and why."""
-    for _, why in sorted(away.items()):
-        print(why, file=sys.stderr)
+    """Print why a list lacks groups."""
+    for group in sorted(away):
+        print(away[group], file=sys.stderr)
 
 
 def _named(name: str, here: carver.VolumesHereResponse) -> csi.Volume:
@@ -407,11 +423,6 @@ def _text(key: Key) -> str | None:
         return None
 
 
-def _is_kubelets(place: Path) -> bool:
-    """Whether a path is kubelet's, for a pod."""
-    return any(one in f"{place}/" for one in _KUBELETS)
-
-
 def _logical(volume: csi.Volume) -> str:
     """Return the name of its logical volume."""
     return ids.logical_name(volume.volume_id)
@@ -448,17 +459,19 @@ def _key(identity: str, keys: Mapping[str, str]) -> dict[str, str]:
 
 def _snapshot_row(snapshot: csi.Snapshot) -> dict[str, Any]:
     """Describe a snapshot."""
-    name, volume = (
-        ids.logical_name(one) for one in (snapshot.snapshot_id, snapshot.source_volume_id)
-    )
+    name = ids.logical_name(snapshot.snapshot_id)
     return {
         "name": names.readable(ids.SNAPSHOT_PREFIX, name),
         "id": snapshot.snapshot_id,
-        "volume": names.readable(ids.VOLUME_PREFIX, volume),
+        "volume": ids.readable_name(snapshot.source_volume_id),
         "taken": f"{snapshot.creation_time.ToDatetime():%Y-%m-%d %H:%M:%S} UTC",
         "size_bytes": snapshot.size_bytes,
         "ready": snapshot.ready_to_use,
     }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms"
 
 
 def _json(value: object) -> str:

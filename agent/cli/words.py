@@ -94,13 +94,6 @@ def verb(
     return made
 
 
-def add_name(
-    made: argparse._ActionsContainer, noun: str = "volume", dest: str = "name", text: str = ""
-) -> None:
-    """Add an argument that names a volume or a snapshot."""
-    name_of(noun, dest, text).add(made)
-
-
 def _on_service(
     parsed: argparse.Namespace, act: Callable[["VolumeVerbs", argparse.Namespace], None]
 ) -> int:

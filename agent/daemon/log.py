@@ -12,7 +12,8 @@ class TextFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record as one line; a caller's text cannot start another line."""
-        fields = " ".join(f"{key}={_plain(value)}" for key, value in _fields(record).items())
+        given = getattr(record, "fields", {})
+        fields = " ".join(f"{key}={_plain(value)}" for key, value in given.items())
         line = f"{record.levelname.lower()} {record.getMessage()} {fields}".rstrip()
         if record.exc_info:
             line += " " + _plain(self.formatException(record.exc_info))
@@ -29,7 +30,7 @@ class JsonFormatter(logging.Formatter):
             + f".{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "message": record.getMessage(),
-            **_fields(record),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             event["exception"] = self.formatException(record.exc_info)
@@ -41,11 +42,6 @@ def configure(log_format: str, level: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-
-
-def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    found = getattr(record, "fields", {})
-    return dict(found)
 
 
 def _plain(value: object) -> str:

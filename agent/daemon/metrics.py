@@ -10,7 +10,7 @@ from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 from typing import BinaryIO
 
@@ -143,12 +143,8 @@ class Metrics:
         """Measure these at each scrape from now on."""
         self._registry.register(_Gauges(service, registration))
 
-    def families(self) -> Iterable[Metric]:
-        """Measure everything now."""
-        return self._registry.collect()
-
     def text(self) -> bytes:
-        """Measure everything now, in the format of CONTENT_TYPE."""
+        """Measure everything now."""
         return generate_latest(self._registry)
 
 
@@ -265,13 +261,9 @@ def _each(scrape: Scrape, measure: Callable[[report.Group], float]) -> Samples:
             yield (name,), measure(group)
 
 
-def _volumes(scrape: Scrape) -> Samples:
-    found = Counts(one.group.name for one in scrape.volumes)
-    return _each(scrape, lambda group: found[group.name])
-
-
-def _encrypted(scrape: Scrape) -> Samples:
-    found = Counts(one.group.name for one in scrape.volumes if one.is_encrypted)
+def _volumes(scrape: Scrape, *, encrypted_only: bool = False) -> Samples:
+    counted = (one for one in scrape.volumes if one.is_encrypted or not encrypted_only)
+    found = Counts(one.group.name for one in counted)
     return _each(scrape, lambda group: found[group.name])
 
 
@@ -314,9 +306,8 @@ def _storage_health(scrape: Scrape) -> Samples:
 def _failures(scrape: Scrape) -> Samples:
     service = scrape.service
     for one in (service.autoextender, service.auto_repair, service.inline_volumes):
-        tasks = one.tasks
-        for group, count in tasks.failures().items():
-            yield (tasks.kind, group), count
+        for group, count in one.tasks.failures().items():
+            yield (one.tasks.kind, group), count
 
 
 # fmt: off
@@ -350,7 +341,8 @@ OF_GROUPS: tuple[Row, ...] = (
     _by_group("carver_group_metadata_used_ratio", "Used part of the metadata area; 1 is full.",
         lambda group: groups.text_percent(group) / 100),
     Row("carver_group_volumes", "Volumes, those being erased included.", ("group",), _volumes),
-    Row("carver_group_encrypted_volumes", "Encrypted volumes.", ("group",), _encrypted),
+    Row("carver_group_encrypted_volumes", "Encrypted volumes.", ("group",),
+        partial(_volumes, encrypted_only=True)),
     Row("carver_key_generation_volumes",
         "Encrypted volumes and snapshots, by the name of the only key that opens them.",
         ("group", "generation"), _key_generations),

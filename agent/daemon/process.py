@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -124,11 +124,17 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
         registration = Registration(
             config.registration_directory, config.endpoint, driver_name=config.driver_name
         )
-        pages = _health_pages(config, service, registration)
+        checks = [service.readiness.check]
+        if config.registration == "self":
+            checks.append(registration.check)
+        pages = {
+            "/healthz": monitor.Page(monitor.healthz(config.endpoint)),
+            "/readyz": monitor.Page(monitor.readyz(*checks)),
+        }
         if config.metrics_address is not None and metrics is not None:
             metrics.watch(service, registration)
             text = {"/metrics": monitor.Page(metrics.text, metrics.CONTENT_TYPE)}
-            metrics_pages = monitor.Monitor(config.metrics_address, {**text, **pages})
+            metrics_pages = monitor.Monitor(config.metrics_address, text | pages)
             metrics_pages.start()
             beside["the page of metrics"] = metrics_pages.stop
         if config.health_address is not None:
@@ -188,18 +194,6 @@ def _counted(host: Host, metrics: "Metrics") -> Host:
 
     stream = metrics.counted_stream(host.stream)
     return replace(host, run=metrics.counted(host.run), observe=observe, stream=stream)
-
-
-def _health_pages(
-    config: Config, service: Service, registration: Registration
-) -> Mapping[str, monitor.Page]:
-    checks = [service.readiness.check]
-    if config.registration == "self":
-        checks.append(registration.check)
-    return {
-        "/healthz": monitor.Page(monitor.healthz(config.endpoint)),
-        "/readyz": monitor.Page(monitor.readyz(*checks)),
-    }
 
 
 def _start_background(service: Service, watch: Watch) -> None:

@@ -69,7 +69,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         self._inode: tuple[int, int] | None = None
         # Kubelet may answer before `_serve` has set the state to WAITING.
         self._answering = threading.Lock()
-        self._problem = ""
+        self._is_logged = False
         self._task = PeriodicTask(
             "registration",
             self._ensure_served,
@@ -120,17 +120,15 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
             else:
                 self._retry_at = time.monotonic() + self._retry
                 self.state = State.REFUSED
-                _log.error(
-                    "kubelet has refused %s: %s; again in %.0f s",
-                    self._name,
-                    request.error,
-                    self._retry,
-                )
+                refusal = "kubelet has refused %s: %s; again in %.0f s"
+                _log.error(refusal, self._name, request.error, self._retry)
                 self._retry = min(self._retry * 2, _LONGEST_RETRY_SECONDS)
         return kubelet.RegistrationStatusResponse()
 
     def _ensure_served(self) -> None:
-        if self._is_ours() and not self._is_due_again():
+        # After a refusal: kubelet asks new sockets only.
+        is_due = self._retry_at is not None and time.monotonic() >= self._retry_at
+        if self._is_ours() and not is_due:
             return
         self._end()
         if not self._directory.is_dir():
@@ -138,7 +136,10 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         elif os.path.lexists(self.socket) and not sockets.is_stale(self.socket):
             # Two registrars would take the socket from each other for ever.
             self.state = State.TAKEN
-            self._log(f"{self.socket} is another process's; registration is left to it")
+            # Logged once, however long it lasts.
+            if not self._is_logged:
+                _log.warning("%s is another process's; registration is left to it", self.socket)
+            self._is_logged = True
         else:
             self._serve()
 
@@ -160,7 +161,7 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
         with self._answering:
             hidden.rename(self.socket)
             self.state = State.WAITING
-        self._problem = ""
+        self._is_logged = False
         _log.info("waiting for kubelet at %s", self.socket)
 
     def _end(self) -> None:
@@ -175,13 +176,3 @@ class Registration(pluginregistration_pb2_grpc.RegistrationServicer):
     def _is_ours(self) -> bool:
         """Whether the socket in the directory is the one that is served here."""
         return self._inode is not None and sockets.inode(self.socket) == self._inode
-
-    def _is_due_again(self) -> bool:
-        """Whether to retry after a refusal: kubelet asks new sockets only."""
-        return self._retry_at is not None and time.monotonic() >= self._retry_at
-
-    def _log(self, problem: str) -> None:
-        """Log a problem once, however long it lasts."""
-        if problem != self._problem:
-            _log.warning("%s", problem)
-        self._problem = problem

@@ -79,12 +79,7 @@ class Service:
         host, lvm = _traced(host), replace(lvm, run=trace.traced_run(lvm.run))
         sessions = _sessions(config, host, lvm.run, host.converse) if host.converse else None
         volume_groups = self.volume_groups = VolumeGroups(
-            lvm,
-            host.disks,
-            host.devices,
-            config.groups,
-            sessions,
-            listed=definitions.listed,
+            lvm, host.disks, host.devices, config.groups, sessions, listed=definitions.listed
         )
         known = self.inventory = Inventory(volume_groups, host.devices, definitions)
         self.node = preflight.Node(

@@ -5,7 +5,7 @@ import shlex
 import sys
 from typing import TYPE_CHECKING
 
-from agent.cli.words import CommandLine, Commands, add_name, verb
+from agent.cli.words import CommandLine, Commands, name_of, verb
 from agent.core import errors
 
 if TYPE_CHECKING:
@@ -79,9 +79,14 @@ def _receive(verbs: "VolumeVerbs", parsed: argparse.Namespace) -> None:
 
 def _add_send(verbs: Commands) -> None:
     """The words of `carver snapshot send`."""
-    send = verb(verbs, "send", "write a snapshot as a stream to the standard output", _send)
-    add_name(send, "snapshot")
-    add_name(send, "snapshot", "--since", "of the volume, older: only what changed since")
+    send = verb(
+        verbs,
+        "send",
+        "write a snapshot as a stream to the standard output",
+        _send,
+        name_of("snapshot"),
+        name_of("snapshot", "--since", "of the volume, older: only what changed since"),
+    )
     send.add_argument(
         "--offset",
         type=int,
@@ -127,8 +132,8 @@ def _add_move(verbs: Commands) -> None:
         "move",
         "send a volume to another node, while it is in use, and hand it over when it is not",
         _move,
+        name_of("volume"),
     )
-    add_name(move)
     move.add_argument("--to", metavar="NODE", help="the other node, as ssh knows it")
     move.add_argument(
         "--as", dest="name_there", metavar="NAME", help="its name there; else its own"

@@ -11,8 +11,9 @@ import grpc
 import pytest
 import serving
 from fakes.host import FakeHost
+from nodes import machine
 
-from agent.cli import trace as command
+from agent.cli.volumes import VolumeVerbs
 from agent.core import trace
 from agent.core.locks import GroupLock, VolumeLocks
 from agent.core.trace import KERNEL, PROGRAM, WAIT, Trace, Traces
@@ -140,9 +141,10 @@ def test_carver_trace_shows_each_step_of_the_slowest(
     try:
         with Client(config.endpoint) as client:
             client.create("a", 32 << 20, mounted())
-            command.show(client, 5, as_json=False)
+            shown = VolumeVerbs(client, config, machine(fake))
+            shown.show_slowest(5, as_json=False)
             text = capsys.readouterr().out
-            command.show(client, 1, as_json=True)
+            shown.show_slowest(1, as_json=True)
             [slowest] = json.loads(capsys.readouterr().out)
             with pytest.raises(grpc.RpcError, match="most"):
                 client.slowest_calls(0)
