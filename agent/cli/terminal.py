@@ -70,12 +70,8 @@ def bar(part: float, whole: float) -> Text:
 def status(seen: Overview) -> RenderableType:
     """Show an overview, as `carver status` does."""
     served = ("serving", "green") if seen.serving else ("not serving", "bold red")
-    head = Text.assemble(
-        (f"{seen.driver} {seen.version}", "bold"),
-        f" on node {seen.node}, ",
-        served,
-        f" {seen.endpoint}",
-    )
+    driver = (f"{seen.driver} {seen.version}", "bold")
+    head = Text.assemble(driver, f" on node {seen.node}, ", served, f" {seen.endpoint}")
     parts: list[RenderableType] = [head, "", _groups(seen), "", _classes(seen), ""]
     if seen.pools:
         parts += [_pools(seen), ""]
@@ -160,17 +156,13 @@ def _details(seen: Overview) -> Iterable[RenderableType]:
         for one in seen.volumes
         for at in one.places
     ]
-    lines += [Text(one.problem, style="bold red") for one in seen.groups if one.problem]
-    lines += [
-        Text(f"{one.name}: {why}", style="bold red") for one in seen.groups for why in one.ignored
-    ]
-    troubles = [(one.name, one.health) for one in seen.volumes]
-    troubles += [(one.name, one.health) for one in seen.snapshots]
-    lines += [
-        Text(f"{name}: {one.status} {one.reason}: {one.message}", style="bold red")
-        for name, health in troubles
-        for one in health
-    ]
+    bad = [one.problem for one in seen.groups if one.problem]
+    bad += [f"{one.name}: {why}" for one in seen.groups for why in one.ignored]
+    health = [(one.name, one.health) for one in seen.volumes]
+    health += [(one.name, one.health) for one in seen.snapshots]
+    for name, problems in health:
+        bad += [f"{name}: {one.status} {one.reason}: {one.message}" for one in problems]
+    lines += [Text(problem, style="bold red") for problem in bad]
     if lines:
         yield ""
         yield from lines

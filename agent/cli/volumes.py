@@ -134,7 +134,7 @@ class VolumeVerbs:
     ) -> None:
         """Stage a volume, which formats it the first time, and have it appear at a path."""
         volume, place = self.find(name), Path(path).absolute()
-        staging = self._staged(volume)
+        staging = self._staging / _logical(volume)
         mode = client.Mode.SINGLE_NODE_MULTI_WRITER if shared else client.Mode.SINGLE_NODE_WRITER
         capability = client.mounted(mode=mode)
         if not self.caller.confirms(volume.volume_id, capability):
@@ -153,7 +153,7 @@ class VolumeVerbs:
         Asks before it takes it from a path of kubelet's that was not given.
         """
         volume = self.find(name)
-        staging = self._staged(volume)
+        staging = self._staging / _logical(volume)
         given = [Path(path).absolute()] if path else self._published(volume, staging)
         kubelets = [str(one) for one in given if any(part in f"{one}/" for part in _KUBELETS)]
         pods = [] if path else kubelets
@@ -341,10 +341,6 @@ class VolumeVerbs:
     def _published(self, volume: csi.Volume, staging: Path) -> list[Path]:
         return [one for one in self._places(volume) if one != staging]
 
-    def _staged(self, volume: csi.Volume) -> Path:
-        """Return where a volume is staged by hand."""
-        return self._staging / _logical(volume)
-
 
 @contextmanager
 def connected(settings: Config, host: Host) -> Iterator[VolumeVerbs]:
@@ -424,7 +420,6 @@ def _text(key: Key) -> str | None:
 
 
 def _logical(volume: csi.Volume) -> str:
-    """Return the name of its logical volume."""
     return ids.logical_name(volume.volume_id)
 
 
@@ -434,7 +429,6 @@ def _name(volume: csi.Volume) -> str:
 
 
 def _volume_row(volume: csi.Volume, health: csi.VolumeHealth) -> dict[str, Any]:
-    """Describe a volume, for people and for programs."""
     return {
         "name": _name(volume),
         "id": volume.volume_id,
@@ -453,12 +447,10 @@ def _words(health: csi.VolumeHealth) -> list[str]:
 
 
 def _key(identity: str, keys: Mapping[str, str]) -> dict[str, str]:
-    """Return the name of its key, if it is encrypted."""
     return {"key_generation": keys[identity]} if identity in keys else {}
 
 
 def _snapshot_row(snapshot: csi.Snapshot) -> dict[str, Any]:
-    """Describe a snapshot."""
     name = ids.logical_name(snapshot.snapshot_id)
     return {
         "name": names.readable(ids.SNAPSHOT_PREFIX, name),

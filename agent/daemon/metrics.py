@@ -255,7 +255,6 @@ def _by_pool(name: str, text: str, measure: Callable[[PoolSeen], float | None]) 
 
 
 def _each(scrape: Scrape, measure: Callable[[report.Group], float]) -> Samples:
-    """Measure each group that is on this node."""
     for name, group in scrape.groups.items():
         if group is not None:
             yield (name,), measure(group)

@@ -186,8 +186,6 @@ def serve(config: Config, host: Host, is_stopping: threading.Event | None = None
 
 
 def _counted(host: Host, metrics: "Metrics") -> Host:
-    """The same machine, with each command counted."""
-
     def observe(finished: Finished) -> None:
         host.observe(finished)
         metrics.count_command(finished)

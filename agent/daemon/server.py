@@ -76,7 +76,15 @@ class Service:
         definitions: GroupDefinitions = group_definitions.NONE,
     ) -> None:
         self.traces = Traces()
-        host, lvm = _traced(host), replace(lvm, run=trace.traced_run(lvm.run))
+        # Each operation is a step in the trace of its call.
+        lvm = replace(lvm, run=trace.traced_run(lvm.run))
+        host = replace(
+            host,
+            run=trace.traced_run(host.run),
+            observe=trace.traced_observer(host.observe),
+            kernel=trace.traced(host.kernel),
+            devices=trace.traced(host.devices),
+        )
         sessions = _sessions(config, host, lvm.run, host.converse) if host.converse else None
         volume_groups = self.volume_groups = VolumeGroups(
             lvm, host.disks, host.devices, config.groups, sessions, listed=definitions.listed
@@ -191,17 +199,6 @@ class Service:
         }
         run_all(works, _ENDING_SECONDS)
         self.volume_groups.close()
-
-
-def _traced(host: Host) -> Host:
-    """The host, with each operation traced as a step of its call."""
-    return replace(
-        host,
-        run=trace.traced_run(host.run),
-        observe=trace.traced_observer(host.observe),
-        kernel=trace.traced(host.kernel),
-        devices=trace.traced(host.devices),
-    )
 
 
 def _sessions(config: Config, host: Host, run: Run, converse: Converse) -> Callable[[str], Session]:
